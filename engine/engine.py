@@ -1,15 +1,16 @@
-"""`Engine`: a plain synchronous object: `add`, `abort`, `step() -> Outputs`. Tokens in, tokens out.
+"""`Engine`: serves requests synchronously with `add`, `abort` and `step() -> Outputs`. Tokens in, tokens out.
 
-The engine process, the offline `LLM` and the benchmarks all drive this one.
+The engine process, the offline `LLM` and the benchmarks all drive it.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, RequestError
@@ -22,52 +23,47 @@ from weft.engine.model.weights import Weights
 from weft.engine.progress import Phases, Progress
 from weft.engine.ranks.group import Ranks
 from weft.engine.ranks.loading import Loading
-from weft.engine.runner.batch import Batch
-from weft.engine.runner.budget import memory_budget
-from weft.engine.runner.compile_job import CompileJob
-from weft.engine.runner.energy_meter import EnergyMeter, energy_counter
-from weft.engine.runner.iteration_totals import IterationTotals
-from weft.engine.runner.runner import InFlight
-from weft.engine.runner.work import Work
+from weft.engine.runner.device.compile_job import CompileJob
+from weft.engine.runner.device.energy_meter import EnergyMeter, energy_counter
+from weft.engine.runner.iteration.work import Work
+from weft.engine.runner.options.budget import memory_budget
 from weft.engine.scheduling.arrivals import Arrivals
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.energy_ledger import EnergyLedger
 from weft.engine.scheduling.fairness import Fairness
+from weft.engine.scheduling.features import (
+    CompiledGrammars,
+    EnergyCharges,
+    KvEvents,
+    NonfiniteWarning,
+    PageReports,
+    PlanPreparation,
+    RankCheck,
+    TierTransfers,
+)
 from weft.engine.scheduling.grammars import Grammars
 from weft.engine.scheduling.late_launch import LateLaunch
+from weft.engine.scheduling.listeners import Listener, Listeners
+from weft.engine.scheduling.loop import Loop
 from weft.engine.scheduling.outbox import Outbox
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.kv_events import make_publisher
 from weft.engine.wire.log_sink import dropped_lines
-from weft.engine.wire.messages import (
-    AddRequest,
-    EngineReady,
-    EngineStats,
-    Finish,
-    Outputs,
-    PageChanges,
-    PlanStats,
-)
+from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, Outputs, PlanStats
 from weft.engine.wire.shelf import Shelf
 
-TIER_WAIT_SECONDS = 0.005
-"""while nothing can be computed: how long to wait for a load before looking for messages again"""
-LOAD_POLL_SECONDS = 0.002
-"""while pages are fetched for a request that is on its way"""
-REST_SECONDS = 1.0
-"""between messages of an engine that has nothing to do"""
-NONFINITE_LINE_SECONDS = 60.0
-"""between lines in the log that say that logits were not finite"""
+BLOCKED_SECONDS = 0.005
+"""Seconds to wait for a load or a grammar, while nothing can be computed, before the caller looks for messages."""
 
 
 class Engine:
-    """Loads the model and serves requests one iteration at a time.
+    """Loads a model and serves requests one iteration at a time.
 
-    compiling: a job begun earlier, ranks: started earlier; else both are begun here if need be. shelf: of the weights
-    that it shares with other engines. Raises `WeftError` from the constructor when the model or the options cannot
-    work, each with one clear line.
+    `compiling` and `ranks` are passed if they have been started already; otherwise they are started here if needed.
+    `shelf` holds the weights shared with other engines. The constructor raises `WeftError`, with one clear line, if the
+    model or the options cannot work.
     """
 
     def __init__(
@@ -79,7 +75,7 @@ class Engine:
         shelf: Shelf | None = None,
     ) -> None:
         self.ranks = ranks or Ranks.begin(config)
-        """the others of tensor parallelism"""
+        """The follower ranks of tensor parallelism."""
         try:
             self._start(self.ranks.config if self.ranks is not None else config, progress, compiling, shelf)
         except BaseException:
@@ -97,14 +93,14 @@ class Engine:
         # The vocabulary is read while the model loads.
         self.grammars = Grammars(config.tokenizer_path, self.spec.vocab_size, self.spec.eos_token_ids)
         phases = Phases(progress if self.ranks is None else self.ranks.watched(progress))
-        # a path or a port that is taken is known before the model loads
+        # Opened before the model loads, so that a path or port in use is reported at once.
         store = open_store(config, resolved.kv, loading.model_id, own.shard_of, resolved.packed)
         publisher = make_publisher(config, config.share.engine)
         loaded = loading.run(phases, shelf, stores=store is not None)
         self.runner, weights = loaded.runner, loaded.weights
         self._broad = None if isinstance(weights, Weights) else weights
         num_pages = self.runner.num_pages
-        # A request that can never fit is refused at the door: the context limit is what the pool can hold.
+        # The context limit is what the pool can hold, so that a request that can never fit is refused on arrival.
         longest = min(resolved.max_model_len, (num_pages - 1) * config.page_size)
         self.resolved = resolved = replace(resolved, num_pages=num_pages, max_model_len=longest)
         host_bytes = int(config.host_kv_gib * 2**30)
@@ -126,7 +122,8 @@ class Engine:
         self._work = self._work_of(weights.num_bytes)
         self.energy, self._why_unmetered = self._metered()
         self.scheduler.chunk_keeper = self._chunk_keeper()
-        self._seat_keeper = SlotLimitKeeper.of(config, self.scheduler) if config.adaptive_limit else None
+        self.slot_limit_keeper = SlotLimitKeeper.of(config, self.scheduler) if config.adaptive_limit else None
+        self._late = LateLaunch(self._work.costs) if self._launches_late() else None
         self._arrivals = Arrivals(
             pool,
             max_model_len=longest,
@@ -134,35 +131,19 @@ class Engine:
             eos_token_ids=self.spec.eos_token_ids,
             seed=config.seed,
         )
-        self._begin_iterating()
+        self._outbox = Outbox()
+        self._page_reports: PageReports | None = None
+        self.listeners = Listeners(self._features())
+        self.loop = Loop(self.scheduler, self.runner, self.listeners, depth=1 if config.async_scheduling else 0)
+        self._closing = self._closers()
         phases.end()
         self.start_seconds = phases.seconds
-        """of each phase of the start that reports progress"""
+        """Seconds of each phase of the start that reports progress."""
         self.load_seconds = time.perf_counter() - begin
 
-    def _begin_iterating(self) -> None:
-        """What is kept from one iteration to the next."""
-        self._told_at_rest = 0.0
-        self._depth = 1 if self.config.async_scheduling else 0
-        self._in_flight: deque[InFlight] = deque()
-        self._late = LateLaunch(self._work.costs) if self._launches_late() else None
-        self._held = False
-        """the launch to come waits for what `launch_at` said"""
-        self.on_commit: Callable[[Batch, float], None] | None = None
-        """called with each iteration that is done and not committed yet, and `time.monotonic()`"""
-        if self._seat_keeper is not None:
-            self.on_commit = self._seat_keeper.committed
-        self.on_wait: Callable[[InFlight], None] | None = None
-        """called before an iteration's end is waited for"""
-        self._step = 0
-        self._notices = Outbox(self.tiers, plan_moved=self.pause is not None)
-        self._totals = IterationTotals()
-        self._page_ledger: PageLedger | None = None
-        self._warned_nonfinite = 0
-        self._quiet_until = 0.0
-
     def _launches_late(self) -> bool:
-        """By default where it was measured: not on CPUs or shared GPUs, whose iterations vary, nor on several."""
+        """Return whether launches are delayed. The default is True only where it was measured to help: on one GPU that
+        the engine has to itself. Iterations on CPUs and shared GPUs vary too much."""
         config = self.config
         if config.late_launch is not None:
             return config.late_launch
@@ -182,9 +163,10 @@ class Engine:
         )
 
     def _work_of(self, weight_bytes: int) -> Work:
+        """`weight_bytes` are those of rank 0's shard."""
         kv = self.resolved.kv
         token_bytes = kv.page_bytes // (kv.page_size * self.spec.num_layers)
-        own = self.spec.shard(0, self.config.tensor_parallel_size)  # of whose bytes these are
+        own = self.spec.shard(0, self.config.tensor_parallel_size)
         return Work(own, weight_bytes, token_bytes, cuda=self.resolved.device.type == "cuda")
 
     def _chunk_keeper(self) -> ChunkKeeper | None:
@@ -202,9 +184,9 @@ class Engine:
         return keeper
 
     def _metered(self) -> tuple[EnergyLedger | None, str]:
-        """Who charges requests for energy, or why nobody does."""
+        """Return the energy ledger, or None and the reason."""
         if self.config.share.sharers > 1 or self.config.share.awake > 1:
-            return None, "several engines work on this device: its counter does not tell whose work it was"
+            return None, "several engines work on this device, and its counter does not separate them"
         ranks = self.config.tensor_parallel_size
         try:
             meter = EnergyMeter(energy_counter(self.resolved.device, ranks))
@@ -212,13 +194,46 @@ class Engine:
             return None, str(error)
         return EnergyLedger(meter, self._work, self.scheduler.slots), ""
 
-    def check(self) -> None:
-        """Raises `RankLost` when another rank has ended: then this engine has, too."""
+    def _features(self) -> Iterator[Listener]:
+        """Yield the features that are on, in the order in which hooks run."""
+        yield CompiledGrammars(self.grammars, self.scheduler, self._outbox)
+        if self._late is not None:
+            yield self._late
+        yield NonfiniteWarning(self.scheduler)
+        if self.tiers is not None:
+            yield TierTransfers(self.tiers)
+        if self.energy is not None:
+            yield EnergyCharges(self.energy, self._outbox, shares_device=self.config.share.models > 1)
+        # Ahead of the chunk keeper, which forgets the iteration.
+        if self.slot_limit_keeper is not None:
+            yield self.slot_limit_keeper
+        if self.scheduler.chunk_keeper is not None:
+            yield self.scheduler.chunk_keeper
+        if self._events is not None:
+            yield KvEvents(self._events)
+        if self.runner.preparation is not None:
+            yield PlanPreparation(self.runner.preparation, lambda: self.has_work, self._outbox)
         if self.ranks is not None:
-            self.ranks.check()
+            yield RankCheck(self.ranks)
+
+    def _closers(self) -> ExitStack:
+        """Return what `close` does, last entry first."""
+        closing = ExitStack()
+        if self.ranks is not None:
+            closing.callback(self.ranks.stop)
+        closing.callback(self.runner.close)
+        if self.energy is not None:
+            closing.callback(self.energy.close)
+        closing.callback(self.grammars.close)
+        if self._events is not None:
+            closing.callback(self._events.close)
+        if self.tiers is not None:
+            closing.callback(self.tiers.close)
+            closing.callback(self.drain_in_flight)
+        return closing
 
     def describe(self) -> EngineReady:
-        resolved = self.resolved
+        resolved, preparation = self.resolved, self.runner.preparation
         return EngineReady(
             model_type=self.spec.architecture,
             num_parameters=self.spec.num_parameters,
@@ -229,7 +244,7 @@ class Engine:
             page_size=self.config.page_size,
             num_pages=self.runner.num_pages,
             max_num_seqs=resolved.max_num_seqs,
-            seats=self.scheduler.slots.limit,
+            slot_limit=self.scheduler.slots.limit,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             eos_token_ids=self.spec.eos_token_ids,
             load_seconds=self.load_seconds,
@@ -237,23 +252,26 @@ class Engine:
             memory=self._memory,
             energy_source=self.energy.source if self.energy is not None else "",
             energy_missing=self._why_unmetered,
-            plan=self._plan(),
+            plan=preparation.stats if preparation is not None else PlanStats(),
             threads=resolved.cpu_threads if resolved.device.type == "cpu" else 0,
             model_id=self.scheduler.pool.index.model_id,
             prefetches=self.tiers is not None,
         )
 
     def pages(self) -> bytes:
-        """Brief keys of the pages in the prefix index; from now on `stats` tells what comes and goes."""
-        if self._page_ledger is None:
-            self._page_ledger = PageLedger(self.scheduler.pool.index)
-        return self._page_ledger.all()
+        """Return brief keys of the pages in the prefix index. From then on, `stats` reports the changes."""
+        if self._page_reports is None:
+            self._page_reports = PageReports(PageLedger(self.scheduler.pool.index))
+            self.listeners.add(self._page_reports)
+        return self._page_reports.ledger.all()
+
+    # -- requests
 
     def add(self, message: AddRequest) -> None:
-        """Queue a request. Raises `RequestError` when it can never be served."""
+        """Queue a request. Raises `RequestError` if it can never be served."""
         params = message.params
         if params.pooling is not None and self._broad is not None and not self._broad.shows_states:
-            raise RequestError(f"the code of {self.spec.architecture} does not show its hidden states", "input")
+            raise RequestError(f"{self.spec.architecture} does not expose its hidden states", "input")
         request = self._arrivals.request(message)
         if params.grammar is None and not params.bad_words:
             self.scheduler.add(request)
@@ -261,14 +279,14 @@ class Engine:
             self.grammars.begin(request)
 
     def add_or_refuse(self, message: AddRequest) -> None:
-        """As `add`, but a refusal becomes the request's terminal event."""
-        if self.runner.resting is not None and self.runner.resting.asleep:
-            self._notices.refuse(message.handle, "the model sleeps", Finish.BUSY)
+        """Queue a request, or report its refusal with the next outputs."""
+        if self._asleep:
+            self._outbox.refuse(message.handle, "the model sleeps", Finish.BUSY)
             return
         try:
             self.add(message)
         except RequestError as error:
-            self._notices.refuse(message.handle, str(error), Finish.REFUSED)
+            self._outbox.refuse(message.handle, str(error), Finish.REFUSED)
 
     def abort(self, handle: int) -> None:
         """End a request early. Idempotent; unknown handles are ignored."""
@@ -277,22 +295,31 @@ class Engine:
         self.scheduler.abort(handle)
 
     def prefetch(self, names: tuple[bytes, ...]) -> None:
-        """The next turn of a conversation is on its way: load its pages from the tiers, as far as there is room."""
-        if self.runner.resting is None or not self.runner.resting.asleep:
+        """Load the pages of a conversation from the tiers, as far as pages are free, before its next turn arrives."""
+        if not self._asleep:
             self.scheduler.prefetch(names)
 
-    def doze(self) -> int:
-        """Give the memory of weights and KV pages back. Returns its bytes. No request may be open.
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.reset_cache()
 
-        Pages that a lower tier has stay there; the others are forgotten. Raises `WeftError` or `OSError` where it
-        cannot; then all is as it was, but for the pages.
+    # -- sleeping
+
+    @property
+    def _asleep(self) -> bool:
+        return self.runner.sleepable is not None and self.runner.sleepable.asleep
+
+    def sleep(self) -> int:
+        """Free the memory of weights and KV pages, and return its bytes. No request may be open.
+
+        Pages that a lower tier holds stay there; the others are dropped. Raises `WeftError` or `OSError` if the engine
+        cannot sleep; then only pages are lost.
         """
         assert not self.has_work
-        resting = self.runner.resting
-        if resting is None:
-            raise ConfigError("its engine was not made to" if self.ranks is None else "ranks share it")
-        if resting.asleep:
-            return resting.num_bytes
+        sleepable = self.runner.sleepable
+        if sleepable is None:
+            raise ConfigError("the engine was not started with sleep enabled" if self.ranks is None else "ranks share it")
+        if sleepable.asleep:
+            return sleepable.num_bytes
         self.drain_in_flight()
         if self.pause is not None:
             raise ConfigError("its plan is still being prepared")
@@ -300,170 +327,114 @@ class Engine:
         pool.evict_all()
         if pool.num_held:
             raise ConfigError(f"{pool.num_held} of its pages are in use")
-        resting.doze()
-        if self.energy is not None and self.config.share.models > 1:
-            self.energy.leave()
-        return resting.num_bytes
+        sleepable.sleep()
+        for on_sleep in self.listeners.on_sleep:
+            on_sleep()
+        return sleepable.num_bytes
 
-    def rise(self) -> int:
-        """Take the memory again, as it was before `doze`. Returns its bytes. Raises `WeftError` or `OSError`, after
-        which only the process's end helps."""
-        resting = self.runner.resting
-        if resting is None:
-            raise ConfigError("its engine was not made to")
-        resting.rise()
-        if self.energy is not None:
-            self.energy.come_back()
-        return resting.num_bytes
+    def wake(self) -> int:
+        """Allocate again what `sleep` freed, and return its bytes. If it raises `WeftError` or `OSError`, the process
+        must end."""
+        sleepable = self.runner.sleepable
+        if sleepable is None:
+            raise ConfigError("the engine was not started with sleep enabled")
+        sleepable.wake()
+        for on_wake in self.listeners.on_wake:
+            on_wake()
+        return sleepable.num_bytes
 
-    def reset_prefix_cache(self) -> None:
-        self.scheduler.reset_cache()
+    # -- the loop
+
+    def check(self) -> None:
+        """Raise `RankLost` if another rank has ended."""
+        for check in self.listeners.check:
+            check()
 
     @property
     def has_work(self) -> bool:
-        """Requests are open, results are in flight, or events wait to be told."""
+        """Requests are open, results are in flight, or events wait to be reported."""
         s = self.scheduler
         waiting = s.num_requests or self.grammars.num_compiling
-        return bool(waiting or self._in_flight or s.has_events() or self._notices.has_refusals)
+        return bool(waiting or self.loop.in_flight or s.has_events() or self._outbox.has_refusals)
 
     def step(self) -> Outputs | None:
-        """Schedule and launch the next iteration, then commit the one before it. None when there is nothing to tell."""
-        if (preparation := self.runner.preparation) is not None and preparation.advance(busy=self.has_work):
-            self._notices.plan_moved = True
+        """Schedule and launch the next iteration, then commit the one before it. Returns None if there is no news."""
+        for on_step in self.listeners.on_step:
+            on_step()
         outputs = self._iterate()
-        if self._events is not None:
-            self._events.flush()
+        for on_step_end in self.listeners.on_step_end:
+            on_step_end()
         return outputs
 
     def _iterate(self) -> Outputs | None:
-        begin = time.perf_counter()
-        for request, refusal, how in self.grammars.compiled():
-            if refusal is None:
-                self.scheduler.add(request)
-            else:
-                self._notices.refuse(request.handle, refusal, how)
-        batch = self.scheduler.schedule(self._step + 1)
-        if batch is not None:
-            self._step += 1
-            if self._totals.launched(self._step) and self.energy is not None:
-                self.energy.working(time.monotonic(), True)
-            self._in_flight.append(self.runner.launch(batch))
-        busy = time.perf_counter() - begin
-        if self._late is not None and batch is not None:
-            self._late.launched(batch, busy, late=self._held)
-        if not self._in_flight or (batch is not None and len(self._in_flight) <= self._depth):
-            due = self._notices.due()
-            if due or self.scheduler.has_events():
-                return self._notices.outputs(self.scheduler.idle_events(), self.stats(), {})
-            if batch is None and not self.grammars.wait(TIER_WAIT_SECONDS) and self.tiers is not None:
-                self.tiers.wait(TIER_WAIT_SECONDS)
-            return None
-        in_flight = self._in_flight.popleft()
-        if self.on_wait is not None:
-            self.on_wait(in_flight)
-        result = in_flight.wait()
-        begin = time.perf_counter()
-        if self._late is not None:
-            self._late.ended(result, time.monotonic())
-        joules = self.energy.charge(result.batch, result.seconds) if self.energy is not None else {}
-        if self.on_commit is not None:
-            self.on_commit(result.batch, time.monotonic())
-        if self.scheduler.chunk_keeper is not None:
-            self.scheduler.chunk_keeper.committed(result, self._totals.is_first(result.batch.step))
-        events = self.scheduler.commit(result)
-        self._warn_of_nonfinite(begin)
-        if self.tiers is not None:
-            self.tiers.begin_stores()  # while the iteration just launched computes
-        more = self.scheduler.num_requests > 0 or bool(self._in_flight)
-        if self.energy is not None and not more:
-            self.energy.working(time.monotonic(), False)
-        self._totals.committed(result, busy + time.perf_counter() - begin, busy=more)
-        return self._notices.outputs(events, self.stats(), joules)
+        batch = self.loop.launch()
+        in_flight = self.loop.due(batch)
+        if in_flight is None:
+            return self._news(blocked=batch is None)
+        for on_wait in self.listeners.on_wait:
+            on_wait(in_flight)
+        return self._outbox.outputs(self.loop.commit(in_flight.wait()), self.stats())
+
+    def _news(self, *, blocked: bool) -> Outputs | None:
+        """Return reports that no iteration brings. `blocked`: nothing is in flight, so wait a moment if there are none."""
+        news = [has_news() for has_news in self.listeners.has_news]
+        if any(news) or self._outbox.plan_moved or self._outbox.has_refusals or self.scheduler.has_events():
+            return self._outbox.outputs(self.scheduler.idle_events(), self.stats())
+        if blocked:
+            any(on_blocked(BLOCKED_SECONDS) for on_blocked in self.listeners.on_blocked)
+        return None
 
     def launch_at(self) -> float:
-        """`time.monotonic()` before which `step` need not be called, whoever comes meanwhile; 0: at once.
+        """Return the `time.monotonic()` until which the next `step` should be delayed for late arrivals; 0 for no delay.
 
-        Where there is no room for anybody else nothing is gained by waiting. Whoever asks waits: the next launch counts
-        as one that was late on purpose.
+        There is no delay if a new request could not join anyway. The caller must wait: the next launch counts as
+        delayed on purpose.
         """
-        self._held = False
-        if self._late is None or len(self._in_flight) != self._depth or not self.scheduler.has_room:
+        if self._late is None:
             return 0.0
-        at = self._late.at(self._in_flight[0].batch)
-        self._held = at > time.monotonic()
-        return at if self._held else 0.0
+        in_flight = self.loop.in_flight
+        can_wait = len(in_flight) == self.loop.depth and self.scheduler.has_room
+        return self._late.until(in_flight[0].batch if can_wait else None)
 
     @property
     def pause(self) -> float | None:
-        """Seconds without work after which `step` still wants to be called; None: any number."""
-        preparation = self.runner.preparation
-        pause = None if preparation is None else preparation.pause
-        loads = self.tiers is not None and self.tiers.num_loading > 0
-        return min(pause or LOAD_POLL_SECONDS, LOAD_POLL_SECONDS) if loads else pause
+        """Longest time in seconds before the next `step` while there is no work; None for any time."""
+        pauses = [seconds for pause in self.listeners.pause if (seconds := pause()) is not None]
+        return min(pauses, default=None)
 
-    def rest(self) -> Outputs | None:
-        """While there is no work: once a second what was drawn, if that is counted."""
-        self._totals.busy = False
-        if self._seat_keeper is not None:
-            self._seat_keeper.rest(time.monotonic())
+    def idle(self) -> Outputs | None:
+        """Idle tick, called while there is no work. Returns statistics if a feature has new ones."""
         now = time.monotonic()
-        if self.energy is None or now - self._told_at_rest < REST_SECONDS:
-            return None
-        self._told_at_rest = now
-        self.energy.working(now, False)
-        self.energy.settle()
-        return Outputs(stats=self.stats())
-
-    def _warn_of_nonfinite(self, now: float) -> None:
-        """One line in the log for all of a minute's requests that ended so."""
-        total = self.scheduler.nonfinite_logits
-        if total == self._warned_nonfinite or now < self._quiet_until:
-            return
-        print(
-            f"weft: {total - self._warned_nonfinite} request(s) ended with 500 nonfinite_logits ({total} so far): "
-            "the model computes NaN or inf; check the checkpoint, --dtype float16, and the device's memory",
-            file=sys.stderr,
-            flush=True,
-        )
-        self._warned_nonfinite, self._quiet_until = total, now + NONFINITE_LINE_SECONDS
+        self.loop.totals.busy = False
+        news = [on_idle(now) for on_idle in self.listeners.on_idle]
+        return Outputs(stats=self.stats()) if any(news) else None
 
     def stats(self) -> EngineStats:
-        """The scheduler's state and the last committed iteration's figures."""
-        totals = self._totals
+        """Return the scheduler's state and the figures of the last committed iteration."""
+        totals = self.loop.totals
         return EngineStats(
             scheduler=self.scheduler.stats(compiling=self.grammars.num_compiling),
             iteration=totals.last,
-            load_seconds=self.tiers.take_load_seconds() if self.tiers is not None else [],
             iterations=totals.iterations,
             iterations_pipelined=totals.pipelined,
             iterations_idle_seconds=totals.idle_seconds,
             log_lines_dropped=dropped_lines(),
-            energy=self.energy.stats() if self.energy is not None else None,
-            plan=self._plan(),
-            pages=self._page_ledger.take() if self._page_ledger is not None else PageChanges(),
+            **self._stats(),
         )
 
-    def _plan(self) -> PlanStats:
-        preparation = self.runner.preparation
-        return preparation.stats if preparation is not None else PlanStats()
+    def _stats(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        for stats in self.listeners.stats:
+            fields.update(stats())
+        return fields
 
     def drain_in_flight(self) -> None:
-        """Commit what is still in flight although nobody waits for it, so that its fences pass; end all transfers."""
-        while self._in_flight:
-            self.scheduler.commit(self._in_flight.popleft().wait())
+        """Commit what is in flight, so that its fences pass, and end all transfers."""
+        while self.loop.in_flight:
+            self.scheduler.commit(self.loop.in_flight.popleft().wait())
         if self.tiers is not None:
             self.tiers.drain()
 
     def close(self) -> None:
-        """End the runner and the tiers; what only the host holds is written to the SSD, as far as time allows."""
-        if self.tiers is not None:
-            self.drain_in_flight()
-            self.tiers.close()
-        if self._events is not None:
-            self._events.close()
-        self.grammars.close()
-        if self.energy is not None:
-            self.energy.close()
-        self.runner.close()
-        if self.ranks is not None:
-            self.ranks.stop()
+        """Close the runner and every feature. Pages that only the host holds are written to the SSD if time allows."""
+        self._closing.close()

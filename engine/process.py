@@ -24,28 +24,28 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import RankLost, WeftError
 from weft.engine.progress import ProgressLines, how_far
 from weft.engine.ranks.group import Ranks
-from weft.engine.runner.compile_job import CompileJob
-from weft.engine.runner.headstart import Headstart
-from weft.engine.wire.beat import BEAT_SECONDS, ENGINE, Beat, Beats, LastStep
+from weft.engine.runner.device.compile_job import CompileJob
+from weft.engine.runner.start.warm_start import Headstart
 from weft.engine.wire.blank import told
 from weft.engine.wire.child import keep_to
 from weft.engine.wire.engine_socket import Clients
+from weft.engine.wire.heartbeat import ENGINE, HEARTBEAT_SECONDS, Heartbeat, Heartbeats
 from weft.engine.wire.log_sink import install, last_lines
 from weft.engine.wire.messages import (
     HANDLE_BITS,
     AbortRequests,
     AddRequest,
     ClientGone,
-    Doze,
     EngineFailed,
     Hello,
     Outputs,
     Prefetch,
     Profile,
     ResetPrefixCache,
-    Rested,
-    Rise,
+    Sleep,
+    SleepReply,
     ToEngine,
+    Wake,
 )
 from weft.engine.wire.shelf import COUNT as SHELF_FDS
 from weft.engine.wire.shelf import Shelf
@@ -54,9 +54,8 @@ from weft.engine.wire.stacks import write_stacks_to
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
     from weft.engine.profiling import Profiling
-    from weft.engine.runner.runner import InFlight
 
-IDLE_POLL_MS = int(1000 * BEAT_SECONDS)
+IDLE_POLL_MS = int(1000 * HEARTBEAT_SECONDS)
 HELLO_WAIT_MS = 1000
 """for the first client to be there, when there is bad news for it"""
 FLUSH_POLL_MS = 100
@@ -69,7 +68,7 @@ COMPILE_SECONDS = 300.0
 """that a kernel may take to compile which no warm-up has met"""
 
 ENGINE_MODULES = ("weft.engine.engine",)
-GPU_MODULES = ("weft.engine.runner.cuda_runner", "weft.kernels.tuning.search")
+GPU_MODULES = ("weft.engine.runner.cuda.cuda_runner", "weft.kernels.tuning.search")
 """what takes seconds to import"""
 
 
@@ -96,13 +95,15 @@ class _Ending(threading.Thread):
 class _Loop:
     """Takes the clients' messages, steps the engine, sends what it says, and shows with each round that it lives."""
 
-    def __init__(self, clients: Clients, ending: _Ending, beats: Beats, row: int, headstart: Headstart) -> None:
+    def __init__(
+        self, clients: Clients, ending: _Ending, heartbeats: Heartbeats, row: int, headstart: Headstart
+    ) -> None:
         self._clients = clients
         self._ending = ending
         self._headstart = headstart
-        self._beats = beats
+        self._heartbeats = heartbeats
         self._row = row
-        self._beat = beats.of(row)
+        self._heartbeat = heartbeats.of(row)
         self._open: dict[int, set[int]] = {}
         """handles by client"""
         self._profiling: Profiling | None = None
@@ -110,7 +111,7 @@ class _Loop:
         """the engine was ready: its clients are there"""
 
     def run(self, config: EngineConfig, stacks_fd: int, shelf_fds: Sequence[int]) -> int:
-        self._beat.stage("importing", self._beats.start_timeout)
+        self._heartbeat.stage("importing", self._heartbeats.start_timeout)
         try:
             return self._serve(config, stacks_fd, Shelf.of(shelf_fds) if shelf_fds else None)
         except RankLost as error:
@@ -120,14 +121,15 @@ class _Loop:
         """Raises `RankLost`."""
         try:
             # ahead of what takes long here, for it takes as long there
-            ranks = Ranks.begin(config, self._beats, self._row, stacks_fd, pin=True)
+            ranks = Ranks.begin(config, self._heartbeats, self._row, stacks_fd, pin=True)
             if ranks is not None:
-                ranks.links.moved = self._beat.still  # it is not this one that hangs while it waits for another
+                ranks.links.moved = self._heartbeat.still  # it is not this one that hangs while it waits for another
             compiling = CompileJob.begin(config if ranks is None else ranks.config)
             self._headstart.wait(ranks.check if ranks is not None else lambda: None)
-            from weft.engine.engine import Engine  # what cannot be imported is told here, in the reach of EngineFailed
+            from weft.engine.engine import Engine  # here, so that a failed import is reported as EngineFailed
+            from weft.engine.scheduling.features import StepHeartbeat
 
-            progress = _AnnouncedProgress(self._beat, self._beats.start_timeout)
+            progress = _AnnouncedProgress(self._heartbeat, self._heartbeats.start_timeout)
             engine = Engine(config, progress, compiling, ranks, shelf)
             if ranks is not None:
                 ranks.links.moved = lambda: None  # from now on a thread beside the loop adds up
@@ -139,22 +141,22 @@ class _Loop:
             return self._fail("out of memory while loading the model")
         if engine.tiers is not None:
             self._ending.patience = FLUSH_PATIENCE_SECONDS
-        engine.on_wait = self._wait_for_step
+        engine.listeners.add(StepHeartbeat(self._heartbeat, self._heartbeats.step_timeout))
         self._worked = True
-        _announce_compiles(self._beat)
+        _announce_compiles(self._heartbeat)
         while not self._ending.begun.is_set():
-            self._beat()
+            self._heartbeat()
             engine.check()
             for client, message in self._clients.receive(0 if engine.has_work else self._idle_poll_ms(engine.pause)):
                 self._take(engine, client, message)
             self._take_until(engine, engine.launch_at())
             if self._profiling is not None and self._profiling.due:
                 self._end_profiling()
-            outputs = engine.step() or (None if engine.has_work else engine.rest())
+            outputs = engine.step() or (None if engine.has_work else engine.idle())
             if outputs is not None:
                 self._forget_finished(outputs)
                 self._clients.send_outputs(outputs)
-        self._beat.stage("ending", FLUSH_PATIENCE_SECONDS)
+        self._heartbeat.stage("ending", FLUSH_PATIENCE_SECONDS)
         engine.close()
         return 0
 
@@ -163,18 +165,6 @@ class _Loop:
         while (wait_ms := int(1e3 * (at - time.monotonic()))) > 0 and not self._ending.begun.is_set():
             for client, message in self._clients.receive(wait_ms):
                 self._take(engine, client, message)
-
-    def _wait_for_step(self, in_flight: InFlight) -> None:
-        """Where a step that never ends is waited for. A device that can only be waited for to the end, a GPU, shows no
-        beat meanwhile: its steps take milliseconds. A CPU's may take long, and the beat goes on for as long."""
-        batch = in_flight.batch
-        self._beat.step(
-            LastStep(batch.step, batch.num_requests, batch.num_tokens, batch.num_decodes, in_flight.nano_batches)
-        )
-        begun = time.monotonic()
-        while not in_flight.ends_within(BEAT_SECONDS):
-            if time.monotonic() - begun < self._beats.step_timeout:
-                self._beat.still()
 
     def _idle_poll_ms(self, pause: float | None) -> int:
         """pause: of the engine, in seconds."""
@@ -198,7 +188,7 @@ class _Loop:
             case Profile():
                 self._end_profiling()
                 self._begin_profiling(message)
-            case Doze() | Rise():
+            case Sleep() | Wake():
                 self._clients.send(client, self._rest(engine, message))
                 self._clients.send_all(Outputs(stats=engine.stats()))
             case Hello():
@@ -208,12 +198,12 @@ class _Loop:
                 self._clients.forget(message.client)
                 self._abort(engine, message.client, self._open.pop(message.client, ()))
 
-    def _rest(self, engine: Engine, message: Doze | Rise) -> Rested:
+    def _rest(self, engine: Engine, message: Sleep | Wake) -> SleepReply:
         """Sleep or wake. What is still open then ends first: its clients were told, and this may come before their
         aborts do."""
         begun = time.monotonic()
-        falls = isinstance(message, Doze)
-        self._beat.stage("falling asleep" if falls else "waking", self._beats.start_timeout)
+        falls = isinstance(message, Sleep)
+        self._heartbeat.stage("falling asleep" if falls else "waking", self._heartbeats.start_timeout)
         if falls:
             for client, handles in list(self._open.items()):
                 self._abort(engine, client, list(handles))
@@ -222,17 +212,17 @@ class _Loop:
                     self._forget_finished(outputs)
                     self._clients.send_outputs(outputs)
         try:
-            size = engine.doze() if falls else engine.rise()
+            size = engine.sleep() if falls else engine.wake()
         except (WeftError, OSError) as error:
-            return Rested(why_not=str(error))
+            return SleepReply(why_not=str(error))
         finally:
-            self._beat()
-        return Rested(num_bytes=size, seconds=time.monotonic() - begun)
+            self._heartbeat()
+        return SleepReply(num_bytes=size, seconds=time.monotonic() - begun)
 
     def _begin_profiling(self, message: Profile) -> None:
         from weft.engine.profiling import Profiling
 
-        self._beat.stage("beginning a profile", PROFILE_SECONDS)
+        self._heartbeat.stage("beginning a profile", PROFILE_SECONDS)
         try:
             self._profiling = Profiling(Path(message.path), message.seconds)
         except RuntimeError:  # torch's, where it cannot: whoever asked waits in vain
@@ -241,7 +231,7 @@ class _Loop:
     def _end_profiling(self) -> None:
         profiling, self._profiling = self._profiling, None
         if profiling is not None:
-            self._beat.stage("writing a profile", PROFILE_SECONDS)
+            self._heartbeat.stage("writing a profile", PROFILE_SECONDS)
             try:
                 profiling.end()
             except (OSError, RuntimeError):
@@ -264,20 +254,20 @@ class _Loop:
 
 
 class _AnnouncedProgress:
-    """What a start reports, on stderr and as the stage that its beat tells."""
+    """What a start reports, on stderr and as the stage that its heartbeat tells."""
 
-    def __init__(self, beat: Beat, seconds: float) -> None:
+    def __init__(self, heartbeat: Heartbeat, seconds: float) -> None:
         """`seconds`: that a part may take."""
-        self._beat = beat
+        self._heartbeat = heartbeat
         self._seconds = seconds
         self._lines = ProgressLines()
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        self._beat.stage(how_far(phase, done, total), self._seconds)
+        self._heartbeat.stage(how_far(phase, done, total), self._seconds)
         self._lines(phase, done, total)
 
 
-def _announce_compiles(beat: Beat) -> None:
+def _announce_compiles(heartbeat: Heartbeat) -> None:
     """A kernel that the loop stops to compile is no hang."""
     if "triton" not in sys.modules:
         return
@@ -292,11 +282,11 @@ def _announce_compiles(beat: Beat) -> None:
     def announced(function: Any, *arguments: Any, **options: Any) -> Any:
         if threading.get_ident() != loop:
             return compile(function, *arguments, **options)
-        beat.stage(f"compiling {getattr(function, '__name__', 'a kernel')}", COMPILE_SECONDS)
+        heartbeat.stage(f"compiling {getattr(function, '__name__', 'a kernel')}", COMPILE_SECONDS)
         try:
             return compile(function, *arguments, **options)
         finally:
-            beat()
+            heartbeat()
 
     JITFunction._do_compile = announced
 
@@ -307,7 +297,7 @@ def main() -> int:
     line, fds = told(socket.socket(fileno=os.dup(0)), 3 + SHELF_FDS)
     if not line:
         os._exit(0)  # the daemon found that it needs no engine
-    listener_fd, beats_fd, stacks_fd, *shelf_fds = fds
+    listener_fd, heartbeats_fd, stacks_fd, *shelf_fds = fds
     write_stacks_to(stacks_fd)
     config = EngineConfig.model_validate_json(line)
     keep_to(config.share.cpus)
@@ -318,7 +308,9 @@ def main() -> int:
     clients = Clients(context, listener_fd)
     try:
         row = ENGINE + config.share.engine
-        code = _Loop(clients, ending, Beats(row + 1, beats_fd), row, headstart).run(config, stacks_fd, shelf_fds)
+        code = _Loop(clients, ending, Heartbeats(row + 1, heartbeats_fd), row, headstart).run(
+            config, stacks_fd, shelf_fds
+        )
     except Exception:
         # A defect, not a user's mistake: the trace belongs in the log, the daemon tells every client.
         traceback.print_exc()

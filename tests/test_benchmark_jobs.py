@@ -1,8 +1,10 @@
-"""The scripts that measure on GPUs: each says what it takes and asks, and finds what it imports."""
+"""Benchmark jobs state their question, hardware and time, are listed in the README, and import what exists."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import re
 import socket
 import subprocess
 import sys
@@ -12,7 +14,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-JOBS = Path(__file__).parent / "gpu/jobs"
+ROOT = Path(__file__).parents[1]
+JOBS = ROOT / "benchmarks/jobs"
 NAMES = sorted(path.stem for path in JOBS.glob("*.sh"))
 IMPORTS = """
 import ast, sys
@@ -24,41 +27,77 @@ for name in sys.argv[1:]:
             except ImportError as error:
                 print(f"{name}:{node.lineno}: {error}")
 """
-"""Prints which imports of the scripts that it is given fail. Some scripts do their work as they are imported."""
+"""Prints the imports that fail in the given scripts, without running them: some work at import."""
+MODULES = r"python -m (weft[\w.]+)"
+NAMED = r"(?:benchmarks|tests|engine|kernels|tools)/[\w./-]+\.(?:py|sh|json)"
 
 
 @pytest.fixture
-def steady(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return beside_jobs("steady", monkeypatch)
+def long_prompts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return job_module("long_prompts_load", monkeypatch)
 
 
-def beside_jobs(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def job_module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(JOBS)
     return importlib.import_module(name)
 
 
 def environment(place: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Of jobs, as `run.py` makes it."""
+    """The environment that `run.py` gives to jobs."""
     monkeypatch.delenv("WHEELS", raising=False)
-    made: dict[str, str] = beside_jobs("run", monkeypatch).prepared(place)
+    made: dict[str, str] = job_module("run", monkeypatch).prepared(place)
     return made
 
 
+def script(name: str) -> str:
+    return (JOBS / f"{name}.sh").read_text()
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_job_says_what_it_takes_and_asks(name: str) -> None:
-    lines = (JOBS / f"{name}.sh").read_text().splitlines()
-    assert lines[0].split()[:2] == ["#", "seconds"]
-    assert 0 < int(lines[0].split()[2]) <= 600
-    assert lines[1] in ("# gpus 1", "# gpus 2", "# gpus 4")
-    assert lines[2].startswith("# asks: ")
+def test_a_job_states_question_hardware_time_and_how_to_read_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = job_module("run", monkeypatch).header(name)
+    assert list(fields) == ["question", "hardware", "time", "run", "read"]
+    assert fields["question"].endswith("?")
+    assert fields["hardware"] in ("1 GPU", "2 GPUs", "4 GPUs")
+    seconds, unit = fields["time"].split()
+    assert unit == "s"
+    assert 0 < int(seconds) <= 600
+    lane = "--lane" if fields["hardware"] == "1 GPU" else "--all"
+    assert fields["run"].splitlines()[0] == f"python benchmarks/jobs/run.py build/jobs {lane} {name}"
     subprocess.run(["bash", "-n", str(JOBS / f"{name}.sh")], check=True, timeout=60)
 
 
-def test_a_job_that_is_not_there_begins_nothing(tmp_path: Path) -> None:
+def test_the_readme_lists_every_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = job_module("run", monkeypatch)
+    rows = [line for line in (JOBS / "README.md").read_text().splitlines() if line.startswith("| [")]
+    expected = []
+    for name in NAMES:
+        fields = run.header(name)
+        minutes = max(1, round(int(fields["time"].split()[0]) / 60))
+        expected.append(f"| [{name}]({name}.sh) | {fields['question']} | {fields['hardware']} | {minutes} |")
+    assert sorted(rows) == sorted(expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_job_calls_files_and_modules_that_exist(name: str) -> None:
+    text = script(name)
+    for path in re.findall(NAMED, text):
+        assert (ROOT / path).exists(), path
+    for module in re.findall(MODULES, text):
+        assert importlib.util.find_spec(module) is not None, module
+
+
+def test_jobs_select_tests_that_exist() -> None:
+    there = "".join(path.read_text() for path in (ROOT / "tests/gpu").glob("test_*.py"))
+    for test in re.findall(r"::(test_\w+)", "".join(map(script, NAMES))):
+        assert f"def {test}(" in there, test
+
+
+def test_an_unknown_job_starts_nothing(tmp_path: Path) -> None:
     command = [sys.executable, str(JOBS / "run.py"), str(tmp_path / "out"), "--lane", *NAMES[:1], "nowhere"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 1
-    assert ended.stderr.startswith("no job nowhere: there are ")
+    assert ended.stderr.startswith("no job nowhere: choose from ")
     assert not (tmp_path / "out").exists()
 
 
@@ -71,20 +110,18 @@ def test_scripts_find_what_they_import_where_jobs_run(tmp_path: Path, monkeypatc
 
 
 def test_a_script_that_imports_another_starts_where_jobs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command, made = [sys.executable, str(JOBS / "slo.py"), "--help"], environment(tmp_path, monkeypatch)
+    command, made = [sys.executable, str(JOBS / "latency.py"), "--help"], environment(tmp_path, monkeypatch)
     ended = subprocess.run(command, env=made, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
     assert "--port" in ended.stdout
 
 
-@pytest.mark.parametrize(("answer", "seats"), [(900, 44), (300, 44), (900, 10)])
-def test_the_capacity_for_long_prompts_is_what_iterations_one_by_one_come_to(
-    answer: int, seats: int, steady: ModuleType
-) -> None:
-    costs = steady.Costs(prompt_s=0.45, chunks=15, step_s=0.005, each_s=0.0005, beside_s=0.0006)
+@pytest.mark.parametrize(("answer", "slots"), [(900, 44), (300, 44), (900, 10)])
+def test_the_capacity_for_long_prompts_equals_a_simulation(answer: int, slots: int, long_prompts: ModuleType) -> None:
+    costs = long_prompts.Costs(prompt_s=0.45, chunks=15, step_s=0.005, each_s=0.0005, beside_s=0.0006)
     clock, ended, chunk, left = 0.0, np.zeros(0), 0, np.zeros(0)
-    while len(ended) < 300:  # there is always a prompt to begin
-        if len(left) < seats:
+    while len(ended) < 300:  # a prompt is always waiting
+        if len(left) < slots:
             clock += costs.prompt_s / costs.chunks + len(left) * costs.beside_s
             chunk += 1
         else:
@@ -94,14 +131,14 @@ def test_the_capacity_for_long_prompts_is_what_iterations_one_by_one_come_to(
         left = left[left > 0]
         if chunk == costs.chunks:
             left, chunk = np.append(left, answer), 0
-    assert 200 / (ended[299] - ended[99]) == pytest.approx(costs.capacity(answer, seats), rel=0.03)
+    assert 200 / (ended[299] - ended[99]) == pytest.approx(costs.capacity(answer, slots), rel=0.03)
 
 
-def test_long_requests_are_as_many_as_their_share_says(steady: ModuleType) -> None:
-    costs = steady.Costs(prompt_s=0.45, chunks=15, step_s=0.005, each_s=0.0005, beside_s=0.0006)
-    mean = float(steady.answers(16_500, 256).mean())
+def test_arrivals_of_long_prompts_match_their_share(long_prompts: ModuleType) -> None:
+    costs = long_prompts.Costs(prompt_s=0.45, chunks=15, step_s=0.005, each_s=0.0005, beside_s=0.0006)
+    mean = float(long_prompts.answers(16_500, 256).mean())
     for share in (0.7, 0.95):
-        found = steady.arrivals(costs, share, 16_500, 44, 3.0, 26.0, 1)
+        found = long_prompts.arrivals(costs, share, 16_500, 44, 3.0, 26.0, 1)
         assert found.rate == pytest.approx(share * costs.capacity(mean, 44))
         first, later = found.requests[: found.running], found.requests[found.running :]
         assert costs.request_s(mean, found.running) <= 1 / found.rate < costs.request_s(mean, found.running - 1)
@@ -110,9 +147,9 @@ def test_long_requests_are_as_many_as_their_share_says(steady: ModuleType) -> No
         assert len(later) == round(found.rate * 29.0)
         assert np.mean([answer for _, _, answer in later]) == pytest.approx(mean, rel=0.03)
         assert all(prompt + answer == 16_500 for _, prompt, answer in found.requests)
-        assert found == steady.arrivals(costs, share, 16_500, 44, 3.0, 26.0, 1)  # for every daemon
+        assert found == long_prompts.arrivals(costs, share, 16_500, 44, 3.0, 26.0, 1)  # the same for every daemon
 
 
-def test_a_port_that_is_found_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_port_returns_a_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", beside_jobs("free_port", monkeypatch).free_port()))
+        taken.bind(("127.0.0.1", job_module("free_port", monkeypatch).free_port()))

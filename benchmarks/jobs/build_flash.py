@@ -1,11 +1,11 @@
-"""Builds a wheel of flash-attn 2 from its source distribution, in minutes: what weft calls of it, for Hopper alone.
+"""Builds a partial wheel of flash-attn 2 from its source distribution in minutes, for Hopper GPUs.
 
     python benchmarks/jobs/build_flash.py flash_attn-2.8.3.tar.gz build/flash [--jobs 16]
 
-The whole package is hours of compiling. Built here: the forward pass over pages in bf16, heads of 64 and 128, sm_90,
-without dropout, ALiBi, windows and soft-caps; whatever else is asked for raises an error. The kernels are the package's
-own, unchanged. Run by the Python that the wheel is for; torch is found, not imported, so that headers do.
-Prints the wheel's path last; CUDA_HOME names another nvcc than the first in PATH.
+The whole package takes hours to compile. This builds the forward pass over pages in bf16 for heads of 64 and 128 on
+sm_90, without dropout, ALiBi, windows and soft-caps; anything else raises an error. The kernels are unchanged. Run it
+with the Python that the wheel is for. It needs torch's headers, but no GPU. The last line printed is the wheel's path.
+CUDA_HOME selects an nvcc other than the first in PATH.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 MODULE = "flash_attn_2_cuda"
 HEAD_DIMS = (64, 128)
 UNITS = [f"flash_fwd_split_hdim{d}_bf16_{causal}sm80.cu" for d in HEAD_DIMS[::-1] for causal in ("causal_", "")]
-"""what attends over pages"""
+"""The kernels for attention over pages."""
 LEFT_OUT = [f"-DFLASHATTENTION_DISABLE_{part}" for part in
             ("BACKWARD", "DROPOUT", "ALIBI", "SOFTCAP", "UNEVEN_K", "LOCAL")]  # fmt: skip
 SWITCHES = """
@@ -73,7 +73,7 @@ namespace FLASH_NAMESPACE {{
 {_refusal("run_mha_fwd_", "Flash_fwd_params", "attention but over pages")}
 }}
 """
-"""symbols that `flash_api.cpp` names"""
+"""Definitions of symbols that `flash_api.cpp` references."""
 
 
 def cuda_home() -> Path:
@@ -82,7 +82,7 @@ def cuda_home() -> Path:
     nvcc = shutil.which("nvcc")
     found = Path(nvcc).resolve().parents[1] if nvcc else Path("/usr/local/cuda")
     if not (found / "bin/nvcc").exists():
-        raise SystemExit("no nvcc: CUDA_HOME names the folder of the toolkit")
+        raise SystemExit("no nvcc: set CUDA_HOME to the folder of the CUDA toolkit")
     return found
 
 
@@ -94,7 +94,7 @@ def torch_folder() -> Path:
 
 
 def sources(archive: Path, place: Path) -> Path:
-    """The source distribution, unpacked but for what is not needed, with two switches narrowed."""
+    """Unpacks the needed part of the source distribution and narrows two switches."""
     with tarfile.open(archive) as tar:
         root = tar.getnames()[0].split("/")[0]
         kept = tuple(
@@ -109,13 +109,13 @@ def sources(archive: Path, place: Path) -> Path:
 
 
 def compile_all(root: Path, objects: Path, jobs: int) -> list[Path]:
-    """Every unit, the slowest first, so many beside each other. Raises `SystemExit` with what a compiler said."""
+    """Compiles every unit in parallel, slowest first. Raises `SystemExit` with the compiler's output."""
     cuda, torch, code = cuda_home(), torch_folder(), root / "csrc/flash_attn"
     include = [code, code / "src", root / "csrc/cutlass/include", torch / "include",
                torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"],
                cuda / "include", cuda / "include/cccl"]  # fmt: skip
     places = [f"-I{folder}" for folder in include]
-    packaged = torch.parent / "nvidia/cu13/include"  # cuBLAS' headers and the like, where the toolkit lacks them
+    packaged = torch.parent / "nvidia/cu13/include"  # headers that the toolkit may lack, such as cuBLAS'
     places += ["-isystem", str(packaged)] if packaged.is_dir() else []
     common = ["-O3", "-std=c++17", "-w", *LEFT_OUT, f"-DTORCH_EXTENSION_NAME={MODULE}", *places]
     nvcc = [
@@ -157,7 +157,7 @@ def link(objects: list[Path], made: Path) -> None:
 
 
 def wheel(root: Path, module: Path, folder: Path) -> Path:
-    """The package's Python and the module, with a version that says that it is not all of it."""
+    """Packs the Python files and the module, with a version that marks a partial build."""
     facts = dict(line.split(": ", 1) for line in (root / "PKG-INFO").read_text().split("\n\n")[0].splitlines()
                  if ": " in line)  # fmt: skip
     version = f"{facts['Version']}+pages.bf16.sm90"
@@ -183,8 +183,8 @@ def wheel(root: Path, module: Path, folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("archive", type=Path, help="the source distribution")
-    parser.add_argument("folder", type=Path, help="for objects, which a restart takes over, and the wheel")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers beside each other")
+    parser.add_argument("folder", type=Path, help="folder for the wheel and for objects, which a second run reuses")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="parallel compilers")
     given = parser.parse_args()
     objects = given.folder / "objects"
     objects.mkdir(parents=True, exist_ok=True)

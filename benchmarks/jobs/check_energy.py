@@ -1,7 +1,7 @@
-"""What a daemon says that its device drew, beside the driver's counter read here: `joules.py PORT FILE`.
+"""Compares a daemon's energy metrics with the driver's counter: `check_energy.py PORT FILE`.
 
-Each call adds a line to FILE; behind the first it prints what came since that one: the joules of requests and those at
-rest as a share of the counter's. A daemon that counts nothing has no such line, and the call fails.
+Each call appends a line to FILE. Later calls print the joules of requests plus idle since the first call, as a share of
+the counter. The script fails if the daemon has no energy metrics.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ first = json.loads(file.read_text().splitlines()[0])
 if row["at"] > first["at"]:
     counter, requests, rest = (row[key] - first[key] for key in ("counter", *PARTS))
     print(
-        f"{row['at'] - first['at']:.0f} s: requests {requests:,.0f} J + at rest {rest:,.0f} J = "
+        f"{row['at'] - first['at']:.0f} s: requests {requests:,.0f} J + idle {rest:,.0f} J = "
         f"{(requests + rest) / counter:.4f} of the counter's {counter:,.0f} J",
         flush=True,
     )

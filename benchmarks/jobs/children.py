@@ -1,4 +1,4 @@
-"""Processes that a process started."""
+"""Finds the child processes of a process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def children(parent: int) -> list[int]:
             try:
                 if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
                     found.append(int(entry.name))
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
     return sorted(found)
 
 
 def command_line(pid: int) -> list[str]:
-    """Its words; none of a process that has ended."""
+    """The arguments of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     except OSError:

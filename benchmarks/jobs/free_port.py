@@ -1,4 +1,4 @@
-"""A port that nothing listens at, for each job that runs beside others: `port=$(python …/free_port.py)`."""
+"""Prints a free port, because jobs run in parallel: `port=$(python benchmarks/jobs/free_port.py)`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""`kill -9` of one engine of several under load: what was lost, and how long the others' streams stood still.
+"""Kills one of several engines under load: which requests are lost, and how long the other streams pause.
 
-    python benchmarks/jobs/kill_one.py OUT PORT DAEMON_PID LOAD
+    python benchmarks/jobs/kill_engine.py OUT PORT DAEMON_PID LOAD
 
-LOAD is a rate, or `users=N` for a closed loop. `weft load` sends for ten seconds (KILL_SECONDS); in the middle of
-these an engine is killed, or none where DAEMON_PID is 0. Of its record: output tokens a second before and after, which
-requests failed, and the longest time between two tokens of those that lived through it, beside that of the seconds
-before.
+LOAD is a rate, or `users=N` for a closed loop. `weft load` sends for ten seconds (KILL_SECONDS). The newest engine is
+killed halfway, or none if DAEMON_PID is 0. The script prints output tokens/s before and after the kill, the requests
+that failed, and the longest gap between tokens of the other streams, around the kill and before it.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from children import children, command_line
 SECONDS = float(os.environ.get("KILL_SECONDS", "10"))
 AT = SECONDS / 2
 EDGE = 1.5
-"""seconds at the beginning, the end and behind a kill whose tokens are not counted"""
+"""Seconds after the start and after a kill that are left out of the token rates."""
 
 
 def engines(daemon: int) -> list[int]:
-    """Processes of engines that this daemon started, the oldest first."""
+    """Engine processes of this daemon, oldest first."""
     return [pid for pid in children(daemon) if any("weft.engine" in word for word in command_line(pid))]
 
 
 def generated(port: str) -> float:
-    """Tokens, by the daemon's metrics."""
+    """Generated tokens by the daemon's metrics."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("weft_engine_generation_tokens_total"))
 
 
 def rate(rows: list[dict[str, Any]], begin: float, end: float) -> float:
-    """Output tokens a second that came in this time, of requests that were answered and of others."""
+    """Output tokens per second between two times, failed requests included."""
     count = 0
     for row in rows:
         if row["ttft"] is not None:
@@ -67,7 +66,7 @@ def main() -> None:
         stdout=(out / f"{name}.txt").open("w"), stderr=subprocess.STDOUT,
     )  # fmt: skip
     none = generated(port)
-    while generated(port) == none and load.poll() is None:  # it takes its time to begin
+    while generated(port) == none and load.poll() is None:  # the load needs time to start
         time.sleep(0.1)
     time.sleep(AT)
     if daemon:
@@ -79,14 +78,14 @@ def main() -> None:
     said = json.loads((out / f"{name}.json").read_text())["runs"][0]["began"]
     began = datetime.strptime(said, "%Y-%m-%d %H:%M:%S%z")
     rows = [json.loads(line) for line in record.read_text().splitlines()]
-    at = killed - began.timestamp()  # a second too late at most: that is cut to whole ones
+    at = killed - began.timestamp()  # up to a second too late: `began` has whole seconds
     before, after = rate(rows, EDGE, at - 1), rate(rows, at + EDGE, SECONDS)
-    print(f"output tokens/s: {before:,.0f} until the middle, {after:,.0f} from then on", flush=True)
+    print(f"output tokens/s: {before:,.0f} before the middle, {after:,.0f} after it", flush=True)
     lost = [row for row in rows if row["outcome"] != "ok"]
     print(f"{len(rows)} requests: {dict(Counter(row['outcome'] for row in rows))}", flush=True)
     print("lost:", dict(Counter(row["error"][:80] for row in lost)), flush=True)
     begun = sum(bool(row["itl"]) or (row["ttft"] or 0) > 0 for row in lost)
-    print(f"of those {begun} had begun to stream", flush=True)
+    print(f"{begun} of the lost requests had begun to stream", flush=True)
     if not daemon:
         return
     through, earlier, again = [], [], 0
@@ -105,11 +104,11 @@ def main() -> None:
         again += row["start"] < at < first and row["ttft"] > 0.2
     if through:
         most, middle = 1e3 * max(through), 1e3 * float(np.median(through))
+        print(f"longest gap of each of {len(through)} streams that survived: at most {most:.0f} ms,", flush=True)
         print(
-            f"longest gap of each of {len(through)} streams that lived through it: at most {most:.0f} ms,", flush=True
+            f"median {middle:.0f}; of {len(earlier)} before the kill: {1e3 * max(earlier, default=0):.0f}", flush=True
         )
-        print(f"median {middle:.0f}; of {len(earlier)} before it: {1e3 * max(earlier, default=0):.0f}", flush=True)
-    print(f"{again} requests that were sent before the kill had their first token late behind it", flush=True)
+    print(f"{again} requests sent before the kill got their first token late", flush=True)
 
 
 if __name__ == "__main__":

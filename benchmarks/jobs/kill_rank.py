@@ -1,11 +1,11 @@
-"""`kill -9` of each rank of a daemon under streams: when every client had its end, and what became of daemon and GPUs.
+"""Kills each rank of a daemon under load: when clients get their end, and whether daemon and GPUs recover.
 
     python benchmarks/jobs/kill_rank.py RANKS OPTIONS OF SERVE...
 
-For each rank, the last first: a load of `STREAMS` streams (100), the kill, the time until the last of them had an end
-(an answer, an error event or a closed connection), the time until `/ready` answers 200 again. In the end SIGTERM, the
-exit status and the GPUs' memory. Exit status 1 where a client had no end within
-`LIMIT` (2 s), or a stream closed without a word, or the daemon did not serve again.
+For each rank, last first: start `STREAMS` streams (100), kill the rank, measure the time until the last stream ends
+(with an answer, an error event or a closed connection) and until `/ready` is 200 again. Finally send SIGTERM and print
+the exit status and the GPU memory in use. The exit status is 1 if a client waited longer than `LIMIT` (2 s), a stream
+closed without an error event, or the daemon did not serve again.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pathlib import Path
 import aiohttp
 from children import children, command_line
 from free_port import free_port
-from kill_one import engines
+from kill_engine import engines
 
 STREAMS = int(os.environ.get("STREAMS", "100"))
 LIMIT = 2.0
-SILENT = "closed without a word"
+SILENT = "closed without an error event"
 READY = float(os.environ.get("READY_SECONDS", "150"))
 
 
 def processes(daemon: int, ranks: int) -> list[int]:
-    """By rank: the engine, which is rank 0, and those that it started, whose command names their rank."""
+    """Process ids by rank: the engine is rank 0; the command lines of its children name their ranks."""
     found: dict[int, int] = {}
     for pid in engines(daemon):
         for other in children(pid):
@@ -42,26 +42,26 @@ def processes(daemon: int, ranks: int) -> list[int]:
                 found[0] = pid
                 found[int(words[words.index("weft.engine.ranks.process") + 1])] = other
     if len(found) != ranks:
-        raise SystemExit(f"of {ranks} ranks these were found: {found}")
+        raise SystemExit(f"expected {ranks} ranks, found {found}")
     return [found[rank] for rank in range(ranks)]
 
 
 async def stream(
     session: aiohttp.ClientSession, url: str, model: str, number: int, began: asyncio.Semaphore
 ) -> tuple[float, str]:
-    """When it ended, and how."""
+    """When the stream ended, and how."""
     body = {"model": model, "prompt": f"{number} + {number} =", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     how = SILENT
     try:
         async with session.post(f"{url}/v1/completions", json=body) as answer:
             if answer.status != 200:
                 return time.monotonic(), f"status {answer.status}"
-            told = False
+            begun = False
             async for line in answer.content:
                 if not line.startswith(b"data:"):
                     continue
-                if not told:
-                    told = True
+                if not begun:
+                    begun = True
                     began.release()
                 if line.strip() == b"data: [DONE]":
                     how = "done" if how != "an error event" else how
@@ -73,7 +73,7 @@ async def stream(
 
 
 async def under_load(url: str, pid: int) -> tuple[float, collections.Counter[str]]:
-    """Seconds from the kill to the last end, and how streams ended."""
+    """Seconds from the kill to the last stream's end, and how streams ended."""
     timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         async with session.get(f"{url}/v1/models") as answer:
@@ -128,7 +128,7 @@ def main() -> None:
             last, how = asyncio.run(under_load(url, pid))
             again = asyncio.run(ready(url, READY, daemon))
             rows.append({"rank": rank, "last_end_s": last, "ends": dict(how), "ready_again_s": again})
-            print(f"rank {rank}: {STREAMS} streams, the last had its end after {last:.2f} s {dict(how)}; ready again "
+            print(f"rank {rank}: {STREAMS} streams, the last ended after {last:.2f} s {dict(how)}; ready again "
                   f"after {again and round(again, 1)} s", flush=True)  # fmt: skip
             bad |= last > LIMIT or again is None or SILENT in how
             if again is None:

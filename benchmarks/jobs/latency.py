@@ -1,19 +1,18 @@
-"""Daemons that differ in an option, under the same open loads: times to the first token and between tokens.
+"""Measures TTFT and inter-token times of daemons that differ in one option, under the same open loads.
 
-    python benchmarks/jobs/slo.py OUT online --serve "--model-preset llama-3-8b …" --way "off=--pod off" --rates 29.2
-    python benchmarks/jobs/slo.py OUT long --serve "…" --num-pages 12000 --way "off=--pod off" --way "auto=--pod auto"
+    python benchmarks/jobs/latency.py OUT online --serve "--model-preset llama-3-8b" --way "off=--pod off" --rates 29
+    python benchmarks/jobs/latency.py OUT long --serve "…" --num-pages 90 --way "off=--pod off" --way "auto=--pod auto"
 
-online: one daemon after the other, each with all of the memory; Poisson arrivals at each rate in turn, by `weft load`.
-Prompts of 246 +- 547 and answers of 322 +- 244 tokens, log-normal and no longer than `sharegpt.LONGEST`, drawn so that
-their means are the distribution's (a random sample of so few had 1.3 times the tokens); no two rates share a prompt.
+The daemons run in sequence, each with all of the memory. Each line of `OUT/rows.txt` (and `rows.jsonl`) is written as
+soon as it is measured.
 
-long: one daemon after the other, each with all of the memory. Prompts and answers of 16.5K tokens together, a P:D of 8
-to 24. The first daemon tells what a prompt, a step and a request beside a chunk take, of which follows a capacity
-(`steady.py`). Then each daemon gets the same arrivals at shares of that, a load of its own each. As many requests as
-will run, with what is left of their answers, stand at its beginning, so that a steady state is there once their prompts
-are computed; what is judged comes behind that.
+online: Poisson arrivals at each rate by `weft load`. Prompts of 246 +- 547 and answers of 322 +- 244 tokens, log-normal
+and at most `sharegpt.LONGEST`, drawn as evenly spaced quantiles because a small random sample has a different mean.
+No two rates share a prompt.
 
-Each line of `OUT/rows.txt` (and `rows.jsonl`) is written as soon as it is known.
+long: prompt and answer of 16.5K tokens together, with a ratio of 8 to 24. The first daemon is timed to find a capacity
+(`long_prompts_load.py`). Each daemon then gets the same arrivals at shares of that capacity. It begins with as many
+requests as are expected to decode, so the steady state starts once their prompts are computed; only later times count.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from typing import Any
 
 import numpy as np
 from free_port import free_port
+from long_prompts_load import Costs, Share, answers, arrivals
 from sharegpt import sharegpt
-from steady import Costs, Share, answers, arrivals
 
 READY_SECONDS = 180.0
 TOKENS = 16_500
-"""of a prompt and its answer"""
+"""Tokens of a prompt and its answer together."""
 
 
 class Daemon:
-    """One `weft serve`, ended with this process's interest in it."""
+    """A running `weft serve` process."""
 
     def __init__(self, name: str, options: list[str], port: int, out: Path) -> None:
         self.name, self.url = name, f"http://127.0.0.1:{port}"
@@ -54,7 +53,7 @@ class Daemon:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
     def wait(self) -> None:
-        """Until it is ready. Raises `SystemExit` with the end of its log."""
+        """Waits until the daemon is ready. Raises `SystemExit` with the end of its log if it fails."""
         end = time.monotonic() + READY_SECONDS
         while time.monotonic() < end and self._process.poll() is None:
             with contextlib.suppress(OSError):
@@ -68,12 +67,12 @@ class Daemon:
             return str(answer.read().decode())
 
     def totals(self) -> dict[str, float]:
-        """Every counter, sum and count of `/metrics`, those of the daemon's processes included."""
+        """Every counter, sum and count of `/metrics`."""
         found = re.findall(r"^(\w+_(?:total|sum|count)(?:\{[^}]*\})?) (\S+)$", self._get("/metrics"), re.M)
         return {name: float(value) for name, value in found}
 
     def counts(self) -> dict[str, float]:
-        """Iterations by the way that attention went, and in all."""
+        """Iterations by attention path and by plan."""
         found = re.findall(
             r"^(weft_(?:attention_iterations|iterations)_total\{[^}]*\}) (\S+)$", self._get("/metrics"), re.M
         )
@@ -89,7 +88,7 @@ class Daemon:
 
 
 class Rows:
-    """What was found, a line each."""
+    """Writes results, one line each."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -102,7 +101,7 @@ class Rows:
 
 
 def load(daemon: Daemon, name: str, out: Path, *options: str) -> dict[str, Any]:
-    """What `weft load` says of one run; its whole report lies in `OUT/load-NAME.json`."""
+    """Runs `weft load` and returns its run; the whole report is in `OUT/load-NAME.json`."""
     file = out / f"load-{name}.json"
     command = [sys.executable, "-m", "weft.server", "load", "--server", daemon.url, "--quiet", "--json", str(file),
                "--extra", '{"temperature": 0}', *options]  # fmt: skip
@@ -150,7 +149,7 @@ def _online(daemon: Daemon, rate: str, seed: int, given: argparse.Namespace, row
     before, since = daemon.counts(), daemon.totals()
     run = _send(daemon, f"{daemon.name}-{rate}", float(rate), given.seconds, seed, given, rows)
     went, totals = paths(before, daemon.counts()), daemon.totals()
-    # What the engine says of it: a step here and a gap at the client differ by what is between them.
+    # Counters of the engine: a step there and a gap at the client differ by the time in between.
     grown = {name: value - since.get(name, 0.0) for name, value in totals.items() if value != since.get(name, 0.0)}
     (rows.out / f"grown-{daemon.name}-{rate}.json").write_text(json.dumps(grown, indent=1))
     times = {name: run["latency"][name] for name in ("ttft", "tpot", "itl")}
@@ -167,7 +166,7 @@ def _online(daemon: Daemon, rate: str, seed: int, given: argparse.Namespace, row
 def replay(
     daemon: Daemon, name: str, out: Path, requests: list[tuple[float, int, int]], drain: float, seed: int
 ) -> list[dict[str, Any]]:
-    """Records of requests (arrival, prompt, answer), a row each. Loads of one seed have the same prompts."""
+    """Sends requests (arrival, prompt, answer) and returns their records. Loads with one seed have the same prompts."""
     trace, record = out / f"trace-{name}.jsonl", out / f"record-{name}.jsonl"
     keys = ("at", "input_tokens", "output_tokens")
     trace.write_text("".join(json.dumps(dict(zip(keys, r, strict=True))) + "\n" for r in sorted(requests)))
@@ -175,23 +174,23 @@ def replay(
          "--seed", str(seed))  # fmt: skip
     found = [json.loads(line) for line in record.read_text().splitlines()]
     trace.unlink()
-    record.unlink()  # megabytes; what is judged is in the rows
+    record.unlink()  # megabytes; the rows keep the results
     return found
 
 
 def stamps(row: dict[str, Any]) -> np.ndarray:
-    """When each of a request's tokens came."""
+    """Arrival time of each token of a request."""
     if row["ttft"] is None or row["start"] is None:
         return np.zeros(0)
     return row["start"] + row["ttft"] + np.concatenate(([0.0], np.cumsum(row["itl"])))
 
 
 def calibrate(daemon: Daemon, given: argparse.Namespace, rows: Rows) -> Costs:
-    """What prompts, steps and requests beside chunks take. Raises `SystemExit` where answers were too short to tell."""
-    prompt, beside = int(given.tokens * 0.94), given.beside
+    """Times prompts, steps and decodes next to chunks. Raises `SystemExit` if answers were too short."""
+    prompt, batch = int(given.tokens * 0.94), given.batch
 
     def together(name: str, count: int, answer: int, seed: int) -> list[np.ndarray]:
-        """When the tokens came of so many requests sent at once."""
+        """Token times of `count` requests sent at once."""
         records = replay(daemon, name, rows.out, [(0.0, prompt, answer)] * count, 120.0, seed)
         came = [s for s in map(stamps, records) if len(s)]
         if len(came) < count:
@@ -204,33 +203,35 @@ def calibrate(daemon: Daemon, given: argparse.Namespace, rows: Rows) -> Costs:
         return max(first) - min(first)
 
     def step(came: list[np.ndarray]) -> float:
-        """Of gaps in which all of them decode and no prompt is left: behind the last first token."""
+        """The median gap while all requests decode and no prompt is left, after the last first token."""
         since, until = max(s[0] for s in came), min(s[-1] for s in came)
         gaps = [float(g) for s in came for g in np.diff(s[(s >= since) & (s <= until)])]
         if len(gaps) < given.probe / 2 * len(came):
-            raise SystemExit(f"{len(gaps)} gaps of {len(came)} requests that all decode: the first ended too early")
+            raise SystemExit(
+                f"{len(gaps)} gaps of {len(came)} requests that all decode: the first request ended too early"
+            )
         return float(np.median(gaps))
 
     before = iterations(daemon)
     prompt_s = filled(together("prompts", 8, 2, seed=2)) / 7
     chunks = (iterations(daemon) - before) / 8
     one = step(together("step-1", 1, given.probe, seed=3))
-    # Each prompt's chunks are as many tokens of those before it, or some more, for decodes take their part of a chunk.
-    came = together(f"step-{beside}", beside, given.probe + int(1.2 * beside * (chunks + 1)), seed=4)
+    # Earlier requests decode at least one token for each chunk of a later prompt.
+    came = together(f"step-{batch}", batch, given.probe + int(1.2 * batch * (chunks + 1)), seed=4)
     many = step(came)
-    each = max(0.0, (many - one) / (beside - 1))
-    # While a prompt is computed, those before it decode: 1, 2, ... of them.
-    riding = max(0.0, filled(came) - (beside - 1) * prompt_s) / (chunks * beside * (beside - 1) / 2)
+    each = max(0.0, (many - one) / (batch - 1))
+    # While each prompt is computed, 1, 2, ... earlier requests decode.
+    riding = max(0.0, filled(came) - (batch - 1) * prompt_s) / (chunks * batch * (batch - 1) / 2)
     rows.add(
         f"a prompt of {prompt} tokens {prompt_s:.3f} s in {chunks:.1f} iterations, a step of 1 request "
-        f"{1e3 * one:.2f} ms, of {beside} {1e3 * many:.2f}: {1e3 * each:.3f} each, {1e3 * riding:.3f} beside a chunk",
-        prompt_s=prompt_s, chunks=chunks, step_1_s=one, step_s=many, beside=beside, each_s=each, beside_chunk_s=riding,
+        f"{1e3 * one:.2f} ms, of {batch} {1e3 * many:.2f}: {1e3 * each:.3f} each, {1e3 * riding:.3f} next to a chunk",
+        prompt_s=prompt_s, chunks=chunks, step_1_s=one, step_s=many, batch=batch, each_s=each, beside_chunk_s=riding,
     )  # fmt: skip
     return Costs(prompt_s, chunks, max(1e-6, one - each), each, riding)
 
 
 def judge(records: list[dict[str, Any]], begin: float, end: float) -> dict[str, Any]:
-    """Of what came between the two times; a first token that had not come by then counts as having waited so long."""
+    """Statistics between two times. A request without a first token by then counts with its wait so far."""
     gaps, ttft, waiting, tokens, prompts, decoding = list[float](), list[float](), 0, 0, 0, [0, 0]
     for row in records:
         came = stamps(row)
@@ -261,7 +262,7 @@ def long(given: argparse.Namespace, rows: Rows) -> None:
         name, options = way.split("=", 1)
         begun = time.monotonic()
         with _daemon(name, given, options, rows.out) as daemon:
-            # Of all kernels, chunks beside decodes among them; what is compiled late is compiled here.
+            # Warm up every kernel, chunks next to decodes included.
             replay(daemon, f"warm-{name}", rows.out, [(0.0, int(given.tokens * 0.94), 30)] * 3, 60.0, seed=1)
             plan = plan or _plan(daemon, given, rows)
             for seed, share in enumerate(plan, start=10):
@@ -271,15 +272,15 @@ def long(given: argparse.Namespace, rows: Rows) -> None:
 
 def _plan(daemon: Daemon, given: argparse.Namespace, rows: Rows) -> list[Share]:
     costs = calibrate(daemon, given, rows)
-    seats = int(given.num_pages * given.page_size / given.tokens)
+    slots = int(given.num_pages * given.page_size / given.tokens)
     mean = float(answers(given.tokens, 256).mean())
-    capacity, most = costs.capacity(mean, seats), costs.most(mean, seats)
+    capacity, most = costs.capacity(mean, slots), costs.most(mean, slots)
     rows.add(
-        f"capacity {capacity:.3f} requests/s, {most} decoding; pages for {seats}",
-        capacity=capacity, most=most, seats=seats,
+        f"capacity {capacity:.3f} requests/s, {most} decoding; pages for {slots}",
+        capacity=capacity, most=most, slots=slots,
     )  # fmt: skip
     return [
-        arrivals(costs, float(share), given.tokens, seats, given.settle, given.seconds, seed)
+        arrivals(costs, float(share), given.tokens, slots, given.settle, given.seconds, seed)
         for seed, share in enumerate(given.shares.split(","))
     ]
 
@@ -287,7 +288,7 @@ def _plan(daemon: Daemon, given: argparse.Namespace, rows: Rows) -> list[Share]:
 def _share(daemon: Daemon, share: Share, seed: int, rows: Rows) -> None:
     before = daemon.counts()
     last = max(at for at, _, _ in share.requests)
-    # What is not answered at the end of what is judged is given up, so that the next load finds nothing running.
+    # Unfinished requests are aborted at the end, so that the next load starts on an idle daemon.
     records = replay(
         daemon, f"{daemon.name}-{share.share}", rows.out, share.requests, share.end - last + 0.2, seed
     )  # fmt: skip
@@ -299,7 +300,7 @@ def _share(daemon: Daemon, share: Share, seed: int, rows: Rows) -> None:
         f"({found['requests']}, {found['still_waiting']} waiting) | TBT p50 {found.get('tbt_p50_ms', 0):6.1f} "
         f"p99 {found.get('tbt_p99_ms', 0):6.1f} ms, over 200 ms {100 * found['gaps_over_200_ms']:.2f} % | "
         f"{found['output_tokens_per_second']:.0f} output, {found['prompt_tokens_per_second']:.0f} prompt tokens/s | "
-        f"decoding {found['decoding_begin']} to {found['decoding_end']}, expected {share.running}; these ready after "
+        f"decoding {found['decoding_begin']} to {found['decoding_end']}, expected {share.running}; ready after "
         f"{max(first, default=np.nan):.1f} s, expected {share.filled:.1f}, judged from {share.begin:.1f} | {went}",
         way=daemon.name, share=share.share, rate=share.rate, running=share.running, filled_s=share.filled,
         ready_s=max(first, default=None), **found, paths=went,
@@ -323,21 +324,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("mode", choices=("online", "long"))
-    parser.add_argument("--serve", required=True, help="options of every daemon")
-    parser.add_argument("--way", action="append", required=True, metavar="NAME=OPTIONS", help="of one daemon")
-    parser.add_argument("--port", type=int, help="of every daemon [a free one]")
-    parser.add_argument("--seconds", type=float, default=22, help="of arrivals at a rate; long: that are judged")
+    parser.add_argument("--serve", required=True, help="options of all daemons")
+    parser.add_argument(
+        "--way", action="append", required=True, metavar="NAME=OPTIONS", help="name and options of one daemon"
+    )
+    parser.add_argument("--port", type=int, help="port of the daemons (default: a free one)")
+    parser.add_argument(
+        "--seconds", type=float, default=22, help="seconds of arrivals at each rate, or judged seconds with `long`"
+    )
     parser.add_argument("--rates", default="29.2,38.6,14.4", help="requests a second")
     parser.add_argument("--load", default="--processes 2", help="options of weft load")
     parser.add_argument("--warmup", type=float, default=5)
     parser.add_argument("--drain", type=float, default=12)
-    parser.add_argument("--num-pages", type=int, help="of each daemon; long: 12,000 unless told otherwise")
+    parser.add_argument("--num-pages", type=int, help="KV pages of each daemon (default with `long`: 12000)")
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--shares", default="0.7,0.95", help="of the capacity")
-    parser.add_argument("--settle", type=float, default=3, help="seconds of arrivals before what is judged")
+    parser.add_argument("--shares", default="0.7,0.95", help="shares of the capacity")
+    parser.add_argument("--settle", type=float, default=3, help="seconds of arrivals before the judged time")
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--beside", type=int, default=16, help="requests whose step is timed")
-    parser.add_argument("--probe", type=int, default=60, help="tokens of each when all of them decode")
+    parser.add_argument("--batch", type=int, default=16, help="number of requests whose step is timed")
+    parser.add_argument("--probe", type=int, default=60, help="tokens that each of them decodes while all decode")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.mode == "long":

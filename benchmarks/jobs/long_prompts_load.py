@@ -1,4 +1,4 @@
-"""Long prompts at shares of a capacity, in a steady state from the beginning: the load of `slo.py long`."""
+"""Arrivals of long prompts at a share of the capacity, in a steady state: the load of `latency.py long`."""
 
 from __future__ import annotations
 
@@ -7,90 +7,90 @@ from typing import NamedTuple
 import numpy as np
 
 RATIOS = (8.0, 24.0)
-"""tokens of a prompt for one of its answer"""
+"""Smallest and largest ratio of prompt tokens to answer tokens."""
 
 
 class Costs(NamedTuple):
-    """What an engine needs whose iterations take a chunk of one prompt, if there is one, and a token of each answer."""
+    """Times of an engine whose iterations compute a chunk of one prompt, if any, and a token of each running answer."""
 
     prompt_s: float
-    """of a prompt alone"""
+    """Seconds of a prompt on its own."""
     chunks: float
-    """iterations of a prompt"""
+    """Iterations per prompt."""
     step_s: float
-    """of an iteration without a chunk, whatever runs"""
+    """Fixed seconds of an iteration without a chunk."""
     each_s: float
-    """for each request in it"""
+    """Seconds per request in such an iteration."""
     beside_s: float
-    """for each request in an iteration with a chunk"""
+    """Seconds per request in an iteration with a chunk."""
 
-    def most(self, answer: float, seats: int) -> int:
-        """How many can be decoding: all that have pages, or as many as come when each iteration has a chunk."""
-        return max(1, min(seats, int(answer / self.chunks)))
+    def most(self, answer: float, slots: int) -> int:
+        """The most requests that can decode: limited by pages, or by a chunk in every iteration."""
+        return max(1, min(slots, int(answer / self.chunks)))
 
     def request_s(self, answer: float, running: int) -> float:
-        """Seconds that each request takes of the device when so many decode, `answer` the mean tokens of an answer.
+        """Device seconds per request when `running` requests decode answers of `answer` tokens on average.
 
-        Of the iterations that it takes for a part of all `running`, `chunks` have a chunk in them; the others do not.
+        A request accounts for `answer / running` iterations, `chunks` of which contain a chunk.
         """
         steps = max(0.0, answer / running - self.chunks)
         beside = self.prompt_s + self.chunks * running * self.beside_s
         return beside + steps * (self.step_s + running * self.each_s)
 
-    def capacity(self, answer: float, seats: int) -> float:
-        """Requests a second that can be kept up."""
-        return 1 / min(self.request_s(answer, n) for n in range(1, self.most(answer, seats) + 1))
+    def capacity(self, answer: float, slots: int) -> float:
+        """Sustainable requests per second."""
+        return 1 / min(self.request_s(answer, n) for n in range(1, self.most(answer, slots) + 1))
 
-    def running(self, rate: float, answer: float, seats: int) -> int:
-        """Requests that decode at this rate: so few that no time is left over."""
-        most = self.most(answer, seats)
+    def running(self, rate: float, answer: float, slots: int) -> int:
+        """The smallest number of decoding requests that uses all device time at this rate."""
+        most = self.most(answer, slots)
         return next((n for n in range(1, most + 1) if self.request_s(answer, n) <= 1 / rate), most)
 
     def fill_s(self, requests: int) -> float:
-        """Until the last of so many that came together has its first token, the earlier ones decoding meanwhile."""
+        """Seconds until the last of `requests` simultaneous prompts is computed while the earlier ones decode."""
         return requests * self.prompt_s + self.chunks * self.beside_s * requests * (requests - 1) / 2
 
 
 class Share(NamedTuple):
-    """A load and the time (s) in which it is judged."""
+    """A load and the times in seconds between which it is judged."""
 
     share: float
     rate: float
-    """requests a second"""
+    """Requests per second."""
     running: int
-    """at its beginning"""
+    """Requests that decode at the start."""
     filled: float
-    """when these have their first tokens, if all is as expected"""
+    """Expected time at which they all have their first tokens."""
     begin: float
     end: float
     requests: list[tuple[float, int, int]]
-    """arrival (s), prompt and answer (tokens)"""
+    """Arrival in seconds, prompt and answer in tokens."""
 
 
 def answers(tokens: int, count: int) -> np.ndarray:
-    """Of requests of so many tokens with `RATIOS` evenly spread."""
+    """Answer lengths of `count` requests of `tokens` tokens, with evenly spread `RATIOS`."""
     return tokens / (1 + RATIOS[0] + (RATIOS[1] - RATIOS[0]) * (np.arange(count) + 0.5) / count)
 
 
 def arrivals(
-    costs: Costs, share: float, tokens: int, seats: int, settle: float, seconds: float, seed: int
+    costs: Costs, share: float, tokens: int, slots: int, settle: float, seconds: float, seed: int
 ) -> Share:  # fmt: skip
-    """Requests of `tokens` at a share of the capacity, judged `settle` behind the beginning for `seconds`.
+    """Requests of `tokens` tokens at a share of the capacity, judged for `seconds` after `settle` seconds.
 
-    First as many as run at that rate, each with a part of its answer behind it; then a Poisson process of as many
-    arrivals as the rate says (of so few, random counts would be other shares), their lengths those of the distribution.
+    The load begins with as many requests as run at that rate, each with only a rest of its answer. Then a fixed number
+    of arrivals follows at uniform random times, because a random number would change the share.
     """
     rng = np.random.default_rng(seed)
     spread = answers(tokens, 256)
     mean = float(spread.mean())
-    rate = share * costs.capacity(mean, seats)
-    running = costs.running(rate, mean, seats)
+    rate = share * costs.capacity(mean, slots)
+    running = costs.running(rate, mean, slots)
     requests: list[tuple[float, int, int]] = []
-    # Of those that run at some time, long answers are the more the longer they are, and any part of one may be left.
+    # A running answer is long with a probability proportional to its length; any share of it may be left.
     whole = rng.choice(spread, running, p=spread / spread.sum())
     left = whole * rng.permutation((np.arange(running) + 0.5) / running)
     for k in range(running):
-        # The prompts of those behind it take as many iterations, each a token of it.
+        # Each iteration of a later prompt decodes one token of this answer.
         answer = int(left[k] + (running - 1 - k) * costs.chunks) + 2
         requests.append((k * costs.prompt_s / 2, max(1, tokens - answer), answer))
     filled = costs.fill_s(running)

@@ -1,11 +1,11 @@
-"""What metering costs, and whether the requests' joules and those at rest add up to the device's own counter.
+"""Measures what energy metering costs, and whether its joules add up to the device's counter.
 
-    python benchmarks/jobs/metering.py OUT --model-preset llama-3-8b
+    python benchmarks/jobs/metering_cost.py OUT --model-preset llama-3-8b
 
-*Cost*: so many requests decode and nothing else happens; turns with metering and without, on off off on, so that
-contexts that grow and a card that warms are the same in both. With it a thread reads the counter ten times a second and
-the loop charges every iteration, all requests asking. *Sum*: bursts, single requests, long prompts, clients that go and
-pauses, beside a counter that this script reads itself.
+Cost: a fixed number of requests decode, in turns with metering on, off, off and on, so that growing contexts and a
+warming card affect both alike. With metering a thread reads the counter ten times a second, the loop charges every
+iteration, and every request asks for its energy. Sum: bursts, single requests, long prompts, aborts and pauses, held
+against a counter that this script reads.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import numpy as np
 from weft.engine import engine as engines
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.runner.energy_meter import EnergyCounter, energy_counter
+from weft.engine.runner.device.energy_meter import EnergyCounter, energy_counter
 from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
 
 Span = tuple[int, int]
-"""of lengths in tokens"""
+"""Smallest and largest length in tokens."""
 
 
 class Switched:
-    """A counter that can be left alone."""
+    """An energy counter that can be switched off."""
 
     def __init__(self, counter: EnergyCounter) -> None:
         self.source, self._counter, self.on = counter.source, counter, True
@@ -44,7 +44,7 @@ class Switched:
 
 
 class Pretended:
-    """For a dry run on a machine that counts nothing; no figure of it means anything."""
+    """A fake counter for dry runs; its figures mean nothing."""
 
     source = "pretended"
 
@@ -69,7 +69,7 @@ class Metering:
         self._rng = np.random.default_rng(0)
         self._handles = itertools.count()
         self.joules: dict[int, float] = {}
-        """by request, what it was told last"""
+        """Energy by request, as last reported."""
         self.open: set[int] = set()
 
     def add(self, prompt: int, output: int) -> int:
@@ -81,7 +81,7 @@ class Metering:
         return handle
 
     def step(self) -> int:
-        """Returns how many tokens of output came."""
+        """Runs one step and returns its number of output tokens."""
         outputs = self.engine.step()
         if outputs is None:
             return 0
@@ -95,7 +95,7 @@ class Metering:
         self.engine.energy = self.ledger if on else None
 
     def cost(self, number: int, output: int, seconds: float, turn: float) -> dict[str, Any]:
-        """seconds of decoding `number` requests, in turns of so long."""
+        """Decodes `number` requests for so many seconds, in turns with and without metering."""
         for _ in range(number):
             self.add(64, output)
         while self.engine.scheduler.num_running < number or self.step() < number:
@@ -106,7 +106,7 @@ class Metering:
             block = []
             for on in (True, False, False, True):
                 self.switch(on)
-                self.step()  # one that began under the other
+                self.step()  # finish the step that began in the previous turn
                 begun, iterations = time.perf_counter(), 0
                 while time.perf_counter() - begun < turn and len(self.open) == number:
                     iterations += self.step() > 0
@@ -134,7 +134,7 @@ class Metering:
         return row
 
     def serve(self, seconds: float, rate: float, prompts: Span, outputs: Span, gone: float) -> None:
-        """Poisson arrivals for so long, lengths between two each; a share of the clients goes before the end."""
+        """Serves Poisson arrivals for so many seconds; a share `gone` of the requests is aborted."""
         until, due = time.monotonic() + seconds, time.monotonic()
         while (now := time.monotonic()) < until:
             while rate and due <= now:
@@ -150,12 +150,12 @@ class Metering:
                 time.sleep(0.002)
 
     def sum(self, seconds: float) -> dict[str, Any]:
-        """A mixed run, as parts of so many seconds."""
-        # What was drawn while metering was switched off is owed, and charged to the next seconds of work.
+        """A mixed run of about so many seconds."""
+        # Energy drawn while metering was off is charged to the next seconds of work: let that pass first.
         self.serve(4.0, 20.0, (20, 100), (16, 64), 0)
         while self.engine.has_work:
             self.step()
-        self.serve(3.0, 0, (1, 2), (1, 2), 0)  # at rest: what that draws is known
+        self.serve(3.0, 0, (1, 2), (1, 2), 0)  # measure the idle power
         self.joules.clear()
         before, counted, begun = self.engine.stats().energy, self.own.joules(), time.monotonic()
         assert before is not None
@@ -189,8 +189,8 @@ class Metering:
             "charged_of_counter": round((charged + rest) / counter, 4),
         }  # fmt: skip
         print(
-            f"{took:.0f} s, {len(self.joules)} requests: their joules {requests:,.0f} + at rest {rest:,.0f} = "
-            f"{row['of_counter']:.4f} of the counter's {counter:,.0f} (in the metrics, clients that went included: "
+            f"{took:.0f} s, {len(self.joules)} requests: their joules {requests:,.0f} + idle {rest:,.0f} = "
+            f"{row['of_counter']:.4f} of the counter's {counter:,.0f} (in the metrics, with aborted requests: "
             f"{row['charged_of_counter']:.4f})", flush=True,
         )  # fmt: skip
         return row
@@ -201,12 +201,14 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model-preset")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--requests", type=int, nargs="+", default=[128, 1, 512], help="that decode, for the cost")
-    parser.add_argument("--output", type=int, default=6000, help="tokens of 128 of these")
-    parser.add_argument("--cost-seconds", type=float, default=32.0, help="for each number")
+    parser.add_argument(
+        "--requests", type=int, nargs="+", default=[128, 1, 512], help="numbers of requests for the cost"
+    )
+    parser.add_argument("--output", type=int, default=6000, help="output tokens of each of 128 requests")
+    parser.add_argument("--cost-seconds", type=float, default=32.0, help="seconds for each number of requests")
     parser.add_argument("--turn-seconds", type=float, default=0.4)
     parser.add_argument("--sum-seconds", type=float, default=100.0)
-    parser.add_argument("--pretend", action="store_true", help="a counter that is none: a dry run")
+    parser.add_argument("--pretend", action="store_true", help="dry run with a fake counter")
     options = parser.parse_args()
     model = {"model_preset": options.model_preset, "load_format": "dummy"} if options.model_preset else {}
     config = EngineConfig.model_validate(
@@ -214,7 +216,7 @@ def main() -> None:
     )
     metering = Metering(config, options.pretend)
     longest = metering.engine.resolved.max_model_len - 80
-    # The pool holds the contexts of all: nobody is preempted meanwhile.
+    # Limit the output so that the pool holds all contexts and no request is preempted.
     room = metering.engine.scheduler.pool.capacity * config.page_size
 
     def keep(row: dict[str, Any]) -> None:

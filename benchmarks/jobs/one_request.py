@@ -1,10 +1,10 @@
-"""One request's decode step: how long it takes, and what of it is kernels, gaps between them, the host.
+"""Times the decode steps of one request and splits them into kernels, gaps and host time.
 
-    python benchmarks/jobs/one_request.py OUT --model-preset llama-3-8b [--pod auto …: options of weft bench offline]
+    python benchmarks/jobs/one_request.py OUT --model-preset llama-3-8b
 
-One engine, in this process. Written as they come to `OUT/one.txt`: tokens a second of several runs; the step's graphs
-replayed without an engine around them; a trace of decode steps, kernel by kernel with the gap before each; the CUDA
-calls of the host in a step. `one.json` has the same figures, `step.json` one step as a list of kernels.
+The engine runs in this process. `OUT/one.txt` gets tokens/s of several runs, the step's graphs replayed without an
+engine, a trace of decode steps by kernel and by gap, and the host's CUDA calls. `one.json` has the same figures and
+`step.json` one step as a list of kernels.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from weft.tools.bench.trace import FIRST_KERNEL, Event, kinds_of, read_events
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
+from weft.tools.bench.trace import FIRST_KERNEL, Event, kinds_of, read_events
 
 
 class Notes:
-    """Lines and figures, kept at once."""
+    """Prints lines and writes them and the figures at once."""
 
     def __init__(self, out: Path) -> None:
         self._out, self.figures = out, dict[str, Any]()
@@ -46,7 +46,7 @@ class Notes:
 
 
 class Steps:
-    """Decodes of one request after the other in an engine."""
+    """Runs single requests in an engine, in sequence."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._rng, self._handle = engine, np.random.default_rng(0), 0
@@ -58,14 +58,14 @@ class Steps:
         self._engine.add(AddRequest(handle=self._handle, prompt_token_ids=ids.tobytes(), params=params))
 
     def step(self) -> Any:
-        """The statistics of the next iteration that ended."""
+        """The statistics of the next finished iteration, or None."""
         while self._engine.has_work:
             if (outputs := self._engine.step()) is not None:
                 return outputs.stats.iteration
         return None
 
     def run(self, prompt: int, output: int) -> list[tuple[float, Any]]:
-        """When each iteration was committed, and its statistics; the first one computed the prompt."""
+        """The commit time and statistics of each iteration; the first computes the prompt."""
         self.begin(prompt, output)
         seen = []
         while (stats := self.step()) is not None:
@@ -74,10 +74,10 @@ class Steps:
 
 
 def speed(steps: Steps, prompt: int, output: int, runs: int, notes: Notes) -> float:
-    """Milliseconds of a step, median of the runs; their tokens a second into the notes."""
+    """The median step time in milliseconds; writes tokens/s of the runs to the notes."""
     whole, alone = [], []
     device, idle, host = list[float](), list[float](), list[float]()
-    for _ in range(runs + 1):  # the first one warms up
+    for _ in range(runs + 1):  # the first run warms up
         begun = time.perf_counter()
         seen = steps.run(prompt, output)
         decodes = [s for s in seen if s[1].tokens == 1]
@@ -99,7 +99,7 @@ def speed(steps: Steps, prompt: int, output: int, runs: int, notes: Notes) -> fl
 
 
 def replays(engine: Engine, step_ms: float, notes: Notes) -> None:
-    """The graphs of one token on the last step's inputs, again and again: what the step would take without a host."""
+    """Replays the graphs of one token on the last inputs, which shows the step time without a host."""
     runner: Any = engine.runner
     graphs = runner._graphs[id(runner._pipelines._decoding[0])]
 
@@ -125,7 +125,7 @@ def replays(engine: Engine, step_ms: float, notes: Notes) -> None:
 
 
 def trace(steps: Steps, prompt: int, count: int, activities: list[ProfilerActivity]) -> dict[str, Any]:
-    """A Chrome trace of so many decode steps."""
+    """Records a Chrome trace of `count` decode steps."""
     steps.begin(prompt, count + 60)
     for _ in range(30):
         steps.step()
@@ -143,10 +143,10 @@ def trace(steps: Steps, prompt: int, count: int, activities: list[ProfilerActivi
 
 
 def gaps(events: list[Event], out: Path, notes: Notes) -> None:
-    """Of whole steps: time of each kind of kernel, and of the gap in front of it."""
+    """Writes the time of each kind of kernel, and of the gap before it, per step."""
     starts = [e.begin for e in events if e.is_kernel and FIRST_KERNEL in e.name.lower()]
     if len(starts) < 4:
-        notes.say(f"no steps in the trace: {len(events)} events, {len(starts)} beginnings")
+        notes.say(f"no whole steps in the trace: {len(events)} events, {len(starts)} step starts")
         return
     begin, end = starts[1], starts[-1]
     count = len(starts) - 2
@@ -156,7 +156,7 @@ def gaps(events: list[Event], out: Path, notes: Notes) -> None:
     reached, before = begin, "sampling"
     rows = []
     for event, kind in mine:
-        first = max(event.begin, reached)  # a dependent launch is there early and waits: that is the other one's time
+        first = max(event.begin, reached)  # a dependent launch starts early and waits; count that for the kernel before
         pair = f"{before} -> {kind}"
         gap[pair] += max(0.0, event.begin - reached)
         number[pair] += 1
@@ -172,7 +172,7 @@ def gaps(events: list[Event], out: Path, notes: Notes) -> None:
     )
     for kind, us in sorted(busy.items(), key=lambda item: -item[1]):
         notes.say(f"  {kind:24} {us / count:8.1f} us")
-    notes.say("gaps, us a step (how many, us each):")
+    notes.say("gaps, us a step (count, us each):")
     for pair, us in sorted(gap.items(), key=lambda item: -item[1])[:20]:
         notes.say(f"  {pair:40} {us / count:7.1f} ({number[pair] / count:.0f}, {us / number[pair]:.2f})")
     notes.keep(traced_step_us=step, kernels_us={k: v / count for k, v in busy.items()},
@@ -181,13 +181,13 @@ def gaps(events: list[Event], out: Path, notes: Notes) -> None:
 
 
 def host_calls(rows: list[dict[str, Any]], count: int, notes: Notes) -> None:
-    """What the host spends in CUDA calls and torch's operations, by name."""
+    """Writes the host's time in CUDA calls and torch operations by name."""
     spent, number = defaultdict[str, float](float), defaultdict[str, int](int)
     for row in rows:
         if row.get("ph") == "X" and row.get("cat") in ("cuda_runtime", "cuda_driver", "cpu_op"):
             spent[f"{row['cat']}: {row['name']}"] += float(row["dur"])
             number[f"{row['cat']}: {row['name']}"] += 1
-    notes.say("the host, us a step under the profiler, operations that call others included (how many):")
+    notes.say("the host, us a step under the profiler, nested operations included (count):")
     for name, us in sorted(spent.items(), key=lambda item: -item[1])[:25]:
         notes.say(f"  {name:50} {us / count:7.1f} ({number[name] / count:.1f})")
     notes.keep(host_us={name: us / count for name, us in spent.items()})
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--output", type=int, default=256)
     parser.add_argument("--runs", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=40, help="that are traced")
+    parser.add_argument("--steps", type=int, default=40, help="number of traced steps")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     notes = Notes(given.out)

@@ -1,4 +1,4 @@
-"""A line for each report of `weft load --json`: `loads.py FILE …`."""
+"""Prints one line per report of `weft load --json`: `print_loads.py FILE …`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 
-def told(path: Path) -> str:
+def summary(path: Path) -> str:
     run = json.loads(path.read_text())["runs"][0]
     latency, tokens, energy = run["latency"], run["tokens"], run["energy"]
     seconds = run["throughput"]
@@ -27,4 +27,4 @@ def told(path: Path) -> str:
 
 
 for name in sys.argv[1:]:
-    print(told(Path(name)), flush=True)
+    print(summary(Path(name)), flush=True)

@@ -1,9 +1,9 @@
-"""Throughput of two ranks with products that send their partial sums and without, by turns.
+"""Measures throughput of two ranks in turns with and without GEMMs that push partial sums.
 
-    python benchmarks/jobs/send_by_turns.py PRESET WORKLOAD on|off ...
+    python benchmarks/jobs/push_by_turns.py PRESET WORKLOAD on|off ...
 
-Into $OUT: the figures of each turn as they come, and what the first start had measured. The file of sums in the cache
-is another one for each turn, and in the end what it was.
+$OUT gets the figures of each turn and sums.json, which the first start measured. The script replaces the cached
+all-reduce choice in each turn and restores it at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.engine.config import PRESETS
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "weft"
 OUT = Path(os.environ["OUT"])
 FROM_TOKENS = 128
-"""where pairs of products and sums were quicker in bursts"""
+"""Smallest token count for which pushing was faster in bursts."""
 FIGURES = ("total_tokens_per_second", "watts", "sm_megahertz", "tokens_per_joule", "sustained_tflops_of_cublas")
 
 
@@ -38,12 +38,12 @@ def measured_sums(preset: str) -> Path | None:
 
 
 def variants(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """`on`: what was chosen, or two steps where that is nothing that sends; `off`: nothing sends."""
+    """`on` is the measured choice, or two steps if that never pushes; `off` never pushes."""
     chosen: dict[str, list[int]] = found["steps"]
     on = chosen
     if not any(sent for _, sent in chosen.values()):
         on = {tokens: [sums, 2 if int(tokens) >= FROM_TOKENS else 0] for tokens, (sums, _) in chosen.items()}
-        print(f"the start chose no product that sends: on is two steps from {FROM_TOKENS} tokens on")
+        print(f"the start chose no GEMM that pushes: 'on' uses two steps from {FROM_TOKENS} tokens on")
     off = {tokens: [sums, 0] for tokens, (sums, _) in chosen.items()}
     return {"on": {**found, "steps": on}, "off": {**found, "steps": off}}
 
@@ -52,12 +52,12 @@ def run(preset: str, workload: str, turns: Iterable[str]) -> None:
     if measured_sums(preset) is None:
         bench(preset, "128:8:2")
     if (file := measured_sums(preset)) is None:
-        raise SystemExit(f"a start of {preset} left no measured sums in {CACHE}")
+        raise SystemExit(f"{preset} wrote no measured sums to {CACHE}")
     before = file.read_text()
     (OUT / "sums.json").write_text(before)
     found = json.loads(before)
     for tokens, of in found["microseconds"].items():
-        print(f"{tokens} tokens: us by steps of the sum and of what is sent {of}; chosen {found['steps'][tokens]}")
+        print(f"{tokens} tokens: us by steps of the sum and of the push {of}; chosen {found['steps'][tokens]}")
     sums = variants(found)
     try:
         for number, turn in enumerate(turns, 1):

@@ -1,19 +1,16 @@
-"""Run measuring jobs on a machine with GPUs: those that want all of them one after the other, then a lane for each GPU.
+"""Runs benchmark jobs on a machine with GPUs: first those that use every GPU, then one lane of jobs per GPU.
 
-    python benchmarks/jobs/run.py OUT --seconds 590 --all tp-search --lane pod-bench mid --lane hang
+    python benchmarks/jobs/run.py OUT --seconds 590 --all tp-plan-search --lane hybrid-attention mid-gemms --lane advise
 
-A job is `NAME.sh` beside this file. Its first lines say what it takes and what it answers:
+A job is a script `NAME.sh` in this folder. Its first comment lines state its question, hardware, time, how to run it
+and how to read its answer; README.md lists them all.
 
-    # seconds 250
-    # gpus 1
-    # asks: what it is for, what counts as an answer and what is decided by it
+A job runs in the repository root, can call `python -m weft.server`, and gets these variables: `OUT`, its own folder
+for results, a sibling of the other jobs' folders; `SECONDS_LEFT`, its time limit (1.5 times its `Time`, or the rest of
+`--seconds`); and `CUDA_VISIBLE_DEVICES` in a lane. Its output goes to `OUT/log.txt`.
 
-It runs in the repository's root with `python -m weft.server` at hand and these variables: `OUT`, a folder of its own
-for what it leaves (others' are beside it); `SECONDS_LEFT`, after which it is ended (its `# seconds` and half as many
-again, at most what is left of the whole); `CUDA_VISIBLE_DEVICES` in a lane. What it prints goes to `OUT/log.txt`.
-
-`WHEELS`: a folder of wheels that are put beside the machine's packages first (for one without a package registry).
-All that was left is in `OUT/jobs.tgz`, a line a job in `OUT/summary.txt`.
+Set `WHEELS` to a folder of wheels on a machine without a package registry; they are installed for the jobs first.
+`OUT/summary.txt` has one line a job, `OUT/jobs.tgz` has all results.
 """
 
 from __future__ import annotations
@@ -30,30 +27,32 @@ import time
 from pathlib import Path
 
 JOBS = Path(__file__).parent
-ROOT = JOBS.parents[2]
+ROOT = JOBS.parents[1]
 KEPT_BYTES = 4 * 2**20
-"""of a file that goes into the archive: a longer one is left out and named"""
+"""Size limit of a file in the archive; larger files are left out and named."""
 PACKING_SECONDS = 8.0
 
 
 def header(name: str) -> dict[str, str]:
-    """What a job says of itself. Raises `SystemExit` for one that is not there."""
+    """A job's header fields: question, hardware, time, run, read. Raises `SystemExit` if there is no such job."""
     path = JOBS / f"{name}.sh"
     if not path.is_file():
         there = ", ".join(sorted(path.stem for path in JOBS.glob("*.sh")))
-        raise SystemExit(f"no job {name}: there are {there}")
+        raise SystemExit(f"no job {name}: choose from {there}")
     fields: dict[str, str] = {}
     for line in path.read_text().splitlines():
-        if not line.startswith("#"):
+        if not line.startswith("# "):
             break
-        key, _, value = line.removeprefix("# ").partition(" ")
-        if key in ("seconds", "gpus", "asks:") and key.rstrip(":") not in fields:
-            fields[key.rstrip(":")] = value
+        if line.startswith("#     "):
+            fields[list(fields)[-1]] += "\n" + line.removeprefix("#     ")
+        else:
+            key, _, value = line.removeprefix("# ").partition(": ")
+            fields[key.lower()] = value
     return fields
 
 
 class Runs:
-    """Runs jobs until a time has come, and keeps what they left."""
+    """Runs jobs within a time limit and packs their results."""
 
     def __init__(self, out: Path, seconds: float, environment: dict[str, str]) -> None:
         self._out = out
@@ -62,15 +61,15 @@ class Runs:
         self._lock = threading.Lock()
 
     def lane(self, names: list[str], visible: str | None) -> None:
-        """One after the other, on these devices; on all for None."""
+        """Runs the jobs in sequence on the visible devices; None means all devices."""
         for name in names:
             self._run(name, visible)
 
     def _run(self, name: str, visible: str | None) -> None:
         begun = time.monotonic()
-        seconds = min(1.5 * float(header(name)["seconds"]), self._end - begun)
+        seconds = min(1.5 * float(header(name)["time"].split()[0]), self._end - begun)
         if seconds <= 0:
-            self._note(f"{name}: not begun, no time was left")
+            self._note(f"{name}: not started, no time was left")
             return
         folder = self._out / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,8 +90,8 @@ class Runs:
             try:
                 how = f"exit status {process.wait(seconds)}"
             except subprocess.TimeoutExpired:
-                how = "ended: it ran too long"
-            # Daemons that it left behind would disturb whoever comes next.
+                how = "stopped at its time limit"
+            # Daemons that it left running would disturb the next job.
             self._end_group(process.pid)
             process.wait()
         self._note(f"{name}: {how} after {time.monotonic() - begun:.0f} s")
@@ -112,7 +111,7 @@ class Runs:
             summary.write(f"{line}\n")
 
     def pack(self) -> None:
-        """All that was left, but for files that are too long."""
+        """Packs all results, except files above the size limit."""
         with tarfile.open(self._out / "jobs.tgz", "w:gz") as archive:
             for path in sorted(self._out.rglob("*")):
                 if path.is_file() and path.suffix != ".tgz":
@@ -123,9 +122,9 @@ class Runs:
 
 
 def prepared(place: Path) -> dict[str, str]:
-    """The environment of jobs: the package, and packages that this machine lacks, in an empty folder."""
+    """The environment of jobs: puts weft, this folder and the wheels of `WHEELS` on the path. `place` must be empty."""
     (place / "weft").symlink_to(ROOT)
-    paths = [str(place), str(JOBS)]  # jobs import each other: a safe path leaves the folder of a script out
+    paths = [str(place), str(JOBS)]  # scripts here import each other, and a safe path omits their folder
     if wheels := os.environ.get("WHEELS"):
         site = place / "site"
         files = [str(path) for path in sorted(Path(wheels).glob("*.whl"))]
@@ -138,11 +137,18 @@ def prepared(place: Path) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder for what the jobs leave")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="for all of it (default: an hour)")
-    parser.add_argument("--all", nargs="*", default=[], metavar="JOB", help="with all GPUs, one after the other, first")
+    parser.add_argument("out", type=Path, help="folder for results")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time limit of the whole run (default: 3600)")
     parser.add_argument(
-        "--lane", nargs="*", action="append", default=[], metavar="JOB", help="on the next GPU, beside other lanes"
+        "--all", nargs="*", default=[], metavar="JOB", help="jobs to run first, in sequence, with all GPUs"
+    )
+    parser.add_argument(
+        "--lane",
+        nargs="*",
+        action="append",
+        default=[],
+        metavar="JOB",
+        help="jobs for the next GPU, while the other lanes run",
     )
     options = parser.parse_args()
     for name in [*options.all, *(name for lane in options.lane for name in lane)]:

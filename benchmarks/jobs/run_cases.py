@@ -1,14 +1,13 @@
-"""Runs tests case by case, each in a process of its own that is ended when it takes too long.
+"""Runs test cases in separate processes with a time limit each, for kernels that may hang.
 
-    python benchmarks/jobs/each.py OUT [--seconds 90] [--processes 12] [--together REGEX] [--once REGEX] FILE...
+    python benchmarks/jobs/run_cases.py OUT [--seconds 90] [--processes 12] [--together REGEX] [--once REGEX] FILE...
 
-For kernels that may hang: the case that did is named, the others go on. They run twice: many beside each other, which
-compiles and whose results count for nothing (some warp-specialised kernels did hang beside other processes on a GPU),
-and then one at a time. Cases whose names are the same once what REGEX
-finds in them is cut out share a process (they would compile the same kernels); each still has its own time, and behind
-one that hung another process goes on with the rest. `OUT/cases.txt` has a line a case as soon as it ended,
-`OUT/NAME.txt` what pytest said where it failed or hung, `OUT/files.txt` in the end a line a file. Exit status: 1 unless
-all passed or were skipped.
+A case that hangs is named and the others continue. Cases run twice: first many processes in parallel, to compile, with
+results ignored (warp-specialised kernels have hung next to other processes on a GPU); then one at a time. Cases whose
+names are equal after REGEX is cut out share a process, because they compile the same kernels; each keeps its own time
+limit, and after a hang a new process runs the rest. `OUT/cases.txt` has one line a case as it ends, `OUT/NAME.txt`
+has pytest's output of a case that failed or hung, `OUT/files.txt` has one line a file. The exit status is 1 unless all
+cases passed or were skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 BEGINNING_SECONDS = 90.0
-"""until a process begins its first case"""
+"""Time limit until a process begins its first case."""
 PLUGIN = """
 import os, time
 def _say(*words):
@@ -39,14 +38,14 @@ def pytest_runtest_logreport(report):
     if report.when == "call" or report.outcome != "passed":
         _say(report.outcome if report.when == "call" or report.skipped else "failed", report.nodeid)
 """
-"""what a process says of its cases, in a file: its output may be held up"""
+"""A pytest plugin that writes each result to a file, because the output of a hung process may be buffered."""
 
 
 class Cases:
-    """Results as they come."""
+    """Collects results and writes each one as it arrives."""
 
     def __init__(self, out: Path | None) -> None:
-        """out: None keeps nothing."""
+        """out: the folder for results; None writes nothing."""
         self._out, self._lock = out, threading.Lock()
         self.results: dict[str, str] = {}
 
@@ -65,7 +64,7 @@ class Cases:
 
 
 def collect(files: list[str]) -> list[str]:
-    """Names of all cases. Raises `SystemExit` with what pytest said if there are none."""
+    """Names of all cases. Raises `SystemExit` with pytest's output if there are none."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
     ended = subprocess.run(command, capture_output=True, text=True)
     cases = [line for line in ended.stdout.splitlines() if "::" in line and not line.startswith(("ERROR", "="))]
@@ -75,14 +74,14 @@ def collect(files: list[str]) -> list[str]:
 
 
 def run(cases: list[str], seconds: float, into: Cases, place: Path) -> None:
-    """These cases in one process; behind one that hung, or ended the process, another goes on."""
+    """Runs the cases in one process; after a hang or a crash a new process continues."""
     left = list(cases)
     while left:
         left = left[_some(left, seconds, into, place) :]
 
 
 def _some(cases: list[str], seconds: float, into: Cases, place: Path) -> int:
-    """How many of the first ones have a result now: one at least."""
+    """Runs cases in one process and returns how many of the first have a result: at least one."""
     with tempfile.TemporaryDirectory(dir=place) as folder:
         said, log = Path(folder) / "said", Path(folder) / "log"
         said.touch()
@@ -102,7 +101,7 @@ def _some(cases: list[str], seconds: float, into: Cases, place: Path) -> int:
                 if into.results.get(case) is None:
                     into.add(case, how, time.monotonic() - begun, log.read_text(errors="replace"))
                 done += 1
-            if lines and lines[-1] != last:  # importing does not count as a case's time
+            if lines and lines[-1] != last:  # the time of a case starts when pytest begins it
                 last, begun = lines[-1], time.monotonic()
             if ended:
                 break
@@ -113,7 +112,7 @@ def _some(cases: list[str], seconds: float, into: Cases, place: Path) -> int:
                 break
             time.sleep(0.1)
         have = sum(case in into.results for case in cases)
-        if hung or not have:  # it said nothing of the case that it was at
+        if hung or not have:  # the process wrote no result for its current case
             case = next(c for c in cases if c not in into.results)
             how = "HUNG" if hung else "ended"
             detail = f"{how} {'after ' + ' '.join(last) if last else 'before any'}, exit status {process.returncode}\n"
@@ -125,13 +124,13 @@ def _some(cases: list[str], seconds: float, into: Cases, place: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("files", nargs="+", help="files of tests, or single cases; the first ones are begun first")
-    parser.add_argument("--seconds", type=float, default=90.0, help="of a case, compiling included")
+    parser.add_argument("files", nargs="+", help="test files or single cases, in order")
+    parser.add_argument("--seconds", type=float, default=90.0, help="time limit of a case, compilation included")
+    parser.add_argument("--processes", type=int, default=12, help="parallel processes that compile; 0 skips that pass")
     parser.add_argument(
-        "--processes", type=int, default=12, help="that compile beside each other; 0: nothing is run twice"
+        "--together", metavar="REGEX", help="part of a name to ignore when cases are grouped into processes"
     )
-    parser.add_argument("--together", metavar="REGEX", help="cut out of names to tell which cases share a process")
-    parser.add_argument("--once", metavar="REGEX", help="cases that need not run to compile: others have their kernels")
+    parser.add_argument("--once", metavar="REGEX", help="cases to leave out of the compile pass")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     cases = collect(given.files)

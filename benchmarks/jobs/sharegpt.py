@@ -1,4 +1,4 @@
-"""Requests with lengths like ShareGPT's, Poisson: the load of `slo.py online`, and of a simulation beside it."""
+"""Poisson arrivals with lengths like ShareGPT's: the load of `latency.py online` and of its simulation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from statistics import NormalDist
 import numpy as np
 
 SHAREGPT = ((246.0, 547.0), (322.0, 244.0))
-"""means and deviations of prompts and answers, in tokens"""
+"""Mean and standard deviation of prompt and answer lengths, in tokens."""
 LONGEST = (4000, 2000)
 
 
 def sharegpt(rate: float, seconds: float, seed: int) -> list[dict[str, float]]:
-    """Requests of `SHAREGPT`: of each length as many as the distribution has, in random order."""
+    """Requests whose lengths are evenly spaced quantiles of the distribution, in random order."""
     rng = np.random.default_rng(seed)
     count = round(rate * seconds)
     at = np.cumsum(rng.exponential(1 / rate, count))

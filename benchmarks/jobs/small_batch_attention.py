@@ -1,9 +1,9 @@
-"""Layers of a model for a few requests, with each kernel for their attention.
+"""Times layers of an 8B for small batches with each decode-attention kernel.
 
-    python benchmarks/jobs/few_attention.py --bits 8,16 --tokens 1,4,16,64 --contexts 1280,8192
+    python benchmarks/jobs/small_batch_attention.py --bits 8,16 --tokens 1,4,16,64 --contexts 1280,8192
 
-A line a format, count of requests, context and kernel: microseconds of a layer of an 8B (8 of them, captured, with
-dependent launch; products by the shipped table), what attention adds to it, and its attention alone.
+Prints one line per format, request count, context and kernel: microseconds of a layer (8 layers in a captured graph
+with dependent launch; GEMMs by the shipped table), what attention adds to it, and attention alone.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from few_chain import chain
+from small_batch_gemms import chain
 
-from weft.kernels.tuning import calls as bench_calls
 from weft.kernels.attention import fp8_attention
-from weft.tools.kernels.bench_fp8 import decode_of_eight
 from weft.kernels.attention.decode_attention import decode_attention
-from weft.kernels.matmul.fp8_projections import rows_buffer
 from weft.kernels.common.gpu import gpu
+from weft.kernels.matmul.fp8_projections import rows_buffer
+from weft.kernels.tuning import calls as bench_calls
 from weft.kernels.tuning.measure import burst
+from weft.tools.kernels.bench_fp8 import decode_of_eight
 
 
 def kernels(bits: int) -> dict[str, Callable[..., object]]:

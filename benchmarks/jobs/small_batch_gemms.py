@@ -1,10 +1,10 @@
-"""Layers of a model for one request, chained as an engine's graph has them: what a way to multiply is worth.
+"""Times layers of an 8B for small batches, chained as in an engine's graph, by the kernel of their GEMMs.
 
-    python benchmarks/jobs/few_chain.py --ways few,plain --bits 8
+    python benchmarks/jobs/small_batch_gemms.py --ways few,plain --bits 8
 
-A line a way and count of tokens: microseconds of a layer of an 8B. "few" is `fp8_few_hopper` (FP8 alone), "plain" the
-plain Triton kernel by rule, "table" what the shipped table says. Each with attention and, in FP8, a pass that quantises
-its result, as it was; with attention that leaves the operand, as it is; without attention; and each product alone.
+Prints one line per way and token count: microseconds of a layer with attention and, in FP8, a separate quantisation;
+with attention that writes the quantised operand, as engines run it; without attention; and of each GEMM alone. "few" is
+`fp8_few_hopper` (FP8 only), "plain" the plain Triton kernel by rule, "table" the choice of the shipped table.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from collections.abc import Callable
 
 import torch
 
-from weft.kernels.tuning import calls as bench_calls
-from weft.kernels.matmul import fp8_projections
-from weft.kernels.matmul import gemm_launch
-from weft.kernels.matmul import tuned
-from weft.tools.kernels.bench_fp8 import decode_of_eight, eight_bits
+from weft.kernels.common.gpu import gpu
+from weft.kernels.matmul import fp8_projections, gemm_launch, tuned
 from weft.kernels.matmul.fp8_few_config import few
 from weft.kernels.matmul.fp8_rows import quantize_rows
 from weft.kernels.matmul.gemm_config import GemmConfig
-from weft.kernels.common.gpu import gpu
-from weft.kernels.tuning.measure import burst
 from weft.kernels.matmul.tuned import Shape
+from weft.kernels.tuning import calls as bench_calls
+from weft.kernels.tuning.measure import burst
+from weft.tools.kernels.bench_fp8 import decode_of_eight, eight_bits
 
 
 def config_of(way: str, shape: Shape, tokens: int, num_sms: int) -> GemmConfig | None:
@@ -41,10 +39,10 @@ def config_of(way: str, shape: Shape, tokens: int, num_sms: int) -> GemmConfig |
 def chain(
     way: str, bits: int, tokens: int, layers: int, num_sms: int, device: str, *, attention: int, only: int | None = None
 ) -> list[Callable[[], object]]:  # fmt: skip
-    """The calls of `layers` layers for so many requests, 1,280 tokens behind each.
+    """The calls of `layers` layers for `tokens` requests with 1,280 tokens of context each.
 
-    attention: 2 leaves 16 bits, which a pass quantises (in FP8); 1 leaves the operand itself; 0 none. only: the index
-    of a product.
+    attention: 2 writes 16 bits, which a separate pass quantises in FP8; 1 writes the quantised operand; 0 leaves
+    attention out. only: the index of a single GEMM.
     """
     shapes = bench_calls.LLAMA_8B if bits == 16 else eight_bits(bench_calls.LLAMA_8B)
     space, calls = gemm_launch.workspace(device, 1 << 24), []

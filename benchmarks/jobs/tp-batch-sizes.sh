@@ -1,4 +1,4 @@
-# Question: How does the time of a 70B's layer grow with the tokens of an iteration, and where does a run lose time?
+# Question: How does the time of a 70B's layer grow with the tokens of an iteration?
 # Hardware: 2 GPUs
 # Time: 330 s
 # Run: python benchmarks/jobs/run.py build/jobs --all tp-batch-sizes

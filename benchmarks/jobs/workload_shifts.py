@@ -1,13 +1,12 @@
-"""`--max-num-seqs auto` through two abrupt shifts of the workload, beside the best fixed bound of each phase.
+"""Runs `--max-num-seqs auto` through two workload shifts and compares it with the best fixed limit of each phase.
 
-    python benchmarks/jobs/online_shifts.py OUT --model-preset llama-3-8b --slo itl:p99:40ms
+    python benchmarks/jobs/workload_shifts.py OUT --model-preset llama-3-8b --slo itl:p99:40ms
 
-One engine, which always has requests waiting: `SlotLimitKeeper` alone says how many run. New requests have the lengths of
-the phase; those that run go on, so a shift is as abrupt as a trace can make it. `windows.jsonl` has each second, with
-the longest iteration in it: on the device, waiting for the host, and how many tokens of prompts it had. Then the same
-engine with fixed bounds (`EngineBench.measure`), prompts cut as auto cuts them and not: the best that keeps the
-objective is what a phase is held against. Last, what requests and rest were charged of all this, beside the device's
-counter.
+The engine always has waiting requests, so only the automatic slot limit decides how many run. New requests have the
+lengths of the phase and running ones continue. `windows.jsonl` has one line a second with its longest iteration: device
+time, idle time and prompt tokens. Afterwards the same engine runs with fixed limits, with prompts cut to the objective
+and whole; the best limit that keeps the objective is the phase's reference. The last line compares the charged energy
+with the device's counter.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ import numpy as np
 from weft.autosearch.advisor.engine_bench import EngineBench
 from weft.engine.config import EngineConfig, Objective
 from weft.engine.engine import Engine
-from weft.engine.runner.energy_meter import EnergyCounter, energy_counter
+from weft.engine.runner.device.energy_meter import EnergyCounter, energy_counter
 from weft.engine.wire.messages import EnergyStats
 
 SHIFT_SECONDS = 10.0
-"""behind a shift that windows may miss"""
+"""Seconds after a shift in which windows may miss the objective."""
 FIXED = ((1.0, True), (0.6, True), (1.0, False), (0.4, True), (0.8, True), (1.25, True), (0.4, False), (0.2, False))
-"""fixed bounds of a phase, times the seats that auto settled at, and whether prompts are cut; as time allows"""
+"""Fixed limits as multiples of the slots that auto settled at, and whether prompts are cut; run as time allows."""
 
 
 def of(seconds: np.ndarray, objective: Objective) -> float:
@@ -40,7 +39,7 @@ def of(seconds: np.ndarray, objective: Objective) -> float:
 
 
 class Watched:
-    """The engine as it is served, and what its seconds were like."""
+    """The engine with the automatic limit, and a record of each second."""
 
     def __init__(self, engine: Engine, bench: EngineBench, objective: Objective, out: Path) -> None:
         self.engine, self.bench, self.objective = engine, bench, objective
@@ -56,10 +55,10 @@ class Watched:
         self.fixed, self.auto = own, committed
         self._longest = (0.0, 0.0, 0.0, 0)
         if (chunks := engine.scheduler.chunk_keeper) is not None:
-            told = chunks.committed
+            committed_by_keeper = chunks.committed
 
             def timed(result: Any, first: bool) -> None:
-                told(result, first)
+                committed_by_keeper(result, first)
                 batch, whole = result.batch, result.seconds + result.idle_seconds
                 if whole > self._longest[0] and not first:
                     prompts = batch.num_tokens - batch.num_decodes
@@ -83,7 +82,7 @@ class Watched:
             rows.append(
                 {
                     "phase": number, "at": round(now - begun, 2), "into": round(now - start, 2),
-                    "seats": engine.scheduler.slots.limit, "running": stats.running,
+                    "slots": engine.scheduler.slots.limit, "running": stats.running,
                     "value_ms": round(1e3 * of(gaps, self.objective), 3),
                     "out_per_s": round((stats.generation_tokens - before.generation_tokens) / (now - at), 1),
                     "longest_ms": round(1e3 * self._longest[1], 3), "its_idle_ms": round(1e3 * self._longest[2], 3),
@@ -98,14 +97,14 @@ class Watched:
 
 
 class Joules:
-    """What the engine says of its energy since this was made, beside the counter read here."""
+    """Compares the engine's energy accounting with the device's counter."""
 
     REST_SECONDS = 3.0
 
     def __init__(self, engine: Engine, counter: EnergyCounter) -> None:
         self._engine, self._counter = engine, counter
-        self._rest()  # what that draws is known from here on
-        self._begun, self._counted, self._before = time.monotonic(), counter.joules(), self._told()
+        self._rest()  # measure the idle power
+        self._begun, self._counted, self._before = time.monotonic(), counter.joules(), self._energy()
 
     def _rest(self) -> None:
         until = time.monotonic() + self.REST_SECONDS
@@ -113,23 +112,23 @@ class Joules:
             self._engine.rest()
             time.sleep(0.005)
 
-    def _told(self) -> EnergyStats:
+    def _energy(self) -> EnergyStats:
         energy = self._engine.stats().energy
         assert energy is not None
         return energy
 
-    def tell(self) -> None:
+    def report(self) -> None:
         self._rest()
-        told, counted = self._told(), self._counter.joules() - self._counted
-        requests, rest = told.charged - self._before.charged, told.at_rest - self._before.at_rest
+        energy, counted = self._energy(), self._counter.joules() - self._counted
+        requests, rest = energy.charged - self._before.charged, energy.at_rest - self._before.at_rest
         print(
-            f"{time.monotonic() - self._begun:.0f} s: requests {requests:,.0f} J + at rest {rest:,.0f} J = "
+            f"{time.monotonic() - self._begun:.0f} s: requests {requests:,.0f} J + idle {rest:,.0f} J = "
             f"{(requests + rest) / counted:.4f} of the counter's {counted:,.0f} J", flush=True,
         )  # fmt: skip
 
 
 def measured(bench: EngineBench, bound: int, *, cut: bool) -> Any:
-    """A fixed bound. The way there is with whole prompts: cut beside decodes it takes minutes."""
+    """Measures a fixed limit. It fills the slots with whole prompts, because cut ones would take minutes."""
     scheduler = bench.engine.scheduler
     keeper, scheduler.chunk_keeper = scheduler.chunk_keeper, None
     bench.drop()
@@ -148,16 +147,16 @@ def main() -> None:
     parser.add_argument("--model-preset")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--slo", default="itl:p99:40ms")
-    parser.add_argument("--seats", type=int, default=512, help="the most")
+    parser.add_argument("--slots", type=int, default=512, help="largest number of slots")
     parser.add_argument("--phases", nargs=3, default=["161:338", "1024:512", "161:338"])
     parser.add_argument("--phase-seconds", type=float, default=45.0)
     parser.add_argument("--point-seconds", type=float, default=4.0)
-    parser.add_argument("--seconds", type=float, default=240.0, help="for all, the start included")
+    parser.add_argument("--seconds", type=float, default=240.0, help="time limit, the start included")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     model = {"model_preset": options.model_preset, "load_format": "dummy"} if options.model_preset else {}
     config = EngineConfig.model_validate(
-        {**model, "device": options.device, "max_num_seqs": f"auto:{options.seats}", "slo": [options.slo],
+        {**model, "device": options.device, "max_num_seqs": f"auto:{options.slots}", "slo": [options.slo],
          "prefix_caching": False}
     )  # fmt: skip
     phases = [(int(p), int(d)) for p, d in (phase.split(":") for phase in options.phases)]
@@ -171,7 +170,7 @@ def main() -> None:
     begun = time.monotonic()
     windows = [watched.phase(i, p, options.phase_seconds, begun) for i, p in enumerate(phases)]
     changes = dict(engine.scheduler.slot_limit_changes)
-    # A phase is judged from 10 s behind its beginning on; the first one from when auto's way up has ended, too.
+    # Judge each phase from 10 s after its start on.
     settled = [[row for row in rows if row["into"] > SHIFT_SECONDS + 1] for rows in windows]
     kept = [[row["value_ms"] <= 1e3 * objective.limit for row in rows] for rows in settled]
     total = [one for rows in kept for one in rows]
@@ -185,8 +184,8 @@ def main() -> None:
         for i, lengths in enumerate(phases):
             if phases.index(lengths) != i or time.monotonic() > end - 5 * options.point_seconds:
                 continue
-            seats = float(np.median([row["seats"] for row in settled[i]]))
-            bound = int(min(options.seats, max(1, round(factor * seats))))
+            settled_at = float(np.median([row["slots"] for row in settled[i]]))
+            bound = int(min(options.slots, max(1, round(factor * settled_at))))
             if (bound, cut) in [one[:2] for one in known.get(lengths, [])]:
                 continue
             bench.lengths = [lengths]
@@ -204,13 +203,14 @@ def main() -> None:
         best, bound = max(fits, default=(float("nan"), 0))
         whole = [row["out_per_s"] for row in windows[i]]
         print(
-            f"phase {i} {lengths[0]}:{lengths[1]}: auto {np.mean(rates):,.0f} out tokens/s behind the shift "
-            f"({np.mean(whole):,.0f} with it) at {np.median([row['seats'] for row in settled[i]]):.0f} seats, "
-            f"{np.mean(rates) / best:.3f} of the best fixed bound that keeps it ({bound}: {best:,.0f})", flush=True,
-        )  # fmt: skip
+            f"phase {i} {lengths[0]}:{lengths[1]}: auto {np.mean(rates):,.0f} out tokens/s after the shift "
+            f"({np.mean(whole):,.0f} including it) at {np.median([row['slots'] for row in settled[i]]):.0f} slots, "
+            f"{np.mean(rates) / best:.3f} of the best fixed limit that keeps the objective ({bound}: {best:,.0f})",
+            flush=True,
+        )
     bench.drop()
     if joules is not None:
-        joules.tell()
+        joules.report()
     bench.close()
     engine.close()
 

@@ -20,14 +20,14 @@ from weft.engine.errors import RequestError
 from weft.engine.memory.page_ledger import PageLedger
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
-from weft.engine.runner.batch import Batch, StepResult
+from weft.engine.runner.iteration.batch import Batch, StepResult
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.pace import Pace
 from weft.engine.scheduling.request import Request, check_request
 from weft.engine.scheduling.scheduler import Scheduler
-from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
 from weft.engine.scheduling.slot_limit import SlotLimitControl
+from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.messages import EngineReady, EngineStats, Finish, SchedulerStats
 from weft.engine.wire.sampling import SamplingParams

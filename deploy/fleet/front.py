@@ -19,13 +19,13 @@ from weft.loadgen.record import Outcome, Record
 from weft.server.api.admission import Admission
 from weft.server.api.generate import RETRIES
 from weft.server.errors import ApiError
-from weft.server.observe.board import Board
 from weft.server.observe.counters import Counter, Store
+from weft.server.observe.shared_state import SharedState
 from weft.server.replicas.replicas import PromptPages, Replicas, Ticket, level
 from weft.server.replicas.router import POLICY, Policy
 
 ROW = 1
-"""of the board: the first one is the daemon's"""
+"""of the shared state: the first one is the daemon's"""
 
 
 class _Client:
@@ -95,12 +95,12 @@ class Front:
         self._processor = processor
         self._profile = profile
         self._engine = engine
-        self._board = Board(2, engines=options.engines)
-        self.replicas = Replicas(self._board, ROW, policy=options.policy)
-        rejected = Counter(Store(self._board, ROW), "rejected", "", code=("queue_full", "queue_tokens_full"))
+        self._shared_state = SharedState(2, engines=options.engines)
+        self.replicas = Replicas(self._shared_state, ROW, policy=options.policy)
+        rejected = Counter(Store(self._shared_state, ROW), "rejected", "", code=("queue_full", "queue_tokens_full"))
         self._admission = Admission(
             self.replicas,
-            self._board,
+            self._shared_state,
             ROW,
             rejected,
             max_requests=options.max_queued_requests,
@@ -131,7 +131,7 @@ class Front:
 
     def begin_again(self, number: int) -> None:
         self.begin(number)
-        level(self._board, number)
+        level(self._shared_state, number)
 
     def kill(self, number: int) -> None:
         """An engine ends, with all that it had."""
@@ -152,7 +152,7 @@ class Front:
             self._fail(sequence, Outcome.BROKEN, "the engine has ended")
             return
         try:
-            with self._board.lock():
+            with self._shared_state.lock():
                 sequence.ticket = self.replicas.route(sequence.look, self._limit(sequence))
         except EngineDead as error:
             self._fail(sequence, Outcome.OVERLOADED, str(error))

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from weft.kernels.tiers import pack_pages as kernels
 from weft.kernels.formats.packed_page import PackedPage
+from weft.kernels.tiers import pack_pages as kernels
 
 STAGED_BYTES = 32 << 20
 BUFFERS = 2

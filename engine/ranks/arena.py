@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.errors import ConfigError
-from weft.engine.runner.collectives import Collectives
+from weft.engine.runner.device.collectives import Collectives
 
 _HANDLE_BYTES = 64
 _PEER_ACCESS = 1

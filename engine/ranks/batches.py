@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from weft.engine.ranks.links import Bytes
-from weft.engine.runner.batch import Batch, CountReset, Pooled, PromptLogprobs, SamplingInputs
+from weft.engine.runner.iteration.batch import Batch, CountReset, Pooled, PromptLogprobs, SamplingInputs
 from weft.engine.wire.sampling import COLUMNS
 
 _I, _F = np.int32, np.float32

@@ -24,11 +24,11 @@ from weft.engine.ranks.leader import BROKEN, DONE, LOST, PENDING, POLL_SECONDS
 from weft.engine.ranks.links import LOOK_SECONDS, Bytes, Links
 from weft.engine.ranks.ring import Kind, RingReader
 from weft.engine.ranks.scans import agreed, meet
-from weft.engine.runner.batch import Batch
-from weft.engine.runner.collectives import Collectives
-from weft.engine.runner.cpu_runner import CpuRunner
-from weft.engine.runner.runner import InFlight, Runner
-from weft.engine.wire.beat import BEAT_SECONDS
+from weft.engine.runner.cpu.cpu_runner import CpuRunner
+from weft.engine.runner.device.collectives import Collectives
+from weft.engine.runner.device.runner import InFlight, Runner
+from weft.engine.runner.iteration.batch import Batch
+from weft.engine.wire.heartbeat import HEARTBEAT_SECONDS
 
 _OF_JOB = {Outcome.PENDING: PENDING, Outcome.DONE: DONE, Outcome.LOST: LOST, Outcome.BROKEN: BROKEN}
 
@@ -85,13 +85,13 @@ class Follower:
         self._error: BaseException | None = None
         self._launched: deque[InFlight] = deque()
 
-    def run(self, beat: Callable[[], None]) -> None:
-        """Until rank 0 says so. `beat` is called with each round of the loop. Raises what went wrong."""
+    def run(self, heartbeat: Callable[[], None]) -> None:
+        """Until rank 0 says so. `heartbeat` is called with each round of the loop. Raises what went wrong."""
         torch.set_num_threads(self._threads)
         listener = threading.Thread(target=self._listen, name="weft-orders", daemon=True)
         listener.start()
         with torch.inference_mode():
-            while (batch := self._next(beat)) is not None:
+            while (batch := self._next(heartbeat)) is not None:
                 if isinstance(self._runner, CpuRunner):
                     self._runner.run(batch)
                     self._computed += 1
@@ -103,11 +103,11 @@ class Follower:
         listener.join()
         self._runner.close()
 
-    def _next(self, beat: Callable[[], None]) -> Batch | None:
+    def _next(self, heartbeat: Callable[[], None]) -> Batch | None:
         while True:
-            beat()
+            heartbeat()
             try:
-                return self._batches.get(timeout=LAUNCHED_SECONDS if self._launched else BEAT_SECONDS)
+                return self._batches.get(timeout=LAUNCHED_SECONDS if self._launched else HEARTBEAT_SECONDS)
             except queue.Empty:
                 if self._launched and self._launched[0].ends_within(0.0):
                     self._wait_for_launched(len(self._launched) - 1)

@@ -15,12 +15,12 @@ from weft.engine.errors import ConfigError, RankLost
 from weft.engine.model.directory import read_spec
 from weft.engine.progress import Progress
 from weft.engine.ranks.links import Descriptors, Links
-from weft.engine.runner.compile_job import has_gpu
-from weft.engine.wire.beat import ENGINE, Beats
+from weft.engine.runner.device.compile_job import has_gpu
 from weft.engine.wire.blank import VISIBLE, environment, gpus
 from weft.engine.wire.child import RANK, command, held_back
 from weft.engine.wire.cores import cores, nodes_here, shares, threads
 from weft.engine.wire.exiting import GRACE_SECONDS, LOOK_MS, how_ended, is_exiting
+from weft.engine.wire.heartbeat import ENGINE, Heartbeats
 from weft.engine.wire.stacks import Stacks
 
 END_SECONDS = 2.0
@@ -51,7 +51,7 @@ class Ranks:
     links: rank 0's.
     """
 
-    def __init__(self, config: EngineConfig, beats: Beats, row: int, stacks_fd: int, *, pin: bool) -> None:
+    def __init__(self, config: EngineConfig, heartbeats: Heartbeats, row: int, stacks_fd: int, *, pin: bool) -> None:
         self.config = config
         self._why: str | None = None
         self._stopping = False
@@ -69,7 +69,7 @@ class Ranks:
         parts = shares(os.sched_getaffinity(0), nodes_here(), config.tensor_parallel_size)
         try:
             for rank in self.links.peers:
-                self._begin(rank, beats, row, stacks_fd, parts[rank] if parts else set())
+                self._begin(rank, heartbeats, row, stacks_fd, parts[rank] if parts else set())
         except OSError as error:
             self.stop(0.0)
             raise _not_started(config, error) from None
@@ -77,22 +77,22 @@ class Ranks:
             os.sched_setaffinity(0, parts[0])
         self._watcher.start()
 
-    def _begin(self, rank: int, beats: Beats, row: int, stacks_fd: int, cpus: set[int]) -> None:
-        beat = beats.rank(row, rank)
-        beat.begin("starting", beats.start_timeout)
+    def _begin(self, rank: int, heartbeats: Heartbeats, row: int, stacks_fd: int, cpus: set[int]) -> None:
+        heartbeat = heartbeats.rank(row, rank)
+        heartbeat.begin("starting", heartbeats.start_timeout)
         # The kernel ends a child with the thread that made it.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-        arguments = (rank, beats.fd, row, stacks_fd)
+        arguments = (rank, heartbeats.fd, row, stacks_fd)
         with held_back():
             process = self._processes[rank] = subprocess.Popen(
                 command(parent, RANK, *arguments),
                 stdin=subprocess.PIPE,
-                pass_fds=(*self._shared.fds, beats.fd, stacks_fd),
+                pass_fds=(*self._shared.fds, heartbeats.fd, stacks_fd),
                 start_new_session=True,  # Ctrl-C reaches rank 0 alone
                 env={**environment(), **sees(self.config, rank)},
             )
         self._ends[rank] = os.pidfd_open(process.pid)
-        beat.begin("starting", beats.start_timeout, process.pid)
+        heartbeat.begin("starting", heartbeats.start_timeout, process.pid)
         if cpus:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(process.pid, cpus)
@@ -105,7 +105,7 @@ class Ranks:
     def begin(
         cls,
         config: EngineConfig,
-        beats: Beats | None = None,
+        heartbeats: Heartbeats | None = None,
         row: int = ENGINE,
         stacks_fd: int | None = None,
         *,
@@ -113,7 +113,7 @@ class Ranks:
     ) -> Ranks | None:
         """None for a model that one rank has whole.
 
-        beats, row, stacks_fd: where ranks show that they live, and write their stacks; by default nobody looks. pin:
+        heartbeats, row, stacks_fd: where ranks show that they live, and write their stacks; by default nobody looks. pin:
         this process too is for one rank alone. Raises `ConfigError` or `ModelError`.
         """
         if config.tensor_parallel_size == 1:
@@ -137,7 +137,7 @@ class Ranks:
         # a pipeline is there on all ranks before one of them runs it
         config = config.for_measuring().model_copy(update={"cpu_threads": each})
         own = Stacks() if stacks_fd is None else None
-        return cls(config, beats or Beats(row + 1), row, own.fd if own else stacks_fd or 0, pin=pin)
+        return cls(config, heartbeats or Heartbeats(row + 1), row, own.fd if own else stacks_fd or 0, pin=pin)
 
     def _watch(self) -> None:
         """On a thread: say at once when one has ended, or is about to."""

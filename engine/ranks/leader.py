@@ -30,12 +30,12 @@ from weft.engine.ranks.ring import Kind, RingWriter
 from weft.engine.ranks.runners import rank_runner
 from weft.engine.ranks.scans import agree, agreed, meet
 from weft.engine.ranks.shared_collectives import SharedCollectives
-from weft.engine.runner.batch import Batch
-from weft.engine.runner.collectives import Collectives
-from weft.engine.runner.compile_job import CompileJob
-from weft.engine.runner.preparation import Preparation
-from weft.engine.runner.resolve import ResolvedConfig
-from weft.engine.runner.runner import InFlight, Runner
+from weft.engine.runner.device.collectives import Collectives
+from weft.engine.runner.device.compile_job import CompileJob
+from weft.engine.runner.device.preparation import Preparation
+from weft.engine.runner.device.runner import InFlight, Runner
+from weft.engine.runner.iteration.batch import Batch
+from weft.engine.runner.options.resolve import ResolvedConfig
 
 POLL_SECONDS = 1e-3
 """between looks at whether the other ranks are done"""
@@ -105,7 +105,7 @@ class LeadingRunner:
         return self.own.preparation
 
     @property
-    def resting(self) -> None:
+    def sleepable(self) -> None:
         return None  # the other ranks would have to, too
 
     def copy_engine(self, slots: int) -> CopyEngine:

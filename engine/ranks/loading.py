@@ -19,11 +19,11 @@ from weft.engine.model.weights import Weights
 from weft.engine.progress import Phases
 from weft.engine.ranks.group import Ranks
 from weft.engine.ranks.leader import lead
-from weft.engine.runner.compile_job import CompileJob
-from weft.engine.runner.load import load_model, within_memory
-from weft.engine.runner.make import make_runner
-from weft.engine.runner.resolve import resolve, served_as
-from weft.engine.runner.runner import Runner
+from weft.engine.runner.device.compile_job import CompileJob
+from weft.engine.runner.device.runner import Runner
+from weft.engine.runner.options.resolve import resolve, served_as
+from weft.engine.runner.start.load import load_model, within_memory
+from weft.engine.runner.start.make import make_runner
 from weft.engine.wire.shelf import Shelf
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 from weft.engine.progress import how_far
 from weft.engine.ranks.links import Descriptors, Links
-from weft.engine.runner.compile_job import use_cache
-from weft.engine.wire.beat import Beat, Beats
+from weft.engine.runner.device.compile_job import use_cache
+from weft.engine.wire.heartbeat import Heartbeat, Heartbeats
 from weft.engine.wire.log_sink import install, last_lines
 from weft.engine.wire.stacks import write_stacks_to
 
@@ -29,12 +29,12 @@ def _end_with_stdin() -> None:
     os._exit(0)
 
 
-def _serve(config: EngineConfig, links: Links, beat: Beat, start_timeout: float) -> None:
-    beat.stage("importing", start_timeout)
+def _serve(config: EngineConfig, links: Links, heartbeat: Heartbeat, start_timeout: float) -> None:
+    heartbeat.stage("importing", start_timeout)
     use_cache(config)
 
     def told(phase: str, done: int, total: int) -> None:
-        beat.stage(how_far(phase, done, total), start_timeout)
+        heartbeat.stage(how_far(phase, done, total), start_timeout)
 
     from weft.engine.memory.model_id import model_id
     from weft.engine.memory.tier_setup import open_store
@@ -44,8 +44,8 @@ def _serve(config: EngineConfig, links: Links, beat: Beat, start_timeout: float)
     from weft.engine.ranks.runners import rank_runner
     from weft.engine.ranks.scans import agree
     from weft.engine.ranks.shared_collectives import SharedCollectives
-    from weft.engine.runner.load import prepare, read_weights, within_memory
-    from weft.engine.runner.resolve import resolve, served_as
+    from weft.engine.runner.options.resolve import resolve, served_as
+    from weft.engine.runner.start.load import prepare, read_weights, within_memory
 
     whole = in_format(read_spec(config.model_path), config.quantization)
     spec = served_as(whole, config).shard(links.rank, links.ranks)
@@ -55,30 +55,30 @@ def _serve(config: EngineConfig, links: Links, beat: Beat, start_timeout: float)
     with within_memory():
         prepare(resolved)
         weights = read_weights(spec, config, resolved, told)
-        beat.stage("waiting for the other ranks", start_timeout)
-        links.moved = beat.still
+        heartbeat.stage("waiting for the other ranks", start_timeout)
+        links.moved = heartbeat.still
         collectives = SharedCollectives(links)
         resolved, stores = agree(collectives, resolved, model, store=file is not None)
         if file is not None and not stores:
             file.close()
             file = None
         runner = rank_runner(links, spec, weights, config, resolved, collectives, told)
-        links.moved = beat
-    Follower(links, runner, collectives, file, resolved.cpu_threads).run(beat)
+        links.moved = heartbeat
+    Follower(links, runner, collectives, file, resolved.cpu_threads).run(heartbeat)
 
 
 def main() -> int:
     install()
     logging.getLogger("weft.engine").setLevel(logging.ERROR)  # what configuration and plan come to, rank 0 tells
-    rank, beats_fd, row, stacks_fd = map(int, sys.argv[1:5])
+    rank, heartbeats_fd, row, stacks_fd = map(int, sys.argv[1:5])
     write_stacks_to(stacks_fd)
     config = EngineConfig.model_validate_json(sys.stdin.buffer.readline())
     links = Links(rank, Descriptors.load(sys.stdin.buffer.readline().decode()))
     threading.Thread(target=_end_with_stdin, name="weft-stdin", daemon=True).start()
-    beats = Beats(row + 1, beats_fd)
+    heartbeats = Heartbeats(row + 1, heartbeats_fd)
     state, code = links.state(rank), 0
     try:
-        _serve(config, links, beats.rank(row, rank), beats.start_timeout)
+        _serve(config, links, heartbeats.rank(row, rank), heartbeats.start_timeout)
     except WeftError as error:
         state.end(str(error))
         code = 1

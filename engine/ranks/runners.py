@@ -17,18 +17,18 @@ from weft.engine.ranks.links import Links
 from weft.engine.ranks.scans import meet
 from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.ranks.shots import agreed_steps, file_of
-from weft.engine.runner.collectives import Several
-from weft.engine.runner.compile_job import CompileJob
-from weft.engine.runner.cpu_runner import CpuRunner
-from weft.engine.runner.make import make_runner
-from weft.engine.runner.resolve import ResolvedConfig
-from weft.engine.runner.runner import Runner
+from weft.engine.runner.cpu.cpu_runner import CpuRunner
+from weft.engine.runner.device.collectives import Several
+from weft.engine.runner.device.compile_job import CompileJob
+from weft.engine.runner.device.runner import Runner
+from weft.engine.runner.options.resolve import ResolvedConfig
+from weft.engine.runner.start.make import make_runner
 from weft.kernels.common.gpu import gpu
 from weft.kernels.common.source_digest import source_digest
 from weft.kernels.matmul.tuned import BUCKETS
 
 if TYPE_CHECKING:
-    from weft.engine.runner.peer_collectives import PeerCollectives
+    from weft.engine.runner.cuda.peer_collectives import PeerCollectives
 
 SOURCES = (
     "collectives/peer", "collectives/push_gemm", "collectives/push_gemm_hopper", "common/dependent_launch",
@@ -92,7 +92,7 @@ def rank_runner(
         runner: Runner = CpuRunner(spec, weights, config, host)
         meet(host)
         return runner
-    from weft.engine.runner.peer_collectives import PeerCollectives, Sizes  # needs Triton
+    from weft.engine.runner.cuda.peer_collectives import PeerCollectives, Sizes  # needs Triton
 
     sizes = Sizes(spec, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
     device = PeerCollectives(Arena(sizes.total, config.device, host), links.rank, links.ranks, sizes)

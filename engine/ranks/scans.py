@@ -11,8 +11,8 @@ import xxhash
 
 from weft.engine.errors import RankLost
 from weft.engine.memory.extent import Record
-from weft.engine.runner.collectives import Collectives
-from weft.engine.runner.resolve import ResolvedConfig
+from weft.engine.runner.device.collectives import Collectives
+from weft.engine.runner.options.resolve import ResolvedConfig
 
 _COLUMNS = ("the model", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--page-size", "--plan")
 

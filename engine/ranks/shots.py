@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from weft.engine.runner.collectives import MEASURED_STEPS, Collectives, Steps
+from weft.engine.runner.device.collectives import MEASURED_STEPS, Collectives, Steps
 
 SIZES = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """tokens that are measured, as far as an iteration has so many"""

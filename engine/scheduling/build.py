@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from weft.engine.runner.batch import I32, Batch, CountReset, Pooled, PromptLogprobs, SamplingInputs, uniform_draw
+from weft.engine.runner.iteration.batch import (
+    I32,
+    Batch,
+    CountReset,
+    Pooled,
+    PromptLogprobs,
+    SamplingInputs,
+    uniform_draw,
+)
 from weft.engine.scheduling import constraints
 from weft.engine.scheduling.slots import Phase, SlotTable
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.engine.config import Objective
-from weft.engine.runner.batch import I32, Batch, StepResult
-from weft.engine.runner.work import Costs
+from weft.engine.runner.iteration.batch import I32, Batch, StepResult
+from weft.engine.runner.iteration.work import Costs
 from weft.engine.scheduling.chunk_limit import BOUNDS, ChunkLimit, Headroom
 from weft.engine.scheduling.iteration_cost import IterationCost, Load, load_of
 from weft.engine.scheduling.listeners import Listener

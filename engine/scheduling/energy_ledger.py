@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from weft.engine.runner.batch import Batch
-from weft.engine.runner.energy_meter import EnergyMeter, Reading
-from weft.engine.runner.work import Work
+from weft.engine.runner.device.energy_meter import EnergyMeter, Reading
+from weft.engine.runner.iteration.batch import Batch
+from weft.engine.runner.iteration.work import Work
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.messages import EnergyStats
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.engine.runner.batch import StepResult
+from weft.engine.runner.iteration.batch import StepResult
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.messages import Finish, Started, TokenLogprobs

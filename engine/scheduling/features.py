@@ -11,13 +11,15 @@ from weft.engine.memory.index_events import IndexEvents
 from weft.engine.memory.page_ledger import PageLedger
 from weft.engine.memory.tiers import Tiers
 from weft.engine.ranks.group import Ranks
-from weft.engine.runner.batch import StepResult
-from weft.engine.runner.preparation import Preparation
+from weft.engine.runner.device.preparation import Preparation
+from weft.engine.runner.device.runner import InFlight
+from weft.engine.runner.iteration.batch import StepResult
 from weft.engine.scheduling.energy_ledger import EnergyLedger
 from weft.engine.scheduling.grammars import Grammars
 from weft.engine.scheduling.listeners import Listener
 from weft.engine.scheduling.outbox import Outbox
 from weft.engine.scheduling.scheduler import Scheduler
+from weft.engine.wire.heartbeat import HEARTBEAT_SECONDS, Heartbeat, LastStep
 
 LOAD_POLL_SECONDS = 0.002
 """Seconds between steps while pages are fetched for a request that has not arrived yet."""
@@ -160,6 +162,26 @@ class RankCheck(Listener):
     def check(self) -> None:
         """Raise `RankLost` if a rank has ended."""
         self._ranks.check()
+
+
+class StepHeartbeat(Listener):
+    """Shows a heartbeat while an iteration is awaited, until it has taken longer than the step timeout.
+
+    GPUs can only be awaited to the end of an iteration, which takes milliseconds, so they show none meanwhile.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, step_timeout: float) -> None:
+        self._heartbeat, self._step_timeout = heartbeat, step_timeout
+
+    def on_wait(self, in_flight: InFlight) -> None:
+        batch = in_flight.batch
+        self._heartbeat.step(
+            LastStep(batch.step, batch.num_requests, batch.num_tokens, batch.num_decodes, in_flight.nano_batches)
+        )
+        begin = time.monotonic()
+        while not in_flight.ends_within(HEARTBEAT_SECONDS):
+            if time.monotonic() - begin < self._step_timeout:
+                self._heartbeat.still()
 
 
 class NonfiniteWarning(Listener):

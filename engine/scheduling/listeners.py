@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from weft.engine.runner.batch import Batch, StepResult
-from weft.engine.runner.runner import InFlight
+from weft.engine.runner.device.runner import InFlight
+from weft.engine.runner.iteration.batch import Batch, StepResult
 
 
 class Listener:

@@ -8,23 +8,29 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from weft.engine.runner.batch import Batch, StepResult
-from weft.engine.runner.iteration_totals import IterationTotals
+from weft.engine.runner.iteration.batch import Batch, StepResult
+from weft.engine.runner.iteration.iteration_totals import IterationTotals
 from weft.engine.scheduling.events import Events
 from weft.engine.scheduling.listeners import Listeners
 from weft.engine.scheduling.scheduler import Scheduler
 
-Launched = TypeVar("Launched")
+Launched = TypeVar("Launched", covariant=True)
 """The runner's handle of an iteration in flight."""
+
+
+class Launcher(Protocol[Launched]):
+    """The part of a runner that the loop needs."""
+
+    def launch(self, batch: Batch, /) -> Launched: ...
 
 
 class Loop(Generic[Launched]):
     """One pass is `launch`, `due`, wait for the iteration that is due, `commit`."""
 
     def __init__(
-        self, scheduler: Scheduler, launch: Callable[[Batch], Launched], listeners: Listeners, *, depth: int,
+        self, scheduler: Scheduler, runner: Launcher[Launched], listeners: Listeners, *, depth: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """`depth` is the number of iterations launched ahead of the one that runs."""
@@ -33,7 +39,7 @@ class Loop(Generic[Launched]):
         self.depth = depth
         self.totals = IterationTotals()
         self.in_flight: deque[Launched] = deque()
-        self._launch = launch
+        self._runner = runner
         self._clock = clock
         self._step = 0
         self._host_seconds = 0.0
@@ -51,7 +57,7 @@ class Loop(Generic[Launched]):
         if self.totals.launched(self._step):
             for on_busy in listeners.on_busy:
                 on_busy(self._step, self._clock())
-        self.in_flight.append(self._launch(batch))
+        self.in_flight.append(self._runner.launch(batch))
         self._host_seconds = self._clock() - begin
         for on_launch in listeners.on_launch:
             on_launch(batch, self._host_seconds)

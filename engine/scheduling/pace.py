@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from weft.engine.config import Objective
-from weft.engine.runner.batch import Batch
+from weft.engine.runner.iteration.batch import Batch
 from weft.engine.scheduling.slot_limit import Window
 from weft.engine.scheduling.slots import SlotTable
 

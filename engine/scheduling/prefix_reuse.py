@@ -12,7 +12,7 @@ from weft.engine.memory.prefix_index import NOWHERE, Hits, PrefixEntry
 from weft.engine.memory.prefix_stats import PrefixStats
 from weft.engine.memory.recall import Recall
 from weft.engine.memory.tiers import Tiers
-from weft.engine.runner.batch import I32
+from weft.engine.runner.iteration.batch import I32
 from weft.engine.scheduling.fences import Fences
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable

@@ -13,8 +13,8 @@ import numpy as np
 
 from weft.engine.memory.pages import PagePool, Pages
 from weft.engine.memory.tiers import Tiers
-from weft.engine.runner.attention_path import AttentionPath, PathCounts
-from weft.engine.runner.batch import I32, Batch, CountReset, StepResult
+from weft.engine.runner.iteration.attention_path import AttentionPath, PathCounts
+from weft.engine.runner.iteration.batch import I32, Batch, CountReset, StepResult
 from weft.engine.scheduling import constraints
 from weft.engine.scheduling.admission import OutputLengths, fits
 from weft.engine.scheduling.build import build_batch

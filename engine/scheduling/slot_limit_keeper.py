@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from weft.engine.config import EngineConfig
-from weft.engine.runner.batch import StepResult
+from weft.engine.runner.iteration.batch import StepResult
 from weft.engine.scheduling.listeners import Listener
 from weft.engine.scheduling.pace import Pace
 from weft.engine.scheduling.scheduler import Scheduler

@@ -15,14 +15,14 @@ from weft.engine.errors import WeftError
 from weft.engine.wire.engine_socket import identity
 from weft.engine.wire.messages import (
     ClientGone,
-    Doze,
     EngineFailed,
     EngineReady,
     Hello,
     Outputs,
-    Rested,
-    Rise,
+    Sleep,
+    SleepReply,
     ToEngine,
+    Wake,
     encoder,
     from_engine_decoder,
 )
@@ -45,7 +45,7 @@ class EngineClient(Streams):
         self._received = 0
         """messages"""
         self._settled = asyncio.Event()
-        self._resting: asyncio.Future[Rested] | None = None
+        self._resting: asyncio.Future[SleepReply] | None = None
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, identity(number))
@@ -69,27 +69,27 @@ class EngineClient(Streams):
         """Have the engine drop all requests of another client, whose process has ended."""
         self._send(ClientGone(number))
 
-    async def doze(self) -> Rested:
+    async def sleep(self) -> SleepReply:
         """Have the engine give its memory back. No request may be open."""
-        return await self._rest(Doze())
+        return await self._rest(Sleep())
 
-    async def rise(self) -> Rested:
+    async def wake(self) -> SleepReply:
         """Have it serve again."""
-        return await self._rest(Rise())
+        return await self._rest(Wake())
 
-    async def _rest(self, message: Doze | Rise) -> Rested:
+    async def _rest(self, message: Sleep | Wake) -> SleepReply:
         if self.dead is not None:
-            return Rested(why_not=self.dead)
+            return SleepReply(why_not=self.dead)
         self._resting = asyncio.get_running_loop().create_future()
         self._send(message)
         return await self._resting
 
-    def _rested(self, answer: Rested) -> None:
+    def _rested(self, answer: SleepReply) -> None:
         if self._resting is not None and not self._resting.done():
             self._resting.set_result(answer)
 
     def mark_dead(self, why: str) -> None:
-        self._rested(Rested(why_not=why))
+        self._rested(SleepReply(why_not=why))
         super().mark_dead(why)
         self._settled.set()
 
@@ -109,7 +109,7 @@ class EngineClient(Streams):
                 case EngineReady():
                     self.ready = message
                     self._settled.set()
-                case Rested():
+                case SleepReply():
                     self._rested(message)
                 case EngineFailed():
                     self.failure = message.message

@@ -99,15 +99,15 @@ class Profile(msgspec.Struct, tag="profile", frozen=True):
     seconds: float
 
 
-class Doze(msgspec.Struct, tag="doze", frozen=True):
-    """No request is open: give the memory back, until `Rise`. Answered by `Rested`."""
+class Sleep(msgspec.Struct, tag="sleep", frozen=True):
+    """No request is open: give the memory back, until `Wake`. Answered by `SleepReply`."""
 
 
-class Rise(msgspec.Struct, tag="rise", frozen=True):
-    """Serve again. Answered by `Rested`."""
+class Wake(msgspec.Struct, tag="wake", frozen=True):
+    """Serve again. Answered by `SleepReply`."""
 
 
-ToEngine = Hello | ClientGone | AddRequest | AbortRequests | ResetPrefixCache | Prefetch | Profile | Doze | Rise
+ToEngine = Hello | ClientGone | AddRequest | AbortRequests | ResetPrefixCache | Prefetch | Profile | Sleep | Wake
 
 
 class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -366,8 +366,8 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True, kw_only=True):
         )
 
 
-class Rested(msgspec.Struct, tag="rested", frozen=True, kw_only=True):
-    """To who said `Doze` or `Rise`: it is done."""
+class SleepReply(msgspec.Struct, tag="sleep_reply", frozen=True, kw_only=True):
+    """To who said `Sleep` or `Wake`: it is done."""
 
     why_not: str = ""
     """it is not"""
@@ -376,7 +376,7 @@ class Rested(msgspec.Struct, tag="rested", frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-FromEngine = EngineReady | EngineFailed | Outputs | Rested
+FromEngine = EngineReady | EngineFailed | Outputs | SleepReply
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

@@ -2,7 +2,7 @@
 
 `SamplingParams` crosses the socket as is. In the engine its numbers become columns with a row for each running
 request. Slots, batches, the GPU's slab and both runners are made from `COLUMNS`: a new field is declared here, and in
-the HTTP body, and nowhere else; what it does belongs to `engine/runner/sampling.py`.
+the HTTP body, and nowhere else; what it does belongs to `engine/runner/device/sampling.py`.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from weft.engine.config import EngineConfig
-from weft.engine.wire.beat import ENGINE, Beats
 from weft.engine.wire.blank import Blank
 from weft.engine.wire.child import RANK
 from weft.engine.wire.exiting import GRACE_SECONDS, how_ended, kill_and_hold, wait_for_all, wait_for_end
+from weft.engine.wire.heartbeat import ENGINE, Heartbeats
 from weft.engine.wire.private_socket import PrivateSocket
 from weft.engine.wire.shelf import Shelf
 from weft.engine.wire.stacks import Stacks
@@ -57,29 +57,29 @@ class EngineProcess:
         cls,
         config: EngineConfig,
         socket: PrivateSocket | None = None,
-        beats: Beats | None = None,
+        heartbeats: Heartbeats | None = None,
         shelf: Shelf | None = None,
     ) -> EngineProcess:
         """Spawn it. Returns at once; a client's `wait_ready` waits for the model to be loaded.
 
-        `socket`: where it listens, one of its own by default. `beats`: where it shows that it lives, in the row of its
+        `socket`: where it listens, one of its own by default. `heartbeats`: where it shows that it lives, in the row of its
         number. `shelf`: of the weights that it shares. Raises `ConfigError` where no socket can be made, `OSError`
         where no process can be started.
         """
         owns_socket = socket is None
         socket = socket or PrivateSocket()
         row = ENGINE + config.share.engine
-        beats = beats or Beats(row + 1)
+        heartbeats = heartbeats or Heartbeats(row + 1)
         stacks = Stacks()
-        beats.of(row).begin("starting", beats.start_timeout)
+        heartbeats.of(row).begin("starting", heartbeats.start_timeout)
         blank = Blank.take(config.share.gpu)
-        beats.of(row).begin("starting", beats.start_timeout, blank.process.pid)
+        heartbeats.of(row).begin("starting", heartbeats.start_timeout, blank.process.pid)
         # It ends when its stdin closes: it cannot outlive this process.
-        fds = (socket.fd, beats.fd, stacks.fd, *(shelf.fds if shelf is not None else ()))
+        fds = (socket.fd, heartbeats.fd, stacks.fd, *(shelf.fds if shelf is not None else ()))
         blank.tell(config.model_dump_json().encode(), fds)
 
         def ranks() -> list[int]:
-            return [beats.rank(row, rank).pid for rank in beats.ranks(row)]
+            return [heartbeats.rank(row, rank).pid for rank in heartbeats.ranks(row)]
 
         return cls(blank, socket, stacks, owns_socket=owns_socket, ranks=ranks)
 

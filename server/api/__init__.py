@@ -1,6 +1,6 @@
-"""The HTTP API: endpoints, the life of a request, the answer plain or streamed.
+"""The HTTP API: endpoints, the life of a request, plain and streamed answers.
 
-Owns: bodies and their bounds, admission, generations, server-sent events, middleware, the page at /.
-May import: tools/, batches/, replicas/ and what lies below them; engine/wire.
-Never: imports torch or anything of the engine beyond its client side; starts a process.
+Owns: request bodies, admission, generations, server-sent events, middleware, the page at /.
+May import: tools/, batches/, replicas/ and the layers below them; engine/wire.
+Never: imports torch or more of the engine than its client side; starts a process.
 """

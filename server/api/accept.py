@@ -1,7 +1,6 @@
-"""`Acceptor`: takes connections off a listener, and closes those for which there is no file descriptor.
+"""`Acceptor`: accepts connections from a listener and closes them if file descriptors run out.
 
-The event loop's own server hides both ends: it neither tells which connections it refused, nor leaves those in the
-listener's queue that another process is to have.
+The event loop's own server neither reports refused connections nor leaves queued ones to another process.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from collections.abc import Callable
 from contextlib import suppress
 
 SPARE = 16
-"""file descriptors that connections leave to the rest of the process"""
+"""File descriptors reserved for the rest of the process."""
 BATCH = 64
-"""connections taken before others on the loop have their turn"""
+"""Connections accepted per turn of the event loop."""
 PAUSE = 0.1
-"""seconds without accepting, when even that fails"""
-SAY_SECONDS = 60.0
-"""between lines about refused connections"""
+"""Seconds to wait after accepting fails."""
+LOG_SECONDS = 60.0
+"""Seconds between log lines about refused connections."""
 
 logger = logging.getLogger("weft")
 
 
 class Acceptor:
-    """From `start` to `stop`. What nobody has taken off the listener stays in its queue."""
+    """Accepts from `start` to `stop`; later connections stay in the listener's queue."""
 
     def __init__(
         self,
@@ -37,7 +36,7 @@ class Acceptor:
         tls: Callable[[], ssl.SSLContext | None],
         on_refused: Callable[[], None],
     ) -> None:
-        """`tls`: asked for each connection. `on_refused`: called for each connection closed unread."""
+        """`tls`: called for each connection. `on_refused`: called for each connection closed unread."""
         self._listener = listener
         self._make_protocol = make_protocol
         self._tls = tls
@@ -49,8 +48,8 @@ class Acceptor:
         self._beginning: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
         self._refused = 0
-        """since the last line about it"""
-        self._said = -SAY_SECONDS
+        """Refused connections since the last log line."""
+        self._logged_at = -LOG_SECONDS
         listener.setblocking(False)
 
     def start(self) -> None:
@@ -58,7 +57,7 @@ class Acceptor:
         self._loop.add_reader(self._listener.fileno(), self._take)
 
     def stop(self) -> None:
-        """Take no more. Idempotent."""
+        """Stop accepting. Idempotent."""
         if self._pause is not None:
             self._pause.cancel()
         if self._listener.fileno() >= 0:
@@ -71,8 +70,8 @@ class Acceptor:
             except (BlockingIOError, InterruptedError):
                 return
             except ConnectionError:
-                continue  # it has gone already
-            except OSError:  # not even for a moment is there a descriptor: of the whole machine, or memory
+                continue  # the client has already disconnected
+            except OSError:  # no descriptor or no memory, here or in the whole system
                 self._refuse()
                 self._loop.remove_reader(self._listener.fileno())
                 self._pause = self._loop.call_later(PAUSE, self.start)
@@ -96,10 +95,10 @@ class Acceptor:
         self._on_refused()
         self._refused += 1
         now = time.monotonic()
-        if now - self._said >= SAY_SECONDS:
+        if now - self._logged_at >= LOG_SECONDS:
             logger.warning(
-                "no file descriptor for %d connections, which were closed: this process may open %d files (ulimit -n)",
+                "closed %d connections for lack of file descriptors: the process limit is %d (ulimit -n)",
                 self._refused,
                 self._limit,
             )
-            self._refused, self._said = 0, now
+            self._refused, self._logged_at = 0, now

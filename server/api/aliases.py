@@ -14,7 +14,7 @@ from weft.server.api.protocol import TemplatedBody
 from weft.server.api.routing import STREAMED, JsonRequest, JsonRoute, ServiceOf
 from weft.server.api.service import Phase
 from weft.server.errors import bad_request
-from weft.server.observe.board import OPEN, Rest
+from weft.server.observe.shared_state import OPEN, SleepState
 
 PING = "/ping"
 INVOCATIONS = "/invocations"
@@ -46,7 +46,7 @@ def canonical(path: str) -> str:
 @router.get(PING, summary="SageMaker's probe: 200 while a loaded model's engine is alive")
 async def ping(service: ServiceOf) -> dict[str, str]:
     await health(service)
-    asleep = (each.rest is not Rest.AWAKE and each.ever is not None for each in service.models)
+    asleep = (each.sleep_state is not SleepState.AWAKE and each.ever is not None for each in service.models)
     if not any(asleep) and not any(each.phase is Phase.SERVING for each in service.models):
         _ = service.loaded  # raises the reason
     return {"status": "ok"}
@@ -116,7 +116,7 @@ async def server_info(service: ServiceOf) -> dict[str, Any]:
 
 @router.get("/load", summary="Count open sequences, in vLLM's format")
 async def load(service: ServiceOf) -> dict[str, int]:
-    return {"server_load": int(service.board.load[:, :, OPEN].sum())}
+    return {"server_load": int(service.shared_state.load[:, :, OPEN].sum())}
 
 
 @router.get("/props", summary="Describe the model, in llama.cpp's format")

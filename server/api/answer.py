@@ -1,4 +1,4 @@
-"""`Answer`: a generation as an ASGI response, plain or streamed; ends with its client, its deadline or the daemon."""
+"""`Answer`: a generation as an ASGI response, plain or streamed. It ends early with its client or its deadline."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from weft.server.api.service import Service
 from weft.server.errors import ApiError, translate
 
 HEARTBEAT = 15.0
-"""seconds of silence after which a stream gets a comment line"""
+"""Seconds of silence after which a stream gets a comment line."""
 
 logger = logging.getLogger(__name__)
 
 
 class Answer(Response):
-    """Runs a generation when called. What fails before the first byte is raised, and becomes a status code."""
+    """Runs a generation when called. Errors before the first byte are raised and become status codes."""
 
     def __init__(self, generation: Generation, dialect: Dialect) -> None:
         self.background = None
@@ -40,11 +40,11 @@ class Answer(Response):
 
     @property
     def service(self) -> Service:
-        """of its model"""
+        """The model's service."""
         return self._generation.service
 
     def interrupt(self, error: ApiError, cause: str) -> None:
-        """End this answer with an error; `cause` is for the metrics."""
+        """End this answer with an error. `cause` is for the metrics."""
         if self._interruption is None and self._work is not None and not self._work.done():
             self._interruption, self._cause = error, cause
             self._work.cancel()
@@ -60,16 +60,16 @@ class Answer(Response):
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                work.cancel()  # the client went away, or was cut off
+                work.cancel()  # the client disconnected or was cut off
                 if self._interruption is None and scope.get("weft.stalled"):
                     self._cause = "stall"
             error = await self._outcome(work)
-            generation.close(self._cause)  # before the farewell: a client that stopped reading must not hold the engine
+            generation.close(self._cause)  # before sending the error: a client that stopped reading must not block the engine
             if error is not None:
                 if not self._started:
                     raise error
                 if self._outlet is not None:
-                    self._outlet.close_behind()  # a stream that breaks must look broken
+                    self._outlet.close_after_response()  # a broken stream must look broken
                 await send({"type": "http.response.body", "body": await self._dialect.failed(error)})
         finally:
             service.open.discard(self)
@@ -88,7 +88,7 @@ class Answer(Response):
         return asyncio.get_running_loop().call_later(max(0.0, left), self.interrupt, error, "timeout")
 
     async def _outcome(self, work: asyncio.Task[None]) -> ApiError | None:
-        """The error to tell the client, if any. A client that left is told nothing."""
+        """The error to send to the client, if any."""
         await asyncio.wait((work,))
         if work.cancelled():
             return self._interruption
@@ -108,13 +108,13 @@ class Answer(Response):
         generation.replayable = True
         generation.submit()
         wholes = [Piece() for _ in generation.choices]
-        begun = list(generation.choices)
+        current = list(generation.choices)
         async with aclosing(generation.updates()) as updates:
             async for update in updates:
                 if update is not None:
                     choice, piece = update
-                    if begun[choice.index] is not choice:
-                        begun[choice.index], wholes[choice.index] = choice, Piece()
+                    if current[choice.index] is not choice:  # restarted
+                        current[choice.index], wholes[choice.index] = choice, Piece()
                     wholes[choice.index].append(piece)
         body = await self._dialect.body(wholes)
         await self._start(send, b"application/json", length=len(body))
@@ -139,10 +139,10 @@ class Answer(Response):
                     sent = time.perf_counter()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 if update is not None and update[0].stream.sink is None and self._outlet is not None:
-                    self._install_express(update[0], self._outlet)
+                    self._install_fast_path(update[0], self._outlet)
         await send({"type": "http.response.body", "body": await dialect.end()})
 
-    def _install_express(self, choice: Choice, outlet: Outlet) -> None:
+    def _install_fast_path(self, choice: Choice, outlet: Outlet) -> None:
         generation, dialect = self._generation, self._dialect
         itl = generation.service.metrics.itl.labels()
         idle = generation.idle if len(generation.choices) > 1 else None

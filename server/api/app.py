@@ -1,4 +1,4 @@
-"""The ASGI application: endpoints, layers and error translation, put together around one `Service`."""
+"""The ASGI application: endpoints, middleware and error translation around one `Service`."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from weft.server.observe.tracing import Spans
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application; it serves 503 until `service.attach` has given it an engine."""
+    """The application. It answers 503 until `service.attach` adds an engine."""
     config = service.config
     app = FastAPI(
         title="weft",
         version=__version__,
         lifespan=_lifespan,
-        docs_url=None,  # FastAPI's pages load scripts from elsewhere; `docs` serves one that does not
+        docs_url=None,  # FastAPI's pages load external scripts; `docs` serves one that does not
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
@@ -65,7 +65,7 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(module.router)
     for kind in (ApiError, WeftError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
-    # The last one added is the outermost.
+    # The last middleware added is the outermost.
     uploads = None
     if config.files_dir is not None:
         app.state.folder = Folder.open(config.files_dir, config.files_max_gib)
@@ -98,12 +98,12 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return response
 
 
-def _methods(request: Request, told: str) -> set[str]:
-    """Of the path. The router has `told` those of one of its routes alone."""
-    methods = {method.strip() for method in told.split(",") if method}
-    for template, given in request.app.openapi()["paths"].items():
+def _methods(request: Request, allowed: str) -> set[str]:
+    """All methods of the request's path. `allowed`: the router's header, which covers only one matching route."""
+    methods = {method.strip() for method in allowed.split(",") if method}
+    for template, operations in request.app.openapi()["paths"].items():
         if compile_path(template)[0].match(request.scope["path"]):
-            methods |= {method.upper() for method in given}
+            methods |= {method.upper() for method in operations}
     return methods
 
 

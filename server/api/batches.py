@@ -1,4 +1,4 @@
-"""`/v1/batches`: create, retrieve, cancel, list. Only with `--files-dir`."""
+"""`/v1/batches`: create, retrieve, cancel, list. Needs `--files-dir`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import Field
 
-from weft.server.api.files import FolderOf, Limit, OwnerOf, kept_seconds, no_such, out_of_room, page
+from weft.server.api.files import FolderOf, Limit, OwnerOf, kept_seconds, not_found_error, disk_error, page
 from weft.server.api.routing import JsonRoute
 from weft.server.batches.files import KEPT_SECONDS
 from weft.server.batches.lines import Endpoint
@@ -32,24 +32,24 @@ class BatchBody(Body):
     input_file_id: str
     endpoint: Endpoint
     completion_window: str = Field("24h", max_length=8)
-    """hours or days, to 30 days: 24h, 7d. What is not answered then gets an error"""
+    """Hours or days, at most 30 days: 24h, 7d. Requests unanswered by then get an error."""
     metadata: dict[str, str] | None = Field(None, max_length=MAX_METADATA)
     output_expires_after: ExpiresAfter | None = None
 
 
-@router.post(PATH, summary="Have the requests of a file answered, behind all others")
+@router.post(PATH, summary="Process the requests of a file at low priority")
 async def create_batch(body: BatchBody, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
     window = window_seconds(body.completion_window)
     if window is None:
-        raise bad_request("completion_window must be like 24h or 7d, 30 days at most.", "completion_window")
+        raise bad_request("completion_window must be a time such as 24h or 7d, at most 30 days.", "completion_window")
     if body.metadata is not None and any(len(k) > 64 or len(v) > 512 for k, v in body.metadata.items()):
-        raise bad_request("metadata: names have at most 64 characters, values 512.", "metadata")
+        raise bad_request("metadata: keys must have at most 64 characters, values at most 512.", "metadata")
     kept = KEPT_SECONDS
     if (after := body.output_expires_after) is not None:
         kept = kept_seconds(after.anchor, after.seconds, "output_expires_after")
     file = await asyncio.to_thread(folder.files.get, body.input_file_id, owner)
     if file is None or file.purpose != "batch":
-        raise bad_request(f"There is no file '{clip(body.input_file_id)}' for batches.", "input_file_id", "not_found")
+        raise bad_request(f"There is no batch input file '{clip(body.input_file_id)}'.", "input_file_id", "not_found")
     now = int(time.time())
     batch = Batch(
         id=folder.batches.new_id(),
@@ -65,14 +65,14 @@ async def create_batch(body: BatchBody, folder: FolderOf, owner: OwnerOf) -> dic
     try:
         await asyncio.to_thread(folder.batches.create, batch)
     except TooMany:
-        message = f"{MAX_OPEN} batches have not ended."
+        message = f"{MAX_OPEN} batches are in progress; try again when some have ended."
         raise ApiError(429, message, code="too_many_batches", retry_after=60) from None
     except OSError as error:
-        raise out_of_room(error) from None
+        raise disk_error(error) from None
     return batch.shown()
 
 
-@router.get(PATH, summary="The batches there are")
+@router.get(PATH, summary="List batches")
 async def batches(folder: FolderOf, owner: OwnerOf, limit: Limit = 20, after: str | None = None) -> dict[str, Any]:
     found = await asyncio.to_thread(folder.batches.of, owner)
     return page(found[::-1], limit, after)
@@ -81,19 +81,19 @@ async def batches(folder: FolderOf, owner: OwnerOf, limit: Limit = 20, after: st
 async def _get(folder: FolderOf, id: str, owner: str) -> Batch:
     batch = await asyncio.to_thread(folder.batches.get, id, owner)
     if batch is None:
-        raise no_such("batch", id)
+        raise not_found_error("batch", id)
     return batch
 
 
-@router.get(PATH + "/{id}", summary="One batch")
+@router.get(PATH + "/{id}", summary="Retrieve a batch")
 async def retrieve_batch(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
     return (await _get(folder, id, owner)).shown()
 
 
-@router.post(PATH + "/{id}/cancel", summary="End a batch; what is answered stays")
+@router.post(PATH + "/{id}/cancel", summary="Cancel a batch; finished answers are kept")
 async def cancel_batch(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
     batch = await _get(folder, id, owner)
     if batch.ended:
-        raise ApiError(409, f"Batch {id} has ended already ({batch.status}).", param="id", code="batch_ended")
+        raise ApiError(409, f"Batch {id} has already ended ({batch.status}).", param="id", code="batch_ended")
     await asyncio.to_thread(folder.batches.cancel, id)
     return (await _get(folder, id, owner)).shown()

@@ -1,4 +1,4 @@
-"""`Mark`: up to where a request wants its prompt kept, and for how long; as tokens of the rendered prompt."""
+"""`Mark`: how much of its prompt a request retains in the cache, and for how long, as tokens of the rendered prompt."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from weft.server.api.protocol import ChatBody
 from weft.server.text.tokenizer import Tokenizer
 
 WHOLE = -1
-"""in place of a message's number: the whole prompt"""
+"""A `Mark.message` that stands for the whole prompt."""
 HEAD = -2
-"""what goes before the first message that is no system message: tools and instructions"""
+"""A `Mark.message` that stands for everything before the first non-system message: tools and instructions."""
 
 
 class Mark(NamedTuple):
     message: int
-    """keep the prompt up to the end of this message, or `WHOLE`, or `HEAD`"""
+    """Retain the prompt through this message, or `WHOLE`, or `HEAD`."""
     seconds: float
 
 
 def marks_of(body: ChatBody, *, by_key: bool = True) -> list[Mark]:
-    """All marks of a request. `by_key`: `prompt_cache_key` is one, too."""
+    """All marks of a request. `by_key`: a `prompt_cache_key` counts as one."""
     marks = [Mark(WHOLE, body.kept_seconds)] if by_key and body.kept_seconds else []
     if body.cache_control is not None:
         marks.append(Mark(WHOLE, body.cache_control.seconds))
@@ -30,24 +30,24 @@ def marks_of(body: ChatBody, *, by_key: bool = True) -> list[Mark]:
     last = len(body.messages) - 1
     for i, message in enumerate(body.messages):
         if message.cache_control is not None:
-            head = message.role in ("system", "developer") and not any(_says(m) for m in body.messages[:i])
+            head = message.role in ("system", "developer") and not any(_is_conversation(m) for m in body.messages[:i])
             where = WHOLE if i == last else HEAD if head else i
             marks.append(Mark(where, message.cache_control.seconds))
     return marks
 
 
-def _says(message: object) -> bool:
+def _is_conversation(message: object) -> bool:
     return getattr(message, "role", "") not in ("system", "developer")
 
 
 def promises_of(
     marks: Sequence[Mark], body: ChatBody, text: str, ids: Sequence[int], tokenizer: Tokenizer
 ) -> tuple[Promise, ...]:
-    """The marks as tokens of the prompt. Takes milliseconds where a mark is in the middle: for a worker thread.
+    """The marks as tokens of the prompt. Call it in a worker thread: marks inside the prompt take milliseconds.
 
-    Where a message ends is found by looking for what it says, so a template may write around it what it likes. One
-    whose text the template changes, or leaves out, ends where the one before it does: less is kept than could be.
-    `text`: rendered, with `Tokenizer.as_text`'s seams.
+    The end of a message is found by searching for its content, so any template works. If the template changes or drops
+    the content, the message ends where the previous one does, and less is retained than possible. `text`: the rendered
+    prompt with `Tokenizer.as_text`'s seams.
     """
     if not marks:
         return ()
@@ -63,16 +63,16 @@ def promises_of(
 
 
 def _ends(body: ChatBody, text: str) -> dict[int, int]:
-    """Bytes of the prompt before the end of each message; and before the first that is no system message (`HEAD`)."""
+    """Bytes of the prompt up to the end of each message, and up to the first non-system message (`HEAD`)."""
     data = text.encode()
     ends: dict[int, int] = {}
     at = 0
     for i, message in enumerate(body.messages):
-        says = (message.content or "").strip().encode()
-        found = data.find(says, at) if says else -1
-        if _says(message) and HEAD not in ends:
+        content = (message.content or "").strip().encode()
+        found = data.find(content, at) if content else -1
+        if _is_conversation(message) and HEAD not in ends:
             ends[HEAD] = max(found, at)
         if found >= 0:
-            at = found + len(says)
+            at = found + len(content)
         ends[i] = at
     return {HEAD: at, **ends}

@@ -1,4 +1,4 @@
-"""A message of a conversation as clients send it, in any of the shapes in which its content and its calls come."""
+"""A chat message as clients send it, with every supported form of content and calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.server.bodies import Body
 from weft.server.tools.cache_control import CacheControl, longest_mark
 
 MAX_MESSAGES = 8192
-"""they are checked on the event loop"""
+"""Limited because messages are validated on the event loop."""
 MAX_CALLS = 1024
 
 
@@ -29,10 +29,10 @@ class ToolCall(Body):
     @model_validator(mode="before")
     @classmethod
     def _as_function(cls, data: Any) -> Any:
-        """A custom tool's call is that of a function of one text (`Tool`)."""
+        """Read a custom tool's call as a function call with one text argument (`Tool`)."""
         if isinstance(data, dict) and data.get("type") == "custom" and isinstance(data.get("custom"), dict):
-            about = data["custom"]
-            function = {"name": about.get("name"), "arguments": json.dumps({"input": about.get("input", "")})}
+            custom = data["custom"]
+            function = {"name": custom.get("name"), "arguments": json.dumps({"input": custom.get("input", "")})}
             return {"id": data.get("id"), "function": function}
         return data
 
@@ -41,7 +41,7 @@ _THOUGHTS = ("thinking", "reasoning")
 
 
 def _thought_text(part: dict[str, Any]) -> str:
-    """Of a part that is thinking: a text, or, as Mistral has it, parts that are text."""
+    """The text of a thinking part: a string, or Mistral's list of text parts."""
     inside = part.get(part["type"], part.get("text", ""))
     if isinstance(inside, str):
         return inside
@@ -64,16 +64,16 @@ class ChatMessage(Body):
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS)
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
-    """what the assistant thought before: some templates show it again"""
+    """The assistant's earlier thinking, which some templates show again."""
     refusal: str | None = Field(None, exclude=True)
-    """what the assistant said instead of content"""
+    """The assistant's refusal, in place of content."""
     cache_control: CacheControl | None = Field(None, exclude=True)
-    """keep the conversation up to here; it may stand in a part of the content, too"""
+    """Retain the conversation through this message. It may also be set on a content part."""
 
     @model_validator(mode="before")
     @classmethod
-    def _marked(cls, data: Any) -> Any:
-        """A mark on a part counts for the message."""
+    def _lift_mark(cls, data: Any) -> Any:
+        """Apply a mark on a content part to the message."""
         if not isinstance(data, dict) or not isinstance(parts := data.get("content"), list):
             return data
         mark = longest_mark((data, *parts[:MAX_PARTS]))
@@ -81,8 +81,8 @@ class ChatMessage(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _thoughts_apart(cls, data: Any) -> Any:
-        """Parts of the assistant's content that are thinking are its reasoning."""
+    def _split_thinking(cls, data: Any) -> Any:
+        """Move thinking parts of the assistant's content to its reasoning."""
         if not isinstance(data, dict) or data.get("role") != "assistant" or not isinstance(data.get("content"), list):
             return data
         thoughts = [part for part in data["content"] if isinstance(part, dict) and part.get("type") in _THOUGHTS]
@@ -96,7 +96,7 @@ class ChatMessage(Body):
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
-            raise ValueError("a message needs content (null is for the assistant's)")
+            raise ValueError("a message needs content; only the assistant's may be null")
         if self.content is None and self.refusal is not None:
             self.content = self.refusal
         return self

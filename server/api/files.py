@@ -1,4 +1,4 @@
-"""`/v1/files`: upload, list, retrieve, download, delete. Only with `--files-dir`."""
+"""`/v1/files`: upload, list, retrieve, download, delete. Needs `--files-dir`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.server.errors import ApiError, bad_request, clip
 
 PATH = "/v1/files"
 KEPT = (3600, KEPT_SECONDS)
-"""seconds that a client may have a file kept: at least, and at most"""
+"""Bounds of `expires_after`, in seconds."""
 
 router = APIRouter()
 
@@ -31,7 +31,7 @@ async def folder_of(request: Request) -> Folder:
 
 
 async def owner_of(request: Request) -> str:
-    """Who asks, as files and batches know it: a part of the key's digest, nothing where no key is needed."""
+    """The owner of a request's files and batches: a prefix of the key's digest, or empty without keys."""
     service: Service = request.app.state.service
     return service.keys[request.scope["weft.key"]].hex()[:32] if service.keys else ""
 
@@ -42,33 +42,33 @@ Limit = Annotated[int, Query(ge=1, le=10_000)]
 
 
 def page(items: Sequence[Any], limit: int, after: str | None) -> dict[str, Any]:
-    """A part of a list of objects with ids."""
+    """One page of a list of objects with ids. Raises `ApiError`."""
     if after is not None:
         ids = [item.id for item in items]
         if after not in ids:
-            raise bad_request(f"There is nothing with the id {clip(after)!r} to go on behind.", "after")
+            raise bad_request(f"after: there is no object with the id {clip(after)!r}.", "after")
         items = items[ids.index(after) + 1 :]
     data = [item.shown() for item in items[:limit]]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return {"object": "list", "data": data, **ends, "has_more": len(items) > limit}
 
 
-def no_such(what: str, id: str) -> ApiError:
+def not_found_error(what: str, id: str) -> ApiError:
     return ApiError(404, f"There is no {what} '{clip(id)}'.", param="id", code="not_found")
 
 
-def out_of_room(error: OSError) -> ApiError:
-    """What a client is told when the disk fails."""
+def disk_error(error: OSError) -> ApiError:
+    """The client's error when the disk fails."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return ApiError(
         507 if full else 500,
-        "There is no room on the disk." if full else "The folder of files cannot be used.",
+        "The disk is full." if full else "The files folder cannot be used.",
         code="files_full" if full else "files_unusable",
     )
 
 
 def kept_seconds(anchor: str | None, seconds: object, param: str) -> int:
-    """Of OpenAI's `expires_after`. Raises `ApiError`."""
+    """The seconds of OpenAI's `expires_after`. Raises `ApiError`."""
     if anchor is None and seconds is None:
         return KEPT_SECONDS
     if anchor != "created_at":
@@ -81,7 +81,7 @@ def kept_seconds(anchor: str | None, seconds: object, param: str) -> int:
 
 @router.post(
     PATH,
-    summary="Upload the requests of a batch",
+    summary="Upload a batch input file",
     openapi_extra={
         "requestBody": {
             "required": True,
@@ -109,7 +109,7 @@ async def create_file(request: Request, folder: FolderOf, owner: OwnerOf) -> dic
     except StoreFull as error:
         raise ApiError(413, str(error), param="file", code="files_full") from None
     except OSError as error:
-        raise out_of_room(error) from None
+        raise disk_error(error) from None
     finally:
         await body.drop()
 
@@ -132,7 +132,7 @@ async def _create(content_type: str, body: UploadBody, files: Files, owner: str)
         upload.close()
 
 
-@router.get(PATH, summary="The files there are")
+@router.get(PATH, summary="List files")
 async def files(
     folder: FolderOf,
     owner: OwnerOf,
@@ -148,21 +148,21 @@ async def files(
 async def _get(folder: Folder, id: str, owner: str) -> StoredFile:
     file = await asyncio.to_thread(folder.files.get, id, owner)
     if file is None:
-        raise no_such("file", id)
+        raise not_found_error("file", id)
     return file
 
 
-@router.get(PATH + "/{id}", summary="One file")
+@router.get(PATH + "/{id}", summary="Retrieve a file's metadata")
 async def retrieve_file(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
     return (await _get(folder, id, owner)).shown()
 
 
-@router.get(PATH + "/{id}/content", summary="What is in a file", response_class=FileResponse)
+@router.get(PATH + "/{id}/content", summary="Download a file", response_class=FileResponse)
 async def file_content(id: str, folder: FolderOf, owner: OwnerOf) -> Download:
     file = await _get(folder, id, owner)
     path = folder.files.content(id)
     if not path.exists():
-        raise no_such("file", id)
+        raise not_found_error("file", id)
     return Download(path, "application/jsonl", file.filename)
 
 
@@ -171,6 +171,6 @@ async def delete_file(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, An
     await _get(folder, id, owner)
     users = [b.id for b in await asyncio.to_thread(folder.batches.open) if b.input_file_id == id]
     if users:
-        raise ApiError(409, f"Batch {users[0]} reads this file: cancel it first.", param="id", code="file_in_use")
+        raise ApiError(409, f"Batch {users[0]} uses this file; cancel the batch first.", param="id", code="file_in_use")
     await asyncio.to_thread(folder.files.remove, id)
     return {"id": id, "object": "file", "deleted": True}

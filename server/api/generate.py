@@ -162,7 +162,7 @@ class Generation:
         if ticket is not None and ticket.replica.client.alive:
             ticket = ticket.sibling()
         else:
-            with self.service.board.lock():
+            with self.service.shared_state.lock():
                 limit, key = self._params[i].max_tokens, self.body.prompt_cache_key
                 ticket, leader = replicas.route(self._lookups[i], limit, key), -1
         fresh = self._begin(choice.index, i, ticket, leader)

@@ -19,8 +19,8 @@ from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.api.service import Phase, Service
 from weft.server.bodies import Body
 from weft.server.errors import ApiError, bad_request, clip
-from weft.server.observe.board import ENTERED, Rest
 from weft.server.observe.exposition import CONTENT_TYPE
+from weft.server.observe.shared_state import ENTERED, SleepState
 
 PROFILE_PATIENCE = 120.0
 """seconds beyond those asked for: torch's profiler takes its time to begin, and large traces to be written"""
@@ -77,7 +77,7 @@ async def health(service: ServiceOf) -> dict[str, Any]:
     reasons = [_broken(each) for each in service.models]
     if all(reasons) and reasons[0] is not None:
         raise reasons[0]
-    if service.board.engines > 1:
+    if service.shared_state.engines > 1:
         return {"status": "ok", **_models(service), "engines": _engines(service)}
     stage = service.engine_stage()
     return {"status": "ok", **_resting(service), **({"stage": stage} if stage else {})}
@@ -98,7 +98,7 @@ def _models(service: Service) -> dict[str, Any]:
 
 
 def _resting(service: Service) -> dict[str, Any]:
-    return {} if service.rest is Rest.AWAKE else {"model": service.rest.word}
+    return {} if service.sleep_state is SleepState.AWAKE else {"model": service.sleep_state.word}
 
 
 def _engines(service: Service, *, failures: bool = False) -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ async def ready(service: ServiceOf) -> dict[str, Any]:
     if all(reasons) and reasons[0] is not None:
         raise reasons[0]
     told: dict[str, Any] = {"status": "ready", **_models(service)}
-    if service.board.engines > 1:
+    if service.shared_state.engines > 1:
         told["engines"] = _engines(service)
     plan = service.metrics.plan
     if plan.serving < plan.pipelines:
@@ -153,9 +153,9 @@ async def engines(service: ServiceOf) -> dict[str, Any]:
 
 @router.post("/admin/engines/restart", summary="Restart engines one by one, the model read anew (admin key)")
 async def restart_engines(body: EnginesBody, service: ServiceOf) -> Response:
-    if service.renew is None:
+    if service.restart_engines is None:
         raise ApiError(501, "No daemon watches this server's engines.", code="not_supported")
-    if refusal := await service.renew(body.engines):
+    if refusal := await service.restart_engines(body.engines):
         raise ApiError(409, f"{refusal[0].upper()}{refusal[1:]}.", code="engines_not_restarted")
     return JSONResponse({"status": "begun"}, 202)
 
@@ -218,7 +218,7 @@ class SleepBody(ModelBody):
 
 @router.get("/admin/models", summary="The models, and which of them sleep (admin key)")
 async def told_models(service: ServiceOf) -> dict[str, Any]:
-    board = service.board
+    shared_state = service.shared_state
     return {
         "models": [
             {
@@ -227,8 +227,8 @@ async def told_models(service: ServiceOf) -> dict[str, Any]:
                 "state": each.state,
                 **({"level": each.sleep_level} if each.sleep_level else {}),
                 "memory_share": each.memory_share,
-                "open_requests": int(board.load[:, each.model, ENTERED].sum()),
-                "last_used": board.used[each.model] or None,
+                "open_requests": int(shared_state.load[:, each.model, ENTERED].sum()),
+                "last_used": shared_state.used[each.model] or None,
                 "engines": each.engine_states(failures=True),
             }
             for each in service.models

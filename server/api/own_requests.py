@@ -16,7 +16,7 @@ from weft.server.batches.folder import Folder
 from weft.server.batches.lines import BatchLine
 from weft.server.batches.runner import OwnerGone, Reply, Runner
 from weft.server.keys import GAP
-from weft.server.observe.board import OPEN, PREFILL
+from weft.server.observe.shared_state import OPEN, PREFILL
 
 logger = logging.getLogger("weft")
 
@@ -38,7 +38,7 @@ def make_runner(app: ASGIApp, service: Service, folder: Folder) -> Runner:
         loaded = [each.loaded for each in service.models if each.phase is Phase.SERVING]
         if not loaded:
             return 0
-        num_open, prefill_tokens = service.board.load[:, :, [OPEN, PREFILL]].sum(axis=(0, 1)).tolist()
+        num_open, prefill_tokens = service.shared_state.load[:, :, [OPEN, PREFILL]].sum(axis=(0, 1)).tolist()
         # Where anything waits, a batch adds nothing to it; nor does it fill the bounds that clients would meet.
         if any(each.replicas.waiting for each in loaded) or 2 * prefill_tokens > service.config.max_queued_tokens:
             return 0

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from weft.engine.wire.beat import ENGINE, LATE_SECONDS, Watch
+from weft.engine.wire.heartbeat import ENGINE, LATE_SECONDS, Watch
 from weft.engine.wire.messages import EngineReady
 from weft.engine.wire.streams import Streams
 from weft.server.api.admission import Admission
@@ -18,9 +18,9 @@ from weft.server.bodies import BodyBounds
 from weft.server.config import ServeConfig
 from weft.server.errors import ApiError, clip, unavailable
 from weft.server.keys import load_keys
-from weft.server.observe.board import ENTERED, WAITING, Board, Rest
 from weft.server.observe.limits import RateLimits
 from weft.server.observe.metrics import Metrics
+from weft.server.observe.shared_state import ENTERED, WAITING, SharedState, SleepState
 from weft.server.replicas.replicas import Replicas
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.grammar_compiler import GrammarCompiler
@@ -79,14 +79,14 @@ class Service:
     def __init__(
         self,
         config: ServeConfig,
-        board: Board | None = None,
+        shared_state: SharedState | None = None,
         row: int = 0,
         keys: Sequence[bytes] | None = None,
         watch: Watch | None = None,
         *,
         lead: Service | None = None,
     ) -> None:
-        """`config`: the daemon's. `row`: of this process on the daemon's `board`. `keys`: digests, when they have been
+        """`config`: the daemon's. `row`: of this process on the daemon's `shared_state`. `keys`: digests, when they have been
         read already. `watch`: over the daemon's processes. `lead`: as above, of all models but the first.
         """
         self.lead = lead or self
@@ -101,24 +101,33 @@ class Service:
         if lead is None:
             self.models: list[Service] = [self]
             self.keys = load_keys(config) if keys is None else list(keys)
-            self.board = board or Board(1, len(self.keys), engines=whole.num_engines, models=len(whole.each))
+            self.shared_state = shared_state or SharedState(
+                1, len(self.keys), engines=whole.num_engines, models=len(whole.each)
+            )
             models = {c.model_names[0]: e for c, e in zip(whole.each, whole.engine_numbers, strict=True)}
-            self.metrics = Metrics(self.board, row, watch, models)
-            self.limits = RateLimits(self.board, self.metrics.rejected, config.rate_limit, config.rate_limit_tokens)
+            self.metrics = Metrics(self.shared_state, row, watch, models)
+            self.limits = RateLimits(
+                self.shared_state, self.metrics.rejected, config.rate_limit, config.rate_limit_tokens
+            )
             self.open: set[OpenAnswer] = set()
             self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
         else:
-            self.models, self.keys, self.board, self.metrics = lead.models, lead.keys, lead.board, lead.metrics
+            self.models, self.keys, self.shared_state, self.metrics = (
+                lead.models,
+                lead.keys,
+                lead.shared_state,
+                lead.metrics,
+            )
             self.limits, self.open, self._threads = lead.limits, lead.open, lead._threads
             self.models.append(self)
-        self.replicas = Replicas(self.board, row, stalled=self._stalls, engines=self.engines)
+        self.replicas = Replicas(self.shared_state, row, stalled=self._stalls, engines=self.engines)
         self.body_bounds = BodyBounds.of(config.max_body_mib, UNKNOWN_CONTEXT)
         """of the lead: what any of the models takes"""
         self.phase = Phase.LOADING
         self.handed_over = False
         """of the lead: another daemon takes the connections from now on"""
         self.created = int(time.time())
-        self.renew: Callable[[Sequence[int]], Awaitable[str]] | None = None
+        self.restart_engines: Callable[[Sequence[int]], Awaitable[str]] | None = None
         """of the lead: has the daemon start engines anew; returns why it does not, or nothing"""
         self.wake: Callable[[int], Awaitable[str]] | None = None
         """of the lead: has the daemon wake a model; returns, once that is so, nothing, or why it does not"""
@@ -135,7 +144,7 @@ class Service:
         self._waking: asyncio.Future[str] | None = None
         self._admission = Admission(
             self.replicas,
-            self.board,
+            self.shared_state,
             row,
             self.metrics.rejected,
             max_requests=config.max_queued_requests,
@@ -146,10 +155,10 @@ class Service:
         self._served = False
         """by every API process, at least once"""
         self._grammars: GrammarCompiler | None = None
-        self.board.load[row, self.model, ENTERED:] = 0
+        self.shared_state.load[row, self.model, ENTERED:] = 0
         if lead is None:
             for _ in whole.each[1:]:
-                Service(whole, self.board, row, watch=watch, lead=self)
+                Service(whole, self.shared_state, row, watch=watch, lead=self)
 
     def attach(
         self,
@@ -248,21 +257,21 @@ class Service:
     @property
     def sleep_level(self) -> int:
         """1: its engine is there, without its memory; 2: it is not; 0: the model does not sleep."""
-        return 0 if self.rest is not Rest.ASLEEP else 1 if any(self.replicas) else 2
+        return 0 if self.sleep_state is not SleepState.ASLEEP else 1 if any(self.replicas) else 2
 
     @property
-    def rest(self) -> Rest:
+    def sleep_state(self) -> SleepState:
         """Whether the model sleeps."""
-        return Rest(int(self.board.rest[self.model]))
+        return SleepState(int(self.shared_state.sleep_states[self.model]))
 
     @property
     def state(self) -> str:
         """Of the model, in a word: loading, awake, falling_asleep, asleep, waking or dead."""
         if self.phase is Phase.DEAD:
-            return Rest.DEAD.word
-        if self.rest is Rest.AWAKE and self.phase is Phase.LOADING:
+            return SleepState.DEAD.word
+        if self.sleep_state is SleepState.AWAKE and self.phase is Phase.LOADING:
             return "loading"
-        return self.rest.word
+        return self.sleep_state.word
 
     async def enter(self, asked: str | None, scope: MutableMapping[str, Any]) -> Service:
         """The service of the model that a request asks for, which stays awake until `leave` is called for the scope.
@@ -280,12 +289,12 @@ class Service:
     def leave(scope: MutableMapping[str, Any]) -> None:
         """The request has ended. Idempotent."""
         for service in scope.pop("weft.entered", ()):
-            service.board.load[service._row, service.model, ENTERED] -= 1
+            service.shared_state.load[service._row, service.model, ENTERED] -= 1
 
     async def _let_in(self) -> None:
         if self._let_in_now():
             return
-        own = self.board.load[self._row, self.model]
+        own = self.shared_state.load[self._row, self.model]
         own[WAITING] += 1  # once it is awake, it does not sleep before they are in
         try:
             async with asyncio.timeout(self.config.wake_timeout):
@@ -300,11 +309,11 @@ class Service:
 
     def _let_in_now(self) -> bool:
         """Unless it sleeps."""
-        with self.board.lock():  # the daemon has it while it closes a model
-            if self.board.rest[self.model] not in (Rest.AWAKE, Rest.DEAD):
+        with self.shared_state.lock():  # the daemon has it while it closes a model
+            if self.shared_state.sleep_states[self.model] not in (SleepState.AWAKE, SleepState.DEAD):
                 return False
-            self.board.load[self._row, self.model, ENTERED] += 1
-            self.board.used[self.model] = time.time()
+            self.shared_state.load[self._row, self.model, ENTERED] += 1
+            self.shared_state.used[self.model] = time.time()
             return True
 
     async def _wake(self) -> None:
@@ -314,7 +323,7 @@ class Service:
             _ = self.loaded  # says why not
         if wake is None or not self.config.wake_on_request:
             raise self._asleep("The model sleeps, and requests do not wake it.")
-        if self.board.load[:, self.model, WAITING].sum() > max(1, self.config.max_queued_requests):
+        if self.shared_state.load[:, self.model, WAITING].sum() > max(1, self.config.max_queued_requests):
             self.metrics.rejected.labels("queue_full").inc()
             raise unavailable("Too many requests wait for the model to wake.", "queue_full", 5)
         if self._waking is None or self._waking.done():
@@ -338,7 +347,7 @@ class Service:
         late = [age for age in ages if age is not None]
         if not late or len(late) < len(ages):
             return None
-        if self.rest is not Rest.AWAKE:
+        if self.sleep_state is not SleepState.AWAKE:
             return None
         who = "The engine has shown no" if len(self.engines) == 1 else "No engine has shown"
         if (
@@ -351,7 +360,7 @@ class Service:
     def engine_stage(self, engine: int | None = None) -> str:
         """The long work an engine is at, a start for example, in words; else empty."""
         engine = self.engines[0] if engine is None else engine
-        return self._watch.beats.stage(ENGINE + engine) if self._watch is not None else ""
+        return self._watch.heartbeats.stage(ENGINE + engine) if self._watch is not None else ""
 
     def engine_states(self, *, failures: bool = False) -> list[dict[str, Any]]:
         """Of each of its engines, for people and probes: its number and state, and the long work that it is at.
@@ -361,9 +370,9 @@ class Service:
             state = self.replicas.state(engine)
             if state == "away":
                 state = "loading" if engine in self._coming else "dead"
-            if self.rest is not Rest.AWAKE and state != "dead":
-                state = self.rest.word
-            stage = self.engine_stage(engine) if state != Rest.ASLEEP.word else ""
+            if self.sleep_state is not SleepState.AWAKE and state != "dead":
+                state = self.sleep_state.word
+            stage = self.engine_stage(engine) if state != SleepState.ASLEEP.word else ""
             failed = {"last_failure": self.failures[engine]} if failures and engine in self.failures else {}
             states.append({"engine": engine, "state": state, **({"stage": stage} if stage else {}), **failed})
         return states
@@ -378,7 +387,7 @@ class Service:
         """Why a router should send its work elsewhere, or None."""
         if (reason := self.stalled) is not None:
             return reason
-        if self.rest is not Rest.AWAKE and self.phase in (Phase.SERVING, Phase.LOADING) and self._begun:
+        if self.sleep_state is not SleepState.AWAKE and self.phase in (Phase.SERVING, Phase.LOADING) and self._begun:
             if self.config.wake_on_request:
                 return None
             return unavailable("The model sleeps.", "model_asleep", 10)

@@ -13,7 +13,7 @@ import sys
 from urllib.parse import urlsplit
 
 from weft.server.commands.options import add_health_flags
-from weft.server.observe.whereabouts import published
+from weft.server.observe.server_urls import published
 
 SECONDS = 2.0
 """that an answer may take"""

@@ -16,7 +16,7 @@ from weft import __version__
 from weft.engine.wire.messages import EngineReady, MemoryBudget
 from weft.server.config import ServeConfig
 from weft.server.daemon.placement import shares_weights
-from weft.server.observe.whereabouts import url_of
+from weft.server.observe.server_urls import url_of
 
 GIB = 2**30
 

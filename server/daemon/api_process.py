@@ -9,28 +9,28 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
-from weft.engine.wire.beat import Beats
 from weft.engine.wire.child import command, held_back
 from weft.engine.wire.exiting import how_ended
+from weft.engine.wire.heartbeat import Heartbeats
 from weft.engine.wire.stacks import Stacks
 from weft.server.config import ServeConfig
 from weft.server.daemon.certificate import Certificate
 from weft.server.daemon.control import Channel, FromWorker, Start, Stop, ToWorker
-from weft.server.observe.board import Board
+from weft.server.observe.shared_state import SharedState
 
 START_SECONDS = 120.0
-"""that an API process may take from its start to its first beat"""
+"""that an API process may take from its start to its first heartbeat"""
 
 
 class Place(NamedTuple):
     """What an API process shares with the daemon and its other processes."""
 
     row: int
-    """its own, of the board"""
-    board: Board
-    beats: Beats
-    beat_row: int
-    """of the beats"""
+    """its own, of the shared state"""
+    shared_state: SharedState
+    heartbeats: Heartbeats
+    heartbeat_row: int
+    """of the heartbeats"""
     engine_fds: Sequence[int]
     """what the engines' addresses refer to"""
 
@@ -58,22 +58,22 @@ class ApiProcess:
         hold: Sequence[int] = (),
     ) -> ApiProcess:
         """`keys`: digests. `taking_over`, `hold`: as in `Start`."""
-        row, board, beats, beat_row, engine_fds = place
+        row, shared_state, heartbeats, heartbeat_row, engine_fds = place
         fds = [listener.fileno() for listener in listeners]
         tls_fds = [] if certificate is None else [certificate.fd]
         tls = {} if certificate is None else {"tls_cert": certificate.path, "tls_key": None}
         stacks = Stacks()
-        beats.of(beat_row).begin("starting", START_SECONDS)
+        heartbeats.of(heartbeat_row).begin("starting", START_SECONDS)
         ours, theirs = socket.socketpair()
         with theirs, held_back():
             process = await asyncio.create_subprocess_exec(
                 *command(os.getpid(), "weft.server.daemon.worker", stacks.fd),
                 stdin=theirs.fileno(),
-                pass_fds=(board.fd, beats.fd, stacks.fd, *engine_fds, *fds, *tls_fds),
+                pass_fds=(shared_state.fd, heartbeats.fd, stacks.fd, *engine_fds, *fds, *tls_fds),
                 start_new_session=True,  # Ctrl-C reaches the daemon alone, which then drains
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
-        beats.of(beat_row).begin("starting", START_SECONDS, process.pid)
+        heartbeats.of(heartbeat_row).begin("starting", START_SECONDS, process.pid)
         channel = await Channel.of_daemon(ours)
         channel.send(
             Start(
@@ -81,11 +81,11 @@ class ApiProcess:
                 config=config.model_copy(update={"api_key": [], "api_key_file": None, **tls}).model_dump_json(),
                 keys=[key.hex() for key in keys],
                 row=row,
-                rows=board.rows,
-                beat_row=beat_row,
-                beat_rows=beats.rows,
-                board_fd=board.fd,
-                beats_fd=beats.fd,
+                rows=shared_state.rows,
+                heartbeat_row=heartbeat_row,
+                heartbeat_rows=heartbeats.rows,
+                shared_state_fd=shared_state.fd,
+                heartbeats_fd=heartbeats.fd,
                 listener_fds=fds,
                 taking_over=taking_over,
                 hold=list(hold),
@@ -100,7 +100,7 @@ class ApiProcess:
     @property
     def takes_messages(self) -> bool:
         """It has imported what it needs, and may have taken connections."""
-        return not self._place.beats.allowed(self._place.beat_row)
+        return not self._place.heartbeats.allowed(self._place.heartbeat_row)
 
     def send(self, message: ToWorker) -> None:
         self._channel.send(message)

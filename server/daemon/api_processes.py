@@ -8,9 +8,10 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any, Protocol
 
-from weft.engine.wire.beat import Beats
+from weft.engine.wire.heartbeat import Heartbeats
 from weft.server.config import ServeConfig
 from weft.server.daemon.api_process import ApiProcess, Place
+from weft.server.daemon.attachments import Attachments
 from weft.server.daemon.control import (
     Drain,
     EngineDown,
@@ -18,19 +19,18 @@ from weft.server.daemon.control import (
     HandOver,
     Idle,
     Ready,
-    Renew,
-    Sleep,
+    RestartEngines,
+    SleepModel,
     Together,
     ToWorker,
-    Wake,
+    WakeModel,
 )
-from weft.server.daemon.engine_keeper import EngineKeeper
+from weft.server.daemon.engine_supervisor import EngineSupervisor
 from weft.server.daemon.front import Front
-from weft.server.daemon.introductions import Introductions
 from weft.server.daemon.restarts import Restarts
-from weft.server.daemon.watchman import Charge
-from weft.server.observe.board import OPEN, Board
+from weft.server.daemon.watchdog import WatchedProcess
 from weft.server.observe.metrics import Metrics
+from weft.server.observe.shared_state import OPEN, SharedState
 
 RESTART_SECONDS = (0.5, 5.0)
 """from the end of an API process that lived less than SHORT_LIFE seconds to the next one's start: first, and most"""
@@ -45,7 +45,7 @@ class Owner(Protocol):
     """What they want of the daemon."""
 
     metrics: Metrics
-    beats: Beats
+    heartbeats: Heartbeats
     numbers: Iterator[int]
     """of engines' clients, over all engines"""
     announced: bool
@@ -64,7 +64,7 @@ class Owner(Protocol):
         """One serves with one more engine. `chat`: the model has a chat template."""
         ...
 
-    def asked(self, process: ApiProcess, question: Renew | Wake | Sleep) -> None:
+    def asked(self, process: ApiProcess, question: RestartEngines | WakeModel | SleepModel) -> None:
         """An `Answer` to it is to follow."""
         ...
 
@@ -74,7 +74,7 @@ class Owner(Protocol):
 
 
 class ApiProcesses:
-    """Row i + 1 of the board is that of the i-th.
+    """Row i + 1 of the shared state is that of the i-th.
 
     Attributes:
     running: those that there are, by number.
@@ -82,16 +82,21 @@ class ApiProcesses:
     """
 
     def __init__(
-        self, owner: Owner, config: ServeConfig, front: Front, board: Board, engines: Mapping[int, EngineKeeper]
+        self,
+        owner: Owner,
+        config: ServeConfig,
+        front: Front,
+        shared_state: SharedState,
+        engines: Mapping[int, EngineSupervisor],
     ) -> None:
         self.running: dict[int, ApiProcess] = {}
         self.idle = asyncio.Event()
         self._owner = owner
         self._config = config
         self._front = front
-        self._board = board
+        self._shared_state = shared_state
         self._engines = engines
-        self._introductions = Introductions(engines, self.running)
+        self._attachments = Attachments(engines, self.running)
         self._fruitless = [0] * config.api_workers
         """by API process: how many in a row ended before they served"""
         self._busy: set[int] = set()
@@ -132,17 +137,17 @@ class ApiProcesses:
     @property
     def _models_ready(self) -> list[int]:
         """Those that have an engine which is."""
-        ready = {engine for engine, keeper in self._engines.items() if keeper.ready is not None}
+        ready = {engine for engine, supervisor in self._engines.items() if supervisor.ready is not None}
         return [model for model, engines in enumerate(self._config.engine_numbers) if not ready.isdisjoint(engines)]
 
     async def _run(self, i: int) -> str:
         """One API process from start to end; tells how it ended."""
         owner, front = self._owner, self._front
-        fds = [keeper.socket.path_fd for keeper in self._engines.values()]
+        fds = [supervisor.socket.path_fd for supervisor in self._engines.values()]
         start = ApiProcess.start(
             self._config,
             front.keys,
-            Place(i + 1, self._board, owner.beats, self._beat_row(i), fds),
+            Place(i + 1, self._shared_state, owner.heartbeats, self._heartbeat_row(i), fds),
             front.listeners[i],
             certificate=front.certificate,
             taking_over=front.taking_over,
@@ -156,13 +161,13 @@ class ApiProcesses:
         self.running[i] = process
         self._fruitless[i] += 1
         for engine in self._engines:
-            self._introductions.introduce(i, engine, next(owner.numbers))
+            self._attachments.introduce(i, engine, next(owner.numbers))
         if owner.ending:
             process.send(HandOver() if owner.handed_over else Drain())
         async for message in process.messages():
             match message:
                 case Ready():
-                    self._introductions.attached(i, message.engine)
+                    self._attachments.attached(i, message.engine)
                     self._fruitless[i] = 0
                     if len(self.running) == self._config.api_workers and self.serves(message.engine):
                         self.tell(Together(message.engine))
@@ -173,34 +178,36 @@ class ApiProcesses:
                     owner.fail(message.message)
                 case Idle():
                     self._no_longer_busy(i)
-                case Renew() | Wake() | Sleep():
+                case RestartEngines() | WakeModel() | SleepModel():
                     owner.asked(process, message)
         how = await process.wait()
         del self.running[i]
-        self._introductions.process_ended(i)
+        self._attachments.process_ended(i)
         self._no_longer_busy(i)
-        board, row = self._board, i + 1
-        owner.metrics.process_lost(int(board.load[row, :, OPEN].sum()), int(board.http[row]))
-        board.load[row] = board.http[row] = board.engine_load[row] = 0
+        shared_state, row = self._shared_state, i + 1
+        owner.metrics.process_lost(int(shared_state.load[row, :, OPEN].sum()), int(shared_state.http[row]))
+        shared_state.load[row] = shared_state.http[row] = shared_state.engine_load[row] = 0
         return how
 
-    def _beat_row(self, i: int) -> int:
+    def _heartbeat_row(self, i: int) -> int:
         return len(self._engines) + i
 
-    def charges(self) -> Iterator[Charge]:
+    def watched_processes(self) -> Iterator[WatchedProcess]:
         """Those that must show life."""
         for i, process in self.running.items():
             hangs = self._owner.metrics.api_hangs.labels()
-            yield Charge(f"API process {i}", self._beat_row(i), process, self._config.api_hang_timeout, hangs)
+            yield WatchedProcess(
+                f"API process {i}", self._heartbeat_row(i), process, self._config.api_hang_timeout, hangs
+            )
 
     @property
     def num_attached(self) -> int:
         """Pairs of an API process and an engine that serve."""
-        return self._introductions.num_attached
+        return self._attachments.num_attached
 
     def serves(self, engine: int) -> bool:
         """With every API process that there is."""
-        return self._introductions.serves(engine)
+        return self._attachments.serves(engine)
 
     def tell(self, message: ToWorker) -> None:
         for process in self.running.values():
@@ -208,14 +215,14 @@ class ApiProcesses:
 
     def engine_begins(self, engine: int) -> None:
         for i in self.running:
-            self._introductions.introduce(i, engine, next(self._owner.numbers))
+            self._attachments.introduce(i, engine, next(self._owner.numbers))
 
     def engine_ready(self, engine: int) -> None:
         for i in self.running:
-            self._introductions.expect(i, engine)
+            self._attachments.expect(i, engine)
 
     def engine_ended(self, engine: int, message: EngineDown) -> None:
-        self._introductions.engine_ended(engine)
+        self._attachments.engine_ended(engine)
         self.tell(message)
 
     def end(self, message: Drain | HandOver) -> None:

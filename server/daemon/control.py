@@ -25,13 +25,13 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     config: str
     """a `ServeConfig` as JSON"""
     keys: list[str]
-    """digests of the API keys, hexadecimal, by number, which is that of the board's bucket; empty for none"""
+    """digests of the API keys, hexadecimal, by number, which is that of the shared state's bucket; empty for none"""
     row: int
     rows: int
-    beat_row: int
-    beat_rows: int
-    board_fd: int
-    beats_fd: int
+    heartbeat_row: int
+    heartbeat_rows: int
+    shared_state_fd: int
+    heartbeats_fd: int
     listener_fds: list[int]
     taking_over: bool
     """Another daemon has these listeners too and serves: take connections once this process does, with all models that
@@ -100,7 +100,7 @@ class Interrupt(msgspec.Struct, tag="interrupt", frozen=True):
 
 
 class Answer(msgspec.Struct, tag="answer", frozen=True):
-    """To a `Renew`, a `Wake` or a `Sleep`."""
+    """To a `RestartEngines`, a `WakeModel` or a `SleepModel`."""
 
     ask: int
     refusal: str = ""
@@ -128,21 +128,21 @@ class Idle(msgspec.Struct, tag="idle", frozen=True):
     """Draining, and nothing is open any more."""
 
 
-class Renew(msgspec.Struct, tag="renew", frozen=True):
+class RestartEngines(msgspec.Struct, tag="restart_engines", frozen=True):
     """An operator asks for another process for these engines, all for none, one after the other. Gets an `Answer`."""
 
     ask: int
     engines: list[int]
 
 
-class Wake(msgspec.Struct, tag="wake", frozen=True):
-    """Wake this model. The `Answer` comes once it is awake, or will not be."""
+class WakeModel(msgspec.Struct, tag="wake", frozen=True):
+    """WakeModel this model. The `Answer` comes once it is awake, or will not be."""
 
     ask: int
     model: int
 
 
-class Sleep(msgspec.Struct, tag="sleep", frozen=True):
+class SleepModel(msgspec.Struct, tag="sleep", frozen=True):
     """An operator puts this model to sleep; its open requests get so many seconds (None: --drain-timeout) to end. The
     `Answer` comes once it sleeps, or will not."""
 
@@ -153,7 +153,7 @@ class Sleep(msgspec.Struct, tag="sleep", frozen=True):
 
 
 ToWorker = Start | EngineUp | EngineDown | Together | Drain | HandOver | Reload | Interrupt | Answer | Stop
-FromWorker = Ready | Failed | Idle | Renew | Wake | Sleep
+FromWorker = Ready | Failed | Idle | RestartEngines | WakeModel | SleepModel
 Incoming = TypeVar("Incoming")
 
 _encode = msgspec.json.Encoder().encode

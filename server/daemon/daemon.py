@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.wire.beat import Beats, Watch
 from weft.engine.wire.blank import gpus
 from weft.engine.wire.child import has_ended
 from weft.engine.wire.cores import nodes_here
+from weft.engine.wire.heartbeat import Heartbeats, Watch
 from weft.engine.wire.open_files import HOW, needed, raise_limit
 from weft.engine.wire.shelf import Shelf
 from weft.engine.wire.spawn import EngineProcess
@@ -25,20 +25,30 @@ from weft.server.config import ServeConfig
 from weft.server.daemon.announce import announce
 from weft.server.daemon.api_process import ApiProcess
 from weft.server.daemon.api_processes import ApiProcesses
-from weft.server.daemon.common_folder import common_folder
-from weft.server.daemon.control import Answer, Drain, EngineDown, HandOver, Interrupt, Reload, Renew, Sleep, Wake
-from weft.server.daemon.dormitory import Dormitory
-from weft.server.daemon.engine_keeper import STOP_SECONDS, EngineKeeper
+from weft.server.daemon.control import (
+    Answer,
+    Drain,
+    EngineDown,
+    HandOver,
+    Interrupt,
+    Reload,
+    RestartEngines,
+    SleepModel,
+    WakeModel,
+)
+from weft.server.daemon.engine_supervisor import STOP_SECONDS, EngineSupervisor
 from weft.server.daemon.front import Front
 from weft.server.daemon.orphans import Orphans
 from weft.server.daemon.placement import described, place, shares_weights
 from weft.server.daemon.rollout import Rollout
-from weft.server.daemon.rota import Rota
+from weft.server.daemon.shared_folder import shared_folder
 from weft.server.daemon.signals import handle
-from weft.server.daemon.watchman import Charge, Watchman
+from weft.server.daemon.sleep_manager import SleepManager
+from weft.server.daemon.wake_policy import WakePolicy
+from weft.server.daemon.watchdog import Watchdog, WatchedProcess
 from weft.server.logs import configure, count_dropped
-from weft.server.observe.board import Board, Rest
 from weft.server.observe.metrics import Metrics
+from weft.server.observe.shared_state import SharedState, SleepState
 from weft.server.replicas.replicas import level
 
 FAREWELL = 1.0
@@ -78,12 +88,12 @@ async def _run(config: ServeConfig) -> int:
 
 
 class Daemon:
-    """Row 0 of the board is the daemon's own, row i + 1 that of its i-th API process."""
+    """Row 0 of the shared state is the daemon's own, row i + 1 that of its i-th API process."""
 
     def __init__(self, config: ServeConfig) -> None:
         """Takes the port. Raises `ConfigError` for what an operator can mend."""
         self._begun = time.monotonic()
-        self._shared = common_folder(config)
+        self._shared = shared_folder(config)
         """what API processes keep for one another"""
         if self._shared is not None:
             config = config.model_copy(update={"responses_dir": self._shared.name})
@@ -94,31 +104,35 @@ class Daemon:
         self._models = config.each
         self._numbers = config.engine_numbers
         names = [each.model_names[0] for each in self._models]
-        rota = Rota(config.memory_shares, config.max_awake_models)
-        asleep = {e for m, rest in enumerate(rota.rest) if rest is Rest.ASLEEP for e in self._numbers[m]}
-        self.beats = Beats(
+        policy = WakePolicy(config.memory_shares, config.max_awake_models)
+        asleep = {
+            e for m, rest in enumerate(policy.sleep_states) if rest is SleepState.ASLEEP for e in self._numbers[m]
+        }
+        self.heartbeats = Heartbeats(
             engines + config.api_workers, step_timeout=config.step_timeout, start_timeout=config.start_timeout
         )
-        self._board = Board(rows, self._front.key_capacity, engines=engines, models=len(names))
-        self.metrics = Metrics(self._board, 0, models=dict(zip(names, self._numbers, strict=True)))
+        self._shared_state = SharedState(rows, self._front.key_capacity, engines=engines, models=len(names))
+        self.metrics = Metrics(self._shared_state, 0, models=dict(zip(names, self._numbers, strict=True)))
         count_dropped(self.metrics.log_lines_dropped.labels().inc)
         self.numbers: Iterator[int] = itertools.count(1)
-        self._engines = self._keepers(configs, asleep)
-        self._api = ApiProcesses(self, config, self._front, self._board, self._engines)
+        self._engines = self._supervisors(configs, asleep)
+        self._api = ApiProcesses(self, config, self._front, self._shared_state, self._engines)
         self._first = set(self._engines) - asleep
         """engines that are there at the start"""
-        self._dormitory = Dormitory(
-            rota,
+        self._sleep_manager = SleepManager(
+            policy,
             names,
             self._numbers,
             [[self._engines[engine] for engine in engines] for engines in self._numbers],
-            self._board,
+            self._shared_state,
             self.metrics,
             patience=config.drain_timeout,
             serves=self._api.serves,
             tell=self._api.tell,
         )
-        self._rollout = Rollout(self._engines, self._numbers, self._board, config.drain_timeout, self._api.serves)
+        self._rollout = Rollout(
+            self._engines, self._numbers, self._shared_state, config.drain_timeout, self._api.serves
+        )
         self._starting: set[asyncio.Task[Any]] = set()
         """processes that are being started, and are in no table yet"""
         self._answering: set[asyncio.Task[None]] = set()
@@ -131,7 +145,7 @@ class Daemon:
         self.handed_over = False
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    def _keepers(self, configs: list[EngineConfig], asleep: set[int]) -> dict[int, EngineKeeper]:
+    def _supervisors(self, configs: list[EngineConfig], asleep: set[int]) -> dict[int, EngineSupervisor]:
         """By engine. asleep: those that are not there at the start."""
         config, several = self._config, len(configs) > 1
         if several:
@@ -140,7 +154,7 @@ class Daemon:
         # One for the replicas of each device. It is never closed: it goes with this process.
         shelves = [Shelf() for _ in range(len(configs) // config.replicas)] if shares_weights(config) else []
         return {
-            i: EngineKeeper(
+            i: EngineSupervisor(
                 self,
                 each,
                 restart=config.restart_engine,
@@ -154,12 +168,12 @@ class Daemon:
 
     async def run(self) -> int:
         handle(self._on_signal, self._reload, self._log_stacks)
-        keepers = [self._begin(self._keep_engine(keeper)) for keeper in self._engines.values()]
-        keepers += [self._begin(self._api.keep(i)) for i in range(self._config.api_workers)]
-        keepers.append(self._begin(self._dormitory.run()))
-        keepers.append(self._begin(self._front.notifier.watch()))
-        keepers.append(self._begin(Watchman(Watch(self.beats), self._charges).run()))
-        keepers.append(self._begin(Orphans().run()))
+        supervisors = [self._begin(self._run_engine(supervisor)) for supervisor in self._engines.values()]
+        supervisors += [self._begin(self._api.keep(i)) for i in range(self._config.api_workers)]
+        supervisors.append(self._begin(self._sleep_manager.run()))
+        supervisors.append(self._begin(self._front.notifier.watch()))
+        supervisors.append(self._begin(Watchdog(Watch(self.heartbeats), self._watched_processes).run()))
+        supervisors.append(self._begin(Orphans().run()))
         try:
             stop = asyncio.create_task(self._asked_to_stop.wait())
             await asyncio.wait((stop, self._failure), return_when=asyncio.FIRST_COMPLETED)
@@ -178,14 +192,14 @@ class Daemon:
                 await self._interrupt()
         finally:
             self._rollout.stop()
-            for keeper in (*keepers, *self._answering):
-                keeper.cancel()
-            await asyncio.gather(*keepers, *self._answering, return_exceptions=True)
+            for supervisor in (*supervisors, *self._answering):
+                supervisor.cancel()
+            await asyncio.gather(*supervisors, *self._answering, return_exceptions=True)
             await self._stop_all()
         return 1 if self._failure.done() else 0
 
-    async def _told(self, ended: list[EngineKeeper]) -> None:
-        """Until their keepers have told why these engines ended, which is once their memory is given back; no longer
+    async def _told(self, ended: list[EngineSupervisor]) -> None:
+        """Until their supervisors have told why these engines ended, which is once their memory is given back; no longer
         than `HELD_SECONDS`, nor than somebody's patience."""
         if not ended:
             return
@@ -204,13 +218,13 @@ class Daemon:
         self._front.close()
         stopping = [asyncio.create_task(process.stop(STOP_SECONDS)) for process in self._api.running.values()]
         started = await asyncio.gather(*self._starting, return_exceptions=True)
-        known = [*self._api.running.values(), *(keeper.process for keeper in self._engines.values())]
+        known = [*self._api.running.values(), *(supervisor.process for supervisor in self._engines.values())]
         # Whoever waited for the others was cancelled meanwhile.
         lost = [each for each in started if isinstance(each, ApiProcess | EngineProcess) and each not in known]
         stopping += [asyncio.create_task(process.stop(STOP_SECONDS)) for process in lost]
         if stopping:
             await asyncio.wait(stopping, timeout=FAREWELL)
-        stopping += [asyncio.create_task(keeper.stop()) for keeper in self._engines.values()]
+        stopping += [asyncio.create_task(supervisor.stop()) for supervisor in self._engines.values()]
         seconds = STOP_SECONDS + (0.0 if self._asked_twice.is_set() else HELD_SECONDS)
         stopped, held = await asyncio.wait(stopping, timeout=seconds)
         for task in stopped:
@@ -218,8 +232,8 @@ class Daemon:
         if held:  # in a driver's hands: to wait for it any longer helps nobody
             print("weft: a process was killed and does not end: the kernel holds it", file=sys.stderr, flush=True)
             self.fail("a process does not end")
-        for keeper in self._engines.values():
-            keeper.close()
+        for supervisor in self._engines.values():
+            supervisor.close()
         if self._shared is not None:
             self._shared.cleanup()
 
@@ -235,21 +249,23 @@ class Daemon:
         self._starting.discard(task)
         return process
 
-    def _charges(self) -> Iterator[Charge]:
+    def _watched_processes(self) -> Iterator[WatchedProcess]:
         """The processes that must show life."""
         config, metrics = self._config, self.metrics
-        for engine, keeper in self._engines.items():
-            if keeper.process is not None:
+        for engine, supervisor in self._engines.items():
+            if supervisor.process is not None:
                 hangs = metrics.engine_hangs.labels(str(engine))
-                yield Charge(keeper.name, keeper.row, keeper.process, config.hang_timeout, hangs, steps=True)
-        yield from self._api.charges()
+                yield WatchedProcess(
+                    supervisor.name, supervisor.row, supervisor.process, config.hang_timeout, hangs, steps=True
+                )
+        yield from self._api.watched_processes()
 
-    def _ends_untold(self, keeper: EngineKeeper) -> bool:
-        """The watchman ends it, or it has ended, and its keeper does not know yet: API processes may."""
-        process = keeper.process
-        if process is None or keeper.asleep:
+    def _ends_untold(self, supervisor: EngineSupervisor) -> bool:
+        """The watchman ends it, or it has ended, and its supervisor does not know yet: API processes may."""
+        process = supervisor.process
+        if process is None or supervisor.asleep:
             return False
-        return self.beats.given_up(keeper.row) or has_ended(process.pid)
+        return self.heartbeats.given_up(supervisor.row) or has_ended(process.pid)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -285,9 +301,9 @@ class Daemon:
         self._asking = asyncio.create_task(self._log_stacks_of_children())  # a task that nobody holds may vanish
 
     async def _log_stacks_of_children(self) -> None:
-        for charge in list(self._charges()):
-            stacks = await charge.process.stacks.ask(charge.process.pid)
-            logger.warning("SIGQUIT: %s\n%s", charge.name, stacks)
+        for watched in list(self._watched_processes()):
+            stacks = await watched.process.stacks.ask(watched.process.pid)
+            logger.warning("SIGQUIT: %s\n%s", watched.name, stacks)
 
     # -- the engines: what `engine_keeper.Owner` asks for
 
@@ -295,23 +311,23 @@ class Daemon:
     def ending(self) -> bool:
         return self._asked_to_stop.is_set()
 
-    async def _keep_engine(self, keeper: EngineKeeper) -> None:
+    async def _run_engine(self, supervisor: EngineSupervisor) -> None:
         while True:
             try:
-                why = await keeper.keep()
+                why = await supervisor.keep()
                 if not (self.announced or self.ending) or all(other.given_up for other in self._engines.values()):
                     self.fail(why)
                     return
                 logger.error("%s; the other engines serve on without it", why)
             finally:
-                keeper.told.set()
+                supervisor.told.set()
             if self.ending:
                 return
-            model = self._model_of(keeper.engine)
+            model = self._model_of(supervisor.engine)
             if all(self._engines[engine].given_up for engine in self._numbers[model]):
-                self._dormitory.died(model)
+                self._sleep_manager.died(model)
                 return
-            await keeper.asked_again()
+            await supervisor.asked_again()
 
     def _model_of(self, engine: int) -> int:
         return next(model for model, engines in enumerate(self._numbers) if engine in engines)
@@ -320,7 +336,7 @@ class Daemon:
         self._api.engine_begins(engine)
 
     def engine_ready(self, engine: int) -> None:
-        level(self._board, engine, self._numbers[self._model_of(engine)])
+        level(self._shared_state, engine, self._numbers[self._model_of(engine)])
         self._announce_once()
         self._front.still_serving()
         self._api.engine_ready(engine)
@@ -336,14 +352,14 @@ class Daemon:
         self._chat = self._chat or chat
         self._announce_once()
 
-    def asked(self, process: ApiProcess, question: Renew | Wake | Sleep) -> None:
+    def asked(self, process: ApiProcess, question: RestartEngines | WakeModel | SleepModel) -> None:
         match question:
-            case Renew():
+            case RestartEngines():
                 process.send(Answer(question.ask, self._rollout.begin(question.engines)))
-            case Wake():
-                self._answer(process, question.ask, self._dormitory.wake(question.model))
-            case Sleep():
-                asked = self._dormitory.sleep(question.model, question.level, question.seconds)
+            case WakeModel():
+                self._answer(process, question.ask, self._sleep_manager.wake(question.model))
+            case SleepModel():
+                asked = self._sleep_manager.sleep(question.model, question.level, question.seconds)
                 self._answer(process, question.ask, asked)
 
     def _answer(self, process: ApiProcess, ask: int, work: Coroutine[Any, Any, str]) -> None:
@@ -362,7 +378,7 @@ class Daemon:
         readies = [ready for engine in sorted(self._first) if (ready := self._engines[engine].ready) is not None]
         if not self.announced and len(readies) == len(self._first) and everyone and not self.ending:
             self.announced = True
-            self._dormitory.begin()
+            self._sleep_manager.begin()
             seconds = time.monotonic() - self._begun
             key = bool(self._front.keys)
             announce(self._config, self._front.address, readies, seconds, chat=self._chat, key=key)

@@ -15,7 +15,7 @@ from weft.server.daemon.handover import Handover, find
 from weft.server.daemon.listen import inherited, listen, share_out
 from weft.server.daemon.notify import Notifier
 from weft.server.keys import load_keys, reread
-from weft.server.observe.whereabouts import publish, url_of
+from weft.server.observe.server_urls import publish, url_of
 
 MIN_KEYS = 1024
 """room for keys that come later"""

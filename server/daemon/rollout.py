@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from weft.server.daemon.engine_keeper import EngineKeeper
-from weft.server.observe.board import Board
+from weft.server.daemon.engine_supervisor import EngineSupervisor
+from weft.server.observe.shared_state import SharedState
 
 POLL_SECONDS = 0.02
 
@@ -22,9 +22,9 @@ class Rollout:
 
     def __init__(
         self,
-        keepers: Mapping[int, EngineKeeper],
+        supervisors: Mapping[int, EngineSupervisor],
         models: Sequence[Sequence[int]],
-        board: Board,
+        shared_state: SharedState,
         patience: float,
         serves: Callable[[int], bool],
     ) -> None:
@@ -33,10 +33,10 @@ class Rollout:
         `patience`: seconds for an engine's open requests. What is open then is begun again elsewhere, as far as its
         client has had nothing of it; the rest ends with an error.
         """
-        self._keepers = keepers
+        self._supervisors = supervisors
         self._beside = {engine: [e for e in engines if e != engine] for engines in models for engine in engines}
         """the other engines of an engine's model"""
-        self._board = board
+        self._shared_state = shared_state
         self._patience = patience
         self._serves = serves
         self._work: asyncio.Task[None] | None = None
@@ -47,13 +47,13 @@ class Rollout:
         several = [engine for engine, others in self._beside.items() if others]
         if self._stopped:
             return "the daemon has been asked to end"
-        chosen = list(dict.fromkeys(engines)) or several or list(self._keepers)
-        if unknown := [engine for engine in chosen if engine not in self._keepers]:
+        chosen = list(dict.fromkeys(engines)) or several or list(self._supervisors)
+        if unknown := [engine for engine in chosen if engine not in self._supervisors]:
             return f"there is no engine {unknown[0]}"
-        if any(self._keepers[engine].asleep for engine in chosen):
+        if any(self._supervisors[engine].asleep for engine in chosen):
             return "its model sleeps: what wakes at level 2 reads the files anew"
         chosen.sort(key=self._serves)
-        there = {engine for engine, keeper in self._keepers.items() if not keeper.given_up}
+        there = {engine for engine, supervisor in self._supervisors.items() if not supervisor.given_up}
         for engine in chosen:
             if not there.intersection(self._beside[engine]):
                 return "there is one engine alone: nobody would serve meanwhile; start another daemon with --handover"
@@ -72,7 +72,7 @@ class Rollout:
     async def _run(self, engines: Sequence[int]) -> None:
         for engine in engines:
             while not any(self._serves(other) for other in self._beside[engine]):
-                if all(self._keepers[other].given_up for other in self._beside[engine]):
+                if all(self._supervisors[other].given_up for other in self._beside[engine]):
                     logger.error("engine %d is the last one: the restart of engines ends here", engine)
                     return
                 await asyncio.sleep(POLL_SECONDS)
@@ -82,7 +82,7 @@ class Rollout:
                 while (cut := self._open(engine)) and time.monotonic() < begun + self._patience:
                     await asyncio.sleep(POLL_SECONDS)
                 logger.info("engine %d is restarted%s", engine, ", with requests open there" if cut else "")
-                back = await self._keepers[engine].renew()
+                back = await self._supervisors[engine].restart_engines()
             finally:
                 self._close(engine, False)
             if not back:
@@ -92,8 +92,8 @@ class Rollout:
 
     def _open(self, engine: int) -> int:
         """Tokens that are still to be computed there: none once nobody waits for it."""
-        return int(self._board.engine_load[:, engine].sum())
+        return int(self._shared_state.engine_load[:, engine].sum())
 
     def _close(self, engine: int, closed: bool) -> None:
-        with self._board.lock():  # who routes holds it: whatever comes later sees it
-            self._board.closed[engine] = closed
+        with self._shared_state.lock():  # who routes holds it: whatever comes later sees it
+            self._shared_state.closed[engine] = closed

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Sequence
 import uvloop
 
 from weft.engine.errors import WeftError
-from weft.engine.wire.beat import BEAT_SECONDS, ENGINE, Beats, Watch
 from weft.engine.wire.child import has_ended
 from weft.engine.wire.client import EngineClient
+from weft.engine.wire.heartbeat import ENGINE, HEARTBEAT_SECONDS, Heartbeats, Watch
 from weft.engine.wire.log_sink import last_lines
 from weft.engine.wire.stacks import write_stacks_to
 from weft.server.api.http_server import make_server
@@ -35,17 +35,17 @@ from weft.server.daemon.control import (
     Interrupt,
     Ready,
     Reload,
-    Renew,
-    Sleep,
+    RestartEngines,
+    SleepModel,
     Start,
     Stop,
     Together,
     ToWorker,
-    Wake,
+    WakeModel,
 )
 from weft.server.errors import ApiError
 from weft.server.logs import configure, count_dropped
-from weft.server.observe.board import Board, Rest
+from weft.server.observe.shared_state import SharedState, SleepState
 from weft.server.text.tokenizer import Tokenizer
 
 IDLE_TICK = 0.02
@@ -53,8 +53,8 @@ FAREWELL = 1.0
 """seconds that last answers get to leave"""
 HOLD_SECONDS = 15.0
 """that connections wait at most for a process that takes the place of another one"""
-BEAT_TICK = BEAT_SECONDS / 4
-TELL_SECONDS = 2 * BEAT_SECONDS
+HEARTBEAT_TICK = HEARTBEAT_SECONDS / 4
+TELL_SECONDS = 2 * HEARTBEAT_SECONDS
 """after which the daemon would have told of an engine's end"""
 SUPERVISOR_SECONDS = 10.0
 """after which the daemon would have ended an engine that hangs"""
@@ -72,11 +72,13 @@ class Worker:
         config = ServeConfig.model_validate_json(start.config)
         configure(config)
         keys = [bytes.fromhex(key) for key in start.keys]
-        board = Board(start.rows, fd=start.board_fd, engines=config.num_engines, models=len(config.each))
-        beats = Beats(start.beat_rows, start.beats_fd)
-        self._beat = beats.of(start.beat_row)
-        self._watch = Watch(beats)
-        self._service = Service(config, board, start.row, keys, self._watch)
+        shared_state = SharedState(
+            start.rows, fd=start.shared_state_fd, engines=config.num_engines, models=len(config.each)
+        )
+        heartbeats = Heartbeats(start.heartbeat_rows, start.heartbeats_fd)
+        self._heartbeat = heartbeats.of(start.heartbeat_row)
+        self._watch = Watch(heartbeats)
+        self._service = Service(config, shared_state, start.row, keys, self._watch)
         count_dropped(self._service.metrics.log_lines_dropped.labels().inc)
         self._server = make_server(self._service)
         self._serving: asyncio.Task[None] | None = None
@@ -87,13 +89,13 @@ class Worker:
         self._of_engine = {engine: each for each in self._service.models for engine in each.engines}
         """the model's service by engine"""
         # Of each model one of the processes is enough.
-        self._tells_faults = set(range(board.models)) if start.row == 1 else set()
+        self._tells_faults = set(range(shared_state.models)) if start.row == 1 else set()
         self._clients: dict[int, EngineClient] = {}
         """by engine"""
         self._asked: dict[int, asyncio.Future[str]] = {}
         """of the daemon, and not answered yet"""
         self._questions = 0
-        self._service.renew = self._renew
+        self._service.restart_engines = self._restart_engines
         self._service.wake = self._wake
         self._service.sleep = self._sleep
         self._tasks: set[asyncio.Future[None]] = set()
@@ -122,7 +124,9 @@ class Worker:
     def _accept(self) -> None:
         """Take connections, unless others serve what this process does not serve yet. Idempotent."""
         models = self._service.models
-        lacking = {each.model for each in models if each.phase is Phase.LOADING and each.rest is Rest.AWAKE}
+        lacking = {
+            each.model for each in models if each.phase is Phase.LOADING and each.sleep_state is SleepState.AWAKE
+        }
         elsewhere = self._taking_over and (lacking or all(each.phase is not Phase.SERVING for each in models))
         if not (self._serving or elsewhere or lacking & self._held or self._service.handed_over):
             self._serving = asyncio.create_task(self._server.serve(sockets=self._listeners))
@@ -132,20 +136,20 @@ class Worker:
         self._accept()
 
     async def _show_life(self) -> None:
-        """Beat from the event loop; and give up engines that nobody else would give up, should the daemon hang too."""
+        """Heartbeat from the event loop; and give up engines that nobody else would give up, should the daemon hang too."""
         while True:
-            self._beat()
+            self._heartbeat()
             self._watch.look()
             for engine in [engine for engine in self._clients if self._abandoned(engine)]:
                 self._clients[engine].give_up("the engine does not answer")
-            await asyncio.sleep(BEAT_TICK)
+            await asyncio.sleep(HEARTBEAT_TICK)
 
     def _abandoned(self, engine: int) -> bool:
         """It has ended or hangs, and the daemon neither tells of it nor starts another one."""
         watch, bound, row = self._watch, self._service.config.hang_timeout, ENGINE + engine
         if bound and watch.late(row, bound + SUPERVISOR_SECONDS) is not None:
             return True
-        pid = watch.beats.pid(row)
+        pid = watch.heartbeats.pid(row)
         return watch.age(row) > TELL_SECONDS and pid != 0 and has_ended(pid)
 
     def _take(self, message: ToWorker) -> None:
@@ -224,7 +228,7 @@ class Worker:
                 logger.warning("%s", fault)
         # One that takes no connections yet has not told anybody to wait; who comes meanwhile stays in its queue. And
         # nobody gets at a model that wakes before all processes serve it.
-        alone = self._serving is not None and service.config.api_workers > 1 and service.rest is Rest.AWAKE
+        alone = self._serving is not None and service.config.api_workers > 1 and service.sleep_state is SleepState.AWAKE
         service.attach(client, ready, tokenizer, engine.engine, alone=alone)
         gc.unfreeze()  # clients of engines that have ended
         gc.collect()
@@ -246,17 +250,17 @@ class Worker:
             client.mark_dead(message.why)
             client.close()
 
-    async def _renew(self, engines: Sequence[int]) -> str:
+    async def _restart_engines(self, engines: Sequence[int]) -> str:
         """Have the daemon start these engines anew, all for none; returns why it does not, or nothing."""
-        return await self._ask(lambda ask: Renew(ask, list(engines)))
+        return await self._ask(lambda ask: RestartEngines(ask, list(engines)))
 
     async def _wake(self, model: int) -> str:
-        return await self._ask(lambda ask: Wake(ask, model))
+        return await self._ask(lambda ask: WakeModel(ask, model))
 
     async def _sleep(self, model: int, level: int, seconds: float | None) -> str:
-        return await self._ask(lambda ask: Sleep(ask, model, level, seconds))
+        return await self._ask(lambda ask: SleepModel(ask, model, level, seconds))
 
-    async def _ask(self, message: Callable[[int], Renew | Wake | Sleep]) -> str:
+    async def _ask(self, message: Callable[[int], RestartEngines | WakeModel | SleepModel]) -> str:
         """Ask the daemon. `message`: of the question's number."""
         answer = asyncio.get_running_loop().create_future()
         self._questions += 1

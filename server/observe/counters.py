@@ -12,8 +12,8 @@ from itertools import accumulate, product
 from operator import add
 from typing import Generic, TypeVar
 
-from weft.server.observe.board import CELLS, Board
 from weft.server.observe.exposition import head, labelled
+from weft.server.observe.shared_state import CELLS, SharedState
 
 OTHER = "other"
 """where values of a label are counted that are not among its own"""
@@ -22,8 +22,8 @@ OTHER = "other"
 class Store:
     """Hands out cells of one process's row. All processes must ask for the same cells in the same order."""
 
-    def __init__(self, board: Board, row: int) -> None:
-        self._rows = [board.row(i) for i in range(board.rows)]
+    def __init__(self, shared_state: SharedState, row: int) -> None:
+        self._rows = [shared_state.row(i) for i in range(shared_state.rows)]
         self.cells = self._rows[row]
         self._used = 0
         self.families: list[Family[Cell] | Family[Buckets]] = []

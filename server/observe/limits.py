@@ -1,4 +1,4 @@
-"""Rates per API key: token buckets on the board, so that they hold over all API processes."""
+"""Rates per API key: token buckets on the shared state, so that they hold over all API processes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.server.errors import ApiError
-from weft.server.observe.board import Board
 from weft.server.observe.counters import Counter
+from weft.server.observe.shared_state import SharedState
 
 LONGEST_WAIT = 120
 """seconds of `Retry-After` at most"""
 
 TIME, REQUESTS, TOKENS = 0, 1, 2
-"""columns of `Board.buckets`: when the bucket was last filled, and how much of each allowance has been *used*"""
+"""columns of `SharedState.buckets`: when the bucket was last filled, and how much of each allowance has been *used*"""
 
 
 class RateLimits:
@@ -27,9 +27,9 @@ class RateLimits:
     some again. Without keys everybody shares one bucket.
     """
 
-    def __init__(self, board: Board, rejected: Counter, requests: int | None, tokens: int | None) -> None:
+    def __init__(self, shared_state: SharedState, rejected: Counter, requests: int | None, tokens: int | None) -> None:
         """`rejected`: counts refusals by code."""
-        self._board = board
+        self._shared_state = shared_state
         self._rejected = rejected
         self._requests = requests
         self._tokens = tokens
@@ -38,7 +38,7 @@ class RateLimits:
         """Charge `key` for a request, or tell why not now."""
         if self._requests is None and self._tokens is None:
             return None
-        with self._board.lock():
+        with self._shared_state.lock():
             bucket = self._refill(key)
             wait = 0.0
             if self._requests is not None and bucket[REQUESTS] + 1 > self._requests:
@@ -60,11 +60,11 @@ class RateLimits:
     def charge(self, key: int, tokens: int) -> None:
         """Charge `key` for tokens of a request."""
         if self._tokens is not None and tokens:
-            with self._board.lock():
+            with self._shared_state.lock():
                 self._refill(key)[TOKENS] += tokens
 
     def _refill(self, key: int) -> npt.NDArray[np.float64]:
-        bucket: npt.NDArray[np.float64] = self._board.buckets[key]
+        bucket: npt.NDArray[np.float64] = self._shared_state.buckets[key]
         now = time.monotonic()  # one clock for all processes of a machine
         minutes = (now - bucket[TIME]) / 60
         bucket[TIME] = now

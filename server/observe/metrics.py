@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from weft.engine.wire.beat import ENGINE, LATE_SECONDS, Watch
 from weft.engine.wire.child import has_ended
+from weft.engine.wire.heartbeat import ENGINE, LATE_SECONDS, Watch
 from weft.engine.wire.messages import EngineStats, PlanStats, SchedulerStats, Started
-from weft.server.observe.board import Board, Rest
 from weft.server.observe.counters import Counter, Histogram, Store
 from weft.server.observe.engine_metrics import TIERS, EngineMetrics
 from weft.server.observe.exposition import head, labelled
+from weft.server.observe.shared_state import SharedState, SleepState
 
 LAG_INTERVAL = 0.05
 
@@ -94,21 +94,21 @@ _OF_A_MODEL: tuple[tuple[str, str, str, Callable[[SchedulerStats], int]], ...] =
 
 
 class Metrics:
-    """The metrics of a daemon. A process counts in its own row of the board; `render` tells the sum of all rows."""
+    """The metrics of a daemon. A process counts in its own row of the shared state; `render` tells the sum of all rows."""
 
     def __init__(
         self,
-        board: Board | None = None,
+        shared_state: SharedState | None = None,
         row: int = 0,
         watch: Watch | None = None,
         models: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """`models`: the engines of each, by its name."""
-        board = board or Board(1)
-        self._board = board
+        shared_state = shared_state or SharedState(1)
+        self._shared_state = shared_state
         self._watch = watch
-        self._store = store = Store(board, row)
-        self._http = board.http
+        self._store = store = Store(shared_state, row)
+        self._http = shared_state.http
         self._row = row
 
         def histogram(name: str, help: str, buckets: tuple[float, ...], **labels: Sequence[str]) -> Histogram:
@@ -139,7 +139,7 @@ class Metrics:
         self.aborted = counter("aborted", "Sequences ended before they finished", cause=_CAUSES)
         self.grammar_seconds = histogram("grammar_compile_seconds", "CPU time to try a client's grammar", _LATENCY)
         self.grammars = counter("grammar_compiles", "Clients' grammars tried, by outcome", outcome=GRAMMAR_OUTCOMES)
-        numbers = [str(i) for i in range(board.engines)]
+        numbers = [str(i) for i in range(shared_state.engines)]
         self.engine_restarts = counter(
             "engine_restarts", "Engine processes started after one had ended", engine=numbers
         )
@@ -165,10 +165,10 @@ class Metrics:
         if len(names) > 1:
             what = "Arrival to first token, by model"
             self._model_ttft = histogram("model_time_to_first_token_seconds", what, _LATENCY, model_name=names)
-        self._of_engines = EngineMetrics(board.engines)
+        self._of_engines = EngineMetrics(shared_state.engines)
         self.engines = self._of_engines.engines
-        self._iterations = [0] * board.engines
-        self._engine_lines_dropped = [0] * board.engines
+        self._iterations = [0] * shared_state.engines
+        self._engine_lines_dropped = [0] * shared_state.engines
 
     @property
     def plan(self) -> PlanStats:
@@ -249,21 +249,24 @@ class Metrics:
         if watch is None:
             return figures + self._of_engines.text([False for _ in rows])
         late = [watch.late(row, LATE_SECONDS) is not None for row in rows]
-        return figures + self._of_engines.text(late) + _beats(watch, len(rows)) + _ranks(watch, rows)
+        return figures + self._of_engines.text(late) + _heartbeats(watch, len(rows)) + _ranks(watch, rows)
 
     def _of_models(self) -> bytes:
         """Of each: whether it sleeps, and its engines with it, and what they have to do."""
         if not self._models:
             return b""
         state, asleep = "weft_model_state", "weft_engine_asleep"
-        rests = {name: Rest(int(self._board.rest[model])) for model, name in enumerate(self._models)}
+        rests = {
+            name: SleepState(int(self._shared_state.sleep_states[model])) for model, name in enumerate(self._models)
+        }
         lines = [head(state, "gauge", "1 for what a model is at")]
         for name, rest in rests.items():
             lines += [
-                f"{state}{labelled({'model_name': name, 'state': each.word})} {float(each is rest)}\n" for each in Rest
+                f"{state}{labelled({'model_name': name, 'state': each.word})} {float(each is rest)}\n"
+                for each in SleepState
             ]
         lines.append(head(asleep, "gauge", "1 while its model sleeps: nobody expects it to be up"))
-        sleeping = {str(i): rests[name] is Rest.ASLEEP for name, engines in self._models.items() for i in engines}
+        sleeping = {str(i): rests[name] is SleepState.ASLEEP for name, engines in self._models.items() for i in engines}
         lines += [f"{asleep}{labelled({'engine': i})} {float(sleeps)}\n" for i, sleeps in sleeping.items()]
         totals = {name: self._of_engines.together(engines) for name, engines in self._models.items()}
         for metric, kind, help, of in _OF_A_MODEL:
@@ -274,14 +277,14 @@ class Metrics:
 
 def _ranks(watch: Watch, rows: range) -> bytes:
     """Of engines whose model several processes share; nothing where there is none."""
-    beats = watch.beats
-    others = {row: beats.ranks(row) for row in rows}
+    heartbeats = watch.heartbeats
+    others = {row: heartbeats.ranks(row) for row in rows}
     if not any(others.values()):
         return b""
     alive, ages = "weft_engine_ranks", "weft_rank_last_beat_seconds"
     text = head(alive, "gauge", "Processes of an engine that share its model and live")
     for i, row in enumerate(rows):
-        pids = [beats.pid(row), *(beats.rank(row, rank).pid for rank in others[row])]
+        pids = [heartbeats.pid(row), *(heartbeats.rank(row, rank).pid for rank in others[row])]
         text += f"{alive}{labelled({'engine': str(i)})} {sum(pid != 0 and not has_ended(pid) for pid in pids)}\n"
     text += head(ages, "gauge", "Since a rank but the first showed last that it makes progress")
     for i, row in enumerate(rows):
@@ -291,12 +294,12 @@ def _ranks(watch: Watch, rows: range) -> bytes:
     return text.encode()
 
 
-def _beats(watch: Watch, engines: int) -> bytes:
+def _heartbeats(watch: Watch, engines: int) -> bytes:
     def told(name: str, help: str, label: str, rows: range) -> str:
         ages = [f"{name}{labelled({label: str(i)})} {watch.age(row):.3f}\n" for i, row in enumerate(rows)]
         return head(name, "gauge", help) + "".join(ages)
 
-    of_engines, of_api = range(ENGINE, ENGINE + engines), range(ENGINE + engines, watch.beats.rows)
+    of_engines, of_api = range(ENGINE, ENGINE + engines), range(ENGINE + engines, watch.heartbeats.rows)
     return (
         told(
             "weft_engine_last_beat_seconds", "Since an engine showed last that it makes progress", "engine", of_engines

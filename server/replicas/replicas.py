@@ -12,7 +12,7 @@ from weft.engine.errors import EngineDead
 from weft.engine.wire.messages import EngineReady, EngineStats
 from weft.engine.wire.page_keys import BRIEF, page_keys, root
 from weft.engine.wire.streams import Streams
-from weft.server.observe.board import Board
+from weft.server.observe.shared_state import SharedState
 from weft.server.replicas.cached_pages import CachedPages
 from weft.server.replicas.router import POLICY, Candidate, Policy, choose
 
@@ -95,20 +95,20 @@ class Replicas:
 
     def __init__(
         self,
-        board: Board,
+        shared_state: SharedState,
         row: int,
         *,
         stalled: Callable[[int], bool] = lambda _engine: False,
         policy: Policy = POLICY,
         engines: Sequence[int] | None = None,
     ) -> None:
-        """`row`: this process's row of the board. `stalled`: whether an engine makes no progress. `engines`: the
+        """`row`: this process's row of the shared state. `stalled`: whether an engine makes no progress. `engines`: the
         model's engine numbers, by default all."""
-        self.engines = list(range(board.engines)) if engines is None else list(engines)
+        self.engines = list(range(shared_state.engines)) if engines is None else list(engines)
         self.policy = policy
         self.on_open: Callable[[int], None] = lambda _count: None
-        self._board = board
-        self._load = board.engine_load[row]
+        self._shared_state = shared_state
+        self._load = shared_state.engine_load[row]
         self._load[self.engines] = 0
         self._stalled = stalled
         self._by_engine: dict[int, Replica] = {}
@@ -138,7 +138,7 @@ class Replicas:
             return "away"
         if self._stalled(engine):
             return "stalled"
-        return "draining" if self._board.closed[engine] else "serving"
+        return "draining" if self._shared_state.closed[engine] else "serving"
 
     @property
     def num_open(self) -> int:
@@ -180,7 +180,7 @@ class Replicas:
         """Choose an engine for a sequence. `max_tokens`: the output limit. `key`: the client's key for requests with a
         common prefix.
 
-        The caller must hold the board's lock. Raises `EngineDead` if there is no engine.
+        The caller must hold the shared state's lock. Raises `EngineDead` if there is no engine.
         """
         output = self.policy.expected_output if max_tokens is None else min(max_tokens, self.policy.expected_output)
         alive = [replica for replica in self._by_engine.values() if replica.client.alive]
@@ -188,9 +188,9 @@ class Replicas:
             raise EngineDead("there is no engine")
         if self._alone:
             return Ticket(alive[0], self._load, 0, 0, [])
-        closed = self._board.closed
+        closed = self._shared_state.closed
         serving = [r for r in alive if not closed[r.engine] and not self._stalled(r.engine)] or alive
-        given, loads = self._board.given, self._board.engine_load.sum(axis=0)
+        given, loads = self._shared_state.given, self._shared_state.engine_load.sum(axis=0)
         own = self.engines
         cached = {replica.engine: pages.cached_tokens(replica) for replica in serving}
         candidates = [
@@ -207,12 +207,12 @@ class Replicas:
         return Ticket(replica, self._load, prefill, output, pages.keys(replica.ready))
 
 
-def level(board: Board, engine: int, others: Sequence[int] | None = None) -> None:
+def level(shared_state: SharedState, engine: int, others: Sequence[int] | None = None) -> None:
     """Credit a new engine with the mean work of the others, so that it does not get all requests until it catches up.
 
     `others`: the engines of its model, by default all.
     """
-    with board.lock():
-        rest = [other for other in (range(board.engines) if others is None else others) if other != engine]
+    with shared_state.lock():
+        rest = [other for other in (range(shared_state.engines) if others is None else others) if other != engine]
         if rest:
-            board.given[engine] = board.given[rest].mean(axis=0)
+            shared_state.given[engine] = shared_state.given[rest].mean(axis=0)

@@ -10,7 +10,7 @@ import pytest
 from weft.autosearch.compiled import DENSE_BATCH, compile_first
 from weft.engine.config import PRESETS, EngineConfig
 from weft.engine.model.directory import read_spec
-from weft.engine.runner.compile_job import CompileJob, stamp_file
+from weft.engine.runner.device.compile_job import CompileJob, stamp_file
 
 MODEL = PRESETS / "llama-3-70b"
 SPEC = read_spec(MODEL).shard(0, 2)

@@ -9,7 +9,7 @@ import pytest
 from files import DEPLOY, dashboards, metric_names, queries, read_yaml, rules
 from prometheus_client.parser import text_string_to_metric_families
 
-from weft.engine.wire.beat import Beats, Watch
+from weft.engine.wire.heartbeat import Heartbeats, Watch
 from weft.engine.wire.messages import EnergyStats, EngineReady, EngineStats
 from weft.server.observe.metrics import ENDPOINTS, Metrics
 
@@ -19,7 +19,7 @@ DATA_PANELS = ("timeseries", "stat", "heatmap")
 @pytest.fixture(scope="module")
 def known() -> set[str]:
     """Names of samples: the daemon's, and those that rules record."""
-    metrics = Metrics(watch=Watch(Beats(2)), models={"demo": [0]})
+    metrics = Metrics(watch=Watch(Heartbeats(2)), models={"demo": [0]})
     ready = {name: 0 for name in EngineReady.__struct_fields__ if name != "eos_token_ids"}
     metrics.engines[0].loaded("demo", EngineReady(**{**ready, "dtype": "", "device": "", "eos_token_ids": ()}))
     metrics.engines[0].hear(EngineStats(energy=EnergyStats(source="nvml")))

@@ -25,10 +25,10 @@ from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.model.directory import read_spec
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import serial_period
-from weft.engine.runner.attention_lists import AttentionGrid, AttentionLists
-from weft.engine.runner.batch import Batch, StepResult
-from weft.engine.runner.cuda_inputs import PARTIAL_ROWS, DeviceInputs
-from weft.engine.runner.input_layout import Layout
+from weft.engine.runner.cuda.cuda_inputs import PARTIAL_ROWS, DeviceInputs
+from weft.engine.runner.iteration.attention_lists import AttentionGrid, AttentionLists
+from weft.engine.runner.iteration.batch import Batch, StepResult
+from weft.engine.runner.iteration.input_layout import Layout
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable

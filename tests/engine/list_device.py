@@ -16,7 +16,7 @@ import xxhash
 
 from weft.engine.memory.pages import DUMMY_PAGE, PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
-from weft.engine.runner.batch import Batch, StepResult
+from weft.engine.runner.iteration.batch import Batch, StepResult
 from weft.engine.scheduling.admission import OutputLengths
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.request import Request

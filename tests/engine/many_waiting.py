@@ -16,7 +16,7 @@ import numpy as np
 
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
-from weft.engine.runner.batch import StepResult
+from weft.engine.runner.iteration.batch import StepResult
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable

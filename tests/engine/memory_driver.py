@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.engine.runner.cuda_arena import CudaArena, DriverFailed, PinnedBacking
-from weft.engine.runner.resting import Resting
+from weft.engine.runner.memory.cuda_arena import CudaArena, DriverFailed, PinnedBacking
+from weft.engine.runner.memory.sleep import SleepableMemory
 
 
 class MemoryDriver:
@@ -58,8 +58,8 @@ class MemoryDriver:
     def settle(self) -> None:
         self.settled += 1
 
-    def resting(self) -> Resting:
-        return Resting(
+    def sleepable(self) -> SleepableMemory:
+        return SleepableMemory(
             lambda size: CudaArena(size, self, self.view, self.settle),
             PinnedBacking(lambda size: torch.empty(size, dtype=torch.uint8)),
         )

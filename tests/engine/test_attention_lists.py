@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.engine.runner.attention_lists import AttentionGrid, _all_whole, _too_short, whole_decodes, whole_tiles
+from weft.engine.runner.iteration.attention_lists import (
+    AttentionGrid,
+    _all_whole,
+    _too_short,
+    whole_decodes,
+    whole_tiles,
+)
 from weft.kernels.attention.work_lists import decode_items, prefill_items, prefill_parts
 
 

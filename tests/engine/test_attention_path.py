@@ -16,12 +16,12 @@ from weft.engine.model.directory import read_spec
 from weft.engine.model.implementation import choose_spec
 from weft.engine.plans.pipeline import UNREAD_FROM, Pipeline
 from weft.engine.plans.plan import serial_period
-from weft.engine.runner.attention_lists import AttentionGrid
-from weft.engine.runner.attention_path import PARTS, PATHS, AttentionPath, PathCounts, possible_paths
-from weft.engine.runner.batch import Batch, SamplingInputs
-from weft.engine.runner.cuda_inputs import RING, DeviceInputs
-from weft.engine.runner.input_layout import Layout
-from weft.engine.runner.resolve import resolve
+from weft.engine.runner.cuda.cuda_inputs import RING, DeviceInputs
+from weft.engine.runner.iteration.attention_lists import AttentionGrid
+from weft.engine.runner.iteration.attention_path import PARTS, PATHS, AttentionPath, PathCounts, possible_paths
+from weft.engine.runner.iteration.batch import Batch, SamplingInputs
+from weft.engine.runner.iteration.input_layout import Layout
+from weft.engine.runner.options.resolve import resolve
 from weft.kernels.attention.break_evens import BreakEvens, Even, Made, read
 from weft.kernels.common.gpu import KNOWN, compiling_for
 from weft.server.observe.engine_metrics import ATTENTION, ATTENTION_PARTS

@@ -18,13 +18,13 @@ from list_device import ListEngine
 
 from weft.engine.config import EngineConfig
 from weft.engine.demo import MODEL_PATH
-from weft.engine.runner.batch import Batch, StepResult
-from weft.engine.runner.work import Costs
+from weft.engine.runner.iteration.batch import Batch, StepResult
+from weft.engine.runner.iteration.work import Costs
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.iteration_cost import Load
 from weft.engine.scheduling.pace import Pace
-from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
 from weft.engine.scheduling.slot_limit import SlotLimitControl
+from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
 
 LAYERS, DENSE_BATCH = 32, 512
 COSTS = Costs(16e9, 16e9 / 150, 4096.0, 109.0, {None: LAYERS})

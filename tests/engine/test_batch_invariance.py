@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import GREEDY, Harness
 
-from weft.engine.runner.cpu_executor import CpuExecutor
+from weft.engine.runner.cpu.cpu_executor import CpuExecutor
 from weft.engine.wire.messages import TokenLogprobs
 
 DTYPES = ("float32", "bfloat16")

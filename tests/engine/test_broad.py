@@ -20,8 +20,8 @@ from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.implementation import check_known, choose_spec
-from weft.engine.runner import broad_attention
-from weft.engine.runner.inspect_command import inspect
+from weft.engine.runner.device import broad_attention
+from weft.engine.runner.start.inspect_command import inspect
 
 Made = Callable[[str], Path]
 OPTIONS: dict[str, Any] = {"model_impl": "transformers", "page_size": 4, "max_num_seqs": 8, "num_pages": 80}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.engine.runner.batch import Batch, CountReset, uniform_draw
+from weft.engine.runner.iteration.batch import Batch, CountReset, uniform_draw
 from weft.engine.scheduling.build import SUPPRESSED, build_batch
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable

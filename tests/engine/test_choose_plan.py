@@ -18,8 +18,8 @@ from weft.engine.model.sums import Way
 from weft.engine.plans import choose
 from weft.engine.plans.choose import choose_plan
 from weft.engine.plans.plan import Period, Plan, Target, model_key, serial_period
-from weft.engine.runner import resolve as resolving
-from weft.engine.runner.resolve import resolve
+from weft.engine.runner.options import resolve as resolving
+from weft.engine.runner.options.resolve import resolve
 from weft.kernels.common.gpu import KNOWN, compiling_for
 from weft.kernels.formats.fp8 import E4M3
 

@@ -20,14 +20,14 @@ from pydantic import ValidationError
 
 from weft.engine.config import EngineConfig, Objective
 from weft.engine.demo import MODEL_PATH
-from weft.engine.runner.batch import StepResult
-from weft.engine.runner.work import Costs
+from weft.engine.runner.iteration.batch import StepResult
+from weft.engine.runner.iteration.work import Costs
 from weft.engine.scheduling.chunk_keeper import LEAST_SHARE, ChunkKeeper
 from weft.engine.scheduling.chunk_limit import ChunkLimit
 from weft.engine.scheduling.iteration_cost import SUDDEN, IterationCost, Load
 from weft.engine.scheduling.pace import Pace
-from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
 from weft.engine.scheduling.slot_limit import SlotLimitControl
+from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
 
 LAYERS = 32
 COSTS = Costs(16e9, 16e9 / 150, 4096.0, 109.0, {None: LAYERS})

@@ -17,12 +17,12 @@ from weft.engine.model.directory import read_spec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import serial_period
-from weft.engine.runner import batch, input_layout
-from weft.engine.runner.attention_lists import AttentionGrid
-from weft.engine.runner.batch import Batch, SamplingInputs
-from weft.engine.runner.cuda_inputs import DeviceInputs
-from weft.engine.runner.input_layout import Layout
-from weft.engine.runner.sampling import Sampling
+from weft.engine.runner.cuda.cuda_inputs import DeviceInputs
+from weft.engine.runner.device.sampling import Sampling
+from weft.engine.runner.iteration import batch, input_layout
+from weft.engine.runner.iteration.attention_lists import AttentionGrid
+from weft.engine.runner.iteration.batch import Batch, SamplingInputs
+from weft.engine.runner.iteration.input_layout import Layout
 from weft.engine.scheduling import slots
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Scheduler

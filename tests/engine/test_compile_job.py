@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from weft.engine.config import EngineConfig
-from weft.engine.runner import compile_job
-from weft.engine.runner.compile_job import MATTERS, SERIAL, CompileJob, is_compiled, stamp_file, write_stamp
+from weft.engine.runner.device import compile_job
+from weft.engine.runner.device.compile_job import MATTERS, SERIAL, CompileJob, is_compiled, stamp_file, write_stamp
 from weft.engine.wire.child import has_ended
 
 
@@ -201,7 +201,7 @@ def test_a_background_compiler_that_hangs_is_given_up(monkeypatch: pytest.Monkey
 
 COMPILES_FOR_EVER = """
 import os, sys, time
-from weft.engine.runner import compile_kernels
+from weft.engine.runner.start import compile_kernels
 def compile_in_parts(config, target, jobs, tell):
     if (pid := os.fork()) == 0:
         time.sleep(600)
@@ -234,8 +234,8 @@ def test_compilers_end_with_the_engine_that_asked_for_them() -> None:
 COMPILES_WHEN_TOLD = """
 import sys, time
 from pathlib import Path
-from weft.engine.runner import compile_kernels
-from weft.engine.runner.compile_job import stamp_file, write_stamp
+from weft.engine.runner.start import compile_kernels
+from weft.engine.runner.device.compile_job import stamp_file, write_stamp
 def compile_all(config, target, jobs, progress):
     progress(1, 2)
     while not Path(sys.argv[1]).exists():
@@ -301,7 +301,7 @@ def test_tuned_tiles_bring_another_job(config: EngineConfig, tmp_path: Path, mon
 def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, list[str]], list[str]]:
     """Kernels of a serial plan and three pipelines, by name, of which "bad" does not compile; and what is tried."""
     pytest.importorskip("triton")
-    from weft.engine.runner import kernel_set
+    from weft.engine.runner.start import kernel_set
     from weft.kernels.common import compilation
     from weft.kernels.common.compilation import Kernel
 
@@ -331,7 +331,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, list[str]], list[s
 def test_the_serial_plan_is_compiled_first_and_a_bad_kernel_costs_the_pipelines_that_need_it(
     config: EngineConfig, parts: tuple[dict[str, list[str]], list[str]]
 ) -> None:
-    from weft.engine.runner.compile_kernels import compile_in_parts
+    from weft.engine.runner.start.compile_kernels import compile_in_parts
     from weft.kernels.common.gpu import KNOWN
 
     told: list[str] = []
@@ -345,7 +345,7 @@ def test_the_serial_plan_is_compiled_first_and_a_bad_kernel_costs_the_pipelines_
 def test_all_parts_together_are_what_a_later_start_needs(
     config: EngineConfig, parts: tuple[dict[str, list[str]], list[str]]
 ) -> None:
-    from weft.engine.runner.compile_kernels import compile_in_parts
+    from weft.engine.runner.start.compile_kernels import compile_in_parts
     from weft.kernels.common.gpu import KNOWN
 
     for pipeline in ("1", "2"):
@@ -374,7 +374,7 @@ def test_the_kernels_of_a_model_are_known_without_its_weights_and_gpu(
     pytest.importorskip("triton")
     from triton.runtime.driver import driver
 
-    from weft.engine.runner.kernel_set import kernel_parts
+    from weft.engine.runner.start.kernel_set import kernel_parts
     from weft.kernels.common.gpu import KNOWN
 
     def parts(**options: object) -> list[list[Any]]:
@@ -402,7 +402,7 @@ def test_the_kernels_of_weights_and_pages_in_fp8_are_known_too(
     pytest.importorskip("triton")
     from triton.runtime.driver import driver
 
-    from weft.engine.runner.kernel_set import kernel_set
+    from weft.engine.runner.start.kernel_set import kernel_set
     from weft.kernels.common.gpu import KNOWN
 
     def modules(layers: int = 3, **options: object) -> Counter[str]:

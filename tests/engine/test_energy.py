@@ -18,9 +18,9 @@ from harness import GREEDY, Harness
 from weft.engine.config import Share
 from weft.engine.engine import Engine
 from weft.engine.model.directory import read_spec
-from weft.engine.runner.batch import Batch
-from weft.engine.runner.energy_meter import EnergyMeter, RaplCounter, Reading, energy_counter
-from weft.engine.runner.work import Work
+from weft.engine.runner.device.energy_meter import EnergyMeter, RaplCounter, Reading, energy_counter
+from weft.engine.runner.iteration.batch import Batch
+from weft.engine.runner.iteration.work import Work
 from weft.engine.scheduling.energy_ledger import EnergyLedger
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.messages import AddRequest

@@ -13,7 +13,7 @@ from list_device import ListEngine
 
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
-from weft.engine.runner.batch import StepResult
+from weft.engine.runner.iteration.batch import StepResult
 from weft.engine.scheduling import turns as turns_module
 from weft.engine.scheduling.admission import OutputLengths
 from weft.engine.scheduling.fairness import MAX_DISPLACED, MAX_PASSED, Fairness

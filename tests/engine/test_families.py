@@ -24,8 +24,9 @@ from weft.engine.model.directory import read_spec
 from weft.engine.model.operations import Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights, load_weights
-from weft.engine.runner import cpu_executor, gpu_limits
-from weft.engine.runner.launchers import launchers_of
+from weft.engine.runner.cpu import cpu_executor
+from weft.engine.runner.device.launchers import launchers_of
+from weft.engine.runner.options import gpu_limits
 from weft.kernels.reference import layer as reference
 
 

@@ -25,7 +25,7 @@ from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.directory import read_spec
 from weft.engine.model.implementation import choose_spec
 from weft.engine.model.weights import load_weights
-from weft.engine.runner.resolve import resolve
+from weft.engine.runner.options.resolve import resolve
 from weft.kernels.attention.backend import AttentionShape
 from weft.kernels.attention.torch_backend import TorchAttention
 from weft.kernels.common.gpu import KNOWN, compiling_for

@@ -31,7 +31,7 @@ from weft.engine.model.implementation import choose_spec
 from weft.engine.model.quantization import read_quantization
 from weft.engine.model.quantize import quantize
 from weft.engine.model.weights import load_weights
-from weft.engine.runner.resolve import resolve
+from weft.engine.runner.options.resolve import resolve
 from weft.kernels.formats import fp8, fp8_matrix
 
 __all__ = ["unrounded"]
@@ -318,7 +318,7 @@ def test_transformers_code_refuses_the_option(tiny_model: Made) -> None:
 def test_static_activations_are_no_reason_for_a_gpu_to_refuse(form: str) -> None:
     """Their scales are left aside there: `cuda_fp8`."""
     pytest.importorskip("triton")
-    from weft.engine.runner.cuda_fp8 import lacking
+    from weft.engine.runner.cuda.cuda_fp8 import lacking
 
     made = read_quantization(FORMATS[form][2])
     assert lacking(replace(read_spec(MODEL_PATH), quantization=made)) is None
@@ -327,7 +327,7 @@ def test_static_activations_are_no_reason_for_a_gpu_to_refuse(form: str) -> None
 @pytest.mark.parametrize("family", ["opt", "gpt2", "phi", "starcoder2", "gemma", "gemma2", "olmo2", "glm4", "llama2"])
 def test_a_gpu_serves_dense_families_whatever_their_norms_and_heads(tiny_model: Made, family: str) -> None:
     pytest.importorskip("triton")
-    from weft.engine.runner.cuda_fp8 import lacking
+    from weft.engine.runner.cuda.cuda_fp8 import lacking
 
     spec, _ = choose_spec(EngineConfig(model=str(tiny_model(family)), quantization="fp8"))
     assert lacking(spec) is None
@@ -337,7 +337,7 @@ def test_a_gpu_serves_dense_families_whatever_their_norms_and_heads(tiny_model: 
 
 def test_a_gpu_refuses_experts_beside_heads_of_other_sizes(tiny_model: Made) -> None:
     pytest.importorskip("triton")
-    from weft.engine.runner.cuda_fp8 import lacking
+    from weft.engine.runner.cuda.cuda_fp8 import lacking
 
     spec, _ = choose_spec(EngineConfig(model=str(tiny_model("qwen3-moe")), quantization="fp8"))
     spec = replace(spec, experts=replace(spec.experts, intermediate_size=48))
@@ -350,7 +350,7 @@ def test_weights_alone_become_the_numbers_that_they_mean_on_a_gpu(
     family: str, tiny_model: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Experts in one tensor, and each in its own; a rank's part of them as well."""
-    import weft.engine.runner.resolve as resolve_module
+    import weft.engine.runner.options.resolve as resolve_module
     from weft.kernels.common.gpu import KNOWN
 
     there, meant = write_fp8(tiny_model(family), tmp_path, "compressed-tensors, weights alone")
@@ -380,7 +380,7 @@ def test_weights_alone_become_the_numbers_that_they_mean_on_a_gpu(
 def test_a_gpu_that_cannot_refuses_fp8_weights_in_one_line(
     name: str, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import weft.engine.runner.resolve as resolve_module
+    import weft.engine.runner.options.resolve as resolve_module
     from weft.kernels.common.gpu import KNOWN
 
     monkeypatch.setattr(resolve_module, "gpu", lambda: KNOWN[name])

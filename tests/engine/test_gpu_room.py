@@ -15,11 +15,11 @@ from weft.engine.config import EngineConfig, Share
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.directory import read_spec
-from weft.engine.runner import footprint
-from weft.engine.runner import resolve as resolving
-from weft.engine.runner.footprint import GIB
-from weft.engine.runner.gpu_room import CONTEXT_BYTES, Taken, room_for_pages, share_bytes
-from weft.engine.runner.resolve import ResolvedConfig, resolve
+from weft.engine.runner.options import footprint
+from weft.engine.runner.options import resolve as resolving
+from weft.engine.runner.options.footprint import GIB
+from weft.engine.runner.options.gpu_memory import CONTEXT_BYTES, Taken, room_for_pages, share_bytes
+from weft.engine.runner.options.resolve import ResolvedConfig, resolve
 from weft.kernels.common.gpu import KNOWN, compiling_for
 
 

@@ -47,7 +47,7 @@ def test_no_sum_of_a_models_kernels_follows_the_token_count(
     pytest.importorskip("triton")
     from triton.runtime.driver import driver
 
-    from weft.engine.runner.kernel_set import kernel_set
+    from weft.engine.runner.start.kernel_set import kernel_set
     from weft.kernels.common.gpu import KNOWN
 
     monkeypatch.setattr(driver, "_active", None)

@@ -50,7 +50,7 @@ def test_every_kernel_of_a_plan_is_in_its_digest(
     pytest.importorskip("triton")
     from triton.runtime.driver import driver
 
-    from weft.engine.runner.kernel_set import kernel_set
+    from weft.engine.runner.start.kernel_set import kernel_set
     from weft.kernels.common.gpu import KNOWN
 
     monkeypatch.setattr(driver, "_active", None)

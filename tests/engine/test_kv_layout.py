@@ -15,7 +15,7 @@ from weft.engine.memory.cpu_transfer import CpuCopyEngine
 from weft.engine.memory.extent import Geometry
 from weft.engine.memory.kv_layout import KvLayout, page_rows
 from weft.engine.model.spec import ModelSpec
-from weft.engine.runner.resolve import ResolvedConfig, resolve
+from weft.engine.runner.options.resolve import ResolvedConfig, resolve
 
 LAYOUT = KvLayout(num_layers=3, planes=2, page_size=5, num_kv_heads=1, head_dim=24, dtype=torch.bfloat16)
 

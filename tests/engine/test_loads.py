@@ -20,7 +20,7 @@ from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixEntry, PrefixIndex
 from weft.engine.memory.tiers import Tiers
 from weft.engine.model.implementation import choose_spec
-from weft.engine.runner.resolve import resolve
+from weft.engine.runner.options.resolve import resolve
 from weft.engine.scheduling.fences import Fences
 from weft.engine.scheduling.prefix_reuse import Prefixes
 from weft.engine.scheduling.request import Request

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.engine.runner.batch import Batch, SamplingInputs
-from weft.engine.runner.nano import assign, whole_counts
+from weft.engine.runner.iteration.batch import Batch, SamplingInputs
+from weft.engine.runner.iteration.nano import assign, whole_counts
 
 
 def _batch(kv: list[int], chunks: list[tuple[int, int]]) -> Batch:

@@ -11,8 +11,8 @@ from weft.engine.errors import OutOfMemory
 from weft.engine.memory.page_ledger import PageLedger
 from weft.engine.memory.prefix_index import NOWHERE, PrefixIndex
 from weft.engine.model.directory import read_spec
-from weft.engine.runner import footprint
-from weft.engine.runner.resolve import resolve
+from weft.engine.runner.options import footprint
+from weft.engine.runner.options.resolve import resolve
 from weft.engine.wire.messages import PageChanges
 from weft.engine.wire.page_keys import BRIEF
 

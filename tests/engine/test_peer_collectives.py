@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 from test_plan import SPEC
 
 from weft.engine.model.spec import Shard
-from weft.engine.runner import peer_collectives
-from weft.engine.runner.collectives import Graph, Steps
-from weft.engine.runner.peer_collectives import PeerCollectives, Sizes
+from weft.engine.runner.cuda import peer_collectives
+from weft.engine.runner.cuda.peer_collectives import PeerCollectives, Sizes
+from weft.engine.runner.device.collectives import Graph, Steps
 from weft.kernels.collectives.push_gemm import Inbox, Pushed, width_of
 
 TOKENS, HIDDEN = 256, 128

@@ -8,8 +8,8 @@ import pytest
 from weft.engine.config import EngineConfig
 from weft.engine.model.directory import read_spec
 from weft.engine.plans.plan import NanoOperation, Period, Plan, Target, model_key
-from weft.engine.runner.batch import Batch, SamplingInputs
-from weft.engine.runner.pipelines import Pipelines
+from weft.engine.runner.iteration.batch import Batch, SamplingInputs
+from weft.engine.runner.iteration.pipelines import Pipelines
 
 SPEC = read_spec(EngineConfig().model_path)
 

@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from weft.engine.runner.cpu_runner import CpuRunner
-from weft.engine.runner.preparation import BUSY_SHARE, COMPILER_POLL_SECONDS, Preparation, Stage, Step, Work
+from weft.engine.runner.cpu.cpu_runner import CpuRunner
+from weft.engine.runner.device.preparation import BUSY_SHARE, COMPILER_POLL_SECONDS, Preparation, Stage, Step, Work
 from weft.engine.wire.messages import PlanStats
 
 

@@ -14,7 +14,7 @@ from weft.engine.config import PRESETS, EngineConfig
 from weft.engine.demo import MODEL_PATH
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model.directory import read_spec
-from weft.engine.runner import inspect_command
+from weft.engine.runner.start import inspect_command
 
 BILLIONS = {
     "llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-70b": 68.98, "llama-3-8b": 8.03, "llama-3-70b": 70.55,

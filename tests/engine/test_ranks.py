@@ -30,10 +30,10 @@ from weft.engine.ranks.leader import DONE, PENDING, LeadingRunner
 from weft.engine.ranks.links import OPERATIONS, SLOT_BYTES, Descriptors, Links
 from weft.engine.ranks.ring import Kind, RingReader, RingWriter
 from weft.engine.ranks.shared_collectives import SharedCollectives
-from weft.engine.runner import load
-from weft.engine.runner.batch import Batch, CountReset, PromptLogprobs, SamplingInputs
-from weft.engine.runner.collectives import Alone
-from weft.engine.runner.cpu_runner import CpuRunner
+from weft.engine.runner.cpu.cpu_runner import CpuRunner
+from weft.engine.runner.device.collectives import Alone
+from weft.engine.runner.iteration.batch import Batch, CountReset, PromptLogprobs, SamplingInputs
+from weft.engine.runner.start import load
 from weft.engine.wire import cores
 from weft.engine.wire.sampling import COLUMNS
 
@@ -133,7 +133,7 @@ def test_pages_come_back_from_the_host_and_the_disk(one: Harness, two: Harness) 
 
 def test_an_engine_of_ranks_cannot_sleep_and_says_why(two: Harness) -> None:
     with pytest.raises(ConfigError, match="ranks share it"):
-        two.engine.doze()
+        two.engine.sleep()
 
 
 def test_a_restart_finds_what_every_rank_has_and_a_killed_rank_ends_it(
@@ -192,9 +192,9 @@ def test_a_rank_whose_gpu_is_full_says_what_to_change(model: Path, monkeypatch: 
     monkeypatch.setattr(load, "read_weights", full)
     monkeypatch.setattr(process, "use_cache", lambda _: None)  # of this process, it would be
     config = EngineConfig(model=str(model), tensor_parallel_size=2, **OPTIONS)
-    beat = SimpleNamespace(stage=lambda *_: None)
+    heartbeat = SimpleNamespace(stage=lambda *_: None)
     with pytest.raises(OutOfMemory, match="do not fit the GPU: use a smaller model, or lower --max-num-seqs"):
-        process._serve(config, SimpleNamespace(rank=1, ranks=2), beat, 60.0)  # type: ignore[arg-type]
+        process._serve(config, SimpleNamespace(rank=1, ranks=2), heartbeat, 60.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from weft.engine.memory.model_id import model_id
 from weft.engine.model.directory import read_spec
 from weft.engine.model.realistic import RealisticDummy
 from weft.engine.model.weights import Weights, load_weights
-from weft.engine.runner.cpu_executor import CpuExecutor
+from weft.engine.runner.cpu.cpu_executor import CpuExecutor
 
 Made = Callable[[str], Path]
 DUMMY: dict[str, Any] = {"load_format": "dummy", "dummy_weights": "realistic"}

@@ -8,8 +8,8 @@ import torch
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.model.directory import read_spec
-from weft.engine.runner import resolve as resolving
-from weft.engine.runner.resolve import resolve
+from weft.engine.runner.options import resolve as resolving
+from weft.engine.runner.options.resolve import resolve
 
 
 def context(max_model_len: int | None) -> int:

@@ -17,7 +17,7 @@ from transformers.generation import (
 )
 
 from weft.engine.errors import RequestError
-from weft.engine.runner.batch import PROMPT_LOGPROB_ROWS, uniform_draw
+from weft.engine.runner.iteration.batch import PROMPT_LOGPROB_ROWS, uniform_draw
 from weft.engine.wire.sampling import SamplingParams
 from weft.kernels.reference import sampling
 

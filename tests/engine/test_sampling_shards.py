@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.ranks.shared_collectives import SharedCollectives
-from weft.engine.runner.collectives import Collectives
-from weft.engine.runner.sampling import Sampling
+from weft.engine.runner.device.collectives import Collectives
+from weft.engine.runner.device.sampling import Sampling
 from weft.kernels.reference import sampling, sampling_shards
 
 VOCABULARY = 301

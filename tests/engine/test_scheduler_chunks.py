@@ -11,7 +11,7 @@ from weft.engine.errors import ConfigError
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.model.directory import read_spec
-from weft.engine.runner.resolve import resolve
+from weft.engine.runner.options.resolve import resolve
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable

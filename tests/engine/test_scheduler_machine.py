@@ -19,7 +19,7 @@ from list_device import ListDevice, next_token
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.tiers import Tiers
-from weft.engine.runner.batch import Batch, StepResult
+from weft.engine.runner.iteration.batch import Batch, StepResult
 from weft.engine.scheduling.admission import OutputLengths
 from weft.engine.scheduling.build import Chunk
 from weft.engine.scheduling.fairness import MAX_DISPLACED, MAX_PASSED

@@ -10,7 +10,7 @@ from weft.engine.errors import RankLost
 from weft.engine.ranks import links as links_module
 from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.ranks.shared_collectives import SharedCollectives
-from weft.engine.runner.collectives import Collectives
+from weft.engine.runner.device.collectives import Collectives
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

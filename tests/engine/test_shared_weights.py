@@ -23,9 +23,9 @@ from weft.engine.engine import Engine
 from weft.engine.errors import ModelError
 from weft.engine.model.directory import read_spec
 from weft.engine.model.weights import Weights, load_weights
-from weft.engine.runner import load as model_load
-from weft.engine.runner.shared_memory import HostMemory
-from weft.engine.runner.shared_weights import shared_weights
+from weft.engine.runner.memory.shared_memory import HostMemory
+from weft.engine.runner.memory.shared_weights import shared_weights
+from weft.engine.runner.start import load as model_load
 from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
 from weft.engine.wire.shelf import COUNT, Shelf

@@ -8,7 +8,7 @@ import pytest
 from test_sampling_shards import on_ranks
 
 from weft.engine.ranks.shots import agreed_steps, best, file_of, read
-from weft.engine.runner.collectives import Collectives, Steps
+from weft.engine.runner.device.collectives import Collectives, Steps
 
 
 def test_what_rank_0_measured_is_used_by_all_and_kept(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from weft.engine.demo import MODEL_PATH
 from weft.engine.model.directory import read_spec
 from weft.engine.model.parts import Experts, Layer, Placement
 from weft.engine.model.spec import ModelSpec
-from weft.engine.runner.sum_places import OF_EMBEDDING, sum_places
+from weft.engine.runner.cuda.sum_places import OF_EMBEDDING, sum_places
 
 PLAIN = read_spec(MODEL_PATH)
 SPARSE = replace(

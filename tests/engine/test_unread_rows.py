@@ -11,8 +11,8 @@ import pytest
 import torch
 from harness import GREEDY, Harness
 
-from weft.engine.runner.batch import Batch
-from weft.engine.runner.cpu_executor import CpuExecutor, CpuInputs, _Iteration
+from weft.engine.runner.cpu.cpu_executor import CpuExecutor, CpuInputs, _Iteration
+from weft.engine.runner.iteration.batch import Batch
 
 Made = Callable[[str], Path]
 PROMPTS = [np.random.default_rng(seed).integers(3, 190, length) for seed, length in enumerate((30, 3, 41, 17))]

@@ -16,7 +16,7 @@ from harness import GREEDY, Harness
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, save_tiny
 
-import weft.engine.runner.load as model_load
+import weft.engine.runner.start.load as model_load
 from weft.engine.config import EngineConfig
 from weft.engine.demo import MODEL_PATH
 from weft.engine.engine import Engine

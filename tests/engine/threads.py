@@ -10,9 +10,9 @@ from harness import Harness
 from weft.engine.model.weights import load_weights
 from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.ranks.shared_collectives import SharedCollectives
-from weft.engine.runner.batch import Batch
-from weft.engine.runner.cpu_runner import CpuInFlight, CpuRunner
-from weft.engine.runner.resolve import resolve
+from weft.engine.runner.cpu.cpu_runner import CpuInFlight, CpuRunner
+from weft.engine.runner.iteration.batch import Batch
+from weft.engine.runner.options.resolve import resolve
 
 
 class Threads:

@@ -13,7 +13,7 @@ from weft.deploy.fleet.clock import Clock, Processor
 from weft.deploy.fleet.engine import Asked, EngineOptions, Heard, SimulatedEngine
 from weft.deploy.fleet.profile import load_profile
 from weft.engine.config import Objective
-from weft.engine.runner.work import GPU_TILE
+from weft.engine.runner.iteration.work import GPU_TILE
 from weft.engine.scheduling.iteration_cost import Load
 from weft.engine.scheduling.pace import Pace
 from weft.server.daemon.cli import main

@@ -20,11 +20,11 @@ from quick_interpreter import make_quick
 
 from weft.engine.model.weights import load_weights
 from weft.engine.ranks import loading
-from weft.engine.runner import peer_collectives
-from weft.engine.runner.collectives import Alone, Several, Steps
-from weft.engine.runner.cuda_runner import CudaRunner
-from weft.engine.runner.peer_collectives import PeerCollectives, Sizes
-from weft.engine.runner.resolve import resolve
+from weft.engine.runner.cuda import peer_collectives
+from weft.engine.runner.cuda.cuda_runner import CudaRunner
+from weft.engine.runner.cuda.peer_collectives import PeerCollectives, Sizes
+from weft.engine.runner.device.collectives import Alone, Several, Steps
+from weft.engine.runner.options.resolve import resolve
 from weft.kernels.collectives import peer as kernels
 
 RNG = np.random.default_rng(5)

@@ -14,7 +14,8 @@ from triton.runtime import interpreter
 
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.ranks import loading
-from weft.engine.runner import cuda_runner, resolve
+from weft.engine.runner.cuda import cuda_runner
+from weft.engine.runner.options import resolve
 from weft.kernels.attention import backends as attention_backends
 from weft.kernels.attention import triton_backend as attention_triton
 from weft.kernels.common.gpu import Gpu, compiling_for

@@ -22,8 +22,8 @@ from weft.engine.model.operations import Role
 from weft.engine.model.parts import Norm, Placement
 from weft.engine.model.spec import ModelSpec, Shard
 from weft.engine.plans.plan import NanoOperation, Period, serial_period
-from weft.engine.runner.collectives import Graph, Steps
-from weft.engine.runner.peer_collectives import PeerCollectives, Sizes
+from weft.engine.runner.cuda.peer_collectives import PeerCollectives, Sizes
+from weft.engine.runner.device.collectives import Graph, Steps
 from weft.kernels.collectives import peer as kernels
 from weft.kernels.collectives.peer import part_width
 from weft.kernels.common.gpu import gpu

@@ -30,9 +30,9 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import target_of
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import NanoOperation, Period, Plan
-from weft.engine.runner import preparation
-from weft.engine.runner.cuda_executor import CudaExecutor
-from weft.engine.runner.pipelines import token_buckets
+from weft.engine.runner.cuda.cuda_executor import CudaExecutor
+from weft.engine.runner.device import preparation
+from weft.engine.runner.iteration.pipelines import token_buckets
 from weft.engine.wire.messages import PlanStats
 from weft.kernels.common.gpu import gpu
 

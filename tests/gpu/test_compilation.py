@@ -14,7 +14,7 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 from weft.engine.config import EngineConfig
-from weft.engine.runner.compile_job import CompileJob
+from weft.engine.runner.device.compile_job import CompileJob
 
 config = EngineConfig(model="demo", cache_dir=sys.argv[1], num_pages=200, max_num_batched_tokens=512)
 job = CompileJob.begin(config)

@@ -28,18 +28,18 @@ from weft.engine.model.weights import Weights, load_weights
 from weft.engine.plans import pipeline
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import NanoOperation, Period, serial_period
-from weft.engine.runner.attention_lists import AttentionGrid
-from weft.engine.runner.attention_path import AttentionPath
-from weft.engine.runner.batch import Batch
-from weft.engine.runner.collectives import DeviceCollectives
-from weft.engine.runner.cpu_executor import CpuExecutor, CpuInputs
-from weft.engine.runner.cuda_executor import CudaExecutor
-from weft.engine.runner.cuda_inputs import DeviceInputs
-from weft.engine.runner.cuda_layers import CudaLayers
-from weft.engine.runner.cuda_runner import _Graphs
-from weft.engine.runner.input_layout import Layout
-from weft.engine.runner.layer_launch import Fused
-from weft.engine.runner.rank_sums import RankSums
+from weft.engine.runner.cpu.cpu_executor import CpuExecutor, CpuInputs
+from weft.engine.runner.cuda.cuda_executor import CudaExecutor
+from weft.engine.runner.cuda.cuda_inputs import DeviceInputs
+from weft.engine.runner.cuda.cuda_layers import CudaLayers
+from weft.engine.runner.cuda.cuda_runner import _Graphs
+from weft.engine.runner.cuda.rank_sums import RankSums
+from weft.engine.runner.device.collectives import DeviceCollectives
+from weft.engine.runner.device.layer_launch import Fused
+from weft.engine.runner.iteration.attention_lists import AttentionGrid
+from weft.engine.runner.iteration.attention_path import AttentionPath
+from weft.engine.runner.iteration.batch import Batch
+from weft.engine.runner.iteration.input_layout import Layout
 from weft.kernels.attention.backend import AttentionShape
 from weft.kernels.attention.torch_backend import TorchAttention
 from weft.kernels.attention.triton_backend import PER_SM, TritonAttention

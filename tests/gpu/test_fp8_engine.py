@@ -19,8 +19,9 @@ from tiny import make_tiny, save_tiny
 pytest.importorskip("triton")
 from interpreted import interpreted_gpu
 
-from weft.engine.runner import cuda_inputs, resolve
-from weft.engine.runner.cuda_inputs import DeviceInputs
+from weft.engine.runner.cuda import cuda_inputs
+from weft.engine.runner.cuda.cuda_inputs import DeviceInputs
+from weft.engine.runner.options import resolve
 from weft.kernels.attention.triton_backend import TritonAttention
 from weft.kernels.common.gpu import Gpu, is_hopper
 from weft.kernels.formats import fp8

@@ -15,7 +15,7 @@ from tiny import make_tiny
 pytest.importorskip("triton")
 from interpreted import interpreted_gpu
 
-from weft.engine.runner import resolve
+from weft.engine.runner.options import resolve
 from weft.kernels.common.gpu import Gpu
 
 pytestmark = pytest.mark.usefixtures("rounded", "device")

@@ -29,7 +29,7 @@ SITE = """
 import os, sys
 if "weft.engine.process" in sys.orig_argv:
     import torch
-    from weft.engine.runner import cuda_runner
+    from weft.engine.runner.cuda import cuda_runner
     launch = cuda_runner.CudaRunner.launch
     def spin(self, batch):
         if os.path.exists({trigger!r}):

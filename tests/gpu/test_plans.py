@@ -17,7 +17,7 @@ from weft.engine.model.directory import read_spec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import target_of
 from weft.engine.plans.plan import NanoOperation, Period, Plan
-from weft.engine.runner.resolve import resolve
+from weft.engine.runner.options.resolve import resolve
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SMALL: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 512}

@@ -24,7 +24,7 @@ from weft.engine.model.operations import Resource
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import target_of
 from weft.engine.plans.plan import Lane, NanoOperation, Period, Plan
-from weft.engine.runner.collectives import MEASURED_STEPS
+from weft.engine.runner.device.collectives import MEASURED_STEPS
 from weft.tools.demo.corpus import prompt_ids
 from weft.tools.demo.skills import held_out
 

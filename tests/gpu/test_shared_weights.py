@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.runner.shared_memory import CudaMemory
+from weft.engine.runner.memory.shared_memory import CudaMemory
 from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
 from weft.engine.wire.shelf import Shelf
@@ -29,7 +29,7 @@ CONFIG = EngineConfig(
 )  # fmt: skip
 MAKER = """
 import os, torch
-from weft.engine.runner.shared_memory import CudaMemory
+from weft.engine.runner.memory.shared_memory import CudaMemory
 from weft.engine.wire.shelf import Shelf
 shelf = Shelf.of({fds})
 fd = CudaMemory(torch.device("cuda", 0)).make(2**22, lambda home: home.fill_(7))

@@ -16,7 +16,7 @@ from interpreted import interpreted_gpu
 from memory_driver import MemoryDriver
 
 from weft.engine.config import Share
-from weft.engine.runner import cuda_runner
+from weft.engine.runner.cuda import cuda_runner
 
 HERE = torch.cuda.is_available()
 
@@ -38,17 +38,17 @@ def test_an_interpreted_engine_sleeps_and_goes_on(
         "num_pages": 4, "prefix_caching": False, "plan": "serial",
     }  # fmt: skip
     driver = MemoryDriver(2**23)
-    monkeypatch.setattr(cuda_runner, "cuda_resting", lambda _: driver.resting())
+    monkeypatch.setattr(cuda_runner, "cuda_sleepable_memory", lambda _: driver.sleepable())
     prompt = np.random.default_rng(5).integers(3, 90, 3)
     with interpreted_gpu(monkeypatch):
         harness = Harness(tiny_model("yi"), share=Share(sleeps=True), **options)
         runner = harness.engine.runner
         places = [tensor.data_ptr() for tensor in (runner.kv, *runner.weights.tensors())]
         before = answer(harness, prompt)
-        assert harness.engine.doze() > runner.kv.nbytes
+        assert harness.engine.sleep() > runner.kv.nbytes
         assert not driver.mapped
         assert not driver.created
-        harness.engine.rise()
+        harness.engine.wake()
         assert [tensor.data_ptr() for tensor in (runner.kv, *runner.weights.tensors())] == places
         assert answer(harness, prompt) == before
         harness.engine.close()
@@ -61,15 +61,15 @@ def test_memory_is_really_given_back_and_taken_again(tmp_path: Path) -> None:
         "kv_cache_gib": 1.0, "host_kv_gib": 0.1, "cache_dir": str(tmp_path), "share": Share(sleeps=True),
     }  # fmt: skip
     harness = Harness("demo", **options)
-    assert harness.engine.runner.resting is not None, "the driver does not do it"
+    assert harness.engine.runner.sleepable is not None, "the driver does not do it"
     prompt = np.random.default_rng(5).integers(6, 2000, 150)
     before = answer(harness, prompt)
     for _ in range(2):
         awake, _ = torch.cuda.mem_get_info()
-        given = harness.engine.doze()
+        given = harness.engine.sleep()
         assert given >= 2**30
         assert torch.cuda.mem_get_info()[0] - awake >= 0.99 * given
-        assert harness.engine.rise() == given
+        assert harness.engine.wake() == given
         assert answer(harness, prompt) == before
     assert max(harness.cached.values()) >= 128, "the host tier kept the prompt's pages"
     harness.engine.close()

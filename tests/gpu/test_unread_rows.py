@@ -18,8 +18,9 @@ from interpreted import interpreted_gpu
 from test_fp8_engine import SIZES, WIDE
 
 from weft.engine.plans import pipeline
-from weft.engine.runner import cuda_inputs, resolve
-from weft.engine.runner.cuda_executor import CudaExecutor
+from weft.engine.runner.cuda import cuda_inputs
+from weft.engine.runner.cuda.cuda_executor import CudaExecutor
+from weft.engine.runner.options import resolve
 from weft.kernels.common.gpu import Gpu
 
 pytestmark = [pytest.mark.usefixtures("rounded", "device"), pytest.mark.nightly]

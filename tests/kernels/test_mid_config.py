@@ -42,7 +42,7 @@ def test_what_no_tile_is_made_of_is_refused(config: MidConfig) -> None:
 
 
 def test_buckets_are_those_of_captured_graphs_and_no_fewer_tokens_are_live_than_the_next_one_has() -> None:
-    from weft.engine.runner.pipelines import token_buckets
+    from weft.engine.runner.iteration.pipelines import token_buckets
 
     graphs = token_buckets(2048)
     assert list(mid_table.BUCKETS) == [size for size in graphs if size >= 64]

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import vocabularies
 
-from weft.engine.wire.beat import Beats, Watch
+from weft.engine.wire.heartbeat import Heartbeats, Watch
 from weft.engine.wire.messages import (
     AbortRequests,
     AddRequest,
@@ -249,7 +249,7 @@ async def serving(
         options = {"port": 0, **options}
     else:
         options = {"served_model_name": ["stub"], "port": 0, "replicas": engines, **options}
-    watch = Watch(Beats(engines + 1))  # nobody is late who has never beaten
+    watch = Watch(Heartbeats(engines + 1))  # nobody is late who has never beaten
     service = Service(ServeConfig(**options), watch=watch)
     tokenizer = Tokenizer(vocabularies.wrapped(vocabularies.byte_level(adds_bos=adds_bos)))
     stubs = [Stub(tokenizer, max_num_seqs=max_num_seqs, energy_source=energy_source) for _ in range(engines)]

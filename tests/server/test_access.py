@@ -74,7 +74,7 @@ async def test_prompts_are_paid_for_before_they_are_computed() -> None:
         assert (await server.post("/v1/completions", body)).status_code == 429
         server.engine.script.gate.set()
         assert [(await task).status_code for task in (first, second)] == [200, 200]
-        assert server.service.board.buckets[0, 2] == pytest.approx(12, abs=1)
+        assert server.service.shared_state.buckets[0, 2] == pytest.approx(12, abs=1)
 
 
 async def test_a_forged_host_does_not_open(guarded: Server) -> None:

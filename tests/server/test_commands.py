@@ -30,7 +30,7 @@ from stub import Script, Server, serving
 from weft.engine.config import EngineConfig
 from weft.engine.demo import MODEL_PATH
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.runner.compile_job import use_cache
+from weft.engine.runner.device.compile_job import use_cache
 from weft.server.commands.chat import _piped, shown
 from weft.server.commands.completion import script, walk
 from weft.server.commands.doctor import caches, port

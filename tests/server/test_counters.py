@@ -25,10 +25,10 @@ from weft.engine.wire.messages import (
     SchedulerStats,
     TierStats,
 )
-from weft.server.observe.board import Board
 from weft.server.observe.counters import Counter, Histogram, Store
 from weft.server.observe.engine_metrics import ATTENTION, ATTENTION_PARTS, CUTS, SLOT_LIMIT_REASONS
 from weft.server.observe.metrics import Metrics
+from weft.server.observe.shared_state import SharedState
 from weft.server.observe.totals import plus
 
 BOUNDS = (0.001, 0.01, 0.5, 1.0, 16.0)
@@ -53,8 +53,8 @@ def test_exposition_is_that_of_prometheus_client() -> None:
     theirs = prometheus_client.CollectorRegistry()
     histogram = prometheus_client.Histogram("h", "text", ["tier"], buckets=BOUNDS, registry=theirs)
     counter = prometheus_client.Counter("c", "more", ["a", "b"], registry=theirs)
-    board = Board(3)
-    stores = [Store(board, row) for row in range(3)]
+    shared_state = SharedState(3)
+    stores = [Store(shared_state, row) for row in range(3)]
     mine = [
         (Histogram(s, "h", "text", BOUNDS, tier=("gpu", "host")), Counter(s, "c", "more", a=("x", "y"), b=("z",)))
         for s in stores
@@ -82,8 +82,8 @@ def test_exposition_is_that_of_prometheus_client() -> None:
 
 
 def test_counters_of_one_label_are_told_before_anything_was_counted() -> None:
-    board = Board(1)
-    store = Store(board, 0)
+    shared_state = SharedState(1)
+    store = Store(shared_state, 0)
     Counter(store, "c", "text", reason=("x", "y"))
     Counter(store, "d", "text")
     Counter(store, "e", "text", a=("x", "y"), b=("z",))
@@ -109,28 +109,28 @@ def test_values_outside_a_labels_set_count_as_other() -> None:
 
 
 def test_any_process_tells_the_sum_and_what_a_dead_one_counted_stays() -> None:
-    board = Board(3)
+    shared_state = SharedState(3)
     pid = os.fork()
     if pid == 0:
-        other = Metrics(Board(3, fd=board.fd), 2)
+        other = Metrics(SharedState(3, fd=shared_state.fd), 2)
         for _ in range(1000):
             other.ttft.observe(0.1)
             other.finished.labels("stop").inc()
         os._exit(9)
-    mine = Metrics(board, 1)
+    mine = Metrics(shared_state, 1)
     for _ in range(10):
         mine.finished.labels("stop").inc()
     os.waitpid(pid, 0)
-    again = Metrics(board, 2)  # the dead process's successor goes on where it ended
+    again = Metrics(shared_state, 2)  # the dead process's successor goes on where it ended
     again.finished.labels("stop").inc()
-    for metrics in (mine, again, Metrics(board, 0)):
+    for metrics in (mine, again, Metrics(shared_state, 0)):
         assert value_of(metrics, "weft_finished_total", {"reason": "stop"}) == 1011
         assert value_of(metrics, "weft_time_to_first_token_seconds_count") == 1000
 
 
 def test_a_scrape_tells_what_changed_since_the_last_one() -> None:
-    board = Board(2)
-    metrics, other = Metrics(board, 0), Metrics(board, 1)
+    shared_state = SharedState(2)
+    metrics, other = Metrics(shared_state, 0), Metrics(shared_state, 1)
     for n in range(1, 4):
         other.aborted.labels("drain").inc()
         metrics.ttft.observe(0.2)
@@ -159,7 +159,7 @@ def test_iterations_count_once() -> None:
 
 
 def test_more_cells_than_there_are() -> None:
-    store = Store(Board(1), 0)
+    store = Store(SharedState(1), 0)
     with pytest.raises(ValueError, match="cells"):
         Counter(store, "c", "text", a=[str(i) for i in range(5000)])
 

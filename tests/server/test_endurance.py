@@ -258,7 +258,7 @@ async def test_clients_that_vanish_leave_nothing_behind(server: Server, engine_p
         async with asyncio.timeout(240):
             while engine.stats.scheduler.running or engine.stats.scheduler.waiting or engine.stats.scheduler.pages_held:
                 assert (await ask(url, post({"prompt": [5], "max_tokens": 1}))).status == 200
-        await server.settle(lambda: not server.service.open and not server.service.board.load.sum())
+        await server.settle(lambda: not server.service.open and not server.service.shared_state.load.sum())
         await asyncio.sleep(0.1)  # connections that closed are forgotten in the loop's next rounds
 
     await asyncio.gather(*(one(rng.random()) for _ in range(64)))  # threads and sockets that then stay

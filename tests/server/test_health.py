@@ -17,7 +17,7 @@ from live import running
 from stub import serving
 
 from weft.server.commands import health
-from weft.server.observe import whereabouts
+from weft.server.observe import server_urls as server_urls
 
 DOCKERFILE = Path(__file__).parents[2] / "Dockerfile"
 
@@ -25,7 +25,7 @@ DOCKERFILE = Path(__file__).parents[2] / "Dockerfile"
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other daemons of this machine are not seen."""
-    monkeypatch.setattr(whereabouts, "NAME", f"weft-url-{uuid.uuid4().hex}")
+    monkeypatch.setattr(server_urls, "NAME", f"weft-url-{uuid.uuid4().hex}")
 
 
 def certificate(folder: Path) -> dict[str, str]:
@@ -50,7 +50,7 @@ async def test_the_state_of_a_server_is_the_exit_status(
     files = certificate(tmp_path) if tls else {}
     async with serving(engines=2, **files) as server:
         url = f"{'https' if tls else 'http'}://{server.url.partition('://')[2]}"
-        fd = whereabouts.publish(url)
+        fd = server_urls.publish(url)
         try:
             assert await asyncio.to_thread(checked) == 0
             assert capsys.readouterr().out == f"{url} ok\n"
@@ -72,44 +72,44 @@ async def test_the_state_of_a_server_is_the_exit_status(
 def test_a_server_that_does_not_answer_or_is_not_there_is_not_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert checked() == 1
     assert "no server" in capsys.readouterr().err
-    fd = whereabouts.publish("http://127.0.0.1:1")
+    fd = server_urls.publish("http://127.0.0.1:1")
     assert checked() == 1
     assert "does not answer" in capsys.readouterr().out
     os.close(fd)
-    assert whereabouts.published() == []
+    assert server_urls.published() == []
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_daemon_is_found_while_it_closes_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the list of a process's files and the look at one of them, that one may be gone."""
-    fd = whereabouts.publish("http://127.0.0.1:1")
+    fd = server_urls.publish("http://127.0.0.1:1")
     names = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: [*(["1000000"] if path.endswith("/fd") else []), *names(path)])
-    assert whereabouts.published() == ["http://127.0.0.1:1"]
+    assert server_urls.published() == ["http://127.0.0.1:1"]
     os.close(fd)
 
 
 @pytest.mark.usefixtures("alone")
 def test_what_others_have_put_where_daemons_are_looked_for_is_none_of_ours() -> None:
     """Root sees the processes of all users."""
-    fd = os.memfd_create(whereabouts.NAME)
+    fd = os.memfd_create(server_urls.NAME)
     os.write(fd, b"\xff\xfe")
-    assert whereabouts.published() == []
+    assert server_urls.published() == []
     os.close(fd)
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_daemon_in_a_network_of_its_own_is_not_asked_in_ours() -> None:
     """Root on a host sees the processes of containers, whose 127.0.0.1 is another one."""
-    publish = f"whereabouts.NAME = {whereabouts.NAME!r}; whereabouts.publish('http://127.0.0.1:1')"
-    code = f"from weft.server.observe import whereabouts; {publish}; print(flush=True); input()"
+    publish = f"server_urls.NAME = {server_urls.NAME!r}; server_urls.publish('http://127.0.0.1:1')"
+    code = f"from weft.server.observe import server_urls; {publish}; print(flush=True); input()"
     command = ("unshare", "--map-root-user", "--net", sys.executable, "-P", "-c", code)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         if not process.stdout.readline():
             pytest.skip("no network of one's own can be made here")
-        assert whereabouts.published() == []
+        assert server_urls.published() == []
         process.stdin.close()
 
 

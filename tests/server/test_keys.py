@@ -13,9 +13,9 @@ from stub import serving
 from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
 from weft.server.keys import digest, load_keys, match, reread
-from weft.server.observe.board import Board
 from weft.server.observe.limits import RateLimits
 from weft.server.observe.metrics import Metrics
+from weft.server.observe.shared_state import SharedState
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -79,9 +79,10 @@ class Clock:
 
 def test_requests_a_minute_hold_over_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    board = Board(2, 2)
+    shared_state = SharedState(2, 2)
     processes = [
-        RateLimits(Board(2, 2, board.fd), Metrics(board, row).rejected, requests=6, tokens=None) for row in range(2)
+        RateLimits(SharedState(2, 2, shared_state.fd), Metrics(shared_state, row).rejected, requests=6, tokens=None)
+        for row in range(2)
     ]
     assert [processes[i % 2].enter(1) is None for i in range(8)] == [True] * 6 + [False] * 2
     assert processes[0].enter(0) is None  # another key
@@ -96,8 +97,8 @@ def test_requests_a_minute_hold_over_all_processes(monkeypatch: pytest.MonkeyPat
 
 def test_tokens_are_charged_when_known_and_paid_back_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    board = Board(1, 1)
-    limits = RateLimits(board, Metrics(board).rejected, requests=None, tokens=60)
+    shared_state = SharedState(1, 1)
+    limits = RateLimits(shared_state, Metrics(shared_state).rejected, requests=None, tokens=60)
     assert limits.enter(0) is None
     limits.charge(0, 90)
     refusal = limits.enter(0)

@@ -14,7 +14,7 @@ import pytest
 from exposed import value_of
 from stub import Script, Server, serving
 
-from weft.engine.wire.beat import ENGINE, Beats, Watch
+from weft.engine.wire.heartbeat import ENGINE, Heartbeats, Watch
 from weft.server.api import answer
 from weft.server.api.service import Phase
 from weft.server.errors import ApiError
@@ -108,16 +108,16 @@ async def test_engine_death_ends_every_request_with_an_error() -> None:
 
 async def test_an_engine_without_progress_is_told_to_probes_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as server:
-        beats = Beats(2)
+        heartbeats = Heartbeats(2)
         now = [time.monotonic()]
-        watch = Watch(beats, lambda: now[0])
+        watch = Watch(heartbeats, lambda: now[0])
         monkeypatch.setattr(server.service, "_watch", watch)
         monkeypatch.setattr(server.service.metrics, "_watch", watch)
-        beat = beats.of(ENGINE)
-        beat.stage("loading weights, 1 of 2", 100)
+        heartbeat = heartbeats.of(ENGINE)
+        heartbeat.stage("loading weights, 1 of 2", 100)
         assert (await server.http.get("/health")).json() == {"status": "ok", "stage": "loading weights, 1 of 2"}
-        beat()
-        now[0] = beats.at(ENGINE) + 0.2
+        heartbeat()
+        now[0] = heartbeats.at(ENGINE) + 0.2
         for _ in range(9):
             now[0] += 1
             watch.look()
@@ -127,11 +127,11 @@ async def test_an_engine_without_progress_is_told_to_probes_until_it_goes_on(mon
         text = (await server.http.get("/metrics")).text
         assert 'weft_engine_up{engine="0"} 0.0' in text
         assert re.search(r'^weft_engine_last_beat_seconds{engine="0"} 9\.', text, re.MULTILINE)
-        now[0] = beats.at(ENGINE)
+        now[0] = heartbeats.at(ENGINE)
         assert (await server.http.get("/health")).json() == {"status": "ok"}
         assert (await server.http.get("/ready")).status_code == 200
         assert "rank" not in text
-        rank = beats.rank(ENGINE, 1)
+        rank = heartbeats.rank(ENGINE, 1)
         rank.begin("", 0.0, os.getpid())
         now[0] = rank.at + 0.2
         watch.look()
@@ -139,7 +139,7 @@ async def test_an_engine_without_progress_is_told_to_probes_until_it_goes_on(mon
             now[0] += 1
             watch.look()
         now[0] += 0.2
-        beat._cells[0] = now[0]  # rank 0 goes on
+        heartbeat._cells[0] = now[0]  # rank 0 goes on
         health = await server.http.get("/health")
         assert health.json()["error"]["message"] == "The engine's rank 1 has shown no progress for 9 seconds."
         text = (await server.http.get("/metrics")).text

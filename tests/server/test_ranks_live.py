@@ -87,7 +87,7 @@ async def test_a_rank_that_stops_is_named_and_ended(tmp_path: Path, ranks: int) 
 async def test_a_rank_killed_while_rank_0_imports_ends_the_start_at_once(tmp_path: Path) -> None:
     code = """
 import time
-from weft.engine.runner import headstart
+from weft.engine.runner.start import warm_start as headstart
 headstart._import = lambda *_: time.sleep(10_000)
 """
     daemon = Daemon(tmp_path / "stderr", *options(2), env=patched(tmp_path / "site", code))
@@ -125,12 +125,12 @@ async def test_a_rank_that_hangs_at_a_start_is_named_with_its_own_stage(tmp_path
     code = """
 import os, signal
 from weft.engine.ranks import follower, runners
-from weft.engine.runner import load
-from weft.engine.wire.beat import Beat
-stage = Beat.stage
+from weft.engine.runner.start import load
+from weft.engine.wire.heartbeat import Heartbeat
+stage = Heartbeat.stage
 def read(spec, config, resolved, progress):
     os.kill(os.getpid(), signal.SIGSTOP)
-    Beat.stage = lambda self, text, seconds: stage(self, text, 0.0)  # what bounds it is --hang-timeout
+    Heartbeat.stage = lambda self, text, seconds: stage(self, text, 0.0)  # what bounds it is --hang-timeout
     progress("reading", 1, 2)
     while True:
         signal.pause()

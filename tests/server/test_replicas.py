@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from weft.engine.errors import EngineDead
 from weft.engine.wire.messages import EngineReady, EngineStats, PageChanges
 from weft.engine.wire.page_keys import BRIEF, page_keys, root
-from weft.server.observe.board import Board
+from weft.server.observe.shared_state import SharedState
 from weft.server.replicas.cached_pages import CachedPages
 from weft.server.replicas.replicas import Replicas, level
 
@@ -36,8 +36,8 @@ def client(**fields: Any) -> Any:
     return SimpleNamespace(alive=True, num_open=0, stats=EngineStats(), on_stats=None, on_open=None, **fields)
 
 
-def replicas(engines: int, board: Board | None = None, row: int = 0, **options: Any) -> Replicas:
-    made = Replicas(board or Board(1, engines=engines), row, **options)
+def replicas(engines: int, shared_state: SharedState | None = None, row: int = 0, **options: Any) -> Replicas:
+    made = Replicas(shared_state or SharedState(1, engines=engines), row, **options)
     for engine in range(engines):
         made.attach(engine, client(), ready(), lambda _: None)
     return made
@@ -96,24 +96,24 @@ def test_who_asks_the_same_at_the_same_time_waits_at_the_same_engine() -> None:
 
 
 def test_loads_of_all_processes_count_and_end_with_their_requests() -> None:
-    board = Board(3, engines=2)
-    one, other = replicas(2, board, 1), replicas(2, board, 2)
+    shared_state = SharedState(3, engines=2)
+    one, other = replicas(2, shared_state, 1), replicas(2, shared_state, 2)
     first = one.route(one.prompt_pages(list(range(50)), ""), 10)
     second = other.route(other.prompt_pages(list(range(50, 90)), ""), 10)
     assert [first.replica.engine, second.replica.engine] == [0, 1]
     sibling = first.sibling()
-    assert board.engine_load.sum(axis=0).tolist() == [70, 50]
+    assert shared_state.engine_load.sum(axis=0).tolist() == [70, 50]
     first.started()
-    assert board.engine_load.sum(axis=0).tolist() == [20, 50]
+    assert shared_state.engine_load.sum(axis=0).tolist() == [20, 50]
     for ticket in (first, second, sibling, first):
         ticket.end()
-    assert not board.engine_load.any()
+    assert not shared_state.engine_load.any()
 
 
 def test_closed_stalled_and_dead_engines_get_nothing() -> None:
-    board, stalled = Board(1, engines=4), {1}
-    four = replicas(4, board, stalled=stalled.__contains__)
-    board.closed[0] = 1
+    shared_state, stalled = SharedState(1, engines=4), {1}
+    four = replicas(4, shared_state, stalled=stalled.__contains__)
+    shared_state.closed[0] = 1
     next(r for r in four if r.engine == 2).client.alive = False
     assert {routed(four, [i] * 20) for i in range(20)} == {3}
     assert [four.state(engine) for engine in (0, 1, 3)] == ["draining", "stalled", "serving"]
@@ -126,18 +126,18 @@ def test_closed_stalled_and_dead_engines_get_nothing() -> None:
 
 
 def test_an_engine_that_comes_back_is_not_given_everything() -> None:
-    board = Board(1, engines=3)
-    board.given[:] = [[900, 9], [1100, 11], [100, 1]]
-    level(board, 2)
-    assert board.given.tolist() == [[900, 9], [1100, 11], [1000, 10]]
+    shared_state = SharedState(1, engines=3)
+    shared_state.given[:] = [[900, 9], [1100, 11], [100, 1]]
+    level(shared_state, 2)
+    assert shared_state.given.tolist() == [[900, 9], [1100, 11], [1000, 10]]
 
 
 def test_what_was_given_long_ago_counts_less() -> None:
     two = replicas(2)
     for i in range(5000):
         routed(two, [i % 90] * 20)
-    assert two._board.given[:, 1].sum() < two.policy.window
-    assert two._board.given[:, 0].min() > 0.9 * two._board.given[:, 0].max()
+    assert two._shared_state.given[:, 1].sum() < two.policy.window
+    assert two._shared_state.given[:, 0].min() > 0.9 * two._shared_state.given[:, 0].max()
 
 
 def test_together_they_are_what_each_can_serve() -> None:
@@ -186,8 +186,8 @@ def converse(engines: int, processes: int, *, pages: int, seed: int, shared: int
     """Conversations of several rounds over made-up engines: the share of prompt tokens found, and what each engine
     computed. A round's request goes to any of the API processes. `shared`: tokens that all prompts begin with."""
     rng = random.Random(seed)
-    board = Board(processes + 1, engines=engines)
-    sides = [replicas(engines, board, row + 1) for row in range(processes)]
+    shared_state = SharedState(processes + 1, engines=engines)
+    sides = [replicas(engines, shared_state, row + 1) for row in range(processes)]
     caches = [Cache(pages // engines) for _ in range(engines)]
     free_at, computed, found, asked = [0.0] * engines, [0.0] * engines, 0, 0
     order = itertools.count()
@@ -202,7 +202,7 @@ def converse(engines: int, processes: int, *, pages: int, seed: int, shared: int
             tokens, rounds = rest
             tokens = tokens + [rng.randrange(10**6) for _ in range(rng.randrange(20, 400))]
             side, output = rng.choice(sides), rng.randrange(10, 200)
-            with board.lock():
+            with shared_state.lock():
                 ticket = side.route(side.prompt_pages(tokens, ""), output)
             engine, wanted = ticket.replica.engine, keys(tokens)
             hits, entered, left = caches[engine].use(wanted[: (len(tokens) - 1) // PAGE])
@@ -221,7 +221,7 @@ def converse(engines: int, processes: int, *, pages: int, seed: int, shared: int
                 again = now + rng.uniform(0.5, 20)
                 said = tokens + [rng.randrange(10**6) for _ in range(output)]
                 heapq.heappush(events, (again, next(order), "ask", said, rounds - 1))
-    assert not board.engine_load.any()
+    assert not shared_state.engine_load.any()
     return found / asked, computed
 
 

@@ -14,8 +14,8 @@ from stub import Script, Server, Stub, serving
 
 from weft.engine.wire.messages import EngineStats, PageChanges, SchedulerStats, TierStats
 from weft.engine.wire.page_keys import BRIEF, page_keys, root
-from weft.server.observe.board import Board
 from weft.server.observe.metrics import Metrics
+from weft.server.observe.shared_state import SharedState
 
 SILENT = Script("abcdef", stop_after=0)
 BROKEN_OFF = Script("abcdef", stop_after=3)
@@ -70,9 +70,9 @@ async def test_what_no_client_has_seen_is_begun_again_elsewhere(stream: bool, sc
             assert other.added[0].params == first.added[0].params  # the seed too
             assert other.added[0].prompt_token_ids == first.added[0].prompt_token_ids
             assert stream or response.json()["usage"]["completion_tokens"] == 7
-        board, metrics = server.service.board, server.service.metrics
-        assert not board.engine_load.any()
-        assert not board.load[:, :, :2].any()
+        shared_state, metrics = server.service.shared_state, server.service.metrics
+        assert not shared_state.engine_load.any()
+        assert not shared_state.load[:, :, :2].any()
         begins = value_of(metrics, "weft_time_to_first_token_seconds_count")
         ends = value_of(metrics, "weft_finished_total", {"reason": "stop"}) or 0
         aborts = value_of(metrics, "weft_aborted_total", {"cause": "engine"}) or 0
@@ -152,7 +152,7 @@ async def test_probes_name_each_engine() -> None:
         assert states(await server.http.get("/health")) == ["serving", "serving"]
         end(server, 0)
         assert states(await server.http.get("/ready")) == ["loading", "serving"]
-        server.service.board.closed[1] = 1
+        server.service.shared_state.closed[1] = 1
         assert states(await server.http.get("/admin/engines", headers=ADMIN)) == ["loading", "draining"]
         server.service.engine_died(0)
         assert states(await server.http.get("/health")) == ["dead", "draining"]
@@ -182,11 +182,11 @@ async def test_the_restart_of_engines_needs_the_admin_key_and_a_daemon() -> None
         assert (await server.post(path, {})).status_code == 401
         assert (await server.post(path, {}, headers=ADMIN)).status_code == 501
 
-        async def renew(engines: Any) -> str:
+        async def restart_engines(engines: Any) -> str:
             asked.append(engines)
             return "" if engines else "engines are being restarted already"
 
-        server.service.renew = renew
+        server.service.restart_engines = restart_engines
         assert (await server.post(path, {"engines": [1]}, headers=ADMIN)).status_code == 202
         assert (await server.post(path, {}, headers=ADMIN)).json()["error"]["code"] == "engines_not_restarted"
         assert asked == [[1], []]
@@ -217,7 +217,7 @@ def test_metrics_of_each_engine_add_up_to_those_of_all() -> None:
         scheduler = SchedulerStats(pages_held=n, pages_total=10, queue={"slots": n}, tiers=tiers, **numbers)
         return EngineStats(scheduler=scheduler, iterations=n, iterations_pipelined=1)
 
-    metrics = Metrics(Board(1, engines=3))
+    metrics = Metrics(SharedState(1, engines=3))
     metrics.engines[0].hear(stats(1, gpu=TierStats(hit_tokens=1)))
     metrics.engines[1].begins(stats(100))
     metrics.engines[1].hear(stats(2, gpu=TierStats(hit_tokens=2), ssd=TierStats(up=False, used=4)))

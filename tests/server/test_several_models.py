@@ -16,7 +16,7 @@ from test_metrics import OF_SEVERAL_MODELS
 from vocabularies import byte_level, wrapped
 
 from weft.server.api.service import Service
-from weft.server.observe.board import ENTERED, WAITING, Board, Rest
+from weft.server.observe.shared_state import ENTERED, WAITING, SharedState, SleepState
 from weft.server.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.asyncio
@@ -34,31 +34,31 @@ async def server() -> AsyncIterator[Server]:
         yield server
 
 
-class Sleeper:
+class Sleepable:
     """The daemon's part: moves a model when the test lets it."""
 
     def __init__(self, service: Service) -> None:
-        self.board: Board = service.board
+        self.shared_state: SharedState = service.shared_state
         self.lets = asyncio.Event()
         self.asked: list[Any] = []
         self.refusal = ""
         service.wake, service.sleep = self.wake, self.sleep
 
-    def rest(self, model: int, rest: Rest) -> None:
-        with self.board.lock():
-            self.board.rest[model] = rest
+    def set_sleep_state(self, model: int, state: SleepState) -> None:
+        with self.shared_state.lock():
+            self.shared_state.sleep_states[model] = state
 
     async def wake(self, model: int) -> str:
         self.asked.append(model)
         await self.lets.wait()
         if not self.refusal:
-            self.rest(model, Rest.AWAKE)
+            self.set_sleep_state(model, SleepState.AWAKE)
         return self.refusal
 
     async def sleep(self, model: int, level: int, seconds: float | None) -> str:
         self.asked.append((model, level, seconds))
         if not self.refusal:
-            self.rest(model, Rest.ASLEEP)
+            self.set_sleep_state(model, SleepState.ASLEEP)
         return self.refusal
 
 
@@ -118,7 +118,7 @@ async def test_a_request_is_answered_by_the_model_it_names(server: Server, asked
         assert (refused.status_code, refused.json()["error"]["type"]) in [
             (404, "not_found_error"), (404, "invalid_request_error")
         ], path  # fmt: skip
-    assert not server.service.board.load.any(), "a request that has ended is still in a model"
+    assert not server.service.shared_state.load.any(), "a request that has ended is still in a model"
 
 
 async def test_a_name_that_no_model_has_is_a_404_that_lists_all(server: Server) -> None:
@@ -155,8 +155,8 @@ async def test_the_end_of_one_model_is_not_the_end_of_the_other(server: Server) 
 
 async def test_a_daemon_is_ready_once_all_are_loaded_that_are_to_be_awake() -> None:
     async with serving(models=[*MODELS, "demo served_model_name=c"], attach=False) as server:
-        daemon = Sleeper(server.service)
-        daemon.rest(2, Rest.ASLEEP)
+        daemon = Sleepable(server.service)
+        daemon.set_sleep_state(2, SleepState.ASLEEP)
         assert (await server.http.get("/ready")).status_code == 503
         for model in (1, 0):  # the first one that is loaded makes the others no more ready
             assert (await server.http.get("/ready")).status_code == 503
@@ -181,52 +181,52 @@ async def test_metrics_are_told_by_model(server: Server) -> None:
 
 
 async def test_requests_queue_for_a_sleeping_model_and_wake_it_once(server: Server) -> None:
-    daemon = Sleeper(server.service)
-    daemon.rest(1, Rest.ASLEEP)
+    daemon = Sleepable(server.service)
+    daemon.set_sleep_state(1, SleepState.ASLEEP)
     asking = [asyncio.create_task(text_of(server, "b")) for _ in range(5)]
-    await server.settle(lambda: int(daemon.board.load[0, 1, WAITING]) == 5)
+    await server.settle(lambda: int(daemon.shared_state.load[0, 1, WAITING]) == 5)
     assert await text_of(server, "a") == "I am a"
     assert not server.engines[1].added
     assert (await server.http.get("/ready")).json()["models"][1] == {"model": "b", "state": "asleep"}
     daemon.lets.set()
     assert await asyncio.gather(*asking) == ["I am b"] * 5
     assert daemon.asked == [1]
-    assert not daemon.board.load[:, 1, ENTERED:].any()
-    assert daemon.board.used[1] > 0
+    assert not daemon.shared_state.load[:, 1, ENTERED:].any()
+    assert daemon.shared_state.used[1] > 0
 
 
 async def test_a_request_counts_for_its_model_until_its_answer_has_ended(server: Server) -> None:
     gate = server.engines[1].script.gate = asyncio.Event()
     asking = asyncio.create_task(text_of(server, "b"))
     await server.settle(lambda: bool(server.engines[1].added))
-    assert server.service.board.load[0, :, ENTERED].tolist() == [0, 1]
+    assert server.service.shared_state.load[0, :, ENTERED].tolist() == [0, 1]
     gate.set()
     await asking
     body = {"model": "b", "input": "hi", "background": True}
     gate = server.engines[1].script.gate = asyncio.Event()
     response = (await server.post("/v1/responses", body)).json()
-    assert server.service.board.load[0, :, ENTERED].tolist() == [0, 1], "nobody waits, and yet it is worked on"
+    assert server.service.shared_state.load[0, :, ENTERED].tolist() == [0, 1], "nobody waits, and yet it is worked on"
     gate.set()
-    await server.settle(lambda: not server.service.board.load.any())
+    await server.settle(lambda: not server.service.shared_state.load.any())
     done = (await server.http.get(f"/v1/responses/{response['id']}")).json()
     assert done["status"] == "completed"
 
 
 async def test_a_model_that_does_not_wake_in_time_is_a_503(server: Server) -> None:
-    daemon = Sleeper(server.service)
-    daemon.rest(1, Rest.ASLEEP)
+    daemon = Sleepable(server.service)
+    daemon.set_sleep_state(1, SleepState.ASLEEP)
     object.__setattr__(server.service.models[1].config, "wake_timeout", 0.05)
     refused = await server.post("/v1/completions", {"model": "b", "prompt": "hi"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_waking")
     assert int(refused.headers["retry-after"]) > 0
-    assert not daemon.board.load.any()
+    assert not daemon.shared_state.load.any()
     daemon.lets.set()  # it goes on waking all the same
-    await server.settle(lambda: daemon.board.rest[1] == Rest.AWAKE)
+    await server.settle(lambda: daemon.shared_state.sleep_states[1] == SleepState.AWAKE)
 
 
 async def test_one_that_cannot_wake_says_why(server: Server) -> None:
-    daemon = Sleeper(server.service)
-    daemon.rest(0, Rest.ASLEEP)
+    daemon = Sleepable(server.service)
+    daemon.set_sleep_state(0, SleepState.ASLEEP)
     daemon.refusal = "b has requests that take longer"
     daemon.lets.set()
     refused = await server.post("/v1/completions", {"model": "a", "prompt": "hi"})
@@ -236,20 +236,20 @@ async def test_one_that_cannot_wake_says_why(server: Server) -> None:
 
 async def test_requests_wake_no_model_where_they_are_not_to() -> None:
     async with serving(models=MODELS, wake_on_request=False) as server:
-        daemon = Sleeper(server.service)
-        daemon.rest(1, Rest.ASLEEP)
+        daemon = Sleepable(server.service)
+        daemon.set_sleep_state(1, SleepState.ASLEEP)
         refused = await server.post("/v1/completions", {"model": "b", "prompt": "hi"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_asleep")
         assert "retry-after" in refused.headers
         assert (await server.http.get("/ready")).status_code == 200
-        daemon.rest(0, Rest.ASLEEP)
+        daemon.set_sleep_state(0, SleepState.ASLEEP)
         assert (await server.http.get("/ready")).status_code == 503
         assert not daemon.asked
 
 
 async def test_a_bad_request_wakes_nobody(server: Server) -> None:
-    daemon = Sleeper(server.service)
-    daemon.rest(1, Rest.ASLEEP)
+    daemon = Sleepable(server.service)
+    daemon.set_sleep_state(1, SleepState.ASLEEP)
     bad: Sequence[dict[str, Any]] = ({"prompt": "hi", "best_of": 7, "n": 9}, {"prompt": "hi", "temperature": -1})
     for fields in bad:
         assert (await server.post("/v1/completions", {"model": "b", **fields})).status_code == 400
@@ -257,7 +257,7 @@ async def test_a_bad_request_wakes_nobody(server: Server) -> None:
 
 
 async def test_an_operator_moves_models(server: Server) -> None:
-    daemon = Sleeper(server.service)
+    daemon = Sleepable(server.service)
     daemon.lets.set()
 
     async def post(path: str, **body: Any) -> Any:
@@ -303,8 +303,8 @@ async def test_an_interruption_ends_the_answers_of_that_model_alone(server: Serv
 async def test_a_daemon_that_drains_wakes_nobody(server: Server) -> None:
     from weft.server.api.service import Phase
 
-    daemon = Sleeper(server.service)
-    daemon.rest(1, Rest.ASLEEP)
+    daemon = Sleepable(server.service)
+    daemon.set_sleep_state(1, SleepState.ASLEEP)
     for service in server.service.models:
         service.phase = Phase.DRAINING
     refused = await server.post("/v1/completions", {"model": "b", "prompt": "hi"})

@@ -138,7 +138,7 @@ def hanging(tmp_path: Path, *, as_on_a_gpu: bool) -> tuple[Path, dict[str, str]]
     trigger = tmp_path / "hang"
     code = f"""
 import os, time
-from weft.engine.runner import cpu_runner
+from weft.engine.runner.cpu import cpu_runner
 run = cpu_runner.CpuRunner.run
 def hang(self, batch):
     if os.path.exists({str(trigger)!r}):

@@ -13,7 +13,7 @@ from stub import Script, Server, serving
 from ui_page import FOLDER, SEND_SHOWN, ask, show
 
 from weft.server.api import ui
-from weft.server.observe.board import Rest
+from weft.server.observe.shared_state import SleepState
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -80,7 +80,7 @@ async def test_shows_model_state_and_figures(server: Server, page: Page) -> None
 async def test_several_models_are_shown_with_their_states_and_can_be_chosen(page: Page) -> None:
     async with serving(models=["demo served_model_name=a", "demo served_model_name=b"]) as server:
         server.engines[1].script = Script("I am b")
-        server.service.board.rest[0] = Rest.ASLEEP
+        server.service.shared_state.sleep_states[0] = SleepState.ASLEEP
         await show(page, server)
         await page.until("document.querySelector('#totals').innerText.includes('asleep')")
         assert await page.text("#model") == "a, b"

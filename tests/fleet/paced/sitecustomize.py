@@ -8,7 +8,7 @@ import os
 import sys
 import time
 
-TARGET = "weft.engine.runner.cpu_runner"
+TARGET = "weft.engine.runner.cpu.cpu_runner"
 
 
 class _Paced:
@@ -32,7 +32,7 @@ def pace(module):
     import numpy as np
 
     from weft.deploy.fleet.profile import Features, load_profile
-    from weft.engine.runner.batch import StepResult
+    from weft.engine.runner.iteration.batch import StepResult
 
     profile = load_profile(os.environ["WEFT_TEST_PACE"])
 

@@ -1,0 +1,191 @@
+"""`CpuRunner`: runs iterations on the torch twins, in order, on a thread of its own.
+
+`launch` returns at once. On the CPU the worker thread plays the part of the GPU's stream, so that scheduling really
+overlaps with computing; torch releases the interpreter lock inside its kernels.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.engine.errors import OutOfMemory
+from weft.engine.memory.cpu_transfer import CpuCopyEngine
+from weft.engine.model.broad.spec import BroadSpec
+from weft.engine.model.spec import ModelSpec
+from weft.engine.model.weights import Weights
+from weft.engine.runner.cpu.cpu_executor import CpuExecutor
+from weft.engine.runner.device.collectives import Collectives
+from weft.engine.runner.device.pooling import pooled
+from weft.engine.runner.device.sampling import Sampling, Scores
+from weft.engine.runner.iteration.batch import Batch, PromptLogprobs, StepResult
+from weft.engine.runner.memory.host_arena import host_sleepable_memory
+from weft.engine.runner.memory.sleep import SleepableMemory
+from weft.engine.runner.options.footprint import GIB
+from weft.engine.runner.options.resolve import ResolvedConfig
+from weft.kernels.attention.backends import make_host_attention
+
+if TYPE_CHECKING:
+    from weft.engine.model.broad.module import BroadModule
+
+
+def _allocate(config: ResolvedConfig, sleepable: SleepableMemory | None) -> Tensor:
+    """The pool, zeroed. Raises `OutOfMemory`."""
+    assert config.num_pages is not None
+    size = config.num_pages * config.kv.page_bytes
+    if sleepable is not None:
+        return config.kv.view(sleepable.allocate(size))
+    try:
+        # Pages of zeros that the system maps on first touch: starting costs nothing, idle memory is not taken.
+        return config.kv.view(torch.from_numpy(np.zeros(size, np.uint8)))
+    except (MemoryError, ValueError):  # ValueError: more than an address can say
+        raise OutOfMemory(f"{size / GIB:.1f} GiB of KV pages do not fit: lower --kv-cache-gib or --num-pages") from None
+
+
+def _finish(jobs: queue.SimpleQueue[CpuInFlight | None], thread: threading.Thread) -> None:
+    jobs.put(None)
+    thread.join()
+
+
+class CpuInFlight:
+    """An iteration on the worker thread."""
+
+    nano_batches = 1
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self._done = threading.Event()
+        self._result: StepResult | None = None
+        self._error: BaseException | None = None
+
+    def _resolve(self, result: StepResult | None, error: BaseException | None = None) -> None:
+        self._result, self._error = result, error
+        self._done.set()
+
+    def ends_within(self, seconds: float) -> bool:
+        return self._done.wait(seconds)
+
+    def wait(self) -> StepResult:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+class CpuRunner:
+    """The runner of a CPU (see `runner.Runner`), or of one rank of several."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights | BroadModule,
+        config: ResolvedConfig,
+        collectives: Collectives | None = None,
+    ) -> None:
+        self.sleepable = host_sleepable_memory(config.cache_dir) if config.sleeps else None
+        if self.sleepable is not None:
+            self.sleepable.adopt_weights(weights.tensors())
+        self.kv = _allocate(config, self.sleepable)
+        self._executor: Any
+        """a `CpuExecutor`, or what has its interface"""
+        if isinstance(spec, BroadSpec):
+            from weft.engine.model.broad.module import BroadModule
+            from weft.engine.runner.cpu.broad_cpu import BroadCpuExecutor
+
+            assert isinstance(weights, BroadModule)
+            self._executor = BroadCpuExecutor(spec, weights, self.kv, config)
+        else:
+            assert isinstance(weights, Weights)
+            attention = make_host_attention(
+                config.attention, config.attention_shape(spec), batch_invariant=config.batch_invariant
+            )
+            self._executor = CpuExecutor(
+                spec, weights, self.kv, attention, invariant=config.batch_invariant, collectives=collectives
+            )
+        self._last_token = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=config.device)
+        self._sampling = Sampling(config.device, config.max_num_seqs, spec.vocabulary, collectives)
+        self._num_threads = config.cpu_threads
+        self._packed = config.packed
+        self._last_end = 0.0
+        self._queue: queue.SimpleQueue[CpuInFlight | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="weft-runner", daemon=True)
+        self._thread.start()
+        # A thread inside torch while the interpreter shuts down aborts the process: let it finish first.
+        weakref.finalize(self, _finish, self._queue, self._thread)
+
+    @property
+    def num_pages(self) -> int:
+        return self.kv.shape[0]
+
+    @property
+    def preparation(self) -> None:
+        return None
+
+    def copy_engine(self, slots: int) -> CpuCopyEngine:
+        return CpuCopyEngine(self.kv, slots, self._packed)
+
+    def launch(self, batch: Batch) -> CpuInFlight:
+        in_flight = CpuInFlight(batch)
+        self._queue.put(in_flight)
+        return in_flight
+
+    def close(self) -> None:
+        """Finish what was launched and end the thread."""
+        _finish(self._queue, self._thread)
+
+    def _work(self) -> None:
+        # The thread count belongs to the calling thread. This must be the only team: OpenMP lets the threads of several
+        # teams sleep between operations, and waking them costs as much as a small operation.
+        torch.set_num_threads(self._num_threads)
+        while (in_flight := self._queue.get()) is not None:
+            try:
+                with torch.inference_mode():
+                    in_flight._resolve(self.run(in_flight.batch))
+            except BaseException as error:
+                in_flight._resolve(None, error)
+
+    def run(self, batch: Batch) -> StepResult:
+        """One iteration, start to end. Raises whatever torch raises; the engine cannot go on after that."""
+        begin = time.perf_counter()
+        idle_seconds = begin - self._last_end if self._last_end else 0.0
+        token_ids = torch.from_numpy(batch.token_ids.astype(np.int64))
+        # Decodes read the token that an earlier iteration left on the device.
+        d = batch.num_decodes
+        token_ids[:d] = self._last_token[torch.from_numpy(batch.slots[:d].astype(np.int64))]
+        x, sumsq = self._executor.forward(self._executor.inputs(batch, token_ids))
+        prompt_scores = [self._prompt_scores(x, sumsq, asked) for asked in batch.prompt_logprobs]
+        states = pooled(batch, lambda rows: self._executor.hidden(x, sumsq, self._sampling.up(rows.astype(np.int64))))
+        tokens, nonfinite, scores = self._sample(x, sumsq, batch)
+        self._last_end = time.perf_counter()
+        return StepResult(
+            batch,
+            tokens.numpy().astype(np.int32),
+            None if scores is None else scores.read(),
+            tuple(s.read() for s in prompt_scores),
+            self._last_end - begin,
+            idle_seconds,
+            nonfinite=nonfinite.numpy(),
+            pooled=None if states is None else states.numpy(),
+        )
+
+    def _sample(self, x: Tensor, sumsq: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Scores | None]:
+        """The tokens `[S]` int64, rows without numbers `[S]` bool, and what was asked beside them."""
+        s, up = batch.sampling, self._sampling.up
+        logits = self._executor.logits(x, sumsq, up(s.logit_tokens.astype(np.int64)))
+        raw = self._sampling.asked(logits, s)
+        self._sampling.adjust(logits, batch)
+        tokens, nonfinite = self._sampling.draw(logits, s)
+        self._last_token[up(s.slots.astype(np.int64))] = tokens
+        self._sampling.count(tokens, s)
+        return tokens, nonfinite, self._sampling.scores(tokens, s, raw)
+
+    def _prompt_scores(self, x: Tensor, sumsq: Tensor, asked: PromptLogprobs) -> Scores:
+        return self._sampling.prompt_scores(asked, asked.token_rows, lambda rows: self._executor.logits(x, sumsq, rows))

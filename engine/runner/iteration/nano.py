@@ -1,0 +1,145 @@
+"""Assigns an iteration to nano-batches: which tokens stand where, and the attention work of each (NanoFlow §4.1.2).
+
+Nano-batches are token ranges, so assigning is an order of the tokens: each range gets its share of the decodes, then
+prefill tokens. Decodes are assigned in the order of their length, so that every nano-batch reads about as much KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.engine.runner.iteration.batch import Batch
+
+Rows = npt.NDArray[np.int64]
+
+
+class NanoBatch(NamedTuple):
+    """One token range of the iteration: D decodes, then the tokens of C chunks or pieces of chunks."""
+
+    first_decode: int
+    """its place among the iteration's tokens; the others follow"""
+    decodes: Rows
+    """[D] rows of the batch"""
+    chunk_start: Rows
+    """[C] place of the piece's first token"""
+    chunk_len: Rows
+    chunk_context: Rows
+    """[C] tokens of the request before the piece"""
+    chunk_rows: Rows
+    """[C] rows of the batch"""
+
+
+class Assignment(NamedTuple):
+    """An order of the iteration's tokens, and what each nano-batch attends to."""
+
+    order: Rows | None
+    """[T] token of the batch at each place; None: as they are"""
+    places: Rows | None
+    """[T] the place of each token of the batch"""
+    nano_batches: tuple[NanoBatch, ...]
+    read: Rows | None = None
+    """[N] tokens of the batch that somebody reads behind the last layer, in the order in which it leaves them; None:
+    all, each at its place"""
+
+    def left_at(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+        """Where the last layer leaves tokens `[n]` of the batch."""
+        if self.read is not None:
+            order = np.argsort(self.read)
+            return np.asarray(order[np.searchsorted(self.read, rows, sorter=order)])
+        return rows if self.places is None else self.places[rows]
+
+
+def decode_counts(num_decodes: int, room: Sequence[int]) -> list[int]:
+    """Decodes of each nano-batch: an equal share, and what does not fit goes to those with room."""
+    counts = [0] * len(room)
+    left, open_ones = num_decodes, [k for k, r in enumerate(room) if r]
+    while left:
+        share = max(1, -(-left // len(open_ones)))
+        for k in open_ones:
+            take = min(share, room[k] - counts[k], left)
+            counts[k] += take
+            left -= take
+        open_ones = [k for k in open_ones if counts[k] < room[k]]
+    return counts
+
+
+def whole_counts(batch: Batch, ranges: Sequence[tuple[int, int]], tile: int) -> list[int] | None:
+    """As `decode_counts`, and so that nano-batches cut prompts at multiples of `tile` tokens alone: a few decodes more
+    or less in one of them move the cut behind it. None where that finds no way: of two there is none then."""
+    room = _room(batch, ranges)
+    counts = decode_counts(batch.num_decodes, room)
+    length = batch.query_len[batch.num_decodes :].astype(np.int64)
+    ends, context = np.cumsum(length), batch.kv_len[batch.num_decodes :].astype(np.int64) - length
+    for k in range(len(ranges) - 1):
+        cut = sum(room[: k + 1]) - sum(counts[: k + 1])
+        chunk = int(np.searchsorted(ends, cut, side="right"))
+        if chunk == len(ends):  # behind all of them
+            break
+        offset = cut - int(ends[chunk] - length[chunk])
+        beyond = (int(context[chunk]) + offset) % tile
+        if offset <= 0 or not beyond:
+            continue
+        back, on = min(beyond, offset), min(tile - beyond, int(ends[chunk]) - cut)
+        later = sum(counts[k + 1 :])
+        if back <= min(later, room[k] - counts[k]):
+            moved = back
+        elif on <= min(counts[k], sum(room[k + 1 :]) - later):
+            moved = -on
+        else:
+            return None
+        counts[k] += moved
+        counts[k + 1 :] = decode_counts(later - moved, room[k + 1 :])
+    return counts
+
+
+def _room(batch: Batch, ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """Tokens of each nano-batch."""
+    return [max(0, min(end, batch.num_tokens) - begin) for begin, end in ranges]
+
+
+def assign(batch: Batch, ranges: Sequence[tuple[int, int]], tile: int = 1) -> Assignment:
+    """Assignment the batch's T tokens to the token `ranges`, which cover at least `[0, T)` in order. tile: tokens of
+    prompts that are not divided, where `whole_counts` has a way."""
+    t, d = batch.num_tokens, batch.num_decodes
+    starts = np.cumsum(batch.query_len, dtype=np.int64) - batch.query_len
+    chunk_rows = np.arange(d, batch.num_requests)
+    context = (batch.kv_len - batch.query_len).astype(np.int64)
+    if len(ranges) == 1:
+        whole = NanoBatch(0, np.arange(d), starts[d:], batch.query_len[d:].astype(np.int64), context[d:], chunk_rows)
+        return Assignment(None, None, (whole,))
+    room = _room(batch, ranges)
+    counts = (whole_counts(batch, ranges, tile) if tile > 1 else None) or decode_counts(d, room)
+    # the j-th of a nano-batch's n decodes belongs at (j + 1/2) / n of the sorted list
+    owner = np.repeat(np.arange(len(ranges)), counts)
+    turn = np.concatenate([(np.arange(n) + 0.5) / n for n in counts if n] or [np.zeros(0)])
+    owner = owner[np.argsort(turn, kind="stable")]
+    by_length = np.argsort(-batch.kv_len[:d], kind="stable")
+    order = np.empty(t, np.int64)
+    nano_batches, at = [], d
+    for k, (begin, _) in enumerate(ranges):
+        # in the batch's own order, so that neighbours stay neighbours
+        decodes = np.sort(by_length[owner == k])
+        order[begin : begin + counts[k]] = decodes
+        first, last = at, at + room[k] - counts[k]
+        place = begin + counts[k]
+        order[place : begin + room[k]] = np.arange(first, last)
+        low, high = np.maximum(starts[d:], first), np.minimum(starts[d:] + batch.query_len[d:], last)
+        own = low < high
+        nano_batches.append(
+            NanoBatch(
+                begin,
+                decodes,
+                (low - first + place)[own],
+                (high - low)[own],
+                (context[d:] + low - starts[d:])[own],
+                chunk_rows[own],
+            )
+        )
+        at = last
+    places = np.empty(t, np.int64)
+    places[order] = np.arange(t)
+    return Assignment(order, places, tuple(nano_batches))

@@ -1,0 +1,84 @@
+"""`Pipelines`: every pipeline that a GPU runner has a graph of, and which one serves an iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.pipeline import Pipeline
+from weft.engine.plans.plan import Plan, serial_period
+from weft.engine.runner.iteration.batch import Batch
+from weft.engine.runner.iteration.nano import whole_counts
+
+DECODE_ONLY_TOKENS = 256
+"""token buckets up to which there is a pipeline without prefill attention: there its empty launch costs"""
+
+
+def token_buckets(max_tokens: int) -> list[int]:
+    """Sizes of the captured graphs: powers of two, 192, then steps of 128, 256 or an eighth, up to the dense batch."""
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+    while sizes[-1] < max_tokens:
+        step = 128 if sizes[-1] < 1024 else max(256, sizes[-1] // 8 // 256 * 256)
+        sizes.append(sizes[-1] + step)
+    return sorted({min(s, max_tokens) for s in sizes})
+
+
+class Pipelines:
+    """The serial plan of every token bucket, and the plan's own pipelines.
+
+    max_tokens: of an iteration. num_sms: of the GPU. undivided: tokens of a prompt that nano-batches must not divide.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, max_tokens: int, num_sms: int, plan: Plan | None, undivided: int = 1
+    ) -> None:  # fmt: skip
+        sizes = token_buckets(max_tokens)
+        self._plan, self._undivided = plan, undivided
+        self._serial = [Pipeline(serial_period(spec, size, num_sms), spec) for size in sizes]
+        self._decoding = [
+            Pipeline(serial_period(spec, size, num_sms, decode_only=True), spec)
+            for size in sizes
+            if size <= DECODE_ONLY_TOKENS
+        ]
+        self._planned = {id(p): Pipeline(p, spec) for p in (plan.periods if plan is not None else ())}
+        self._enabled = {id(pipeline) for pipeline in self._planned.values()}
+        self.nano_batches = max((len(p.nano_batches) for p in self._planned.values()), default=1)
+        """of the pipeline that has most"""
+
+    def __iter__(self) -> Iterator[Pipeline]:
+        """The largest first: what their graphs need is then enough for the others."""
+        yield from self.serial
+        yield from self.planned
+
+    def __len__(self) -> int:
+        return len(self._serial) + len(self._decoding) + len(self._planned)
+
+    @property
+    def serial(self) -> list[Pipeline]:
+        return [*reversed(self._serial), *self._decoding]
+
+    @property
+    def planned(self) -> list[Pipeline]:
+        """In the order of the plan's file."""
+        return list(self._planned.values())
+
+    def hold_back(self) -> None:
+        """The plan's own serve no iteration until they are enabled, one by one."""
+        self._enabled.clear()
+
+    def enable(self, pipeline: Pipeline) -> None:
+        self._enabled.add(id(pipeline))
+
+    def of(self, batch: Batch) -> Pipeline:
+        """The plan's pipeline for this iteration, or the serial plan where the search found no better, it is not
+        enabled, or would divide what must not be."""
+        if self._plan is not None and self._enabled:
+            kv_tokens = int(batch.kv_len[: batch.num_decodes].sum())
+            period = self._plan.period_for(batch.num_tokens, kv_tokens)
+            if period is not None and id(planned := self._planned[id(period)]) in self._enabled:
+                undivided = self._undivided
+                if undivided == 1 or whole_counts(batch, planned.nano_batches, undivided) is not None:
+                    return planned
+        if batch.num_decodes == batch.num_requests and batch.num_tokens <= self._decoding[-1].tokens:
+            return next(p for p in self._decoding if p.tokens >= batch.num_tokens)
+        return next(p for p in self._serial if p.tokens >= batch.num_tokens)

@@ -1,0 +1,144 @@
+"""`shared_weights`: the weights of a model, in memory that several engines map; one of them loads.
+
+The tensors are laid out one behind the other, and a table says which part of the model each is: who maps the memory
+builds `Weights` of that and reads no file. Nobody can write there once they are complete.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from weft.engine.model.layer_weights import ProductWeights
+from weft.engine.model.weights import Weights
+from weft.engine.runner.memory.sleep import ALIGNMENT
+from weft.engine.wire.shelf import Shelf, Shelved
+from weft.kernels.formats.fp8 import Fp8Weight
+from weft.kernels.formats.fp8_matrix import Fp8Matrix
+
+KINDS = {kind.__name__: kind for kind in (Weights, ProductWeights, Fp8Matrix, Fp8Weight)}
+"""what a model's weights are made of, beside tensors, mappings and tuples"""
+
+
+class SharedMemory(Protocol):
+    """Memory of a device as a file descriptor."""
+
+    def make(self, num_bytes: int, fill: Callable[[Tensor], None]) -> int:
+        """New memory. fill: is given it, `[num_bytes]` uint8, and afterwards nobody can write to it. Returns a
+        descriptor, the caller's to close. Raises `OutOfMemory`."""
+        ...
+
+    def map(self, fd: int, num_bytes: int) -> Tensor:
+        """`[num_bytes]` uint8, to be read. `fd` may be closed then."""
+        ...
+
+
+def shared_weights(
+    shelf: Shelf, name: str, memory: SharedMemory, load: Callable[[], Weights],
+    waiting: Callable[[], None] = lambda: None,
+) -> Weights:  # fmt: skip
+    """Those of this name that lie on the shelf; else they are loaded and put there. What `load` raises is raised.
+
+    waiting: called again and again while another engine loads.
+    """
+    with shelf.turn(waiting):
+        found = shelf.find()
+        if found is None or found.name != name:
+            if found is not None:
+                found.close()
+            _put(shelf, name, memory, load())
+            found = shelf.find()
+        assert found is not None
+        try:
+            return _mapped(found, memory)
+        finally:
+            found.close()
+
+
+def _put(shelf: Shelf, name: str, memory: SharedMemory, weights: Weights) -> None:
+    layout = _Layout()
+    contents = {"num_bytes": 0, "weights": layout.told(weights)}
+    contents["num_bytes"] = layout.num_bytes
+    file = os.memfd_create("weft-weights-contents")
+    with open(file, "wb", closefd=False) as writer:
+        writer.write(msgspec.json.encode(contents))
+    fd = memory.make(layout.num_bytes, layout.fill)
+    shelf.put(name, fd, file)
+    os.close(fd)
+    os.close(file)
+
+
+def _mapped(found: Shelved, memory: SharedMemory) -> Weights:
+    size = os.fstat(found.contents).st_size
+    contents = msgspec.json.decode(os.pread(found.contents, size, 0))
+    home = memory.map(found.memory, contents["num_bytes"])
+    made: dict[str, Tensor] = {}
+
+    def tensor(offset: int, dtype: str, shape: list[int], stride: list[int]) -> Tensor:
+        key = repr((offset, dtype, shape, stride))
+        if key not in made:
+            kind = getattr(torch, dtype)
+            empty = torch.empty(0, dtype=kind, device=home.device)
+            made[key] = empty.set_(home.untyped_storage(), offset // kind.itemsize, shape, stride)
+        return made[key]  # the same one where it was the same one: a tied head is the embedding
+
+    def value(told: Any) -> Any:
+        if not isinstance(told, dict):
+            return told
+        ((what, inside),) = told.items()
+        if what == "tensor":
+            return tensor(*inside)
+        if what == "tuple":
+            return tuple(map(value, inside))
+        parts = {name: value(part) for name, part in inside.items()}
+        return parts if what == "mapping" else KINDS[what](**parts)
+
+    weights = value(contents["weights"])
+    assert isinstance(weights, Weights)
+    return weights
+
+
+class _Layout:
+    """Where tensors come to lie."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._at: dict[int, int] = {}
+        """offset by the address of a storage"""
+        self._storages: list[tuple[int, Tensor]] = []
+        """offset, and `[bytes]` uint8"""
+
+    def told(self, value: Any) -> Any:
+        """As JSON has it: one entry, of what it is, around everything but numbers, words and nothing."""
+        if isinstance(value, Tensor):
+            return {"tensor": self._placed(value)}
+        if is_dataclass(value):
+            return {type(value).__name__: {f.name: self.told(getattr(value, f.name)) for f in fields(value)}}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return {type(value).__name__: {name: self.told(getattr(value, name)) for name in value._fields}}
+        if isinstance(value, tuple):
+            return {"tuple": [self.told(part) for part in value]}
+        if isinstance(value, Mapping):
+            return {"mapping": {name: self.told(part) for name, part in value.items()}}
+        assert value is None or isinstance(value, str | int | float), value
+        return value
+
+    def _placed(self, tensor: Tensor) -> tuple[int, str, list[int], list[int]]:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._at:
+            self._at[storage.data_ptr()] = self.num_bytes
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self._storages.append((self.num_bytes, whole))
+            self.num_bytes += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+        offset = self._at[storage.data_ptr()] + int(tensor.storage_offset()) * tensor.itemsize
+        return offset, str(tensor.dtype).removeprefix("torch."), [int(n) for n in tensor.shape], list(tensor.stride())
+
+    def fill(self, home: Tensor) -> None:
+        for at, whole in self._storages:
+            home[at : at + len(whole)].copy_(whole)

@@ -1,0 +1,294 @@
+"""`ResolvedConfig`: what the device offers and what the engine takes of it: dtypes, batch bounds, size of the pool."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from weft.engine.config import EngineConfig, Pod, expanded
+from weft.engine.errors import ConfigError, OutOfMemory
+from weft.engine.memory.kv_layout import KvLayout
+from weft.engine.model.broad.spec import BroadSpec
+from weft.engine.model.implementation import widened
+from weft.engine.model.spec import ModelSpec
+from weft.engine.plans.choose import choose_plan, target_of
+from weft.engine.plans.plan import Plan, load_plan
+from weft.engine.runner.options.broad_shapes import kinds_of_calls, refuse_on_gpu
+from weft.engine.runner.options.footprint import GIB, Footprint, memory_bytes
+from weft.engine.runner.options.gpu_limits import check_fp8, check_kernels, check_pod
+from weft.kernels.attention import backends as attention_backends
+from weft.kernels.attention.backend import AttentionShape, AttentionUnavailable
+from weft.kernels.attention.backends import TRITON_HEAD_DIMS, BackendName
+from weft.kernels.attention.work_lists import tokens_of_whole_tiles
+from weft.kernels.common.gpu import Gpu, gpu, gpu_device
+from weft.kernels.formats.fp8 import E4M3
+from weft.kernels.formats.packed_page import PackedPage
+
+log = logging.getLogger("weft.engine")
+INVARIANT_CHUNK = 128
+"""tokens of a chunk that batch invariance may need, and of the tiles of attention in torch"""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """The engine's options with every open choice made."""
+
+    device: torch.device
+    weight_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    """of activations"""
+    kv: KvLayout
+    """a page, with a dtype of its own"""
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_pages: int | None
+    """None: as many as the GPU has room for once everything else is there"""
+    gpu_memory_utilization: float
+    """of the whole GPU, with the model's part of it taken into account"""
+    cpu_threads: int
+    attention: BackendName
+    batch_invariant: bool
+    """one accumulation order for every operation, whatever shares the batch"""
+    cache_dir: Path
+    """of what was tuned on this machine"""
+    tuning_seconds: float
+    plan: Plan | None = None
+    """plans of overlapped nano-batches; None: the serial plan alone"""
+    wait_for_plan: bool = True
+    """all its pipelines are there before the first iteration"""
+    sleeps: bool = False
+    """weights and KV pool lie where their memory can be given back"""
+    has_neighbours: bool = False
+    """other models are on the same device"""
+    sharers: int = 1
+    """engines of this model on the same device, this one included"""
+    common_weights: bool = False
+    """these have one copy of the weights"""
+    packed: PackedPage | None = None
+    """how pages lie in the tiers below the device; None: as they are"""
+    pod: Pod = "off"
+    """whether attention of decodes and of chunks is one launch"""
+
+    def chunk_step(self, spec: ModelSpec) -> int:
+        """Tokens at whose multiples alone prompts are cut: with batch invariance no tile of attention is."""
+        if not self.batch_invariant:
+            return 1
+        return tokens_of_whole_tiles(spec.heads_per_kv) if self.attention == "triton" else INVARIANT_CHUNK
+
+    def attention_shape(self, spec: ModelSpec) -> AttentionShape:
+        return _attention_shape(spec, self.kv, self.compute_dtype, self.device, self.max_model_len)
+
+
+def _compute_dtype(config: EngineConfig, spec: ModelSpec, *, cuda: bool) -> torch.dtype:
+    """Raises `ConfigError`."""
+    if config.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, config.dtype)
+    elif cuda:
+        dtype = torch.float16 if spec.dtype == "float16" else torch.bfloat16
+    else:
+        dtype = _cpu_dtype(spec)
+    if not cuda and dtype == torch.float16:
+        raise ConfigError("--dtype float16 needs a GPU; use float32 or bfloat16 on a CPU")
+    if cuda and dtype == torch.float32:
+        raise ConfigError("--dtype float32 needs --device cpu; a GPU serves bfloat16 or float16")
+    return dtype
+
+
+def _cpu_dtype(spec: ModelSpec) -> torch.dtype:
+    """bfloat16 for a bfloat16 checkpoint where the CPU multiplies it natively: half the bytes, twice the speed."""
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native and spec.dtype == "bfloat16" else torch.float32
+
+
+def _pages_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, here: Gpu | None) -> torch.dtype:
+    """here: the GPU that they are on. Raises `ConfigError`."""
+    if isinstance(spec, BroadSpec) and config.batch_invariant:
+        raise ConfigError("--batch-invariant needs weft's own layers: transformers' code has none; leave it out")
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if isinstance(spec, BroadSpec):
+        raise ConfigError("--kv-cache-dtype fp8 needs weft's own layers: transformers' code has none; leave it out")
+    if here is not None and here.capability < (8, 9):
+        raise ConfigError(f"--kv-cache-dtype fp8: {here.name} has no FP8; leave it out, or use --device cpu")
+    return E4M3
+
+
+def served_as(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+    """The model as its device computes it."""
+    cuda = config.device != "cpu" and gpu() is not None
+    return widened(spec) if cuda and not isinstance(spec, BroadSpec) else spec
+
+
+def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
+    """Decide what the configuration leaves open, of a model `served_as` its device computes it.
+
+    Raises `ConfigError` or `OutOfMemory`, one line.
+    """
+    here = _gpu_for(config, spec)
+    cuda = here is not None
+    ranks, sharers = spec.shard_of.ranks, config.share.sharers
+    device = gpu_device() if cuda else torch.device("cpu")
+    dtype = _compute_dtype(config, spec, cuda=cuda)
+    max_num_seqs = config.sequence_limit or (1024 if cuda else 256)
+    max_model_len = _context(config, spec, max_num_seqs)
+    pages_dtype = _pages_dtype(config, spec, dtype, here)
+    kv, shapes = _pages(config, spec, dtype, pages_dtype, device, max_model_len)
+    (backend,) = {_attention(config, shape) for shape in shapes}
+    planned = cuda and spec.native
+    if not planned:
+        _check_plan(config)
+    plan = _plan(config, spec, device, dtype, pages_dtype, backend) if planned else None
+    dense = plan.dense_batch if plan is not None else 0
+    max_num_batched_tokens = config.max_num_batched_tokens or dense or (2048 if cuda else 512)
+    if config.batch_invariant and max_num_batched_tokens < INVARIANT_CHUNK:
+        raise ConfigError(f"--batch-invariant needs --max-num-batched-tokens {INVARIANT_CHUNK} or more")
+    if cuda and spec.native:
+        check_kernels(spec)
+    copies = sharers if isinstance(spec, BroadSpec) else sharers // config.share.weight_sharers
+    footprint = Footprint(config, device, cuda, ranks, spec.weight_bytes(dtype.itemsize), copies)
+    footprint.check_weights(dtype)
+    num_pages = footprint.pages(kv, max_num_seqs * -(-max_model_len // kv.page_size) + 1)
+    # No context is longer than its pages: what the config promises beyond that needs no table of positions.
+    in_memory = num_pages - 1 if num_pages is not None else kv.pages_in(memory_bytes(device))
+    max_model_len = max(2, min(max_model_len, in_memory * kv.page_size))
+    if config.pod != "off":
+        check_pod(config, spec, backend, _attention_shape(spec, kv, dtype, device, max_model_len))
+    return ResolvedConfig(
+        device=device,
+        weight_dtype=dtype,
+        compute_dtype=dtype,
+        kv=kv,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_pages=num_pages,
+        gpu_memory_utilization=config.gpu_memory_utilization * config.share.memory,
+        # One core is for the scheduler and the API: where their work takes a thread's core, all threads wait for it.
+        cpu_threads=config.cpu_threads or max(1, len(os.sched_getaffinity(0)) - 1),
+        attention=backend,
+        batch_invariant=config.batch_invariant,
+        cache_dir=config.cache_path,
+        tuning_seconds=config.tuning_seconds,
+        plan=plan,
+        wait_for_plan=config.wait_for_plan or ranks > 1,  # all ranks must have a pipeline before one of them runs it
+        sleeps=config.share.sleeps and ranks == 1,
+        has_neighbours=config.share.memory < 1,
+        sharers=sharers,
+        common_weights=copies < sharers,
+        packed=_packed(kv) if config.tier_kv_format == "packed" else None,
+        pod=config.pod,
+    )
+
+
+def _context(config: EngineConfig, spec: ModelSpec, max_num_seqs: int) -> int:
+    """Tokens of a request at most, as far as model and tables of the CPU go. Raises `ConfigError`, `OutOfMemory`."""
+    max_model_len = config.max_model_len or spec.max_positions
+    if max_model_len > spec.max_positions:
+        raise ConfigError(f"--max-model-len {max_model_len} is more than the model's {spec.max_positions} positions")
+    tables = max_model_len * (4 * spec.head_dim + 4 * max_num_seqs)  # of angles, and of each request's token ids
+    if tables > memory_bytes(torch.device("cpu")):
+        raise OutOfMemory(
+            f"a context of {max_model_len} tokens takes tables of {tables / GIB:,.0f} GiB: lower --max-model-len"
+        )
+    return max_model_len
+
+
+def _gpu_for(config: EngineConfig, spec: ModelSpec) -> Gpu | None:
+    """The GPU that computes the model; None: a CPU does. Raises `ConfigError` where it cannot."""
+    here = gpu()
+    if config.device == "cuda" and here is None:
+        raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
+    if config.device == "cpu" or here is None:
+        return None
+    sharers = config.share.sharers
+    # A rank would wait on one GPU for another that waits for its turn on the next.
+    if sharers > 1 and spec.shard_of.ranks > 1:
+        raise ConfigError(
+            f"--replicas {sharers} on GPUs needs --tensor-parallel-size 1: leave one of the two out, or use "
+            "--data-parallel-size for engines on GPUs of their own"
+        )
+    if not isinstance(spec, BroadSpec) and spec.quantization is not None:
+        check_fp8(spec, here)
+    return here
+
+
+def _pages(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, pages_dtype: torch.dtype, device: torch.device,
+    max_model_len: int,
+) -> tuple[KvLayout, Sequence[AttentionShape]]:  # fmt: skip
+    """What a page looks like, and the attention over pages that the model asks for, each kind once."""
+    if not isinstance(spec, BroadSpec):
+        kv = KvLayout.of(spec, config.page_size, pages_dtype)
+        return kv, [_attention_shape(spec, kv, dtype, device, max_model_len)]
+    cuda = device.type == "cuda"
+    kv = KvLayout.of(spec, config.page_size, dtype, TRITON_HEAD_DIMS if cuda else ())
+    kinds = kinds_of_calls(spec, kv)
+    shapes = [kind.shape(kv, dtype, device, max_model_len) for kind in dict.fromkeys(kinds)]
+    if cuda:
+        refuse_on_gpu(spec, kinds, config.attention_backend)
+    return kv, shapes
+
+
+def _packed(kv: KvLayout) -> PackedPage:
+    if (form := kv.packed) is None:
+        name = str(kv.dtype).removeprefix("torch.")
+        why = f"they are {name}" if kv.dtype != torch.bfloat16 else "lower --page-size"
+        raise ConfigError(f"--tier-kv-format packed: these KV pages cannot be packed: {why}; bfloat16 is what it packs")
+    return form
+
+
+def _check_plan(config: EngineConfig) -> None:
+    """A CPU runs no plan, nor does transformers' code; one that is named must still be one. Raises `ConfigError`."""
+    if config.plan not in ("auto", "serial"):
+        load_plan(expanded(config.plan))
+        log.warning("the plan %s is not used: plans are for a GPU and weft's own layers", config.plan)
+
+
+def _plan(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, pages: torch.dtype, backend: str
+) -> Plan | None:  # fmt: skip
+    named = config.plan not in ("auto", "serial")
+    if len({layer.experts for layer in spec.layers}) > 1:
+        if named:
+            raise ConfigError(f"--plan {config.plan}: a model with dense layers and ones with experts runs serially")
+        return None
+    if backend != "triton":
+        if named:
+            raise ConfigError(f"--plan {config.plan}: pipelines need the triton attention back end")
+        return None
+    if config.batch_invariant:
+        if named and any(spec.windows):  # beyond a window, sums of attention follow where a chunk is cut
+            raise ConfigError(
+                f"--plan {config.plan}: not with --batch-invariant for a model whose attention has windows"
+            )
+        if not named:
+            return None
+    target = target_of(spec, device, dtype, pages)
+    return choose_plan(config.plan, spec, target, config.max_num_batched_tokens)
+
+
+def _attention_shape(
+    spec: ModelSpec, kv: KvLayout, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> AttentionShape:
+    # A window that no context outgrows is none.
+    windows = tuple(w if w and w < max_model_len else None for w in spec.windows)
+    return AttentionShape(
+        spec.num_heads, kv.num_kv_heads, kv.head_dim, kv.page_size, dtype, device, kv.dtype, windows,
+        spec.attention_scale, spec.attention_softcap, spec.sinks,
+    )  # fmt: skip
+
+
+def _attention(config: EngineConfig, shape: AttentionShape) -> BackendName:
+    """The attention back end, known to work here. Raises `ConfigError`."""
+    try:
+        name = attention_backends.choose(config.attention_backend, shape.device)
+        attention_backends.check(name, shape)
+    except AttentionUnavailable as error:
+        raise ConfigError(f"--attention-backend {config.attention_backend}: {error}") from None
+    return name

@@ -1,0 +1,48 @@
+"""`load_tested`: a `transformers` model with its weights, on a CPU behind the self-test (a GPU's is its runner's)."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.engine.config import EngineConfig
+from weft.engine.model.broad.module import BroadModule
+from weft.engine.model.broad.spec import BroadSpec
+from weft.engine.model.broad.weights import load_broad
+from weft.engine.runner.cpu.broad_cpu import BroadCpuExecutor
+from weft.engine.runner.iteration.batch import Batch
+from weft.engine.runner.options.resolve import ResolvedConfig
+from weft.engine.runner.start.self_test import pages_needed, self_test
+
+
+def load_tested(spec: BroadSpec, options: EngineConfig, config: ResolvedConfig) -> BroadModule:
+    """Raises `ModelError`, also for a model that computes something else in our batches than alone."""
+    model = load_broad(
+        spec,
+        options.model_path,
+        device=config.device,
+        dtype=config.weight_dtype,
+        max_positions=config.max_model_len,
+        dummy_seed=options.seed if options.load_format == "dummy" else None,
+        trusted=options.trust_remote_code,
+    )
+    if config.attention != "triton":  # whose work lists its runner has, and the test with them
+        _test(spec, model, config)
+    return model
+
+
+def _test(spec: BroadSpec, model: BroadModule, config: ResolvedConfig) -> None:
+    shape = config.kv.shape(1 + pages_needed(config.kv.page_size))
+    with torch.inference_mode():
+        # What nobody wrote may be anything.
+        pool = torch.full(shape, float("nan"), dtype=config.kv.dtype)
+        pool[0] = 0
+    executor = BroadCpuExecutor(spec, model, pool, config)
+
+    def run(batch: Batch) -> torch.Tensor:
+        inputs = executor.inputs(batch, torch.from_numpy(batch.token_ids).long())
+        x, place = executor.forward(inputs)
+        return executor.logits(x, place, torch.from_numpy(batch.sampling.logit_tokens).long())
+
+    self_test(
+        spec, model, run, page_size=config.kv.page_size, max_model_len=config.max_model_len, dtype=config.compute_dtype
+    )

@@ -1,0 +1,160 @@
+"""`weft inspect`: what a model is made of, what it takes, and whether this machine serves it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any, get_args
+
+from weft.engine.config import EngineConfig, ModelImpl
+from weft.engine.errors import ConfigError, WeftError
+
+if TYPE_CHECKING:
+    from weft.engine.model.spec import ModelSpec
+
+GIB = 2**30
+MAX_RANKS = 8
+"""that `EngineConfig` takes"""
+
+
+def add_inspect_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="MODEL", nargs="?", help="a directory, ORG/NAME on the hub, or 'demo' [demo]")
+    parser.add_argument("--model-preset", metavar="NAME", help="a shape that weft knows, instead")
+    parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of ORG/NAME [main]")
+    parser.add_argument("--max-model-len", metavar="N", type=int, help="the context that is to fit [the model's own]")
+    parser.add_argument(
+        "--model-impl", choices=get_args(ModelImpl), default="auto", help="what is to compute it [auto]"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the directory brings")
+    parser.add_argument(
+        "--tensor-parallel-size", metavar="N", type=int, default=1, help="ranks that are to share it [1]"
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _config(arguments: argparse.Namespace) -> EngineConfig:
+    """Raises `ConfigError` and `ModelError`."""
+    from weft.engine.model.hub import find_model
+
+    if arguments.name is not None and arguments.model_preset is not None:
+        raise ConfigError("give a model or --model-preset, not both")
+    if arguments.max_model_len is not None and arguments.max_model_len < 2:
+        raise ConfigError("--max-model-len must be 2 or more")
+    if not 1 <= arguments.tensor_parallel_size <= MAX_RANKS:
+        raise ConfigError(f"--tensor-parallel-size must be 1 to {MAX_RANKS}")
+    options: dict[str, Any] = {
+        "tensor_parallel_size": arguments.tensor_parallel_size, "load_format": "dummy",
+        "max_model_len": arguments.max_model_len, "model_impl": arguments.model_impl,
+        "trust_remote_code": arguments.trust_remote_code,
+    }  # fmt: skip
+    if arguments.model_preset is not None:
+        return EngineConfig(model_preset=EngineConfig.known_preset(arguments.model_preset), **options)
+    if arguments.name in (None, "demo"):
+        return EngineConfig(**options)
+    return EngineConfig(model=str(find_model(arguments.name, arguments.revision, weights=False)), **options)
+
+
+def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]:
+    """What each device of this machine makes of a rank's part: room for KV, or why it does not serve it."""
+    from weft.engine.runner.options.footprint import memory_bytes
+    from weft.engine.runner.options.resolve import resolve, served_as
+    from weft.kernels.common.gpu import gpu
+
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("cpu",) if gpu() is None else ("cpu", "cuda"):
+        there = config.model_copy(update={"device": name})
+        own = served_as(spec, there)
+        try:
+            resolved = resolve(there, own)
+        except WeftError as error:
+            found[name] = {"served": False, "why_not": str(error)}
+            continue
+        weights = own.weight_bytes(resolved.weight_dtype.itemsize)
+        pages = resolved.num_pages
+        if pages is None:  # the engine measures what is left; this is before its buffers
+            room = memory_bytes(resolved.device) * resolved.gpu_memory_utilization - weights
+            pages = max(0, resolved.kv.pages_in(room))
+        found[name] = {
+            "served": True,
+            "dtype": str(resolved.compute_dtype).removeprefix("torch."),
+            "weight_bytes": weights,
+            "kv_bytes_per_token": resolved.kv.token_bytes,
+            "kv_tokens": pages * resolved.kv.page_size,
+            "max_model_len": resolved.max_model_len,
+        }
+    return found
+
+
+def inspect(config: EngineConfig) -> dict[str, Any]:
+    """Everything the command tells. Raises `ModelError` for a model that no device serves."""
+    from weft.engine.model.description import describe
+    from weft.engine.model.implementation import choose_spec
+
+    spec, implementation = choose_spec(config)
+    own = spec.shard(0, config.tensor_parallel_size)
+    return {
+        "model": config.model_name,
+        "architecture": spec.architecture,
+        "implementation": implementation,
+        "parts": dict(describe(spec)),
+        "parameters": spec.num_parameters,
+        "active_parameters": spec.active_parameters,
+        "kv_values_per_token": 2 * sum(heads * width for heads, width in spec.kv_heads),
+        "ranks": [ranks for ranks in range(1, MAX_RANKS + 1) if _splits(spec, ranks)],
+        "devices": _devices(config, own),
+    }
+
+
+def _splits(spec: ModelSpec, ranks: int) -> bool:
+    try:
+        spec.shard(0, ranks)
+    except WeftError:
+        return False
+    return True
+
+
+def _weights_there(config: EngineConfig) -> str:
+    from weft.engine.model.hub import damaged, missing
+
+    if config.model_preset is not None:
+        return "none: a shape to measure with made-up ones"
+    if absent := missing(config.model_path):
+        return f"not here: {', '.join(absent[:2])}"
+    cut = damaged(config.model_path)
+    return f"cannot be read whole: {', '.join(cut[:2])}" if cut else "here"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command. Raises `WeftError`, one line."""
+    config = _config(arguments)
+    told = {**inspect(config), "weights": _weights_there(config)}
+    if arguments.json:
+        print(json.dumps(told, indent=2))
+        return 0
+    rows = [("model", f"{told['model']} ({told['architecture']})"), ("computed by", told["implementation"])]
+    rows += told["parts"].items()
+    rows.append(("parameters", f"{_amount(told['parameters'])}, {_amount(told['active_parameters'])} a token"))
+    values = told["kv_values_per_token"]
+    rows.append(("KV", f"{values:,} values a token, {values * 2 / 1024:.1f} KiB in bfloat16"))
+    rows.append(("weights", told["weights"]))
+    rows.append(("ranks", " or ".join(map(str, told["ranks"]))))
+    each = f"on each of {ranks} ranks, " if (ranks := config.tensor_parallel_size) > 1 else ""
+    rows += [(name, _says(device, each)) for name, device in told["devices"].items()]
+    width = max(len(name) for name, _ in rows) + 2
+    for name, text in rows:
+        print(f"{name:{width}}{text}")
+    return 0
+
+
+def _amount(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
+
+
+def _says(device: dict[str, Any], each: str) -> str:
+    if not device["served"]:
+        return f"does not serve it: {device['why_not']}"
+    return (
+        f"serves it in {device['dtype']}: {each}{device['weight_bytes'] / GIB:.1f} GiB of weights, "
+        f"{device['kv_bytes_per_token'] / 1024:.1f} KiB of KV a token, room for {device['kv_tokens']:,} tokens, "
+        f"contexts of {device['max_model_len']:,}"
+    )

@@ -1,0 +1,93 @@
+"""`kernel_set`: every kernel that a runner of this model launches on a GPU, found without the GPU and its weights.
+
+`kernel_parts` tells those of the serial plan and of each pipeline of the plan apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from weft.engine.config import EngineConfig
+from weft.engine.model.implementation import choose_spec
+from weft.engine.model.spec import ModelSpec
+from weft.engine.model.weights import load_weights
+from weft.engine.plans.pipeline import Pipeline
+from weft.engine.runner.cuda.cuda_executor import CudaExecutor
+from weft.engine.runner.cuda.cuda_inputs import device_inputs
+from weft.engine.runner.cuda.cuda_layers import CudaLayers
+from weft.engine.runner.cuda.peer_collectives import Imagined, PeerCollectives, Sizes
+from weft.engine.runner.device.collectives import MEASURED_STEPS
+from weft.engine.runner.iteration.pipelines import Pipelines
+from weft.engine.runner.options.resolve import ResolvedConfig, resolve, served_as
+from weft.engine.runner.start.gemm_tuning import tuning_launches
+from weft.kernels.attention.triton_backend import TritonAttention
+from weft.kernels.common.compilation import Kernel, collect
+from weft.kernels.common.gpu import Gpu, compiling_for, gpu_device
+from weft.kernels.matmul import tuned
+
+
+def kernel_set(config: EngineConfig, gpu: Gpu) -> list[Kernel]:
+    """For `gpu`, each once. See `kernel_parts`."""
+    return list({kernel.key: kernel for part in kernel_parts(config, gpu) for kernel in part}.values())
+
+
+def kernel_parts(config: EngineConfig, gpu: Gpu) -> list[list[Kernel]]:
+    """Those of the serial plan, with the tiles that are known for `gpu` and those that would be tried; then, for each
+    pipeline of the plan, all of its own. Empty for an attention back end that is not captured, and for `transformers`'
+    code.
+
+    Raises `WeftError` for a model or options that cannot be served there.
+    """
+    spec, _ = choose_spec(config)
+    if not spec.native:
+        return []
+    with compiling_for(gpu), torch.inference_mode():
+        spec = served_as(spec, config).shard(0, config.tensor_parallel_size)
+        resolved = resolve(config, spec)
+        if resolved.attention != "triton":
+            return []
+        tuned.use(tuned.read_cache(resolved.cache_dir, tuned.machine(gpu_device())))
+        return _parts(spec, resolved, gpu)
+
+
+def _parts(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> list[list[Kernel]]:
+    tuning = []
+    if config.tuning_seconds > 0:
+        tuning = collect(lambda: tuning_launches(spec, config.max_num_batched_tokens, config.cache_dir), gpu)
+    weights = load_weights(
+        spec, Path(), device=config.device, dtype=config.weight_dtype, max_positions=config.max_model_len, dummy_seed=0
+    )
+    pipelines = Pipelines(spec, config.max_num_batched_tokens, gpu.sms, config.plan)
+    collectives = None
+    if (ranks := spec.shard_of.ranks) > 1:
+        sizes = Sizes(spec, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
+        collectives = PeerCollectives(Imagined(sizes.total, ranks), 0, ranks, sizes)
+    scales = weights.scales_of_pages(spec, config.kv.dtype)
+    attention = TritonAttention(config.attention_shape(spec), gpu.sms, scales, batch_invariant=config.batch_invariant)
+    layers = CudaLayers(
+        spec, weights, device_inputs(spec, config, pipelines.nano_batches), config.compute_dtype, attention,
+        invariant=config.batch_invariant, collectives=collectives, kv_scales=scales,
+    )  # fmt: skip
+    executor = CudaExecutor(layers)
+    kv = torch.empty(config.kv.shape(2), dtype=config.kv.dtype, device=config.device)
+
+    def touch(those: Iterable[Pipeline]) -> None:
+        for pipeline in those:
+            rows = min(pipeline.tokens, config.max_num_seqs)
+            executor.touch(pipeline, kv, rows)
+            executor.sample(rows)
+
+    def touch_serial() -> None:
+        if collectives is None:
+            touch(pipelines.serial)
+            return
+        for steps in MEASURED_STEPS if config.tuning_seconds > 0 else (None,):  # each is measured at the start
+            collectives.use({} if steps is None else {0: steps})
+            touch(pipelines.serial)
+
+    serial = collect(touch_serial, gpu)
+    return [tuning + serial, *(collect(partial(touch, [pipeline]), gpu) for pipeline in pipelines.planned)]

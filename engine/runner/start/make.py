@@ -1,0 +1,94 @@
+"""`make_runner`: the runner of the device that was chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft import install_hint
+from weft.engine.config import EngineConfig
+from weft.engine.errors import ConfigError, OutOfMemory
+from weft.engine.model.broad.spec import BroadSpec
+from weft.engine.model.spec import ModelSpec
+from weft.engine.model.weights import Weights
+from weft.engine.progress import Progress
+from weft.engine.runner.device.collectives import Several
+from weft.engine.runner.device.compile_job import CompileJob, is_compiled
+from weft.engine.runner.device.runner import Runner
+from weft.engine.runner.options.resolve import ResolvedConfig
+from weft.engine.runner.start.gemm_tuning import prepare_products
+
+if TYPE_CHECKING:
+    from weft.engine.model.broad.module import BroadModule
+    from weft.engine.runner.cuda.cuda_runner import CudaRunner
+
+
+def make_runner(
+    spec: ModelSpec,
+    weights: Weights | BroadModule,
+    options: EngineConfig,
+    config: ResolvedConfig,
+    progress: Progress | None = None,
+    compiling: CompileJob | None = None,
+    several: Several | None = None,
+) -> Runner:
+    """The runner for the configuration's device, its KV pool allocated. Raises `OutOfMemory`.
+
+    options: what `config` was resolved from. compiling: a job begun for them; it ends here or belongs to the runner.
+    several: of a rank of several, on a GPU; the first one tunes and compiles, the others find what it found.
+    """
+    if config.device.type == "cuda":
+        try:
+            from weft.engine.runner.cuda.cuda_runner import CudaRunner
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            raise ConfigError(f"a GPU needs Triton: {install_hint('gpu')}, or use --device cpu") from None
+        if isinstance(spec, BroadSpec):
+            return _tested(spec, weights, config, CudaRunner(spec, weights, config, progress))
+        if first := several is None or several.host.rank == 0:
+            prepare_products(
+                spec, config.device, config.max_num_batched_tokens, config.cache_dir, config.tuning_seconds, progress
+            )
+            compiling = CompileJob.renewed(compiling, options)  # tiles that were just found are other kernels
+        try:
+            if compiling is not None:
+                compiling.wait(progress)
+            elif not is_compiled(options):  # nobody compiles apart here
+                config = replace(config, wait_for_plan=True)
+            if several is not None:
+                several.host.all_gather(torch.tensor([1]))
+            if not first:
+                prepare_products(spec, config.device, config.max_num_batched_tokens, config.cache_dir, 0.0)
+            if several is not None:
+                several.measure()
+            return CudaRunner(spec, weights, config, progress, compiling, several)
+        except BaseException:
+            if compiling is not None:
+                compiling.stop()
+            raise
+    if compiling is not None:
+        compiling.stop()
+    from weft.engine.runner.cpu.cpu_runner import CpuRunner
+
+    return CpuRunner(spec, weights, config)
+
+
+def _tested(spec: BroadSpec, weights: Weights | BroadModule, config: ResolvedConfig, runner: CudaRunner) -> CudaRunner:
+    """The runner, if what it computes is right. Raises `ModelError`."""
+    from weft.engine.model.broad.module import BroadModule
+    from weft.engine.runner.start.self_test import pages_needed, self_test
+
+    assert isinstance(weights, BroadModule)
+    if runner.num_pages <= (needed := pages_needed(config.kv.page_size)):
+        raise OutOfMemory(f"the test at the start needs {needed + 1} KV pages: raise --kv-cache-gib or --num-pages")
+    with torch.inference_mode():
+        runner.kv[1 : 1 + needed] = float("nan")  # what nobody wrote may be anything
+        torch.cuda.synchronize()
+        self_test(
+            spec, weights, runner.logits_of, page_size=config.kv.page_size, max_model_len=config.max_model_len,
+            dtype=config.compute_dtype,
+        )  # fmt: skip
+    return runner

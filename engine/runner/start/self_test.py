@@ -1,0 +1,186 @@
+"""`self_test`: that a `transformers` model computes the same in our batches as alone with its own attention.
+
+Some tokens of two sequences, cut into chunks, side by side, then one by one; beside it the model's own `generate`. A
+difference would be wrong answers in silence: it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from weft.engine.errors import ModelError, one_line
+from weft.engine.model.broad.hook import NAME
+from weft.engine.model.broad.module import BroadModule
+from weft.engine.model.broad.reading import quiet
+from weft.engine.model.broad.spec import BroadSpec
+from weft.engine.runner.iteration.batch import Batch, SamplingInputs
+from weft.engine.wire.sampling import COLUMNS, SamplingParams
+
+LONG, SHORT, NEW = 13, 6, 3
+"""tokens of the two prompts, and tokens behind each"""
+TOLERANCE = {torch.float32: 1e-3}
+NARROW_TOLERANCE = 0.1
+"""of bfloat16 and float16: the middle row's difference, by length, in parts of the row's length"""
+
+Run = Callable[[Batch], Tensor]
+"""computes a batch; the logits `[S, V]` of the rows that sample"""
+
+
+class _Sequence(NamedTuple):
+    tokens: np.ndarray
+    """of prompt and output"""
+    prompt_len: int
+    logits: Tensor
+    """[NEW, V] by the model alone"""
+
+
+def pages_needed(page_size: int) -> int:
+    """Of the pool that a self-test uses, from page 1 on."""
+    return 2 * -(-(LONG + NEW) // page_size)
+
+
+def self_test(
+    spec: BroadSpec, model: BroadModule, run: Run, *, page_size: int, max_model_len: int, dtype: torch.dtype
+) -> None:
+    """run: of a pool in which `pages_needed` pages are nobody's. Raises `ModelError` when something differs."""
+    try:
+        _self_test(spec, model, run, page_size=page_size, max_model_len=max_model_len, dtype=dtype)
+    except ModelError as error:
+        raise ModelError(f"transformers' code cannot serve {spec.architecture} here: {error}") from None
+
+
+def _self_test(
+    spec: BroadSpec, model: BroadModule, run: Run, *, page_size: int, max_model_len: int, dtype: torch.dtype
+) -> None:
+    device = next(model.module.parameters()).device
+    generator = np.random.default_rng(0)
+    room = max_model_len - NEW
+    lengths = (min(LONG, room), min(SHORT, room))
+    if room < 1:
+        raise ModelError(f"--max-model-len {max_model_len} is too short for the test that such a model must pass")
+    ids = _ordinary_tokens(spec)
+    prompts = [generator.choice(ids, length) for length in lengths]
+    try:
+        with torch.inference_mode(), quiet():
+            alone = [_alone(model, prompt, device) for prompt in prompts]
+            got = _together(run, alone, page_size)
+    except ModelError:
+        raise
+    except Exception as error:  # its code, on a batch that is not of its own making
+        raise ModelError(f"its code fails on tokens of several requests in a row: {one_line(error)}") from None
+    for sequence, logits in zip(alone, got, strict=True):
+        _compare(sequence.logits, logits, dtype)
+
+
+def _ordinary_tokens(spec: BroadSpec) -> np.ndarray:
+    """Ids that stand for no image, no padding and no end."""
+    text = spec.config.get_text_config(decoder=True)
+    special = {v for c in (spec.config, text) for k, v in vars(c).items() if k.endswith("_id") and isinstance(v, int)}
+    special |= set(spec.eos_token_ids)
+    ids = np.array([i for i in range(min(spec.vocab_size, 5000)) if i not in special])
+    return ids[len(ids) // 4 :]
+
+
+def _alone(model: BroadModule, prompt: np.ndarray, device: torch.device) -> _Sequence:
+    ids = torch.from_numpy(prompt.astype(np.int64))[None].to(device)
+    module = model.module
+    before, module.generation_config = module.generation_config, GenerationConfig()
+    module.set_attn_implementation("eager")
+    try:
+        told = module.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW,
+            pad_token_id=0, use_cache=True, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+    finally:
+        module.set_attn_implementation(NAME)
+        module.generation_config = before
+    tokens = told.sequences[0].cpu().numpy().astype(np.int32)
+    if len(tokens) != len(prompt) + NEW:
+        raise ModelError(f"its generate() gave {len(tokens) - len(prompt)} tokens, not {NEW}")
+    return _Sequence(tokens, len(prompt), torch.cat(list(told.logits)).float().cpu())
+
+
+def _together(run: Run, sequences: list[_Sequence], page_size: int) -> list[Tensor]:
+    """The logits `[NEW, V]` of each, computed in our way: the first one's prompt in two chunks, the second one's
+    beside the second chunk, then both token by token.
+    """
+    own = -(-(LONG + NEW) // page_size)
+    # Neither in order nor next to each other.
+    tables = [np.arange(1 + i, 1 + 2 * own, 2, dtype=np.int32)[::-1] for i in range(2)]
+    cut = max(1, sequences[0].prompt_len // 2)
+    steps: list[list[tuple[int, int, int, bool]]] = [[(0, 0, cut, False)]]
+    if cut < sequences[0].prompt_len:
+        steps.append([(0, cut, sequences[0].prompt_len, True), (1, 0, sequences[1].prompt_len, True)])
+    else:
+        steps = [[(0, 0, cut, True), (1, 0, sequences[1].prompt_len, True)]]
+    for n in range(NEW - 1):
+        steps.append([(i, s.prompt_len + n, s.prompt_len + n + 1, True) for i, s in enumerate(sequences)])
+    found: list[list[Tensor]] = [[], []]
+    for number, parts in enumerate(steps, 1):
+        decodes = len(parts) if number > len(steps) - (NEW - 1) else 0
+        logits = run(_batch(number, parts, decodes, sequences, tables, page_size)).float().cpu()
+        for row, (i, *_) in enumerate(part for part in parts if part[3]):
+            found[i].append(logits[row])
+    return [torch.stack(rows) for rows in found]
+
+
+def _batch(
+    number: int,
+    parts: list[tuple[int, int, int, bool]],
+    decodes: int,
+    sequences: list[_Sequence],
+    tables: list[np.ndarray],
+    page_size: int,
+) -> Batch:
+    """parts: (sequence, first position, end, whether its last token is sampled)."""
+    positions = np.concatenate([np.arange(begin, end, dtype=np.int32) for _, begin, end, _ in parts])
+    owners = np.concatenate([np.full(end - begin, i) for i, begin, end, _ in parts])
+    pages = np.array([tables[i][p // page_size] for i, p in zip(owners, positions, strict=True)], np.int64)
+    ends = np.cumsum([end - begin for _, begin, end, _ in parts], dtype=np.int32)
+    sampled = np.array([row for row, part in enumerate(parts) if part[3]], np.int32)
+    slots = np.array([i for i, *_ in parts], np.int32)
+    n, none = len(sampled), SamplingInputs.none()
+    greedy = SamplingParams(temperature=0.0)
+    return Batch(
+        step=number,
+        num_decodes=decodes,
+        slots=slots,
+        epochs=np.zeros(len(parts), np.int32),
+        query_len=np.array([end - begin for _, begin, end, _ in parts], np.int32),
+        kv_len=np.array([end for _, _, end, _ in parts], np.int32),
+        token_ids=np.array([sequences[i].tokens[p] for i, p in zip(owners, positions, strict=True)], np.int32),
+        positions=positions,
+        slot_mapping=pages * page_size + positions % page_size,
+        page_table=np.stack([tables[i] for i, *_ in parts]),
+        sampled_rows=sampled,
+        sampling=none._replace(
+            slots=slots[sampled],
+            logit_tokens=(ends - 1)[sampled],
+            columns={c.name: np.full(n, c.of(greedy), c.dtype) for c in COLUMNS},
+            uniform=np.full(n, 0.5, np.float32),
+        ),
+        count_resets=(),
+        prompt_logprobs=(),
+    )
+
+
+def _compare(alone: Tensor, together: Tensor, dtype: torch.dtype) -> None:
+    if not together.isfinite().all() or not alone.isfinite().all():
+        raise ModelError("its logits are not finite in the test at the start")
+    if (tolerance := TOLERANCE.get(dtype)) is not None:
+        difference = float((together - alone).abs().max() / alone.abs().max().clamp(min=1e-6))
+    else:
+        tolerance = NARROW_TOLERANCE
+        lengths = alone.norm(dim=-1).clamp(min=1e-6)
+        difference = float(((together - alone).norm(dim=-1) / lengths).median())
+    if difference > tolerance:
+        raise ModelError(
+            f"its logits differ by {difference:.2g} (of the largest) between a batch of two and generate() alone: it "
+            "would give wrong answers"
+        )

@@ -1,0 +1,141 @@
+"""An engine's supervisor while the memory of one that was killed is not given back yet."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weft.engine.wire.heartbeat import Heartbeats
+from weft.engine.wire.spawn import UNKNOWN_END, EngineProcess
+from weft.server.daemon import engine_supervisor as engine_keeper
+from weft.server.daemon.control import EngineDown
+from weft.server.daemon.engine_supervisor import EngineSupervisor
+
+
+class Held:
+    """An engine process that has been killed, unless it `lives`: `gone` once its memory is given back."""
+
+    address, pid, stopping = "ipc:///nowhere", 4_000_000, False
+
+    def __init__(self, *, lives: bool) -> None:
+        self.gone = asyncio.Event()
+        self._lives = lives
+
+    async def wait_dead(self) -> str:
+        if self._lives:
+            await self.gone.wait()
+        return UNKNOWN_END
+
+    async def wait_gone(self) -> str:
+        await self.gone.wait()
+        return "the engine ended (signal SIGKILL)"
+
+    async def stop(self, _seconds: float) -> None:
+        await self.wait_gone()
+
+    def kill(self, why: str = "") -> None:
+        pass
+
+
+class Owner:
+    """A daemon that starts `processes`, one after the other."""
+
+    def __init__(self) -> None:
+        self.processes: list[Held] = []
+        self.told: list[EngineDown] = []
+        self.ending = False
+        self.heartbeats = Heartbeats(1)
+        self.numbers = itertools.count(1)
+        cell = SimpleNamespace(inc=lambda: None)
+        self.metrics: Any = SimpleNamespace(
+            engine_restarts=SimpleNamespace(labels=lambda *_: cell), restarts_given_up=cell, count_iteration=print
+        )
+
+    async def started(self, start: Coroutine[Any, Any, Any], /) -> Any:
+        start.close()
+        self.processes.append(Held(lives=bool(self.processes)))
+        return self.processes[-1]
+
+    def engine_begins(self, engine: int) -> None: ...
+
+    def engine_ready(self, engine: int) -> None: ...
+
+    def engine_ended(self, _engine: int, message: EngineDown) -> None:
+        self.told.append(message)
+
+
+@pytest.fixture
+def supervisor(monkeypatch: pytest.MonkeyPatch) -> EngineSupervisor:
+    monkeypatch.setattr(engine_keeper, "SOON", 0.05)
+    monkeypatch.setattr(engine_keeper, "RESTART_SECONDS", (0.05, 0.05))
+
+    async def start(*_: object) -> None: ...
+
+    monkeypatch.setattr(EngineProcess, "start", start)
+    config: Any = SimpleNamespace(share=SimpleNamespace(engine=0))
+    supervisor = EngineSupervisor(Owner(), config, restart=True, limit=10, several=False)
+    supervisor.worked = True
+    return supervisor
+
+
+async def until_it_waits(owner: Owner) -> None:
+    async with asyncio.timeout(240):
+        while owner.heartbeats.stage(0) != "giving its memory back":
+            await asyncio.sleep(0.01)
+
+
+async def test_none_follows_where_the_daemon_begins_to_end_while_memory_is_given_back(
+    supervisor: EngineSupervisor,
+) -> None:
+    owner: Any = supervisor._owner
+    keeping = asyncio.create_task(supervisor.keep())
+    await until_it_waits(owner)
+    assert owner.told[0].restarting, "clients have been told already"
+    owner.ending = True
+    owner.processes[0].gone.set()
+    assert await asyncio.wait_for(keeping, 240) == "the engine ended (signal SIGKILL)"
+    assert supervisor.given_up
+    assert len(owner.processes) == 1
+    supervisor.close()
+
+
+async def test_how_it_ended_is_told_once_it_is_known(
+    supervisor: EngineSupervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner: Any = supervisor._owner
+    keeping = asyncio.create_task(supervisor.keep())
+    await until_it_waits(owner)
+    assert f"{UNKNOWN_END}; its memory is waited for" in caplog.text
+    owner.processes[0].gone.set()
+    async with asyncio.timeout(240):
+        while len(owner.processes) < 2:
+            await asyncio.sleep(0.01)
+    assert "the engine ended (signal SIGKILL); another one starts" in caplog.text
+    assert supervisor.failure is not None
+    assert supervisor.failure.why == "the engine ended (signal SIGKILL)"
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    owner.processes[-1].gone.set()
+    await supervisor.stop()
+    supervisor.close()
+
+
+async def test_one_that_hung_stays_given_up_for_probes_while_it_is_held(supervisor: EngineSupervisor) -> None:
+    owner: Any = supervisor._owner
+    keeping = asyncio.create_task(supervisor.keep())
+    async with asyncio.timeout(240):
+        while not owner.told:
+            owner.heartbeats.of(0).give_up()
+            await asyncio.sleep(0)
+    await asyncio.sleep(0.2)
+    assert owner.heartbeats.given_up(0)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    owner.processes[-1].gone.set()
+    await supervisor.stop()
+    supervisor.close()

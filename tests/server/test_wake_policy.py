@@ -1,0 +1,165 @@
+"""Which models are awake: random orders of wishes, ends of sleep and waking, and deaths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from weft.server.daemon.wake_policy import SleepMove, WakeMove, WakePolicy
+from weft.server.observe.shared_state import SleepState
+
+
+class RotaMachine(RuleBasedStateMachine):
+    """Whoever carries moves out is played by the rules: each move ends some time, well or not."""
+
+    policy: WakePolicy
+
+    @initialize(
+        shares=st.lists(st.sampled_from([0.25, 0.3, 0.4, 0.5, 0.6, 1.0]), min_size=3, max_size=5),
+        most=st.none() | st.integers(1, 3),
+        used=st.permutations([0.0, 1.0, 2.0, 3.0, 4.0]),
+    )
+    def begin(self, shares: list[float], most: int | None, used: list[float]) -> None:
+        self.shares, self.most = shares, most
+        self.policy = WakePolicy(shares, most)
+        assert self.policy.sleep_states[0] is SleepState.AWAKE  # the first one always fits
+        self.used = used[: len(shares)]
+        self.clock = 5.0
+        self.automatic: set[int] = set()
+        """models that fall for others"""
+
+    def _any(self, data: Any, *rests: SleepState) -> int | None:
+        there = [m for m, state in enumerate(self.policy.sleep_states) if state in rests]
+        return data.draw(st.sampled_from(there)) if there else None
+
+    @rule(data=st.data())
+    def is_asked_something(self, data: Any) -> None:
+        if (model := self._any(data, SleepState.AWAKE)) is not None:
+            self.clock += 1
+            self.used[model] = self.clock
+
+    @rule(data=st.data())
+    def is_wanted(self, data: Any) -> None:
+        if (model := self._any(data, *set(SleepState) - {SleepState.AWAKE})) is not None:
+            self.policy.want(model)
+            self._move([])
+
+    @rule(data=st.data())
+    def is_ordered_to_sleep(self, data: Any) -> None:
+        if (model := self._any(data, *SleepState)) is not None:
+            was = self.policy.sleep_states[model]
+            assert self.policy.order(model) == (was is SleepState.AWAKE)
+
+    @rule(data=st.data())
+    def moves(self, data: Any) -> None:
+        awake = [m for m, state in enumerate(self.policy.sleep_states) if state is SleepState.AWAKE]
+        self._move(data.draw(st.lists(st.sampled_from(awake), unique=True)) if awake else [])
+
+    def _move(self, expected: list[int]) -> None:
+        """What begins is what should."""
+        awake = [m for m, state in enumerate(self.policy.sleep_states) if state is SleepState.AWAKE]
+        before = list(self.policy.sleep_states)
+        for move in self.policy.moves(self.used, expected):
+            if isinstance(move, WakeMove):
+                assert before[move.model] is SleepState.ASLEEP
+                continue
+            assert move.model not in expected
+            assert before[move.model] is SleepState.AWAKE
+            others = [m for m in awake if self.policy.sleep_states[m] is SleepState.AWAKE and m not in expected]
+            assert all(self.used[move.model] <= self.used[m] for m in others), "not the least recently used"
+            self.automatic.add(move.model)
+
+    @rule(data=st.data(), stays=st.booleans())
+    def a_fall_ends(self, data: Any, stays: bool) -> None:
+        if (model := self._any(data, SleepState.FALLING_ASLEEP)) is None:
+            return
+        if stays and model in self.automatic:
+            loser = self.policy.stayed(model)
+            assert loser is None or loser not in self.policy.wanted
+        else:
+            self.policy.slept(model)
+        self.automatic.discard(model)
+
+    @rule(data=st.data(), well=st.booleans())
+    def a_rise_ends(self, data: Any, well: bool) -> None:
+        if (model := self._any(data, SleepState.WAKING)) is None:
+            return
+        if well:
+            self.policy.woke(model)
+        else:
+            self.policy.slept(model)
+            self.policy.forgo(model)
+
+    @rule(data=st.data(), now=st.sampled_from([False] * 7 + [True]))
+    def one_dies(self, data: Any, now: bool) -> None:
+        if (
+            now
+            and (
+                model := self._any(
+                    data, SleepState.AWAKE, SleepState.ASLEEP, SleepState.WAKING, SleepState.FALLING_ASLEEP
+                )
+            )
+            is not None
+        ):
+            self.policy.died(model)
+            self.automatic.discard(model)
+
+    @invariant()
+    def what_is_awake_fits(self) -> None:
+        if hasattr(self, "policy"):
+            self.policy.check()
+
+    @precondition(lambda self: hasattr(self, "policy"))
+    @rule()
+    def whoever_is_wanted_wakes(self) -> None:
+        """With nobody in the way, and every move that begins ending well."""
+        wanted = list(self.policy.wanted)
+        woken = []
+        for _ in range(20 * len(self.shares)):
+            self._move([])
+            for model, state in enumerate(self.policy.sleep_states):
+                if state is SleepState.FALLING_ASLEEP:
+                    self.policy.slept(model)
+                    self.automatic.discard(model)
+                elif state is SleepState.WAKING:
+                    self.policy.woke(model)
+                    woken.append(model)
+                    self.clock += 1
+                    self.used[model] = self.clock
+            self.policy.check()
+        assert not self.policy.wanted
+        assert set(wanted) <= set(woken) | {m for m in wanted if self.policy.sleep_states[m] is SleepState.AWAKE}
+
+
+TestRota = RotaMachine.TestCase
+TestRota.settings = settings(max_examples=40, stateful_step_count=25, deadline=None, derandomize=True)
+
+
+def test_models_that_fit_together_are_awake_from_the_start() -> None:
+    policy = WakePolicy([0.6, 0.5, 0.4])
+    assert policy.sleep_states == [SleepState.AWAKE, SleepState.ASLEEP, SleepState.AWAKE]
+    assert WakePolicy([1 / 3] * 3).sleep_states == [SleepState.AWAKE] * 3
+    assert WakePolicy([0.1] * 3, most=2).sleep_states == [SleepState.AWAKE, SleepState.AWAKE, SleepState.ASLEEP]
+
+
+def test_who_asks_first_gets_the_room_that_is_made_for_it() -> None:
+    policy = WakePolicy([0.5, 0.5, 1.0, 0.5])
+    assert policy.order(1)
+    policy.slept(1)
+    policy.want(2)
+    policy.want(3)  # would fit at once
+    assert policy.moves([1.0, 0.0, 0.0, 0.0]) == [SleepMove(0)]
+    assert policy.moves([1.0, 0.0, 0.0, 0.0]) == []
+    policy.slept(0)
+    assert policy.moves([1.0, 0.0, 0.0, 0.0]) == [WakeMove(2)]
+
+
+@pytest.mark.parametrize("expected", [[], [0]])
+def test_a_model_that_requests_are_about_to_enter_sleeps_for_nobody(expected: list[int]) -> None:
+    policy = WakePolicy([1.0, 1.0])
+    policy.want(1)
+    assert policy.moves([0.0, 0.0], expected) == ([] if expected else [SleepMove(0)])
