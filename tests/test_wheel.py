@@ -12,7 +12,10 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
+
 import weft
+from weft.server.daemon import cli
 from weft.server.daemon.cli import CHECKOUT_COMMANDS, CHECKOUT_GROUPS, COMMANDS
 
 ROOT = Path(weft.__file__).parent
@@ -96,6 +99,19 @@ def test_the_wheel_has_every_module_that_it_uses() -> None:
 
 def test_commands_of_a_checkout_are_no_commands_of_the_wheel() -> None:
     assert not {command.name.split()[0] for command in COMMANDS} & set(CHECKOUT_GROUPS)
+
+
+def test_elsewhere_a_command_of_a_checkout_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda _: None)
+    cli.all_commands.cache_clear()
+    try:
+        assert cli.main(["bench", "offline", "--help"]) == 2
+    finally:
+        cli.all_commands.cache_clear()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "in a checkout of weft's repository" in line
 
 
 def test_the_wheel_does_not_grow() -> None:
