@@ -196,7 +196,7 @@ def test_decisions_are_all_listed_and_have_their_parts() -> None:
         text = text_of(folder / page)
         assert page.startswith(f"{number:04d}-")
         assert text.startswith(f"# {number}. ")
-        for part in ("Question", "Tried", "Figures", "Choice", "What would change it"):
+        for part in ("Question", "Tried", "Figures", "Decision", "What would change it"):
             assert f"**{part}.**" in text, f"{page} lacks {part}"
 
 
