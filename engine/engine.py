@@ -317,7 +317,7 @@ class Engine:
         assert not self.has_work
         sleepable = self.runner.sleepable
         if sleepable is None:
-            raise ConfigError("the engine was not started with sleep enabled" if self.ranks is None else "ranks share it")
+            raise ConfigError("sleep was not enabled at start" if self.ranks is None else "ranks share it")
         if sleepable.asleep:
             return sleepable.num_bytes
         self.drain_in_flight()
@@ -337,7 +337,7 @@ class Engine:
         must end."""
         sleepable = self.runner.sleepable
         if sleepable is None:
-            raise ConfigError("the engine was not started with sleep enabled")
+            raise ConfigError("sleep was not enabled at start")
         sleepable.wake()
         for on_wake in self.listeners.on_wake:
             on_wake()
@@ -376,7 +376,7 @@ class Engine:
         return self._outbox.outputs(self.loop.commit(in_flight.wait()), self.stats())
 
     def _news(self, *, blocked: bool) -> Outputs | None:
-        """Return reports that no iteration brings. `blocked`: nothing is in flight, so wait a moment if there are none."""
+        """Return reports that no iteration brings. If there are none and the engine is `blocked`, wait a moment."""
         news = [has_news() for has_news in self.listeners.has_news]
         if any(news) or self._outbox.plan_moved or self._outbox.has_refusals or self.scheduler.has_events():
             return self._outbox.outputs(self.scheduler.idle_events(), self.stats())
@@ -385,7 +385,7 @@ class Engine:
         return None
 
     def launch_at(self) -> float:
-        """Return the `time.monotonic()` until which the next `step` should be delayed for late arrivals; 0 for no delay.
+        """Return the `time.monotonic()` until which to delay the next `step` for late arrivals; 0 for no delay.
 
         There is no delay if a new request could not join anyway. The caller must wait: the next launch counts as
         delayed on purpose.

@@ -68,7 +68,7 @@ COMPILE_SECONDS = 300.0
 """that a kernel may take to compile which no warm-up has met"""
 
 ENGINE_MODULES = ("weft.engine.engine",)
-GPU_MODULES = ("weft.engine.runner.cuda.cuda_runner", "weft.kernels.tuning.search")
+GPU_MODULES = ("weft.engine.runner.cuda.cuda_runner", "weft.kernels.tuning.quick_timer")
 """what takes seconds to import"""
 
 

@@ -1,13 +1,12 @@
-"""`SimulatedEngine`: the real scheduler, pool and prefix index; iterations take what a profile says.
+"""`SimulatedEngine`: the engine's loop, scheduler, pool and prefix index, on a runner and a clock that are simulated.
 
-It is the loop of `engine.process` around `Engine.step` in virtual time: one iteration is launched ahead; what comes
-while the loop waits for an iteration joins the one after the next.
+Iterations take as long as a profile says. Requests that arrive while an iteration is awaited join the next launch.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +22,8 @@ from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.runner.iteration.batch import Batch, StepResult
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.fairness import Fairness
+from weft.engine.scheduling.listeners import Listener, Listeners
+from weft.engine.scheduling.loop import Loop
 from weft.engine.scheduling.pace import Pace
 from weft.engine.scheduling.request import Request, check_request
 from weft.engine.scheduling.scheduler import Scheduler
@@ -34,53 +35,53 @@ from weft.engine.wire.sampling import SamplingParams
 
 MODEL_ID = "simulated"
 ANSWER, END = 1, 2
-"""tokens: of every answer, and the one that ends it"""
+"""The token of every answer, and the token that ends it."""
 VOCABULARY = 2**30
 
 
 class EngineOptions(NamedTuple):
-    """Of each engine."""
+    """The options of each engine."""
 
     page_size: int
     num_pages: int
     max_num_seqs: int
-    """the most, where the bound adapts"""
+    """The maximum, if the slot limit adapts."""
     max_num_batched_tokens: int
     max_model_len: int
     prefix_caching: bool = True
     fair_prefill_share: float = 0.25
     depth: int = 1
-    """iterations launched ahead"""
+    """Iterations launched ahead."""
     itl_slo: Objective | None = None
-    """what prompts computed beside decodes must leave them"""
+    """The objective that chunks next to decodes must keep."""
     itl_slo_patience: float = 5.0
     keeps: tuple[Objective, ...] = ()
-    """what the bound on running requests adapts to; none: it is fixed"""
+    """The objectives that the slot limit adapts to; if empty, the limit is fixed."""
 
     @property
     def seqs(self) -> str:
-        """As the flag has it."""
+        """The value of `--max-num-seqs`."""
         return f"auto:{self.max_num_seqs}" if self.keeps else str(self.max_num_seqs)
 
 
-class Asked(NamedTuple):
-    """A sequence as an engine gets it."""
+class SimulatedRequest(NamedTuple):
+    """A sequence as it is sent to an engine."""
 
     handle: int
     prompt: npt.NDArray[np.int32]
     output_tokens: int
     known: bool
-    """the request says how long its answer will be; else it ends with an end token"""
+    """The request sets the length of its answer; otherwise the answer ends with an end token."""
 
 
-class Heard(NamedTuple):
-    """What an engine says of an iteration: columns over its rows, as `messages.Outputs`."""
+class SimulatedOutputs(NamedTuple):
+    """What an engine sends after an iteration: columns over its rows, as in `messages.Outputs`."""
 
     handles: list[int]
     tokens: list[int]
     finish: list[int]
     started: dict[int, int]
-    """cached tokens by handle, of those that got their first token"""
+    """Cached tokens by handle, of requests that got their first token."""
     stats: EngineStats
 
 
@@ -91,12 +92,51 @@ class _Iteration:
         self.done = False
 
 
-class SimulatedEngine:
-    """One of a fleet. `on_outputs` is called when its process would send a message.
+class _Device:
+    """The runner of one engine: computes iterations in order on a shared processor."""
 
-    Attributes:
-    busy_seconds, joules: of all iterations; joules beyond those at rest.
-    """
+    def __init__(self, clock: Clock, processor: Processor, profile: IterationProfile) -> None:
+        self.busy_seconds = 0.0
+        self.joules = 0.0
+        self.computed_tokens = 0
+        self.on_end: Callable[[_Iteration], None] = lambda _: None
+        self._clock, self._processor, self._profile = clock, processor, profile
+        self._queue: deque[_Iteration] = deque()
+
+    def half_host_seconds(self, batch: Batch) -> float:
+        """The host's time before the launch of an iteration; its commit takes as long."""
+        return (self._profile.host_ms + self._profile.host_request_ms * batch.num_requests) / 1e3 / 2
+
+    def launch(self, batch: Batch) -> _Iteration:
+        features = Features.of(batch)
+        iteration = _Iteration(batch, self._profile.seconds(features))
+        self.joules += self._profile.joules(features)
+        self._clock.after(self.half_host_seconds(batch), lambda: self._enqueue(iteration))
+        return iteration
+
+    def _enqueue(self, iteration: _Iteration) -> None:
+        self._queue.append(iteration)
+        if len(self._queue) == 1:
+            self.begin()
+
+    def begin(self) -> None:
+        """Start the first iteration of the queue, if there is one."""
+        if not self._queue:
+            return
+        batch, seconds = self._queue[0].batch, self._queue[0].seconds
+        self.busy_seconds += seconds
+        self.computed_tokens += batch.num_tokens
+        prompt = batch.num_requests > batch.num_decodes
+        self._processor.start(seconds + self._profile.gap_ms / 1e3, self._end, prompt=prompt, spreads=True)
+
+    def _end(self) -> None:
+        iteration = self._queue.popleft()
+        iteration.done = True
+        self.on_end(iteration)
+
+
+class SimulatedEngine:
+    """One engine of a fleet. It calls `on_outputs` when its process would send a message."""
 
     def __init__(
         self,
@@ -104,12 +144,10 @@ class SimulatedEngine:
         processor: Processor,
         profile: IterationProfile,
         options: EngineOptions,
-        on_outputs: Callable[[Heard], None],
+        on_outputs: Callable[[SimulatedOutputs], None],
     ) -> None:
         self.options = options
         self._clock = clock
-        self._processor = processor
-        self._profile = profile
         self._on_outputs = on_outputs
         pool = PagePool(options.num_pages, options.page_size, PrefixIndex(MODEL_ID))
         self.scheduler = Scheduler(
@@ -119,33 +157,31 @@ class SimulatedEngine:
             prefix_caching=options.prefix_caching,
             fairness=Fairness(options.fair_prefill_share),
         )
+        self.listeners = Listeners(self._features(profile))
+        self.device = _Device(clock, processor, profile)
+        self.device.on_end = self._ended_on_device
+        self.loop = Loop(self.scheduler, self.device, self.listeners, depth=options.depth, clock=lambda: clock.now)
+        self._ledger = PageLedger(pool.index)
+        self._inbox: list[SimulatedRequest] = []
+        self._refused: list[int] = []
+        self._open: dict[int, SimulatedRequest] = {}
+        self._idle = True
+        self._awaited: _Iteration | None = None
+        self._ended = False
+        self._arrivals = 0
+
+    def _features(self, profile: IterationProfile) -> Iterator[Listener]:
+        options, clock, slots = self.options, self._clock, self.scheduler.slots
+        if options.keeps:
+            pace = Pace(options.keeps, slots, clock.now)
+            yield SlotLimitKeeper(self.scheduler, pace, SlotLimitControl(options.max_num_seqs))
         if options.itl_slo is not None:
             self.scheduler.chunk_keeper = ChunkKeeper.of(
-                options.itl_slo, kept_percentiles(options.keeps), profile.costs, self.scheduler.slots,
+                options.itl_slo, kept_percentiles(options.keeps), profile.costs, slots,
                 most=options.max_num_batched_tokens, chunk_step=1, patience=options.itl_slo_patience,
                 share=options.fair_prefill_share, clock=lambda: clock.now,
             )  # fmt: skip
-        self._seat_keeper: SlotLimitKeeper | None = None
-        if options.keeps:
-            pace = Pace(options.keeps, self.scheduler.slots, clock.now)
-            self._seat_keeper = SlotLimitKeeper(self.scheduler, pace, SlotLimitControl(options.max_num_seqs))
-        self._ledger = PageLedger(pool.index)
-        self._inbox: list[Asked] = []
-        self._refused: list[int] = []
-        self._asked: dict[int, Asked] = {}
-        self._launched: deque[_Iteration] = deque()
-        """not committed"""
-        self._queue: deque[_Iteration] = deque()
-        """on the device"""
-        self._asleep = True
-        self._waits = False
-        self._ended = False
-        self._arrivals = 0
-        self._steps = 0
-        self.iterations = 0
-        self.busy_seconds = 0.0
-        self.joules = 0.0
-        self.computed_tokens = 0
+            yield self.scheduler.chunk_keeper
 
     def ready(self) -> EngineReady:
         o = self.options
@@ -155,155 +191,120 @@ class SimulatedEngine:
             max_num_batched_tokens=o.max_num_batched_tokens, eos_token_ids=(END,), load_seconds=0.0, model_id=MODEL_ID,
         )  # fmt: skip
 
-    def send(self, asked: Asked) -> None:
-        """A message for its process."""
-        self._inbox.append(asked)
-        if self._asleep:
-            self._asleep = False
+    def send(self, request: SimulatedRequest) -> None:
+        """Deliver a message to the engine's process."""
+        self._inbox.append(request)
+        if self._idle:
+            self._idle = False
             self._clock.after(0.0, self._step)
 
     def kill(self) -> None:
-        """It says nothing more."""
+        """End the process: it sends nothing more."""
         self._ended = True
-
-    # -- the loop
 
     def _step(self) -> None:
         if self._ended:
             return
         inbox, self._inbox = self._inbox, []
-        for asked in inbox:
-            self._add(asked)
-        batch = self.scheduler.schedule(self._steps + 1)
+        for request in inbox:
+            self._add(request)
+        batch = self.loop.launch()
+        due = self.loop.due(batch)
         if self._refused:
-            self._tell([], [], [], {})
-        if batch is None and not self._launched:
-            self._asleep = True
-            if self._seat_keeper is not None:
-                self._seat_keeper.rest(self._clock.now)
-            return
+            self._report([], [], [], {})
         if batch is None:
-            self._wait()
+            if due is not None:
+                self._wait(due)
+                return
+            self._idle = True
+            for on_idle in self.listeners.on_idle:
+                on_idle(self._clock.now)
             return
-        self._steps += 1
-        features = Features.of(batch)
-        iteration = _Iteration(batch, self._profile.seconds(features))
-        self.joules += self._profile.joules(features)
-        self._launched.append(iteration)
-        self._clock.after(self._host(batch) / 2, lambda: self._launch(iteration))
-        if len(self._launched) <= self.options.depth:
-            self._clock.after(self._host(batch) / 2, self._step)
-        else:
-            self._clock.after(self._host(batch) / 2, self._wait)
+        after = self.device.half_host_seconds(batch)
+        self._clock.after(after, self._step if due is None else lambda: self._wait(due))
 
-    def _host(self, batch: Batch) -> float:
-        """Half of it before the launch, half at the commit."""
-        return (self._profile.host_ms + self._profile.host_request_ms * batch.num_requests) / 1e3
-
-    def _add(self, asked: Asked) -> None:
+    def _add(self, sent: SimulatedRequest) -> None:
         params = SamplingParams(
-            max_tokens=asked.output_tokens if asked.known else None, ignore_eos=asked.known, temperature=0.0
+            max_tokens=sent.output_tokens if sent.known else None, ignore_eos=sent.known, temperature=0.0
         )
         pool = self.scheduler.pool
         try:
             limit = check_request(
-                asked.prompt,
+                sent.prompt,
                 params,
                 max_model_len=self.options.max_model_len,
                 vocab_size=VOCABULARY,
                 max_tokens_in_pool=pool.capacity * pool.page_size,
             )
         except RequestError:
-            self._refused.append(asked.handle)
+            self._refused.append(sent.handle)
             return
         self._arrivals += 1
-        self._asked[asked.handle] = asked
+        self._open[sent.handle] = sent
         self.scheduler.add(
             Request(
-                handle=asked.handle,
-                token_ids=asked.prompt,
-                prompt_len=len(asked.prompt),
+                handle=sent.handle,
+                token_ids=sent.prompt,
+                prompt_len=len(sent.prompt),
                 params=params,
                 max_total_tokens=limit,
                 priority=0,
                 order=self._arrivals,
                 arrival=self._clock.now,
                 salt="",
-                stop_ids=() if asked.known else (END,),
+                stop_ids=() if sent.known else (END,),
                 seed=0,
             )
         )
 
-    def _wait(self) -> None:
-        """For the oldest iteration."""
-        if self._launched[0].done:
-            self._commit()
+    def _wait(self, iteration: _Iteration) -> None:
+        if iteration.done:
+            self._commit(iteration)
         else:
-            self._waits = True
+            self._awaited = iteration
 
-    def _commit(self) -> None:
+    def _ended_on_device(self, iteration: _Iteration) -> None:
         if self._ended:
             return
-        iteration = self._launched.popleft()
-        result = StepResult(iteration.batch, self._tokens(iteration.batch), None, (), iteration.seconds)
-        if self._seat_keeper is not None:
-            self._seat_keeper.committed(iteration.batch, self._clock.now)
-        if self.scheduler.chunk_keeper is not None:
-            self.scheduler.chunk_keeper.committed(result, first=False)
-        events = self.scheduler.commit(result)
-        self.iterations += 1
+        self.device.begin()
+        if iteration is self._awaited:
+            self._awaited = None
+            self._commit(iteration)
+
+    def _commit(self, iteration: _Iteration) -> None:
+        if self._ended:
+            return
+        batch = iteration.batch
+        events = self.loop.commit(StepResult(batch, self._tokens(batch), None, (), iteration.seconds))
         handles, finish = events.handles.tolist(), events.finish.tolist()
         for handle, end in zip(handles, finish, strict=True):
             if end:
-                del self._asked[handle]
+                del self._open[handle]
         started = {s.handle: s.cached_tokens for s in events.started}
 
-        def tell() -> None:
+        def report() -> None:
             if not self._ended:
-                self._tell(handles, events.tokens.tolist(), finish, started)
+                self._report(handles, events.tokens.tolist(), finish, started)
                 self._step()
 
-        self._clock.after(self._host(iteration.batch) / 2, tell)
+        self._clock.after(self.device.half_host_seconds(batch), report)
 
     def _tokens(self, batch: Batch) -> npt.NDArray[np.int32]:
-        """What the rows sample: answers end where they shall."""
+        """Return the sampled token of each row: answers of unknown length end with `END`."""
         s, slots = self.scheduler.slots, batch.sampling.slots
         tokens = np.full(len(slots), ANSWER, np.int32)
         for i in np.flatnonzero(~s.exact_output[slots]).tolist():
             slot = slots[i]
-            asked = self._asked.get(int(s.handle[slot]))
-            if asked is not None and s.known[slot] - s.prompt_len[slot] + 1 >= asked.output_tokens:
+            sent = self._open.get(int(s.handle[slot]))
+            if sent is not None and s.known[slot] - s.prompt_len[slot] + 1 >= sent.output_tokens:
                 tokens[i] = END
         return tokens
 
-    def _tell(self, handles: list[int], tokens: list[int], finish: list[int], started: dict[int, int]) -> None:
+    def _report(self, handles: list[int], tokens: list[int], finish: list[int], started: dict[int, int]) -> None:
         refused, self._refused = self._refused, []
         n = len(refused)
-        stats = EngineStats(
-            scheduler=SchedulerStats(waiting=self.scheduler.num_waiting), pages=self._ledger.take()
-        )  # what front and router read of it
-        self._on_outputs(Heard(handles + refused, tokens + [-1] * n, finish + [Finish.REFUSED] * n, started, stats))
-
-    # -- the device
-
-    def _launch(self, iteration: _Iteration) -> None:
-        self._queue.append(iteration)
-        if len(self._queue) == 1:
-            self._begin()
-
-    def _begin(self) -> None:
-        batch, seconds = self._queue[0].batch, self._queue[0].seconds
-        self.busy_seconds += seconds
-        self.computed_tokens += batch.num_tokens
-        prompt = batch.num_requests > batch.num_decodes
-        self._processor.start(seconds + self._profile.gap_ms / 1e3, self._end, prompt=prompt, spreads=True)
-
-    def _end(self) -> None:
-        self._queue.popleft().done = True
-        if self._ended:
-            return
-        if self._queue:
-            self._begin()
-        if self._waits:
-            self._waits = False
-            self._commit()
+        # The only statistics that front and router read.
+        stats = EngineStats(scheduler=SchedulerStats(waiting=self.scheduler.num_waiting), pages=self._ledger.take())
+        self._on_outputs(
+            SimulatedOutputs(handles + refused, tokens + [-1] * n, finish + [Finish.REFUSED] * n, started, stats)
+        )

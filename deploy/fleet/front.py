@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.deploy.fleet.clock import Clock, Processor, evenly
-from weft.deploy.fleet.engine import Asked, EngineOptions, Heard, SimulatedEngine
+from weft.deploy.fleet.engine import EngineOptions, SimulatedEngine, SimulatedOutputs, SimulatedRequest
 from weft.deploy.fleet.profile import IterationProfile
 from weft.engine.errors import EngineDead
 from weft.engine.wire.messages import EngineStats, Finish
@@ -118,7 +118,7 @@ class Front:
     def begin(self, number: int) -> None:
         """An engine is ready, with nothing in its pages."""
 
-        def heard(heard: Heard) -> None:
+        def heard(heard: SimulatedOutputs) -> None:
             # Its engine computes already what comes next.
             seconds = self._profile.answer_ms / 1e3
             self._processor.start(seconds, lambda: self._hear(client, heard), prompt=True, counts=False)
@@ -205,9 +205,9 @@ class Front:
         self._admission.prefill_tokens += len(sequence.prompt)
         client.open.add(handle)
         client.tell_open()
-        client.engine.send(Asked(handle, sequence.prompt, sequence.output_tokens, self.options.known))
+        client.engine.send(SimulatedRequest(handle, sequence.prompt, sequence.output_tokens, self.options.known))
 
-    def _hear(self, client: _Client, heard: Heard) -> None:
+    def _hear(self, client: _Client, heard: SimulatedOutputs) -> None:
         if not client.alive:
             return
         client.stats = heard.stats

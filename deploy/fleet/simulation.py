@@ -180,8 +180,8 @@ def simulate(
     records = sorted(traffic.records, key=lambda r: (r.due, r.index))
     computed, busy = [0] * fleet.engines, [0.0] * fleet.engines
     for number, engine in front.all_engines:
-        computed[number] += engine.computed_tokens
-        busy[number] += engine.busy_seconds
+        computed[number] += engine.device.computed_tokens
+        busy[number] += engine.device.busy_seconds
     schedulers = [engine.scheduler for _, engine in front.all_engines]
     metered = fleet.profile.energy is not None
     return Result(
@@ -194,10 +194,10 @@ def simulate(
         workload.offered_rate(),
         tuple(computed),
         tuple(busy),
-        sum(engine.iterations for _, engine in front.all_engines),
+        sum(engine.loop.totals.iterations for _, engine in front.all_engines),
         sum(s.preemptions for s in schedulers),
         front.retried,
         sum(r.prompt_tokens for r in records if r.ok),
         sum(max(r.cached_tokens, 0) for r in records if r.ok),
-        sum(engine.joules for _, engine in front.all_engines) if metered else None,
+        sum(engine.device.joules for _, engine in front.all_engines) if metered else None,
     )

@@ -130,10 +130,10 @@ class ChunkKeeper(Listener):
             self.bounds[bound] += 1
         self._formed[batch.step] = _Formed(load, bound, Load(batch.num_decodes, load.seen))
 
-    def on_busy(self, step: int, now: float) -> None:
+    def on_busy(self, step: int, _now: float) -> None:
         self._first_step = step
 
-    def on_result(self, result: StepResult, now: float) -> None:
+    def on_result(self, result: StepResult, _now: float) -> None:
         step = result.batch.step
         formed = self._formed.pop(step, None)
         if formed is None:

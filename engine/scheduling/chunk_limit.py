@@ -29,7 +29,7 @@ STEP = 0.05
 """Increase of the margin, a logarithm, after a late iteration."""
 MOST_MARGIN = 0.4
 HICCUP = 0.4
-"""Logarithm of measured / forecast above which a late iteration does not move the margin: prompts were not the cause."""
+"""log(measured / forecast) above which a late iteration does not move the margin: prompts were not the cause."""
 
 
 class Headroom(NamedTuple):

@@ -54,7 +54,7 @@ class TierTransfers(Listener):
         self._ssd_up = tiers.ssd.store is not None
         self._reported_bytes = 0
 
-    def on_commit(self, busy: bool) -> None:
+    def on_commit(self, _busy: bool) -> None:
         self._tiers.begin_stores()
 
     def on_blocked(self, seconds: float) -> bool:
@@ -104,10 +104,10 @@ class EnergyCharges(Listener):
         self._ledger, self._outbox, self._shares_device = ledger, outbox, shares_device
         self._reported = 0.0
 
-    def on_busy(self, step: int, now: float) -> None:
+    def on_busy(self, _step: int, now: float) -> None:
         self._ledger.working(now, True)
 
-    def on_result(self, result: StepResult, now: float) -> None:
+    def on_result(self, result: StepResult, _now: float) -> None:
         self._outbox.joules = self._ledger.charge(result.batch, result.seconds)
 
     def on_commit(self, busy: bool) -> None:
@@ -192,7 +192,7 @@ class NonfiniteWarning(Listener):
         self._logged = 0
         self._quiet_until = 0.0
 
-    def on_commit(self, busy: bool) -> None:
+    def on_commit(self, _busy: bool) -> None:
         total = self._scheduler.nonfinite_logits
         if total == self._logged or (now := time.monotonic()) < self._quiet_until:
             return

@@ -21,33 +21,33 @@ class Listener:
     def on_schedule(self) -> None:
         """Act before the scheduler forms an iteration."""
 
-    def on_busy(self, step: int, now: float) -> None:
+    def on_busy(self, step: int, now: float, /) -> None:
         """Note that the device gets its first iteration, `step`, after a time without requests."""
 
-    def on_launch(self, batch: Batch, host_seconds: float) -> None:
+    def on_launch(self, batch: Batch, host_seconds: float, /) -> None:
         """Note that a batch was launched. `host_seconds` is the time it took to schedule and launch."""
 
-    def on_wait(self, in_flight: InFlight) -> None:
+    def on_wait(self, in_flight: InFlight, /) -> None:
         """Act before the engine waits for an iteration to end."""
 
-    def on_result(self, result: StepResult, now: float) -> None:
+    def on_result(self, result: StepResult, now: float, /) -> None:
         """Take in an iteration that has ended and is not committed yet."""
 
-    def on_commit(self, busy: bool) -> None:
+    def on_commit(self, busy: bool, /) -> None:
         """Act after a commit. `busy` is False if no request is open and nothing is in flight."""
 
     def on_step_end(self) -> None:
         """Act after a step."""
 
-    def on_blocked(self, seconds: float) -> bool:
-        """Wait up to `seconds` for work that runs elsewhere. Return False if there is none."""
+    def on_blocked(self, _seconds: float, /) -> bool:
+        """Wait up to this many seconds for work that runs elsewhere. Return False if there is none."""
         return False
 
     def has_news(self) -> bool:
         """Return True, once, if clients need a message although no iteration has ended."""
         return False
 
-    def on_idle(self, now: float) -> bool:
+    def on_idle(self, _now: float, /) -> bool:
         """Idle tick: no request is open. Return True if clients need new statistics."""
         return False
 

@@ -1,6 +1,6 @@
 """Matmul.
 
-Owns: GEMMs of a dense layer with their fused epilogues, the row kernels around them, tile configurations and their tables.
+Owns: GEMMs of a dense layer with their fused epilogues, the row kernels around them, tile tables.
 May import: `common`, `formats`, `reference`.
 Never: routes tokens to experts or talks to other ranks.
 """

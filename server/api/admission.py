@@ -31,12 +31,11 @@ class Admission:
         max_tokens: int,
         model: int = 0,
     ) -> None:
-        """`row`: of this process on the shared state. `rejected`: counts refusals by code. `model`: whose engines they are."""
+        """`row`: this process's row of the shared state. `rejected`: counts refusals by code. `model`: the model's number."""
         self._replicas = replicas
         self._rejected = rejected
         self._shared_state = shared_state
         self._load = shared_state.load[row, model]
-        """of this process"""
         self._loads = shared_state.load[:, model]
         self._max_requests = max_requests
         self._max_tokens = max_tokens

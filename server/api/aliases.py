@@ -46,7 +46,7 @@ def canonical(path: str) -> str:
 @router.get(PING, summary="SageMaker's probe: 200 while a loaded model's engine is alive")
 async def ping(service: ServiceOf) -> dict[str, str]:
     await health(service)
-    asleep = (each.sleep_state is not SleepState.AWAKE and each.ever is not None for each in service.models)
+    asleep = (each.sleep_state is not SleepState.AWAKE and each.last_loaded is not None for each in service.models)
     if not any(asleep) and not any(each.phase is Phase.SERVING for each in service.models):
         _ = service.loaded  # raises the reason
     return {"status": "ok"}

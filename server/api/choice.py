@@ -1,4 +1,4 @@
-"""`Choice`: one generated sequence of a request, from engine deltas to the pieces a client is shown."""
+"""`Choice`: one generated sequence of a request, from engine deltas to the pieces that clients see."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from weft.server.text.stops import StopStrings
 from weft.server.tools.structured import explain
 
 BUSY_RETRY_AFTER = 2
-"""seconds"""
+"""Seconds."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """What is new in a choice. Ids, log-probabilities and offsets are parallel; all end at the same token."""
+    """New output of a choice. Ids, log-probabilities and offsets are parallel and end at the same token."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
-    """where each token's text begins in the choice's text"""
+    """Where each token's text starts in the choice's text."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -38,23 +38,23 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
-    """How the choices of a request may end, and what is shown of it."""
+class EndRules:
+    """How the choices of a request end, and how much of the end is shown."""
 
     min_tokens: int
-    """stop strings count from there on"""
+    """Output tokens before which stop strings are ignored."""
     stop_token_ids: Sequence[int]
-    """the request's own"""
+    """The request's stop tokens."""
     end_ids: Sequence[int]
-    """the model's"""
+    """The model's end tokens."""
     hidden_ids: frozenset[int]
-    """never shown"""
+    """Tokens that are never shown."""
     include_stop: bool
-    """stop strings and tokens are shown"""
+    """Show stop strings and stop tokens."""
 
 
 class Choice:
-    """Detokenizes one sequence and ends it at its stop string. `index` is the choice's place in the answer."""
+    """Detokenizes one sequence and ends it at its stop string. `index` is its position in the answer."""
 
     def __init__(
         self,
@@ -63,27 +63,27 @@ class Choice:
         stream: TokenStream,
         detokenizer: Detokenizer,
         stops: StopStrings | None,
-        ends: Ends,
+        ends: EndRules,
         constraint: str | None = None,
     ) -> None:
-        """`constraint`: the field of the request that says what the answer may be."""
+        """`constraint`: the request field that constrains the answer, for error messages."""
         self.index = index
         self.prompt = prompt
         self.stream = stream
         self.num_tokens = 0
         self.cached_tokens = 0
         self.promised_tokens = 0
-        """of the prompt, that are kept as it asked"""
+        """Prompt tokens that are retained at the client's request."""
         self.reasoning_tokens: int | None = None
-        """of them that are thinking; None: it is not told apart"""
+        """Output tokens that are thinking; None if thinking is not parsed."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.pooled: bytes | None = None
-        """the hidden states that were asked for instead of an output: float32"""
+        """Pooled hidden states (float32), if the request asks for them instead of output."""
         self.finished = False
-        self.lives = 1
-        """engines that it was given to"""
+        self.attempts = 1
+        """Engines that it was submitted to."""
         self.counted = False
-        """the metrics know that it began"""
+        """Its start is in the metrics."""
         self.first_token_at = 0.0
         self.last_token_at = 0.0
         self._detokenizer = detokenizer
@@ -91,29 +91,29 @@ class Choice:
         self._ends = ends
         self._constraint = constraint
         self._length = 0
-        """characters decoded so far"""
-        self._left: Piece | Exception | None = None
-        """what `leave` was given"""
+        """Characters decoded so far."""
+        self._deferred: Piece | Exception | None = None
+        """The argument of `defer`."""
 
     def take(self, delta: Delta) -> Piece:
-        """Turn what the engine sent into what the client sees. Raises `ApiError` when the engine gave it up."""
-        if isinstance(self._left, Exception):
-            raise self._left
+        """Convert an engine delta to a piece. Raises `ApiError` if the engine refused or aborted the sequence."""
+        if isinstance(self._deferred, Exception):
+            raise self._deferred
         if delta.finish is Finish.REFUSED:
-            raise bad_request(clip(explain(delta.error or "The engine refuses this request.")), self._constraint)
+            raise bad_request(clip(explain(delta.error or "The engine refused this request.")), self._constraint)
         if delta.finish is Finish.NONFINITE:
-            why = f"The request cannot be answered: {delta.error}."
+            why = f"The request failed: {delta.error}."
             raise ApiError(500, why, code="nonfinite_logits")
         if delta.finish is Finish.BUSY:
             raise unavailable(clip(delta.error or "The engine is busy."), "engine_busy", BUSY_RETRY_AFTER)
         if delta.finish is Finish.ABORT:
-            raise ApiError(500, delta.error or "The engine ended this request.", code="engine_error")
+            raise ApiError(500, delta.error or "The engine aborted this request.", code="engine_error")
         if delta.started is not None:
             self.cached_tokens = delta.started.cached_tokens
             self.promised_tokens = delta.started.promised_tokens
         self.prompt_logprobs += delta.prompt_logprobs
         self.pooled = delta.pooled or self.pooled
-        piece, self._left = self._left or Piece(), None
+        piece, self._deferred = self._deferred or Piece(), None
         last = len(delta.token_ids) - 1
         for i, token_id in enumerate(delta.token_ids):
             piece.token_ids.append(token_id)
@@ -136,7 +136,7 @@ class Choice:
         return piece
 
     def take_one(self, token_id: int, entry: TokenLogprobs | None) -> Piece:
-        """As `take`, for one token that is neither the first nor the last one of the engine."""
+        """Like `take`, for one token that is neither the first nor the last of the sequence."""
         piece = Piece("", [token_id], [] if entry is None else [entry], [self._length])
         self.num_tokens += 1
         piece.text = self._show(self._detokenizer.feed(token_id))
@@ -144,16 +144,16 @@ class Choice:
         return piece
 
     def take_text(self, token_id: int) -> str:
-        """As `take_one`, where only the text is asked for. That of a token that finishes the choice is left."""
+        """Like `take_one`, but return only the text. A token that finishes the choice is deferred."""
         self.num_tokens += 1
         text = self._show(self._detokenizer.feed(token_id))
         if self._stops is not None and self._stopped(piece := Piece(text)):
-            self.leave(piece)
+            self.defer(piece)
         return text
 
-    def leave(self, what: Piece | Exception) -> None:
-        """Leave the end of the choice to whoever reads its stream: the next `take` returns, or raises, this."""
-        self._left = what
+    def defer(self, result: Piece | Exception) -> None:
+        """Let the reader of the stream end the choice: the next `take` returns or raises `result`."""
+        self._deferred = result
         self.stream.wake()
 
     def _show(self, text: str) -> str:
@@ -163,14 +163,14 @@ class Choice:
         return self._stops.feed(text)
 
     def _stopped(self, piece: Piece) -> bool:
-        """Whether a stop string has been found: then the choice ends with this piece."""
+        """Whether a stop string was found, so that the choice ends with this piece."""
         if self._stops is None or self._stops.matched is None:
             return False
         self._finish(piece, "stop", self._stops.matched)
         return True
 
     def _end_token(self, token_id: int, piece: Piece) -> str:
-        """The token the engine stopped at: an end token, one of the request's own, or the last of its grammar."""
+        """The visible text of the last token: an end token, a stop token, or the last token of a grammar."""
         if token_id in self._ends.stop_token_ids:
             piece.stop_reason = token_id
         elif token_id not in self._ends.end_ids:
@@ -182,4 +182,4 @@ class Choice:
     def _finish(self, piece: Piece, reason: str, stop_reason: str | int | None) -> None:
         piece.finish_reason, piece.stop_reason = reason, stop_reason
         self.finished = True
-        self.stream.abort()  # does nothing when the engine has finished already
+        self.stream.abort()  # no effect if the engine has already finished

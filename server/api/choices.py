@@ -1,4 +1,4 @@
-"""`Choices`: the dialect of completions and chat: a list of choices, streamed as chunks of each."""
+"""`Choices`: OpenAI's dialect of completions and chat: a list of choices, streamed as chunks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from weft.server.api.protocol import StreamOptions
 from weft.server.errors import ApiError
 
 LARGE = 4096
-"""tokens from which an answer is put together in a worker thread: thousands of log-probabilities take their time"""
+"""Tokens above which an answer is assembled in a worker thread: thousands of log-probabilities take time."""
 
 
 class Shape(Protocol):
-    """How an endpoint writes its choices."""
+    """How an endpoint formats its choices."""
 
     object: str
     chunk_object: str
@@ -26,32 +26,32 @@ class Shape(Protocol):
 
     @property
     def plain(self) -> bool:
-        """After its first chunk, a choice's chunks differ in their text alone, up to the last."""
+        """Between the first and the last chunk, a choice's chunks differ only in their text."""
         ...
 
     def first_chunks(self, choice: Choice, /) -> list[dict[str, Any]]:
-        """Chunk choices to send before the first piece of a choice."""
+        """Chunks to send before the first piece of a choice."""
         ...
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
-        """One chunk choice; None when there is nothing to show yet."""
+        """The chunk of a piece; None if there is nothing to show yet."""
         ...
 
     def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """A finished choice; `piece` is all of it."""
+        """A finished choice; `piece` is its whole output."""
         ...
 
     def passes(self, choice: Choice, token_id: int, text: str, /) -> bool:
-        """Whether a token's chunk differs from others of its choice in its text alone. If so it has been taken in."""
+        """Whether a token's chunk differs only in its text from the others. If so, the token is consumed."""
         ...
 
     def extras(self, generation: Generation, /) -> dict[str, Any]:
-        """Further fields of a whole answer, and of the first chunks."""
+        """Additional fields of a whole answer and of the first chunks."""
         ...
 
 
 class Choices:
-    """The answer to one request, in the shape of its endpoint. Events have no names, and the last is `[DONE]`."""
+    """The answer to one request in its endpoint's shape. Events have no names; the last is `[DONE]`."""
 
     silence = b": waiting\n\n"
 
@@ -70,7 +70,7 @@ class Choices:
         self._continuous = options.include_usage and options.continuous_usage_stats
         self._opened: set[int] = set()
         self._templates: dict[int, tuple[bytes, bytes]] = {}
-        """what stands around the text of a chunk, by choice"""
+        """The bytes before and after the text of a chunk, by choice."""
 
     # -- plain
 

@@ -1,5 +1,7 @@
-"""`Connection`: uvicorn's HTTP protocol with bounds on what a client may send before its request is known and on how
-long it may leave an answer unread, with OpenAI's error body for what is no HTTP, and with a shortcut for scrapes."""
+"""`Connection`: uvicorn's HTTP protocol with limits on headers, on slow clients and on unread answers.
+
+It also answers invalid HTTP with OpenAI's error body, and scrapes without the application.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,17 @@ from weft.server.api.stall import StallWatch
 from weft.server.errors import ApiError
 
 MAX_HEADER_BYTES = 64 * 1024
-"""of the request line and all headers, and of whatever else is no body (trailers, extensions of chunks)"""
+"""Limit of the request line and headers, and of trailers and chunk extensions."""
 
 HEADER_SECONDS = 20.0
-"""from the first byte (or the connection) to the end of the headers"""
+"""Seconds from the first byte (or the connection) to the end of the headers."""
 
-REST_SECONDS = 60.0
-"""from the end of an answer to the end of a request that was not read to its end"""
+UNREAD_SECONDS = 60.0
+"""Seconds from the end of an answer to the end of a request body that is still arriving."""
 
 
 class Outlet:
-    """The body of a response, for `fast_path`."""
+    """The body of a response, written by `fast_path`."""
 
     __slots__ = ("_cycle", "_flow", "_write")
 
@@ -45,12 +47,12 @@ class Outlet:
     def write(self, data: bytes) -> None:
         self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
-    def close_behind(self) -> None:
+    def close_after_response(self) -> None:
         self._cycle.keep_alive = False
 
 
 class UntilClose:
-    """Sends an answer to a client of HTTP/1.0, which knows no chunks: without a length, the connection's end is its."""
+    """Sends an answer without a length to an HTTP/1.0 client, which does not support chunks: closing ends the answer."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
@@ -63,27 +65,27 @@ class UntilClose:
             if self._endless:
                 self._cycle.keep_alive = self._cycle.chunked_encoding = False
         elif self._endless:
-            self._cycle.expected_content_length = len(message.get("body", b""))  # it is never too long
+            self._cycle.expected_content_length = len(message.get("body", b""))  # accept any length
         await self._send(message)
 
 
-_BEYOND_SHORTCUTS = frozenset(
+_NO_SHORTCUT_HEADERS = frozenset(
     {b"content-length", b"expect", b"origin", b"traceparent", b"transfer-encoding", b"upgrade", b"x-request-id"}
 )
-"""headers of requests that the application has to see"""
+"""Headers that require the application."""
 
 
 class Connection(HttpToolsProtocol):
     def __init__(
         self, *args: Any, service: Service, shortcuts: dict[bytes, Callable[[], bytes]], **kwargs: Any
     ) -> None:
-        """`shortcuts`: what a plain GET of a URL is answered, head included, without the application. Its tasks and
-        layers cost more CPU than a scrape's answer, and scrapes are many."""
+        """`shortcuts`: functions that make the raw response to a plain GET of a URL. They bypass the application, whose
+        overhead exceeds the cost of a scrape."""
         super().__init__(*args, **kwargs)
         self._service = service
         self._shortcuts = shortcuts
         self._shortcut: Callable[[], bytes] | None = None
-        """of the request that is being read"""
+        """The shortcut of the request being read."""
         self._header_bytes = 0
         self._in_headers = True
         self._refused = False
@@ -115,9 +117,11 @@ class Connection(HttpToolsProtocol):
             self._refuse_size()
 
     def _parse(self, data: bytes) -> None:
-        """Have it parsed. The parser takes a request that offers another protocol to be over with its head, whatever
-        body it has. Nothing but HTTP/1.1 is spoken here, so such an offer does not count: the head is read again
-        without it. Raises `HttpParserError`."""
+        """Feed the parser. Raises `HttpParserError`.
+
+        The parser ends a request that offers a protocol upgrade at its head, even if it has a body. This server ignores
+        upgrades, so it parses the head again without the offer.
+        """
         rest = memoryview(data)
         while rest:
             try:
@@ -129,16 +133,16 @@ class Connection(HttpToolsProtocol):
                 rest = rest[offer.args[0] :]
                 line = self.parser.get_method(), self.url, self.parser.get_http_version().encode()
                 kept = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
-                self.parser = httptools.HttpRequestParser(self)  # one that has no end behind it
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+                self.parser = httptools.HttpRequestParser(self)  # one that has not seen the end of a request
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
                 self.parser.feed_data(b"%b %b HTTP/%b\r\n" % line + kept + b"\r\n")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:  # a trailer is no header: it would be one of a request that has begun
+        if self._in_headers:  # ignore trailers: the request has already started
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._is_offer():
+        if self._is_upgrade():
             return
         self._in_headers = False
         self._header_bytes = 0
@@ -150,7 +154,7 @@ class Connection(HttpToolsProtocol):
         if size > MAX_HEADER_BYTES:
             self._refuse_size()
         elif hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
-            self._refuse(ApiError(400, "The request needs one Host header.", code="invalid_http"))
+            self._refuse(ApiError(400, "The request must have exactly one Host header.", code="invalid_http"))
         elif (refusal := self._unsupported()) is not None:
             self._refuse(refusal)
         elif self._is_plain_get() and (shortcut := self._shortcuts.get(self.url)) is not None:
@@ -172,12 +176,12 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self._watch_reader()  # it waits for the last byte to leave
+            self._watch_reader()  # closing waits until the last byte is sent
         if not self._in_headers and self.cycle.response_complete:
-            self._timer = self.loop.call_later(REST_SECONDS, self.transport.close)
+            self._timer = self.loop.call_later(UNREAD_SECONDS, self.transport.close)
 
     def on_message_complete(self) -> None:
-        if self._is_offer():
+        if self._is_upgrade():
             return
         self._in_headers = True
         self._header_bytes = 0
@@ -211,24 +215,24 @@ class Connection(HttpToolsProtocol):
             self.cycle.scope["weft.stalled"] = True  # type: ignore[typeddict-unknown-key]
         self.transport.abort()
 
-    def close_behind_answer(self) -> None:
-        """End with the answer that is under way, if there is one, and tell the client if that has not begun."""
+    def close_after_answer(self) -> None:
+        """Close after the current answer. The answer's headers say so if they are not sent yet."""
         if self.cycle is not None:
             self.cycle.keep_alive = False
 
-    def _is_offer(self) -> bool:
-        """The request that was parsed last offers another protocol: it is parsed again without that."""
+    def _is_upgrade(self) -> bool:
+        """The request offers a protocol upgrade and is parsed again without it."""
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def _unsupported(self) -> ApiError | None:
-        """What is HTTP, but none that this server speaks."""
+        """The error for valid HTTP that this server does not support."""
         version = self.parser.get_http_version()
         if version == "0.9":
-            return ApiError(400, "The request line names no version of HTTP.", code="invalid_http")
+            return ApiError(400, "The request line has no HTTP version.", code="invalid_http")
         if version not in ("1.0", "1.1"):
-            return ApiError(505, "This server speaks HTTP/1.1.", code="http_version")
+            return ApiError(505, "This server supports HTTP/1.1.", code="http_version")
         if self.parser.get_method() == b"CONNECT":
-            return ApiError(400, "CONNECT is for proxies, and this server is none.", code="invalid_http")
+            return ApiError(400, "CONNECT is not supported: this server is not a proxy.", code="invalid_http")
         codings = [value for name, value in self.headers if name == b"transfer-encoding"]
         if codings and b",".join(codings).strip().lower() != b"chunked":
             return ApiError(
@@ -237,7 +241,7 @@ class Connection(HttpToolsProtocol):
         return None
 
     def _is_plain_get(self) -> bool:
-        """A request without a body or anything special, to be answered on a connection that waits for it."""
+        """A request without a body or special headers, on a connection with no other answer in progress."""
         return (
             self.parser.get_method() == b"GET"
             and self.parser.get_http_version() == "1.1"
@@ -245,7 +249,7 @@ class Connection(HttpToolsProtocol):
             and (self.cycle is None or self.cycle.response_complete)
             and not self.flow.write_paused
             and not self._service.closing
-            and not any(name in _BEYOND_SHORTCUTS for name, _ in self.headers)
+            and not any(name in _NO_SHORTCUT_HEADERS for name, _ in self.headers)
         )
 
     def send_400_response(self, msg: str) -> None:
@@ -264,12 +268,12 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _busy(self) -> bool:
-        """A request has come whole, or its answer has begun, and there is more of that answer to come."""
+        """An answer is in progress, or due because its request is complete."""
         cycle = self.cycle
         return cycle is not None and not cycle.response_complete and (cycle.response_started or not cycle.more_body)
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer and close. What comes after a request whose answer is under way only ends the connection."""
+        """Send an error and close. If an answer is in progress, only close."""
         self._refused = True
         self._stop_timer()
         if not self._busy and not self.transport.is_closing():

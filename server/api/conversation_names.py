@@ -1,4 +1,4 @@
-"""Names of a conversation: by which an engine knows, before the prompt is written, which pages it will need."""
+"""Names of a conversation, by which engines prefetch its pages before the prompt is rendered."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _BEGINNING, _KEY = b"beginning", b"key"
 
 
 def names_of(body: ChatBody, salt: str) -> tuple[bytes, ...]:
-    """Of 16 bytes each, the one that says most first: how the conversation begins, up to its first question; the key
-    that the client gives. Different with different salts."""
+    """16-byte names, the most specific first: a hash of the conversation through its first user message, and a hash of
+    the client's `prompt_cache_key`, if any. Both depend on the salt."""
     first = next((i for i, message in enumerate(body.messages) if message.role == "user"), len(body.messages) - 1)
     messages = lasting(body.messages[: first + 1], late_system=True)
-    said = [[message.role, message.content] for message in messages]
-    names = [_name(salt, _BEGINNING, orjson.dumps(said))]
+    beginning = [[message.role, message.content] for message in messages]
+    names = [_name(salt, _BEGINNING, orjson.dumps(beginning))]
     if body.prompt_cache_key is not None:
         names.append(_name(salt, _KEY, body.prompt_cache_key.encode("utf-8", "surrogatepass")))
     return tuple(names)
 
 
 def is_later_turn(body: ChatBody) -> bool:
-    """There was an answer before: so there may be pages."""
+    """The conversation has an earlier answer, so its pages may exist."""
     return any(message.role == "assistant" for message in body.messages)
 
 

@@ -1,6 +1,6 @@
-"""The page at `/docs`: every endpoint, its fields, and a form to try it, from the OpenAPI schema.
+"""The page at `/docs`: every endpoint, its fields and a form to try it, made from the OpenAPI schema.
 
-It loads nothing from elsewhere.
+It loads no external resources.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ EXAMPLES: dict[str, Any] = {
     "/invocations": {"model": "MODEL", "prompt": "1 2 3 4", "max_tokens": 16},
     "/apply-template": {"model": "MODEL", "messages": [{"role": "user", "content": "What is 12 + 30?"}]},
 }
-"""bodies to begin with; MODEL becomes what is served. Others are made of the fields that are required."""
+"""Example bodies; MODEL is replaced by the served model. Other bodies are made from their required fields."""
 _BOUNDS = {
     "minimum": "≥ {}",
     "exclusiveMinimum": "> {}",
@@ -105,9 +105,9 @@ def _page(api: Mapping[str, Any]) -> str:
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{_STYLE}</style>"
-        f"<h1>{title}</h1><p>A field that is null counts as not given; unknown fields are ignored. "
-        'The same for programs: <a href="openapi.json">openapi.json</a></p>'
-        '<form id="key-form"><label>API key, where one is needed; it stays in this tab '
+        f"<h1>{title}</h1><p>Null fields count as omitted; unknown fields are ignored. "
+        'Schema: <a href="openapi.json">openapi.json</a></p>'
+        '<form id="key-form"><label>API key, if the server requires one; it stays in this tab '
         '<input id="key" type="password" autocomplete="off" spellcheck="false"></label></form>'
     ]
     for path, operations in api["paths"].items():
@@ -125,7 +125,7 @@ def _page(api: Mapping[str, Any]) -> str:
 
 
 def _form(method: str, path: str, body: Any, schemas: Mapping[str, Any]) -> str:
-    """To try an operation: its path's parameters, its body, and room for the answer."""
+    """The form of an operation: path parameters, body and answer."""
     inputs = "".join(
         f'<label>{escape(name)} <input data-name="{escape(name)}" value="MODEL"></label>'
         for name in re.findall(r"\{(\w+)\}", path)
@@ -145,7 +145,7 @@ def _form(method: str, path: str, body: Any, schemas: Mapping[str, Any]) -> str:
 
 
 def example(path: str, body: Mapping[str, Any], schemas: Mapping[str, Any]) -> Any:
-    """A body for the endpoint at `path`, whose schema is `body`."""
+    """An example body for the endpoint at `path` with the schema `body`."""
     if path in EXAMPLES:
         return EXAMPLES[path]
     schema = schemas.get(str(body.get("$ref", "")).removeprefix(_SCHEMAS), body)

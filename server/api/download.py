@@ -1,4 +1,4 @@
-"""`Download`: a stored file as an answer, whole or the part that `Range` asks for."""
+"""`Download`: a stored file as an answer, whole or the requested `Range`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNNAMED = "file"
 
 
 class Download(FileResponse):
-    """Starlette's, with the error body that all others have. A `Range` that is none counts as not given (RFC 9110)."""
+    """Starlette's file response with this server's error body. An invalid `Range` is ignored (RFC 9110)."""
 
     def __init__(self, path: Path, media_type: str, filename: str) -> None:
         super().__init__(path, media_type=media_type, headers={"content-disposition": disposition(filename)})
@@ -35,7 +35,7 @@ class Download(FileResponse):
                 size = Path(self.path).stat().st_size
                 raise ApiError(
                     416,
-                    f"The file has {size} bytes; nothing of the range that is asked for lies in it.",
+                    f"The requested range is outside the file, which has {size} bytes.",
                     code="range_not_satisfiable",
                     headers={"Content-Range": f"bytes */{size}"},
                 ) from None
@@ -50,14 +50,13 @@ class _Refused(Exception):
 
 
 def base_name(name: str) -> str:
-    """A name as an upload tells it, which may be a path of either kind of system, without folders and without
-    characters that are not shown."""
+    """An upload's file name without folders (of either path style) and unprintable characters."""
     last = "".join(c for c in re.split(r"[/\\]", name)[-1] if c.isprintable()).strip()
     return UNNAMED if last in ("", ".", "..") else last
 
 
 def disposition(name: str) -> str:
-    """The Content-Disposition of a file to be saved under this name (RFC 6266)."""
+    """The Content-Disposition that saves a file under this name (RFC 6266)."""
     name = base_name(name)
     plain = re.sub(r'[^ -~]|["%]', "_", name)
     return f'attachment; filename="{plain}"' + ("" if plain == name else f"; filename*=UTF-8''{quote(name, safe='')}")

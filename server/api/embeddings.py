@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: pooled hidden states, through the same queue, pages and prefix cache as everything else."""
+"""`POST /v1/embeddings`: pooled hidden states, computed with the same queue, pages and prefix cache as other requests."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class EmbeddingBody(Body):
     input: Inputs
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, le=INT32)
-    """the first so many numbers, of length 1 again: for models that were trained for it"""
+    """Truncate embeddings to this many numbers and normalize them again, for models trained for it."""
     prompt_name: str | None = Field(None, max_length=256)
-    """which of the model's own prompts (`config_sentence_transformers.json`) stands in front of the texts"""
+    """The model's prompt (`config_sentence_transformers.json`) to put before the texts."""
     add_special_tokens: bool = True
     priority: Priority = 0
     cache_salt: CacheSalt = ""
@@ -45,17 +45,17 @@ class EmbeddingBody(Body):
     user: str | None = None
     request_id: str | None = Field(None, pattern=REQUEST_ID)
     include_energy: bool = False
-    """as in `GenerationBody`"""
+    """See `GenerationBody`."""
 
 
-@router.post("/v1/embeddings", summary="Embeddings of texts: the model's hidden states, pooled")
+@router.post("/v1/embeddings", summary="Embed texts: the model's hidden states, pooled")
 async def embeddings(body: EmbeddingBody, request: Request, service: ServiceOf) -> Response:
     service = await service.enter(body.model, request.scope)
     width = service.loaded.ready.hidden_size
     model = service.name(body.model)
     pooler = await _pooler(service)
     if body.dimensions is not None and body.dimensions > width:
-        raise bad_request(f"dimensions: this model's embeddings have {width}.", "dimensions")
+        raise bad_request(f"dimensions: this model's embeddings have only {width}.", "dimensions")
     prompts = await _prompts(service, body, pooler)
     params = SamplingParams(max_tokens=0, pooling=pooler.pooling)
     shared = {name: getattr(body, name) for name in _SHARED if getattr(body, name) is not None}
@@ -67,14 +67,14 @@ _SHARED = set(GenerationBody.model_fields) & set(EmbeddingBody.model_fields)
 
 
 async def _pooler(service: Service) -> Pooler:
-    """Raises `ApiError`."""
+    """The model's pooler. Raises `ApiError`."""
     config = service.config
     try:
         pooler = await service.offload(partial(read_pooler, config.model_path, config.pooling))
     except ModelError as error:
-        raise ApiError(501, f"This model's embeddings: {error}.", code="pooling_not_supported") from None
+        raise ApiError(501, f"This model cannot embed: {error}.", code="pooling_not_supported") from None
     if pooler is None:
-        raise ApiError(404, "This server gives no embeddings (--pooling none).", code="embeddings_off")
+        raise ApiError(404, "Embeddings are disabled (--pooling none).", code="embeddings_off")
     return pooler
 
 
@@ -86,9 +86,9 @@ async def _prompts(service: Service, body: EmbeddingBody, pooler: Pooler) -> lis
     if (name := body.prompt_name) is not None:
         if name not in pooler.prompts:
             known = ", ".join(map(repr, pooler.prompts)) or "none"
-            raise bad_request(f"prompt_name: there is no prompt {clip(name)!r}; known: {known}.", "prompt_name")
+            raise bad_request(f"prompt_name: there is no prompt {clip(name)!r}; known prompts: {known}.", "prompt_name")
         if not texts:
-            raise bad_request("prompt_name goes with texts, not with token ids.", "prompt_name")
+            raise bad_request("prompt_name needs texts; the input has token ids.", "prompt_name")
         before = pooler.prompts[name]
     if texts:
         given = [before + text for text in texts]
@@ -106,7 +106,7 @@ async def _prompts(service: Service, body: EmbeddingBody, pooler: Pooler) -> lis
 
 
 class Embeddings:
-    """The dialect of embeddings: a list, in the order of the inputs. It is never a stream."""
+    """The dialect of embeddings: a list in the order of the inputs, never a stream."""
 
     silence = b""
     plain = False

@@ -1,4 +1,4 @@
-"""`Dialect`: how an endpoint writes an answer, whole or as server-sent events."""
+"""`Dialect`: how an endpoint writes an answer, as one body or as server-sent events."""
 
 from __future__ import annotations
 
@@ -9,42 +9,44 @@ from weft.server.api.choice import Choice, Piece
 from weft.server.errors import ApiError
 
 MARK = "\x00"
-"""the text of an event that a template is made of"""
+"""The placeholder text of an event from which a template is made."""
 
 
 class Dialect(Protocol):
-    """Writes one answer. Of a plain one `body` is called; of a stream `of` for every piece, then `end` or `failed`."""
+    """Writes one answer: `body` for a plain one; for a stream, `of` for each piece and then `end` or `failed`."""
 
     silence: bytes
-    """what a stream gets while nothing comes: a comment, or an event without meaning"""
+    """A keep-alive for streams: a comment or an event without content."""
 
     async def body(self, wholes: Sequence[Piece], /) -> bytes:
-        """A whole answer; each piece is all of its choice."""
+        """A whole answer; each piece is the whole output of its choice."""
         ...
 
     @property
     def plain(self) -> bool:
-        """After the first one, what the pieces of a choice are sent as differs in their text alone, up to the last."""
+        """Between a choice's first and last event, events differ only in their text."""
         ...
 
     def of(self, choice: Choice, piece: Piece, /) -> bytes:
-        """The events of a piece, with those that begin the answer or the choice. Empty: nothing to show yet."""
+        """The events of a piece, including those that begin the answer or choice; empty if there is nothing to show yet."""
         ...
 
     def quick(self, choice: Choice, token_id: int, text: str, /) -> bytes | None:
-        """As `of`, for a token without log-probabilities in the middle of the choice: its event, where that is
-        nothing but more text of what is open. None: it is for `of`."""
+        """The event of a token in the middle of a choice, without log-probabilities, if it only adds text.
+
+        Returns None if the token has to go through `of`.
+        """
         ...
 
     async def end(self) -> bytes:
-        """The events that end the stream, every choice having finished."""
+        """The events that end the stream after every choice has finished."""
         ...
 
     async def failed(self, error: ApiError, /) -> bytes:
-        """What is sent instead where the stream breaks off. One that had not begun is answered with a status."""
+        """The events that end a started stream with an error."""
         ...
 
 
 def event(data: bytes, name: bytes = b"") -> bytes:
-    """A server-sent event. `data`: one line."""
+    """A server-sent event. `data` is a single line."""
     return (b"event: " + name + b"\n" if name else b"") + b"data: " + data + b"\n\n"

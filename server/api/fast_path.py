@@ -1,8 +1,8 @@
-"""`FastPath`: the tokens of a stream go from the engine's message straight to the socket.
+"""`FastPath`: writes a stream's tokens from the engine's message directly to the socket.
 
-A task that wakes up and a chain of ASGI layers touch so much memory per token that, with hundreds of streams, the
-caches hold none of it. So what a token is sent as is written in the call that brings it. The answer's task only begins
-and ends the stream, and takes over while the client does not keep up.
+Waking a task and passing ASGI layers touches so much memory per token that hundreds of streams thrash the CPU caches.
+So the call that delivers a token also writes its event. The answer's task only begins and ends the stream, and takes
+over while the client does not keep up.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from weft.server.api.events import MARK, Dialect
 from weft.server.observe.counters import Buckets
 
 EXTENSION = "weft.outlet"
-"""of the ASGI scope, where `connection` is the server"""
+"""The ASGI scope extension that `Connection` provides."""
 
 _encode = orjson.dumps
 _now = time.perf_counter
 
 
 class Outlet(Protocol):
-    """The body of a response, where writing does not wait."""
+    """The body of a response, with non-blocking writes."""
 
     def ready(self) -> bool:
-        """The response has begun, is sent in chunks, and the client keeps up."""
+        """The response has started, is chunked, and the client keeps up."""
         ...
 
     def write(self, data: bytes) -> None: ...
 
-    def close_behind(self) -> None:
-        """Have the connection closed behind the response."""
+    def close_after_response(self) -> None:
+        """Close the connection after the response."""
         ...
 
 
 class FastPath(ABC):
-    """The sink of a `TokenStream` whose choice has begun.
+    """The sink of a `TokenStream` whose choice has started.
 
-    `sent_at`: when it last wrote something.
+    `sent_at`: the time of its last write.
     """
 
     __slots__ = ("_choice", "_idle", "_itl", "_outlet", "sent_at")
 
     def __init__(self, choice: Choice, outlet: Outlet, itl: Buckets, idle: Callable[[], bool] | None) -> None:
-        """`itl`: observes the gaps between tokens. `idle`: nothing of the answer is on its way through its task; None
-        when that holds whenever the stream is read."""
+        """`itl`: observes the gaps between tokens. `idle`: nothing of the answer is queued for its task; None if that
+        always holds when the stream is read."""
         self._choice = choice
         self._outlet = outlet
         self._itl = itl
@@ -58,18 +58,18 @@ class FastPath(ABC):
         self.sent_at = 0.0
 
     @abstractmethod
-    def _written(self, token_id: int, entry: TokenLogprobs | None) -> bytes:
-        """What a token is sent as; nothing for one that is held back or has finished the choice."""
+    def _event(self, token_id: int, entry: TokenLogprobs | None) -> bytes:
+        """The event of a token; empty if it is held back or finishes the choice."""
 
     def __call__(self, token_id: int, entry: TokenLogprobs | None) -> bool:
-        """Send a token; False when that is not possible now, and nothing was done."""
+        """Send a token. Returns False, without side effects, if that is impossible now."""
         if not self._outlet.ready() or (self._idle is not None and not self._idle()):
             return False
         choice, now = self._choice, _now()
         try:
-            data = self._written(token_id, entry)
-        except Exception as error:  # this answer's alone: who delivers has others to deliver to
-            choice.leave(error)
+            data = self._event(token_id, entry)
+        except Exception as error:  # fail this answer only: the caller delivers to others, too
+            choice.defer(error)
             return True
         if choice.finished:
             return True
@@ -82,21 +82,21 @@ class FastPath(ABC):
 
 
 class Template(FastPath):
-    """For chunks that differ in their text alone, which most do."""
+    """Writes chunks that differ only in their text, as most do."""
 
     __slots__ = ("_after", "_before")
 
     def __init__(self, chunk: bytes, *rest: Any) -> None:
-        """`chunk`: what a token whose text is `MARK` is sent as."""
+        """`chunk`: the event of a token with the text `MARK`."""
         super().__init__(*rest)
         self._before, _, self._after = chunk.partition(_encode(MARK))
 
-    def _written(self, token_id: int, _: TokenLogprobs | None) -> bytes:
+    def _event(self, token_id: int, _: TokenLogprobs | None) -> bytes:
         return self._before + _encode(self._choice.take_text(token_id)) + self._after
 
 
 class Composer(FastPath):
-    """For any chunk."""
+    """Writes any chunk."""
 
     __slots__ = ("_dialect",)
 
@@ -104,11 +104,11 @@ class Composer(FastPath):
         super().__init__(*rest)
         self._dialect = dialect
 
-    def _written(self, token_id: int, entry: TokenLogprobs | None) -> bytes:
+    def _event(self, token_id: int, entry: TokenLogprobs | None) -> bytes:
         choice = self._choice
         piece = choice.take_one(token_id, entry)
         if choice.finished:
-            choice.leave(piece)
+            choice.defer(piece)
             return b""
         data = self._dialect.quick(choice, token_id, piece.text) if entry is None else None
         return self._dialect.of(choice, piece) if data is None else data

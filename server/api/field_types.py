@@ -1,4 +1,4 @@
-"""Types of the fields of bodies: how each form that clients send is read, its bounds, and what its schema says."""
+"""Field types of request bodies: the accepted forms, their bounds and their schema."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weft.server.errors import clip
 
 MAX_PROMPTS = 1024
 MAX_INPUTS = 2048
-"""of one request for embeddings: as many as OpenAI takes"""
+"""Inputs per embeddings request, as at OpenAI."""
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
 MAX_PARTS = 8192
-"""of one message"""
+"""Content parts per message."""
 INT32 = 2**31 - 1
 _BIAS = BOUNDS["logit_bias"]
 
@@ -28,7 +28,7 @@ def bounded(name: str, default: Any = ..., *, le: int | None = None) -> Any:
 
 
 def _parse_prompts(value: Any, most: int = MAX_PROMPTS) -> list[str] | list[list[int]]:
-    """Any of the four forms of `prompt` as a list of prompts. By hand: a union of lists is slow on long id lists."""
+    """Parse the four forms of `prompt`. Written by hand because a pydantic union is slow on long id lists."""
     if isinstance(value, str):
         prompts: list[Any] = [value]
     elif isinstance(value, list):
@@ -78,7 +78,7 @@ _TEXT_FIELDS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-"""types of parts that are text, and the field that has it"""
+"""Types of text parts, and the field that holds the text."""
 
 
 def flatten_content(value: Any) -> str:
@@ -105,8 +105,8 @@ def _part_text(part: Any) -> str:
     return text
 
 
-def _some(items: dict[str, Any], most: int | None = None) -> dict[str, Any]:
-    """The schema of a list that is not empty."""
+def _nonempty(items: dict[str, Any], most: int | None = None) -> dict[str, Any]:
+    """The schema of a non-empty list."""
     return {"type": "array", "items": items, "minItems": 1} | ({} if most is None else {"maxItems": most})
 
 
@@ -135,12 +135,12 @@ _TEXT_PART = {
 Prompts = Annotated[
     list[str] | list[list[int]],
     PlainValidator(_parse_prompts),
-    WithJsonSchema({"anyOf": [_TEXT, _some(_TEXT, MAX_PROMPTS), _some(_ID), _some(_some(_ID), MAX_PROMPTS)]}),
+    WithJsonSchema({"anyOf": [_TEXT, _nonempty(_TEXT, MAX_PROMPTS), _nonempty(_ID), _nonempty(_nonempty(_ID), MAX_PROMPTS)]}),
 ]
 Inputs = Annotated[
     list[str] | list[list[int]],
     PlainValidator(partial(_parse_prompts, most=MAX_INPUTS)),
-    WithJsonSchema({"anyOf": [_TEXT, _some(_TEXT, MAX_INPUTS), _some(_ID), _some(_some(_ID), MAX_INPUTS)]}),
+    WithJsonSchema({"anyOf": [_TEXT, _nonempty(_TEXT, MAX_INPUTS), _nonempty(_ID), _nonempty(_nonempty(_ID), MAX_INPUTS)]}),
 ]
 Stop = Annotated[
     list[str],
@@ -175,7 +175,7 @@ CacheKey = Annotated[str, Field(max_length=1024)]
 
 
 def _parse_ids(value: Any) -> list[int]:
-    """By hand: as for prompts."""
+    """Written by hand for speed, like `_parse_prompts`."""
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError("must be a list of token ids")
     if value and not (min(value) >= 0 and max(value) <= INT32):

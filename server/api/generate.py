@@ -16,7 +16,7 @@ from weft.engine.errors import EngineDead
 from weft.engine.wire.messages import Promise
 from weft.engine.wire.sampling import SamplingParams
 from weft.engine.wire.streams import Delta
-from weft.server.api.choice import Choice, Ends, Piece
+from weft.server.api.choice import Choice, EndRules, Piece
 from weft.server.api.model_text import too_long
 from weft.server.api.protocol import GenerationBody
 from weft.server.api.service import Service
@@ -79,7 +79,7 @@ class Generation:
         self._loaded = service.loaded
         skip_ids = self._loaded.tokenizer.skip_ids
         self._show = show if body.skip_special_tokens else skip_ids
-        self._ends = Ends(
+        self._ends = EndRules(
             body.min_tokens, body.stop_token_ids, self._loaded.ready.eos_token_ids, skip_ids - self._show,
             body.include_stop_str_in_output,
         )  # fmt: skip
@@ -152,7 +152,7 @@ class Generation:
 
         Raises `error` if no engine is left, the retries are used up, or the client already has output of the choice.
         """
-        if choice.lives > RETRIES or (choice.num_tokens and not self.replayable):
+        if choice.attempts > RETRIES or (choice.num_tokens and not self.replayable):
             raise error
         i, replicas = choice.prompt, self._loaded.replicas
         self._prefilled(choice)
@@ -168,7 +168,7 @@ class Generation:
         fresh = self._begin(choice.index, i, ticket, leader)
         if leader < 0:
             self._restarts[i] = ticket, fresh.stream.handle
-        fresh.lives, fresh.counted = choice.lives + 1, choice.counted
+        fresh.attempts, fresh.counted = choice.attempts + 1, choice.counted
         self.choices[choice.index] = fresh
         self.service.metrics.retried.inc()
         return fresh

@@ -1,4 +1,4 @@
-"""`Server`: uvicorn's, with acceptors of our own and without its signal handling: the daemon decides when to end."""
+"""`Server`: uvicorn's server with `Acceptor`s and without signal handling, which the daemon does."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Server(uvicorn.Server):
         self._service = service
         self._acceptors: list[Acceptor] = []
         self.tls: ssl.SSLContext | None = None
-        """what connections from now on are offered"""
+        """The context for new connections."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """`sockets`: listeners; others who have them too may accept from the same queues."""
+        """`sockets`: listeners, which other processes may accept from as well."""
         await super().startup(sockets=None if sockets is None else [])
         self.tls = self.config.ssl
         refused = self._service.metrics.accepts_refused.inc
@@ -47,7 +47,7 @@ class Server(uvicorn.Server):
         return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg]
 
     def stop_accepting(self) -> None:
-        """What is in the listeners' queues is left to others. Idempotent."""
+        """Leave queued connections to other processes. Idempotent."""
         for acceptor in self._acceptors:
             acceptor.stop()
 
@@ -56,24 +56,24 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def reread_certificate(self) -> None:
-        """For connections from now on."""
+        """Use the certificate files for new connections."""
         config = self.config
         if config.ssl is not None and config.ssl_certfile is not None:
-            context = ssl.SSLContext(config.ssl_version)  # as uvicorn makes it
+            context = ssl.SSLContext(config.ssl_version)  # as uvicorn does
             if config.ssl_ciphers:
                 context.set_ciphers(config.ssl_ciphers)
             try:
                 context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-            except (OSError, ssl.SSLError) as error:  # the daemon has found it good: somebody changes it meanwhile
-                logger.error("the certificate stays as it was: %s", error)
+            except (OSError, ssl.SSLError) as error:  # the daemon checked it, but it has changed since
+                logger.error("keeping the old certificate: %s", error)
             else:
                 self.tls = context
 
-    def close_behind_answers(self) -> None:
-        """Every connection ends behind the next answer on it, or the one under way, and says so as far as it can."""
+    def close_after_answers(self) -> None:
+        """Close each connection after its current or next answer."""
         for connection in self.server_state.connections:
             if isinstance(connection, Connection):
-                connection.close_behind_answer()
+                connection.close_after_answer()
 
     @property
     def num_connections(self) -> int:
@@ -82,7 +82,7 @@ class Server(uvicorn.Server):
 
 def make_server(service: Service) -> Server:
     config = service.config
-    logging.getLogger("uvicorn.access").propagate = False  # uvicorn asks whether anybody listens
+    logging.getLogger("uvicorn.access").propagate = False  # uvicorn checks whether the logger has handlers
     protocol = partial(Connection, service=service, shortcuts={b"/metrics": partial(scrape, service.metrics)})
     return Server(
         uvicorn.Config(

@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's Messages API, as pydantic models, and the `ChatBody` that each one stands for."""
+"""The bodies of Anthropic's Messages API, and their translation to `ChatBody`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MessagesError(BaseModel):
 
 
 class MessagesErrorBody(BaseModel):
-    """Body of every answer of these paths that is not a 2xx."""
+    """The body of every non-2xx answer of these paths."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -48,7 +48,7 @@ class MessagesErrorBody(BaseModel):
 
 
 class _AnyOf:
-    """In the schema of a union: `anyOf`, which says the same as `oneOf` where types differ, and is cheap to satisfy."""
+    """Writes `anyOf` in the schema of a tagged union: equivalent to `oneOf`, and cheaper for request generators."""
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         schema = handler(core_schema)
@@ -61,7 +61,7 @@ class _AnyOf:
 
 
 def _bounded(blocks: list[Any]) -> list[Any]:
-    """Not in the schema: who makes requests of it would make as many."""
+    """The bound is not in the schema, because request generators would produce that many blocks."""
     if len(blocks) > MAX_PARTS:
         raise ValueError(f"must have at most {MAX_PARTS} blocks")
     return blocks
@@ -69,7 +69,7 @@ def _bounded(blocks: list[Any]) -> list[Any]:
 
 class Marked(Body):
     cache_control: CacheControl | None = None
-    """keep everything up to here in the cache"""
+    """Retain everything up to here in the cache."""
 
 
 class TextBlock(Marked):
@@ -78,7 +78,7 @@ class TextBlock(Marked):
 
 
 class TextSource(Body):
-    """Of a document. Others (base64, url, file) are no text."""
+    """A document's text. Other sources (base64, url, file) are not supported."""
 
     type: Literal["text"]
     data: str
@@ -99,7 +99,7 @@ class SearchResultBlock(Marked):
 
 
 class ToolReferenceBlock(Marked):
-    """A tool that a search has found; it was among the tools all along."""
+    """A tool found by a tool search. The model already has all tools."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -118,13 +118,13 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """Nobody here can read it."""
+    """Encrypted thinking, which is ignored."""
 
     type: Literal["redacted_thinking"]
 
 
 def _known(kinds: Sequence[type[Body]]) -> BeforeValidator:
-    """Says in a word that a block is of no such kind."""
+    """Rejects unknown block types with a short message."""
     names = frozenset(kind.model_fields["type"].annotation.__args__[0] for kind in kinds)  # type: ignore[union-attr]
 
     def check(block: Any) -> Any:
@@ -146,10 +146,10 @@ Shown = Annotated[
 
 
 def _text_or(blocks: Any) -> Any:
-    """The type of content that is a string or a list of these blocks; errors are those of the one it looks like."""
+    """The type of content: a string or a list of `blocks`. Errors refer to the form that the client used."""
     several = Annotated[list[blocks], AfterValidator(_bounded), Tag("blocks")]
-    look = Discriminator(lambda value: "text" if isinstance(value, str) else "blocks")
-    return Annotated[Annotated[str, Tag("text")] | several, look, _AnyOf()]
+    form = Discriminator(lambda value: "text" if isinstance(value, str) else "blocks")
+    return Annotated[Annotated[str, Tag("text")] | several, form, _AnyOf()]
 
 
 class ToolResultBlock(Marked):
@@ -177,14 +177,14 @@ Block = Annotated[
 
 class Message(Body):
     role: Literal["user", "assistant", "system"]
-    """`system`: an instruction that holds from here on; it stays where it is"""
+    """`system`: an instruction that applies from here on; it keeps its position."""
     content: _text_or(Block)  # type: ignore[valid-type]
 
 
 # -- tools
 
-_SEARCHES = "tool_search_tool_"
-"""types of tools that find others: here all tools are known to the model from the start"""
+_TOOL_SEARCH = "tool_search_tool_"
+"""Prefix of tool search types. They are ignored: the model has all tools from the start."""
 
 
 class MessagesTool(Marked):
@@ -196,17 +196,17 @@ class MessagesTool(Marked):
 
 
 def _client_tools(tools: Any) -> Any:
-    """Without those that this server has no use for. Raises `ValueError` for those that it would have to run."""
+    """Drop tool searches. Raises `ValueError` for other tools that a server would have to run."""
     if not isinstance(tools, list):
         return tools
     kept = []
     for tool in tools:
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind.startswith(_SEARCHES):
+        if isinstance(kind, str) and kind.startswith(_TOOL_SEARCH):
             continue
         if isinstance(kind, str) and kind != "custom":
             raise ValueError(
-                f"a tool of type {clip(kind)!r} is Anthropic's own; this server knows tools with an input_schema"
+                f"tools of type {clip(kind)!r} run at Anthropic; this server supports tools with an input_schema"
             )
         kept.append(tool)
     return kept
@@ -220,11 +220,11 @@ class MessagesToolChoice(Body):
     @model_validator(mode="after")
     def _has_name(self) -> MessagesToolChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise ValueError("a name goes with the type 'tool' and with no other")
+            raise ValueError("type 'tool' needs a name; other types must not have one")
         return self
 
 
-# -- the rest
+# -- bodies
 
 
 class Thinking(Body):
@@ -247,7 +247,7 @@ class Metadata(Body):
 
 
 class CountTokensBody(Body):
-    """What makes the prompt."""
+    """The fields that determine the prompt."""
 
     model: str | None = None
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -259,19 +259,19 @@ class CountTokensBody(Body):
     output_format: OutputFormat | None = None
     mcp_servers: SkipJsonSchema[Any] = None
     cache_control: CacheControl | None = None
-    """keep the whole prompt in the cache"""
+    """Retain the whole prompt in the cache."""
 
     def as_chat(self) -> dict[str, Any]:
-        """The fields of the `ChatBody` that this one stands for. Raises `ApiError`."""
+        """The fields of the equivalent `ChatBody`. Raises `ApiError`."""
         if self.mcp_servers:
-            raise bad_request("mcp_servers are called by Anthropic's servers; this one calls none.", "mcp_servers")
+            raise bad_request("mcp_servers is not supported; call MCP servers from the client.", "mcp_servers")
         messages = list(_chat_messages(self.messages))
         if system := _text(self.system):
             messages.insert(0, {"role": "system", "content": system, **_mark(self.system)})
         if not messages:
-            raise bad_request("messages: there is nothing in them.", "messages")
+            raise bad_request("messages: must have content.", "messages")
         fields: dict[str, Any] = {"model": self.model, "messages": messages, "cache_control": self.cache_control}
-        if messages[-1]["role"] == "assistant":  # the answer goes on with it
+        if messages[-1]["role"] == "assistant":  # the answer continues it
             fields |= {"add_generation_prompt": False, "continue_final_message": True}
         if self.tools:
             fields["tools"] = [_function(tool) for tool in self.tools]
@@ -307,7 +307,7 @@ class CountTokensBody(Body):
 
 class MessagesBody(CountTokensBody):
     max_tokens: int = bounded("max_tokens", le=INT32)
-    """0: the prompt is computed and kept, nothing is answered. What the context does not leave is not used."""
+    """0 computes and caches the prompt without an answer. Larger values are clamped to the context."""
     stop_sequences: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] = Field(
         [], max_length=MAX_STOP_SEQUENCES
     )
@@ -316,7 +316,7 @@ class MessagesBody(CountTokensBody):
     top_p: float = bounded("top_p", 1.0)
     top_k: int = bounded("top_k", 0, le=INT32)
     metadata: Metadata | None = None
-    """`user_id` leads to the engine that served the same one before, as `prompt_cache_key` does"""
+    """`user_id` routes requests to the same engine, like `prompt_cache_key`."""
     priority: Priority = 0
     cache_salt: CacheSalt = ""
 
@@ -340,7 +340,7 @@ def _function(tool: MessagesTool) -> dict[str, Any]:
 
 
 def _chat_messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
-    """What each message becomes depends on it alone: whatever follows later changes nothing of what went before."""
+    """Translate each message on its own, so that later messages never change earlier ones."""
     for message in messages:
         blocks = message.content
         if isinstance(blocks, str):
@@ -358,8 +358,8 @@ def _chat_messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
 
 
 def _assistant(blocks: Sequence[Body]) -> dict[str, Any]:
-    said = "".join(block.text for block in blocks if isinstance(block, TextBlock))
-    thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+    thinking = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
     calls = [
         {
             "id": block.id,
@@ -369,16 +369,16 @@ def _assistant(blocks: Sequence[Body]) -> dict[str, Any]:
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
-    message: dict[str, Any] = {"role": "assistant", "content": said if said or not calls else None}
-    if thought:
-        message["reasoning_content"] = thought
+    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+    if thinking:
+        message["reasoning_content"] = thinking
     if calls:
         message["tool_calls"] = calls
     return message
 
 
 def _user(blocks: Sequence[Body]) -> Iterator[dict[str, Any]]:
-    """Text and results in their order: each run of text is a message, each result one."""
+    """Text and results in order: one message per run of text and per result."""
     run: list[Body] = []
     for block in blocks:
         if isinstance(block, ToolResultBlock):
@@ -404,13 +404,13 @@ def _blocks(content: Any) -> Sequence[Any]:
 
 
 def _mark(blocks: Any) -> dict[str, Any]:
-    """The longest mark of these, if one of them has one."""
+    """The longest mark of these blocks, if any."""
     marks = [block.cache_control for block in _blocks(blocks) if getattr(block, "cache_control", None)]
     return {"cache_control": max(marks, key=lambda mark: mark.seconds)} if marks else {}
 
 
 def _text(content: Any) -> str:
-    """Of a string or blocks, which are joined with newlines."""
+    """The text of a string, or of blocks joined with newlines."""
     if isinstance(content, str):
         return content
     return "\n".join(map(_block_text, content))

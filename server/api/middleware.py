@@ -1,5 +1,4 @@
-"""Pure ASGI layers around the app: what holds for every request, whatever its path. Outermost first: `Trace`,
-`Authorise`, `BodyLimit`."""
+"""ASGI middleware for all requests. Outermost first: `Trace`, `Authorise`, `BodyLimit`."""
 
 from __future__ import annotations
 
@@ -39,21 +38,21 @@ LIMITED_PATHS = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", MESSAGES, INVOCATIONS}
 )
 _ENDPOINTS = frozenset(ENDPOINTS)
-BELOW = ("/v1/files/", "/v1/batches/", "/v1/responses/", "/v1/conversations/")
+STORED_PATHS = ("/v1/files/", "/v1/batches/", "/v1/responses/", "/v1/conversations/")
 _REQUEST_ID = re.compile(REQUEST_ID)
 
 FORM_BYTES = 2**16
-"""of an upload's body beside the file"""
+"""Bytes of an upload's body in addition to the file."""
 
 access = logging.getLogger("weft.access")
 
 
 class Trace:
-    """Gives each request its id and arrival (`scope["weft.request_id"]`, `["weft.arrival"]`), counts its status,
-    logs it, and spans it; its path is the one that this server has for what is asked (`canonical`).
-    `scope["weft.named"]`: the id is the client's; otherwise it may still be changed.
+    """Assigns each request an id and an arrival time (`scope["weft.request_id"]`, `["weft.arrival"]`) and makes its path
+    canonical; counts its status, logs it, and records a span.
 
-    An answer leaves its generation in `scope["weft.generation"]`, whose `usage()` is logged.
+    `scope["weft.named"]`: the client set the id; otherwise it may still change. `scope["weft.generation"]`: set by
+    `Answer`; its `usage()` is logged.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, *, log: bool, spans: tracing.Spans | None) -> None:
@@ -72,13 +71,13 @@ class Trace:
         scope["weft.request_id"] = request_id if scope["weft.named"] else uuid.uuid4().hex
         scope["weft.arrival"] = time.perf_counter()
         scope["weft.anthropic"] = _is_anthropic(scope)
-        if not _is_address((scope.get("client") or ("",))[0]):  # a proxy passed on what its client made up
+        if not _is_address((scope.get("client") or ("",))[0]):  # a proxy forwarded an invalid address
             scope["client"] = None
         context = tracing.parse(_header(scope, b"traceparent"))
         span = None
         if self._spans is not None and scope["path"] not in OPEN_PATHS:
             span = self._spans.begin(f"{scope['method']} {_endpoint(scope)}", context, _header(scope, b"tracestate"))
-        status = 499  # the client left before there was an answer
+        status = 499  # the client disconnected before the answer
 
         async def traced_send(message: Message) -> None:
             nonlocal status
@@ -101,18 +100,18 @@ class Trace:
         finally:
             Service.leave(scope)
             self._metrics.request_ended(_endpoint(scope), status)
-            self._tell(scope, status, context, span)
+            self._log_request(scope, status, context, span)
 
-    def _tell(self, scope: Scope, status: int, context: tracing.TraceContext | None, span: Any) -> None:
-        wanted = self._log and access.isEnabledFor(logging.INFO) and scope["path"] not in OPEN_PATHS
-        if not wanted and span is None:
+    def _log_request(self, scope: Scope, status: int, context: tracing.TraceContext | None, span: Any) -> None:
+        logged = self._log and access.isEnabledFor(logging.INFO) and scope["path"] not in OPEN_PATHS
+        if not logged and span is None:
             return
         usage = generation.usage() if (generation := scope.get("weft.generation")) is not None else {}
         tokens = {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if name in usage}
         if span is not None and self._spans is not None:
             used = {f"gen_ai.usage.{name}": n for name, n in tokens.items()}
             self._spans.end(span, status, {"weft.request_id": scope["weft.request_id"], **used})
-        if wanted:
+        if logged:
             path = scope["raw_path"].decode("ascii", "backslashreplace")[:MAX_ECHO]
             fields = {
                 "request_id": scope["weft.request_id"],
@@ -127,18 +126,17 @@ class Trace:
 
 
 class Authorise:
-    """Lets through who presents a key and stays within its rate; decides on `scope["path"]`, and denies by default.
-    `scope["weft.charge"]` takes the tokens that the request used; `["weft.key"]` is the number of its key (0 where none
-    is needed), `["weft.client"]` whose it is (a key, or a host), `["weft.salt"]` what goes before the salt of its
-    prefixes.
+    """Checks API keys and rate limits by `scope["path"]`, and denies by default.
 
-    Paths below /admin/ take the admin key and no other; without one they do not exist.
+    Sets `scope["weft.charge"]` (charges tokens to the key), `["weft.key"]` (the key's number, 0 without keys),
+    `["weft.client"]` (key or host) and `["weft.salt"]` (prefix of the request's cache salt). Paths below /admin/ need
+    the admin key; without one they do not exist.
     """
 
     def __init__(
         self, app: ASGIApp, keys: Sequence[bytes], admin_key: bytes | None, limits: RateLimits, *, salted: bool = False
     ) -> None:
-        """`keys`, `admin_key`: digests. `salted`: keys share no cached prefixes."""
+        """`keys`, `admin_key`: digests. `salted`: keys do not share cached prefixes."""
         self._app = app
         self._keys = keys
         self._admin_keys = [admin_key] if admin_key is not None else []
@@ -163,8 +161,8 @@ class Authorise:
             await self._app(scope, receive, send)
 
     def _key(self, scope: Scope) -> tuple[int, ApiError | None]:
-        """The number of the key presented (0 where none is needed), and why it is refused."""
-        known: int | None = scope.get("weft.known_key")  # nothing that comes over a socket has it
+        """The number of the presented key (0 without keys), and the error if it is refused."""
+        known: int | None = scope.get("weft.known_key")  # set for internal requests only
         if known is not None:
             return known, None
         path = scope["path"]
@@ -183,21 +181,21 @@ class Authorise:
             found = match(other.strip(), keys)
         if found is not None:
             return found, None
-        what = "This server needs an API key: Authorization: Bearer KEY, or x-api-key: KEY."
+        what = "This server requires an API key. Send 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
         if key or other:
             what = "Incorrect API key."
         return 0, ApiError(401, what, code="invalid_api_key")
 
 
 class Cors(CORSMiddleware):
-    """Starlette's, with the error body that all others have."""
+    """Starlette's CORS middleware with this server's error body."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)
         if response.status_code == 200:
             return response
         what = bytes(response.body).decode().removeprefix("Disallowed CORS ")
-        refusal = ApiError(response.status_code, f"This page may not call the server: its {what} is not allowed.")
+        refusal = ApiError(response.status_code, f"CORS: this {what} is not allowed.")
         out = refusal.response()
         for name, value in response.headers.items():
             if not name.startswith("content-"):
@@ -206,9 +204,9 @@ class Cors(CORSMiddleware):
 
 
 class BodyLimit:
-    """Refuses a body that is too large, by its header or while it streams in, and one that takes too long.
+    """Rejects bodies that are too large, by their header or while they arrive, and bodies that take too long.
 
-    What is still on its way is read and dropped for a while: a client that is cut off never sees the answer.
+    It reads and drops the rest of a body for a while, because a client that is cut off never sees the answer.
     """
 
     DISCARD_SECONDS = 5.0
@@ -216,7 +214,7 @@ class BodyLimit:
     UPLOAD_SECONDS = 900.0
 
     def __init__(self, app: ASGIApp, bounds: Callable[[], BodyBounds], uploads: str | None = None) -> None:
-        """`bounds`: as they are now; they follow from the model. `uploads`: the path that takes files."""
+        """`bounds`: the current limits, which depend on the model. `uploads`: the path of file uploads."""
         self._app = app
         self._bounds = bounds
         self._uploads = uploads
@@ -272,7 +270,7 @@ def _is_address(host: str) -> bool:
 
 
 def _is_anthropic(scope: Scope) -> bool:
-    """By the path; that of the models is the same in both APIs, so by a header that Anthropic's clients send."""
+    """Whether to answer in Anthropic's format: by path, or for /v1/models by the header of Anthropic's clients."""
     path: str = scope["path"]
     if path == MODELS or path.startswith(f"{MODELS}/"):
         return _header(scope, b"anthropic-version") is not None
@@ -280,9 +278,9 @@ def _is_anthropic(scope: Scope) -> bool:
 
 
 def _endpoint(scope: Scope) -> str:
-    """Of the metrics: what is below a path of stored things counts as that."""
+    """The endpoint label of the metrics. Paths of stored objects count as their collection."""
     path: str = scope["path"]
-    if path.startswith(BELOW):
+    if path.startswith(STORED_PATHS):
         path = "/".join(path.split("/")[:3])
     return path if path in _ENDPOINTS else "other"
 

@@ -1,4 +1,4 @@
-"""`ModelText`: the texts and token ids of requests, as a loaded model takes them."""
+"""`ModelText`: tokenizes and checks requests for a loaded model."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from weft.server.text.tokenizer import Tokenizer
 from weft.server.text.truncation import Truncation
 
 RENDER_SECONDS = 5.0
-"""that a chat template may take"""
+"""Time limit of a chat template, in seconds."""
 
 
 class EncodedChat(NamedTuple):
     ids: list[int]
     text: str
-    """for `Tokenizer.without_seams`"""
+    """Rendered, with seams; see `Tokenizer.without_seams`."""
 
 
 class ModelText:
-    """What fits the model becomes tokens, in worker threads; what does not is refused before any work."""
+    """Tokenizes in worker threads. Rejects text that cannot fit the context before any work."""
 
     def __init__(self, tokenizer: Tokenizer, ready: EngineReady, threads: Executor, *, control: bool) -> None:
-        """`control`: special tokens in messages are such, not text."""
+        """`control`: parse special tokens in messages instead of treating them as text."""
         self._tokenizer = tokenizer
         self._ready = ready
         self._threads = threads
@@ -44,9 +44,9 @@ class ModelText:
         truncation: Truncation | None = None,
         salt: str | None = None,
     ) -> list[list[int]]:
-        """Token ids of texts, in a worker thread. Raises `ApiError` for what can never fit, before any work.
+        """Token ids of texts. Raises `ApiError` for a text that cannot fit.
 
-        `truncation`: shortens what is too long instead. `salt`: as `Tokenizer.encode`.
+        `truncation`: shorten such texts instead. `salt`: see `Tokenizer.encode`.
         """
         if truncation is not None:
             texts = [truncation.text(text, self._longest_text) for text in texts]
@@ -61,7 +61,7 @@ class ModelText:
         return [truncation.ids(i, self._tokenizer.bos_token_id if add_special_tokens else None) for i in ids]
 
     async def render(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any]) -> str:
-        """The text of a conversation, for people. `arguments`: of the template. Raises `ApiError`."""
+        """The text of a conversation, for display. `arguments`: the template's. Raises `ApiError`."""
         tokenizer, control = self._tokenizer, self._control
         self._check_length(sum(len(message.content or "") for message in messages), "messages")
         text = await self._in_time(lambda: tokenizer.render_chat(messages, arguments, control=control))
@@ -76,9 +76,10 @@ class ModelText:
         truncation: Truncation | None = None,
         salt: str | None = None,
     ) -> EncodedChat:
-        """A conversation as tokens. The template writes the special tokens itself. Raises `ApiError`.
+        """Render and tokenize a conversation. Raises `ApiError`.
 
-        `arguments`: of the template. `salt`: as `Tokenizer.encode`.
+        `arguments`: the template's. `add_special_tokens`: usually false, since templates write special tokens. `salt`:
+        see `Tokenizer.encode`.
         """
         render, control = self._tokenizer.render_chat, self._control
         if truncation is None:
@@ -90,11 +91,11 @@ class ModelText:
         return EncodedChat(ids, text)
 
     async def _in_time(self, render: Callable[[], str]) -> str:
-        """Run this in a worker thread. Raises `ApiError` 400 when it takes long, not counting the wait for a thread."""
+        """Run `render` in a worker thread. Raises `ApiError` 400 if it takes too long, without the wait for a thread."""
         loop = asyncio.get_running_loop()
 
         def begin() -> None:
-            with suppress(RuntimeError):  # the client may have gone
+            with suppress(RuntimeError):  # the client may have disconnected
                 limit.reschedule(loop.time() + RENDER_SECONDS)
 
         def work() -> str:
@@ -105,27 +106,27 @@ class ModelText:
             async with asyncio.timeout(None) as limit:
                 return await loop.run_in_executor(self._threads, work)
         except TimeoutError:
-            what = f"The chat template takes longer than {RENDER_SECONDS:g} s with these messages."
+            what = f"The chat template took longer than {RENDER_SECONDS:g} s to render these messages."
             raise bad_request(what, "messages") from None
 
     @property
     def _longest_text(self) -> int:
-        """Characters that as many tokens as the context has can stand for."""
+        """The maximum number of characters that fill the context."""
         return self._ready.max_model_len * max(self._tokenizer.longest_token, 8)
 
     def _check_length(self, characters: int, param: str) -> None:
         if characters > self._longest_text:
-            what = f"the {param} has {characters} characters, more than that many tokens hold"
+            what = f"the {param} has {characters} characters, more than that many tokens can hold"
             raise too_long(self._ready.max_model_len, what, param)
 
     def check_sampled_ids(self, body: GenerationBody) -> None:
-        """The token ids that a body speaks of beside its prompt. Raises `ApiError`."""
+        """Check the token ids in a body's sampling fields. Raises `ApiError`."""
         self.check_ids(body.stop_token_ids, "stop_token_ids")
         self.check_ids(list(body.logit_bias), "logit_bias")
         self.check_ids(body.allowed_token_ids or [], "allowed_token_ids", at_most=self._ready.vocab_size)
 
     def check_ids(self, ids: Sequence[int], param: str, *, at_most: int | None = None) -> None:
-        """Raises `ApiError` for ids outside the vocabulary, and for more than `at_most`."""
+        """Raises `ApiError` for ids outside the vocabulary and for more than `at_most` ids."""
         if at_most is not None and len(ids) > at_most:
             raise bad_request(f"{param}: must have at most {at_most} token ids, not {len(ids)}.", param)
         size = self._ready.vocab_size

@@ -1,4 +1,4 @@
-"""What operators, probes and routers ask: models, health, readiness, metrics, version, administration."""
+"""Endpoints for operators, probes and routers: models, health, readiness, metrics, version, administration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.server.observe.exposition import CONTENT_TYPE
 from weft.server.observe.shared_state import ENTERED, SleepState
 
 PROFILE_PATIENCE = 120.0
-"""seconds beyond those asked for: torch's profiler takes its time to begin, and large traces to be written"""
+"""Seconds to wait beyond the requested time: the profiler starts slowly, and large traces take time to write."""
 PROFILE_POLL = 0.1
 FAVICON = "/favicon.ico"
 
@@ -31,8 +31,8 @@ router = APIRouter(route_class=JsonRoute)
 
 
 def _model(service: Service, name: str, request: Request) -> dict[str, Any]:
-    # One that has always slept is told without its limit: nobody has looked into it yet.
-    known = service.known if service.lead is service and len(service.models) == 1 else service.ever
+    # The limit of a model that was never loaded is unknown.
+    known = service.known if service.lead is service and len(service.models) == 1 else service.last_loaded
     limit = known.ready.max_model_len if known is not None else None
     if request.scope["weft.anthropic"]:
         return {
@@ -56,9 +56,9 @@ def _model(service: Service, name: str, request: Request) -> dict[str, Any]:
 
 
 @router.head("/v1/models", include_in_schema=False)
-@router.get("/v1/models", summary="The models served")
+@router.get("/v1/models", summary="List the served models")
 async def models(service: ServiceOf, request: Request) -> dict[str, Any]:
-    """In Anthropic's form for who sends `anthropic-version`."""
+    """Uses Anthropic's format if the request has an `anthropic-version` header."""
     data = [_model(each, name, request) for each in service.models for name in each.config.model_names]
     if request.scope["weft.anthropic"]:
         return {"data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
@@ -66,38 +66,38 @@ async def models(service: ServiceOf, request: Request) -> dict[str, Any]:
 
 
 @router.head("/v1/models/{model:path}", include_in_schema=False)
-@router.get("/v1/models/{model:path}", summary="One model")
+@router.get("/v1/models/{model:path}", summary="Retrieve a model")
 async def model(model: str, service: ServiceOf, request: Request) -> dict[str, Any]:
     return _model(service.of(model), model, request)
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health", summary="200 while the engine lives and goes on; 503 when it has ended or hangs")
+@router.get("/health", summary="200 while the engine makes progress, 503 if it has died or hangs")
 async def health(service: ServiceOf) -> dict[str, Any]:
     reasons = [_broken(each) for each in service.models]
     if all(reasons) and reasons[0] is not None:
         raise reasons[0]
     if service.shared_state.engines > 1:
-        return {"status": "ok", **_models(service), "engines": _engines(service)}
+        return {"status": "ok", **_model_states(service), "engines": _engines(service)}
     stage = service.engine_stage()
-    return {"status": "ok", **_resting(service), **({"stage": stage} if stage else {})}
+    return {"status": "ok", **_sleep_state(service), **({"stage": stage} if stage else {})}
 
 
 def _broken(service: Service) -> ApiError | None:
-    """Why nothing of this model goes on, or None."""
+    """Why this model makes no progress, or None."""
     if service.phase is Phase.DEAD:
-        return ApiError(503, "The engine has ended.", code="engine_dead")
+        return ApiError(503, "The engine has died.", code="engine_dead")
     return service.stalled
 
 
-def _models(service: Service) -> dict[str, Any]:
-    """Of several models, what each is at."""
+def _model_states(service: Service) -> dict[str, Any]:
+    """The state of each model, if there are several."""
     if len(service.models) == 1:
-        return _resting(service)
+        return _sleep_state(service)
     return {"models": [{"model": each.config.model_names[0], "state": each.state} for each in service.models]}
 
 
-def _resting(service: Service) -> dict[str, Any]:
+def _sleep_state(service: Service) -> dict[str, Any]:
     return {} if service.sleep_state is SleepState.AWAKE else {"model": service.sleep_state.word}
 
 
@@ -106,39 +106,39 @@ def _engines(service: Service, *, failures: bool = False) -> list[dict[str, Any]
 
 
 @router.head("/ready", include_in_schema=False)
-@router.get("/ready", summary="200 when new work is taken")
+@router.get("/ready", summary="200 if the server accepts new work")
 async def ready(service: ServiceOf) -> dict[str, Any]:
     for each in service.models:
-        if each.starts and (reason := each.unready) is not None:
+        if each.starting and (reason := each.unready) is not None:
             raise reason
     reasons = [each.unready for each in service.models]
     if all(reasons) and reasons[0] is not None:
         raise reasons[0]
-    told: dict[str, Any] = {"status": "ready", **_models(service)}
+    out: dict[str, Any] = {"status": "ready", **_model_states(service)}
     if service.shared_state.engines > 1:
-        told["engines"] = _engines(service)
+        out["engines"] = _engines(service)
     plan = service.metrics.plan
     if plan.serving < plan.pipelines:
         left_out = f", {plan.left_out} left out" if plan.left_out else ""
-        told["plan"] = f"{plan.serving} of {plan.pipelines} pipelines{left_out}"
-    return told
+        out["plan"] = f"{plan.serving} of {plan.pipelines} pipelines{left_out}"
+    return out
 
 
 @router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
-async def metrics(service: ServiceOf) -> Response:  # a plain GET is answered ahead of it, by `scrape`
+async def metrics(service: ServiceOf) -> Response:  # plain GETs bypass it, see `scrape`
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
 @router.head("/version", include_in_schema=False)
-@router.get("/version", summary="The version of weft")
+@router.get("/version", summary="Return the version of weft")
 async def version() -> dict[str, str]:
     return {"version": __version__}
 
 
 @router.get(FAVICON, include_in_schema=False)
 async def favicon() -> Response:
-    """Browsers ask for one; the page has none."""
+    """Browsers request it; the page has none."""
     return Response(status_code=204, headers={"cache-control": "max-age=86400"})
 
 
@@ -146,15 +146,15 @@ class EnginesBody(Body):
     engines: list[int] = Field([], max_length=64)
 
 
-@router.get("/admin/engines", summary="The engines, and what each is at (admin key)")
+@router.get("/admin/engines", summary="List the engines and their states (admin key)")
 async def engines(service: ServiceOf) -> dict[str, Any]:
     return {"engines": _engines(service, failures=True)}
 
 
-@router.post("/admin/engines/restart", summary="Restart engines one by one, the model read anew (admin key)")
+@router.post("/admin/engines/restart", summary="Restart engines one by one and reload the model (admin key)")
 async def restart_engines(body: EnginesBody, service: ServiceOf) -> Response:
     if service.restart_engines is None:
-        raise ApiError(501, "No daemon watches this server's engines.", code="not_supported")
+        raise ApiError(501, "This server's engines are not managed by a daemon.", code="not_supported")
     if refusal := await service.restart_engines(body.engines):
         raise ApiError(409, f"{refusal[0].upper()}{refusal[1:]}.", code="engines_not_restarted")
     return JSONResponse({"status": "begun"}, 202)
@@ -165,21 +165,21 @@ class ProfileBody(Body):
     engine: int = Field(0, ge=0)
 
 
-@router.post("/admin/profile", summary="Record the engine for some seconds: a Chrome trace (admin key)")
+@router.post("/admin/profile", summary="Profile an engine and return a Chrome trace (admin key)")
 async def profile(body: ProfileBody, service: ServiceOf) -> Response:
     if not (replicas := [replica for each in service.models for replica in each.replicas]):
-        _ = service.loaded  # says why
+        _ = service.loaded  # raises the reason
     replica = next((each for each in replicas if each.engine == body.engine), None)
     if replica is None:
-        raise bad_request(f"engine: there is no engine {body.engine} now.", "engine")
+        raise bad_request(f"engine: engine {body.engine} is not running.", "engine")
     client = replica.client
     try:
         directory = Path(tempfile.mkdtemp(prefix="weft-profile-"))
     except OSError as error:
-        where = "Make a temporary directory writable, or start the server with TMPDIR set to one that is"
+        where = "Make a temporary directory writable, or start the server with TMPDIR set to a writable directory"
         raise ApiError(
             500,
-            f"There is no place for the trace: {clip(error.strerror or str(error))}. {where}.",
+            f"Cannot create a folder for the trace: {clip(error.strerror or str(error))}. {where}.",
             code="no_temporary_directory",
         ) from None
     trace = directory / "trace.json"
@@ -192,12 +192,12 @@ async def profile(body: ProfileBody, service: ServiceOf) -> Response:
                 await asyncio.sleep(PROFILE_POLL)
         return Response(await service.offload(trace.read_bytes), media_type="application/json")
     except TimeoutError:
-        raise ApiError(504, "The engine has not written its trace.", code="timeout") from None
+        raise ApiError(504, "The engine did not write the trace in time.", code="timeout") from None
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-@router.post("/admin/reset_prefix_cache", summary="Forget all cached prefixes (admin key)")
+@router.post("/admin/reset_prefix_cache", summary="Drop all cached prefixes (admin key)")
 async def reset_prefix_cache(service: ServiceOf) -> dict[str, str]:
     for each in service.models:
         for replica in each.replicas:
@@ -207,17 +207,17 @@ async def reset_prefix_cache(service: ServiceOf) -> dict[str, str]:
 
 class ModelBody(Body):
     model: str | None = Field(None, max_length=512)
-    """the first one by default"""
+    """The model's name, by default the first model."""
 
 
 class SleepBody(ModelBody):
     level: Literal[1, 2] = 1
     drain_seconds: float | None = Field(None, ge=0, le=86400)
-    """for requests that run; --drain-timeout by default"""
+    """Seconds for running requests to finish, by default --drain-timeout."""
 
 
-@router.get("/admin/models", summary="The models, and which of them sleep (admin key)")
-async def told_models(service: ServiceOf) -> dict[str, Any]:
+@router.get("/admin/models", name="told_models", summary="List the models and their states (admin key)")
+async def list_model_states(service: ServiceOf) -> dict[str, Any]:
     shared_state = service.shared_state
     return {
         "models": [
@@ -238,23 +238,23 @@ async def told_models(service: ServiceOf) -> dict[str, Any]:
 
 @router.post("/admin/sleep", summary="Put a model to sleep (admin key)")
 async def sleep(body: SleepBody, service: ServiceOf) -> dict[str, Any]:
-    """It takes no new requests, ends those that it has, and gives its memory back. Answers once it sleeps."""
+    """The model rejects new requests, finishes open ones and releases its memory. Returns once it is asleep."""
     chosen = service.of(body.model)
     if service.sleep is None:
-        raise ApiError(501, "No daemon watches this server's engines.", code="not_supported")
-    return _moved(chosen, await service.sleep(chosen.model, body.level, body.drain_seconds))
+        raise ApiError(501, "This server's engines are not managed by a daemon.", code="not_supported")
+    return _new_state(chosen, await service.sleep(chosen.model, body.level, body.drain_seconds))
 
 
 @router.post("/admin/wake", summary="Wake a model (admin key)")
 async def wake(body: ModelBody, service: ServiceOf) -> dict[str, Any]:
-    """Answers once it is awake. Others go to sleep for it as they would for a request."""
+    """Returns once the model is awake. Other models are put to sleep if needed, as for a request."""
     chosen = service.of(body.model)
     if service.wake is None:
-        raise ApiError(501, "No daemon watches this server's engines.", code="not_supported")
-    return _moved(chosen, await service.wake(chosen.model))
+        raise ApiError(501, "This server's engines are not managed by a daemon.", code="not_supported")
+    return _new_state(chosen, await service.wake(chosen.model))
 
 
-def _moved(service: Service, refusal: str) -> dict[str, Any]:
+def _new_state(service: Service, refusal: str) -> dict[str, Any]:
     if refusal:
         raise ApiError(409, f"{refusal[0].upper()}{refusal[1:]}.", code="model_not_moved")
     return {"model": service.config.model_names[0], "state": service.state}

@@ -1,4 +1,4 @@
-"""`Service`: a model as the endpoints see it, and the phase of life that it is in."""
+"""`Service`: a model as the endpoints see it, and its phase."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from weft.server.tools.grammar_compiler import GrammarCompiler
 T = TypeVar("T")
 
 UNKNOWN_CONTEXT = 2**15
-"""tokens, as far as bodies are concerned that come before the model is loaded"""
+"""Context length assumed for bodies that arrive before the model is loaded."""
 
 
 class Phase(Enum):
@@ -41,29 +41,29 @@ class Phase(Enum):
 _REFUSALS = {
     Phase.LOADING: ("The model is still loading.", 2),
     Phase.DRAINING: ("The server is shutting down.", 10),
-    Phase.DEAD: ("The engine has ended; this server is going down.", 10),
+    Phase.DEAD: ("The engine has died; this server is shutting down.", 10),
 }
 
 
 class OpenAnswer(Protocol):
-    """An answer under way."""
+    """An answer in progress."""
 
     @property
     def service(self) -> Service:
-        """of its model"""
+        """The service of its model."""
         ...
 
     def interrupt(self, error: ApiError, cause: str) -> None:
-        """End it with this error."""
+        """End the answer with this error."""
         ...
 
 
 class LoadedModel(NamedTuple):
-    """Everything that exists only once an engine is ready."""
+    """Everything that needs a ready engine."""
 
     replicas: Replicas
     ready: EngineReady
-    """of all engines together"""
+    """All engines combined."""
     tokenizer: Tokenizer
     text: ModelText
     admission: Admission
@@ -71,9 +71,10 @@ class LoadedModel(NamedTuple):
 
 
 class Service:
-    """One API process's state of a model. Lives on the event loop; only `offload` leaves it.
+    """One API process's state of a model. It runs on the event loop; only `offload` uses threads.
 
-    Of several models the first one's is the `lead`: the endpoints begin with it, and what all of them share is its.
+    If there are several models, the first model's service is the `lead`. Endpoints start from it, and it holds
+    everything that the models share.
     """
 
     def __init__(
@@ -91,13 +92,13 @@ class Service:
         """
         self.lead = lead or self
         self.model = 0 if lead is None else len(lead.models)
-        """its number"""
+        """The model's number."""
         whole, config = config, config.each[self.model]
         self.config = config
-        """what is said of this model, and of the daemon"""
+        """The options of this model and of the daemon."""
         self.memory_share = whole.memory_shares[self.model]
         self.engines = whole.engine_numbers[self.model]
-        """the numbers of its engines"""
+        """The numbers of the model's engines."""
         if lead is None:
             self.models: list[Service] = [self]
             self.keys = load_keys(config) if keys is None else list(keys)
@@ -122,10 +123,10 @@ class Service:
             self.models.append(self)
         self.replicas = Replicas(self.shared_state, row, stalled=self._stalls, engines=self.engines)
         self.body_bounds = BodyBounds.of(config.max_body_mib, UNKNOWN_CONTEXT)
-        """of the lead: what any of the models takes"""
+        """The limits of request bodies, for any model. Lead only."""
         self.phase = Phase.LOADING
         self.handed_over = False
-        """of the lead: another daemon takes the connections from now on"""
+        """Another daemon accepts the connections now. Lead only."""
         self.created = int(time.time())
         self.restart_engines: Callable[[Sequence[int]], Awaitable[str]] | None = None
         """of the lead: has the daemon start engines anew; returns why it does not, or nothing"""
@@ -133,13 +134,13 @@ class Service:
         """of the lead: has the daemon wake a model; returns, once that is so, nothing, or why it does not"""
         self.sleep: Callable[[int, int, float | None], Awaitable[str]] | None = None
         """of the lead: has the daemon put a model to sleep, at a level, after so many seconds for open requests"""
-        self.alone_with: set[int] = set()
-        """engines that other API processes may not serve with yet: who hears "ready" here may ask one of those next"""
+        self.unshared_engines: set[int] = set()
+        """Engines that other API processes may not serve with yet."""
         self.failures: dict[int, dict[str, Any]] = {}
-        """of each engine, the last end that nobody had asked for: a message and a time, for operators"""
+        """The last unexpected end of each engine, for operators: a message and a time."""
         self._watch = watch
-        self._coming = set(self.engines)
-        """engines that are there, or on their way"""
+        self._expected = set(self.engines)
+        """Engines that are running or starting."""
         self._row = row
         self._waking: asyncio.Future[str] | None = None
         self._admission = Admission(
@@ -153,7 +154,7 @@ class Service:
         )
         self._loaded: LoadedModel | None = None
         self._served = False
-        """by every API process, at least once"""
+        """Every API process has served the model at least once."""
         self._grammars: GrammarCompiler | None = None
         self.shared_state.load[row, self.model, ENTERED:] = 0
         if lead is None:
@@ -169,16 +170,18 @@ class Service:
         *,
         alone: bool = False,
     ) -> None:
-        """An engine, the first by default, has loaded the model: serve it. `alone`: until `together`, other API
-        processes may not."""
+        """Serve with an engine (by default the first) that has loaded the model.
+
+        `alone`: other API processes may not serve with it until `engine_shared`.
+        """
         engine = self.engines[0] if engine is None else engine
         if alone:
-            self.alone_with.add(engine)
+            self.unshared_engines.add(engine)
         else:
             self._served = True
         figures = self.metrics.engines[engine]
         self.replicas.attach(engine, client, ready, figures.hear)
-        self._coming.add(engine)
+        self._expected.add(engine)
         figures.loaded(self.config.model_names[0], ready)
         ready = self.replicas.ready
         if self._grammars is None:
@@ -191,19 +194,19 @@ class Service:
         if self.phase is Phase.LOADING:
             self.phase = Phase.SERVING
 
-    def together(self, engine: int) -> None:
-        """Every API process serves with this engine."""
-        self.alone_with.discard(engine)
+    def engine_shared(self, engine: int) -> None:
+        """Every API process serves with this engine now."""
+        self.unshared_engines.discard(engine)
         self._served = True
 
     def engine_died(self, engine: int | None = None, *, restarting: bool = False) -> None:
-        """There is no such engine any more. `restarting`: another one is on its way."""
+        """An engine has ended. `restarting`: a replacement is starting."""
         engine = self.engines[0] if engine is None else engine
         self.replicas.detach(engine)
-        self.alone_with.discard(engine)
+        self.unshared_engines.discard(engine)
         if not restarting:
-            self._coming.discard(engine)
-        if not self._coming:
+            self._expected.discard(engine)
+        if not self._expected:
             self.phase = Phase.DEAD
         elif self.phase is Phase.SERVING and not any(self.replicas):
             self.phase = Phase.LOADING
@@ -214,14 +217,14 @@ class Service:
         for answer in list(self.open):
             answer.interrupt(error, cause)
 
-    def interrupt_own(self, error: ApiError, cause: str) -> None:
+    def interrupt_model(self, error: ApiError, cause: str) -> None:
         """End every open answer of this model with this error."""
         for answer in [answer for answer in self.open if answer.service is self]:
             answer.interrupt(error, cause)
 
     @property
     def loaded(self) -> LoadedModel:
-        """The loaded model. Raises `ApiError` while there is none to work with. It may sleep: see `enter`."""
+        """The loaded model. Raises `ApiError` if there is none. It may be asleep, see `enter`."""
         if self._loaded is None or self.phase is not Phase.SERVING:
             self.metrics.rejected.labels(self.phase.value).inc()
             raise self._refusal()
@@ -231,42 +234,42 @@ class Service:
         phase = phase or self.phase
         message, retry_after = _REFUSALS[phase]
         if phase is Phase.DEAD and any(each.phase is not Phase.DEAD for each in self.models):
-            message = "This model has ended; others are served."
+            message = "This model's engine has died; other models are served."
         return unavailable(message, phase.value, retry_after)
 
     @property
-    def ever(self) -> LoadedModel | None:
-        """What is known of the model, once it has ever been loaded."""
+    def last_loaded(self) -> LoadedModel | None:
+        """The model as it was last loaded, even if it is not loaded now; None before its first load."""
         return self._loaded
 
     @property
     def known(self) -> LoadedModel:
-        """What is known of a model that has ever been loaded. Raises `ApiError`."""
+        """Like `last_loaded`. Raises `ApiError` before the first load."""
         return self.loaded if self._loaded is None else self._loaded
 
     @property
     def closing(self) -> bool:
-        """Connections end behind their next answer: who asks again shall ask elsewhere."""
+        """Connections close after their next answer, so that clients reconnect elsewhere."""
         return self.lead.handed_over or all(each.phase in (Phase.DRAINING, Phase.DEAD) for each in self.models)
 
     @property
-    def _begun(self) -> bool:
-        """A model has been loaded: before that the daemon wakes none."""
-        return any(each.ever is not None for each in self.models)
+    def _any_loaded(self) -> bool:
+        """A model has been loaded. The daemon wakes no model before that."""
+        return any(each.last_loaded is not None for each in self.models)
 
     @property
     def sleep_level(self) -> int:
-        """1: its engine is there, without its memory; 2: it is not; 0: the model does not sleep."""
+        """0: awake; 1: asleep with a running engine; 2: asleep without an engine."""
         return 0 if self.sleep_state is not SleepState.ASLEEP else 1 if any(self.replicas) else 2
 
     @property
     def sleep_state(self) -> SleepState:
-        """Whether the model sleeps."""
+        """Whether the model is asleep."""
         return SleepState(int(self.shared_state.sleep_states[self.model]))
 
     @property
     def state(self) -> str:
-        """Of the model, in a word: loading, awake, falling_asleep, asleep, waking or dead."""
+        """One of loading, awake, falling_asleep, asleep, waking and dead."""
         if self.phase is Phase.DEAD:
             return SleepState.DEAD.word
         if self.sleep_state is SleepState.AWAKE and self.phase is Phase.LOADING:
@@ -274,14 +277,14 @@ class Service:
         return self.sleep_state.word
 
     async def enter(self, asked: str | None, scope: MutableMapping[str, Any]) -> Service:
-        """The service of the model that a request asks for, which stays awake until `leave` is called for the scope.
+        """The service of the requested model. Wakes the model and keeps it awake until `leave` is called with the scope.
 
-        Wakes it if need be. Idempotent for a scope. Raises `ApiError`.
+        Idempotent for a scope. Raises `ApiError`.
         """
         service = self.of(asked)
         entered: list[Service] = scope.setdefault("weft.entered", [])
         if service not in entered:
-            await service._let_in()
+            await service._admit()
             entered.append(service)
         return service
 
@@ -291,25 +294,25 @@ class Service:
         for service in scope.pop("weft.entered", ()):
             service.shared_state.load[service._row, service.model, ENTERED] -= 1
 
-    async def _let_in(self) -> None:
-        if self._let_in_now():
+    async def _admit(self) -> None:
+        if self._admit_if_awake():
             return
         own = self.shared_state.load[self._row, self.model]
-        own[WAITING] += 1  # once it is awake, it does not sleep before they are in
+        own[WAITING] += 1  # keeps it awake until they are admitted
         try:
             async with asyncio.timeout(self.config.wake_timeout):
                 await self._wake()
-                while not self._let_in_now():
+                while not self._admit_if_awake():
                     await self._wake()
         except TimeoutError:
             self.metrics.rejected.labels("model_waking").inc()
-            raise unavailable("The model has not woken in time.", "model_waking", 5) from None
+            raise unavailable("The model did not wake in time.", "model_waking", 5) from None
         finally:
             own[WAITING] -= 1
 
-    def _let_in_now(self) -> bool:
-        """Unless it sleeps."""
-        with self.shared_state.lock():  # the daemon has it while it closes a model
+    def _admit_if_awake(self) -> bool:
+        """Admit a request unless the model is asleep; returns whether it was admitted."""
+        with self.shared_state.lock():  # the daemon holds it while it closes a model
             if self.shared_state.sleep_states[self.model] not in (SleepState.AWAKE, SleepState.DEAD):
                 return False
             self.shared_state.load[self._row, self.model, ENTERED] += 1
@@ -317,19 +320,19 @@ class Service:
             return True
 
     async def _wake(self) -> None:
-        """Have the daemon wake the model, once for all who wait. Raises `ApiError`."""
+        """Ask the daemon to wake the model, once for all waiting requests. Raises `ApiError`."""
         wake = self.lead.wake
-        if self.phase not in (Phase.SERVING, Phase.LOADING) or not self._begun:
-            _ = self.loaded  # says why not
+        if self.phase not in (Phase.SERVING, Phase.LOADING) or not self._any_loaded:
+            _ = self.loaded  # raises the reason
         if wake is None or not self.config.wake_on_request:
-            raise self._asleep("The model sleeps, and requests do not wake it.")
+            raise self._asleep("The model is asleep, and requests do not wake it.")
         if self.shared_state.load[:, self.model, WAITING].sum() > max(1, self.config.max_queued_requests):
             self.metrics.rejected.labels("queue_full").inc()
-            raise unavailable("Too many requests wait for the model to wake.", "queue_full", 5)
+            raise unavailable("Too many requests are waiting for the model to wake.", "queue_full", 5)
         if self._waking is None or self._waking.done():
             self._waking = asyncio.ensure_future(wake(self.model))
         if refusal := await asyncio.shield(self._waking):
-            raise self._asleep(f"The model sleeps and cannot be woken now: {refusal}.")
+            raise self._asleep(f"The model is asleep and cannot be woken now: {refusal}.")
 
     def _asleep(self, why: str) -> ApiError:
         self.metrics.rejected.labels("model_asleep").inc()
@@ -340,36 +343,38 @@ class Service:
 
     @property
     def stalled(self) -> ApiError | None:
-        """No engine shows progress, as each tells all processes itself; else None."""
+        """The error if no engine makes progress according to its heartbeat, else None."""
         if self._watch is None:
             return None
-        ages = [self._watch.late(ENGINE + engine, LATE_SECONDS) for engine in self._coming]
+        ages = [self._watch.late(ENGINE + engine, LATE_SECONDS) for engine in self._expected]
         late = [age for age in ages if age is not None]
         if not late or len(late) < len(ages):
             return None
         if self.sleep_state is not SleepState.AWAKE:
             return None
-        who = "The engine has shown no" if len(self.engines) == 1 else "No engine has shown"
+        subject = "The engine has made no" if len(self.engines) == 1 else "No engine has made"
         if (
             len(self.engines) == 1
             and (silent := self._watch.silent_rank(ENGINE + self.engines[0], LATE_SECONDS)) is not None
         ):
-            who = f"The engine's rank {silent[0]} has shown no"
-        return unavailable(f"{who} progress for {min(late):.0f} seconds.", "engine_stalled", 10)
+            subject = f"The engine's rank {silent[0]} has made no"
+        return unavailable(f"{subject} progress for {min(late):.0f} seconds.", "engine_stalled", 10)
 
     def engine_stage(self, engine: int | None = None) -> str:
-        """The long work an engine is at, a start for example, in words; else empty."""
+        """An engine's current long operation, such as loading, in words; else empty."""
         engine = self.engines[0] if engine is None else engine
         return self._watch.heartbeats.stage(ENGINE + engine) if self._watch is not None else ""
 
     def engine_states(self, *, failures: bool = False) -> list[dict[str, Any]]:
-        """Of each of its engines, for people and probes: its number and state, and the long work that it is at.
-        failures: and why and when it failed last, which may name files: for operators alone."""
+        """Number, state and current long operation of each engine.
+
+        `failures`: include the last failure, which may name files and is for operators only.
+        """
         states: list[dict[str, Any]] = []
         for engine in self.engines:
             state = self.replicas.state(engine)
             if state == "away":
-                state = "loading" if engine in self._coming else "dead"
+                state = "loading" if engine in self._expected else "dead"
             if self.sleep_state is not SleepState.AWAKE and state != "dead":
                 state = self.sleep_state.word
             stage = self.engine_stage(engine) if state != SleepState.ASLEEP.word else ""
@@ -378,27 +383,27 @@ class Service:
         return states
 
     @property
-    def starts(self) -> bool:
-        """The model is to be awake, and has not been served in every API process yet: nobody is sent here before."""
+    def starting(self) -> bool:
+        """The model should be awake but is not served by every API process yet; routers must wait."""
         return self.state in ("loading", "awake") and not self._served
 
     @property
     def unready(self) -> ApiError | None:
-        """Why a router should send its work elsewhere, or None."""
+        """Why a router should send requests elsewhere, or None."""
         if (reason := self.stalled) is not None:
             return reason
-        if self.sleep_state is not SleepState.AWAKE and self.phase in (Phase.SERVING, Phase.LOADING) and self._begun:
+        if self.sleep_state is not SleepState.AWAKE and self.phase in (Phase.SERVING, Phase.LOADING) and self._any_loaded:
             if self.config.wake_on_request:
                 return None
-            return unavailable("The model sleeps.", "model_asleep", 10)
+            return unavailable("The model is asleep.", "model_asleep", 10)
         if self.phase is not Phase.SERVING:
             return self._refusal()
-        if self.alone_with and all(replica.engine in self.alone_with for replica in self.replicas):
+        if self.unshared_engines and all(replica.engine in self.unshared_engines for replica in self.replicas):
             return self._refusal(Phase.LOADING)
         return self.loaded.admission.refusal(1, 1)
 
     def of(self, asked: str | None) -> Service:
-        """The service of the model of this name, the first by default. Raises `ApiError` 404 where none has it."""
+        """The service of a model by name, by default the first. Raises `ApiError` 404 for unknown names."""
         if asked is None:
             return self.lead
         for service in self.models:
@@ -413,7 +418,7 @@ class Service:
         )
 
     def name(self, asked: str | None) -> str:
-        """The name that an answer of this model carries."""
+        """The model name in answers."""
         return self.config.model_names[0] if asked is None else asked
 
     async def offload(self, function: Callable[[], T]) -> T:

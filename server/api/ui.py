@@ -1,4 +1,4 @@
-"""The page at `/`: how the daemon fares, and a box to try the model. One document that loads nothing from elsewhere."""
+"""Serves the page at `/`: a dashboard of the daemon and a chat, in one document that loads no other resource."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from fastapi import APIRouter, Response
 
 PATH = "/"
-SCRIPTS = ("metrics.js", "format.js", "chart.js", "api.js", "board.js", "markdown.js", "history.js", "chat.js")
-"""in the order in which they use each other; together they are one module"""
+SCRIPTS = ("metrics.js", "format.js", "chart.js", "api.js", "dashboard.js", "markdown.js", "history.js", "chat.js")
+"""Scripts in dependency order; the page joins them into one module."""
 
 _FOLDER = Path(__file__).with_name("ui_files")
 
@@ -22,12 +22,12 @@ def _read(name: str) -> str:
 
 
 def source_of(text: str) -> str:
-    """An inline style or script, as a Content-Security-Policy names it."""
+    """Return the Content-Security-Policy source of an inline style or script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _assemble() -> tuple[bytes, dict[str, str]]:
-    """The document and its headers."""
+    """Return the document and its headers."""
     style, script = _read("style.css"), "\n".join(map(_read, SCRIPTS))
     page = _read("index.html")
     for empty, content in (("<style></style>", style), ('<script type="module"></script>', script)):

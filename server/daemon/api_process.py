@@ -1,4 +1,4 @@
-"""`ApiProcess`: an API process from the side of the daemon."""
+"""`ApiProcess`: the daemon's handle of an API process."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from weft.server.daemon.control import Channel, FromWorker, Start, Stop, ToWorke
 from weft.server.observe.shared_state import SharedState
 
 START_SECONDS = 120.0
-"""that an API process may take from its start to its first heartbeat"""
+"""Seconds from the start of an API process to its first heartbeat."""
 
 
 class Place(NamedTuple):
-    """What an API process shares with the daemon and its other processes."""
+    """Shared memory and file descriptors passed to an API process."""
 
     row: int
-    """its own, of the shared state"""
+    """Its row of the shared state."""
     shared_state: SharedState
     heartbeats: Heartbeats
     heartbeat_row: int
-    """of the heartbeats"""
+    """Its row of the heartbeats."""
     engine_fds: Sequence[int]
-    """what the engines' addresses refer to"""
+    """File descriptors that the engines' addresses refer to."""
 
 
 class ApiProcess:
-    """A running API process. Create with `await ApiProcess.start(...)`."""
+    """A running API process. Create it with `await ApiProcess.start(...)`."""
 
     def __init__(self, process: Process, channel: Channel[FromWorker], stacks: Stacks, place: Place) -> None:
         self.stacks = stacks
@@ -57,7 +57,7 @@ class ApiProcess:
         taking_over: bool = False,
         hold: Sequence[int] = (),
     ) -> ApiProcess:
-        """`keys`: digests. `taking_over`, `hold`: as in `Start`."""
+        """`keys`: digests. `taking_over`, `hold`: see `Start`."""
         row, shared_state, heartbeats, heartbeat_row, engine_fds = place
         fds = [listener.fileno() for listener in listeners]
         tls_fds = [] if certificate is None else [certificate.fd]
@@ -70,14 +70,14 @@ class ApiProcess:
                 *command(os.getpid(), "weft.server.daemon.worker", stacks.fd),
                 stdin=theirs.fileno(),
                 pass_fds=(shared_state.fd, heartbeats.fd, stacks.fd, *engine_fds, *fds, *tls_fds),
-                start_new_session=True,  # Ctrl-C reaches the daemon alone, which then drains
+                start_new_session=True,  # Ctrl-C must reach only the daemon, which then drains
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
         heartbeats.of(heartbeat_row).begin("starting", START_SECONDS, process.pid)
         channel = await Channel.of_daemon(ours)
         channel.send(
             Start(
-                # The keys themselves stay here.
+                # Keys stay in the daemon; only their digests are sent.
                 config=config.model_copy(update={"api_key": [], "api_key_file": None, **tls}).model_dump_json(),
                 keys=[key.hex() for key in keys],
                 row=row,
@@ -99,18 +99,18 @@ class ApiProcess:
 
     @property
     def takes_messages(self) -> bool:
-        """It has imported what it needs, and may have taken connections."""
+        """Whether it has finished its imports and may have accepted connections."""
         return not self._place.heartbeats.allowed(self._place.heartbeat_row)
 
     def send(self, message: ToWorker) -> None:
         self._channel.send(message)
 
     def messages(self) -> AsyncIterator[FromWorker]:
-        """Until the process ends."""
+        """Yield messages until the process ends."""
         return self._channel.messages()
 
     async def wait(self) -> str:
-        """Wait for its end, and tell how it ended."""
+        """Wait for the process to end, and return how it ended."""
         code = await self._process.wait()
         self._channel.close()
         if self._why:
@@ -118,16 +118,16 @@ class ApiProcess:
         return how_ended(code)
 
     def kill(self, why: str = "") -> None:
-        """`why`: what `wait` then tells, in place of the signal."""
+        """`why`: returned by `wait` instead of the signal."""
         if self._process.returncode is None:
             self._why = self._why or why
             self._process.kill()
 
     async def stop(self, timeout: float) -> None:
-        """End it: ask, kill after `timeout` seconds."""
+        """Ask the process to end, and kill it after `timeout` seconds."""
         self.send(Stop())
         if not self.takes_messages:
-            self.kill()  # seconds may pass before it does, and it has nothing to end
+            self.kill()  # it may not read the message for seconds, and has no open requests
         try:
             await asyncio.wait_for(self.wait(), timeout)
         except TimeoutError:

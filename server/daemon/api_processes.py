@@ -1,4 +1,4 @@
-"""`ApiProcesses`: the daemon's API processes: each one and the one after that, and what they report."""
+"""`ApiProcesses` runs and restarts the daemon's API processes and handles their messages."""
 
 from __future__ import annotations
 
@@ -33,52 +33,52 @@ from weft.server.observe.metrics import Metrics
 from weft.server.observe.shared_state import OPEN, SharedState
 
 RESTART_SECONDS = (0.5, 5.0)
-"""from the end of an API process that lived less than SHORT_LIFE seconds to the next one's start: first, and most"""
+"""First and longest pause before a restart, if the process lived less than SHORT_LIFE seconds."""
 SHORT_LIFE = 5.0
-FRUITLESS_LIVES = 3
-"""so many API processes in a row that ended before they served: another one will not help"""
+MAX_FAILED_STARTS = 3
+"""Consecutive API processes that may end before they serve; then the daemon gives up."""
 
 logger = logging.getLogger("weft")
 
 
 class Owner(Protocol):
-    """What they want of the daemon."""
+    """The daemon, as API processes use it."""
 
     metrics: Metrics
     heartbeats: Heartbeats
     numbers: Iterator[int]
-    """of engines' clients, over all engines"""
+    """Client numbers, unique over all engines."""
     announced: bool
-    """once everything has served"""
+    """Whether everything has served once."""
     handed_over: bool
-    """another daemon has the port"""
+    """Whether another daemon has taken over the port."""
 
     @property
     def ending(self) -> bool: ...
 
     async def started(self, start: Coroutine[Any, Any, ApiProcess], /) -> ApiProcess:
-        """The process, known to the daemon until it is in `running`. Raises `OSError`."""
+        """Start a process. The daemon tracks it until it is in `running`. Raises `OSError`."""
         ...
 
     def api_ready(self, *, chat: bool) -> None:
-        """One serves with one more engine. `chat`: the model has a chat template."""
+        """Handle a new serving pair. `chat`: the model has a chat template."""
         ...
 
     def asked(self, process: ApiProcess, question: RestartEngines | WakeModel | SleepModel) -> None:
-        """An `Answer` to it is to follow."""
+        """Handle a question; an `Answer` follows."""
         ...
 
     def fail(self, why: str) -> None:
-        """The daemon is to end."""
+        """End the daemon."""
         ...
 
 
 class ApiProcesses:
-    """Row i + 1 of the shared state is that of the i-th.
+    """The i-th process uses row i + 1 of the shared state.
 
     Attributes:
-    running: those that there are, by number.
-    idle: set once each of them has said `Idle` to what `end` told, or has ended.
+    running: running processes by number.
+    idle: set once each process has answered `end` with `Idle`, or has ended.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class ApiProcesses:
         self._shared_state = shared_state
         self._engines = engines
         self._attachments = Attachments(engines, self.running)
-        self._fruitless = [0] * config.api_workers
-        """by API process: how many in a row ended before they served"""
+        self._failed_starts = [0] * config.api_workers
+        """Consecutive starts that failed, by API process."""
         self._busy: set[int] = set()
-        """draining ones with open answers"""
+        """Draining processes with open requests."""
 
     async def keep(self, i: int) -> None:
-        """Run the i-th API process, and another one after it."""
+        """Run the i-th API process and restart it when it ends."""
         owner = self._owner
         restarts = Restarts(*RESTART_SECONDS)
         while True:
@@ -111,9 +111,9 @@ class ApiProcesses:
             how = await self._run(i)
             if owner.ending:
                 for listener in self._front.listeners[i]:
-                    listener.close()  # its connections are for the others now
+                    listener.close()  # new connections go to the other processes
                 return
-            if self._nobody_will_serve(i):
+            if self._hopeless(i):
                 owner.fail(f"API processes end before they serve ({how})")
                 return
             if time.monotonic() - begun < SHORT_LIFE:
@@ -121,27 +121,27 @@ class ApiProcesses:
             else:
                 restarts.forget()
                 pause = 0.0
-            logger.error("API process %d ended (%s); another one starts in %g s", i, how, pause)
+            logger.error("API process %d ended (%s); restarting in %g s", i, how, pause)
             owner.metrics.api_restarts.inc()
             await asyncio.sleep(pause)
             if owner.handed_over:
                 return
 
-    def _nobody_will_serve(self, i: int) -> bool:
-        """The i-th API process has ended again, and no other one makes up for it."""
+    def _hopeless(self, i: int) -> bool:
+        """Return whether restarts of the i-th process are futile and no other process serves."""
         if not self._owner.announced:
-            return self._fruitless[i] >= FRUITLESS_LIVES
-        in_vain = self._models_ready and not self.num_attached
-        return bool(in_vain) and all(count >= FRUITLESS_LIVES for count in self._fruitless)
+            return self._failed_starts[i] >= MAX_FAILED_STARTS
+        not_serving = self._models_ready and not self.num_attached
+        return bool(not_serving) and all(count >= MAX_FAILED_STARTS for count in self._failed_starts)
 
     @property
     def _models_ready(self) -> list[int]:
-        """Those that have an engine which is."""
+        """Models with a ready engine."""
         ready = {engine for engine, supervisor in self._engines.items() if supervisor.ready is not None}
         return [model for model, engines in enumerate(self._config.engine_numbers) if not ready.isdisjoint(engines)]
 
     async def _run(self, i: int) -> str:
-        """One API process from start to end; tells how it ended."""
+        """Run one API process from start to end, and return how it ended."""
         owner, front = self._owner, self._front
         fds = [supervisor.socket.path_fd for supervisor in self._engines.values()]
         start = ApiProcess.start(
@@ -156,21 +156,21 @@ class ApiProcesses:
         try:
             process = await owner.started(start)
         except OSError as error:
-            self._fruitless[i] += 1
+            self._failed_starts[i] += 1
             return f"cannot be started: {error.strerror or error}"
         self.running[i] = process
-        self._fruitless[i] += 1
+        self._failed_starts[i] += 1
         for engine in self._engines:
-            self._attachments.introduce(i, engine, next(owner.numbers))
+            self._attachments.connect(i, engine, next(owner.numbers))
         if owner.ending:
             process.send(HandOver() if owner.handed_over else Drain())
         async for message in process.messages():
             match message:
                 case Ready():
                     self._attachments.attached(i, message.engine)
-                    self._fruitless[i] = 0
+                    self._failed_starts[i] = 0
                     if len(self.running) == self._config.api_workers and self.serves(message.engine):
-                        self.tell(Together(message.engine))
+                        self.broadcast(Together(message.engine))
                     owner.api_ready(chat=message.chat)
                 case Failed() if owner.announced:
                     process.kill(message.message)
@@ -193,7 +193,7 @@ class ApiProcesses:
         return len(self._engines) + i
 
     def watched_processes(self) -> Iterator[WatchedProcess]:
-        """Those that must show life."""
+        """Yield the processes that must send heartbeats."""
         for i, process in self.running.items():
             hangs = self._owner.metrics.api_hangs.labels()
             yield WatchedProcess(
@@ -202,20 +202,20 @@ class ApiProcesses:
 
     @property
     def num_attached(self) -> int:
-        """Pairs of an API process and an engine that serve."""
+        """Number of pairs of an API process and an engine that serve."""
         return self._attachments.num_attached
 
     def serves(self, engine: int) -> bool:
-        """With every API process that there is."""
+        """Return whether all API processes serve with this engine."""
         return self._attachments.serves(engine)
 
-    def tell(self, message: ToWorker) -> None:
+    def broadcast(self, message: ToWorker) -> None:
         for process in self.running.values():
             process.send(message)
 
-    def engine_begins(self, engine: int) -> None:
+    def engine_started(self, engine: int) -> None:
         for i in self.running:
-            self._attachments.introduce(i, engine, next(self._owner.numbers))
+            self._attachments.connect(i, engine, next(self._owner.numbers))
 
     def engine_ready(self, engine: int) -> None:
         for i in self.running:
@@ -223,13 +223,13 @@ class ApiProcesses:
 
     def engine_ended(self, engine: int, message: EngineDown) -> None:
         self._attachments.engine_ended(engine)
-        self.tell(message)
+        self.broadcast(message)
 
     def end(self, message: Drain | HandOver) -> None:
-        """Tell all; `Idle` is the answer."""
+        """Send `message` to all processes, which answer with `Idle`."""
         self._busy = set(self.running)
         self.idle.clear()
-        self.tell(message)
+        self.broadcast(message)
         if not self._busy:
             self.idle.set()
 

@@ -1,4 +1,4 @@
-"""`Attachments`: which API process is which client of which engine, and who serves with whom."""
+"""`Attachments`: which API process is which client of which engine, and which pairs serve."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from weft.server.daemon.api_process import ApiProcess
 from weft.server.daemon.engine_supervisor import EngineSupervisor
 
 ATTACH_SECONDS = 120.0
-"""that an API process may take to serve once there is an engine that is ready"""
+"""Seconds for an API process to serve after an engine is ready."""
 
 
 class Attachments:
-    """Both tables are the daemon's: of what runs now."""
+    """Connects API processes with engines. Both tables belong to the daemon and list what runs now."""
 
     def __init__(self, engines: Mapping[int, EngineSupervisor], api: Mapping[int, ApiProcess]) -> None:
         self._engines, self._api = engines, api
         self._clients: dict[tuple[int, int], int] = {}
-        """the client's number by API process and engine"""
+        """Client numbers by API process and engine."""
         self._attached: set[tuple[int, int]] = set()
-        """API processes, and engines that they are attached to"""
+        """Pairs of an API process and an engine that serve."""
 
-    def introduce(self, i: int, engine: int, number: int) -> None:
-        """Tell an API process where an engine is, whose client with this number it is to be."""
+    def connect(self, i: int, engine: int, number: int) -> None:
+        """Send an engine's address to an API process, which becomes its client with this number."""
         supervisor = self._engines[engine]
-        if (introduction := supervisor.introduction(number)) is not None:
+        if (engine_up := supervisor.engine_up(number)) is not None:
             self._clients[i, engine] = number
-            self._api[i].send(introduction)
+            self._api[i].send(engine_up)
             if supervisor.ready is not None:
                 self.expect(i, engine)
 
     def expect(self, i: int, engine: int) -> None:
-        """An engine is ready: an API process that does not serve with it soon is of no use."""
+        """Kill an API process that does not serve within `ATTACH_SECONDS` of an engine becoming ready."""
         number = self._clients[i, engine]
 
         def check() -> None:
@@ -47,11 +47,11 @@ class Attachments:
 
     @property
     def num_attached(self) -> int:
-        """Pairs that serve."""
+        """Number of pairs that serve."""
         return len(self._attached)
 
     def serves(self, engine: int) -> bool:
-        """With every API process that there is."""
+        """Return whether all API processes serve with this engine."""
         return bool(self._api) and all((i, engine) in self._attached for i in self._api)
 
     def engine_ended(self, engine: int) -> None:

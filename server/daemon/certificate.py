@@ -1,7 +1,7 @@
-"""`Certificate`: the certificate and key of `--tls-cert` and `--tls-key`, as they were when last found good.
+"""`Certificate`: the last valid certificate and key of `--tls-cert` and `--tls-key`.
 
-They are kept in anonymous memory, where API processes read them: one that is started while the files are being replaced
-serves what the others do.
+API processes read them from anonymous memory, so that a process started while the files are being replaced serves the
+same certificate as the others.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from weft.engine.errors import ConfigError
 
 
 class Certificate:
-    """Attributes: `fd`, of a file with the chain and its key in PEM."""
+    """Attributes:
+    fd: a file with the chain and its key in PEM.
+    """
 
     def __init__(self, cert: str, key: str | None) -> None:
-        """Raises `ConfigError` for files that cannot serve."""
+        """Raises `ConfigError` for unusable files."""
         self._paths = [cert] if key is None else [cert, key]
         self.fd = os.memfd_create("weft-tls")
         self.reread()
 
     @property
     def path(self) -> str:
-        """For any process that has inherited `fd`."""
+        """Path of the file in any process that has inherited `fd`."""
         return f"/proc/self/fd/{self.fd}"
 
     def reread(self) -> None:
-        """Take what the files say now. Raises `ConfigError`, and keeps what was, when that cannot serve."""
+        """Reload the files. Raises `ConfigError`, and keeps the previous certificate, if they are unusable."""
         pem = self._read()
         tried = os.memfd_create("weft-tls-tried")
         try:
@@ -53,8 +55,8 @@ def _check(path: str) -> None:
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(path, password=_no_password)
     except ssl.SSLError as error:
-        raise ConfigError(f"--tls-cert, --tls-key: no certificate with its key: {error.reason or error}") from None
+        raise ConfigError(f"--tls-cert, --tls-key: not a certificate with its key: {error.reason or error}") from None
 
 
 def _no_password() -> str:
-    raise ConfigError("--tls-key: the key has a password; a daemon cannot type one")
+    raise ConfigError("--tls-key: the key is encrypted; give one without a password")

@@ -1,6 +1,6 @@
-"""What the daemon and its API processes tell each other: a line of JSON a message, over a socket pair.
+"""Messages between the daemon and its API processes: one line of JSON each, over a socket pair.
 
-The first line is a `Start`. A closed socket means that the other process has ended.
+The first message is `Start`. A closed socket means that the other process has ended.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import msgspec
 from weft.engine.wire.messages import EngineStats
 
 LINE_LIMIT = 16 * 2**20
-"""bytes of a message at most: a configuration with very many keys"""
+"""Maximum bytes of a message, such as a configuration with very many keys."""
 
 
 class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
-    """What an API process is to be."""
+    """Configuration of an API process."""
 
     config: str
-    """a `ServeConfig` as JSON"""
+    """A `ServeConfig` as JSON."""
     keys: list[str]
-    """digests of the API keys, hexadecimal, by number, which is that of the shared state's bucket; empty for none"""
+    """Hexadecimal digests of the API keys by number, the row of `SharedState.buckets`; empty for a gap."""
     row: int
     rows: int
     heartbeat_row: int
@@ -34,77 +34,74 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     heartbeats_fd: int
     listener_fds: list[int]
     taking_over: bool
-    """Another daemon has these listeners too and serves: take connections once this process does, with all models that
-    are to be awake."""
+    """Another daemon serves on the same listeners: accept connections only once all awake models serve here."""
     hold: list[int]
-    """Models whose engines are ready, and so are others: leave connections in the listener's queue until this one is
-    too."""
+    """Models that other processes already serve: accept connections only once this process serves them, too."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An engine process ended that was not told to, or did not become ready."""
+    """An engine process that ended unexpectedly or did not become ready."""
 
     why: str
     at: int
-    """seconds since 1970"""
+    """Unix time in seconds."""
 
 
 class EngineUp(msgspec.Struct, tag="engine_up", frozen=True):
-    """There is an engine process: connect, and serve once it is ready."""
+    """An engine process has started: connect, and serve once it is ready."""
 
     address: str
     client: int
     before: EngineStats = msgspec.field(default_factory=EngineStats)
-    """totals of the engines before it"""
+    """Totals of its predecessors."""
     engine: int = 0
-    """which of the daemon's it is"""
+    """Number of the engine."""
     failure: Failure | None = None
-    """of the last one before it that failed"""
+    """Failure of the last predecessor that failed."""
 
 
 class EngineDown(msgspec.Struct, tag="engine_down", frozen=True):
-    """The engine process has ended: so have all requests. With `restarting` another `EngineUp` follows."""
+    """An engine process and its requests have ended. With `restarting`, another `EngineUp` follows."""
 
     why: str
     restarting: bool
     engine: int = 0
     failure: Failure | None = None
-    """this, or the last one before it"""
+    """Failure of this process, or of the last predecessor that failed."""
 
 
 class Together(msgspec.Struct, tag="together", frozen=True):
-    """Each of the API processes serves with this engine by now."""
+    """All API processes now serve with this engine."""
 
     engine: int
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
-    """Take no new work; say `Idle` once nothing is open."""
+    """Refuse new requests; send `Idle` once none is open."""
 
 
 class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
-    """Another daemon has the port: take no more connections, answer on those there are, and say `Idle` once there are
-    none."""
+    """Another daemon has the port: accept no connections, serve the open ones, and send `Idle` once there are none."""
 
 
 class Reload(msgspec.Struct, tag="reload", frozen=True):
-    """`keys` as in `Start`. The certificate is to be read again."""
+    """Replace the keys (see `Start`) and reload the certificate."""
 
     keys: list[str]
 
 
 class Interrupt(msgspec.Struct, tag="interrupt", frozen=True):
-    """End all open answers with an error event; of this model alone, if one is named, for it goes to sleep."""
+    """End all open responses with an error event; with `model`, only those of a model that goes to sleep."""
 
     model: int | None = None
 
 
 class Answer(msgspec.Struct, tag="answer", frozen=True):
-    """To a `RestartEngines`, a `WakeModel` or a `SleepModel`."""
+    """Answer to `RestartEngines`, `WakeModel` or `SleepModel`."""
 
     ask: int
     refusal: str = ""
-    """why it is not done"""
+    """Why the request is refused; empty on success."""
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
@@ -112,24 +109,24 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
-    """Serving with this engine; `chat`: the model has a chat template."""
+    """The process serves with this engine. `chat`: the model has a chat template."""
 
     chat: bool
     engine: int = 0
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """Cannot serve; `message` is one line for the operator."""
+    """The process cannot serve. `message` is one line for the operator."""
 
     message: str
 
 
 class Idle(msgspec.Struct, tag="idle", frozen=True):
-    """Draining, and nothing is open any more."""
+    """The process drains and has no open requests."""
 
 
 class RestartEngines(msgspec.Struct, tag="restart_engines", frozen=True):
-    """An operator asks for another process for these engines, all for none, one after the other. Gets an `Answer`."""
+    """Restart these engines in sequence; all if empty. Gets an `Answer`."""
 
     ask: int
     engines: list[int]
@@ -143,8 +140,10 @@ class WakeModel(msgspec.Struct, tag="wake", frozen=True):
 
 
 class SleepModel(msgspec.Struct, tag="sleep", frozen=True):
-    """An operator puts this model to sleep; its open requests get so many seconds (None: --drain-timeout) to end. The
-    `Answer` comes once it sleeps, or will not."""
+    """Put a model to sleep. The `Answer` follows once it sleeps or has failed.
+
+    `seconds`: time for open requests to finish; None for --drain-timeout.
+    """
 
     ask: int
     model: int
@@ -180,14 +179,14 @@ class Channel(Generic[Incoming]):
         return Channel(reader, writer, msgspec.json.Decoder(ToWorker))
 
     def send(self, message: ToWorker | FromWorker) -> None:
-        """Messages are few and small: nothing waits for them to be taken. Dropped when the other end has gone."""
+        """Send without waiting: messages are few and small. A message to an ended process is dropped."""
         if not self._writer.is_closing():
             self._writer.write(_encode(message) + b"\n")
 
     async def messages(self) -> AsyncIterator[Incoming]:
-        """Until the other process closes its end, or ends with messages unread."""
+        """Yield messages until the other process closes its end, or ends with unread messages."""
         with suppress(ConnectionError):
-            while (line := await self._reader.readline()).endswith(b"\n"):  # a killed one may leave half a line
+            while (line := await self._reader.readline()).endswith(b"\n"):  # a killed process may leave half a line
                 yield self._decoder.decode(line)
 
     async def first(self) -> Incoming:

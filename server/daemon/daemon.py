@@ -128,7 +128,7 @@ class Daemon:
             self.metrics,
             patience=config.drain_timeout,
             serves=self._api.serves,
-            tell=self._api.tell,
+            broadcast=self._api.tell,
         )
         self._rollout = Rollout(
             self._engines, self._numbers, self._shared_state, config.drain_timeout, self._api.serves

@@ -1,4 +1,4 @@
-"""`EngineSupervisor`: one engine of the daemon: its process, and the one after that."""
+"""`EngineSupervisor` runs one engine of the daemon and restarts its process."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from weft.server.observe.metrics import Metrics
 from weft.server.observe.totals import plus
 
 STOP_SECONDS = 5.0
-"""that a process gets to end when asked"""
+"""Seconds for a process to end when asked."""
 RESTART_SECONDS = (1.0, 30.0)
-"""between an engine's end and the next one's start: at first, and at most"""
+"""First and longest pause before a restart."""
 POLL_SECONDS = 0.02
-SOON = 1.0
-"""seconds in which the memory of most engines is given back"""
+RELEASE_SECONDS = 1.0
+"""Seconds within which most engines release their memory."""
 FOREVER = 1e12
-"""seconds that nobody expects a heartbeat"""
+"""Seconds for stages in which no heartbeat is expected."""
 
 logger = logging.getLogger("weft")
 
 
 class Owner(Protocol):
-    """What a supervisor wants of the daemon."""
+    """The daemon, as a supervisor uses it."""
 
     metrics: Metrics
     heartbeats: Heartbeats
     numbers: Iterator[int]
-    """of clients, over all engines"""
+    """Client numbers, unique over all engines."""
 
     @property
     def ending(self) -> bool: ...
 
     async def started(self, start: Coroutine[Any, Any, EngineProcess], /) -> EngineProcess:
-        """The process, known to the daemon until it is in the supervisor's hands. Raises `OSError`."""
+        """Start a process. The daemon tracks it until the supervisor has it. Raises `OSError`."""
         ...
 
-    def engine_begins(self, engine: int) -> None:
-        """There is a process: introduce it to all API processes."""
+    def engine_started(self, engine: int) -> None:
+        """Connect a new process with all API processes."""
         ...
 
     def engine_ready(self, engine: int) -> None: ...
@@ -59,20 +59,19 @@ class Owner(Protocol):
 
 class EngineSupervisor:
     """Attributes:
-    ready: what the engine said when it was; None while it is not.
-    failure: the last one of its processes.
-    worked: one has been ready: what ends from now on can be a passing trouble.
-    asleep: at which level (0: it is not): 1: the process has given its memory back; 2: there is no process.
+    ready: the engine's `EngineReady` message; None while it is not ready.
+    failure: the last failure of its processes.
+    worked: whether a process has been ready, so that a later failure may be temporary.
+    asleep: sleep level. 0: awake; 1: the process has released its memory; 2: there is no process.
     """
 
     def __init__(
         self, owner: Owner, config: EngineConfig, *, restart: bool, limit: int, several: bool, asleep: bool = False,
         shelf: Shelf | None = None,
     ) -> None:  # fmt: skip
-        """`restart`: another process follows one that has ended, `limit` times within ten minutes.
+        """`restart`: whether to restart a process that has ended, up to `limit` times within ten minutes.
 
-        `several`: there are others. `asleep`: no process is started before `wake`. `shelf`: of the weights
-        that it shares.
+        `several`: whether there are other engines. `asleep`: start no process before `wake`. `shelf`: shared weights.
         """
         self.engine = config.share.engine
         self.name = f"engine {self.engine}" if several else "the engine"
@@ -83,8 +82,8 @@ class EngineSupervisor:
         self.failure: Failure | None = None
         self.worked = False
         self.given_up = False
-        self.told = asyncio.Event()
-        """set once it has been told why it was given up"""
+        self.end_reported = asyncio.Event()
+        """Set once the reason for giving it up has been reported."""
         self._owner = owner
         self._config = config
         self._shelf = shelf
@@ -92,68 +91,70 @@ class EngineSupervisor:
         self._restarts = Restarts(*RESTART_SECONDS, limit)
         self._control: EngineClient | None = None
         self._totals = EngineStats()
-        """of processes that have ended"""
+        """Totals of ended processes."""
         self._restarting = False
-        """the process is to be followed by another one at once"""
-        self._up = asyncio.Event()
-        self._again = asyncio.Event()
+        """Whether the process is being replaced without a pause."""
+        self._ready_event = asyncio.Event()
+        self._retry = asyncio.Event()
         self.asleep = 2 if asleep else 0
-        self._wanted = asyncio.Event()
-        """a process is to be there"""
+        self._process_wanted = asyncio.Event()
+        """Set while a process should be running."""
         if not asleep:
-            self._wanted.set()
+            self._process_wanted.set()
 
-    async def keep(self) -> str:
-        """Run one process after another; tells why no other one follows. To be called again after `asked_again`."""
+    async def run(self) -> str:
+        """Run and restart the process. Returns why it is not restarted; call it again after `wait_retry`."""
         owner = self._owner
         while True:
-            if not self._wanted.is_set():
+            if not self._process_wanted.is_set():
                 owner.heartbeats.of(self.row).begin("asleep", FOREVER)
-                await self._wanted.wait()
+                await self._process_wanted.wait()
             why = await self._run()
             if self.process is None or not self.process.stopping:
                 self.failure = Failure(why, int(time.time()))
             if self.asleep:
-                if self._wanted.is_set():  # it was not asked to end
-                    logger.error("%s: another one starts when it is woken", why)
+                if self._process_wanted.is_set():  # it ended by itself
+                    logger.error("%s: it restarts when it is woken", why)
                     self.asleep = 2
-                    self._wanted.clear()
+                    self._process_wanted.clear()
                 pause: float | None = 0.0
             else:
                 pause, why = self._pause_after(why)
-            self.given_up = pause is None  # known before anybody's answer ends with it
+            self.given_up = pause is None  # set before clients receive the error
             down = EngineDown(why, restarting=pause is not None, engine=self.engine, failure=self.failure)
             owner.engine_ended(self.engine, down)
-            if self._control is not None:  # whoever waits has been told
+            if self._control is not None:  # waiting clients have been notified
                 await self._control.last_words()
                 self._totals = plus(self._totals, self._control.stats)
-            why = await self._gone(why)
+            why = await self._wait_gone(why)
             await self.stop()
             if pause is None:
                 return why
             if pause and not owner.ending:
-                logger.error("%s; another one starts in %g s", why, pause)
+                logger.error("%s; restarting in %g s", why, pause)
                 owner.metrics.engine_restarts.labels(str(self.engine)).inc()
                 owner.heartbeats.of(self.row).begin(
                     "waiting to start another engine", pause + owner.heartbeats.start_timeout
                 )
                 await asyncio.sleep(pause)
-            if owner.ending and not self.asleep:  # since its end
+            if owner.ending and not self.asleep:  # the daemon began to end meanwhile
                 self.given_up = True
                 return why
 
-    async def _gone(self, why: str) -> str:
-        """No other one is started beside a process, were it never to be gone. Tells why it ended, by its exit status
-        where there was none before."""
+    async def _wait_gone(self, why: str) -> str:
+        """Wait until the process is gone, however long that takes: two processes must never coexist.
+
+        Returns `why` with an unknown end replaced by the exit status.
+        """
         process = self.process
         if process is None:
             return why
         gone = asyncio.create_task(process.wait_gone())
         try:
-            if not (await asyncio.wait((gone,), timeout=SOON))[0]:
-                logger.log(logging.INFO if process.stopping else logging.ERROR, "%s; its memory is waited for", why)
-                if not self._owner.heartbeats.given_up(self.row):  # nor does anybody expect it to heartbeat
-                    self._owner.heartbeats.of(self.row).begin("giving its memory back", FOREVER, process.pid)
+            if not (await asyncio.wait((gone,), timeout=RELEASE_SECONDS))[0]:
+                logger.log(logging.INFO if process.stopping else logging.ERROR, "%s; waiting for its memory", why)
+                if not self._owner.heartbeats.given_up(self.row):  # no heartbeat is expected
+                    self._owner.heartbeats.of(self.row).begin("releasing its memory", FOREVER, process.pid)
             how = await gone
         finally:
             gone.cancel()
@@ -162,7 +163,7 @@ class EngineSupervisor:
         return why.replace(UNKNOWN_END, how)
 
     def _pause_after(self, why: str) -> tuple[float | None, str]:
-        """Seconds before another process starts, None for no other one; and why the last one ended, completed."""
+        """Return the pause before the restart (None for no restart), and why the process ended."""
         if self._restarting and not self._owner.ending:
             self._restarting = False
             return 0.0, why
@@ -173,34 +174,35 @@ class EngineSupervisor:
             return pause, why
         self._owner.metrics.restarts_given_up.inc()
         count = self._restarts.count
-        return None, f"{why}; {count} others were started within ten minutes: that is enough (--engine-restart-limit)"
+        return None, f"{why}; giving up after {count} restarts within ten minutes (--engine-restart-limit)"
 
     async def _run(self) -> str:
-        """One process from start to end; tells why it ended, or why it could not start."""
+        """Run one process from start to end. Returns why it ended or could not start."""
         owner = self._owner
         start = EngineProcess.start(self._config, self.socket, owner.heartbeats, self._shelf)
         try:
             self.process = process = await owner.started(start)
         except OSError as error:
-            return f"no engine process can be started: {error.strerror or error}"
-        if not self._wanted.is_set():  # it was put to sleep meanwhile
+            return f"the engine process cannot be started: {error.strerror or error}"
+        if not self._process_wanted.is_set():  # it was put to sleep meanwhile
             await process.stop(STOP_SECONDS)
             return "the engine was stopped"
-        self._restarting = False  # whoever asked while the one before it ended has this one
+        self._restarting = False  # this process serves requests for a restart made while its predecessor ended
         self._control = control = EngineClient(process.address, next(owner.numbers))
         control.on_stats = lambda stats: owner.metrics.count_iteration(stats, self.engine)
-        # Nobody would know how it fares; an engine that is being stopped ends by itself, its KV pages kept.
+        # Without this connection the process would be unsupervised. One that is being stopped ends by itself and keeps
+        # its KV pages.
         control.reader.add_done_callback(lambda _: process.kill() if self.process is process else None)
-        owner.engine_begins(self.engine)
+        owner.engine_started(self.engine)
         loading = asyncio.create_task(control.wait_ready())
         dead = asyncio.create_task(process.wait_dead())
         try:
             await asyncio.wait((loading, dead), return_when=asyncio.FIRST_COMPLETED)
-            # One that hung is woken for its last words, and may get ready before it is killed.
+            # A hung process is resumed to write its stacks, and may become ready before it is killed.
             if loading.done() and not owner.heartbeats.given_up(self.row):
                 self.ready = loading.result()
                 self.worked = True
-                self._up.set()
+                self._ready_event.set()
                 owner.engine_ready(self.engine)
             await asyncio.wait((dead,))
             why = dead.result()
@@ -210,41 +212,42 @@ class EngineSupervisor:
             loading.cancel()
             dead.cancel()
             self.ready = None
-            self._up.clear()
+            self._ready_event.clear()
 
     def _named(self, why: str) -> str:
         return why if self.name == "the engine" or why.startswith(self.name) else f"{self.name}: {why}"
 
-    def introduction(self, client: int) -> EngineUp | None:
-        """For an API process that is to be this client; None while there is no process."""
+    def engine_up(self, client: int) -> EngineUp | None:
+        """Return the message that connects an API process as this client; None while there is no process."""
         if self.process is None:
             return None
         return EngineUp(self.process.address, client, self._totals, self.engine, self.failure)
 
     def client_gone(self, client: int) -> None:
-        """An API process has ended."""
+        """Handle the end of an API process."""
         if self._control is not None:
             self._control.client_gone(client)
 
-    async def restart_engines(self) -> bool:
-        """Have the process followed by another one, without a pause. False when that could not start; it is tried
-        again like any other. Whoever calls has seen to it that nobody is served there, and that others of the model are
-        not given up."""
+    async def restart(self) -> bool:
+        """Replace the process without a pause. Returns False if the new one fails to start; retries then follow as usual.
+
+        The caller has drained the engine and made sure that another engine of the model is not given up.
+        """
         if self.given_up:
             self._restarts.forget()
             self.given_up = False
-            self.told.clear()
-            self._again.set()
+            self.end_reported.clear()
+            self._retry.set()
         was = self.process
         if was is not None:
             self._restarting = True
-            self._up.clear()
+            self._ready_event.clear()
             await was.stop(STOP_SECONDS)
         while (process := self.process) is None or process is was:
             if self.given_up:
                 return False
             await asyncio.sleep(POLL_SECONDS)
-        up, dead = asyncio.create_task(self._up.wait()), asyncio.create_task(process.wait_dead())
+        up, dead = asyncio.create_task(self._ready_event.wait()), asyncio.create_task(process.wait_dead())
         try:
             await asyncio.wait((up, dead), return_when=asyncio.FIRST_COMPLETED)
             return up.done()
@@ -252,43 +255,45 @@ class EngineSupervisor:
             up.cancel()
             dead.cancel()
 
-    async def asked_again(self) -> None:
-        """Once `restart_engines` wants a process though the engine was given up."""
-        await self._again.wait()
-        self._again.clear()
+    async def wait_retry(self) -> None:
+        """Wait until `restart` requests a process for an engine that was given up."""
+        await self._retry.wait()
+        self._retry.clear()
 
     async def sleep(self, level: int) -> int:
-        """Give its memory back. At level 1 the process stays; where it cannot (it says why, or has ended), and at level
-        2, it ends. Idempotent. Returns the level reached."""
+        """Release the memory. At level 1 the process stays; at level 2, or if level 1 is impossible, it ends.
+
+        Idempotent. Returns the level reached.
+        """
         if self.asleep >= level or self.given_up:
             return self.asleep or 2
         if level == 1 and self.ready is not None and self._control is not None:
             answer = await self._control.sleep()
             if answer.why_not:
-                logger.info("%s cannot sleep at level 1 (%s): it ends", self.name, answer.why_not)
+                logger.info("%s cannot sleep at level 1 (%s); using level 2", self.name, answer.why_not)
             else:
                 self.asleep = 1
                 return 1
         self.asleep = 2
-        self._wanted.clear()
+        self._process_wanted.clear()
         if self.process is not None:
             await self.process.stop(STOP_SECONDS)
-        while self.process is not None and not self.given_up:  # until `keep` has told everybody
+        while self.process is not None and not self.given_up:  # until `run` has notified all clients
             await asyncio.sleep(POLL_SECONDS)
-        if self._shelf is not None:  # the memory goes with the last engine that sleeps
+        if self._shelf is not None:  # the last engine to sleep frees the memory
             self._shelf.clear()
         return 2
 
     async def wake(self) -> bool:
-        """Be ready again; False where that could not be."""
+        """Become ready again. Returns False on failure."""
         control, level, self.asleep = self._control, self.asleep, 0
         if level == 1 and control is not None:
             if not (await control.wake()).why_not:
                 return True
-            # It has ended, or is no use any more: another one follows as usual.
+            # The process has ended or is unusable; it is restarted as usual.
             if self.process is not None:
                 self.process.kill("it could not be woken")
-        self._wanted.set()
+        self._process_wanted.set()
         while self.ready is None or (level == 1 and self._control is control):
             if self.given_up or self.asleep:
                 return False
@@ -296,7 +301,7 @@ class EngineSupervisor:
         return True
 
     async def stop(self) -> None:
-        """End the process. Idempotent."""
+        """Stop the process. Idempotent."""
         process, self.process = self.process, None
         control, self._control = self._control, None
         if control is not None:

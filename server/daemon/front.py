@@ -1,4 +1,4 @@
-"""`Front`: what the daemon has towards the outside: the port, the keys, the certificate, the service manager."""
+"""`Front`: the daemon's port, API keys, certificate and connection to the service manager."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from weft.server.batches.folder import Folder
 from weft.server.config import ServeConfig
 from weft.server.daemon.certificate import Certificate
 from weft.server.daemon.handover import Handover, find
-from weft.server.daemon.listen import inherited, listen, share_out
+from weft.server.daemon.listen import inherited, listen, distribute
 from weft.server.daemon.notify import Notifier
 from weft.server.keys import load_keys, reread
 from weft.server.observe.server_urls import publish, url_of
 
 MIN_KEYS = 1024
-"""room for keys that come later"""
+"""Minimum capacity, so that a reload can add keys."""
 
 logger = logging.getLogger("weft")
 
 
 class Front:
     """Attributes:
-    listeners: those of each API process. The daemon keeps them open: what has connected to a process that died waits
-        for its successor.
+    listeners: listeners of each API process. The daemon keeps them open, so that connections to a process that died
+        wait for its successor.
     keys: digests by number; a gap is an empty one.
-    key_capacity: numbers at most.
-    taking_over: another daemon has the port until `serving`.
+    key_capacity: maximum number of keys.
+    taking_over: whether another daemon has the port until `serving`.
     """
 
     def __init__(self, config: ServeConfig) -> None:
-        """Takes the port. Raises `ConfigError` for what an operator can mend."""
+        """Take the port. Raises `ConfigError` if the operator must change something."""
         self.notifier = Notifier()
         self._config = config
-        # A folder that cannot be used is said here.
+        # Report unusable folders early.
         if config.responses_dir is not None:
             Store.open(config).close()
         if config.files_dir is not None:
@@ -51,7 +51,7 @@ class Front:
         else:
             taken = inherited() or listen(config.host, config.port, config.api_workers)
         self._taken = taken
-        self.listeners = share_out(taken, config.api_workers)
+        self.listeners = distribute(taken, config.api_workers)
         self._url_fd: int | None = publish(url_of(self.address, tls=config.tls_cert is not None))
         self._handover: Handover | None = None
         self._serving = False
@@ -62,27 +62,27 @@ class Front:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Of the port."""
+        """Address of the port."""
         host, port = self._taken[0].getsockname()[:2]
         return host, port
 
     def serving(self, on_successor: Callable[[], None]) -> None:
-        """Everything serves: a predecessor may go, and a successor come."""
+        """Mark everything as serving: stop the predecessor and wait for a successor."""
         if self._config.handover is not None:
             self._handover = Handover(self._config.handover, self._taken, on_successor)
             try:
                 self._handover.open()
             except OSError as error:
-                logger.error("--handover %s: %s; no other daemon can take over", self._config.handover, error)
+                logger.error("--handover %s: %s; no daemon can take over", self._config.handover, error)
         if self._predecessor is not None:
             logger.info("taking the port over from process %d", self._predecessor.pid)
             self._predecessor.replace()
             self._predecessor = None
         self._serving = True
-        self._tell_ready()
+        self._notify_ready()
 
     def reload(self) -> bool:
-        """Read keys and certificate again. False, with a line in the log, where they cannot serve: the old stay."""
+        """Reload keys and certificate. If they are unusable, log an error, keep the old ones and return False."""
         if self._serving:
             self.notifier.reloading()
         try:
@@ -90,29 +90,29 @@ class Front:
             if self.certificate is not None:
                 self.certificate.reread()
         except ConfigError as error:
-            logger.error("SIGHUP: %s; keys and certificate stay as they are", error)
+            logger.error("SIGHUP: %s; keeping the old keys and certificate", error)
             return False
         else:
             self.keys = keys
             what = " and the certificate" if self.certificate is not None else ""
-            logger.info("SIGHUP: %d API keys%s read again", len([key for key in keys if key]), what)
+            logger.info("SIGHUP: reloaded %d API keys%s", len([key for key in keys if key]), what)
             return True
         finally:
             if self._serving:
-                self._tell_ready()
+                self._notify_ready()
 
     def still_serving(self) -> None:
-        """The engine is ready once more."""
+        """Report that the engine is ready again."""
         if self._serving:
-            self._tell_ready()
+            self._notify_ready()
 
-    def _tell_ready(self) -> None:
+    def _notify_ready(self) -> None:
         self.notifier.ready(
             f"serving {', '.join(each.model_names[0] for each in self._config.each)} on port {self.address[1]}"
         )
 
     def close(self) -> None:
-        """Let go of the port. Idempotent."""
+        """Release the port. Idempotent."""
         if self._handover is not None:
             self._handover.close()
         if self._url_fd is not None:
@@ -124,4 +124,4 @@ class Front:
 
 def _check_port(config: ServeConfig, port: int) -> None:
     if config.port not in (0, port):
-        raise ConfigError(f"--handover {config.handover}: the daemon there has port {port}, not {config.port}")
+        raise ConfigError(f"--handover {config.handover}: the daemon there uses port {port}, not {config.port}")

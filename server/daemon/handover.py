@@ -1,13 +1,13 @@
-"""Handing the port over: the listeners of a daemon, passed to its successor over a Unix socket.
+"""Port handover: a daemon passes its listeners to its successor over a Unix socket.
 
-Both accept from the same queues until the successor serves; then the old one stops accepting and answers what it has.
-No listener is closed before somebody else has it, so no connection is lost: what a second set of listeners on the port
-(SO_REUSEPORT) could not promise, since the kernel resets what waits in a queue that is closed.
+Both accept from the same queues until the successor serves; then the old daemon stops accepting and finishes its open
+requests. No listener is closed before the successor has it, so no connection is lost. A second set of listeners on the
+port (SO_REUSEPORT) would lose some: the kernel resets connections that wait in a closed queue.
 
     successor                         daemon at PATH
     connect            ->
                        <-             a line of JSON (`Offer`), with the listeners
-    "serving"          ->             hands over: stops accepting, ends behind the last answer
+    "serving"          ->             hands over: stops accepting, ends after the last answer
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ import msgspec
 from weft.engine.errors import ConfigError
 
 PATIENCE = 5.0
-"""seconds for the daemon at the path to answer"""
+"""Seconds to wait for the daemon at the path."""
 MAX_LISTENERS = 250
-"""the kernel passes 253 file descriptors in a message"""
+"""Listeners per message; the kernel passes at most 253 file descriptors."""
 _SERVING = b"serving\n"
 
 logger = logging.getLogger("weft")
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the daemon at the path says."""
+    """Answer of the daemon at the path."""
 
     pid: int
     refusal: str = ""
-    """why it does not hand over"""
+    """Why it does not hand over; empty if it does."""
 
 
 class Predecessor:
-    """The daemon that has this port now."""
+    """The daemon that currently owns the port."""
 
     def __init__(self, sock: socket.socket, pid: int, listeners: list[socket.socket]) -> None:
         self.pid = pid
@@ -51,14 +51,14 @@ class Predecessor:
         self._socket = sock
 
     def replace(self) -> None:
-        """This daemon serves: that one may go."""
-        with suppress(OSError):  # it has gone already
+        """Tell the predecessor to stop, because this daemon serves."""
+        with suppress(OSError):  # it has already ended
             self._socket.sendall(_SERVING)
         self._socket.close()
 
 
 def find(path: str) -> Predecessor | None:
-    """Ask the daemon at `path` for its listeners; None when there is none. Raises `ConfigError`."""
+    """Request the listeners of the daemon at `path`. Returns None if there is none. Raises `ConfigError`."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(PATIENCE)
     try:
@@ -71,7 +71,7 @@ def find(path: str) -> Predecessor | None:
         raise ConfigError(f"--handover {path}: {error.strerror or error}") from None
     try:
         if _uid_of(sock) != os.geteuid():
-            raise ConfigError(f"--handover {path}: the daemon there is another user's")
+            raise ConfigError(f"--handover {path}: the daemon there belongs to another user")
         data, fds, _, _ = socket.recv_fds(sock, 65536, MAX_LISTENERS)
         listeners = [socket.socket(fileno=fd) for fd in fds]
         if not data:
@@ -88,10 +88,10 @@ def find(path: str) -> Predecessor | None:
 
 
 class Handover:
-    """Waits at a path for a successor."""
+    """Waits for a successor at a path."""
 
     def __init__(self, path: str, listeners: Sequence[socket.socket], on_successor: Callable[[], None]) -> None:
-        """`on_successor`: called once, when the successor serves."""
+        """`on_successor`: called once when the successor serves."""
         self._path = Path(path)
         self._listeners = listeners
         self._on_successor = on_successor
@@ -100,7 +100,7 @@ class Handover:
         self._waiting: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Take the path, from a predecessor too. Raises `OSError`."""
+        """Take over the path, also from a predecessor. Raises `OSError`."""
         mine = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         with suppress(FileNotFoundError):
             mine.unlink()
@@ -119,13 +119,13 @@ class Handover:
                 if _uid_of(peer) != os.geteuid():
                     continue
                 if self._successor is not None and not self._successor.done():
-                    _say(peer, Offer(pid=os.getpid(), refusal="another daemon is about to take the port over"), ())
+                    _send(peer, Offer(pid=os.getpid(), refusal="another daemon is about to take the port over"), ())
                     continue
-                if _say(peer, Offer(pid=os.getpid()), self._listeners):
+                if _send(peer, Offer(pid=os.getpid()), self._listeners):
                     self._successor = asyncio.create_task(self._follow(peer.dup()))
 
     async def _follow(self, peer: socket.socket) -> None:
-        """Until the successor serves, or has given up."""
+        """Wait until the successor serves or gives up."""
         with peer:
             peer.setblocking(False)
             with suppress(OSError):
@@ -133,19 +133,19 @@ class Handover:
                     self._on_successor()
 
     def close(self) -> None:
-        """The path stays: it may be a successor's already, and one that nobody listens at is none."""
+        """Stop listening. The path stays: it may already belong to a successor, and a stale one does no harm."""
         for task in (self._waiting, self._successor):
             if task is not None:
                 task.cancel()
         self._socket.close()
 
 
-def _say(peer: socket.socket, offer: Offer, listeners: Sequence[socket.socket]) -> bool:
+def _send(peer: socket.socket, offer: Offer, listeners: Sequence[socket.socket]) -> bool:
     try:
         peer.setblocking(False)
         socket.send_fds(peer, [msgspec.json.encode(offer)], [listener.fileno() for listener in listeners])
     except OSError as error:
-        logger.warning("a daemon that asked for the port got none: %s", error)
+        logger.warning("could not offer the port to another daemon: %s", error)
         return False
     return True
 

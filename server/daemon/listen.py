@@ -1,5 +1,5 @@
-"""Listening sockets, one or more for each API process, all on one port: bound, inherited from a service manager, or
-taken over from another daemon (`handover`). Taken before anything is loaded."""
+"""Listening sockets on one port, at least one per API process. They are bound, inherited from a service manager, or
+taken over from another daemon (`handover`), before anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from weft.engine.errors import ConfigError
 
 BACKLOG = 2048
 FIRST_FD = 3
-"""of those that a service manager passes: see sd_listen_fds(3)"""
+"""First file descriptor from a service manager; see sd_listen_fds(3)."""
 
 
 def listen(host: str, port: int, count: int) -> list[socket.socket]:
-    """Sockets between which the kernel shares out connections (SO_REUSEPORT). Raises `ConfigError`.
+    """Return sockets between which the kernel distributes connections (SO_REUSEPORT). Raises `ConfigError`.
 
-    The daemon keeps them all open: what has connected to a process that died waits for its successor.
+    The daemon keeps them all open, so that connections to a process that died wait for its successor.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # Two daemons could share a port by accident: without SO_REUSEPORT the kernel tells whether it is taken.
+        # Probe without SO_REUSEPORT, so that two daemons do not share a port by accident.
         probe = socket.socket(family, kind, proto)
         with probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,9 +48,9 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
 
 
 def inherited(environment: MutableMapping[str, str] = os.environ) -> list[socket.socket]:
-    """What a service manager listens on for this process (`LISTEN_FDS`); empty without one. Takes the variables away.
+    """Return the listeners from a service manager (`LISTEN_FDS`), if any, and remove its variables.
 
-    It keeps the sockets open while no daemon runs: who connects meanwhile waits. Raises `ConfigError`.
+    The manager keeps the sockets open while no daemon runs, so that connections wait. Raises `ConfigError`.
     """
     pid, count = environment.pop("LISTEN_PID", ""), environment.pop("LISTEN_FDS", "")
     environment.pop("LISTEN_FDNAMES", None)
@@ -65,18 +65,19 @@ def inherited(environment: MutableMapping[str, str] = os.environ) -> list[socket
         except OSError as error:
             raise ConfigError(f"LISTEN_FDS: file descriptor {fd}: {error.strerror or error}") from None
         if not listening or listener.family not in (socket.AF_INET, socket.AF_INET6):
-            raise ConfigError(f"LISTEN_FDS: file descriptor {fd} is no listening TCP socket (ListenStream=, Accept=no)")
+            raise ConfigError(
+                f"LISTEN_FDS: file descriptor {fd} is not a listening TCP socket (ListenStream=, Accept=no)"
+            )
         listener.setblocking(False)
         listeners.append(listener)
     return listeners
 
 
-def share_out(listeners: Sequence[socket.socket], count: int) -> list[list[socket.socket]]:
-    """Those of each of `count` API processes: every listener has one, and every process at least one, if need be one
-    that another process accepts from too."""
+def distribute(listeners: Sequence[socket.socket], count: int) -> list[list[socket.socket]]:
+    """Assign the listeners to `count` API processes. Every process gets at least one; processes may share one."""
     return [list(listeners[i::count]) or [_copy(listeners[i % len(listeners)])] for i in range(count)]
 
 
 def _copy(listener: socket.socket) -> socket.socket:
-    # Not `dup`: it makes the copy blocking, and with it the original, in every process that accepts from it.
+    # Not `dup`: it makes the copy and the original blocking in every process that accepts from it.
     return socket.socket(fileno=os.dup(listener.fileno()))

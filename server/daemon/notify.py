@@ -1,6 +1,6 @@
-"""`Notifier`: tells a service manager how the daemon fares, by sd_notify's protocol: a datagram of NAME=value lines.
+"""`Notifier` reports the daemon's state to a service manager with sd_notify: datagrams of NAME=value lines.
 
-Does nothing where `NOTIFY_SOCKET` is not set. See sd_notify(3) and systemd.service(5), `WatchdogSec=`.
+It does nothing unless `NOTIFY_SOCKET` is set. See sd_notify(3) and systemd.service(5), `WatchdogSec=`.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ logger = logging.getLogger("weft")
 
 
 class Notifier:
-    """Made once a process; takes its variables away, for they are not meant for children."""
+    """Created once per process. Removes its environment variables, which are not meant for children."""
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
         address = environment.pop("NOTIFY_SOCKET", "")
         microseconds = environment.pop("WATCHDOG_USEC", "")
         pid = environment.pop("WATCHDOG_PID", "")
         self.watchdog_seconds: float | None = None
-        """within which the manager wants to hear of us, if it does"""
+        """Seconds within which the manager expects a message; None if it expects none."""
         if microseconds.isdigit() and int(microseconds) and pid in ("", str(os.getpid())):
             self.watchdog_seconds = int(microseconds) / 1e6
         self._socket: socket.socket | None = None
         if address[:1] in ("/", "@"):
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             self._socket.setblocking(False)
-            # @ stands for the zero byte of an abstract address.
+            # A leading @ stands for the zero byte of an abstract address.
             self._address = "\0" + address[1:] if address[0] == "@" else address
 
     def ready(self, status: str) -> None:
-        self._tell(f"READY=1\nSTATUS={status}")
+        self._send(f"READY=1\nSTATUS={status}")
 
     def status(self, status: str) -> None:
-        """One line for `systemctl status`."""
-        self._tell(f"STATUS={status}")
+        """Set the line shown by `systemctl status`."""
+        self._send(f"STATUS={status}")
 
     def reloading(self) -> None:
-        """`ready` follows."""
-        self._tell(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        """Announce a reload; `ready` follows."""
+        self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self, status: str) -> None:
-        self._tell(f"STOPPING=1\nSTATUS={status}")
+        self._send(f"STOPPING=1\nSTATUS={status}")
 
     async def watch(self, healthy: Callable[[], bool] = lambda: True) -> None:
-        """Show life for ever, twice within the manager's time, from the loop that this runs on, while `healthy()`."""
+        """Send watchdog messages from this loop while `healthy()`, at twice the required rate, until cancelled."""
         if self.watchdog_seconds is None or self._socket is None:
             return
         while True:
             if healthy():
-                self._tell("WATCHDOG=1")
+                self._send("WATCHDOG=1")
             await asyncio.sleep(self.watchdog_seconds / 2)
 
-    def _tell(self, message: str) -> None:
+    def _send(self, message: str) -> None:
         if self._socket is not None:
-            # A manager that does not listen is no reason to stand still, or to end.
+            # The daemon must neither block nor end if the manager does not listen.
             with suppress(OSError):
                 self._socket.sendto(message.encode(), self._address)

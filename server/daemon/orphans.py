@@ -1,7 +1,7 @@
-"""`Orphans`: processes that a container's first process inherits, and must take note of when they end.
+"""`Orphans` reaps processes that a daemon inherits as process 1 of a container.
 
-Where an engine is killed, its ranks and compilers become children of process 1. An init that reaps them is not in every
-image: without one the daemon is process 1 itself, and each of them would keep its number for as long as it runs.
+When an engine is killed, its ranks and compilers become children of process 1. In an image without an init, that is the
+daemon; unless it reaps them, they stay as zombies.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 SECONDS = 10.0
-"""between two looks: whoever waits for a child of the daemon's own does so at once"""
+"""Seconds between checks. The daemon waits for its own children immediately."""
 
 
 class Orphans:
-    """Takes note of children that were found ended at two looks: nobody waits for them."""
+    """Reaps children that were found ended at two consecutive checks, so that nothing else waits for them."""
 
     def __init__(self) -> None:
         self._ended: set[int] = set()
 
     async def run(self) -> None:
-        if os.getpid() != 1:  # another process inherits them
+        if os.getpid() != 1:  # another process inherits orphans
             return
         while True:
             await asyncio.sleep(SECONDS)
-            with suppress(OSError):  # no descriptor is left: another time
-                self.look()
+            with suppress(OSError):  # no file descriptor is free: try again later
+                self.reap()
 
-    def look(self) -> list[int]:
-        """Process ids of those that are gone with it."""
+    def reap(self) -> list[int]:
+        """Return the process ids that were reaped."""
         now = set(_ended_children())
         gone = []
         for pid in now & self._ended:
-            with suppress(ChildProcessError):  # somebody has waited for it just now
+            with suppress(ChildProcessError):  # it was just waited for elsewhere
                 if os.waitpid(pid, os.WNOHANG)[0]:
                     gone.append(pid)
         self._ended = now.difference(gone)
@@ -47,7 +47,7 @@ def _ended_children() -> Iterator[int]:
         if not entry.name.isdigit():
             continue
         with suppress(OSError), open(f"{entry.path}/stat", "rb") as file:
-            # the name, the second field, may hold spaces and brackets
+            # the second field, the name, may contain spaces and parentheses
             state, parent = file.read().rpartition(b")")[2].split()[:2]
             if state == b"Z" and parent == own:
                 yield int(entry.name)

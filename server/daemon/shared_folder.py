@@ -1,7 +1,7 @@
-"""`SharedFolder`: a temporary folder of one daemon, for what its API processes keep for one another.
+"""`SharedFolder`: a temporary folder for the responses that a daemon's API processes share.
 
-It goes with the daemon. One that is killed cannot see to that, and users' responses lie in it: so a daemon holds a lock
-on its folder for as long as it lives, and the next one to make such a folder removes those on which nobody does.
+A daemon removes its folder when it ends. It also locks the folder while it lives, so that the next daemon can remove
+folders that a killed daemon left behind: they contain users' responses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
 
 PREFIX = "weft-responses-"
-"""of folders that are locked already"""
+"""Prefix of folders that are already locked."""
 
 
 class SharedFolder:
@@ -28,7 +28,7 @@ class SharedFolder:
     def __init__(self) -> None:
         """Raises `OSError`."""
         _remove_abandoned(Path(tempfile.gettempdir()))
-        made = Path(tempfile.mkdtemp(prefix="weft-"))  # of mode 0700
+        made = Path(tempfile.mkdtemp(prefix="weft-"))  # mode 0700
         lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         self.name = str(made.rename(made.with_name(PREFIX + made.name.removeprefix("weft-"))))
@@ -40,13 +40,13 @@ class SharedFolder:
 
 
 def shared_folder(config: ServeConfig) -> SharedFolder | None:
-    """For the responses that several API processes store, where no other folder is named. Raises `ConfigError`."""
+    """Create the folder if several API processes store responses without --responses-dir. Raises `ConfigError`."""
     if config.api_workers == 1 or config.responses_dir is not None or not config.responses_max_mib:
         return None
     try:
         return SharedFolder()
     except OSError as error:
-        why = f"API processes have no folder in common: {error.strerror or error}"
+        why = f"cannot create a shared folder for API processes: {error.strerror or error}"
         raise ConfigError(f"{why}; set TMPDIR to another directory, or --responses-dir") from None
 
 
@@ -55,15 +55,15 @@ def _remove(name: str, lock: int) -> None:
     os.close(lock)
 
 
-def _remove_abandoned(among: Path) -> None:
-    for folder in among.glob(f"{PREFIX}*"):
+def _remove_abandoned(parent: Path) -> None:
+    for folder in parent.glob(f"{PREFIX}*"):
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # gone, or somebody else's
+        except OSError:  # gone, or another user's
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # its daemon lives
+        except OSError:  # its daemon is alive
             os.close(lock)
         else:
             _remove(str(folder), lock)

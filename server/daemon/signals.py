@@ -1,5 +1,6 @@
-"""What signals do to the daemon: SIGTERM and SIGINT end it, SIGHUP has it read keys and certificate again, SIGQUIT has
-stacks logged, and SIGUSR1, SIGUSR2 and SIGALRM, whose default is to end a process, do nothing.
+"""Signal handlers of the daemon: SIGTERM and SIGINT end it, SIGHUP reloads keys and certificate, SIGQUIT logs stacks.
+
+SIGUSR1, SIGUSR2 and SIGALRM, which would end the process by default, are ignored.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from weft.engine.wire.child import IGNORED
 
 
 def handle(stop: Callable[[], None], reload: Callable[[], None], stacks: Callable[[], None]) -> None:
-    """On the running loop. A terminal that is closed ends a daemon that was started on it."""
+    """Install the handlers on the running loop. Closing the terminal ends a daemon that was started in it."""
     loop = asyncio.get_running_loop()
     kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
     terminal = _has_terminal() and not kept
@@ -23,7 +24,7 @@ def handle(stop: Callable[[], None], reload: Callable[[], None], stacks: Callabl
         if not terminal or _has_terminal():
             reload()
         else:
-            terminal = False  # it is said twice, by the kernel and by the shell
+            terminal = False  # the kernel and the shell both send SIGHUP
             stop()
 
     loop.add_signal_handler(signal.SIGTERM, stop)
@@ -31,7 +32,7 @@ def handle(stop: Callable[[], None], reload: Callable[[], None], stacks: Callabl
     loop.add_signal_handler(signal.SIGHUP, hang_up)
     loop.add_signal_handler(signal.SIGQUIT, stacks)
     for signum in IGNORED:
-        signal.signal(signum, signal.SIG_IGN)  # inherited by what is started from now on
+        signal.signal(signum, signal.SIG_IGN)  # inherited by processes started from now on
 
 
 def _has_terminal() -> bool:

@@ -1,4 +1,4 @@
-"""`WakePolicy`: which models are awake, and which goes to sleep for another one. Decisions alone: others carry them out."""
+"""`WakePolicy` decides which models are awake and which one sleeps to make room. `SleepManager` carries it out."""
 
 from __future__ import annotations
 
@@ -8,84 +8,83 @@ from typing import NamedTuple
 from weft.server.observe.shared_state import SleepState
 
 EPSILON = 1e-9
-"""of sums of shares"""
+"""Tolerance for sums of memory shares."""
 
 
 class SleepMove(NamedTuple):
-    """A model is to take no more requests, end those it has, and sleep."""
+    """Stop accepting requests for a model, finish its open requests and put it to sleep."""
 
     model: int
 
 
 class WakeMove(NamedTuple):
-    """A model is to wake: there is room for it."""
+    """Wake a model; there is memory for it."""
 
     model: int
 
 
 class WakePolicy:
     """Attributes:
-    rest: of each model. Every model that is not asleep, nor dead, has its share of the memory.
-    wanted: models that are to wake, in the order in which that was asked.
+    sleep_states: the state of each model. Every model that is neither asleep nor dead occupies its memory share.
+    wanted: models to wake, in the order of the requests.
     """
 
     def __init__(self, shares: Sequence[float], most: int | None = None) -> None:
-        """`shares`: of the memory, by model, each 1 at most. `most`: models awake at once.
+        """`shares`: each model's fraction of the memory, at most 1. `most`: models awake at once.
 
-        At first those are awake, in their order, that fit together."""
+        Initially the first models that fit together are awake.
+        """
         self._shares = list(shares)
         self._most = len(shares) if most is None else most
         self.sleep_states = [SleepState.ASLEEP] * len(shares)
         self.wanted: dict[int, None] = {}
         for model in range(len(shares)):
-            if self._fits(model, self._up()):
+            if self._fits(model, self._resident()):
                 self.sleep_states[model] = SleepState.AWAKE
 
-    def _up(self) -> list[int]:
-        """Models that have memory."""
+    def _resident(self) -> list[int]:
+        """Return the models that occupy memory."""
         return [m for m, state in enumerate(self.sleep_states) if state not in (SleepState.ASLEEP, SleepState.DEAD)]
 
-    def _fits(self, model: int, beside: Sequence[int]) -> bool:
-        if len(beside) >= self._most:
+    def _fits(self, model: int, others: Sequence[int]) -> bool:
+        if len(others) >= self._most:
             return False
-        return self._shares[model] + sum(self._shares[other] for other in beside) <= 1 + EPSILON
+        return self._shares[model] + sum(self._shares[other] for other in others) <= 1 + EPSILON
 
-    def want(self, model: int) -> None:
-        """It is to be awake."""
+    def request_wake(self, model: int) -> None:
+        """Queue a model for waking."""
         if self.sleep_states[model] not in (SleepState.AWAKE, SleepState.DEAD):
             self.wanted.setdefault(model)
 
-    def forgo(self, model: int) -> None:
-        """It need not wake any more. Idempotent."""
+    def cancel_wake(self, model: int) -> None:
+        """Remove a model from the queue. Idempotent."""
         self.wanted.pop(model, None)
 
-    def order(self, model: int) -> bool:
-        """An operator puts it to sleep. False where it is not awake."""
+    def begin_sleep(self, model: int) -> bool:
+        """Put a model to sleep on an operator's request. Returns False if it is not awake."""
         if self.sleep_states[model] is not SleepState.AWAKE:
             return False
         self.sleep_states[model] = SleepState.FALLING_ASLEEP
         return True
 
     def moves(self, used: Sequence[float], expected: Sequence[int] = ()) -> list[SleepMove | WakeMove]:
-        """What is to begin now; it counts as begun. `used`: when each model was last asked something. `expected`:
-        models that requests are just about to enter: they sleep for nobody.
+        """Return the moves to begin now, and update the states as if they had begun.
 
-        Who asked first wakes first: nobody behind takes the room that is being made for it.
+        `used`: time of each model's last request. `expected`: models with requests about to enter; they are not put to
+        sleep. Models wake in the order of their requests: later ones never take memory freed for an earlier one.
         """
         found: list[SleepMove | WakeMove] = []
         for model in list(self.wanted):
             if self.sleep_states[model] in (SleepState.AWAKE, SleepState.DEAD):
-                self.forgo(model)
+                self.cancel_wake(model)
             if self.sleep_states[model] is not SleepState.ASLEEP:
                 continue
-            if self._fits(model, self._up()):
+            if self._fits(model, self._resident()):
                 self.sleep_states[model] = SleepState.WAKING
                 found.append(WakeMove(model))
                 continue
-            while not self._fits(
-                model, [m for m in self._up() if self.sleep_states[m] is not SleepState.FALLING_ASLEEP]
-            ):
-                free = [m for m, state in enumerate(self.sleep_states) if state is SleepState.AWAKE and m not in expected]
+            while not self._fits(model, self._staying()):
+                free = [m for m, s in enumerate(self.sleep_states) if s is SleepState.AWAKE and m not in expected]
                 if not free:
                     break
                 least = min(free, key=lambda m: used[m])
@@ -94,35 +93,38 @@ class WakePolicy:
             break
         return found
 
-    # -- how it went
+    def _staying(self) -> list[int]:
+        return [m for m in self._resident() if self.sleep_states[m] is not SleepState.FALLING_ASLEEP]
+
+    # -- outcomes of moves
 
     def slept(self, model: int) -> None:
         assert self.sleep_states[model] in (SleepState.FALLING_ASLEEP, SleepState.WAKING)
         self.sleep_states[model] = SleepState.ASLEEP
 
-    def stayed(self, model: int) -> int | None:
-        """It has requests that take too long to wait for, and goes on. Returns the model that now will not wake."""
+    def sleep_cancelled(self, model: int) -> int | None:
+        """Keep a model awake whose requests take too long. Returns the model that therefore does not wake, if any."""
         assert self.sleep_states[model] is SleepState.FALLING_ASLEEP
         self.sleep_states[model] = SleepState.AWAKE
-        self.forgo(model)
+        self.cancel_wake(model)
         loser = next((m for m in self.wanted if self.sleep_states[m] is SleepState.ASLEEP), None)
         if loser is not None:
-            self.forgo(loser)
+            self.cancel_wake(loser)
         return loser
 
     def woke(self, model: int) -> None:
         assert self.sleep_states[model] is SleepState.WAKING
         self.sleep_states[model] = SleepState.AWAKE
-        self.forgo(model)
+        self.cancel_wake(model)
 
     def died(self, model: int) -> None:
-        """It has ended for good."""
+        """Mark a model as permanently ended."""
         self.sleep_states[model] = SleepState.DEAD
-        self.forgo(model)
+        self.cancel_wake(model)
 
     def check(self) -> None:
-        """Raise `AssertionError` unless those with memory fit together."""
-        up = self._up()
-        assert len(up) <= self._most
-        assert sum(self._shares[m] for m in up) <= 1 + EPSILON
+        """Raise `AssertionError` unless the models in memory fit together."""
+        resident = self._resident()
+        assert len(resident) <= self._most
+        assert sum(self._shares[m] for m in resident) <= 1 + EPSILON
         assert not any(self.sleep_states[m] is SleepState.DEAD for m in self.wanted)

@@ -1,4 +1,4 @@
-"""`Watchdog`: looks at the heartbeats of the daemon's processes, and ends those that hang."""
+"""`Watchdog` checks the heartbeats of the daemon's processes and kills those that hang."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from weft.engine.wire.heartbeat import Watch
 from weft.engine.wire.stacks import Stacks, threads
 from weft.server.observe.counters import Cell
 
-LOOK_SECONDS = 0.5
-LAST_SECONDS = 10.0
-"""within which a killed process is gone, unless the kernel holds it"""
+CHECK_SECONDS = 0.5
+EXIT_SECONDS = 10.0
+"""Seconds after which a killed process that still exists is reported."""
 
 logger = logging.getLogger("weft")
 
@@ -36,22 +36,22 @@ class WatchedProcess(NamedTuple):
     row: int
     process: Killable
     bound: float
-    """seconds without a heartbeat; 0: it is not watched"""
+    """Maximum seconds without a heartbeat; 0 disables the check."""
     hangs: Cell
     steps: bool = False
-    """an engine: it tells its last batch, and has nothing to lose by going on for a moment"""
+    """Whether it is an engine: its last batch is logged, and it may run briefly to write its stacks."""
 
 
 class Watchdog:
     def __init__(self, watch: Watch, watched_processes: Callable[[], Iterable[WatchedProcess]]) -> None:
-        """`watched_processes`: those of this moment."""
+        """`watched_processes`: returns the current processes."""
         self._watch = watch
         self._watched_processes = watched_processes
 
     async def run(self) -> None:
-        """For ever."""
+        """Run until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
             self._watch.look()
             late = []
             for watched in self._watched_processes():
@@ -60,14 +60,14 @@ class Watchdog:
                     late.append(self._end(watched, age))
             if late:
                 ends = asyncio.gather(*late)
-                while not (await asyncio.wait((ends,), timeout=LOOK_SECONDS))[0]:
-                    self._watch.look()  # last words take seconds: it was not asleep meanwhile
+                while not (await asyncio.wait((ends,), timeout=CHECK_SECONDS))[0]:
+                    self._watch.look()  # collecting stacks takes seconds, which must not count as a nap
                 ends.result()
 
     async def _end(self, watched: WatchedProcess, age: float) -> None:
         name, row, process, _, hangs, steps = watched
         if has_ended(process.pid):
-            return  # its supervisor is about to know
+            return  # its supervisor is about to notice
         heartbeats = self._watch.heartbeats
         last = f"; last batch: {step}" if steps and (step := heartbeats.last_step(row)) is not None else ""
         rank, pid = 0, process.pid
@@ -75,16 +75,16 @@ class Watchdog:
             rank, age = silent
             name, pid = f"{name} (rank {rank})", heartbeats.rank(row, rank).pid
         doing = f" at {stage!r}" if (stage := heartbeats.stage(row, rank)) else ""
-        # An API process that went on for a moment would take connections and die.
+        # An API process must not run on: it would accept connections and then die.
         heartbeats.of(row).give_up()
         stacks = await process.stacks.last_words(pid, wake=steps)
         logger.error("%s hangs%s: no progress for %.0f s; it is killed%s\n%s", name, doing, age, last, stacks)
         hangs.inc()
         process.kill(f"{name} hung{doing}: no progress for {age:.0f} s")
-        asyncio.get_running_loop().call_later(LAST_SECONDS, self._check_ended, name, process.pid)
+        asyncio.get_running_loop().call_later(EXIT_SECONDS, self._check_ended, name, process.pid)
 
     @staticmethod
     def _check_ended(name: str, pid: int) -> None:
-        """What a driver holds does not end when killed: nothing but a restart of the machine may help."""
-        if os.path.exists(f"/proc/{pid}"):  # not `has_ended`: a thread beside the first may be held
+        """Log a killed process that a driver holds; only a restart of the machine may help."""
+        if os.path.exists(f"/proc/{pid}"):  # not `has_ended`: a thread other than the main thread may be held
             logger.error("%s was killed and does not end: the kernel holds it\n%s", name, threads(pid))

@@ -162,18 +162,18 @@ class Worker:
             case EngineDown():
                 self._engine_down(message)
             case Together():
-                self._of_engine[message.engine].together(message.engine)
+                self._of_engine[message.engine].engine_shared(message.engine)
             case Drain():
                 for each in service.models:
                     if each.phase is not Phase.DEAD:
                         each.phase = Phase.DRAINING
                 self._accept()  # to say so
-                self._server.close_behind_answers()
+                self._server.close_after_answers()
                 self._begin(self._tell_idle())
             case HandOver():
                 service.handed_over = True
                 self._server.stop_accepting()
-                self._server.close_behind_answers()
+                self._server.close_after_answers()
                 self._begin(self._tell_alone())
             case Reload():
                 service.keys[:] = [bytes.fromhex(key) for key in message.keys]
@@ -183,7 +183,7 @@ class Worker:
                     asked.set_result(message.refusal)
             case Interrupt(model=int(model)):
                 error = ApiError(503, "The model goes to sleep.", code="model_asleep", retry_after=10)
-                service.models[model].interrupt_own(error, "sleep")
+                service.models[model].interrupt_model(error, "sleep")
             case Interrupt():
                 error = ApiError(503, "The server is shutting down.", code="draining", retry_after=10)
                 service.interrupt_all(error, "drain")

@@ -1,4 +1,4 @@
-"""`SharedState`: numbers that all processes of one daemon share: counts for the metrics, load, and the keys' rate limits."""
+"""`SharedState`: metrics cells, load and rate limits in memory shared by all processes of one daemon."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from enum import IntEnum
 import numpy as np
 
 CELLS = 4096
-"""float64 counts a row: what all metrics of a process take at most"""
-
+"""float64 cells per row, for all metrics of a process."""
 
 OPEN, PREFILL, ENTERED, WAITING = range(4)
-"""columns of `SharedState.load`"""
+"""Columns of `SharedState.load`."""
 
 
 class SleepState(IntEnum):
-    """Whether a model sleeps."""
+    """Sleep state of a model."""
 
     AWAKE = 0
-    """or on its way there for the first time"""
+    """Awake, or starting for the first time."""
     FALLING_ASLEEP = 1
-    """it takes no new requests, and ends those that it has"""
+    """Accepts no new requests and finishes the open ones."""
     ASLEEP = 2
     WAKING = 3
     DEAD = 4
-    """it has ended for good"""
+    """Permanently ended."""
 
     @property
     def word(self) -> str:
@@ -37,25 +36,25 @@ class SleepState(IntEnum):
 
 
 class SharedState:
-    """Anonymous shared memory: one row a process. A process writes its own row; a row outlives its process.
+    """Anonymous shared memory with one row per process. A process writes only its row; the row outlives the process.
 
     Attributes:
         counts: [rows, CELLS] float64, laid out by `counters.Store`.
-        load: [rows, models, 4] int64: OPEN sequences, prompt tokens without a first output token (PREFILL), requests
-            let in (ENTERED), requests WAITING for the model to wake.
+        load: [rows, models, 4] int64: OPEN sequences, prompt tokens without a first output token (PREFILL), admitted
+            requests (ENTERED), requests WAITING for the model to wake.
         http: [rows] int64, open HTTP requests.
-        rest: [models] int64, `SleepState`; change it, and let requests in, under `lock()`.
-        used: [models] float64, when a request was last let in, as `time.time()`.
-        engine_load: [rows, engines] int64, tokens that a process's requests have still to be computed at an engine.
-        closed: [engines] int64, 1 for an engine that gets no new work; change it under `lock()`.
-        given: [engines, 2] float64, (tokens, requests) that an engine was given lately; change them under `lock()`.
-        buckets: [keys, 3] float64, by `limits.RateLimits`; change them under `lock()`.
+        sleep_states: [models] int64, `SleepState`; change it, and admit requests, under `lock()`.
+        used: [models] float64, time of the last admitted request, as `time.time()`.
+        engine_load: [rows, engines] int64, tokens of a process's requests that an engine has not computed yet.
+        closed: [engines] int64, 1 for an engine that gets no new requests; change it under `lock()`.
+        given: [engines, 2] float64, (tokens, requests) recently routed to an engine; change them under `lock()`.
+        buckets: [keys, 3] float64, written by `limits.RateLimits`; change them under `lock()`.
     """
 
     def __init__(
         self, rows: int, num_keys: int = 0, fd: int | None = None, *, engines: int = 1, models: int = 1
     ) -> None:
-        """`fd`: of a shared_state made by another process; rows, engines and models as there, and all its keys."""
+        """`fd`: shared state made by another process with the same rows, engines and models; its keys are used."""
         self.rows = rows
         self.engines = engines
         self.models = models
@@ -81,12 +80,12 @@ class SharedState:
         self.buckets = np.frombuffer(self._map, np.float64, keys * 3, at[8]).reshape(keys, 3)
 
     def row(self, row: int) -> memoryview[float]:
-        """A row of `counts`; single items change faster in it than in an array."""
+        """Return a row of `counts` as a memoryview, which updates single items faster than an array."""
         return memoryview(self._map)[row * CELLS * 8 : (row + 1) * CELLS * 8].cast("d")
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Exclude other processes for some microseconds. The kernel releases it for a process that dies."""
+        """Exclude other processes for a few microseconds. The kernel releases the lock of a process that dies."""
         fcntl.lockf(self.fd, fcntl.LOCK_EX)
         try:
             yield

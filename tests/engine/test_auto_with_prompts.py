@@ -82,9 +82,9 @@ class Device:
             self.now += seconds
             result = StepResult(batch, np.full(len(batch.sampled_rows), 7, np.int32), None, (), seconds)
             gaps.append(self._pace.committed(batch, self.now))
-            self._keeper.committed(batch, self.now)
+            self._keeper.on_result(result, self.now)
             if scheduler.chunk_keeper is not None:
-                scheduler.chunk_keeper.committed(result, first=False)
+                scheduler.chunk_keeper.on_result(result, self.now)
             scheduler.commit(result)
             self.tokens += len(batch.sampled_rows)
         return OBJECTIVE.of(np.concatenate(gaps)), (self.tokens - before) / (self.now - begun)

@@ -345,7 +345,7 @@ class Timed:
         self.now += seconds
         result = StepResult(batch, np.full(len(batch.sampled_rows), 7, np.int32), None, (), seconds)
         self.before_commit(result)
-        self.keeper.committed(result, first=False)
+        self.keeper.on_result(result, self.now)
         scheduler.commit(result)
         if line:
             # Some of a prompt's tokens are computed whatever they take; of the first in line's, three quarters of it.
@@ -479,7 +479,7 @@ def test_seats_answer_for_decodes_and_not_for_prompts_that_fill_the_rest() -> No
     keeper = SlotLimitKeeper(scheduler, pace, SlotLimitControl(6))
     told = pace.window
     pace.window = lambda gaps, *more: seen.extend(gaps.tolist()) or told(gaps, *more)  # type: ignore[method-assign]
-    timed.before_commit = lambda result: keeper.committed(result.batch, timed.now)
+    timed.before_commit = lambda result: keeper.on_result(result, timed.now)
     timed.engine.add([2] * 5, 100)
     timed.iterate()
     timed.engine.add(list(range(2, 22)) * 20, 1)

@@ -271,7 +271,7 @@ def test_an_engine_at_rest_tells_what_is_drawn_once_a_second(
     monkeypatch.setattr("weft.engine.engine.time.monotonic", lambda: clock[0])
     told = []
     for _ in range(20):
-        told.append(engine.rest() is not None)
+        told.append(engine.idle() is not None)
         clock[0] += 0.25
     assert told.count(True) == 5
     engine.close()
@@ -307,5 +307,5 @@ def test_an_engine_without_a_counter_says_why_and_charges_nobody(
     assert outputs.joules == {}
     assert outputs.stats.energy is None
     assert (engine.describe().energy_source, engine.describe().energy_missing) == ("", "no counter in this test")
-    assert engine.rest() is None
+    assert engine.idle() is None
     engine.close()

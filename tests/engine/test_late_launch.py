@@ -52,12 +52,13 @@ class Plant:
             there = at + self._host * (1 + 0.2 * rng.random()) + (hiccup if rng.random() < 0.01 else 0.0)
             following = batch(i, 50, prompt(i))
             if self.late is not None:
-                self.late.launched(following, there - at, late=at > begun)
+                self.late.delayed = at > begun
+                self.late.on_launch(following, there - at)
             joined = int(np.searchsorted(arrivals, at))
             ended = begun + seconds
             if self.late is not None:
                 result: Any = SimpleNamespace(batch=running, seconds=seconds, idle_seconds=idle)
-                self.late.ended(result, max(ended, there))
+                self.late.on_result(result, max(ended, there))
             idle = max(0.0, there - ended)
             self.idle += idle
             begun = max(ended, there)
@@ -111,14 +112,14 @@ def test_nothing_waits_before_iterations_of_its_kind_are_known() -> None:
     late = LateLaunch(COSTS)
     for step in range(KNOWN - 1):
         result: Any = SimpleNamespace(batch=batch(step, 3), seconds=5e-3, idle_seconds=0.0)
-        late.ended(result, 1.0)
+        late.on_result(result, 1.0)
     assert late.at(batch(KNOWN, 3)) == 0
-    late.ended(SimpleNamespace(batch=batch(KNOWN, 3), seconds=5e-3, idle_seconds=0.0), 1.0)  # type: ignore[arg-type]
+    late.on_result(SimpleNamespace(batch=batch(KNOWN, 3), seconds=5e-3, idle_seconds=0.0), 1.0)  # type: ignore[arg-type]
     assert 1.0 < late.at(batch(KNOWN + 1, 3)) < 1.005
     assert late.at(batch(KNOWN + 1, 3, prompt=500)) == 0
     for step in range(KNOWN):
         result = SimpleNamespace(batch=batch(step, 3, prompt=500), seconds=15e-3, idle_seconds=0.0)
-        late.ended(result, 2.0)
+        late.on_result(result, 2.0)
     assert 2.01 < late.at(batch(30, 3, prompt=500)) < 2.015
     assert 2.0 < late.at(batch(31, 3)) < 2.005
 
@@ -223,7 +224,7 @@ def test_there_is_room_where_one_who_comes_is_in_the_next_iteration(
 def test_an_iteration_behind_a_rest_is_not_one_that_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device was idle because nobody was there."""
     late: list[bool] = []
-    monkeypatch.setattr(LateLaunch, "launched", lambda *_, **named: late.append(named["late"]))
+    monkeypatch.setattr(LateLaunch, "on_launch", lambda self, *_: late.append(self.delayed))
     harness = Harness(MODEL_PATH, page_size=16, num_pages=100, late_launch=True)
     for _ in range(2):
         harness.add([5], max_tokens=4, ignore_eos=True, **GREEDY)

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from weft.deploy.fleet.clock import Clock, Processor
-from weft.deploy.fleet.engine import Asked, EngineOptions, Heard, SimulatedEngine
+from weft.deploy.fleet.engine import EngineOptions, SimulatedEngine, SimulatedOutputs, SimulatedRequest
 from weft.deploy.fleet.profile import load_profile
 from weft.engine.config import Objective
+from weft.engine.runner.iteration.batch import StepResult
 from weft.engine.runner.iteration.work import GPU_TILE
 from weft.engine.scheduling.iteration_cost import Load
+from weft.engine.scheduling.listeners import Listener
 from weft.engine.scheduling.pace import Pace
 from weft.server.daemon.cli import main
 
@@ -29,7 +31,7 @@ class Second:
     """of answers"""
 
 
-class Endless:
+class Endless(Listener):
     """An engine with more requests of these lengths than it may run, each followed by the next."""
 
     def __init__(self, lengths: tuple[int, int], seats: int, *, auto: bool) -> None:
@@ -55,22 +57,21 @@ class Endless:
             observe(load, seconds, bound)
 
         keeper.limit.observe = watched  # type: ignore[method-assign]
-        commit = self.engine._commit
-
-        def committed() -> None:
-            self._gaps.append(self._pace.committed(self.engine._launched[0].batch, self.clock.now))
-            commit()
-
-        self.engine._commit = committed  # type: ignore[method-assign]
+        self.engine.listeners.add(self)
         for _ in range(seats + 32):
             self._ask()
+
+    def on_result(self, result: StepResult, now: float) -> None:
+        self._gaps.append(self._pace.committed(result.batch, now))
 
     def _ask(self) -> None:
         prompt, answer = self._lengths
         self._handles += 1
-        self.engine.send(Asked(self._handles, self._rng.integers(0, 1000, prompt).astype(np.int32), answer, True))
+        self.engine.send(
+            SimulatedRequest(self._handles, self._rng.integers(0, 1000, prompt).astype(np.int32), answer, True)
+        )
 
-    def _heard(self, heard: Heard) -> None:
+    def _heard(self, heard: SimulatedOutputs) -> None:
         self._answered += sum(token >= 0 for token in heard.tokens)
         for _ in filter(None, heard.finish):
             self._ask()

@@ -9,7 +9,7 @@ import pytest
 from fleets import ENGINE, at, drawn, profile, run
 
 from weft.deploy.fleet.clock import Clock, Processor, Sharing, Slowdown
-from weft.deploy.fleet.engine import Asked, EngineOptions, SimulatedEngine
+from weft.deploy.fleet.engine import EngineOptions, SimulatedEngine, SimulatedRequest
 from weft.deploy.fleet.profile import Features, SideBySide, load_profile
 from weft.deploy.fleet.simulation import Failure
 from weft.engine.config import itl_objective
@@ -67,10 +67,10 @@ def test_iterations_are_those_of_a_real_engine() -> None:
     made = profile()
     clock = Clock()
     engine = SimulatedEngine(clock, Processor(clock), made, EngineOptions(**options), lambda _heard: None)
-    started = engine._launch
-    engine._launch = lambda iteration: (simulated.append(Features.of(iteration.batch)), started(iteration))[1]  # type: ignore[method-assign]
+    started = engine.device.launch
+    engine.device.launch = lambda batch: (simulated.append(Features.of(batch)), started(batch))[1]  # type: ignore[method-assign]
     for handle, (prompt, out) in enumerate(asked):
-        engine.send(Asked(handle, prompt, out, known=True))
+        engine.send(SimulatedRequest(handle, prompt, out, known=True))
     clock.run()
     engine.scheduler.check()
     assert simulated == real

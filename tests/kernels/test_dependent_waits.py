@@ -12,8 +12,8 @@ KERNELS = Path(__file__).parents[2] / "kernels"
 WAITS = ("begin(PDL)", "await_previous()", "griddepcontrol.wait")
 
 
-def _told(path: Path) -> dict[str, str]:
-    """Device functions that are told of dependent launch, by name: their code."""
+def _with_pdl(path: Path) -> dict[str, str]:
+    """The code of each device function that takes `PDL`, by name."""
     text = path.read_text()
     return {
         f"{path.stem}.{f.name}": ast.get_source_segment(text, f) or ""
@@ -23,8 +23,8 @@ def _told(path: Path) -> dict[str, str]:
 
 
 def test_each_kernel_that_may_start_early_waits() -> None:
-    found = {name: text for path in KERNELS.glob("*.py") for name, text in _told(path).items()}
-    assert {"pushed.push_kernel", "pushed._reduce_pushed_kernel", "collectives._meet_kernel"} <= set(found)
+    found = {name: text for path in KERNELS.glob("*/*.py") for name, text in _with_pdl(path).items()}
+    assert {"push_gemm.push_kernel", "push_gemm._reduce_pushed_kernel", "peer.meet_kernel"} <= set(found)
     waiting = {name for name, text in found.items() if any(wait in text for wait in WAITS)}
     # in some their partitions do
     partitions = [f"({name.split('.')[1]}, (" for name in waiting]

@@ -27,7 +27,7 @@ def test_a_sum_on_a_lane_of_its_own_has_no_more_programs_than_its_sms_hold(
             return lambda *_, **__: None
 
     monkeypatch.setattr(pushed, "_reduce_pushed_kernel", Kernel())
-    monkeypatch.setattr(pushed, "_meet_kernel", Kernel())
+    monkeypatch.setattr(pushed, "meet_kernel", Kernel())
     word = torch.zeros(1, dtype=torch.int32)
     peers = Peers(torch.zeros(4, dtype=torch.int64), 0, 4, word)
     sent = pushed.Pushed(pushed.Inbox(0, 2048, 0, 4096), steps, 64, 256)

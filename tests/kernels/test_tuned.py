@@ -13,18 +13,9 @@ import pytest
 
 from weft.kernels.matmul import tuned
 from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
-from weft.kernels.matmul.tuned import (
-    BUCKETS,
-    Machine,
-    Shape,
-    bucket_of,
-    candidates,
-    find,
-    missing,
-    read_cache,
-    search,
-    shipped,
-)
+from weft.kernels.matmul.tuned import BUCKETS, Machine, Shape, bucket_of, read_cache, shipped
+from weft.kernels.tuning import tile_search
+from weft.kernels.tuning.tile_search import candidates, find, missing, search
 
 H200 = Machine("NVIDIA H200", (9, 0), 132, "3.6.0", "abc")
 OTHER = H200._replace(gpu="NVIDIA L40S", capability=(8, 9), sms=142)
@@ -92,7 +83,7 @@ def test_candidates_are_frequent_winners_that_the_gpu_has() -> None:
     for bucket in BUCKETS:
         wins = [c for key, c in shipped((9, 0), 132).items() if key[0] == bucket and len(key) == 3]
         chosen = candidates(bucket, True)
-        assert 1 <= len(chosen) <= tuned.CANDIDATES
+        assert 1 <= len(chosen) <= tile_search.CANDIDATES
         assert min(wins.count(c) for c in chosen) >= max([wins.count(c) for c in set(wins) - {*chosen}], default=0)
         assert not any(c.special for c in candidates(bucket, False))
     assert any(c.special for c in candidates(2048, True))
@@ -108,10 +99,10 @@ def test_experts_are_looked_up_and_tried_by_their_number_and_how_many_a_token_ta
     lab = Lab(lambda *_: 1.0)
     found = search([(other, 2048), (other, 16)], lab, rule, special=True, budget_s=1e3, clock=lab.clock)
     assert set(found) == {other.key(2048), other.key(16)}
-    many, few = (tuned.tries(other, RULE, bucket, True) for bucket in (2048, 16))
+    many, few = (tile_search.tries(other, RULE, bucket, True) for bucket in (2048, 16))
     assert any(config.special for config in many)
     assert not any(config.special for config in few)
-    assert not any(config.special for config in tuned.tries(other, RULE, 2048, False))
+    assert not any(config.special for config in tile_search.tries(other, RULE, 2048, False))
 
 
 def test_the_fastest_that_runs_wins_and_the_rule_may_be_it() -> None:
@@ -234,7 +225,7 @@ def test_a_start_does_not_wait_for_ever_for_another_one(tmp_path: Path) -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with tuned._only_one(lock, 1.0) as alone:
+        with tile_search._only_one(lock, 1.0) as alone:
             assert alone
             entered.set()
             leave.wait(120)
@@ -268,13 +259,13 @@ def test_products_in_fp8_have_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch
     assert fp8_projections.choose("gate_up", 9, 5120, 4000, 132).features == 256  # else nothing would be written
     for kind, bucket, few in (("gate_up", 16, True), ("residual", 64, True), ("qkv", 2048, False)):
         rule_of = by_rule._replace(special=not few, tokens=min(bucket, 128))
-        tried = tuned.tries(Shape(kind, 6144, 4096, bits=8), rule_of, bucket, True)[1:]
+        tried = tile_search.tries(Shape(kind, 6144, 4096, bits=8), rule_of, bucket, True)[1:]
         assert tried
         assert all(config.special != few and config.depth == 128 for config in tried)
         assert all(config.features >= (256 if kind == "gate_up" else 128) for config in tried)
     of_few = few_of("qkv", 6144, 4096, 132)
     assert of_few.special
-    tried = tuned.tries(Shape("qkv", 6144, 4096, bits=8), of_few, 16, True)
+    tried = tile_search.tries(Shape("qkv", 6144, 4096, bits=8), of_few, 16, True)
     assert tried[0] == of_few, "beside tiles of the kernel in plain Triton"
     assert len(tried) > 1
     assert not any(config.special for config in tried[1:])

@@ -82,9 +82,9 @@ async def test_fewer_dimensions_are_the_first_ones_of_length_one(server: Server)
         ({"input": "x" * 100_000}, "input", "context length"),
         ({"input": [5] * (MAX_MODEL_LEN + 1)}, "input", "context length"),
         ({"input": "a", "dimensions": 0}, "dimensions", "1"),
-        ({"input": "a", "dimensions": HIDDEN + 1}, "dimensions", "this model's embeddings have 8"),
+        ({"input": "a", "dimensions": HIDDEN + 1}, "dimensions", "this model's embeddings have only 8"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "base64"),
-        ({"input": "a", "prompt_name": "query"}, "prompt_name", "no prompt 'query'; known: none"),
+        ({"input": "a", "prompt_name": "query"}, "prompt_name", "no prompt 'query'; known prompts: none"),
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(server: Server, body: dict[str, Any], param: str, words: str) -> None:

@@ -115,7 +115,7 @@ async def test_how_it_ended_is_told_once_it_is_known(
     async with asyncio.timeout(240):
         while len(owner.processes) < 2:
             await asyncio.sleep(0.01)
-    assert "the engine ended (signal SIGKILL); another one starts" in caplog.text
+    assert "the engine ended (signal SIGKILL); restarting in" in caplog.text
     assert supervisor.failure is not None
     assert supervisor.failure.why == "the engine ended (signal SIGKILL)"
     keeping.cancel()

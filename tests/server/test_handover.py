@@ -15,7 +15,7 @@ import pytest
 from weft.engine.errors import ConfigError
 from weft.server.daemon import handover
 from weft.server.daemon.handover import Handover, Predecessor, find
-from weft.server.daemon.listen import inherited, listen, share_out
+from weft.server.daemon.listen import inherited, listen, distribute
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ async def test_a_successor_gets_the_queues_and_says_when_it_serves(path: str) ->
     predecessor = await asyncio.to_thread(find, path)
     assert predecessor is not None
     assert predecessor.pid == os.getpid()
-    for own in share_out(predecessor.listeners, 5):  # they are blocking for both daemons, or for none
+    for own in distribute(predecessor.listeners, 5):  # they are blocking for both daemons, or for none
         assert not any(os.get_blocking(listener.fileno()) for listener in (*ours, *own))
     address = ours[0].getsockname()
     assert [listener.getsockname() for listener in predecessor.listeners] == [address] * 2
@@ -105,9 +105,9 @@ def test_one_that_does_not_answer_is_a_line(path: str, monkeypatch: pytest.Monke
 
 def test_listeners_are_shared_out() -> None:
     listeners = listen("127.0.0.1", 0, 3)
-    assert share_out(listeners, 3) == [[one] for one in listeners]
-    assert share_out(listeners, 2) == [[listeners[0], listeners[2]], [listeners[1]]]
-    four = share_out(listeners[:2], 4)
+    assert distribute(listeners, 3) == [[one] for one in listeners]
+    assert distribute(listeners, 2) == [[listeners[0], listeners[2]], [listeners[1]]]
+    four = distribute(listeners[:2], 4)
     assert [[one.getsockname() for one in own] for own in four] == [[listeners[0].getsockname()]] * 4
     assert len({own[0].fileno() for own in four}) == 4
 

@@ -192,7 +192,7 @@ async def test_an_answer_under_way_ends_its_connection_when_draining_begins(stre
         old = asyncio.create_task(server.post("/v1/completions", {**BODY, "stream": stream}))
         await server.settle(lambda: bool(server.engine.added))
         server.service.phase = Phase.DRAINING
-        server.front.close_behind_answers()
+        server.front.close_after_answers()
         gate.set()
         response = await old
         assert response.status_code == 200

@@ -47,15 +47,15 @@ async def test_ready_waits_until_other_processes_serve_with_one_of_the_engines()
         async def code() -> Any:
             return (await server.http.get("/ready")).json().get("error", {}).get("code")
 
-        server.service.alone_with |= {0, 1}
+        server.service.unshared_engines |= {0, 1}
         assert await code() == "loading"
         assert (await server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})).status_code == 200
-        server.service.together(1)
+        server.service.engine_shared(1)
         assert await code() is None
         server.service.engine_died(1, restarting=True)
         assert await code() == "loading"
         server.service.engine_died(0, restarting=True)
-        assert not server.service.alone_with
+        assert not server.service.unshared_engines
 
 
 async def test_ready_tells_of_a_plan_that_is_still_made() -> None:

@@ -18,13 +18,13 @@ until = time.monotonic() + 30
 while not (found := list(_ended_children())) and time.monotonic() < until:
     time.sleep(0.02)
 assert len(found) == 1, found
-assert orphans.look() == []  # it may be somebody's who is about to wait
+assert orphans.reap() == []  # it may be somebody's who is about to wait
 mine = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
 while len(list(_ended_children())) < 2 and time.monotonic() < until:
     time.sleep(0.02)
-assert orphans.look() == found
+assert orphans.reap() == found
 assert mine.wait(30) == 3
-assert orphans.look() == []
+assert orphans.reap() == []
 assert list(_ended_children()) == []
 """
 

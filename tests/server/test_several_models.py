@@ -80,13 +80,13 @@ async def test_ready_waits_until_other_processes_serve_each_model_for_the_first_
             service.attach(stub, stub.describe(), Tokenizer(wrapped(byte_level())), engine, alone=True)
 
         await attach(a, 0)
-        a.together(0)
+        a.engine_shared(0)
         await attach(b, 1)
         assert await code() == "loading", "another process may refuse b"
         b.engine_died(1, restarting=True)
         assert await code() == "loading", "it has been served nowhere else"
         await attach(b, 1)
-        b.together(1)
+        b.engine_shared(1)
         assert await code() is None
         b.engine_died(1, restarting=True)
         assert await code() is None, "one model is enough from then on"
@@ -292,7 +292,7 @@ async def test_an_interruption_ends_the_answers_of_that_model_alone(server: Serv
     ]
     await server.settle(lambda: all(engine.added for engine in server.engines))
     error = ApiError(503, "The model goes to sleep.", code="model_asleep", retry_after=10)
-    server.service.models[1].interrupt_own(error, "sleep")
+    server.service.models[1].interrupt_model(error, "sleep")
     ended = await asking[1]
     assert (ended.status_code, ended.json()["error"]["code"]) == (503, "model_asleep")
     gates[0].set()

@@ -119,7 +119,7 @@ def test_a_sleeping_engine_that_is_killed_comes_back_when_it_is_asked(daemon: Da
     (sleeper,) = daemon.children("weft.engine.process")
     os.kill(sleeper, signal.SIGKILL)
     until(lambda: not daemon.children("weft.engine.process"))
-    daemon.told("another one starts when it is woken")
+    daemon.told("it restarts when it is woken")
     assert states(http) == {"a": "asleep", "b": "asleep"}
     assert text(ask(http, "b")) == "42"
     assert states(http) == {"a": "asleep", "b": "awake"}

@@ -113,7 +113,7 @@ def test_the_certificate_is_read_again(tmp_path: Path) -> None:
             assert http.get("/health").status_code == 200  # on the connection it had
             put((old[0], new[1]))  # a key of another certificate
             daemon.process.send_signal(signal.SIGHUP)
-            until(lambda: "no certificate with its key" in daemon.stderr())
+            until(lambda: "not a certificate with its key" in daemon.stderr())
             assert served() == Path(new[0]).read_text()
             os.kill(daemon.children("weft.server.daemon.worker")[0], signal.SIGKILL)
 

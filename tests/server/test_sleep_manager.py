@@ -48,8 +48,8 @@ class Daemon:
         self.shared_state = SharedState(2, engines=count, models=count)
         self.metrics = Metrics(self.shared_state, 0, models={name: [i] for i, name in enumerate(NAMES[:count])})
         self.engines = [Engine(awake=state is SleepState.AWAKE) for state in policy.sleep_states]
-        self.told: list[Interrupt] = []
-        self.sleepers = SleepManager(
+        self.messages: list[Interrupt] = []
+        self.manager = SleepManager(
             policy,
             NAMES,
             [[i] for i in range(count)],
@@ -58,11 +58,11 @@ class Daemon:
             self.metrics,
             patience=patience,
             serves=lambda _: True,
-            tell=self._tell,
+            broadcast=self._broadcast,
         )
 
-    def _tell(self, message: Interrupt) -> None:
-        self.told.append(message)
+    def _broadcast(self, message: Interrupt) -> None:
+        self.messages.append(message)
         assert message.model is not None
         self.shared_state.load[1, message.model, ENTERED] = 0  # its answers end
 
@@ -78,12 +78,12 @@ class Daemon:
 @asynccontextmanager
 async def daemon(shares: list[float], most: int | None = None, patience: float = 60) -> AsyncIterator[Daemon]:
     made = Daemon(shares, most, patience)
-    made.sleepers.begin()
-    work = asyncio.create_task(made.sleepers.run())
+    made.manager.begin()
+    work = asyncio.create_task(made.manager.run())
     try:
         yield made
-        assert made.sleep_state == made.sleepers.policy.sleep_states
-        made.sleepers.policy.check()
+        assert made.sleep_state == made.manager.policy.sleep_states
+        made.manager.policy.check()
     finally:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
@@ -98,10 +98,10 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_the_least_recently_used_sleeps_for_one_that_is_wanted() -> None:
     async with daemon([0.5, 0.5, 0.5]) as made:
         made.shared_state.used[:] = [2.0, 1.0, 0.0]
-        assert await made.sleepers.wake(2) == ""
+        assert await made.manager.wake(2) == ""
         assert made.sleep_state == [SleepState.AWAKE, SleepState.ASLEEP, SleepState.AWAKE]
         assert [engine.level for engine in made.engines] == [0, 1, 0]
-        assert await made.sleepers.wake(1) == ""
+        assert await made.manager.wake(1) == ""
         assert made.sleep_state == [SleepState.ASLEEP, SleepState.AWAKE, SleepState.AWAKE]
         text = made.metrics.render().decode()
         assert 'weft_model_state{model_name="a",state="asleep"} 1.0' in text
@@ -114,73 +114,73 @@ async def test_the_least_recently_used_sleeps_for_one_that_is_wanted() -> None:
 async def test_it_sleeps_once_its_requests_have_ended_and_takes_no_more() -> None:
     async with daemon([1.0, 1.0]) as made:
         made.opens(0)
-        waking = asyncio.create_task(made.sleepers.wake(1))
+        waking = asyncio.create_task(made.manager.wake(1))
         await until(lambda: made.sleep_state[0] is SleepState.FALLING_ASLEEP)
         assert made.engines[0].level == 0
         made.opens(0, 0)
         assert await waking == ""
-        assert not made.told
+        assert not made.messages
 
 
 async def test_nobodys_request_is_ended_for_another_model() -> None:
     async with daemon([1.0, 1.0], patience=0) as made:
         made.opens(0)
-        assert await made.sleepers.wake(1) == "a has requests that take longer than --drain-timeout"
+        assert await made.manager.wake(1) == "a has requests that take longer than --drain-timeout"
         assert made.sleep_state == [SleepState.AWAKE, SleepState.ASLEEP]
-        assert not made.told
+        assert not made.messages
         made.opens(0, 0)
-        assert await made.sleepers.wake(1) == ""
+        assert await made.manager.wake(1) == ""
 
 
 async def test_an_operator_ends_requests_after_the_time_given() -> None:
     async with daemon([0.5, 0.5]) as made:
         made.opens(0, 3)
-        assert await made.sleepers.sleep(0, 2, 0.0) == ""
-        assert [message.model for message in made.told] == [0]
+        assert await made.manager.sleep(0, 2, 0.0) == ""
+        assert [message.model for message in made.messages] == [0]
         assert (made.sleep_state[0], made.engines[0].level) == (SleepState.ASLEEP, 2)
-        assert await made.sleepers.sleep(0, 1, None) == ""  # it does
-        assert await made.sleepers.wake(0) == ""
+        assert await made.manager.sleep(0, 1, None) == ""  # it does
+        assert await made.manager.wake(0) == ""
         assert made.engines[0].level == 0
 
 
 async def test_a_sleeping_model_can_be_put_to_sleep_more_deeply() -> None:
     async with daemon([1.0]) as made:
-        assert await made.sleepers.sleep(0, 1, None) == ""
+        assert await made.manager.sleep(0, 1, None) == ""
         assert made.engines[0].level == 1
-        assert await made.sleepers.sleep(0, 2, None) == ""
+        assert await made.manager.sleep(0, 2, None) == ""
         assert made.engines[0].level == 2
 
 
 async def test_one_that_cannot_wake_sleeps_on_and_whoever_waits_is_told() -> None:
     async with daemon([1.0, 1.0]) as made:
         made.engines[1].wakes = False
-        assert await made.sleepers.wake(1) == "b could not be woken"
+        assert await made.manager.wake(1) == "b could not be woken"
         assert made.sleep_state == [SleepState.ASLEEP, SleepState.ASLEEP]
-        assert await made.sleepers.wake(0) == ""
+        assert await made.manager.wake(0) == ""
         made.engines[1].wakes = True
-        assert await made.sleepers.wake(1) == ""
+        assert await made.manager.wake(1) == ""
 
 
 async def test_one_that_dies_leaves_its_room_to_others() -> None:
     async with daemon([1.0, 1.0]) as made:
         made.engines[1].lets.clear()
-        waking = asyncio.create_task(made.sleepers.wake(1))
+        waking = asyncio.create_task(made.manager.wake(1))
         await until(lambda: made.sleep_state[1] is SleepState.WAKING)
-        assert await made.sleepers.sleep(1, 1, None) == "b is waking"
-        made.sleepers.died(1)
+        assert await made.manager.sleep(1, 1, None) == "b is waking"
+        made.manager.died(1)
         assert await waking == "b has ended for good"
         made.engines[1].lets.set()
-        assert await made.sleepers.wake(0) == ""
-        assert await made.sleepers.wake(1) == "b has ended for good"
+        assert await made.manager.wake(0) == ""
+        assert await made.manager.wake(1) == "b has ended for good"
         assert made.sleep_state == [SleepState.AWAKE, SleepState.DEAD]
 
 
 async def test_who_waited_gets_in_before_the_model_sleeps_again() -> None:
     async with daemon([1.0, 1.0]) as made:
         made.shared_state.load[1, 1, WAITING] = 1
-        assert await made.sleepers.wake(1) == ""
-        back = asyncio.create_task(made.sleepers.wake(0))
-        await until(lambda: 0 in made.sleepers.policy.wanted)
+        assert await made.manager.wake(1) == ""
+        back = asyncio.create_task(made.manager.wake(0))
+        await until(lambda: 0 in made.manager.policy.wanted)
         for _ in range(5):
             await asyncio.sleep(0.03)
             assert made.sleep_state[1] is SleepState.AWAKE
@@ -190,12 +190,12 @@ async def test_who_waited_gets_in_before_the_model_sleeps_again() -> None:
 
 async def test_nobody_moves_before_the_daemon_has_begun() -> None:
     made = Daemon([1.0, 1.0], None, 60)
-    work = asyncio.create_task(made.sleepers.run())
-    waking = asyncio.create_task(made.sleepers.wake(1))
-    assert await made.sleepers.sleep(0, 1, None) == "the daemon is still starting"
-    await until(lambda: 1 in made.sleepers.policy.wanted)
+    work = asyncio.create_task(made.manager.run())
+    waking = asyncio.create_task(made.manager.wake(1))
+    assert await made.manager.sleep(0, 1, None) == "the daemon is still starting"
+    await until(lambda: 1 in made.manager.policy.wanted)
     assert made.sleep_state == [SleepState.AWAKE, SleepState.ASLEEP]
-    made.sleepers.begin()
+    made.manager.begin()
     assert await waking == ""
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
@@ -208,8 +208,8 @@ async def test_a_defect_ends_the_dormitory_and_lets_nobody_wait_for_ever() -> No
         raise ZeroDivisionError
 
     made.engines[0].sleep = breaks  # type: ignore[method-assign]
-    made.sleepers.begin()
-    waking = asyncio.create_task(made.sleepers.wake(1))
+    made.manager.begin()
+    waking = asyncio.create_task(made.manager.wake(1))
     with pytest.raises(ZeroDivisionError):
-        await made.sleepers.run()
+        await made.manager.run()
     waking.cancel()

@@ -255,7 +255,7 @@ async def test_an_engine_killed_while_it_loads_again_is_followed_by_another_one(
         async with client(daemon) as http:
             for restarts in (1, 2):
                 os.kill(daemon.engine_pid, signal.SIGKILL)
-                await until(lambda n=restarts: daemon.stderr().count("another one starts") >= n)
+                await until(lambda n=restarts: daemon.stderr().count("restarting in") >= n)
                 await until(lambda: daemon.children(ENGINE))
             await until_status(http, "/ready", 200)
             await until_metric(http, "weft_engine_restarts_total", 2)
@@ -268,7 +268,7 @@ async def test_a_checkpoint_that_cannot_be_read_for_a_while_is_waited_for(tmp_pa
         async with client(daemon) as http:
             (model / "config.json").rename(tmp_path / "away")
             os.kill(daemon.engine_pid, signal.SIGKILL)
-            await until(lambda: daemon.stderr().count("another one starts") >= 2)
+            await until(lambda: daemon.stderr().count("restarting in") >= 2)
             assert (await http.get("/health")).status_code == 200
             assert (await http.get("/ready")).status_code == 503
             (tmp_path / "away").rename(model / "config.json")
@@ -279,7 +279,7 @@ async def test_too_many_restarts_end_the_daemon_with_one_line(tmp_path: Path) ->
     with running(tmp_path, "--engine-restart-limit", "1") as daemon:
         async with client(daemon) as http:
             os.kill(daemon.engine_pid, signal.SIGKILL)
-            await until(lambda: "another one starts" in daemon.stderr())
+            await until(lambda: "restarting in" in daemon.stderr())
             await until_status(http, "/ready", 200)
             os.kill(daemon.engine_pid, signal.SIGKILL)
             assert await ended(daemon) == 1
@@ -294,7 +294,7 @@ async def test_three_deaths_of_an_api_process_end_nothing(tmp_path: Path) -> Non
             for restarts in range(1, 5):
                 victim = await until(lambda: [pid for pid in daemon.children(WORKER) if pid != stays])
                 os.kill(victim[0], signal.SIGKILL)
-                await until(lambda n=restarts: daemon.stderr().count("another one starts") >= n)
+                await until(lambda n=restarts: daemon.stderr().count("restarting in") >= n)
             await until(lambda: len(daemon.children(WORKER)) == 2)
             answers = await asyncio.gather(*(http.post("/v1/completions", json=SHORT) for _ in range(20)))
             # Those at the listener of the one that is starting wait for it.
@@ -409,7 +409,7 @@ async def test_an_api_process_attaches_whatever_becomes_of_temporary_files(tmp_p
         async with client(daemon) as http:
             shutil.rmtree(folder)
             os.kill(daemon.children(WORKER)[0], signal.SIGKILL)
-            await until(lambda: "another one starts" in daemon.stderr())
+            await until(lambda: "restarting in" in daemon.stderr())
             assert (await http.post("/v1/completions", json=SHORT)).status_code == 200
 
 

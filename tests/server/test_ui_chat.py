@@ -104,7 +104,7 @@ async def test_asks_for_the_key_and_keeps_it_in_the_tab_only(page: Page) -> None
             await page.type(key)
             await page.press("Enter")
             if key == "wrong":
-                await page.until("document.querySelector('#key-note').textContent.includes('refused')")
+                await page.until("document.querySelector('#key-note').textContent.includes('rejected')")
         await page.until("document.querySelector('#key-form').hidden")
         await ask(page, "hi")
         await page.until(f"{SEND_SHOWN} && document.querySelector('.assistant .note').textContent")

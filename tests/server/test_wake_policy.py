@@ -30,10 +30,10 @@ class RotaMachine(RuleBasedStateMachine):
         self.used = used[: len(shares)]
         self.clock = 5.0
         self.automatic: set[int] = set()
-        """models that fall for others"""
+        """Models put to sleep for others."""
 
-    def _any(self, data: Any, *rests: SleepState) -> int | None:
-        there = [m for m, state in enumerate(self.policy.sleep_states) if state in rests]
+    def _any(self, data: Any, *states: SleepState) -> int | None:
+        there = [m for m, state in enumerate(self.policy.sleep_states) if state in states]
         return data.draw(st.sampled_from(there)) if there else None
 
     @rule(data=st.data())
@@ -45,14 +45,14 @@ class RotaMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def is_wanted(self, data: Any) -> None:
         if (model := self._any(data, *set(SleepState) - {SleepState.AWAKE})) is not None:
-            self.policy.want(model)
+            self.policy.request_wake(model)
             self._move([])
 
     @rule(data=st.data())
     def is_ordered_to_sleep(self, data: Any) -> None:
         if (model := self._any(data, *SleepState)) is not None:
             was = self.policy.sleep_states[model]
-            assert self.policy.order(model) == (was is SleepState.AWAKE)
+            assert self.policy.begin_sleep(model) == (was is SleepState.AWAKE)
 
     @rule(data=st.data())
     def moves(self, data: Any) -> None:
@@ -74,25 +74,25 @@ class RotaMachine(RuleBasedStateMachine):
             self.automatic.add(move.model)
 
     @rule(data=st.data(), stays=st.booleans())
-    def a_fall_ends(self, data: Any, stays: bool) -> None:
+    def a_sleep_move_ends(self, data: Any, stays: bool) -> None:
         if (model := self._any(data, SleepState.FALLING_ASLEEP)) is None:
             return
         if stays and model in self.automatic:
-            loser = self.policy.stayed(model)
+            loser = self.policy.sleep_cancelled(model)
             assert loser is None or loser not in self.policy.wanted
         else:
             self.policy.slept(model)
         self.automatic.discard(model)
 
     @rule(data=st.data(), well=st.booleans())
-    def a_rise_ends(self, data: Any, well: bool) -> None:
+    def a_wake_move_ends(self, data: Any, well: bool) -> None:
         if (model := self._any(data, SleepState.WAKING)) is None:
             return
         if well:
             self.policy.woke(model)
         else:
             self.policy.slept(model)
-            self.policy.forgo(model)
+            self.policy.cancel_wake(model)
 
     @rule(data=st.data(), now=st.sampled_from([False] * 7 + [True]))
     def one_dies(self, data: Any, now: bool) -> None:
@@ -148,10 +148,10 @@ def test_models_that_fit_together_are_awake_from_the_start() -> None:
 
 def test_who_asks_first_gets_the_room_that_is_made_for_it() -> None:
     policy = WakePolicy([0.5, 0.5, 1.0, 0.5])
-    assert policy.order(1)
+    assert policy.begin_sleep(1)
     policy.slept(1)
-    policy.want(2)
-    policy.want(3)  # would fit at once
+    policy.request_wake(2)
+    policy.request_wake(3)  # would fit at once
     assert policy.moves([1.0, 0.0, 0.0, 0.0]) == [SleepMove(0)]
     assert policy.moves([1.0, 0.0, 0.0, 0.0]) == []
     policy.slept(0)
@@ -161,5 +161,5 @@ def test_who_asks_first_gets_the_room_that_is_made_for_it() -> None:
 @pytest.mark.parametrize("expected", [[], [0]])
 def test_a_model_that_requests_are_about_to_enter_sleeps_for_nobody(expected: list[int]) -> None:
     policy = WakePolicy([1.0, 1.0])
-    policy.want(1)
+    policy.request_wake(1)
     assert policy.moves([0.0, 0.0], expected) == ([] if expected else [SleepMove(0)])

@@ -25,8 +25,8 @@ from weft.kernels.tuning.calls import (
     step_calls,
 )
 from weft.kernels.tuning.measure import Meter, Sustained, sustained
-from weft.kernels.tuning.search import tune
 from weft.tools.kernels import bench_fp8
+from weft.tools.kernels.tune import tune
 
 
 def report(seconds: float, only: set[str]) -> list[dict[str, object]]:

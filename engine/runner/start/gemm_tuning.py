@@ -13,6 +13,7 @@ from weft.engine.progress import Progress
 from weft.kernels.common.gpu import gpu, gpu_device, is_hopper
 from weft.kernels.matmul import tuned
 from weft.kernels.matmul.tuned import Shape
+from weft.kernels.tuning import tile_search
 
 TUNING = "tuning matrix products"
 
@@ -35,20 +36,20 @@ def product_shapes(spec: ModelSpec) -> list[Shape]:
 def tuning_launches(spec: ModelSpec, max_tokens: int, cache_dir: Path) -> None:
     """On the meta device: every product that `prepare_products` would time."""
     from weft.kernels.matmul import gemm_launch
-    from weft.kernels.tuning import calls as bench_calls
+    from weft.kernels.tuning import calls
 
     here, device = gpu(), gpu_device()
     assert here is not None
     of = tuned.machine(device)
     space = gemm_launch.workspace(device)
     known = tuned.read_cache(cache_dir, of), tuned.shipped(of.capability, of.sms)
-    for shape, tokens in tuned.missing(product_shapes(spec), max_tokens, *known):
-        weight = bench_calls.weights(shape, 1, str(device))[0]
-        by_rule = bench_calls.rule(shape, tokens, here.sms)
-        for config in tuned.tries(shape, by_rule, tokens, is_hopper()):
+    for shape, tokens in tile_search.missing(product_shapes(spec), max_tokens, *known):
+        weight = calls.weights(shape, 1, str(device))[0]
+        by_rule = calls.rule(shape, tokens, here.sms)
+        for config in tile_search.tries(shape, by_rule, tokens, is_hopper()):
             # what cannot be launched is not timed either
             with contextlib.suppress(ValueError, TypeError, AssertionError):
-                bench_calls.product(shape, tokens, weight, space, here.sms, config, spec.head_dim, spec.num_kv_heads)()
+                calls.product(shape, tokens, weight, space, here.sms, config, spec.head_dim, spec.num_kv_heads)()
 
 
 def prepare_products(
@@ -59,7 +60,7 @@ def prepare_products(
 
     max_tokens: of an iteration.
     """
-    from weft.kernels.tuning.search import QuickTimer
+    from weft.kernels.tuning.quick_timer import QuickTimer
 
     def report(done: int, total: int) -> None:
         if progress is not None:
@@ -67,7 +68,7 @@ def prepare_products(
 
     with torch.cuda.device(device), torch.inference_mode():
         timer = QuickTimer(spec.head_dim, spec.num_kv_heads)
-        found = tuned.find(
+        found = tile_search.find(
             product_shapes(spec),
             max_tokens,
             tuned.machine(device),

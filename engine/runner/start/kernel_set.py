@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -54,10 +55,17 @@ def kernel_parts(config: EngineConfig, gpu: Gpu) -> list[list[Kernel]]:
         return _parts(spec, resolved, gpu)
 
 
-def _parts(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> list[list[Kernel]]:
-    tuning = []
-    if config.tuning_seconds > 0:
-        tuning = collect(lambda: tuning_launches(spec, config.max_num_batched_tokens, config.cache_dir), gpu)
+class MetaExecutor(NamedTuple):
+    """An executor on the meta device: its launches name kernels and compute nothing."""
+
+    executor: CudaExecutor
+    pipelines: Pipelines
+    kv: torch.Tensor
+    collectives: PeerCollectives | None
+
+
+def meta_executor(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> MetaExecutor:
+    """Build the executor of `config` without weights. Call inside `compiling_for(gpu)` and inference mode."""
     weights = load_weights(
         spec, Path(), device=config.device, dtype=config.weight_dtype, max_positions=config.max_model_len, dummy_seed=0
     )
@@ -72,8 +80,15 @@ def _parts(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> list[list[Kerne
         spec, weights, device_inputs(spec, config, pipelines.nano_batches), config.compute_dtype, attention,
         invariant=config.batch_invariant, collectives=collectives, kv_scales=scales,
     )  # fmt: skip
-    executor = CudaExecutor(layers)
     kv = torch.empty(config.kv.shape(2), dtype=config.kv.dtype, device=config.device)
+    return MetaExecutor(CudaExecutor(layers), pipelines, kv, collectives)
+
+
+def _parts(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> list[list[Kernel]]:
+    tuning = []
+    if config.tuning_seconds > 0:
+        tuning = collect(lambda: tuning_launches(spec, config.max_num_batched_tokens, config.cache_dir), gpu)
+    executor, pipelines, kv, collectives = meta_executor(spec, config, gpu)
 
     def touch(those: Iterable[Pipeline]) -> None:
         for pipeline in those:

@@ -1,6 +1,6 @@
-// "Try it": sends what stands in a form to its endpoint, with the key of this tab, and shows what comes as it comes.
+// "Try it": sends a form to its endpoint with this tab's API key and shows the answer as it streams.
 
-const MOST_SHOWN = 200000; // characters of an answer
+const MOST_SHOWN = 200000; // maximum characters shown of an answer
 
 const keyField = document.getElementById("key");
 keyField.value = key.get();
@@ -10,13 +10,13 @@ keyField.addEventListener("change", () => {
 });
 document.getElementById("key-form").addEventListener("submit", (event) => event.preventDefault());
 
-/** Write the name of the model that is served where an example leaves it open. */
+/** Insert the served model's name into the examples. */
 async function fillModels() {
   let name;
   try {
     name = (await (await call("v1/models")).json()).data[0].id;
   } catch {
-    return; // no key yet, or no server: the examples keep their blank
+    return; // no key yet, or no server: the examples keep MODEL
   }
   for (const field of document.querySelectorAll("form.try :is(textarea, input)")) {
     field.value = field.value.replace("MODEL", name);
@@ -36,13 +36,13 @@ for (const form of document.querySelectorAll("form.try")) {
     return path;
   };
 
-  /** The body, or `undefined` where there is none; `null` for one that is no JSON, which is then said. */
+  /** The body; `undefined` if there is none; `null`, after an error message, if it is not JSON. */
   const body = () => {
     if (!part("body")) return undefined;
     try {
       return JSON.stringify(JSON.parse(part("body").value));
     } catch (error) {
-      say(`The body is no JSON: ${error.message}`, "", true);
+      say(`The body is not valid JSON: ${error.message}`, "", true);
       part("body").focus();
       return null;
     }
@@ -85,16 +85,16 @@ for (const form of document.querySelectorAll("form.try")) {
         try {
           text = JSON.stringify(JSON.parse(text), null, 2);
         } catch {
-          // shown as it came
+          // not JSON: shown unchanged
         }
       }
-      const cut = text.length > MOST_SHOWN ? `\n… and ${text.length - MOST_SHOWN} characters` : "";
+      const cut = text.length > MOST_SHOWN ? `\n… and ${text.length - MOST_SHOWN} more characters` : "";
       say(status(), text.slice(0, MOST_SHOWN) + cut, !answer.ok);
       if (answer.status === 401) keyField.focus();
     } catch (error) {
       const shown = part("answer").textContent;
       if (running.signal.aborted) say(`Stopped after ${took()}`, shown);
-      else say(shown ? "The connection broke before the answer ended." : "The server cannot be reached.", shown, true);
+      else say(shown ? "The connection was lost before the answer was complete." : "The server cannot be reached.", shown, true);
     }
     running = null;
     part("stop").hidden = true;
@@ -110,6 +110,6 @@ for (const form of document.querySelectorAll("form.try")) {
     if (key.get()) words.push('-H "Authorization: Bearer $WEFT_API_KEY"');
     if (content !== undefined) words.push("-H 'Content-Type: application/json'", "-d", quoted(content));
     else if (form.dataset.method !== "GET") words.push("-X", form.dataset.method);
-    say("The same in a shell:", words.join(" "));
+    say("Shell command:", words.join(" "));
   });
 }

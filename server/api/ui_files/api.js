@@ -1,9 +1,9 @@
-// Calls of the daemon, with the key if there is one. Addresses are relative, so that a proxy may serve below a path.
+// Calls to the daemon, with the API key if set. Paths are relative, so a proxy can serve the page under a prefix.
 
 const KEY = "weft-api-key";
 
 const key = {
-  /** The key lives as long as the tab; where storage is barred, as long as the page. */
+  /** The key lasts as long as the tab, or as long as the page if storage is blocked. */
   get: () => {
     try {
       return sessionStorage.getItem(KEY) ?? "";
@@ -21,7 +21,7 @@ const key = {
   },
 };
 
-/** An answer that is an error, in OpenAI's form. */
+/** An error answer in OpenAI's format. */
 class ApiError extends Error {
   constructor(status, error, retryAfter) {
     super(error?.message ?? `The server answered with status ${status}.`);
@@ -31,10 +31,10 @@ class ApiError extends Error {
   }
 }
 
-/** Throws `ApiError` for a status that is none of success, and `TypeError` when there is no answer. */
+/** Throws `ApiError` for an error status, and `TypeError` if there is no answer. */
 async function call(path, { body, signal } = {}) {
   const headers = {};
-  // A key may have any character, a header only bytes: what the server reads are those of UTF-8.
+  // Headers hold bytes, but a key can contain any character; the server decodes UTF-8.
   if (key.get()) headers.Authorization = `Bearer ${String.fromCharCode(...new TextEncoder().encode(key.get()))}`;
   if (body) headers["Content-Type"] = "application/json";
   const options = { method: body ? "POST" : "GET", headers, signal, cache: "no-store", credentials: "same-origin" };
@@ -44,19 +44,19 @@ async function call(path, { body, signal } = {}) {
   throw new ApiError(answer.status, error, Number(answer.headers.get("Retry-After")) || null);
 }
 
-/** The objects of an event stream. Throws when it ends without its `[DONE]`. */
+/** The objects of an event stream. Throws if it ends without `[DONE]`. */
 async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read().catch((error) => {
-      throw error.name === "AbortError" ? error : new Error("The connection broke before the answer ended.");
+      throw error.name === "AbortError" ? error : new Error("The connection was lost before the answer was complete.");
     });
-    if (done) throw new Error("The connection ended before the answer did.");
+    if (done) throw new Error("The connection closed before the answer was complete.");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
-      if (!line.startsWith("data:")) continue; // a comment that keeps the connection awake, or the end of an event
+      if (!line.startsWith("data:")) continue; // a keep-alive comment, or the end of an event
       const data = line.slice(5).trim();
       if (data === "[DONE]") return;
       const event = JSON.parse(data);

@@ -1,11 +1,11 @@
-// A tile: what it is about, the figure of now, and up to two minutes of lines. All charts share one cursor in time.
+// A tile: title, current figure, and up to two minutes of lines. All charts share one time cursor.
 
-const SHORTEST = 30; // seconds that a chart shows, at first …
-const LONGEST = 120; // … and in the end
-const GAP = 4; // seconds without a point, over which no line is drawn
+const SHORTEST = 30; // seconds shown at first
+const LONGEST = 120; // seconds shown at most
+const GAP = 4; // a gap in seconds that breaks the line
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element with properties, attributes (those with a dash) and children. */
+/** Create an element with properties, attributes (names with a dash) and children. */
 function element(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -23,7 +23,7 @@ function svg(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** The least of 1, 1.5, 2, 3, 5, 8 times a power of ten that is not below a value. */
+/** Round up to 1, 1.5, 2, 3, 5 or 8 times a power of ten. */
 function ceiling(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
@@ -35,9 +35,8 @@ class Chart {
   static HEIGHT = 64;
 
   /**
-   * title: of the tile. format: of its figures. note: what hovering the title says. top: of the scale, where it is
-   * always the same. lines: [{name, value}], where `value` takes {now, short, long} and gives a number, `null` or
-   * `undefined`.
+   * title: the tile's title. format: formats its figures. note: the title's tooltip. top: a fixed top of the scale.
+   * lines: [{name, value}], where `value` maps {now, short, long} to a number, `null` or `undefined`.
    */
   constructor({ title, format, lines, top, note }) {
     this.format = format;
@@ -86,7 +85,7 @@ class Chart {
   }
 
   static span = SHORTEST;
-  static age = null; // seconds before now that the cursor is at
+  static age = null; // the cursor's position, in seconds before now
   static point = () => {};
 
   add(time, sample) {
@@ -145,7 +144,7 @@ class Chart {
   }
 }
 
-/** The value of the point next to a time, if there is one near. */
+/** The value of the nearest point, or `null` if none is near. */
 function at(points, time) {
   let best = null;
   for (const point of points) {

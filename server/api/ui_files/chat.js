@@ -1,19 +1,19 @@
-// A box to try the model: a conversation that streams, can be stopped, and shows what went wrong.
+// The chat: streams answers, can be stopped, and shows errors.
 
-const HIGHEST = 160; // pixels that the box for a message grows to
-const USUAL_LIMIT = 512; // tokens of an answer, or half the context
+const HIGHEST = 160; // maximum height of the message box, in pixels
+const USUAL_LIMIT = 512; // default token limit of an answer; at most half the context
 
-/** The models served, once the server told. */
+/** The served models, once loaded. */
 const models = {
   context: null,
   names: [],
-  barred: false, // a key is being asked for: without another one the answer would be the same
+  barred: false, // waiting for a new key; requests would fail until then
   async load() {
     if (this.names.length || this.barred) return;
     try {
       const { data } = await (await call("v1/models")).json();
       this.names = data.map((model) => model.id);
-      this.context = Math.min(...data.map((model) => model.max_model_len ?? Infinity)); // of all that were ever awake
+      this.context = Math.min(...data.map((model) => model.max_model_len ?? Infinity)); // null for models that were never awake
       $("name").replaceChildren(...this.names.map((name) => element("option", {}, name)));
       $("limit").value = Math.min(USUAL_LIMIT, Math.floor(this.context / 2));
       options.restore();
@@ -30,7 +30,7 @@ const models = {
 function askForKey() {
   if (key.get()) {
     key.set("");
-    $("key-note").textContent = "That key was refused. Try another one.";
+    $("key-note").textContent = "The server rejected this key. Try another one.";
     $("key-note").classList.add("error");
   }
   models.names = [];
@@ -40,16 +40,16 @@ function askForKey() {
 }
 
 class Chat {
-  turns = []; // [{role, content, note, plain}] of what was answered
+  turns = []; // [{role, content, note, plain}] of answered turns
   running = null;
-  id = null; // under which it is kept
+  id = null; // storage id
 
   constructor() {
     $("ask").addEventListener("submit", (event) => {
       event.preventDefault();
       this.send($("question").value);
     });
-    // The browser's own bubble needs a field that is shown, and says nothing where the options are closed.
+    // The browser's own message needs a visible field, so it does not appear while the options are closed.
     $("ask").addEventListener("invalid", (event) => this.refuse(event), true);
     $("ask").addEventListener("change", (event) => options.keep(event));
     $("ask").addEventListener("input", () => ($("invalid").textContent = ""));
@@ -70,7 +70,7 @@ class Chat {
     $("chats").addEventListener("click", () => this.list($("history").hidden));
     $("export").addEventListener("click", () => this.export());
     $("delete-all").addEventListener("click", () => {
-      if (!confirm("Delete every chat that this browser keeps?")) return;
+      if (!confirm("Delete all chats stored in this browser?")) return;
       for (const { id } of chats.all()) chats.remove(id);
       this.clear();
     });
@@ -90,7 +90,7 @@ class Chat {
     });
     $("forget").addEventListener("click", () => {
       key.set("");
-      $("key-note").textContent = "The key is forgotten.";
+      $("key-note").textContent = "The key was deleted.";
       $("key-note").classList.remove("error");
       askForKey();
       $("key").focus();
@@ -102,7 +102,7 @@ class Chat {
     $("question").focus();
   }
 
-  /** Show this chat. */
+  /** Show a chat. */
   open({ id, turns }) {
     this.running?.abort();
     this.running = null;
@@ -122,14 +122,14 @@ class Chat {
     this.offer();
   }
 
-  /** Buttons for what can be done. */
+  /** Enable the buttons that apply. */
   offer() {
     const any = this.turns.length > 0 || $("log").childElementCount > 1;
     for (const id of ["clear", "export"]) $(id).disabled = !any;
     $("chats").disabled = !chats.all().length;
   }
 
-  /** Keep what was said and answered. */
+  /** Store these turns. */
   keep(...turns) {
     this.turns.push(...turns);
     this.id ??= `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
@@ -174,7 +174,7 @@ class Chat {
     download(`chat-${new Date().toISOString().slice(0, 19).replaceAll(":", "")}.json`, `${text}\n`, "application/json");
   }
 
-  /** A field that cannot be sent: open what hides it, and say which. */
+  /** Report an invalid field and open the options that hide it. */
   refuse(event) {
     event.preventDefault();
     const field = event.target;
@@ -210,7 +210,7 @@ class Chat {
         const choice = event.choices[0];
         const piece = choice?.delta?.content ?? choice?.text ?? "";
         meter.count(event, piece);
-        if (this.running !== running) return; // another chat is shown
+        if (this.running !== running) return; // the page shows another chat
         if (piece) {
           words.add(piece);
           answer.classList.remove("waiting");
@@ -225,7 +225,7 @@ class Chat {
         const turns = whole("stopped");
         if (words.text) this.keep(...turns);
       } else {
-        whole("broken off");
+        whole("aborted");
         this.fail(error, answer, asked);
         if (!$("question").value) $("question").value = question;
         fit();
@@ -240,7 +240,7 @@ class Chat {
     follow();
   }
 
-  /** Where to send a turn, and as what. */
+  /** Return the path and body that send a turn. */
   request(turn) {
     const number = (id) => ($(id).value === "" ? undefined : Number($(id).value));
     const body = {
@@ -261,11 +261,11 @@ class Chat {
       "article",
       { className: `message ${role}`, "aria-label": role === "user" ? "You" : "The model" },
       element("div", { className: plain ? "text plain" : "text" }, ...(plain ? [content] : markdown(content))),
-      element("p", { className: "note", title: "Measured in this page, the way to the server and back included" }),
+      element("p", { className: "note", title: "Measured in this page, including the network round trip" }),
     );
     if (role === "assistant") {
       node.classList.add("waiting");
-      node.setAttribute("aria-busy", "true"); // read out once it is whole
+      node.setAttribute("aria-busy", "true"); // screen readers wait for the complete answer
     }
     $("starters").hidden = true;
     $("clear").disabled = false;
@@ -274,7 +274,7 @@ class Chat {
     return node;
   }
 
-  /** Say what went wrong; an answer of which nothing came makes room for it. */
+  /** Show an error; it replaces an empty answer. */
   fail(error, after, asked) {
     if (error.status === 401) askForKey();
     const again = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
@@ -294,11 +294,11 @@ class Chat {
     const focused = document.activeElement === left;
     $("send").hidden = on;
     $("stop").hidden = !on;
-    if (focused) (on ? $("stop") : $("question")).focus(); // hidden with the focus, it would lose the keyboard's place
+    if (focused) (on ? $("stop") : $("question")).focus(); // otherwise hiding the button drops the focus
   }
 }
 
-/** The text of an answer, shown as often as the screen is drawn. */
+/** The text of an answer, rendered at most once per frame. */
 class Words {
   text = "";
   asked = false;
@@ -314,7 +314,7 @@ class Words {
     if (this.asked) return;
     this.asked = true;
     const soon = this.text.length > 20000 ? (work) => setTimeout(work, 300) : requestAnimationFrame;
-    // A hidden page draws nothing, and a reader of the screen still wants the text.
+    // A hidden page has no frames, but screen readers still need the text.
     if (document.hidden) setTimeout(() => this.show(), 300);
     else soon(() => this.show());
   }
@@ -326,7 +326,7 @@ class Words {
   }
 }
 
-/** What a stream looked like from here. */
+/** Times and counts of a stream, measured in the page. */
 class Meter {
   begun = performance.now();
   first = null;
@@ -354,19 +354,19 @@ class Meter {
       `${tokens} ${tokens === 1 ? "token" : "tokens"}`,
       speed && text(per("tok/s")(speed)),
       this.cached && `${this.cached} cached`,
-      this.reason === "length" && "cut at the limit",
+      this.reason === "length" && "stopped at the token limit",
     ];
     return parts.filter(Boolean).join(" · ");
   }
 }
 
-/** Keep the end of the conversation in view, unless the reader has scrolled away from it. */
+/** Keep the end of the conversation in view, unless the user has scrolled up. */
 function follow() {
   const log = $("log");
   if (log.scrollHeight - log.scrollTop - log.clientHeight < 80) log.scrollTop = log.scrollHeight;
 }
 
-/** Make the box as high as what is in it. */
+/** Fit the box's height to its content. */
 function fit() {
   const box = $("question");
   box.style.height = "auto";
@@ -376,4 +376,4 @@ function fit() {
 
 const chat = new Chat();
 chat.open(chats.get(chats.current.get()) ?? { id: null, turns: [] });
-new Clock(new Board());
+new Poller(new Dashboard());

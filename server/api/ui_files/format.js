@@ -1,4 +1,4 @@
-// Figures for people: each function gives [number, unit].
+// Format figures for display: each function returns [number, unit].
 
 const NONE = ["–", ""];
 
@@ -29,8 +29,8 @@ function percent(value) {
   return value === null || value === undefined ? NONE : [digits(value * 100), "%"];
 }
 
-/** A whole number with its thousands told apart. */
+/** A whole number with thousands separators. */
 const whole = (value) => Math.round(value).toLocaleString("en");
 const text = ([number, unit]) => (unit ? `${number} ${unit}` : number);
-/** The same without zeros that say nothing. */
+/** Like `text`, without trailing zeros. */
 const neat = (figure) => text(figure).replace(/(\.\d*?)0+(?=\D*$)/, "$1").replace(/\.(?=\D*$)/, "");

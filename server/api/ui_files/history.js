@@ -1,8 +1,8 @@
-// What this browser keeps: chats and options. Nothing of it goes to the server, and never the API key.
+// Chats and options stored in this browser. They are never sent to the server, and never include the API key.
 
 const MOST_CHATS = 50;
 
-/** Named values, for this path alone. Where storage is barred or full they live as long as the page. */
+/** Named values per path. If storage is blocked or full, they last as long as the page. */
 const kept = {
   prefix: `weft:${location.pathname}:`,
   memory: new Map(),
@@ -28,7 +28,7 @@ const kept = {
     try {
       localStorage.removeItem(this.prefix + name);
     } catch {
-      // there is nothing then
+      // storage is blocked, so there is nothing to remove
     }
   },
   names(start) {
@@ -36,15 +36,15 @@ const kept = {
     try {
       stored = Object.keys(localStorage).filter((name) => name.startsWith(this.prefix)).map((name) => name.slice(this.prefix.length));
     } catch {
-      // only what this page remembers
+      // storage is blocked: only this page's memory
     }
     return [...new Set([...stored, ...this.memory.keys()])].filter((name) => name.startsWith(start));
   },
 };
 
-/** Chats, a value each, so that two tabs do not write over each other. */
+/** Chats, one value each, so that two tabs do not overwrite each other. */
 const chats = {
-  /** [{id, title, at, turns}], the newest first; what is none is left out. */
+  /** [{id, title, at, turns}], newest first, without invalid entries. */
   all() {
     const found = kept.names("chat:").map((name) => ({ id: name.slice(5), ...kept.get(name) }));
     return found.filter((chat) => Array.isArray(chat.turns)).sort((a, b) => b.at - a.at);
@@ -58,7 +58,7 @@ const chats = {
     for (const chat of chats.all().slice(MOST_CHATS)) kept.remove(`chat:${chat.id}`);
   },
   remove: (id) => kept.remove(`chat:${id}`),
-  /** The one that this tab shows, also after it was loaded again. */
+  /** The chat that this tab shows, also after a reload. */
   current: {
     get() {
       try {
@@ -71,13 +71,13 @@ const chats = {
       try {
         sessionStorage.setItem(`${kept.prefix}current`, id);
       } catch {
-        // then a reload begins a new one
+        // a reload then starts a new chat
       }
     },
   },
 };
 
-/** Give the reader a file. */
+/** Download a file. */
 function download(name, text, type) {
   const url = URL.createObjectURL(new Blob([text], { type }));
   const anchor = element("a", { href: url, download: name });
@@ -85,7 +85,7 @@ function download(name, text, type) {
   setTimeout(() => URL.revokeObjectURL(url), 10000);
 }
 
-/** Options that outlive a reload: what was typed, by the id of its field. */
+/** Options that survive a reload: values by field id. */
 const OPTIONS = ["mode", "temperature", "limit", "system", "name"];
 const options = {
   restore() {

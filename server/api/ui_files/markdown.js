@@ -1,7 +1,7 @@
-// Markdown as models write it, made of nodes: nothing of the text is ever read as HTML.
+// Renders models' Markdown as DOM nodes; the text is never parsed as HTML.
 
-const LONGEST_SPAN = 2000; // characters between two marks: text without an end stays quick
-const DEEPEST = 6; // lists in lists, quotes in quotes
+const LONGEST_SPAN = 2000; // characters between two marks; bounds the time for unclosed marks
+const DEEPEST = 6; // maximum nesting of lists and quotes
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
@@ -10,7 +10,7 @@ const QUOTE = /^ {0,3}>\s?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:\s+(.*)|\s*)$/;
 const DELIMITERS = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 
-/** What a text looks like, as nodes. */
+/** Render a text as nodes. */
 function markdown(text) {
   return blocks(text.split("\n"), 0);
 }
@@ -31,12 +31,12 @@ function blocks(lines, depth) {
       const [mark] = match[1];
       const ends = (other) => other.trim().length >= match[1].length && !other.trim().replaceAll(mark, "");
       const end = lines.findIndex((other, j) => j > i && ends(other));
-      const last = end < 0 ? lines.length : end; // one that is still being written
+      const last = end < 0 ? lines.length : end; // an unclosed fence is still being written
       out.push(code(lines.slice(i + 1, last).join("\n"), match[2]));
       i = last;
     } else if ((match = HEADING.exec(line))) {
       flush();
-      // The page's own headings come before those of an answer.
+      // Answers' headings rank below the page's own.
       out.push(element(`h${Math.min(6, match[1].length + 2)}`, {}, ...spans(match[2])));
     } else if (RULE.test(line)) {
       flush();
@@ -68,10 +68,10 @@ function blocks(lines, depth) {
   return out;
 }
 
-/** Whether a line begins something that is no paragraph. */
+/** Whether a line starts a block other than a paragraph. */
 const begins = (line) => [FENCE, HEADING, RULE, QUOTE].some((pattern) => pattern.test(line));
 
-/** A list that begins in a line, and the line after it. */
+/** Return the list that starts at a line, and the index of the line after it. */
 function list(lines, begin, depth) {
   const [, indent, mark] = ITEM.exec(lines[begin]);
   const ordered = /\d/.test(mark);
@@ -95,7 +95,7 @@ function list(lines, begin, depth) {
   }
   const nodes = items.map((item) => {
     const inside = blocks(item, depth + 1);
-    // A line alone needs no paragraph around it.
+    // A single line needs no paragraph.
     if (inside[0]?.tagName === "P") inside.splice(0, 1, ...inside[0].childNodes);
     return element("li", {}, ...inside);
   });
@@ -138,7 +138,7 @@ const SPAN = new RegExp(
   "g",
 );
 
-/** The nodes of a line or a paragraph. */
+/** Render a line or a paragraph. */
 function spans(text, depth = 0) {
   const out = [];
   let end = 0;
@@ -166,19 +166,19 @@ function spans(text, depth = 0) {
   return out.filter((part) => part !== "");
 }
 
-/** A link to a page or an address for mail; `null` for what would run something. */
+/** A link to a web or mail address; `null` for any other scheme. */
 function link(target, inside) {
   let url;
   try {
     url = new URL(target);
   } catch {
-    return null; // a path: there is nothing of the model's at this server
+    return null; // relative paths are not links: this server has no such pages
   }
   if (!["http:", "https:", "mailto:"].includes(url.protocol)) return null;
   return element("a", { href: url.href, target: "_blank", rel: "noopener noreferrer nofollow" }, ...inside);
 }
 
-/** Show these nodes in a place, and leave alone those that are there already: a reader may have marked some of them. */
+/** Show these nodes, and keep equal leading nodes in place, so that a selection survives. */
 function settle(place, nodes) {
   const there = [...place.childNodes];
   let same = 0;
@@ -187,7 +187,7 @@ function settle(place, nodes) {
   place.append(...nodes.slice(same));
 }
 
-/** Copy buttons, wherever they come to be. */
+/** Handle all copy buttons, including later ones. */
 document.addEventListener("click", async (event) => {
   const button = event.target.closest?.("button.copy");
   if (!button) return;
@@ -196,7 +196,7 @@ document.addEventListener("click", async (event) => {
     await navigator.clipboard.writeText(body.textContent);
     button.textContent = "Copied";
   } catch {
-    getSelection().selectAllChildren(body); // without TLS there is no clipboard: the keyboard's own way is left
+    getSelection().selectAllChildren(body); // without TLS there is no clipboard API
     button.textContent = "Press Ctrl+C";
   }
   setTimeout(() => (button.textContent = "Copy"), 2000);

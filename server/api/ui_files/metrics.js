@@ -1,12 +1,12 @@
-// What the page knows of Prometheus: one answer of /metrics, and what changed between two of them.
+// Parses /metrics and computes changes between scrapes.
 //
-// Everywhere `undefined` means that the server has no such series, and `null` that nothing was observed.
+// Throughout, `undefined` means that the server has no such series, and `null` that nothing was observed.
 
 const LINE = /^(weft_\w+?)(?:\{(.*)\})? (\S+)$/;
 const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
 
 class Scrape {
-  /** time: in seconds, of any clock that never steps back. */
+  /** time: seconds of a monotonic clock. */
   constructor(text, time) {
     this.time = time;
     this.families = new Map();
@@ -28,14 +28,14 @@ class Scrape {
     return this.families.get(name);
   }
 
-  /** Sum over all series of a name whose labels include these. */
+  /** The sum over all series of a name that have these labels. */
   value(name, labels = {}) {
     const wanted = Object.entries(labels);
     const found = this.series(name)?.filter((s) => wanted.every(([key, value]) => s.labels[key] === value));
     return found?.length ? found.reduce((sum, s) => sum + s.value, 0) : undefined;
   }
 
-  /** [value of the label, sum] of each value that a label has. */
+  /** [label value, sum] for each value of a label. */
   by(name, label) {
     const sums = new Map();
     for (const s of this.series(name) ?? []) {
@@ -62,31 +62,31 @@ class Span {
     return now === undefined ? undefined : now - (this.from.value(name, labels) ?? 0);
   }
 
-  /** Per second. */
+  /** The growth per second. */
   rate(name, labels = {}) {
     const grown = this.grown(name, labels);
     const seconds = this.to.time - this.from.time;
     return grown === undefined ? undefined : seconds > 0 ? grown / seconds : null;
   }
 
-  /** One counter's growth for each of another's; `labels` are of the first. */
+  /** The growth of one counter per growth of another; `labels` select from the first. */
   ratio(name, whole, labels = {}) {
     const [part, all] = [this.grown(name, labels), this.grown(whole)];
     return part === undefined || all === undefined ? undefined : all > 0 ? part / all : null;
   }
 
-  /** Of what a histogram observed. */
+  /** The mean of a histogram's observations. */
   mean(name) {
     return this.ratio(`${name}_sum`, `${name}_count`);
   }
 
-  /** The bound of a histogram's bucket that the quantile lies in: so much is known, where in it is not. */
+  /** The upper bound of the histogram bucket that contains the quantile. */
   bound(name, q) {
     const within = this.#bucket(name, q);
     return within && (within.high === Infinity ? within.low : within.high);
   }
 
-  /** Of what a histogram observed; linear within a bucket, as Prometheus does it. */
+  /** A quantile of a histogram, linear within a bucket, as in Prometheus. */
   quantile(name, q) {
     const within = this.#bucket(name, q);
     if (!within) return within;
@@ -110,7 +110,7 @@ class Span {
   }
 }
 
-/** The last scrapes of one life of a server. */
+/** The last scrapes since the server started. */
 class Recent {
   static SECONDS = 15;
   static GAP = 5;
@@ -128,7 +128,7 @@ class Recent {
     this.scrapes = this.scrapes.filter((s) => scrape.time - s.time <= Recent.SECONDS);
   }
 
-  /** The change over about the last `seconds`, or less when less is known. */
+  /** The change over about the last `seconds`, or less if less is known. */
   over(seconds) {
     const last = this.scrapes.at(-1);
     return new Span(this.scrapes.find((s) => last.time - s.time <= seconds + 0.5), last);

@@ -1,17 +1,17 @@
-// What is shown of the daemon, and the clock that asks it. Whatever has no series is not shown.
+// The dashboard, and the poller that updates it. Tiles without a metric are hidden.
 
-const PERIOD = 1; // seconds between looks at /metrics
-const SLOW = 5; // … at /ready, unless the engine came or went
-const PATIENCE = 10; // … when the server does not answer
+const PERIOD = 1; // seconds between polls of /metrics
+const SLOW = 5; // seconds between polls of /ready, unless the engine started or ended
+const PATIENCE = 10; // longest period while the server does not answer
 
 const $ = (id) => document.getElementById(id);
 
-// The mean is exact. Of a percentile only its bucket is known: the figure is that bucket's bound.
+// The mean is exact. A percentile is only known by its bucket, so the figure is that bucket's upper bound.
 const mean = (name) => ({ name: "mean", value: ({ long }) => long.mean(name) });
 const p = (q, name) => ({ name: `p${q * 100} ≤`, value: ({ long }) => long.bound(name, q) });
 const latency = (title, name, note) => ({
   title,
-  note: `${note}, as the server measures it`,
+  note: `${note}, measured by the server`,
   format: seconds,
   lines: [mean(name), p(0.99, name)],
 });
@@ -19,15 +19,15 @@ const latency = (title, name, note) => ({
 const OVERVIEW = [
   {
     title: "Throughput",
-    note: "Tokens a second, over the last three seconds",
+    note: "Tokens per second over the last three seconds",
     format: per("tok/s"),
     lines: [
       { name: "output", value: ({ short }) => short.rate("weft_generation_tokens_total") },
       { name: "prompt", value: ({ short }) => short.rate("weft_prompt_tokens_total") },
     ],
   },
-  latency("Time to first token", "weft_time_to_first_token_seconds", "Arrival to first token, last ten seconds"),
-  latency("Inter-token latency", "weft_inter_token_latency_seconds", "Gaps between tokens, last ten seconds"),
+  latency("Time to first token", "weft_time_to_first_token_seconds", "Arrival to first token, over the last ten seconds"),
+  latency("Inter-token latency", "weft_inter_token_latency_seconds", "Gaps between tokens, over the last ten seconds"),
   {
     title: "Sequences",
     format: count,
@@ -38,23 +38,23 @@ const OVERVIEW = [
   },
   {
     title: "KV cache",
-    note: "Pages that sequences hold, and pages with anything in them: prefixes for later ones too",
+    note: "Pages held by sequences, and pages in use including cached prefixes",
     format: percent,
     top: 1,
     lines: [
       { name: "held", value: ({ now }) => now.value("weft_kv_cache_usage_ratio") },
-      { name: "filled", value: ({ now }) => filled(now, "gpu") },
+      { name: "used", value: ({ now }) => used(now, "gpu") },
     ],
   },
-  latency("Request latency", "weft_request_latency_seconds", "Arrival to last token, last ten seconds"),
+  latency("Request latency", "weft_request_latency_seconds", "Arrival to last token, over the last ten seconds"),
 ];
 
 const INTERNALS = [
   {
-    title: "Bound on running sequences",
-    note: "As --max-num-seqs auto moves it",
+    title: "Sequence limit",
+    note: "As adjusted by --max-num-seqs auto",
     format: count,
-    lines: [{ name: "bound", value: ({ now }) => bound(now) }],
+    lines: [{ name: "limit", value: ({ now }) => sequenceLimit(now) }],
   },
   {
     title: "Iteration time",
@@ -66,13 +66,13 @@ const INTERNALS = [
   },
   {
     title: "Dense batch fill",
-    note: "Tokens in an iteration / the most that one may have",
+    note: "Tokens per iteration / the token limit",
     format: percent,
     top: 1,
     lines: [{ name: "mean", value: ({ now, long }) => fill(long.mean("weft_iteration_tokens"), now) }],
   },
   {
-    title: "Tokens in an iteration",
+    title: "Tokens per iteration",
     format: count,
     lines: ["decode", "prefill"].map((phase) => ({
       name: phase,
@@ -81,7 +81,7 @@ const INTERNALS = [
   },
   {
     title: "Device idle",
-    note: "Share of the time in which requests were open and the device did nothing",
+    note: "Share of time with requests open and the device idle",
     format: percent,
     top: 1,
     lines: [{ name: "idle", value: ({ long }) => long.rate("weft_device_idle_seconds_total") }],
@@ -105,46 +105,46 @@ const INTERNALS = [
   },
   {
     title: "Scheduler",
-    note: "CPU time of an iteration's schedule and commit",
+    note: "CPU time per iteration to schedule and commit",
     format: seconds,
     lines: [mean("weft_schedule_seconds")],
   },
   {
     title: "Event loop lag",
-    note: "How late the timers of the API processes are",
+    note: "Delay of timers in the API processes",
     format: seconds,
     lines: [mean("weft_event_loop_lag_seconds"), p(0.99, "weft_event_loop_lag_seconds")],
   },
 ];
 
-/** Nothing where it never moves. */
-function bound(scrape) {
+/** The sequence limit, or `undefined` if it never changed. */
+function sequenceLimit(scrape) {
   const moved = scrape.by("weft_max_num_seqs_changes_total", "reason").some(([, times]) => times > 0);
   return moved ? scrape.value("weft_max_num_seqs_now") : undefined;
 }
 
-/** Of the dense batch that the engine was told. */
+/** The share of the dense batch that these tokens fill. */
 function fill(tokens, scrape) {
   const most = scrape.value("weft_max_iteration_tokens");
   return typeof tokens === "number" && most !== undefined ? tokens / most : most && tokens;
 }
 
-/** Share of a tier's pages with something in them. */
-function filled(scrape, tier) {
-  const [used, capacity] = ["used", "capacity"].map((x) => scrape.value(`weft_kv_tier_${x}_pages`, { tier }));
-  return capacity > 0 ? used / capacity : undefined;
+/** The share of a tier's pages in use. */
+function used(scrape, tier) {
+  const [pages, capacity] = ["used", "capacity"].map((x) => scrape.value(`weft_kv_tier_${x}_pages`, { tier }));
+  return capacity > 0 ? pages / capacity : undefined;
 }
 
-/** Totals by label, without those that are zero. What grows at the moment is coloured. */
+/** Totals by label, without zeros. Growing totals are colored. */
 const TOTALS = [
   ["Iterations by plan", "weft_iterations_total", "plan"],
   ["Attention", "weft_attention_iterations_total", "path"],
-  ["Attention in pieces", "weft_attention_cut_iterations_total", "what"],
-  ["Prompts cut by", "weft_prompts_cut_total", "by"],
-  ["Bound changed", "weft_max_num_seqs_changes_total", "reason"],
+  ["Split attention", "weft_attention_cut_iterations_total", "what"],
+  ["Prefill limited by", "weft_prompts_cut_total", "by"],
+  ["Sequence limit changed", "weft_max_num_seqs_changes_total", "reason"],
   ["Finished", "weft_finished_total", "reason"],
-  ["Refused", "weft_rejected_total", "reason"],
-  ["Broken off", "weft_aborted_total", "cause"],
+  ["Rejected", "weft_rejected_total", "reason"],
+  ["Aborted", "weft_aborted_total", "cause"],
 ];
 const EVENTS = [
   ["Preemptions", "weft_preemptions_total"],
@@ -152,7 +152,7 @@ const EVENTS = [
   ["API process restarts", "weft_api_process_restarts_total"],
 ];
 
-class Board {
+class Dashboard {
   constructor() {
     this.recent = new Recent();
     this.make(OVERVIEW, $("overview"));
@@ -195,7 +195,7 @@ class Board {
   facts(scrape) {
     const build = scrape.info("weft_build_info");
     if (build) {
-      const names = awakeness(scrape).map(({ labels }) => labels.model_name);
+      const names = modelStates(scrape).map(({ labels }) => labels.model_name);
       const name = names.length > 1 ? names.join(", ") : build.model;
       $("model").textContent = name;
       document.title = `${name} · weft`;
@@ -215,7 +215,7 @@ class Board {
     return tiers
       .filter((capacity) => capacity.value > 0)
       .map(({ labels: { tier }, value: capacity }) => {
-        const share = filled(now, tier);
+        const share = used(now, tier);
         const total = (what) => text(count(now.value(`weft_${what}_total`, { tier })));
         const rate = (way) => `${text(bytes(long.rate(`weft_kv_tier_bytes_${way}_total`, { tier })))}/s`;
         const off = now.value("weft_kv_tier_up", { tier }) === 0 ? [element("em", {}, " off")] : [];
@@ -241,7 +241,7 @@ class Board {
   totals({ now, long }) {
     const rows = [];
     const row = (title, chips) => chips.length && rows.push(element("dt", {}, title), element("dd", {}, ...chips));
-    const found = awakeness(now);
+    const found = modelStates(now);
     if (found.length > 1 || found.some(({ labels }) => labels.state !== "awake")) {
       row("Models", found.map(({ labels: { model_name, state } }) => fact(model_name, state, state === "awake")));
     }
@@ -260,8 +260,8 @@ class Board {
   }
 }
 
-/** What each model is at: one sample of each. */
-function awakeness(scrape) {
+/** The current state of each model, one sample per model. */
+function modelStates(scrape) {
   return (scrape.series("weft_model_state") ?? []).filter(({ value }) => value > 0);
 }
 
@@ -274,58 +274,58 @@ function fact(title, what, live) {
   return element("span", { className: live ? "chip live" : "chip" }, element("b", {}, title), name);
 }
 
-/** Put these into a node, unless the like are there: a reader may have marked some of it. */
+/** Replace a node's children, unless they are equal, so that a selection survives. */
 function refill(node, children) {
   const next = node.cloneNode(false);
   next.append(...children);
   if (!next.isEqualNode(node)) node.replaceChildren(...next.childNodes);
 }
 
-/** Asks while somebody looks, and no longer. */
-class Clock {
-  constructor(board) {
-    this.board = board;
+/** Polls while the page is visible. */
+class Poller {
+  constructor(dashboard) {
+    this.dashboard = dashboard;
     this.failures = 0;
-    this.askedReady = -Infinity;
-    document.addEventListener("visibilitychange", () => this.turn());
-    this.turn();
+    this.polledReady = -Infinity;
+    document.addEventListener("visibilitychange", () => this.toggle());
+    this.toggle();
   }
 
-  turn() {
+  toggle() {
     clearTimeout(this.timer);
-    this.asking?.abort();
-    this.asking = null;
+    this.poll?.abort();
+    this.poll = null;
     if (!document.hidden) this.tick();
   }
 
   async tick() {
-    const asking = (this.asking = new AbortController());
+    const poll = (this.poll = new AbortController());
     const begun = performance.now();
     try {
-      const answer = await call("metrics", { signal: asking.signal });
+      const answer = await call("metrics", { signal: poll.signal });
       const scrape = new Scrape(await answer.text(), performance.now() / 1e3);
       const up = scrape.value("weft_engine_up");
-      if (begun / 1e3 - this.askedReady >= SLOW || up !== this.up) {
-        [this.askedReady, this.up] = [begun / 1e3, up];
-        await this.askState(asking.signal);
+      if (begun / 1e3 - this.polledReady >= SLOW || up !== this.up) {
+        [this.polledReady, this.up] = [begun / 1e3, up];
+        await this.pollReady(poll.signal);
       }
       this.failures = 0;
       document.body.classList.remove("stale");
-      this.board.take(scrape);
+      this.dashboard.take(scrape);
     } catch (error) {
-      if (asking.signal.aborted) return;
+      if (poll.signal.aborted) return;
       if (!(error instanceof TypeError || error instanceof ApiError)) throw error;
       this.failures += 1;
-      this.askedReady = -Infinity;
+      this.polledReady = -Infinity;
       document.body.classList.add("stale");
       show("No connection", "bad");
     }
-    if (asking.signal.aborted) return;
+    if (poll.signal.aborted) return;
     const period = Math.min(PATIENCE, PERIOD * 2 ** this.failures) * 1e3;
     this.timer = setTimeout(() => this.tick(), Math.max(100, period - (performance.now() - begun)));
   }
 
-  async askState(signal) {
+  async pollReady(signal) {
     try {
       await call("ready", { signal });
       show("Serving", "good");

@@ -1,4 +1,4 @@
-"""The figures of the page at `/`: rates, means and quantiles of what `/metrics` says."""
+"""Figures of the page at `/`: rates, means and quantiles computed from `/metrics`."""
 
 from __future__ import annotations
 
