@@ -1,6 +1,6 @@
-"""weft: an OpenAI-compatible serving daemon for large language models.
+"""weft: a fast LLM server with OpenAI and Anthropic APIs.
 
-The repository root is this package; `weft.engine`, `weft.kernels`, `weft.server` are the folders beside this file.
+The repository root is this package; its folders are the subpackages (`weft.engine`, `weft.kernels`, `weft.server`, …).
 Offline use::
 
     from weft import LLM, SamplingParams
@@ -28,9 +28,9 @@ _HOMES = {"LLM": "weft.engine.llm", "Completion": "weft.engine.llm", "SamplingPa
 
 
 def install_hint(extra: str) -> str:
-    """The pip command that brings what the extra `extra` of pyproject.toml lists, for error messages.
+    """Return the pip command that installs an extra of pyproject.toml, for error messages.
 
-    Where the source lies it names the checkout; else the packages themselves, because weft is on no index.
+    In a checkout it names the extra. Otherwise it lists the packages, because weft is not on a package index.
     """
     if (Path(__file__).parent / "pyproject.toml").is_file():
         return f"pip install -e '.[{extra}]'"
@@ -46,37 +46,37 @@ def install_hint(extra: str) -> str:
     return "pip install " + " ".join(f"'{requirement}'" for requirement in needed)
 
 
-def output_file(text: str, *, beside: bool = False) -> Path:
-    """A file that a command is to write, as the `type` of its flag: looked at before the work whose result it gets.
+def output_file(text: str, *, via_rename: bool = False) -> Path:
+    """Check that an output file can be written, before the command starts its work. Used as the `type` of an option.
 
-    beside: another file is written in its folder first, and takes its place. Raises `argparse.ArgumentTypeError`.
+    via_rename: the command writes another file in the same folder and renames it. Raises `argparse.ArgumentTypeError`.
     """
     file = Path(text)
     folder = file.absolute().parent
     try:
         there, is_folder = file.exists(), file.is_dir()
-    except OSError as error:  # a folder that this user may not look into, a name that is too long
+    except OSError as error:  # the folder is not readable, or the name is too long
         raise argparse.ArgumentTypeError(unwritable(file, error)) from None
     if not folder.is_dir():
         why = f"there is no folder {file.parent}"
     elif is_folder:
         why = "it is a folder"
     elif there and not os.access(file, os.W_OK):
-        why = "this user may not"
-    elif (not there or (beside and file.is_file())) and not os.access(folder, os.W_OK):
-        why = f"this user may not write in the folder {folder}"
+        why = "permission denied"
+    elif (not there or (via_rename and file.is_file())) and not os.access(folder, os.W_OK):
+        why = f"no permission to write in the folder {folder}"
     else:
         return file
     raise argparse.ArgumentTypeError(f"cannot write {file}: {why}")
 
 
 def unwritable(file: str | Path, error: OSError) -> str:
-    """A line about what went wrong while the file was written, a full disk, say. The error itself may name none."""
+    """Return an error message for a failed write, such as a full disk. `error` itself may lack the file name."""
     return f"cannot write {file}: {error.strerror or error}"
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy, so that `weft --help` and the API process do not import torch.
+    # Imports are lazy so that `weft --help` and the API process do not import torch.
     if name not in _HOMES:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -42,7 +42,7 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
         help="search for the model as an engine with this option serves it; checkpoints in FP8 need it not",
     )  # fmt: skip
     parser.add_argument(
-        "--out", metavar="FILE", type=partial(output_file, beside=True), required=True,
+        "--out", metavar="FILE", type=partial(output_file, via_rename=True), required=True,
         help="the plan file to write; it grows in FILE.partial"
     )  # fmt: skip
     parser.add_argument("--tokens", metavar="N", type=int, default=2048, help="the dense batch [2048]")
@@ -72,7 +72,7 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
         help="time that tuning matrix shapes never seen before may take, as at a start [60]",
     )  # fmt: skip
     parser.add_argument(
-        "--stages", metavar="FILE", type=partial(output_file, beside=True),
+        "--stages", metavar="FILE", type=partial(output_file, via_rename=True),
         help="keep what the solver found here; where the file exists, go on from it (no solver needed)",
     )  # fmt: skip
     parser.add_argument(

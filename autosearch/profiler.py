@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", metavar="N", type=int, default=2048, help="the dense batch [2048]")
     parser.add_argument(
-        "--out", metavar="FILE", type=partial(output_file, beside=True), help="where to write it [the cache]"
+        "--out", metavar="FILE", type=partial(output_file, via_rename=True), help="where to write it [the cache]"
     )
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument(

@@ -34,7 +34,7 @@ def add_advise_flags(parser: argparse.ArgumentParser) -> None:
     add("--html", metavar="FILE", type=output_file, help="one self-contained page")
     add("--png", metavar="FILE", type=output_file, help="the curves as a picture")
     add(
-        "--points", metavar="FILE", type=partial(output_file, beside=True),
+        "--points", metavar="FILE", type=partial(output_file, via_rename=True),
         help="keep what was measured here; where the file exists, go on from it",
     )  # fmt: skip
     add("--curves", metavar="FILE", type=Path, help="measure nothing: advise on the points of this file")

@@ -47,9 +47,9 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(
     assert refused(command, tmp_path, capsys) == f"{name}: cannot write {tmp_path}: it is a folder"
     file.touch()
     monkeypatch.setattr(os, "access", lambda path, _: Path(path) != file)
-    assert refused(command, file, capsys) == f"{name}: cannot write {file}: this user may not"
+    assert refused(command, file, capsys) == f"{name}: cannot write {file}: permission denied"
     monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
-    of_folder = f"this user may not write in the folder {tmp_path}"
+    of_folder = f"no permission to write in the folder {tmp_path}"
     assert refused(command, tmp_path / "new", capsys) == f"{name}: cannot write {tmp_path}/new: {of_folder}"
     if command in BESIDE:
         assert refused(command, file, capsys) == f"{name}: cannot write {file}: {of_folder}"
