@@ -65,9 +65,9 @@ OFFLINE = (
     ("1024/512, 300", fixed(1024, 512), 300, 25429, 674, 683),
     ("512/512, 1,500", fixed(512, 512), 1500, 27505, 1249, 693),
     ("512/512, 1,000", fixed(512, 512), 1000, 27755, None, 690),
-    ("Splitwise lengths, 2,000 (drawn anew)", ContentOptions(*PRESETS["splitwise"]), 2000, 32269, None, 693),
-    ("LMSYS lengths, 4,000 (drawn anew)", ContentOptions(*PRESETS["lmsys"]), 4000, 26780, None, 681),
-    ("ShareGPT lengths, 3,000 (drawn anew)", ContentOptions(*PRESETS["sharegpt"]), 3000, 26351, None, 681),
+    ("Splitwise lengths, 2,000 (redrawn)", ContentOptions(*PRESETS["splitwise"]), 2000, 32269, None, 693),
+    ("LMSYS lengths, 4,000 (redrawn)", ContentOptions(*PRESETS["lmsys"]), 4000, 26780, None, 681),
+    ("ShareGPT lengths, 3,000 (redrawn)", ContentOptions(*PRESETS["sharegpt"]), 3000, 26351, None, 681),
 )
 
 
