@@ -122,7 +122,6 @@ class Engine:
         self._work = self._work_of(weights.num_bytes)
         self.energy, self._why_unmetered = self._metered()
         self.scheduler.chunk_keeper = self._chunk_keeper()
-        self.slot_limit_keeper = SlotLimitKeeper.of(config, self.scheduler) if config.adaptive_limit else None
         self._late = LateLaunch(self._work.costs) if self._launches_late() else None
         self._arrivals = Arrivals(
             pool,
@@ -205,8 +204,8 @@ class Engine:
         if self.energy is not None:
             yield EnergyCharges(self.energy, self._outbox, shares_device=self.config.share.models > 1)
         # Ahead of the chunk keeper, which forgets the iteration.
-        if self.slot_limit_keeper is not None:
-            yield self.slot_limit_keeper
+        if self.config.adaptive_limit:
+            yield SlotLimitKeeper.of(self.config, self.scheduler)
         if self.scheduler.chunk_keeper is not None:
             yield self.scheduler.chunk_keeper
         if self._events is not None:

@@ -18,8 +18,9 @@ from weft.autosearch.workload import Lengths
 from weft.engine.config import Objective
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError
-from weft.engine.runner.iteration.batch import Batch
+from weft.engine.runner.iteration.batch import StepResult
 from weft.engine.runner.options.footprint import memory_bytes
+from weft.engine.scheduling.listeners import Listener
 from weft.engine.scheduling.pace import Pace
 from weft.engine.wire.messages import AddRequest, EngineStats, Outputs
 from weft.engine.wire.sampling import SamplingParams
@@ -37,7 +38,7 @@ STUCK = 20
 """iterations for which memory, not seats, holds requests back: no more fit"""
 
 
-class EngineBench:
+class EngineBench(Listener):
     """Requests without end: whoever has finished is followed by the next, so the bound alone says how many run.
 
     The first ones enter in the middle of their lives, with a part of their output in their prompt, so that their ends
@@ -68,7 +69,7 @@ class EngineBench:
         self._prefill_seconds = self._busy_seconds = 0.0
         self._last: tuple[int, int] = (0, 0)
         self._activity, self._no_activity = activity_of(engine.resolved.device)
-        engine.on_commit = self._committed
+        engine.listeners.add(self)
 
     def machine(self) -> Machine:
         engine, described = self.engine, self.engine.describe()
@@ -209,7 +210,7 @@ class EngineBench:
     def close(self) -> None:
         """The engine stays."""
         self.drop()
-        self.engine.on_commit = None
+        self.engine.listeners.remove(self)
 
     def _ramp(self, bound: int) -> None:
         """Until so many run as will, and all of these have had their first token."""
@@ -248,7 +249,8 @@ class EngineBench:
         self._prefill_seconds += seconds * self._last[1] / tokens
         return outputs
 
-    def _committed(self, batch: Batch, now: float) -> None:
+    def on_result(self, result: StepResult, now: float) -> None:
+        batch = result.batch
         self._gaps.append(self._pace.committed(batch, now))
         self._last = batch.num_tokens, batch.num_tokens - batch.num_decodes
 

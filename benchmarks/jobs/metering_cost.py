@@ -23,6 +23,7 @@ from weft.engine import engine as engines
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.runner.device.energy_meter import EnergyCounter, energy_counter
+from weft.engine.scheduling.features import EnergyCharges
 from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
 
@@ -65,7 +66,9 @@ class Metering:
         assert self.engine.energy is not None, self.engine.describe().energy_missing
         (self.counter,) = made
         self.own: EnergyCounter = Pretended() if pretend else energy_counter(self.engine.resolved.device)
-        self.ledger = self.engine.energy
+        charges = self.engine.listeners.find(EnergyCharges)
+        assert charges is not None
+        self.charges = charges
         self._rng = np.random.default_rng(0)
         self._handles = itertools.count()
         self.joules: dict[int, float] = {}
@@ -92,7 +95,9 @@ class Metering:
 
     def switch(self, on: bool) -> None:
         self.counter.on = on
-        self.engine.energy = self.ledger if on else None
+        self.engine.listeners.remove(self.charges)
+        if on:
+            self.engine.listeners.add(self.charges)
 
     def cost(self, number: int, output: int, seconds: float, turn: float) -> dict[str, Any]:
         """Decodes `number` requests for so many seconds, in turns with and without metering."""
@@ -146,7 +151,7 @@ class Metering:
             if self.engine.has_work:
                 self.step()
             else:
-                self.engine.rest()
+                self.engine.idle()
                 time.sleep(0.002)
 
     def sum(self, seconds: float) -> dict[str, Any]:

@@ -24,6 +24,9 @@ from weft.autosearch.advisor.engine_bench import EngineBench
 from weft.engine.config import EngineConfig, Objective
 from weft.engine.engine import Engine
 from weft.engine.runner.device.energy_meter import EnergyCounter, energy_counter
+from weft.engine.runner.iteration.batch import StepResult
+from weft.engine.scheduling.listeners import Listener
+from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
 from weft.engine.wire.messages import EnergyStats
 
 SHIFT_SECONDS = 10.0
@@ -38,37 +41,27 @@ def of(seconds: np.ndarray, objective: Objective) -> float:
     return float(seconds.mean() if objective.statistic is None else np.percentile(seconds, objective.statistic))
 
 
-class Watched:
+class Watched(Listener):
     """The engine with the automatic limit, and a record of each second."""
 
     def __init__(self, engine: Engine, bench: EngineBench, objective: Objective, out: Path) -> None:
         self.engine, self.bench, self.objective = engine, bench, objective
         self._file = (out / "windows.jsonl").open("w")
-        keeper, own = engine._seat_keeper, engine.on_commit
-        assert keeper is not None
-        assert own is not None
-
-        def committed(batch: Any, now: float) -> None:
-            keeper.committed(batch, now)
-            own(batch, now)
-
-        self.fixed, self.auto = own, committed
         self._longest = (0.0, 0.0, 0.0, 0)
-        if (chunks := engine.scheduler.chunk_keeper) is not None:
-            committed_by_keeper = chunks.committed
+        self._first_step = 0
+        engine.listeners.add(self)
 
-            def timed(result: Any, first: bool) -> None:
-                committed_by_keeper(result, first)
-                batch, whole = result.batch, result.seconds + result.idle_seconds
-                if whole > self._longest[0] and not first:
-                    prompts = batch.num_tokens - batch.num_decodes
-                    self._longest = (whole, result.seconds, result.idle_seconds, prompts)
+    def on_busy(self, step: int, _now: float) -> None:
+        self._first_step = step
 
-            chunks.committed = timed  # type: ignore[method-assign]
+    def on_result(self, result: StepResult, _now: float) -> None:
+        batch, whole = result.batch, result.seconds + result.idle_seconds
+        if whole > self._longest[0] and batch.step != self._first_step:
+            self._longest = (whole, result.seconds, result.idle_seconds, batch.num_tokens - batch.num_decodes)
 
     def phase(self, number: int, lengths: tuple[int, int], seconds: float, begun: float) -> list[dict[str, Any]]:
         engine, bench = self.engine, self.bench
-        engine.on_commit, bench.lengths = self.auto, [lengths]
+        bench.lengths = [lengths]
         rows: list[dict[str, Any]] = []
         start = at = time.monotonic()
         bench._gaps = []
@@ -109,7 +102,7 @@ class Joules:
     def _rest(self) -> None:
         until = time.monotonic() + self.REST_SECONDS
         while time.monotonic() < until:
-            self._engine.rest()
+            self._engine.idle()
             time.sleep(0.005)
 
     def _energy(self) -> EnergyStats:
@@ -179,7 +172,9 @@ def main() -> None:
         f"{[f'{np.mean(rows):.2%}' for rows in kept]}; changes {changes}", flush=True,
     )  # fmt: skip
     known: dict[tuple[int, int], list[tuple[int, bool, float, float]]] = {}
-    engine.on_commit = watched.fixed
+    keeper = engine.listeners.find(SlotLimitKeeper)
+    assert keeper is not None
+    engine.listeners.remove(keeper)
     for factor, cut in FIXED:
         for i, lengths in enumerate(phases):
             if phases.index(lengths) != i or time.monotonic() > end - 5 * options.point_seconds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from weft.engine.runner.device.runner import InFlight
 from weft.engine.runner.iteration.batch import Batch, StepResult
@@ -66,6 +66,9 @@ class Listener:
         return {}
 
 
+Found = TypeVar("Found", bound=Listener)
+
+
 class Listeners:
     """Keeps one list of bound methods per hook, so that features that are off cost nothing in an iteration."""
 
@@ -81,6 +84,10 @@ class Listeners:
         """Stop calling a listener. One that is not in the list is ignored."""
         self._listeners = [other for other in self._listeners if other is not listener]
         self._collect()
+
+    def find(self, kind: type[Found]) -> Found | None:
+        """Return the listener of this class, if there is one."""
+        return next((own for own in self._listeners if isinstance(own, kind)), None)
 
     def _collect(self) -> None:
         def using(hook: str) -> list[Listener]:

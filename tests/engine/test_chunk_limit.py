@@ -95,7 +95,7 @@ def serve(limit: ChunkLimit, plants: list[Plant], seed: int, iterations: int = 2
             if not left:
                 context, left = 0, rng.choice([300, 2000, 8000, 16000])
             decodes = Load(64 + rng.randint(-2, 2), 64e3 * LAYERS)
-            room, want = limit.room(decodes, 0.0), min(left, MOST - decodes.tokens)
+            room, want = limit.headroom(decodes, 0.0), min(left, MOST - decodes.tokens)
             fits = limit.fits(decodes, room.target, context, want)
             taken = min(want, max(fits, room.least))
             load = Load(decodes.tokens + taken, decodes.seen, limit.pairs(context, taken), 1)
@@ -148,7 +148,7 @@ def seconds_kept(limit: ChunkLimit, seconds: float) -> float:
     plant, rng = Plant(0.008, 150, 0.8, 1.0, 1, 0.01, 0.0), random.Random(5)
     decodes, window, kept, now = Load(400, 400 * 700.0 * LAYERS), list[float](), list[bool](), 0.0
     while now < seconds:
-        taken = limit.fits(decodes, limit.room(decodes, 0.0).target, 0, MOST - decodes.tokens)
+        taken = limit.fits(decodes, limit.headroom(decodes, 0.0).target, 0, MOST - decodes.tokens)
         load = Load(decodes.tokens + taken, decodes.seen, limit.pairs(0, taken), 1)
         took = plant.measured(load, rng) * (math.exp(rng.uniform(0.05, 0.15)) if rng.random() < 0.004 else 1.0)
         limit.observe(load, took, "slo")
@@ -199,7 +199,7 @@ STEADY = Plant(0.006, 150, 0.8, 1.0, 1, 0.0, 0.0)
 def test_nothing_is_foreseen_before_anything_is_measured() -> None:
     limit = a_limit()
     assert limit.cost.seconds(Load(1)) == math.inf
-    room = limit.room(Load(64), 0.0)
+    room = limit.headroom(Load(64), 0.0)
     assert limit.fits(room.decodes, room.target, 0, 500) == 0
     assert room.least == 128  # which is what prompts then get
 
@@ -264,9 +264,9 @@ def test_a_longer_context_leaves_a_smaller_chunk() -> None:
 
 def test_a_prompt_that_waits_gets_more_up_to_the_dense_batch() -> None:
     limit = a_limit()
-    least = [limit.room(Load(64), waited).least for waited in (0.0, 5.0, 6.0, 7.5, 10.0, 100.0)]
+    least = [limit.headroom(Load(64), waited).least for waited in (0.0, 5.0, 6.0, 7.5, 10.0, 100.0)]
     assert least == [128, 128, 512, 1088, MOST, MOST]
-    assert [limit.room(Load(64), waited).waited for waited in (5.0, 5.1)] == [False, True]
+    assert [limit.headroom(Load(64), waited).waited for waited in (5.0, 5.1)] == [False, True]
 
 
 @pytest.mark.parametrize(
