@@ -112,6 +112,7 @@ kernelmap: $(VENV)/.test ## regenerate the tables of docs/kernels.md: which kern
 lint: $(VENV)/.test ## run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	@$(MAKE) --no-print-directory types
 
 types: $(VENV)/.test
