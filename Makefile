@@ -26,7 +26,7 @@ INSTALL := $(BIN)/python tools/install
 # Compile modules at their first import. Only a small part of these packages is ever imported.
 LAZY := --no-compile
 
-.PHONY: foreign daily help serve test quick brisk architectures nightly supervised mutants chaos lint types format unit busy endurance kernels gpu clients prometheus chromium envoy ray schemas bench resolve package simulated clean kernelmap
+.PHONY: benchmarks foreign daily help serve test quick brisk architectures nightly supervised mutants chaos lint types format unit busy endurance kernels gpu clients prometheus chromium envoy ray schemas bench resolve package simulated clean kernelmap
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -183,6 +183,10 @@ schemas:
 
 bench: $(VENV)/.serve ## compare the demo model's throughput with transformers on this machine
 	$(BIN)/weft bench offline --max-num-seqs 64 --baseline transformers $(ARGS)
+
+benchmarks: $(VENV)/.serve ## write BENCHMARKS.md from benchmarks/results, and the chart of README.md
+	$(BIN)/python benchmarks/page.py
+	$(BIN)/python tools/pictures/comparison.py
 
 resolve: $(VENV)/.tools ## check that all requirements install from the package index, Python 3.11 to 3.14 (ARGS=--pip)
 	@$(INSTALL) resolve $(ARGS)

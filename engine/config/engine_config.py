@@ -107,12 +107,12 @@ class EngineConfig(BaseModel):
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto",
         description="dtype of KV pages: 'auto' is --dtype; 'fp8' is e4m3 with the checkpoint's scales, or 1 "
-        "(experimental on GPUs)",
+        "(on GPUs tested on the H200)",
     )
     quantization: Literal["fp8"] | None = Field(
         None,
         description="'fp8' converts a 16-bit checkpoint to e4m3 at load time, one scale per output channel "
-        "(experimental on GPUs). FP8 checkpoints do not need it",
+        "(on GPUs tested on the H200). FP8 checkpoints do not need it",
     )
     max_model_len: int | None = Field(
         None, ge=2, description="maximum prompt and output tokens per request [the model's limit]"
@@ -211,8 +211,8 @@ class EngineConfig(BaseModel):
         1,
         ge=1,
         le=8,
-        description="ranks that share one model, each with a shard of weights and KV; one GPU each (experimental). "
-        "Memory and disk sizes are for all ranks together",
+        description="ranks that share one model, each with a shard of weights and KV; one GPU each (tested on 2 and "
+        "4 H200s). Memory and disk sizes are for all ranks together",
     )
     batch_invariant: bool = Field(
         False,
