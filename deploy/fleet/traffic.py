@@ -21,14 +21,6 @@ FAILURE_PAUSE = 0.1
 Tokens = npt.NDArray[np.int32]
 
 
-def longest(workload: Workload) -> int:
-    """Tokens of the longest request; of a conversation: unknown before it is held, so all its turns together."""
-    lengths = workload.inputs + workload.outputs
-    if workload.is_conversation:
-        return workload.options.context + int(workload.turns.max()) * int(lengths.max())
-    return int(lengths.max())
-
-
 class Traffic:
     """As `loadgen.driver`, in virtual time. `context`: tokens at which a conversation ends."""
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from fleets import profile
 
-from weft.deploy.fleet.profile import Features, SideBySide, fit, knots_for, load_profile, nonnegative
+from weft.deploy.fleet.profile import Features, SideBySide, load_profile
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
 from weft.tools.fleet import record
+from weft.tools.fleet.fit import fit, knots_for, nonnegative
 
 TRUE = (2e-3, 5e-5, 0.3, 0.02)
 """context, pairs, chunks, decodes: milliseconds"""

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from weft import unwritable
-from weft.deploy.fleet.profile import Energy, Features, IterationProfile, Limits, fit, knots_for, nonnegative
+from weft.deploy.fleet.profile import Energy, Features, IterationProfile, Limits
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, WeftError
@@ -27,6 +27,7 @@ from weft.engine.runner.iteration.batch import Batch, StepResult
 from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
 from weft.tools.bench.offline import machine
+from weft.tools.fleet.fit import fit, knots_for, nonnegative
 
 REST_SECONDS = 3.0
 """for the power at rest, where there is a counter"""
