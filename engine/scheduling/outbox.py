@@ -28,19 +28,22 @@ class Outbox:
 
     def outputs(self, events: Events, stats: EngineStats) -> Outputs:
         """Return the message with a commit's events and everything collected, and empty the outbox."""
-        refused, self._refused, self.plan_moved = self._refused, [], False
-        joules, self.joules = self.joules, {}
-        for how in (Finish.REFUSED, Finish.BUSY):
-            events = events.ended([handle for handle, _, end in refused if end is how], how)
+        errors, joules = events.errors, self.joules
+        self.joules, self.plan_moved = {}, False
+        if refused := self._refused:
+            self._refused = []
+            for how in (Finish.REFUSED, Finish.BUSY):
+                events = events.ended([handle for handle, _, end in refused if end is how], how)
+            errors = {**errors, **{handle: why for handle, why, _ in refused}}
         return Outputs(
-            handles=events.handles.astype(np.int64).tobytes(),
-            tokens=events.tokens.astype(np.int32).tobytes(),
-            finish=events.finish.astype(np.uint8).tobytes(),
+            handles=events.handles.astype(np.int64, copy=False).tobytes(),
+            tokens=events.tokens.astype(np.int32, copy=False).tobytes(),
+            finish=events.finish.astype(np.uint8, copy=False).tobytes(),
             started=events.started,
             logprobs=events.logprobs,
             prompt_logprobs=events.prompt_logprobs,
             pooled=events.pooled,
-            errors={**events.errors, **{handle: why for handle, why, _ in refused}},
+            errors=errors,
             joules=joules,
             stats=stats,
         )
