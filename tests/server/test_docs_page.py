@@ -91,7 +91,7 @@ async def test_what_goes_wrong_is_said(page: Page) -> None:
     async with serving() as server:
         await page.go(f"{server.url}/docs")
         await page.run(f"{form(path)}.querySelector('.body').value = '{{'")
-        assert "no JSON" in await send(page, path)
+        assert "not valid JSON" in await send(page, path)
         await page.run(f"""{form(path)}.querySelector('.body').value = '{{"prompt": 5}}'""")
         assert (await send(page, path)).startswith("400 ")
         assert "error" in json.loads(await answer(page, path))
