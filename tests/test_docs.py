@@ -30,8 +30,8 @@ DOCUMENTS = sorted(
     ]
 )
 FOLDERS = (
-    "autosearch", "benchmarks", "deploy", "docs", "engine", "examples", "kernels", "loadgen", "server", "tests", "tools",
-    ".github",
+    "autosearch", "benchmarks", "deploy", "docs", "engine", "examples", "kernels", "loadgen", "server", "tests",
+    "tools", ".github",
 )  # fmt: skip
 ENDINGS = "py|md|json|toml|yml|yaml|txt|svg|png|gz|js|css|html|sh"
 NOT_OURS = {
