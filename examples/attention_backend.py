@@ -1,13 +1,13 @@
-"""An attention back end of one's own: what the interface asks for, on thirty lines of plain torch.
+"""Implements a custom attention back end in thirty lines of plain torch.
 
-It gathers each request's pages into dense K and V and calls torch's attention, one request after another. It is slow
-and short: a start for another device, or an oracle for a kernel. It is held against the back end that weft has
-(`torch`), first on random pages, then by serving the demo model.
+It gathers each request's pages into dense K and V and calls torch's attention, one request at a time. It is short and
+slow: a starting point for another device, or an oracle for a kernel. The example compares it with weft's `torch` back
+end, first on random pages, then by serving the demo model.
 
 Run it:  python examples/attention_backend.py
 
-weft has no plug-ins. A back end that stays gets a name; docs/adding-a-kernel.md says where, and what else a kernel
-brings. Here it takes the twin's place, in this process only.
+weft has no plug-ins. To add a back end permanently, see docs/adding-a-kernel.md. Here it replaces the reference back
+end in this process only.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ from weft.kernels.attention.backend import AttentionRequests, AttentionShape, Ho
 from weft.kernels.attention.torch_backend import TorchAttention
 
 
-class Part(NamedTuple):
+class Share(NamedTuple):
     """One request's share of an iteration."""
 
     rows: slice
-    """of q and out"""
+    """Rows of q and out."""
     pages: Tensor
-    """[pages] int64"""
+    """Page ids, [pages] int64."""
     visible: int
-    """positions that its last query sees, its own included"""
+    """Positions that the last query attends to, including itself."""
 
 
 class DenseStep(NamedTuple):
-    decodes: list[Part]
-    chunks: list[Part]
+    decodes: list[Share]
+    chunks: list[Share]
 
 
 class DenseAttention(HostAttention[DenseStep]):
-    """Causal attention, request by request. Plans on the host, so it is not captured in a CUDA graph."""
+    """Computes causal attention per request. It plans on the host, so CUDA graphs cannot capture it."""
 
     captured = False
     calls = 0
 
-    def __init__(self, shape: AttentionShape, *, batch_invariant: bool = False) -> None:  # noqa: ARG002 - it always is
+    def __init__(self, shape: AttentionShape, *, batch_invariant: bool = False) -> None:  # noqa: ARG002 - always invariant
         self._page_size = shape.page_size
 
     def prepare(self, requests: AttentionRequests) -> DenseStep:
-        """Once an iteration: whatever depends on lengths, so that the calls for each layer need not look at them."""
+        """Compute once per iteration everything that depends on lengths, so that the calls per layer need not."""
         ends = np.cumsum(requests.query_len)
-        parts = [
-            self._part(int(end - n), int(end), int(visible), table)
+        shares = [
+            self._share(int(end - n), int(end), int(visible), table)
             for end, n, visible, table in zip(
                 ends, requests.query_len, requests.kv_len, requests.page_table, strict=True
             )
         ]
-        return DenseStep(parts[: requests.num_decodes], parts[requests.num_decodes :])
+        return DenseStep(shares[: requests.num_decodes], shares[requests.num_decodes :])
 
-    def _part(self, begin: int, end: int, visible: int, table: NDArray[np.int32]) -> Part:
-        pages = table[: -(-visible // self._page_size)]  # those behind it are reserved for later tokens
-        return Part(slice(begin, end), torch.from_numpy(pages.astype(np.int64)), visible)
+    def _share(self, begin: int, end: int, visible: int, table: NDArray[np.int32]) -> Share:
+        pages = table[: -(-visible // self._page_size)]  # later pages are reserved for later tokens
+        return Share(slice(begin, end), torch.from_numpy(pages.astype(np.int64)), visible)
 
     def decode(
         self,
@@ -75,7 +75,7 @@ class DenseAttention(HostAttention[DenseStep]):
         step: DenseStep,
         *,
         out: Tensor,
-        num_sms: int | None = None,  # noqa: ARG002 - torch takes what it wants
+        num_sms: int | None = None,  # noqa: ARG002 - torch decides itself
     ) -> Tensor:
         return self._attend(q, kv, layer, step.decodes, out)
 
@@ -87,28 +87,28 @@ class DenseAttention(HostAttention[DenseStep]):
         step: DenseStep,
         *,
         out: Tensor,
-        num_sms: int | None = None,  # noqa: ARG002 - torch takes what it wants
+        num_sms: int | None = None,  # noqa: ARG002 - torch decides itself
     ) -> Tensor:
         return self._attend(q, kv, layer, step.chunks, out)
 
-    def _attend(self, q: Tensor, kv: Tensor, layer: int, parts: list[Part], out: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, kv: Tensor, layer: int, shares: list[Share], out: Tensor) -> Tensor:
         """q `[T, Hq, D]`, kv `[pages, layers, 2, page_size, Hkv, D]`, out `[T, Hq * D]`."""
         DenseAttention.calls += 1
-        for part in parts:
-            # [2, visible, Hkv, D]; whatever lies behind in the last page may be anything, NaN included
-            k, v = kv[part.pages, layer].transpose(0, 1).flatten(1, 2)[:, : part.visible]
-            queries = q[part.rows]
-            n, m = len(queries), part.visible
-            seen = torch.ones(n, m, dtype=torch.bool).tril(m - n)  # the last query sees all
+        for share in shares:
+            # [2, visible, Hkv, D]; the end of the last page may hold anything, including NaN
+            k, v = kv[share.pages, layer].transpose(0, 1).flatten(1, 2)[:, : share.visible]
+            queries = q[share.rows]
+            n, m = len(queries), share.visible
+            seen = torch.ones(n, m, dtype=torch.bool).tril(m - n)  # the last query sees every position
             attended = F.scaled_dot_product_attention(
                 queries.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), attn_mask=seen, enable_gqa=True
             )
-            out[part.rows] = attended.transpose(0, 1).flatten(1)
+            out[share.rows] = attended.transpose(0, 1).flatten(1)
         return out
 
 
 class Requests(NamedTuple):
-    """An iteration made by hand; in an engine this is its `Batch`."""
+    """An iteration built by hand; in an engine, `Batch` has these fields."""
 
     num_decodes: int
     query_len: NDArray[np.int32]
@@ -116,8 +116,8 @@ class Requests(NamedTuple):
     page_table: NDArray[np.int32]
 
 
-def difference_from_twin() -> float:
-    """The largest difference on random pages: two decodes and a prefill chunk behind 30 cached positions."""
+def difference_from_reference() -> float:
+    """Return the largest difference on random pages: two decodes, and a prefill chunk after 30 cached positions."""
     shape = AttentionShape(
         num_heads=8, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32, device=torch.device("cpu")
     )
@@ -130,9 +130,9 @@ def difference_from_twin() -> float:
     torch.manual_seed(0)
     kv = torch.randn(10, 1, 2, shape.page_size, shape.num_kv_heads, shape.head_dim)
     q = torch.randn(int(requests.query_len.sum()), shape.num_heads, shape.head_dim)
-    ours, twin = DenseAttention(shape), TorchAttention(shape)
+    ours, reference = DenseAttention(shape), TorchAttention(shape)
     a = ours.attend(q, kv, 0, ours.prepare(requests), out=torch.zeros(len(q), q[0].numel()))
-    b = twin.attend(q, kv, 0, twin.prepare(requests), out=torch.zeros(len(q), q[0].numel()))
+    b = reference.attend(q, kv, 0, reference.prepare(requests), out=torch.zeros(len(q), q[0].numel()))
     return float((a - b).abs().max())
 
 
@@ -146,15 +146,15 @@ def answers() -> list[str]:
 
 
 def main() -> None:
-    difference = difference_from_twin()
-    print(f"largest difference from the twin: {difference:.1e}")
+    difference = difference_from_reference()
+    print(f"largest difference from the reference: {difference:.1e}")
     expected = answers()
     DenseAttention.calls = 0
     with mock.patch.object(attention_torch, "TorchAttention", DenseAttention):
         mine = answers()
     print(f"answers: {mine}, {DenseAttention.calls} calls")
     if difference > 1e-5 or mine != expected or not DenseAttention.calls:
-        raise SystemExit(f"not the twin's answers: {expected}")
+        raise SystemExit(f"answers differ from the reference: {expected}")
 
 
 if __name__ == "__main__":

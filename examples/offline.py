@@ -1,4 +1,4 @@
-"""The engine in this process, without HTTP: a chat, a completion, several prompts at once.
+"""Runs the engine in this process, without HTTP: a chat, a completion, several prompts at once.
 
 Run it:  python examples/offline.py [MODEL]        (MODEL: a model directory; default: the embedded demo model)
 """
@@ -13,16 +13,16 @@ from weft import LLM, SamplingParams
 def main() -> None:
     llm = LLM(sys.argv[1] if len(sys.argv) > 1 else "demo", progress=False)
 
-    # One conversation, through the model's chat template.
+    # Chat with the model's chat template.
     (answer,) = llm.chat([{"role": "user", "content": "What is 123 + 456?"}], progress=False)
     print("chat:", answer.text)
 
-    # Raw text goes in as it is. Greedy, so that the same prompt gives the same tokens.
+    # Complete raw text. Greedy decoding gives the same tokens for the same prompt.
     greedy = SamplingParams(temperature=0, max_tokens=8)
     (counted,) = llm.generate("1 2 3 4", greedy, progress=False)
     print("completion:", counted.text.strip(), f"({counted.finish_reason} after {len(counted.token_ids)} tokens)")
 
-    # Several prompts run in one batch; each may have parameters of its own.
+    # Run several prompts in one batch; each can have its own parameters.
     words = ["pear apple fig", "kiwi plum cherry"]
     conversations = [[{"role": "user", "content": f"Sort these words: {w}"}] for w in words]
     for asked, completion in zip(words, llm.chat(conversations, progress=False), strict=True):

@@ -1,8 +1,8 @@
-"""Answers that must follow a JSON schema, a choice or a regular expression. Plain HTTP, no package needed.
+"""Constrains answers to a JSON schema, a choice or a regular expression, over plain HTTP without packages.
 
-The grammar decides which tokens may come next, so what comes back parses, whatever the model would rather have said;
-an answer cut by `max_tokens` is the one exception, and `finish_reason` tells. That the *content* is right is the
-model's business: the embedded demo model was never trained on JSON, and what it puts into the fields shows it.
+A grammar limits the next token, so answers always parse. The only exception is an answer cut off at `max_tokens`, which
+`finish_reason` reports. The grammar does not make the *content* correct: the embedded demo model was never trained on
+JSON and fills the fields poorly.
 
 Start a daemon (`weft serve`, or `make serve` in a checkout), then
 run it:  python examples/structured_output.py [URL]
@@ -31,7 +31,7 @@ SCHEMA = {
 
 
 def ask(question: str, **fields: Any) -> str:
-    """The answer to one chat message; `fields` go into the request's body."""
+    """Return the answer to one chat message; `fields` are added to the request body."""
     body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 200, **fields}
     request = urllib.request.Request(
         f"{URL}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -39,19 +39,19 @@ def ask(question: str, **fields: Any) -> str:
     with urllib.request.urlopen(request, timeout=120) as response:
         choice = json.load(response)["choices"][0]
     if choice["finish_reason"] != "stop":
-        raise SystemExit(f"the answer was cut: {choice['finish_reason']}")
+        raise SystemExit(f"the answer was cut off: {choice['finish_reason']}")
     return str(choice["message"]["content"])
 
 
 def main() -> None:
-    # OpenAI's field. `strict` is accepted; here every schema is enforced.
+    # OpenAI's field. weft enforces every schema, with or without `strict`.
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
     answer = json.loads(ask("What is 12 + 30?", response_format=wanted))
     if set(answer) != {"sum", "even", "kind"}:
-        raise SystemExit(f"not what the schema asks for: {answer}")
+        raise SystemExit(f"the answer does not follow the schema: {answer}")
     print("json:", answer)
 
-    # `structured_outputs` knows more kinds of constraint; give one of json, json_object, regex, choice and grammar.
+    # `structured_outputs` supports more constraints: one of json, json_object, regex, choice and grammar.
     print("choice:", ask("What is 12 + 30?", structured_outputs={"choice": ["41", "42", "43"]}))
 
     pattern = r"[0-9]{3}"

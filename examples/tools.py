@@ -1,8 +1,8 @@
-"""A tool call, run here, and its result sent back: the loop that agents are made of, with the `openai` client.
+"""Runs a tool call and sends back its result with the `openai` client, as agents do.
 
-`tool_choice` "required" (or a named function) is enforced by a grammar, so the call is well-formed with any model. With
-"auto", the default, the model decides, which takes one that was trained to call tools, as the embedded demo model was,
-and a format that its chat template or `--tool-call-parser` names.
+With `tool_choice` "required" (or a named function), a grammar makes the call well-formed with any model. With "auto",
+the default, the model decides. This needs a model trained to call tools, such as the embedded demo model, and a format
+that its chat template or `--tool-call-parser` names.
 
 Start a daemon (`weft serve`), then
 run it:  python examples/tools.py [URL]        (needs: pip install openai)
@@ -40,7 +40,7 @@ def add(a: int, b: int) -> int:
 
 def main() -> None:
     url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
-    client = OpenAI(base_url=f"{url}/v1", api_key="unused unless the daemon was given --api-key")
+    client = OpenAI(base_url=f"{url}/v1", api_key="only needed if the daemon runs with --api-key")
     model = client.models.list().data[0].id
 
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 12 plus 30?"}]
@@ -69,8 +69,8 @@ def main() -> None:
         },
         {"role": "tool", "tool_call_id": call.id, "content": str(result)},
     ]
-    told = client.chat.completions.create(model=model, messages=messages, tools=[ADD], temperature=0, max_tokens=16)
-    print("answer:", told.choices[0].message.content)
+    final = client.chat.completions.create(model=model, messages=messages, tools=[ADD], temperature=0, max_tokens=16)
+    print("answer:", final.choices[0].message.content)
 
 
 if __name__ == "__main__":
