@@ -19,7 +19,7 @@ from weft.server.daemon import cli
 from weft.server.daemon.cli import CHECKOUT_COMMANDS, CHECKOUT_GROUPS, COMMANDS
 
 ROOT = Path(weft.__file__).parent
-MOST_LINES = 79_000
+MOST_LINES = 78_000
 """Lines of Python in the wheel. Raise this only together with the feature that needs it."""
 
 PROGRAMS = ("weft", "weft.server.__main__")
@@ -95,6 +95,23 @@ def test_the_wheel_has_every_module_that_it_uses() -> None:
     )
     lacking = {name for module in WHEEL for name in used(module, everything)} - set(WHEEL)
     assert lacking == {"weft.tools", CHECKOUT_COMMANDS}  # which cli.py looks for, and does without
+
+
+def test_the_wheel_has_the_data_files_of_its_packages() -> None:
+    data = project(ROOT)["tool"]["setuptools"]["package-data"]
+    packed = {
+        file
+        for package, patterns in data.items()
+        for pattern in patterns
+        for file in ROOT.joinpath(*package.split(".")[1:]).glob(pattern)
+    }
+    there = {
+        file
+        for folder in {module.parent for module in WHEEL.values()} - {ROOT, ROOT / "deploy"}
+        for file in folder.rglob("*")
+        if file.is_file() and file.suffix not in (".py", ".pyc")
+    }
+    assert there <= packed
 
 
 def test_commands_of_a_checkout_are_no_commands_of_the_wheel() -> None:
