@@ -26,6 +26,7 @@ DOCUMENTS = sorted(
         *ROOT.glob(".github/**/*.md"),
         *ROOT.glob(".github/**/*.yml"),
         ROOT / "deploy/README.md",
+        ROOT / "benchmarks/jobs/README.md",
         ROOT / "engine/demo/model/README.md",
     ]
 )
