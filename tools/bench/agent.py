@@ -1,4 +1,4 @@
-"""`weft bench agent`: one long conversation as a coding agent has it, and what its turns find in each tier."""
+"""`weft bench agent`: a long conversation like a coding agent's, and what its turns find in each KV tier."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ SINK_SECONDS = 60.0
 
 
 class _Told(NamedTuple):
-    """What one turn told."""
+    """The figures of one turn."""
 
     prompt: int
     cached: int
     output: list[int]
     ttft: float
-    """seconds"""
+    """Time to the first token in seconds."""
 
 
 class _Agent:
-    """Sends everything again with every turn. Tokens are drawn; an answer is part of the next prompt."""
+    """Sends the whole conversation with every turn. Tokens are random; an answer is part of the next prompt."""
 
     def __init__(self, engine: Engine, seed: int, output_tokens: int) -> None:
         self.engine = engine
@@ -41,7 +41,7 @@ class _Agent:
         self._name = seed.to_bytes(16)
 
     def ask(self, new_tokens: int) -> _Told:
-        """One turn, alone in the engine, with so many new tokens of prompt."""
+        """Run one turn with `new_tokens` new prompt tokens, alone in the engine."""
         engine = self.engine
         new = self._rng.integers(0, engine.spec.vocab_size, new_tokens).astype(np.int32)
         prompt = np.concatenate((self.history, new))
@@ -66,14 +66,14 @@ class _Agent:
         return self.turns[-1]
 
     def announce(self) -> None:
-        """Tell the engine that a turn is coming, and give it the time to load what it needs."""
+        """Announce the next turn to the engine and wait until its pages are loaded."""
         self.engine.prefetch((self._name,))
         while self.engine.tiers is not None and self.engine.tiers.num_loading:
             self.engine.step()
 
 
 def found_share(turns: list[_Told]) -> float:
-    """Of the tokens that turns behind the first had sent, or been answered, before: how many were found."""
+    """The share of tokens found in a cache, of those that turns after the first had sent or received before."""
     seen = sum(before.prompt + len(before.output) for before in turns[:-1])
     return sum(turn.cached for turn in turns[1:]) / seen
 
@@ -94,7 +94,7 @@ def run_agent(config: EngineConfig, arguments: argparse.Namespace) -> int:
             f"the conversation grows to {longest} tokens, a request takes {engine.resolved.max_model_len}: "
             "lower --context-tokens, or raise --max-model-len or the KV pool"
         )
-    # What a first iteration of its kind costs is no turn's fault.
+    # The first iteration of a kind pays for compilation, which belongs to no turn.
     warm = _Agent(engine, config.seed + 1, output)
     for _ in range(3):
         warm.ask(new)
@@ -118,7 +118,7 @@ def run_agent(config: EngineConfig, arguments: argparse.Namespace) -> int:
     }
     for tier in tiers:
         if tier == "ssd" and (engine.tiers is None or engine.tiers.ssd.store is None):
-            break  # it said why
+            break  # the engine has logged why
         figures |= _restored(agent, tier, arguments.restores, new)
     if engine.tiers is not None:
         figures |= {
@@ -130,7 +130,7 @@ def run_agent(config: EngineConfig, arguments: argparse.Namespace) -> int:
 
 
 def _restored(agent: _Agent, tier: str, turns: int, new_tokens: int) -> Figures:
-    """Of turns that find their prefix in this tier alone, and of one more that was announced."""
+    """Figures of turns whose prefix is in this tier alone, and of one announced turn."""
     restored = []
     for _ in range(turns):
         _sink(agent.engine, tier)
@@ -148,7 +148,7 @@ def _restored(agent: _Agent, tier: str, turns: int, new_tokens: int) -> Figures:
 
 
 def _sink(engine: Engine, tier: str) -> None:
-    """Leave the pages to a lower tier alone."""
+    """Move the pages to a lower tier, so that no other tier has them."""
     tiers = engine.tiers
     assert tiers is not None
     if tier == "host":

@@ -1,4 +1,4 @@
-"""Power and clocks of a GPU while something runs, and the rate its matrix units sustain: the measures of throughput."""
+"""Power and clocks of GPUs during a run, and the FLOP/s that their matrix units sustain."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import torch
 
 class PowerUse(NamedTuple):
     watts: float
-    """of all GPUs together"""
+    """Watts, summed over GPUs."""
     megahertz: float
-    """their mean"""
+    """Megahertz, mean over GPUs."""
     joules: float
 
 
 PERIOD_MS = 200
-"""between two samples of power"""
+"""Milliseconds between two samples of power."""
 
 
 class PowerMonitor:
-    """Samples `nvidia-smi` from enter to exit; `use` is None where it is not installed."""
+    """Samples `nvidia-smi` from enter to exit. `use` is None if it is not installed."""
 
     def __init__(self, gpus: int) -> None:
-        """gpus: the first so many that this process sees."""
+        """gpus: how many of the visible GPUs to sample, from the first."""
         self._gpus = gpus
         self._process: subprocess.Popen[str] | None = None
         self.use: PowerUse | None = None
 
     def __enter__(self) -> PowerMonitor:
         query = ["--query-gpu=power.draw.instant,clocks.sm", "--format=csv,noheader,nounits", f"-lms={PERIOD_MS}"]
-        # its number here is not the driver's where some are hidden
+        # its number differs from the driver's if some GPUs are hidden
         first = torch.cuda.current_device()
         found = (torch.cuda.get_device_properties(first + i) for i in range(self._gpus))
         here = ",".join(f"GPU-{properties.uuid}" for properties in found)
@@ -56,7 +56,7 @@ class PowerMonitor:
 
 
 def power_use(samples: list[tuple[float, ...]], gpus: int, seconds: float) -> PowerUse | None:
-    """samples: watts and megahertz of one GPU each, of all equally often. None where there are none."""
+    """samples: watts and megahertz of one GPU each, equally many from every GPU. Returns None without samples."""
     if not samples:
         return None
     watts = gpus * sum(s[0] for s in samples) / len(samples)
@@ -64,7 +64,7 @@ def power_use(samples: list[tuple[float, ...]], gpus: int, seconds: float) -> Po
 
 
 def sustained_flops() -> float:
-    """FLOP/s of a bf16 matrix product through the vendor's library, at the clocks left after two seconds of it."""
+    """FLOP/s of a bf16 GEMM of the vendor's library, at the clocks it settles at after two seconds."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -17,14 +17,14 @@ from weft.engine.wire.sampling import SamplingParams
 from weft.tools.bench.offline import Figures, machine, report
 
 OVERCOMMIT = 3.0
-"""of the GPU pool, by the conversations' last rounds, unless their number is given"""
+"""Default size of the conversations after their last round, as a multiple of the KV pool on the GPU."""
 WARM_UP_CONVERSATIONS, WARM_UP_ROUNDS = 16, 2
 RESTORES = 5
 SINK_SECONDS = 60.0
 
 
 class _Driver:
-    """Conversations in a closed loop: each sends its next turn, with its whole history, when the last is answered."""
+    """Conversations in a closed loop: each sends its next turn, with its whole history, after an answer."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self.engine = engine
@@ -98,7 +98,7 @@ class _Driver:
         }
 
     def first_token_seconds(self, tokens: np.ndarray) -> tuple[float, int]:
-        """(seconds to the first token, cached tokens) of a request alone in the engine."""
+        """Seconds to the first token and cached tokens of a request that runs alone."""
         begin = time.perf_counter()
         handle = self.send(tokens, 2)
         seconds, cached = 0.0, 0
@@ -136,7 +136,7 @@ def _speeds(engine: Engine) -> Figures:
 def _restore(engine: Engine, tokens: int, seed: int) -> Figures:
     """The first token of a second turn over a history of `tokens`: computed, and restored from each lower tier.
 
-    An engine that finds computing quicker than loading restores less than all.
+    An engine restores only a part if it expects computing to be faster than loading.
     """
     tiers = engine.tiers
     assert tiers is not None
@@ -162,7 +162,7 @@ def _restore(engine: Engine, tokens: int, seed: int) -> Figures:
 
 
 def run_multiround(config: EngineConfig, arguments: argparse.Namespace) -> int:
-    """Run the conversations with the tiers of `config` and without any; print throughput, hits and the ratio."""
+    """Run the conversations with and without the tiers of `config`; print throughput, hits and the ratio."""
     rounds, turn, output = arguments.rounds, arguments.turn_tokens, arguments.output_tokens
     if not config.host_kv_gib:
         raise ConfigError("weft bench multiround needs --host-kv-gib: it measures what the tiers are worth")
@@ -192,7 +192,7 @@ def run_multiround(config: EngineConfig, arguments: argparse.Namespace) -> int:
                 "last_rounds_exceed_the_pool": count * rounds * (turn + output) / pool_tokens,
             }
         driver = _Driver(engine, config.seed)
-        # What a first iteration of its kind costs is no tier's fault.
+        # The first iteration of a kind pays for compilation, which belongs to no tier.
         driver.converse(min(count, WARM_UP_CONVERSATIONS), min(rounds, WARM_UP_ROUNDS), turn, output)
         engine.reset_prefix_cache()
         run = driver.converse(count, rounds, turn, output)

@@ -37,11 +37,11 @@ from weft.tools.bench.trace import Recorder, TraceFigures
 
 Figures = dict[str, Any]
 STEPS = (1, 16, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048, 4096, 8192)
-"""most tokens of an iteration of each step by which `_by_tokens` tells of a run"""
+"""Upper bounds, in tokens of an iteration, of the groups in `_by_tokens`."""
 
 
 def machine() -> Figures:
-    """What the figures were measured on."""
+    """The machine that the figures were measured on."""
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
@@ -134,7 +134,7 @@ def _run_engine(
 
 
 def _by_tokens(sizes: np.ndarray) -> Figures:
-    """Where a run's time went: of iterations `[N, 2]` (tokens, seconds on the device), in steps of their tokens."""
+    """The time of a run, grouped by tokens of an iteration. sizes: `[N, 2]` tokens and seconds on the device."""
     if not len(sizes):
         return {}
     tokens, seconds = sizes.T
@@ -149,9 +149,9 @@ def _by_tokens(sizes: np.ndarray) -> Figures:
 
 
 def _on_gpu(engine: Engine, figures: Figures, lengths: Lengths, use: PowerUse | None) -> Figures:
-    """Power, clocks and the fraction of Equation 5's optimum (NanoFlow §3.3). The GPU is as warm as the run left it."""
+    """Power, clocks and the fraction of Equation 5's optimum (NanoFlow §3.3), measured while the GPU is still warm."""
     flops = sustained_flops()
-    # of as many GPUs as there are ranks, each as fast as this one
+    # assumes that every rank's GPU is as fast as this one
     optimum = engine.config.tensor_parallel_size * flops / (2 * engine.spec.active_parameters)
     added: Figures = {
         "sustained_tflops_of_cublas": flops / 1e12,
@@ -165,7 +165,7 @@ def _on_gpu(engine: Engine, figures: Figures, lengths: Lengths, use: PowerUse | 
 
 
 def _then(engine: Engine, lengths: Lengths, seed: int, first_handle: int) -> Figures:
-    """A further workload of an engine that is warm."""
+    """Run a further workload on the warm engine."""
     prompts, recorder = _prompts(lengths, engine.spec.vocab_size, seed), Recorder(0, 0)
     if engine.resolved.device.type != "cuda":
         return _run_engine(engine, prompts, lengths, recorder, first_handle)
@@ -193,7 +193,7 @@ def _traced(trace: TraceFigures | None, seconds: float) -> Figures:
 
 
 def _start(imported: float | None, engine: Engine, first_token: float) -> dict[str, float]:
-    """Where the seconds to the first token go, that of a whole iteration included."""
+    """How the seconds until the first token are spent, including its iteration."""
     before = {} if imported is None else {"imports": imported}
     total = (imported or 0.0) + engine.load_seconds + first_token
     phases = {**engine.start_seconds, "first iteration": first_token}
@@ -202,7 +202,7 @@ def _start(imported: float | None, engine: Engine, first_token: float) -> dict[s
 
 
 def _process_age() -> float | None:
-    """Seconds since this process was started, where the system tells."""
+    """Seconds since this process started, if the system reports it."""
     try:
         started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
     except (OSError, ValueError, IndexError):
@@ -211,7 +211,7 @@ def _process_age() -> float | None:
 
 
 def _run_transformers(engine: Engine, prompts: list[np.ndarray], lengths: Lengths, batch: int) -> Figures:
-    """`generate` over batches of the same requests, left-padded, each batch as long as its longest output."""
+    """Run `generate` on batches of the same requests, left-padded, for as long as the longest output of a batch."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(engine.config.model_path, dtype=engine.resolved.compute_dtype)
@@ -237,7 +237,7 @@ def _run_transformers(engine: Engine, prompts: list[np.ndarray], lengths: Length
 
 
 def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
-    """Run a workload to its end and print throughput. All requests are queued at once; greedy; end tokens ignored."""
+    """Run a workload and print throughput. All requests are queued at once, sampled greedily, and ignore end tokens."""
     lengths = read_lengths(arguments.workload, arguments.lengths, config.seed)
     further = [(spec, read_lengths(spec, None, config.seed)) for spec in arguments.then]
     if arguments.baseline and config.load_format == "dummy":
@@ -279,13 +279,13 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
     figures["start_seconds"] = _start(imported, engine, figures.pop("first_token_seconds"))
     begun = len(lengths)
     for i, (spec, more) in enumerate(further):
-        if arguments.json is not None:  # what is known, in case that this is as far as it comes
+        if arguments.json is not None:  # write the figures so far, in case a later step fails
             _write({**figures, **machine()}, arguments.json)
         figures[f"then {spec}"] = _then(engine, more, config.seed + 1 + i, first_handle=begun)
         begun += len(more)
     engine.close()
     if arguments.baseline == "transformers":
-        torch.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))  # nothing runs beside it
+        torch.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))  # nothing else runs
         figures |= _run_transformers(engine, prompts, lengths, arguments.baseline_batch)
         figures["ratio_to_transformers"] = (
             figures["total_tokens_per_second"] / figures["transformers_total_tokens_per_second"]
@@ -295,7 +295,7 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
 
 
 def _loaded_scheduler(requests: int, page_size: int, output_tokens: int, rng: np.random.Generator) -> Scheduler:
-    """With room for all of these requests, which come at once."""
+    """A scheduler with pages for all of these requests, which arrive at once."""
     length = 1024
     max_len = length + output_tokens
     pages = requests * (-(-max_len // page_size)) + 1
@@ -325,7 +325,7 @@ def _loaded_scheduler(requests: int, page_size: int, output_tokens: int, rng: np
 
 
 def run_scheduler(arguments: argparse.Namespace) -> int:
-    """Schedule, build inputs and commit for many running decodes; no model runs."""
+    """Time scheduling, building inputs and committing for many running decodes, without a model."""
     running, page_size = arguments.running, arguments.page_size
     if not 1 <= running <= 4096:
         print(f"weft bench scheduler: --running must be 1 to 4096, not {running}", file=sys.stderr)

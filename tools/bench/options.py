@@ -25,21 +25,23 @@ def add_offline_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--lengths", metavar="FILE", type=Path, help="JSON list of [input, output] pairs, instead")
     group.add_argument(
         "--then", metavar="SPEC", action="append", default=[],
-        help="a further workload of the same engine behind it, as often as you like",
+        help="a further workload to run afterwards on the same engine; may be repeated",
     )  # fmt: skip
-    group.add_argument("--baseline", choices=["transformers"], help="run the same requests through it, for the ratio")
+    group.add_argument(
+        "--baseline", choices=["transformers"], help="also run the same requests with it, and print the ratio"
+    )
     group.add_argument("--baseline-batch", metavar="N", type=int, default=64, help="batch of the baseline [64]")
     group.add_argument(
-        "--trace", metavar="FILE", type=output_file, help="write a Chrome trace of the traced iterations here"
+        "--trace", metavar="FILE", type=output_file, help="write a Chrome trace of the traced iterations to this file"
     )
     group.add_argument(
         "--trace-iterations",
         metavar="N",
         type=_count,
         default=6,
-        help="iterations in mid-run whose kernels are timed, on a GPU; 0 for none [6]",
+        help="iterations in mid-run to trace on a GPU; 0: none [6]",
     )
-    group.add_argument("--json", metavar="FILE", type=output_file, help="write the figures here as well")
+    group.add_argument("--json", metavar="FILE", type=output_file, help="also write the figures to this file")
 
 
 def add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,21 +49,21 @@ def add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--running", metavar="N", type=int, default=1024, help="requests running at once [1024]")
     group.add_argument("--iterations", metavar="N", type=int, default=300, help="iterations to time [300]")
     group.add_argument("--page-size", metavar="N", type=int, default=64, help="tokens per page [64]")
-    group.add_argument("--json", metavar="FILE", type=output_file, help="write the figures here as well")
+    group.add_argument("--json", metavar="FILE", type=output_file, help="also write the figures to this file")
 
 
 def add_multiround_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("benchmark")
-    group.add_argument("--conversations", metavar="N", type=int, help="[as many as exceed the KV pool three times]")
+    group.add_argument("--conversations", metavar="N", type=int, help="[three times as many as fit in the KV pool]")
     group.add_argument("--rounds", metavar="N", type=int, default=8, help="rounds of each conversation [8]")
-    group.add_argument("--turn-tokens", metavar="N", type=int, default=200, help="new prompt tokens a round [200]")
-    group.add_argument("--output-tokens", metavar="N", type=int, default=50, help="output tokens a round [50]")
+    group.add_argument("--turn-tokens", metavar="N", type=int, default=200, help="new prompt tokens per round [200]")
+    group.add_argument("--output-tokens", metavar="N", type=int, default=50, help="output tokens per round [50]")
     group.add_argument(
         "--restore-tokens", metavar="N", type=int, default=6144,
-        help="also time the first token after a history of so many tokens, restored and computed; 0 for not [6144]",
+        help="also time the first token after a history of N tokens, restored and computed; 0: skip [6144]",
     )  # fmt: skip
-    group.add_argument("--no-baseline", action="store_true", help="leave out the run without tiers")
-    group.add_argument("--json", metavar="FILE", type=output_file, help="write the figures here as well")
+    group.add_argument("--no-baseline", action="store_true", help="skip the run without tiers")
+    group.add_argument("--json", metavar="FILE", type=output_file, help="also write the figures to this file")
 
 
 def add_agent_flags(parser: argparse.ArgumentParser) -> None:
@@ -70,9 +72,9 @@ def add_agent_flags(parser: argparse.ArgumentParser) -> None:
         "--context-tokens", metavar="N", type=int, default=2000, help="tokens of the first prompt [2000]"
     )
     group.add_argument("--turns", metavar="N", type=int, default=40, help="turns of the conversation [40]")
-    group.add_argument("--turn-tokens", metavar="N", type=int, default=200, help="new prompt tokens a turn [200]")
-    group.add_argument("--output-tokens", metavar="N", type=int, default=32, help="output tokens a turn [32]")
+    group.add_argument("--turn-tokens", metavar="N", type=int, default=200, help="new prompt tokens per turn [200]")
+    group.add_argument("--output-tokens", metavar="N", type=int, default=32, help="output tokens per turn [32]")
     group.add_argument(
         "--restores", metavar="N", type=int, default=3, help="further turns with the prefix in each lower tier [3]"
     )
-    group.add_argument("--json", metavar="FILE", type=output_file, help="write the figures here as well")
+    group.add_argument("--json", metavar="FILE", type=output_file, help="also write the figures to this file")

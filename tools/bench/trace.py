@@ -30,15 +30,15 @@ KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
         "element-wise",
     ),
 )
-"""parts of a kernel's name -> its kind; the first that fits. The one place that knows how kernels are called."""
+"""Parts of a kernel's name and its kind; the first match wins. No other code depends on names of kernels."""
 PRODUCTS = ("qkv", "o", "gate-up", "down")
-"""in the order of a layer"""
+"""The GEMMs of a layer, in order."""
 FIRST_KERNEL = "prepare"
-"""part of the name of the kernel that begins an iteration (`kernels.resident.prepare`)"""
+"""Part of the name of the kernel that begins an iteration."""
 
 
 class Event(NamedTuple):
-    """A kernel, copy or memset on the GPU. Microseconds."""
+    """A kernel, copy or memset on the GPU. Times are in microseconds."""
 
     name: str
     begin: float
@@ -48,7 +48,7 @@ class Event(NamedTuple):
 
 
 def read_events(file: Path) -> list[Event]:
-    """The GPU's events of a Chrome trace, by their beginning. Raises `ValueError` when it is none."""
+    """The GPU's events of a Chrome trace, sorted by begin. Raises `ValueError` if the file is no such trace."""
     try:
         rows = json.loads(file.read_text())["traceEvents"]
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError):
@@ -63,7 +63,7 @@ def read_events(file: Path) -> list[Event]:
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same points as disjoint intervals, in order."""
+    """Merge intervals into disjoint ones, in order."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -74,7 +74,7 @@ def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _covered(intervals: list[tuple[float, float]], begin: float, end: float) -> float:
-    """Length of disjoint intervals inside `[begin, end)`."""
+    """Total length of disjoint intervals inside `[begin, end)`."""
     return sum(max(0.0, min(b, end) - max(a, begin)) for a, b in intervals)
 
 
@@ -86,7 +86,7 @@ def _named_kind(event: Event) -> str:
 
 
 def _by_duration(events: list[Event], kinds: list[str], which: list[int]) -> None:
-    """Down reads a matrix some three to four times the size of o's: what takes long is down."""
+    """Tell o and down apart by duration: down's matrix is three to four times the size of o's."""
     lengths = {i: events[i].end - events[i].begin for i in which}
     ordered = sorted(lengths.values())
     short, long = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
@@ -97,17 +97,17 @@ def _by_duration(events: list[Event], kinds: list[str], which: list[int]) -> Non
 def kinds_of(events: list[Event]) -> list[str]:
     """The kind of each event, in order.
 
-    One kernel serves several products. In the serial plan their order tells: after qkv comes o, after that gate-up,
-    then down. Two launches for experts stand for gate-up and down; a shared expert's may stand behind each. A trace
-    that does not keep this order is one of overlapped nano-batches: there, duration tells o from down, and a product
-    whose name says nothing stays "product".
+    One kernel serves several GEMMs. In the serial plan the order identifies them: qkv, o, gate-up, down. Two launches
+    for experts stand for gate-up and down; a shared expert's launch may follow each. A trace with another order has
+    overlapped nano-batches: there, duration separates o from down, and a GEMM with an uninformative name stays
+    "product".
     """
     kinds = [_named_kind(e) for e in events]
     products = {e.stream for e, kind in zip(events, kinds, strict=True) if kind in ("qkv", "product")}
     attention = {e.stream for e, kind in zip(events, kinds, strict=True) if kind.endswith("attention")}
     serial = attention <= products
     last: dict[int, str] = {}
-    halfway: set[int] = set()  # streams on which the last product was the first one of experts
+    halfway: set[int] = set()  # streams whose last GEMM was the first one of experts
     residual: list[int] = []
     for i, (event, kind) in enumerate(zip(events, kinds, strict=True)):
         if FIRST_KERNEL in event.name.lower():
@@ -135,28 +135,28 @@ def kinds_of(events: list[Event]) -> list[str]:
 
 
 class TraceFigures(NamedTuple):
-    """Over whole iterations, so that the profiler's own beginning and end do not count."""
+    """Figures over whole iterations, which leaves out the start and end of the profiler."""
 
     iterations: int
     ms_per_iteration: dict[str, float]
-    """by kind, largest first. Streams count apart, so that the sum exceeds `milliseconds` where they overlap"""
+    """Milliseconds by kind, largest first. Streams count separately: the sum exceeds `milliseconds` if they overlap."""
     milliseconds: float
-    """of an iteration, mean"""
+    """Mean milliseconds of an iteration."""
     idle_share: float
-    """of the time: no kernel runs on any stream"""
+    """Share of the time in which no kernel runs on any stream."""
     idle_between_us: tuple[float, float]
-    """between an iteration's last kernel and the next one's first: median, largest"""
+    """Time from an iteration's last kernel to the next one's first: median and largest."""
     idle_inside_us: float
-    """of an iteration, mean, between its first and its last kernel"""
+    """Mean idle time of an iteration between its first and last kernel."""
 
 
 def _starts(events: list[Event]) -> list[float]:
-    """When each iteration begins."""
+    """The time at which each iteration begins."""
     return [e.begin for e in events if e.is_kernel and FIRST_KERNEL in e.name.lower()]
 
 
 def summarize(events: list[Event]) -> TraceFigures | None:
-    """None unless the trace holds at least one whole iteration and the beginning of the next."""
+    """Returns None unless the trace has a whole iteration and the beginning of the next."""
     starts = _starts(events)
     if len(starts) < 2:
         return None
@@ -170,7 +170,7 @@ def summarize(events: list[Event]) -> TraceFigures | None:
     times: dict[str, float] = defaultdict(float)
     stream_end: dict[int, float] = {}
     for event, kind in zip(events, kinds_of(events), strict=True):
-        # A dependent launch is resident early and waits for the kernel before it: that time is the other one's.
+        # A dependent launch starts early and waits for the previous kernel: that time belongs to the previous one.
         first = max(event.begin, stream_end.get(event.stream, event.begin))
         stream_end[event.stream] = max(event.end, first)
         times[kind] += max(0.0, min(event.end, end) - max(first, begin))
@@ -186,14 +186,14 @@ def summarize(events: list[Event]) -> TraceFigures | None:
 
 
 BEGIN = 0.4
-"""share of a run's tokens that are computed before it is recorded"""
+"""Share of a run's tokens that are computed before recording starts."""
 
 
 class Recorder:
-    """Records a few iterations of a run from the moment that `BEGIN` of its tokens are computed.
+    """Records a few iterations of a run after `BEGIN` of its tokens are computed.
 
-    iterations: 0 records nothing. One more is recorded in front, which finds the profiler still starting. `seconds` is
-    what starting and stopping the profiler took of the run.
+    iterations: 0 records nothing. One more is recorded first, because the profiler is still starting then. `seconds` is
+    the time that starting and stopping the profiler took.
     """
 
     def __init__(self, iterations: int, tokens: int, *, file: Path | None = None) -> None:
@@ -203,7 +203,7 @@ class Recorder:
         self._stop_at = 0
         self._done = iterations == 0
         self.seconds = 0.0
-        if iterations:  # the first profile of a process loads the profiler
+        if iterations:  # the first profile of a process loads the profiler's library
             first = self._new()
             first.start()
             first.stop()
@@ -218,7 +218,7 @@ class Recorder:
         return profile(activities=activities)
 
     def step(self, iteration: int, tokens: int) -> None:
-        """Iteration number `iteration`, of `tokens` tokens, was committed."""
+        """Called after iteration number `iteration`, of `tokens` tokens, was committed."""
         self._tokens_left -= tokens
         if self._done or self._tokens_left > 0:
             return
@@ -232,7 +232,7 @@ class Recorder:
             self.stop()
 
     def stop(self) -> None:
-        """End recording, at the latest when the run ends."""
+        """End recording. The run calls this at its end."""
         if self._profile is not None and not self._done:
             begin = time.perf_counter()
             self._profile.stop()
@@ -240,7 +240,7 @@ class Recorder:
         self._done = True
 
     def figures(self) -> TraceFigures | None:
-        """Writes the trace file, if one was asked for; None when no whole iteration on a GPU was recorded."""
+        """Write the trace file, if requested. Returns None if no whole iteration on a GPU was recorded."""
         self.stop()
         if self._profile is None:
             return None

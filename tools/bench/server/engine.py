@@ -1,7 +1,7 @@
-"""An engine of nothing but messages, for `weft bench server`: a token a tick for every open request.
+"""An engine without a model for `weft bench server`: it sends one token per tick to every open request.
 
-Started as `python -m weft.tools.bench.server.engine LISTENER TICKS_PER_SECOND VOCAB_SIZE`, the first being
-the descriptor of a socket that listens (`PrivateSocket`); ends when stdin closes.
+Started as `python -m weft.tools.bench.server.engine LISTENER TICKS_PER_SECOND VOCAB_SIZE`. LISTENER
+is the descriptor of a listening socket (`PrivateSocket`). It ends when stdin closes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from weft.engine.wire.messages import (
 
 MAX_MODEL_LEN = 1 << 20
 TOKENS = (72, 75)
-"""ids that any vocabulary has, sent by turns: letters in those that begin with bytes"""
+"""Token ids that any vocabulary has, sent alternately. They are letters in vocabularies that begin with bytes."""
 
 
 class StubEngine:
@@ -43,9 +43,9 @@ class StubEngine:
         self._tick_seconds = 1 / rate
         self._vocab_size = vocab_size
         self._left: dict[int, int] = {}
-        """tokens still to send, by handle"""
+        """Tokens still to send, by handle."""
         self._scored: dict[int, int] = {}
-        """how many log-probabilities each token gets, by handle, for those that asked"""
+        """Log-probabilities per token, by handle, for requests that want them."""
         self._new: list[int] = []
         self._ticks = 0
         self._tokens = 0
@@ -121,7 +121,7 @@ class StubEngine:
 
 
 def _logprobs(token: int, k: int) -> TokenLogprobs:
-    """The token is the best of all."""
+    """Made-up log-probabilities in which `token` is the best."""
     best = range(token, token + k)
     return TokenLogprobs(1, (token, *best), (-0.5, *(-0.5 - i for i in range(k))))
 

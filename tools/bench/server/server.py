@@ -1,4 +1,4 @@
-"""`weft bench server`: what the API side costs: real API processes and sockets before an engine that only emits."""
+"""`weft bench server`: CPU cost of the API processes. They and their sockets are real, the engine only emits tokens."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _parse_fields(text: str) -> dict[str, Any]:
 
 class _Bench:
     def __init__(self, arguments: argparse.Namespace, fields: dict[str, Any]) -> None:
-        """`fields`: of the streams' requests, beside those that make them streams."""
+        """fields: further fields of the streams' requests."""
         self._arguments = arguments
         self._fields = fields
         self._config = ServeConfig.model_validate(
@@ -91,7 +91,7 @@ class _Bench:
         self._heartbeats = Heartbeats(arguments.api_workers + 1)
         self._metrics = Metrics(self._shared_state, 0)
         self._tokenized = 0
-        """long prompts that were answered"""
+        """Long prompts that were answered."""
 
     async def run(self) -> dict[str, Any]:
         socket = PrivateSocket()
@@ -183,7 +183,7 @@ class _Bench:
         }
 
     async def _measure_scrapes(self, apis: list[ApiProcess], without: float) -> dict[str, Any]:
-        """Go on, and scrape. `without`: share of a core that the API processes take when nobody does."""
+        """Measure again with scrapes. without: share of a core that the API processes use without them."""
         reader, writer = await asyncio.open_connection(*self._listeners[0].getsockname())
         count = max(1, round(self._arguments.scrapes * self._arguments.seconds))
         cpu, begun = _cpu_seconds(apis), time.monotonic()
@@ -198,7 +198,7 @@ class _Bench:
         return {"scrapes": count, "us_per_scrape": cpu / count * 1e6, "scrape_cpu": cpu / seconds}
 
     async def _tokenize(self) -> None:
-        """Send long prompts, one after the other, each for one token."""
+        """Send long prompts one after another, each for one token."""
         request = http_request(*self._request(self._arguments.tokenize, 1, stream=False))
         host, port = self._listeners[0].getsockname()
         while True:
@@ -212,7 +212,7 @@ class _Bench:
 
 
 async def _start(module: str, *arguments: object, fd: int | None = None) -> Process:
-    """`fd`: that the process inherits."""
+    """fd: a descriptor that the process inherits."""
     fds = () if fd is None else (fd,)
     return await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", module, *map(str, arguments), stdin=PIPE, stdout=PIPE, pass_fds=fds
@@ -220,7 +220,7 @@ async def _start(module: str, *arguments: object, fd: int | None = None) -> Proc
 
 
 def _cpu_seconds(apis: list[ApiProcess]) -> float:
-    """All threads of the processes, user and system, by the scheduler's clock."""
+    """CPU seconds of all threads of the processes, user and system, by the scheduler's clock."""
     nanoseconds = 0
     for api in apis:
         for thread in Path(f"/proc/{api.pid}/task").iterdir():
