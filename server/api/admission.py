@@ -31,7 +31,7 @@ class Admission:
         max_tokens: int,
         model: int = 0,
     ) -> None:
-        """`row`: this process's row of the shared state. `rejected`: counts refusals by code. `model`: the model's number."""
+        """`row`: this process's row of `shared_state`. `rejected`: counts refusals by code. `model`: its number."""
         self._replicas = replicas
         self._rejected = rejected
         self._shared_state = shared_state
@@ -56,7 +56,7 @@ class Admission:
 
     @contextmanager
     def admit(self, num_sequences: int, num_tokens: int) -> Iterator[None]:
-        """Submit the work inside this context, which locks out other processes. Raises `ApiError` 503 if it is refused."""
+        """A context for submitting work, which locks out other processes. Raises `ApiError` 503 if refused."""
         with self._shared_state.lock():
             if (refusal := self.refusal(num_sequences, num_tokens)) is not None:
                 self._rejected.labels(str(refusal.code)).inc()

@@ -64,7 +64,9 @@ class Answer(Response):
                 if self._interruption is None and scope.get("weft.stalled"):
                     self._cause = "stall"
             error = await self._outcome(work)
-            generation.close(self._cause)  # before sending the error: a client that stopped reading must not block the engine
+            generation.close(
+                self._cause
+            )  # before sending the error: a client that stopped reading must not block the engine
             if error is not None:
                 if not self._started:
                     raise error

@@ -101,9 +101,9 @@ async def _on_error(request: Request, error: Exception) -> Response:
 def _methods(request: Request, allowed: str) -> set[str]:
     """All methods of the request's path. `allowed`: the router's header, which covers only one matching route."""
     methods = {method.strip() for method in allowed.split(",") if method}
-    for template, operations in request.app.openapi()["paths"].items():
+    for template, path_item in request.app.openapi()["paths"].items():
         if compile_path(template)[0].match(request.scope["path"]):
-            methods |= {method.upper() for method in operations}
+            methods |= {method.upper() for method in path_item}
     return methods
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import Field
 
-from weft.server.api.files import FolderOf, Limit, OwnerOf, kept_seconds, not_found_error, disk_error, page
+from weft.server.api.files import FolderOf, Limit, OwnerOf, disk_error, kept_seconds, not_found_error, page
 from weft.server.api.routing import JsonRoute
 from weft.server.batches.files import KEPT_SECONDS
 from weft.server.batches.lines import Endpoint

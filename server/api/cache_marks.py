@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from weft.engine.wire.messages import Promise
+from weft.engine.wire.messages import Retention
 from weft.server.api.protocol import ChatBody
 from weft.server.text.tokenizer import Tokenizer
 
@@ -40,9 +40,9 @@ def _is_conversation(message: object) -> bool:
     return getattr(message, "role", "") not in ("system", "developer")
 
 
-def promises_of(
+def retention_of(
     marks: Sequence[Mark], body: ChatBody, text: str, ids: Sequence[int], tokenizer: Tokenizer
-) -> tuple[Promise, ...]:
+) -> tuple[Retention, ...]:
     """The marks as tokens of the prompt. Call it in a worker thread: marks inside the prompt take milliseconds.
 
     The end of a message is found by searching for its content, so any template works. If the template changes or drops
@@ -52,14 +52,14 @@ def promises_of(
     if not marks:
         return ()
     if all(mark.message == WHOLE for mark in marks):
-        return (Promise(len(ids), max(mark.seconds for mark in marks)),)
+        return (Retention(len(ids), max(mark.seconds for mark in marks)),)
     ends = _ends(body, tokenizer.without_seams(text))
     sizes = tokenizer.byte_sizes(ids)
     seconds: dict[int, float] = {}
     for mark in marks:
         tokens = len(ids) if mark.message == WHOLE else int((sizes.cumsum() <= ends[mark.message]).sum())
         seconds[tokens] = max(mark.seconds, seconds.get(tokens, 0.0))
-    return tuple(Promise(tokens, seconds[tokens]) for tokens in sorted(seconds) if tokens)
+    return tuple(Retention(tokens, seconds[tokens]) for tokens in sorted(seconds) if tokens)
 
 
 def _ends(body: ChatBody, text: str) -> dict[int, int]:

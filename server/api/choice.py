@@ -72,7 +72,7 @@ class Choice:
         self.stream = stream
         self.num_tokens = 0
         self.cached_tokens = 0
-        self.promised_tokens = 0
+        self.retained_tokens = 0
         """Prompt tokens that are retained at the client's request."""
         self.reasoning_tokens: int | None = None
         """Output tokens that are thinking; None if thinking is not parsed."""
@@ -110,7 +110,7 @@ class Choice:
             raise ApiError(500, delta.error or "The engine aborted this request.", code="engine_error")
         if delta.started is not None:
             self.cached_tokens = delta.started.cached_tokens
-            self.promised_tokens = delta.started.promised_tokens
+            self.retained_tokens = delta.started.retained_tokens
         self.prompt_logprobs += delta.prompt_logprobs
         self.pooled = delta.pooled or self.pooled
         piece, self._deferred = self._deferred or Piece(), None

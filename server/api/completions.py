@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from weft.engine.wire.messages import Promise
+from weft.engine.wire.messages import Retention
 from weft.server.api.answer import Answer
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.choices import Choices
@@ -69,7 +69,7 @@ async def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:
     if not all(prompt.token_ids for prompt in prompts):
         raise bad_request("prompt: must have at least one token.", "prompt")
     if seconds := body.kept_seconds:
-        prompts = [replace(prompt, promises=(Promise(len(prompt.token_ids), seconds),)) for prompt in prompts]
+        prompts = [replace(prompt, retention=(Retention(len(prompt.token_ids), seconds),)) for prompt in prompts]
     return prompts
 
 

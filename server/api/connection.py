@@ -52,7 +52,7 @@ class Outlet:
 
 
 class UntilClose:
-    """Sends an answer without a length to an HTTP/1.0 client, which does not support chunks: closing ends the answer."""
+    """Sends an answer of unknown length to an HTTP/1.0 client, which lacks chunks: closing ends the answer."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle

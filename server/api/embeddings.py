@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: pooled hidden states, computed with the same queue, pages and prefix cache as other requests."""
+"""`POST /v1/embeddings`: pooled hidden states, with the same queue, pages and prefix cache as other requests."""
 
 from __future__ import annotations
 

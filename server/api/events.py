@@ -28,7 +28,7 @@ class Dialect(Protocol):
         ...
 
     def of(self, choice: Choice, piece: Piece, /) -> bytes:
-        """The events of a piece, including those that begin the answer or choice; empty if there is nothing to show yet."""
+        """The events of a piece, including those that begin the answer or choice; empty if nothing is shown yet."""
         ...
 
     def quick(self, choice: Choice, token_id: int, text: str, /) -> bytes | None:

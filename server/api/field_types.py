@@ -135,12 +135,16 @@ _TEXT_PART = {
 Prompts = Annotated[
     list[str] | list[list[int]],
     PlainValidator(_parse_prompts),
-    WithJsonSchema({"anyOf": [_TEXT, _nonempty(_TEXT, MAX_PROMPTS), _nonempty(_ID), _nonempty(_nonempty(_ID), MAX_PROMPTS)]}),
+    WithJsonSchema(
+        {"anyOf": [_TEXT, _nonempty(_TEXT, MAX_PROMPTS), _nonempty(_ID), _nonempty(_nonempty(_ID), MAX_PROMPTS)]}
+    ),
 ]
 Inputs = Annotated[
     list[str] | list[list[int]],
     PlainValidator(partial(_parse_prompts, most=MAX_INPUTS)),
-    WithJsonSchema({"anyOf": [_TEXT, _nonempty(_TEXT, MAX_INPUTS), _nonempty(_ID), _nonempty(_nonempty(_ID), MAX_INPUTS)]}),
+    WithJsonSchema(
+        {"anyOf": [_TEXT, _nonempty(_TEXT, MAX_INPUTS), _nonempty(_ID), _nonempty(_nonempty(_ID), MAX_INPUTS)]}
+    ),
 ]
 Stop = Annotated[
     list[str],

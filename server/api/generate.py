@@ -13,7 +13,7 @@ import msgspec
 from starlette.types import Receive, Scope
 
 from weft.engine.errors import EngineDead
-from weft.engine.wire.messages import Promise
+from weft.engine.wire.messages import Retention
 from weft.engine.wire.sampling import SamplingParams
 from weft.engine.wire.streams import Delta
 from weft.server.api.choice import Choice, EndRules, Piece
@@ -35,7 +35,7 @@ class Prompt:
 
     token_ids: Sequence[int]
     text: str | None = None
-    promises: tuple[Promise, ...] = ()
+    retention: tuple[Retention, ...] = ()
     """Prefixes whose pages are retained, and for how long."""
 
 
@@ -129,7 +129,7 @@ class Generation:
             leader=leader,
             tenant=self._tenant,
             metered=body.include_energy,
-            promises=prompt.promises if leader < 0 else (),
+            retention=prompt.retention if leader < 0 else (),
             names=self._names if leader < 0 else (),
         )
         self._tickets[index:] = [ticket, *self._tickets[index + 1 :]]
@@ -294,9 +294,9 @@ class Generation:
 
         Tokens that were already cached do not count.
         """
-        choice, promises = self.choices[0], self.prompts[0].promises
-        retained, cached = choice.promised_tokens, choice.cached_tokens
-        hour = min(retained, max((p.tokens for p in promises if p.seconds >= HOUR), default=0))
+        choice, retention = self.choices[0], self.prompts[0].retention
+        retained, cached = choice.retained_tokens, choice.cached_tokens
+        hour = min(retained, max((p.tokens for p in retention if p.seconds >= HOUR), default=0))
         return max(0, retained - max(cached, hour)), max(0, hour - cached)
 
 

@@ -48,8 +48,8 @@ access = logging.getLogger("weft.access")
 
 
 class Trace:
-    """Assigns each request an id and an arrival time (`scope["weft.request_id"]`, `["weft.arrival"]`) and makes its path
-    canonical; counts its status, logs it, and records a span.
+    """Assigns each request an id and an arrival time (`scope["weft.request_id"]`, `["weft.arrival"]`), makes its path
+    canonical, counts its status, logs it, and records a span.
 
     `scope["weft.named"]`: the client set the id; otherwise it may still change. `scope["weft.generation"]`: set by
     `Answer`; its `usage()` is logged.

@@ -91,7 +91,7 @@ class ModelText:
         return EncodedChat(ids, text)
 
     async def _in_time(self, render: Callable[[], str]) -> str:
-        """Run `render` in a worker thread. Raises `ApiError` 400 if it takes too long, without the wait for a thread."""
+        """Run `render` in a worker thread. Raises `ApiError` 400 if it takes too long once it has a thread."""
         loop = asyncio.get_running_loop()
 
         def begin() -> None:

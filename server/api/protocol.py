@@ -1,4 +1,4 @@
-"""The bodies that clients send, as pydantic models: every field typed and bounded; nulls count as absent."""
+"""Request bodies as pydantic models. Every field is typed and bounded; null counts as absent."""
 
 from __future__ import annotations
 
@@ -44,10 +44,9 @@ from weft.server.tools.tool_format import Marker
 from weft.server.tools.tools import AllowedTools, NamedToolChoice, ToolChoice, names_of
 
 MAX_SEQUENCES = 1024
-"""n × prompts of one request"""
+"""Limit of n × prompts per request."""
 REQUEST_ID = r"^[!-~]{1,128}$"
-DAY = 86400.0
-"""seconds"""
+DAY = 86400.0  # seconds
 
 
 class ErrorDetail(BaseModel):
@@ -60,7 +59,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Body of every answer that is not a 2xx."""
+    """The body of every non-2xx answer."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -73,7 +72,7 @@ class StreamOptions(Body):
 
 
 class SamplingFields(Body):
-    """What every endpoint that generates lets a client say of sampling and scheduling."""
+    """Sampling and scheduling fields of all generating endpoints."""
 
     min_tokens: int = bounded("min_tokens", 0, le=INT32)
     temperature: float = bounded("temperature", 1.0)
@@ -91,23 +90,23 @@ class SamplingFields(Body):
     priority: Priority = 0
     cache_salt: CacheSalt = ""
     prompt_cache_key: CacheKey | None = None
-    """requests with the same one go to the same engine, of several, where load and kept prefixes leave a choice"""
+    """Requests with the same key go to the same engine if load and cached prefixes allow."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """how long the prompt is kept in the cache: five minutes, also where there is a `prompt_cache_key`, or a day"""
+    """Retain the prompt in the cache for five minutes (as `prompt_cache_key` does) or a day."""
     user: str | None = None
     request_id: str | None = Field(None, pattern=REQUEST_ID)
-    """what X-Request-Id is where that header is not given"""
+    """The request id if there is no X-Request-Id header."""
 
     @property
     def kept_seconds(self) -> float:
-        """How long the prompt is to be kept in the cache; 0: nobody asks."""
+        """Seconds to retain the prompt in the cache; 0 if not requested."""
         if self.prompt_cache_retention == "24h":
             return DAY
         return MINUTES if self.prompt_cache_retention is not None or self.prompt_cache_key is not None else 0.0
 
 
 class GenerationBody(SamplingFields, LegacyConstraints):
-    """What completions and chat have in common."""
+    """Fields shared by completions and chat."""
 
     model: str | None = None
     max_tokens: int | None = bounded("max_tokens", None, le=INT32)
@@ -118,11 +117,11 @@ class GenerationBody(SamplingFields, LegacyConstraints):
     stream: bool = False
     stream_options: StreamOptions | None = None
     include_energy: bool = False
-    """joules in `usage`, charged to this request by its work; null where no counter is read"""
+    """Add the request's energy in joules to `usage`; null if there is no energy counter."""
     add_special_tokens: bool | None = None
-    """default: true for a prompt, false for messages, whose template brings its own"""
+    """Default: true for prompts, false for messages, whose template adds its own."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32)
-    """-1: what the context leaves beside the output"""
+    """-1: the context minus the output."""
     truncation_side: Side = "left"
     skip_special_tokens: bool = True
     return_tokens_as_token_ids: bool = False
@@ -132,22 +131,22 @@ class GenerationBody(SamplingFields, LegacyConstraints):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     n_predict: SkipJsonSchema[int | None] = Field(None, ge=-1, le=INT32)
-    """llama.cpp's `max_tokens`; -1: what the context leaves"""
+    """llama.cpp's `max_tokens`; -1: the rest of the context."""
     no_stop_trim: SkipJsonSchema[bool] = False
-    """SGLang's `include_stop_str_in_output`"""
+    """SGLang's `include_stop_str_in_output`."""
     use_beam_search: SkipJsonSchema[Any] = None
     logits_processors: SkipJsonSchema[Any] = None
     prompt_embeds: SkipJsonSchema[Any] = None
     kv_transfer_params: SkipJsonSchema[Any] = None
-    """what other servers know and this one refuses, because to ignore it would be another answer"""
+    """Fields of other servers that are rejected, because ignoring them would change the answer."""
 
     def check(self) -> None:
-        """Rules between fields, and what this server cannot do. Raises `ApiError`."""
+        """Check rules between fields and reject unsupported ones. Raises `ApiError`."""
         for name in ("use_beam_search", "logits_processors", "prompt_embeds", "kv_transfer_params"):
             if getattr(self, name):
                 raise bad_request(f"{name} is not supported.", name)
         if self.stream_options is not None and not self.stream:
-            raise bad_request("stream_options needs stream: true.", "stream_options")
+            raise bad_request("stream_options requires stream: true.", "stream_options")
         if self.best_of not in (None, 1, self.n):
             raise bad_request("best_of must be 1 or equal to n.", "best_of")
         if self.max_tokens is None and self.n_predict is not None and self.n_predict >= 0:
@@ -157,13 +156,12 @@ class GenerationBody(SamplingFields, LegacyConstraints):
             raise bad_request("prompt_logprobs cannot be streamed.", "prompt_logprobs")
         if len(asked := self._writers(literal)) > 1:
             raise bad_request(
-                f"Give one constraint of the output, not {' and '.join(field for field, _ in asked)}.",
+                f"Give only one output constraint, not {' and '.join(field for field, _ in asked)}.",
                 "structured_outputs",
             )
 
     def constraint(self, marker: Marker) -> Writer | None:
-        """What writes the grammar of the output, if one was asked for. `marker`: how grammars for the model name
-        marks."""
+        """A writer of the requested output grammar, if any. `marker`: how grammars spell the model's special tokens."""
         writers = self._writers(marker)
         return writers[0] if writers else None
 
@@ -172,15 +170,15 @@ class GenerationBody(SamplingFields, LegacyConstraints):
         return bool(self._writers(literal))
 
     def truncation(self, max_model_len: int, output: int | None) -> Truncation | None:
-        """How prompts are to be shortened, beside `output` tokens of output, if at all."""
+        """How to shorten prompts, leaving `output` tokens for the output; None if not requested."""
         limit = self.truncate_prompt_tokens
         if limit is None:
             return None
-        room = max_model_len - (1 if output is None else output)
-        return Truncation(max(0, room) if limit < 0 else limit, self.truncation_side)
+        left = max_model_len - (1 if output is None else output)
+        return Truncation(max(0, left) if limit < 0 else limit, self.truncation_side)
 
     def namer(self, tokenizer: Tokenizer) -> Callable[[int], str]:
-        """How tokens are named beside their log-probabilities."""
+        """How log-probabilities name tokens."""
         return "token_id:{}".format if self.return_tokens_as_token_ids else tokenizer.token_text
 
     def _writers(self, marker: Marker) -> list[Writer]:
@@ -192,10 +190,10 @@ class GenerationBody(SamplingFields, LegacyConstraints):
     def sampling(
         self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None, grammar: Grammar | None = None
     ) -> SamplingParams:
-        """Raises `RequestError` for what only the engine's rules refuse."""
-        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        """The engine's parameters. Raises `RequestError` for values that only the engine rejects."""
+        shared = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         return SamplingParams(
-            **given,
+            **shared,
             max_tokens=max_tokens,
             stop_token_ids=tuple(self.stop_token_ids),
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(dict.fromkeys(self.allowed_token_ids)),
@@ -215,7 +213,7 @@ _SAMPLING_FIELDS = (set(SamplingParams.__struct_fields__) & set(GenerationBody.m
     "bad_words",
     "grammar",
 }
-"""fields that the engine takes as the client sent them, under the same name"""
+"""Fields that are passed to the engine unchanged under the same name."""
 
 
 class CompletionBody(GenerationBody):
@@ -229,13 +227,13 @@ class CompletionBody(GenerationBody):
         if self.suffix:
             raise bad_request("suffix is not supported by this model.", "suffix")
         if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
-            raise bad_request("max_tokens must be at least 1 (0 is for scoring a prompt with echo).", "max_tokens")
+            raise bad_request("max_tokens must be at least 1; 0 requires echo, to score a prompt.", "max_tokens")
         if self.n * len(self.prompt) > MAX_SEQUENCES:
             raise bad_request(f"n times the number of prompts must be at most {MAX_SEQUENCES}.", "n")
 
 
 class Reasoning(Body):
-    """How OpenRouter and others are told of it, in one object."""
+    """Reasoning options in the form of OpenRouter and others."""
 
     effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$")
     max_tokens: int | None = Field(None, ge=0, le=INT32)
@@ -246,13 +244,13 @@ class Reasoning(Body):
 class ChatBody(GenerationBody, TemplateBody):
     messages: Messages
     cache_control: CacheControl | None = None
-    """keep the whole prompt in the cache"""
+    """Retain the whole prompt in the cache."""
     include_reasoning: bool = True
-    """false: what the model thinks is not sent"""
+    """Include the model's thinking in the answer."""
     max_thinking_tokens: int | None = Field(
         None, ge=0, le=INT32, validation_alias=AliasChoices("max_thinking_tokens", "thinking_token_budget")
     )
-    """after so many tokens its thinking is ended"""
+    """Tokens after which thinking is ended."""
     reasoning: Reasoning | None = None
     max_completion_tokens: int | None = bounded("max_tokens", None, le=INT32)
     logprobs: bool = False
@@ -260,14 +258,14 @@ class ChatBody(GenerationBody, TemplateBody):
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     echo: bool = False
-    """begin the answer with the last message, when that is the assistant's"""
+    """Start the answer with the last message if it is the assistant's."""
     functions: SkipJsonSchema[Any] = None
     function_call: SkipJsonSchema[Any] = None
-    """the oldest form of tools"""
+    """The oldest form of tools, rejected."""
     modalities: SkipJsonSchema[list[str] | None] = None
     audio: SkipJsonSchema[Any] = None
     web_search_options: SkipJsonSchema[Any] = None
-    """what other servers know and this one refuses, but for text"""
+    """Fields of other servers that are rejected unless they ask for text."""
 
     @property
     def output_limit(self) -> int | None:
@@ -277,26 +275,26 @@ class ChatBody(GenerationBody, TemplateBody):
         super().check()
         if self.output_limit == 0 and self.prompt_logprobs is None:
             raise bad_request("max_tokens must be at least 1.", "max_tokens")
-        self._keep_allowed_tools()
-        self._take_reasoning()
+        self._drop_disallowed_tools()
+        self._apply_reasoning()
         if self.top_logprobs and not self.logprobs:
-            raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
+            raise bad_request("top_logprobs requires logprobs: true.", "top_logprobs")
         for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
             if getattr(self, name):
                 raise bad_request(f"{name} is not supported; use {instead}.", name)
         if set(self.modalities or ()) - {"text"}:
-            raise bad_request("modalities: this server answers in text.", "modalities")
+            raise bad_request("modalities: only text is supported.", "modalities")
         for name in ("audio", "web_search_options"):
             if getattr(self, name) is not None:
                 raise bad_request(f"{name} is not supported.", name)
         if self.tool_choice not in ("none", "auto") and not self.tools:
-            raise bad_request("tool_choice needs tools.", "tool_choice")
+            raise bad_request("tool_choice requires tools.", "tool_choice")
         if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names_of(self.tools):
             raise bad_request(f"tool_choice: there is no tool {self.tool_choice.function.name!r}.", "tool_choice")
         self.check_template()
 
-    def _take_reasoning(self) -> None:
-        """What `reasoning` says, in the fields of their own."""
+    def _apply_reasoning(self) -> None:
+        """Copy the options of `reasoning` to their own fields."""
         if (asked := self.reasoning) is None:
             return
         self.include_reasoning &= not asked.exclude
@@ -307,8 +305,8 @@ class ChatBody(GenerationBody, TemplateBody):
         if self.max_thinking_tokens is None:
             self.max_thinking_tokens = asked.max_tokens
 
-    def _keep_allowed_tools(self) -> None:
-        """Of the tools offered only those that `tool_choice` allows."""
+    def _drop_disallowed_tools(self) -> None:
+        """Keep only the tools that `tool_choice` allows."""
         if isinstance(allowed := self.tool_choice, AllowedTools):
             if missing := allowed.names - names_of(self.tools):
                 raise bad_request(f"tool_choice: there is no tool {min(missing)!r}.", "tool_choice")
@@ -317,7 +315,7 @@ class ChatBody(GenerationBody, TemplateBody):
 
 
 class TemplatedBody(TemplateBody):
-    """A conversation to be rendered."""
+    """A conversation to render."""
 
     model: str | None = None
     messages: Messages
@@ -338,7 +336,7 @@ class TokenizeBody(TemplateBody):
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    """default: true for a prompt, false for messages, whose template brings its own"""
+    """Default: true for prompts, false for messages, whose template adds its own."""
     return_token_strs: bool = False
 
 

@@ -1,4 +1,4 @@
-"""How endpoints get their bodies and the service."""
+"""`JsonRoute` and `ServiceOf`: how endpoints get their bodies and the service."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from weft.server.bodies import Body, parse_json
 from weft.server.errors import ApiError, bad_request, clip
 
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-"""for the schema: what an endpoint answers beside JSON"""
+"""The schema of endpoints that also answer with a stream."""
 
 LARGE_BODY = 2**18
-"""bytes beyond which a body is read in a thread"""
+"""Bytes above which a body is parsed in a thread."""
 
 LOGGED_BODY = 4096
-"""bytes of a body that --log-requests shows at most"""
+"""Bytes of a body that --log-requests logs."""
 
 logger = logging.getLogger("weft.requests")
 
 
 class JsonRequest(Request):
-    """Reads bodies with `parse_json`, and validates large ones, off the event loop."""
+    """Parses bodies with `parse_json`; parses and validates large ones off the event loop."""
 
     model: type[Body] | None = None
-    """what the body must be"""
+    """The type of the body."""
 
     async def json(self) -> Any:
         if not hasattr(self, "_parsed"):
@@ -42,7 +42,7 @@ class JsonRequest(Request):
         return self._parsed
 
     def _read(self, data: bytes) -> Any:
-        """The document; of a large one the model, which FastAPI takes as it is."""
+        """The parsed JSON; for a large body the validated model, which FastAPI accepts as is."""
         service: Service = self.app.state.service
         try:
             service.body_bounds.check(data)
@@ -54,12 +54,12 @@ class JsonRequest(Request):
         try:
             return self.model.model_validate(value)
         except ValidationError as error:
-            wrong = [{**e, "loc": ("body", *e["loc"])} for e in error.errors()]
-            raise RequestValidationError(wrong, body=value) from None
+            errors = [{**e, "loc": ("body", *e["loc"])} for e in error.errors()]
+            raise RequestValidationError(errors, body=value) from None
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, if any, must be JSON and say so."""
+    """A route whose body, if any, must be JSON with a JSON content type."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -69,7 +69,9 @@ class JsonRoute(APIRoute):
             if request.method == "POST" and self.body_field is not None:
                 _require_json(request)
                 json_request.model = cast(type[Body], self.body_field.field_info.annotation)
-                await json_request.json()  # here: inside FastAPI the error would lose its message; the value is cached
+                await (
+                    json_request.json()
+                )  # parsed here because FastAPI would drop the error's message; the value is cached
                 await _log_body(json_request)
             return await handler(json_request)
 
@@ -87,7 +89,7 @@ async def _log_body(request: Request) -> None:
 def _require_json(request: Request) -> None:
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
-        message = f"Content-Encoding '{clip(coding)}' is not supported; send the body as it is."
+        message = f"Content-Encoding '{clip(coding)}' is not supported; send the body uncompressed."
         raise ApiError(415, message, code="unsupported_content_encoding", headers={"Accept-Encoding": "identity"})
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):

@@ -87,8 +87,8 @@ class Service:
         *,
         lead: Service | None = None,
     ) -> None:
-        """`config`: the daemon's. `row`: of this process on the daemon's `shared_state`. `keys`: digests, when they have been
-        read already. `watch`: over the daemon's processes. `lead`: as above, of all models but the first.
+        """`config`: the daemon's. `row`: this process's row of `shared_state`. `keys`: digests, if already read.
+        `watch`: watches the daemon's processes. `lead`: None for the first model.
         """
         self.lead = lead or self
         self.model = 0 if lead is None else len(lead.models)
@@ -113,13 +113,9 @@ class Service:
             self.open: set[OpenAnswer] = set()
             self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
         else:
-            self.models, self.keys, self.shared_state, self.metrics = (
-                lead.models,
-                lead.keys,
-                lead.shared_state,
-                lead.metrics,
-            )
-            self.limits, self.open, self._threads = lead.limits, lead.open, lead._threads
+            self.models, self.keys, self.shared_state = lead.models, lead.keys, lead.shared_state
+            self.metrics, self.limits, self.open = lead.metrics, lead.limits, lead.open
+            self._threads = lead._threads
             self.models.append(self)
         self.replicas = Replicas(self.shared_state, row, stalled=self._stalls, engines=self.engines)
         self.body_bounds = BodyBounds.of(config.max_body_mib, UNKNOWN_CONTEXT)
@@ -129,11 +125,11 @@ class Service:
         """Another daemon accepts the connections now. Lead only."""
         self.created = int(time.time())
         self.restart_engines: Callable[[Sequence[int]], Awaitable[str]] | None = None
-        """of the lead: has the daemon start engines anew; returns why it does not, or nothing"""
+        """Asks the daemon to restart engines; returns a refusal or an empty string. Lead only."""
         self.wake: Callable[[int], Awaitable[str]] | None = None
-        """of the lead: has the daemon wake a model; returns, once that is so, nothing, or why it does not"""
+        """Asks the daemon to wake a model; returns once it is awake, or a refusal. Lead only."""
         self.sleep: Callable[[int, int, float | None], Awaitable[str]] | None = None
-        """of the lead: has the daemon put a model to sleep, at a level, after so many seconds for open requests"""
+        """Asks the daemon to put a model to sleep: model, level, seconds for open requests to finish. Lead only."""
         self.unshared_engines: set[int] = set()
         """Engines that other API processes may not serve with yet."""
         self.failures: dict[int, dict[str, Any]] = {}
@@ -277,7 +273,7 @@ class Service:
         return self.sleep_state.word
 
     async def enter(self, asked: str | None, scope: MutableMapping[str, Any]) -> Service:
-        """The service of the requested model. Wakes the model and keeps it awake until `leave` is called with the scope.
+        """The service of the requested model. Wakes the model and keeps it awake until `leave`.
 
         Idempotent for a scope. Raises `ApiError`.
         """
@@ -352,12 +348,12 @@ class Service:
             return None
         if self.sleep_state is not SleepState.AWAKE:
             return None
-        subject = "The engine has made no" if len(self.engines) == 1 else "No engine has made"
+        subject = "The engine has shown no" if len(self.engines) == 1 else "No engine has shown"
         if (
             len(self.engines) == 1
             and (silent := self._watch.silent_rank(ENGINE + self.engines[0], LATE_SECONDS)) is not None
         ):
-            subject = f"The engine's rank {silent[0]} has made no"
+            subject = f"The engine's rank {silent[0]} has shown no"
         return unavailable(f"{subject} progress for {min(late):.0f} seconds.", "engine_stalled", 10)
 
     def engine_stage(self, engine: int | None = None) -> str:
@@ -392,7 +388,11 @@ class Service:
         """Why a router should send requests elsewhere, or None."""
         if (reason := self.stalled) is not None:
             return reason
-        if self.sleep_state is not SleepState.AWAKE and self.phase in (Phase.SERVING, Phase.LOADING) and self._any_loaded:
+        if (
+            self.sleep_state is not SleepState.AWAKE
+            and self.phase in (Phase.SERVING, Phase.LOADING)
+            and self._any_loaded
+        ):
             if self.config.wake_on_request:
                 return None
             return unavailable("The model is asleep.", "model_asleep", 10)

@@ -1,7 +1,6 @@
-"""`StallWatch`: notices a client that leaves data unread for too long.
+"""`StallWatch`: detects a client that leaves data unread for too long.
 
-It costs nothing while clients keep up: a transport that takes no more bytes, or is closing, begins
-it, and from there a timer looks on.
+It costs nothing while clients keep up: it starts a timer only when a transport is full or closing.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import struct
 import termios
 from collections.abc import Callable
 
-LOOKS = 4
-"""at a client within its time"""
+CHECKS = 4
+"""Checks per stall timeout."""
 
 
 class StallWatch:
-    """One connection's. Attributes: `stalled`, whether it has ended the connection."""
+    """Watches one connection. `stalled`: it has closed the connection."""
 
     __slots__ = ("_left", "_loop", "_on_stall", "_seconds", "_timer", "_transport", "_unread", "stalled")
 
@@ -28,7 +27,7 @@ class StallWatch:
         seconds: float,
         on_stall: Callable[[], None],
     ) -> None:
-        """`seconds`: without progress, 0 for ever."""
+        """`seconds`: time without progress; 0 disables the watch."""
         self._loop = loop
         self._transport = transport
         self._seconds = seconds
@@ -39,26 +38,26 @@ class StallWatch:
         self.stalled = False
 
     def begin(self) -> None:
-        """Look at the client from now on, until the transport has nothing left to send. Idempotent."""
+        """Watch until the transport has nothing left to send. Idempotent."""
         if self._timer is None and self._seconds and self._transport.get_write_buffer_size():
-            self._unread, self._left = -1, LOOKS
+            self._unread, self._left = -1, CHECKS
             self._wait()
 
     def end(self) -> None:
-        """There is no connection any more."""
+        """The connection is closed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _wait(self) -> None:
-        self._timer = self._loop.call_later(self._seconds / LOOKS, self._look)
+        self._timer = self._loop.call_later(self._seconds / CHECKS, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         if not self._transport.get_write_buffer_size():
             return
         unread = self._count()
-        self._left = self._left - 1 if unread == self._unread else LOOKS - 1
+        self._left = self._left - 1 if unread == self._unread else CHECKS - 1
         self._unread = unread
         if self._left:
             self._wait()
@@ -67,15 +66,15 @@ class StallWatch:
             self._on_stall()
 
     def _count(self) -> int:
-        """Bytes that the client has not acknowledged: the transport's and the kernel's."""
+        """Unacknowledged bytes in the transport and the kernel."""
         return self._transport.get_write_buffer_size() + _in_kernel(self._transport)
 
 
 def _in_kernel(transport: asyncio.Transport) -> int:
-    """A slow reader makes room in the kernel's buffer long before the transport may write again."""
+    """Unacknowledged bytes in the kernel, where a slow reader makes progress long before the transport can write."""
     sock = transport.get_extra_info("socket")
     try:
         size: int = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0\0\0\0"))[0]
-    except (OSError, AttributeError):  # closed meanwhile, or no socket
+    except (OSError, AttributeError):  # closed, or not a socket
         return 0
     return size

@@ -9,8 +9,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Scope
 
-from weft.engine.wire.messages import Promise
-from weft.server.api.cache_marks import marks_of, promises_of
+from weft.engine.wire.messages import Retention
+from weft.server.api.cache_marks import marks_of, retention_of
 from weft.server.api.chat_prompt import ParsedChat, RenderedPrompt, parse_chat, render_prompt
 from weft.server.api.constraint import constrain_answer
 from weft.server.api.generate import Generation, Prompt, output_limit
@@ -49,18 +49,18 @@ async def begin_turn(
     prompt = await render_prompt(chat)
     grammar = await constrain_answer(chat, prompt, request)
     max_tokens = output_limit(chat.service, body.output_limit, default_limit, len(prompt.ids), "messages")
-    promises = await _retention(chat, prompt, by_key=retain_by_key)
-    generation = _generation(chat, prompt, grammar, max_tokens, promises, request.scope)
+    retention = await _retention(chat, prompt, by_key=retain_by_key)
+    generation = _generation(chat, prompt, grammar, max_tokens, retention, request.scope)
     tokenizer = chat.service.loaded.tokenizer
     return Turn(body, generation, _parser(chat, prompt), chat.service.name(body.model), int(time.time()), tokenizer)
 
 
-async def _retention(chat: ParsedChat, prompt: RenderedPrompt, *, by_key: bool) -> tuple[Promise, ...]:
+async def _retention(chat: ParsedChat, prompt: RenderedPrompt, *, by_key: bool) -> tuple[Retention, ...]:
     """The parts of the prompt whose pages the client wants retained."""
     if not (marks := marks_of(chat.body, by_key=by_key)):
         return ()
     tokenizer = chat.service.loaded.tokenizer
-    return await chat.service.offload(lambda: promises_of(marks, chat.body, prompt.text, prompt.ids, tokenizer))
+    return await chat.service.offload(lambda: retention_of(marks, chat.body, prompt.text, prompt.ids, tokenizer))
 
 
 def _generation(
@@ -68,7 +68,7 @@ def _generation(
     prompt: RenderedPrompt,
     grammar: Grammar | None,
     max_tokens: int,
-    promises: tuple[Promise, ...],
+    retention: tuple[Retention, ...],
     scope: Scope,
 ) -> Generation:
     body, form, thinking, tokenizer = chat.body, chat.tool_format, prompt.thinking, chat.service.loaded.tokenizer
@@ -86,7 +86,7 @@ def _generation(
     return Generation(
         chat.service,
         body,
-        [Prompt(prompt.ids, promises=promises)],
+        [Prompt(prompt.ids, retention=retention)],
         [params],
         scope,
         show=frozenset(token_id for token_id in marker_ids if token_id is not None),

@@ -1,4 +1,4 @@
-"""`receive`: a multipart form with one file, written to the disk as it comes."""
+"""`receive`: reads a multipart form with one file and writes the file to disk as it arrives."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from weft.server.api.download import base_name
 from weft.server.batches.files import Upload
 from weft.server.errors import bad_request
 
-AT_ONCE = 2**20
-"""bytes that a thread is given to parse and write"""
+CHUNK_BYTES = 2**20
+"""Bytes to parse and write per call of a thread."""
 DISCARD_SECONDS = 5.0
 MAX_FIELDS = 16
 MAX_VALUE = 4096
-"""bytes of a field that is no file"""
+"""Bytes of a field other than the file."""
 
 
 class Form(NamedTuple):
     fields: dict[str, str]
     filename: str
-    """without a path"""
+    """The base name."""
 
 
 class _Parts:
-    """What a parser calls. Raises `ValueError` for a form that is none of ours."""
+    """Callbacks of the multipart parser. Raises `ValueError` for unexpected forms."""
 
     def __init__(self, upload: Upload) -> None:
         self.fields: dict[bytes, bytes] = {}
@@ -108,7 +108,7 @@ class UploadBody:
             yield message.get("body", b"")
 
     async def drop(self) -> None:
-        """Read what is still on its way, for a while: a client that is cut off never sees the answer."""
+        """Read and drop the rest for a while, because a client that is cut off never sees the answer."""
         with suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout(DISCARD_SECONDS):
                 async for _ in self:
@@ -116,7 +116,7 @@ class UploadBody:
 
 
 async def receive(content_type: str, body: UploadBody, upload: Upload) -> Form:
-    """Read the form. Raises `ApiError` for one that is none, `StoreFull` and `OSError` of the upload."""
+    """Read the form. Raises `ApiError` if it is invalid, and `StoreFull` and `OSError` from the upload."""
     try:
         return await _receive(content_type, body, upload)
     except (FormParserError, ValueError) as error:
@@ -129,17 +129,17 @@ async def _receive(content_type: str, body: UploadBody, upload: Upload) -> Form:
         raise bad_request("Content-Type must be multipart/form-data, with a boundary.", code="wrong_content_type")
     parts = _Parts(upload)
     parser = MultipartParser(options[b"boundary"], parts.callbacks())  # type: ignore[arg-type]
-    waiting: list[bytes] = []
+    buffered: list[bytes] = []
     async for chunk in body:
-        waiting.append(chunk)
-        if sum(map(len, waiting)) >= AT_ONCE:
-            await asyncio.to_thread(parser.write, b"".join(waiting))
-            waiting = []
-    await asyncio.to_thread(parser.write, b"".join(waiting))
+        buffered.append(chunk)
+        if sum(map(len, buffered)) >= CHUNK_BYTES:
+            await asyncio.to_thread(parser.write, b"".join(buffered))
+            buffered = []
+    await asyncio.to_thread(parser.write, b"".join(buffered))
     parser.finalize()
     await asyncio.to_thread(upload.end)
     if not parts.ended:
-        raise bad_request("The form ends too early.", code="invalid_form")
+        raise bad_request("The form is incomplete.", code="invalid_form")
     if parts.filename is None:
         raise bad_request("The form has no file.", "file")
     fields = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in parts.fields.items()}

@@ -1,6 +1,8 @@
-"""An API process: answers HTTP on its listener, from a connection of its own to the engine. Started by `wire.child`
-with a file descriptor for its stacks, and a socket to the daemon on file descriptor 0; ends when that socket closes,
-and with the daemon."""
+"""An API process: serves HTTP on its listeners, with its own connection to each engine.
+
+`wire.child` starts it with a file descriptor for stacks and a socket to the daemon as file descriptor 0. It ends when
+that socket closes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from weft.engine.errors import WeftError
 from weft.engine.wire.child import has_ended
 from weft.engine.wire.client import EngineClient
 from weft.engine.wire.heartbeat import ENGINE, HEARTBEAT_SECONDS, Heartbeats, Watch
-from weft.engine.wire.log_sink import last_lines
+from weft.engine.wire.log_sink import flush_lines
 from weft.engine.wire.stacks import write_stacks_to
 from weft.server.api.http_server import make_server
 from weft.server.api.service import Phase, Service
@@ -49,17 +51,17 @@ from weft.server.observe.shared_state import SharedState, SleepState
 from weft.server.text.tokenizer import Tokenizer
 
 IDLE_TICK = 0.02
-FAREWELL = 1.0
-"""seconds that last answers get to leave"""
+FAREWELL_SECONDS = 1.0
+"""Seconds for the last responses to be sent."""
 HOLD_SECONDS = 15.0
-"""that connections wait at most for a process that takes the place of another one"""
+"""Maximum seconds that connections wait for a restarted process to serve."""
 HEARTBEAT_TICK = HEARTBEAT_SECONDS / 4
-TELL_SECONDS = 2 * HEARTBEAT_SECONDS
-"""after which the daemon would have told of an engine's end"""
+REPORT_SECONDS = 2 * HEARTBEAT_SECONDS
+"""Seconds after which the daemon would have reported an engine's end."""
 SUPERVISOR_SECONDS = 10.0
-"""after which the daemon would have ended an engine that hangs"""
-BROKEN = 70
-"""exit status of a process that could not go on"""
+"""Extra seconds after which the daemon would have killed a hung engine."""
+EXIT_DEFECT = 70
+"""Exit status after an unexpected exception."""
 
 logger = logging.getLogger("weft")
 
@@ -84,16 +86,16 @@ class Worker:
         self._serving: asyncio.Task[None] | None = None
         self._taking_over = start.taking_over
         self._held = set(start.hold)
-        """models without which no connection is taken"""
+        """Models that must be served before connections are accepted."""
         self._listeners = [socket.socket(fileno=fd) for fd in start.listener_fds]
-        self._of_engine = {engine: each for each in self._service.models for engine in each.engines}
-        """the model's service by engine"""
-        # Of each model one of the processes is enough.
-        self._tells_faults = set(range(shared_state.models)) if start.row == 1 else set()
+        self._service_of = {engine: each for each in self._service.models for engine in each.engines}
+        """The model's service by engine."""
+        # One process per model logs the tokenizer's faults.
+        self._logs_faults = set(range(shared_state.models)) if start.row == 1 else set()
         self._clients: dict[int, EngineClient] = {}
-        """by engine"""
-        self._asked: dict[int, asyncio.Future[str]] = {}
-        """of the daemon, and not answered yet"""
+        """Clients by engine."""
+        self._pending: dict[int, asyncio.Future[str]] = {}
+        """Questions to the daemon without an answer yet."""
         self._questions = 0
         self._service.restart_engines = self._restart_engines
         self._service.wake = self._wake
@@ -101,20 +103,20 @@ class Worker:
         self._tasks: set[asyncio.Future[None]] = set()
 
     async def run(self) -> None:
-        self._begin(self._show_life())
+        self._begin(self._send_heartbeats())
         self._accept()
-        asyncio.get_running_loop().call_later(HOLD_SECONDS, self._hold_no_longer)
+        asyncio.get_running_loop().call_later(HOLD_SECONDS, self._end_hold)
         self._tokenizers = [asyncio.create_task(self._load_tokenizer(each)) for each in self._service.models]
         async for message in self._channel.messages():
             if isinstance(message, Stop):
                 break
             self._take(message)
         else:
-            last_lines()
-            os._exit(1)  # the daemon has died: nobody would watch this process
+            flush_lines()
+            os._exit(1)  # the daemon has died, and nothing supervises this process
         if self._serving is not None:
             self._server.should_exit = True
-            await asyncio.wait((self._serving,), timeout=FAREWELL)
+            await asyncio.wait((self._serving,), timeout=FAREWELL_SECONDS)
             self._server.force_exit = True
             await asyncio.gather(self._serving, return_exceptions=True)
         for client in self._clients.values():
@@ -122,7 +124,7 @@ class Worker:
         self._service.close()
 
     def _accept(self) -> None:
-        """Take connections, unless others serve what this process does not serve yet. Idempotent."""
+        """Accept connections, unless others serve models that this process does not serve yet. Idempotent."""
         models = self._service.models
         lacking = {
             each.model for each in models if each.phase is Phase.LOADING and each.sleep_state is SleepState.AWAKE
@@ -131,12 +133,12 @@ class Worker:
         if not (self._serving or elsewhere or lacking & self._held or self._service.handed_over):
             self._serving = asyncio.create_task(self._server.serve(sockets=self._listeners))
 
-    def _hold_no_longer(self) -> None:
+    def _end_hold(self) -> None:
         self._held.clear()
         self._accept()
 
-    async def _show_life(self) -> None:
-        """Heartbeat from the event loop; and give up engines that nobody else would give up, should the daemon hang too."""
+    async def _send_heartbeats(self) -> None:
+        """Send heartbeats from the event loop. Also give up lost engines, in case the daemon hangs, too."""
         while True:
             self._heartbeat()
             self._watch.look()
@@ -145,12 +147,12 @@ class Worker:
             await asyncio.sleep(HEARTBEAT_TICK)
 
     def _abandoned(self, engine: int) -> bool:
-        """It has ended or hangs, and the daemon neither tells of it nor starts another one."""
+        """Return whether an engine has ended or hangs and the daemon does not handle it."""
         watch, bound, row = self._watch, self._service.config.hang_timeout, ENGINE + engine
         if bound and watch.late(row, bound + SUPERVISOR_SECONDS) is not None:
             return True
         pid = watch.heartbeats.pid(row)
-        return watch.age(row) > TELL_SECONDS and pid != 0 and has_ended(pid)
+        return watch.age(row) > REPORT_SECONDS and pid != 0 and has_ended(pid)
 
     def _take(self, message: ToWorker) -> None:
         service = self._service
@@ -162,24 +164,24 @@ class Worker:
             case EngineDown():
                 self._engine_down(message)
             case Together():
-                self._of_engine[message.engine].engine_shared(message.engine)
+                self._service_of[message.engine].engine_shared(message.engine)
             case Drain():
                 for each in service.models:
                     if each.phase is not Phase.DEAD:
                         each.phase = Phase.DRAINING
-                self._accept()  # to say so
+                self._accept()  # so that clients get the error
                 self._server.close_after_answers()
-                self._begin(self._tell_idle())
+                self._begin(self._report_idle())
             case HandOver():
                 service.handed_over = True
                 self._server.stop_accepting()
                 self._server.close_after_answers()
-                self._begin(self._tell_alone())
+                self._begin(self._report_unconnected())
             case Reload():
                 service.keys[:] = [bytes.fromhex(key) for key in message.keys]
                 self._server.reread_certificate()
             case Answer():
-                if not (asked := self._asked.pop(message.ask)).done():  # who asked may have gone
+                if not (asked := self._pending.pop(message.ask)).done():  # the caller may have been cancelled
                     asked.set_result(message.refusal)
             case Interrupt(model=int(model)):
                 error = ApiError(503, "The model goes to sleep.", code="model_asleep", retry_after=10)
@@ -196,10 +198,10 @@ class Worker:
     def _ended(self, task: asyncio.Future[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # A defect. Whoever waits for this process is better served by another one.
+            # A defect: end the process, so that the daemon restarts it.
             sys.excepthook(type(error), error, error.__traceback__)
-            last_lines()
-            os._exit(BROKEN)
+            flush_lines()
+            os._exit(EXIT_DEFECT)
 
     async def _load_tokenizer(self, service: Service) -> Tokenizer:
         config = service.config
@@ -209,8 +211,8 @@ class Worker:
         return tokenizer
 
     async def _serve(self, engine: EngineUp) -> None:
-        """Connect to this engine and serve once it is ready."""
-        service = self._of_engine[engine.engine]
+        """Connect to an engine and serve once it is ready."""
+        service = self._service_of[engine.engine]
         several = len(service.engines) > 1
         self._clients[engine.engine] = client = EngineClient(engine.address, engine.client, pages=several)
         self._begin(client.reader)
@@ -222,36 +224,34 @@ class Worker:
                 self._channel.send(Failed(str(error)))
             return
         tokenizer.hide(ready.eos_token_ids)
-        if service.model in self._tells_faults:
-            self._tells_faults.discard(service.model)
+        if service.model in self._logs_faults:
+            self._logs_faults.discard(service.model)
             for fault in tokenizer.faults(ready.vocab_size):
                 logger.warning("%s", fault)
-        # One that takes no connections yet has not told anybody to wait; who comes meanwhile stays in its queue. And
-        # nobody gets at a model that wakes before all processes serve it.
+        # While this process accepts no connections, or its model is waking, no request has to wait for the others.
         alone = self._serving is not None and service.config.api_workers > 1 and service.sleep_state is SleepState.AWAKE
         service.attach(client, ready, tokenizer, engine.engine, alone=alone)
-        gc.unfreeze()  # clients of engines that have ended
+        gc.unfreeze()  # free clients of ended engines
         gc.collect()
-        gc.freeze()  # what is there now stays: later collections need not look at it
+        gc.freeze()  # current objects stay; keep later collections from scanning them
         self._accept()
         self._channel.send(Ready(tokenizer.can_chat, engine.engine))
 
     def _note(self, message: EngineUp | EngineDown) -> None:
         if (failure := message.failure) is not None:
-            told = {"message": failure.why, "at": failure.at}
-            self._of_engine[message.engine].failures[message.engine] = told
+            self._service_of[message.engine].failures[message.engine] = {"message": failure.why, "at": failure.at}
 
     def _engine_down(self, message: EngineDown) -> None:
         self._note(message)
-        self._of_engine[message.engine].engine_died(message.engine, restarting=message.restarting)
-        self._held.discard(self._of_engine[message.engine].model)
-        self._accept()  # to say so
+        self._service_of[message.engine].engine_died(message.engine, restarting=message.restarting)
+        self._held.discard(self._service_of[message.engine].model)
+        self._accept()  # so that clients get the error
         if (client := self._clients.pop(message.engine, None)) is not None:
             client.mark_dead(message.why)
             client.close()
 
     async def _restart_engines(self, engines: Sequence[int]) -> str:
-        """Have the daemon start these engines anew, all for none; returns why it does not, or nothing."""
+        """Restart these engines, all if empty. Returns an empty string, or why it is refused."""
         return await self._ask(lambda ask: RestartEngines(ask, list(engines)))
 
     async def _wake(self, model: int) -> str:
@@ -261,19 +261,19 @@ class Worker:
         return await self._ask(lambda ask: SleepModel(ask, model, level, seconds))
 
     async def _ask(self, message: Callable[[int], RestartEngines | WakeModel | SleepModel]) -> str:
-        """Ask the daemon. `message`: of the question's number."""
+        """Send a question to the daemon. `message`: creates it from its number."""
         answer = asyncio.get_running_loop().create_future()
         self._questions += 1
-        self._asked[self._questions] = answer
+        self._pending[self._questions] = answer
         self._channel.send(message(self._questions))
         return await answer
 
-    async def _tell_idle(self) -> None:
+    async def _report_idle(self) -> None:
         while self._service.open:
             await asyncio.sleep(IDLE_TICK)
         self._channel.send(Idle())
 
-    async def _tell_alone(self) -> None:
+    async def _report_unconnected(self) -> None:
         while self._service.open or self._server.num_connections:
             await asyncio.sleep(IDLE_TICK)
         self._channel.send(Idle())

@@ -100,7 +100,7 @@ async def test_a_template_has_a_time_limit_of_its_own(server: Server, monkeypatc
     response = await server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
     released.set()
     assert response.status_code == 400
-    assert "chat template takes longer" in response.json()["error"]["message"]
+    assert "chat template took longer" in response.json()["error"]["message"]
 
 
 async def test_default_limit_is_what_the_context_leaves(server: Server) -> None:

@@ -123,5 +123,7 @@ def test_a_daemon_that_may_open_too_few_files_ends_with_what_it_needs(files: int
     )
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert line.startswith(f"weft: only {files} files may be open at a time, and this daemon needs 160 beside ")
+    assert line.startswith(
+        f"weft: the limit of {files} open files is too low: this daemon needs 160, plus one per connection; "
+    )
     assert "raise the hard limit (ulimit -Hn 4096" in line

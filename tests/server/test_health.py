@@ -63,7 +63,7 @@ async def test_the_state_of_a_server_is_the_exit_status(
             for engine in range(2):
                 server.service.engine_died(engine)
             assert await asyncio.to_thread(checked) == 1
-            assert capsys.readouterr().out == f"{url} 503: The engine has ended.\n"
+            assert capsys.readouterr().out == f"{url} 503: The engine has died.\n"
         finally:
             os.close(fd)
 

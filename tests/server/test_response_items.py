@@ -117,18 +117,18 @@ def text(text: str) -> Parts:
     return Parts("", text, [])
 
 
-@pytest.mark.parametrize("sums_up", [False, True])
-def test_reasoning_is_an_item_before_the_text(sums_up: bool) -> None:
-    output = Output("0" * 32, namespaces={}, sums_up=sums_up, sealed=True)
+@pytest.mark.parametrize("as_summary", [False, True])
+def test_reasoning_is_an_item_before_the_text(as_summary: bool) -> None:
+    output = Output("0" * 32, namespaces={}, as_summary=as_summary, sealed=True)
     events = fed(output, thought("let "), thought("me"), text("42"))
     item, message = output.items
-    part = {"type": "summary_text" if sums_up else "reasoning_text", "text": "let me"}
-    assert item["summary" if sums_up else "content"] == [part]
+    part = {"type": "summary_text" if as_summary else "reasoning_text", "text": "let me"}
+    assert item["summary" if as_summary else "content"] == [part]
     assert unseal(item["encrypted_content"]) == "let me"
     assert message["content"][0]["text"] == "42"
     names = [event["type"].removeprefix("response.") for event in events]
-    delta = "reasoning_summary_text" if sums_up else "reasoning_text"
-    part_name = "reasoning_summary_part" if sums_up else "content_part"
+    delta = "reasoning_summary_text" if as_summary else "reasoning_text"
+    part_name = "reasoning_summary_part" if as_summary else "content_part"
     assert names[:7] == [
         "output_item.added", f"{part_name}.added", f"{delta}.delta", f"{delta}.delta", f"{delta}.done",
         f"{part_name}.done", "output_item.done",

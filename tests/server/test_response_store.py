@@ -1,4 +1,4 @@
-"""The store of responses: bounds, processes that share it, and its return after a restart."""
+"""The response store: bounds, processes that share it, and its return after a restart."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ async def test_what_nobody_uses_goes(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_processes_share_a_folder_and_it_outlives_them(tmp_path: Path) -> None:
     one, other = opened(tmp_path / "new" / "folder"), opened(tmp_path / "new" / "folder")
     await one.run(one.put, "a", "me", {"n": 1})
-    await one.run(one.tell, "a", b"event")
+    await one.run(one.add_events, "a", b"event")
     found = await other.run(other.get, "a", "me")
     assert found is not None
     assert found.body == {"n": 1}
     assert await other.run(other.events, "a", -1) == ([b"event"], 0)
     assert await other.run(other.get, "a", "you") is None
     assert await other.run(other.cancel, "a", "me")
-    assert not await one.run(one.beat, "a")
+    assert not await one.run(one.heartbeat, "a")
     one.close()
     other.close()
     assert (tmp_path / "new" / "folder" / FILE).stat().st_mode & 0o77 == 0
@@ -95,7 +95,7 @@ async def test_what_fails_leaves_nothing_behind() -> None:
         await store.run(half)
     assert await ids(store) == []
     await store.run(lambda: store._db.execute("select 1"))
-    with pytest.raises(ApiError, match="store of responses"):
+    with pytest.raises(ApiError, match="response store"):
         await store.run(lambda: store._db.execute("select nothing from nowhere"))
     store.close()
 

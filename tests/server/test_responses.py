@@ -407,7 +407,7 @@ async def test_a_response_in_the_background_is_fetched_later(server: Server) -> 
     made = await respond(server, background=True)
     assert (made["status"], made["output"]) == ("queued", [])
     early = await refused(server, previous_response_id=made["id"])
-    assert "in_progress yet" in early["message"]
+    assert "still in_progress" in early["message"]
     assert server.engine.script.gate is not None
     server.engine.script.gate.set()
     body = await ended(server, made["id"])

@@ -1,1 +1,1 @@
-"""The Responses API: its bodies and items, the events of an answer, what is stored, what goes on in the background."""
+"""The Responses API: bodies, items, events, stored responses and background responses."""

@@ -1,4 +1,4 @@
-"""`Background`: responses that go on without their client, and how they are followed."""
+"""`Background`: responses that run without their client, and `follow`, which streams their events."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from weft.server.api.service import Service
 from weft.server.errors import ApiError, translate, unavailable
 
 MAX_RUNS = 256
-"""of one process; each also counts as a request of its own"""
+"""Background responses per process; each also counts as a request."""
 TICK = 0.2
-"""seconds between looks, of whoever works on a response and whoever follows it"""
+"""Seconds between store accesses of a running response and of its followers."""
 
 _NUMBER = re.compile(rb'"sequence_number":(\d+)')
 
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 
 class Background:
-    """The responses that this process works on. `record`s are those of `Records`."""
+    """The background responses of this process. For `record`, see `Records`."""
 
     def __init__(self) -> None:
         self._runs: dict[asyncio.Task[None], Answer] = {}
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Raises `ApiError` 503."""
         if len(self._runs) >= MAX_RUNS:
-            raise unavailable("Too many responses are worked on in the background.", "background_full", 10)
+            raise unavailable("Too many background responses are running.", "background_full", 10)
 
     async def begin(
         self,
@@ -45,21 +45,23 @@ class Background:
         record: dict[str, Any],
         scope: MutableMapping[str, Any],
     ) -> None:
-        """Store a response that is not there yet, and work on it. Raises `ApiError` where it cannot be stored."""
+        """Store a queued response and start working on it. Raises `ApiError` if it cannot be stored."""
         id = dialect.response["id"]
         events = dialect.queue()
         if not await records.add(id, record):
-            raise ApiError(413, "The request is larger than the store of responses.", code="store_full")
-        # Its own copy without the connection: nothing of it may reach the client's socket.
+            raise ApiError(
+                413, "The request is larger than the response store (--responses-max-mib).", code="store_full"
+            )
+        # A copy without the connection: the run must not write to the client's socket.
         own = {key: value for key, value in scope.items() if key != "extensions"}
-        scope.pop("weft.entered", None)  # from here on it is this run that keeps the model awake
+        scope.pop("weft.entered", None)  # this run keeps the model awake from now on
         task = asyncio.create_task(_Run(answer, dialect, records, record, events).run(own))
         self._runs[task] = answer
         task.add_done_callback(lambda task: self._runs.pop(task, None))
         task.add_done_callback(lambda _: Service.leave(own))
 
     async def close(self) -> None:
-        """The process ends: what is not ready has failed."""
+        """Fail unfinished responses; the process is ending."""
         for answer in self._runs.values():
             answer.interrupt(unavailable("The server is shutting down.", "draining", 10), "drain")
         if self._runs:
@@ -81,24 +83,24 @@ class _Run:
         work = asyncio.create_task(self._answer(scope, _never, self._send))
         while not (await asyncio.wait((work,), timeout=TICK))[0]:
             try:
-                going = await store.run(store.beat, id, self._taken())
+                going = await store.run(store.heartbeat, id, self._take_events())
             except ApiError as unusable:
                 going = False
-                logger.error("response %s is given up: %s", id, unusable.message)
+                logger.error("response %s aborted: %s", id, unusable.message)
             if not going and not self._dialect.cancelled:
                 self._dialect.cancelled = True
                 self._answer.interrupt(ApiError(499, "The response was cancelled.", code="cancelled"), "disconnect")
         if (error := work.exception()) is not None and isinstance(error, Exception):
             self._events += await self._dialect.failed(translate(error))
         try:
-            await self._records.finish(id, self._record, self._taken())
+            await self._records.finish(id, self._record, self._take_events())
         except ApiError as unusable:
-            logger.error("response %s is lost: %s", id, unusable.message)
+            logger.error("response %s could not be stored: %s", id, unusable.message)
 
     async def _send(self, message: Message) -> None:
         self._events += message.get("body", b"")
 
-    def _taken(self) -> bytes:
+    def _take_events(self) -> bytes:
         events, self._events = bytes(self._events), bytearray()
         return events if self._record["streams"] else b""
 
@@ -109,15 +111,15 @@ async def _never() -> Message:
 
 
 async def follow(records: Records, id: str, after: int) -> AsyncIterator[bytes]:
-    """The events of a stored response behind the `after`-th, until the last."""
-    store, told, silence = records.store, -1, 0.0
+    """Yield the events of a stored response after number `after`, through the last."""
+    store, last, silence = records.store, -1, 0.0
     while True:
-        # In this order: the last events are told with the end.
+        # In this order, because the last events are stored together with the final status.
         try:
             record = await records.get(id)
         except ApiError:
-            return  # it was deleted meanwhile
-        found, told = await store.run(store.events, id, told)
+            return  # deleted
+        found, last = await store.run(store.events, id, last)
         data = b"".join(found)
         if after >= 0:
             data = b"".join(event + b"\n\n" for event in data.split(b"\n\n") if event and _number(event) > after)

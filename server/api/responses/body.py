@@ -1,4 +1,4 @@
-"""`ResponseBody`: the body of `POST /v1/responses`, and the `ChatBody` that it becomes."""
+"""`ResponseBody`: the body of `POST /v1/responses`, and its translation to `ChatBody`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MAX_METADATA = 16
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 
-_LEFT_OUT = ("web_search", "image_generation", "tool_search")
-"""tools of OpenAI's that agents offer unasked: the model is not told of them. A date may follow the name."""
+_IGNORED_TOOLS = ("web_search", "image_generation", "tool_search")
+"""OpenAI's built-in tools that agents always send; they are ignored. A date may follow the name."""
 
 
 def _parse_input(value: Any) -> Any:
@@ -58,7 +58,7 @@ _NAME = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[a-zA-
 
 
 def _item(kind: str, *optional: str, **fields: Any) -> dict[str, Any]:
-    """The schema of an item. `optional`: fields, of which its type may be one, that may be left out."""
+    """The schema of an item. `optional`: names of optional fields, possibly including `type`."""
     required = [name for name in ("type", *fields) if name not in optional]
     return {"type": "object", "properties": {"type": {"const": kind}, **fields}, "required": required}
 
@@ -126,14 +126,14 @@ class Reasoning(Body):
     effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$")
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
     generate_summary: SkipJsonSchema[Literal["auto", "concise", "detailed", "none"] | None] = None
-    """its older name"""
+    """The older name of `summary`."""
 
 
 class ResponseBody(SamplingFields):
     model: str | None = None
     input: Input = Field([])
     instructions: str | None = None
-    """stand before the conversation, and count for this response alone"""
+    """Placed before the conversation, for this response only."""
     previous_response_id: str | None = Field(None, max_length=128)
     conversation: Annotated[
         str | None,
@@ -151,9 +151,9 @@ class ResponseBody(SamplingFields):
     max_output_tokens: int | None = Field(None, ge=1, le=INT32)
     top_logprobs: int = bounded("logprobs", 0)
     include: list[str] = Field([], max_length=64)
-    """of these `message.output_text.logprobs` and `reasoning.encrypted_content` have an effect"""
+    """`message.output_text.logprobs` and `reasoning.encrypted_content` are supported; others are ignored."""
     truncation: Literal["auto", "disabled"] = "disabled"
-    """auto: what is oldest in the conversation is left out where it would not fit"""
+    """auto: drop the oldest items if the conversation does not fit."""
     store: bool = True
     background: bool = False
     stream: bool = False
@@ -162,37 +162,37 @@ class ResponseBody(SamplingFields):
     service_tier: str | None = Field(None, max_length=64)
     safety_identifier: str | None = Field(None, max_length=512)
     chat_template_kwargs: dict[str, Any] = Field({}, max_length=64)
-    """variables of the template, such as `enable_thinking`"""
+    """Template variables, such as `enable_thinking`."""
     prompt: SkipJsonSchema[Any] = None
-    """a prompt kept at OpenAI"""
+    """A prompt stored at OpenAI, rejected."""
 
     def check(self) -> None:
-        """Rules between fields. Raises `ApiError`."""
+        """Check rules between fields. Raises `ApiError`."""
         if self.prompt is not None:
-            raise bad_request("prompt: there are no stored prompts here; send instructions and input.", "prompt")
+            raise bad_request("prompt: stored prompts are not supported; send instructions and input.", "prompt")
         if self.previous_response_id is not None and self.conversation is not None:
-            what = "Give previous_response_id or conversation, not both."
+            what = "Give either previous_response_id or conversation, not both."
             raise bad_request(what, "previous_response_id")
         if self.background and not self.store:
-            raise bad_request("background needs store: true: the answer is fetched later.", "background")
+            raise bad_request("background requires store: true, because the answer is fetched later.", "background")
         if self.text.format.type == "json_schema" and self.text.format.schema_ is None:
-            raise bad_request("text.format: type json_schema needs a schema.", "text.format.schema")
+            raise bad_request("text.format: type json_schema requires a schema.", "text.format.schema")
 
     @property
     def wants_logprobs(self) -> bool:
         return LOGPROBS in self.include or self.top_logprobs > 0
 
     @property
-    def sums_up(self) -> bool:
-        """Reasoning is shown as its summary: there is no other one than all of it."""
+    def as_summary(self) -> bool:
+        """Show reasoning as a summary, which is the whole reasoning."""
         asked = self.reasoning
         return asked is not None and (asked.summary or asked.generate_summary or "none") != "none"
 
     def as_chat(self, items: Sequence[Item], tools: OfferedTools) -> ChatBody:
-        """This request over that conversation. Raises `ApiError`, `RequestValidationError`."""
+        """The equivalent chat request over these items. Raises `ApiError` and `RequestValidationError`."""
         messages = messages_of(self.instructions, items)
         if not messages or (not items and all(message.role in ("system", "developer") for message in messages)):
-            raise bad_request("input: there is nothing to answer.", "input")
+            raise bad_request("input: must have at least one item to answer.", "input")
         given = {name: getattr(self, name) for name in SamplingFields.model_fields if name in self.model_fields_set}
         fields: dict[str, Any] = {
             **given,
@@ -212,22 +212,22 @@ class ResponseBody(SamplingFields):
         try:
             return ChatBody.model_validate(fields)
         except ValidationError as error:
-            wrong = [{**e, "loc": ("body", *e["loc"])} for e in error.errors()]
+            errors = [{**e, "loc": ("body", *e["loc"])} for e in error.errors()]
             asked = {name: getattr(self, name) for name in self.model_fields_set}
-            raise RequestValidationError(wrong, body=asked) from None
+            raise RequestValidationError(errors, body=asked) from None
 
 
 class OfferedTools(NamedTuple):
     """The tools of a request."""
 
     as_chat: list[dict[str, Any]]
-    """as chat has them"""
+    """In the form of chat requests."""
     namespaces: dict[str, tuple[str, str]]
-    """by the name that the model knows: namespace and name, of those that have one"""
+    """Namespace and name of namespaced tools, by the full name that the model sees."""
 
     @classmethod
     def of(cls, tools: Sequence[dict[str, Any]]) -> OfferedTools:
-        """Raises `ApiError` for those that this server cannot offer."""
+        """Read a request's tools. Raises `ApiError` for unsupported ones."""
         out = cls([], {})
         for i, tool in enumerate(tools):
             out._add(tool, f"tools[{i}]")
@@ -238,31 +238,31 @@ class OfferedTools(NamedTuple):
         if kind == "namespace" and namespace is None:
             members = tool.get("tools")
             if not isinstance(tool.get("name"), str) or not isinstance(members, list):
-                raise bad_request(f"{path}: a namespace needs a name and a list of tools.", path)
+                raise bad_request(f"{path}: a namespace requires a name and a list of tools.", path)
             for i, member in enumerate(members[: MAX_TOOLS + 1]):
                 if isinstance(member, dict):
                     self._add(member, f"{path}.tools[{i}]", tool["name"])
             return
         if kind not in ("function", "custom"):
-            if isinstance(kind, str) and kind.startswith(_LEFT_OUT):
+            if isinstance(kind, str) and kind.startswith(_IGNORED_TOOLS):
                 return
             raise bad_request(
-                f"{path}: tools of type {clip(kind)!r} are not supported; this server offers function and custom.",
+                f"{path}: tools of type {clip(kind)!r} are not supported; use function or custom.",
                 path,
                 "unsupported_tool",
             )
-        about = {key: value for key, value in tool.items() if key != "type" and value is not None}
-        if not isinstance(about.get("name"), str):
-            raise bad_request(f"{path}: this tool needs a name.", f"{path}.name")
+        fields = {key: value for key, value in tool.items() if key != "type" and value is not None}
+        if not isinstance(fields.get("name"), str):
+            raise bad_request(f"{path}: a tool requires a name.", f"{path}.name")
         if namespace is not None:
-            name = about["name"]
-            about["name"] = full_name(namespace, name)
-            self.namespaces[about["name"]] = namespace, name
-        self.as_chat.append({"type": kind, kind: about})
+            name = fields["name"]
+            fields["name"] = full_name(namespace, name)
+            self.namespaces[fields["name"]] = namespace, name
+        self.as_chat.append({"type": kind, kind: fields})
 
 
 def _choice_of(choice: str | dict[str, Any]) -> Any:
-    """As chat has it."""
+    """A tool choice in the form of chat requests."""
     if isinstance(choice, str):
         return choice
     kind = choice.get("type")

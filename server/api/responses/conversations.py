@@ -1,4 +1,4 @@
-"""`/v1/conversations`: items that responses are added to, kept by the server."""
+"""`/v1/conversations`: server-side conversations to which responses add their items."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from weft.server.errors import ApiError, bad_request, clip
 
 PATH = "/v1/conversations"
 MAX_ADDED = 128
-"""items that are added at once"""
+"""Items per request."""
 
 router = APIRouter(route_class=JsonRoute)
 
 
 Items = Annotated[list[dict[str, Any]], Field(max_length=MAX_ADDED)]
-"""as those of a response's input"""
+"""Items as in a response's input."""
 
 
 class ConversationBody(Body):
@@ -41,20 +41,20 @@ class ItemsBody(Body):
     items: Items
 
 
-@router.post(PATH, summary="Begin a conversation")
+@router.post(PATH, summary="Create a conversation")
 async def create_conversation(body: ConversationBody, records: RecordsOf) -> dict[str, Any]:
     hex_id = uuid.uuid4().hex
     id = f"conv_{hex_id}"
     shown = {"id": id, "object": "conversation", "created_at": int(time.time()), "metadata": body.metadata}
     items = _read(body.items)
     if records.store.max_bytes == 0 or not await records.add(id, shown):
-        raise bad_request("This server stores no conversations (--responses-max-mib).", code="storing_is_off")
+        raise bad_request("This server cannot store the conversation (--responses-max-mib).", code="storing_is_off")
     if items:
         await _append(records, id, items)
     return shown
 
 
-@router.get(f"{PATH}/{{id}}", summary="A conversation")
+@router.get(f"{PATH}/{{id}}", summary="Retrieve a conversation")
 async def retrieve_conversation(id: str, records: RecordsOf) -> dict[str, Any]:
     return await records.conversation(id)
 
@@ -80,7 +80,7 @@ async def create_items(id: str, body: ItemsBody, records: RecordsOf) -> dict[str
     return page(added, len(added), "asc", None)
 
 
-@router.get(f"{PATH}/{{id}}/items", summary="The items of a conversation")
+@router.get(f"{PATH}/{{id}}/items", summary="List the items of a conversation")
 async def list_items(
     id: str,
     records: RecordsOf,
@@ -91,7 +91,7 @@ async def list_items(
     return page(await records.items_of(id), limit, order, after)
 
 
-@router.get(f"{PATH}/{{id}}/items/{{item}}", summary="An item of a conversation")
+@router.get(f"{PATH}/{{id}}/items/{{item}}", summary="Retrieve an item of a conversation")
 async def retrieve_item(id: str, item: str, records: RecordsOf) -> Item:
     for found in await records.items_of(id):
         if found["id"] == item:
@@ -110,12 +110,12 @@ async def delete_item(id: str, item: str, records: RecordsOf) -> dict[str, Any]:
 def _read(value: list[Any]) -> list[Item]:
     items = [read_item(item, f"items[{i}]") for i, item in enumerate(value)]
     if any(item["type"] == "item_reference" for item in items):
-        raise bad_request("items: a reference cannot be added.", "items")
+        raise bad_request("items: an item_reference cannot be added.", "items")
     return items
 
 
 async def _append(records: Records, id: str, items: list[Item]) -> list[Item]:
-    """The items as they are kept. Raises `ApiError`."""
+    """Append items and return them as stored. Raises `ApiError`."""
     kept = numbered(items, uuid.uuid4().hex)
     if not await records.append(id, kept):
         raise bad_request(f"items: a conversation has at most {MAX_ITEMS} items.", "items")

@@ -1,4 +1,4 @@
-"""`ResponseDialect`: an answer as a response object, whole or as its events."""
+"""`ResponseDialect`: an answer as a response object or as its events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.server.errors import ApiError
 from weft.server.text.logprobs import chat_logprobs
 
 Keep = Callable[[dict[str, Any]], Awaitable[None]]
-"""stores a response object, before the client has it"""
+"""Stores a response object before the client gets it."""
 
 
 class ResponseDialect:
@@ -27,14 +27,14 @@ class ResponseDialect:
     plain = False
 
     def __init__(self, turn: Turn, body: ResponseBody, tools: OfferedTools, hex_id: str, keep: Keep) -> None:
-        """`hex_id`: of the response, without its prefix."""
+        """`hex_id`: the response's id without its prefix."""
         self._turn = turn
         self._keep = keep
         self._output = Output(
             hex_id,
             is_custom=turn.parser.is_custom,
             namespaces=tools.namespaces,
-            sums_up=body.sums_up,
+            as_summary=body.as_summary,
             sealed=ENCRYPTED in body.include,
             may_call=not turn.parser.plain,
         )
@@ -42,7 +42,7 @@ class ResponseDialect:
         self._begun = False
         self._finish_reason: str | None = None
         self.cancelled = False
-        """the client has cancelled it"""
+        """The client cancelled the response."""
         self.response = blank(turn, body, hex_id)
 
     async def body(self, wholes: Sequence[Piece]) -> bytes:
@@ -64,14 +64,14 @@ class ResponseDialect:
         return output.more_text(text) if text else b""
 
     def queue(self) -> bytes:
-        """The events of a response that begins later."""
+        """The events of a queued response."""
         self._queued = True
         queued = {**self.response, "status": "queued"}
         created = self._output.event("response.created", response=queued)
         return created + self._output.event("response.queued", response=queued)
 
     def _begin(self) -> bytes:
-        """The events that come before all others."""
+        """The first events."""
         self._begun = True
         created = b"" if self._queued else self._output.event("response.created", response=self.response)
         return created + self._output.event("response.in_progress", response=self.response)
@@ -86,11 +86,11 @@ class ResponseDialect:
             return event(orjson.dumps({**about, "message": error.message, "param": error.param}), b"error")
         out = self._output.close("incomplete")
         response = await self.broken(error)
-        # A response that was cancelled has no event of its own.
+        # There is no event for cancelled responses.
         return out + self._output.event("response.failed", response=response)
 
     async def broken(self, error: ApiError) -> dict[str, Any]:
-        """The response that ended with an error, stored."""
+        """Store and return the response with an error."""
         status = "cancelled" if self.cancelled else "failed"
         about = None if self.cancelled else {"code": error.code or "server_error", "message": error.message}
         self.response |= {"status": status, "error": about, "output": self._output.items}
@@ -138,7 +138,7 @@ class ResponseDialect:
 
 
 def _by_token(whole: Piece) -> Iterator[Piece]:
-    """The piece of each token: log-probabilities stand with the text of their own."""
+    """Split an answer into one piece per token, so that log-probabilities stay with their text."""
     cuts = [*whole.offsets[1:], len(whole.text)]
     last = len(cuts) - 1
     for i, (begin, end) in enumerate(zip(whole.offsets, cuts, strict=True)):

@@ -1,4 +1,4 @@
-"""`/v1/responses`: create, retrieve, follow, cancel, delete; the items of an input, and how many tokens it has."""
+"""`/v1/responses`: create, retrieve, follow, cancel and delete responses; list and count their input."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from weft.server.errors import ApiError, bad_request, clip
 
 PATH = "/v1/responses"
 CANCEL_SECONDS = 5.0
-"""that a client waits for its cancelled response to end"""
+"""Seconds to wait for a cancelled response to end."""
 
 Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Annotated[str, Query(pattern="^(asc|desc)$")]
-"""of a list of items"""
+"""The order of a list of items."""
 
 router = APIRouter(route_class=JsonRoute)
 logger = logging.getLogger(__name__)
@@ -52,14 +52,14 @@ async def create_response(body: ResponseBody, request: Request, service: Service
     background: Background = request.app.state.background
     _settle_storing(body, records)
     hex_id = uuid.uuid4().hex
-    own = numbered(read_input(body.input), hex_id)
-    context = await records.context(body.previous_response_id, body.conversation, own)
-    own = context[len(context) - len(own) :]
+    new = numbered(read_input(body.input), hex_id)
+    context = await records.context(body.previous_response_id, body.conversation, new)
+    new = context[len(context) - len(new) :]
     tools = OfferedTools.of(body.tools)
     if body.background:
-        background.check_room()
+        background.check_capacity()
     turn = await _begin_turn(body, context, tools, request, service)
-    record: dict[str, Any] = {"input": own, "previous": body.previous_response_id, "streams": body.stream}
+    record: dict[str, Any] = {"input": new, "previous": body.previous_response_id, "streams": body.stream}
 
     async def keep(response: dict[str, Any]) -> None:
         record["response"] = response
@@ -67,8 +67,8 @@ async def create_response(body: ResponseBody, request: Request, service: Service
             if body.store and not body.background:
                 await records.add(response["id"], record)
             if body.conversation is not None and response["status"] in ("completed", "incomplete"):
-                await records.append(body.conversation, [*own, *response["output"]])
-        except ApiError as error:  # the answer is there: it is not taken away for that
+                await records.append(body.conversation, [*new, *response["output"]])
+        except ApiError as error:  # the client still gets the answer
             logger.error("request %s: %s", turn.generation.id, error.message)
 
     dialect = ResponseDialect(turn, body, tools, hex_id, keep)
@@ -82,7 +82,7 @@ async def create_response(body: ResponseBody, request: Request, service: Service
     return _json({**dialect.response, "status": "queued"})
 
 
-@router.post(f"{PATH}/input_tokens", summary="How many tokens the input of a response has")
+@router.post(f"{PATH}/input_tokens", summary="Count the input tokens of a response")
 async def count_input_tokens(
     body: ResponseBody, request: Request, service: ServiceOf, records: RecordsOf
 ) -> dict[str, Any]:
@@ -94,7 +94,7 @@ async def count_input_tokens(
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
-@router.get(f"{PATH}/{{id}}", summary="A stored response, or its events", responses=STREAMED)
+@router.get(f"{PATH}/{{id}}", summary="Retrieve a stored response or its events", responses=STREAMED)
 async def retrieve_response(
     id: str,
     records: RecordsOf,
@@ -105,7 +105,7 @@ async def retrieve_response(
     if not stream:
         return _json(record["response"])
     if not (record["streams"] and record["response"]["background"]):
-        raise bad_request("Only a response made with background and stream can be streamed again.", "stream")
+        raise bad_request("Only responses created with background and stream can be streamed again.", "stream")
     return _followed(records, id, starting_after)
 
 
@@ -115,11 +115,11 @@ async def delete_response(id: str, records: RecordsOf) -> dict[str, Any]:
     return {"id": id, "object": "response", "deleted": True}
 
 
-@router.post(f"{PATH}/{{id}}/cancel", summary="End a response that is worked on in the background")
+@router.post(f"{PATH}/{{id}}/cancel", summary="Cancel a background response")
 async def cancel_response(id: str, records: RecordsOf) -> Response:
     record = await records.get(id)
     if not record["response"]["background"]:
-        raise bad_request("Only a response made with background: true can be cancelled.", "id")
+        raise bad_request("Only responses created with background: true can be cancelled.", "id")
     if record["response"]["status"] in OPEN:
         await records.store.run(records.store.cancel, id, records.owner)
         with suppress(TimeoutError):
@@ -130,7 +130,7 @@ async def cancel_response(id: str, records: RecordsOf) -> Response:
     return _json(record["response"])
 
 
-@router.get(f"{PATH}/{{id}}/input_items", summary="What a stored response answers, item by item")
+@router.get(f"{PATH}/{{id}}/input_items", summary="List the input items of a stored response")
 async def list_input_items(
     id: str,
     records: RecordsOf,
@@ -144,12 +144,12 @@ async def list_input_items(
 
 
 def page(items: Sequence[Item], limit: int, order: str, after: str | None) -> dict[str, Any]:
-    """A part of a list of items. Raises `ApiError`."""
+    """One page of a list of items. Raises `ApiError`."""
     ordered = list(items) if order == "asc" else list(reversed(items))
     if after is not None:
         ids = [item["id"] for item in ordered]
         if after not in ids:
-            raise bad_request(f"There is no item '{clip(after)}' to go on behind.", "after")
+            raise bad_request(f"after: there is no item with the id '{clip(after)}'.", "after")
         ordered = ordered[ids.index(after) + 1 :]
     data = ordered[:limit]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
@@ -157,7 +157,7 @@ def page(items: Sequence[Item], limit: int, order: str, after: str | None) -> di
 
 
 def _settle_storing(body: ResponseBody, records: Records) -> None:
-    """A server that stores nothing answers all the same, and says so. Raises `ApiError` for what needs more."""
+    """Switch storing off if the server stores nothing. Raises `ApiError` if the request depends on it."""
     if records.store.max_bytes == 0:
         if body.background or body.conversation is not None or body.previous_response_id is not None:
             what = "This server stores no responses (--responses-max-mib 0); send the whole conversation."
@@ -168,12 +168,12 @@ def _settle_storing(body: ResponseBody, records: Records) -> None:
 async def _begin_turn(
     body: ResponseBody, items: Sequence[Item], tools: OfferedTools, request: Request, service: Service
 ) -> Turn:
-    """Raises `ApiError` in the words of this endpoint."""
+    """Begin the turn. Raises `ApiError` with the field names of this endpoint."""
     chat = body.as_chat(items, tools)
     try:
         if body.truncation == "disabled":
             return await begin_turn(chat, request, service)
-        return await _begin_what_fits(body, items, tools, request, service)
+        return await _begin_truncated(body, items, tools, request, service)
     except ApiError as error:
         for theirs, ours in (("messages", "input"), ("response_format", "text.format")):
             if (error.param or "").startswith(theirs):
@@ -182,11 +182,14 @@ async def _begin_turn(
         raise
 
 
-async def _begin_what_fits(
+async def _begin_truncated(
     body: ResponseBody, items: Sequence[Item], tools: OfferedTools, request: Request, service: Service
 ) -> Turn:
-    """Without the oldest of the conversation where it is too long: cut where a user speaks, behind what is said at the
-    beginning by the developer. Raises `ApiError` where even the last of it is."""
+    """Begin the turn, dropping the oldest items if the conversation is too long.
+
+    It keeps the leading system and developer items and cuts before a user item, found by binary search. Raises
+    `ApiError` if even the last user item does not fit.
+    """
     head = 0
     while head < len(items) and items[head].get("role") in ("system", "developer"):
         head += 1

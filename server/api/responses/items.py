@@ -1,4 +1,4 @@
-"""Items of the Responses API: what a client sends as input, checked; and as the messages of a conversation."""
+"""Items of the Responses API: checking a client's input, and translating items to chat messages."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from weft.server.errors import ApiError, bad_request, clip
 from weft.server.tools.cache_control import CacheControl, longest_mark
 
 Item = dict[str, Any]
-"""as JSON; checked by `read_input`"""
+"""An item as JSON, checked by `read_input`."""
 
 MAX_ITEMS = MAX_MESSAGES
-"""of one conversation"""
+"""Items per conversation."""
 MAX_NAME = 256
 _SEALED = "weft1:"
-"""begins the encrypted content of our reasoning items"""
+"""Prefix of the encrypted content of this server's reasoning items."""
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT = {"input_text", "output_text", "text"}
-_UNSEEN = {"web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call"}
-"""what other servers' own tools did: nothing of it is text that a model here could be shown"""
+_IGNORED = {"web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call"}
+"""Calls of other servers' built-in tools, which contain no text for the model."""
 _ACTIONS = {"local_shell_call": "action", "shell_call": "action", "apply_patch_call": "operation"}
-"""calls of tools that the client carries out, and the field with the arguments"""
+"""Calls that the client executes, and the field with their arguments."""
 _CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 _OUTPUTS = {f"{kind}_output" for kind in (*_CALLS, *_ACTIONS)}
 
@@ -39,7 +39,7 @@ _OUTPUTS = {f"{kind}_output" for kind in (*_CALLS, *_ACTIONS)}
 
 
 def read_input(value: str | list[Any]) -> list[Item]:
-    """The items of an `input`. Raises `ApiError` with the path of what is wrong."""
+    """The items of an `input`. Raises `ApiError` with the path of the invalid value."""
     if isinstance(value, str):
         return [_message("user", [{"type": "input_text", "text": value}])]
     if len(value) > MAX_ITEMS:
@@ -48,11 +48,11 @@ def read_input(value: str | list[Any]) -> list[Item]:
 
 
 def read_item(value: Any, path: str) -> Item:
-    """An item in its full form. Raises `ApiError`."""
+    """An item in its long form. Raises `ApiError`."""
     if isinstance(value, str):
         return _message("user", [{"type": "input_text", "text": value}])
     if not isinstance(value, dict):
-        raise _wrong(path, "must be an object")
+        raise _invalid(path, "must be an object")
     given = {key: entry for key, entry in value.items() if entry is not None}
     kind = given.get("type", "message" if "role" in given else "item_reference" if "id" in given else None)
     match kind:
@@ -71,10 +71,10 @@ def read_item(value: Any, path: str) -> Item:
             item = {"type": kind, "call_id": _string(given, "call_id", path), "output": _read_output(given, path)}
         case str() if kind in _ACTIONS:
             item = {"type": kind, "call_id": _string(given, "call_id", path), _ACTIONS[kind]: given.get(_ACTIONS[kind])}
-        case str() if kind in _UNSEEN:
+        case str() if kind in _IGNORED:
             item = {"type": kind}
         case _:
-            raise _wrong(path, f"an item of type {clip(kind)!r} is not supported")
+            raise _invalid(path, f"an item of type {clip(kind)!r} is not supported")
     if (mark := longest_mark((given, *_parts(given)))) is not None:
         item["cache_control"] = mark
     for name in ("id", "status"):
@@ -95,7 +95,7 @@ def _message(role: str, content: list[dict[str, Any]]) -> Item:
 def _read_message(given: dict[str, Any], path: str) -> Item:
     role = given.get("role")
     if role not in _ROLES:
-        raise _wrong(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
+        raise _invalid(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
     kind = "output_text" if role == "assistant" else "input_text"
     content = given.get("content", [] if role == "assistant" else None)
     if isinstance(content, str):
@@ -104,18 +104,18 @@ def _read_message(given: dict[str, Any], path: str) -> Item:
 
 
 def _read_parts(content: Any, kind: str, path: str) -> list[dict[str, Any]]:
-    """Parts of text, as `kind` where they do not say which."""
+    """Text parts, converted to type `kind`."""
     if not isinstance(content, list):
-        raise _wrong(path, "must be a string or a list of parts")
+        raise _invalid(path, "must be a string or a list of parts")
     if len(content) > MAX_PARTS:
-        raise _wrong(path, f"must have at most {MAX_PARTS} parts")
+        raise _invalid(path, f"must have at most {MAX_PARTS} parts")
     parts = []
     for i, part in enumerate(content):
         here = f"{path}[{i}]"
         if isinstance(part, str):
             part = {"type": kind, "text": part}
         if not isinstance(part, dict):
-            raise _wrong(here, "must be an object")
+            raise _invalid(here, "must be an object")
         found = part.get("type", "text")
         if found == "refusal":
             parts.append({"type": found, found: _string(part, found, here)})
@@ -123,7 +123,7 @@ def _read_parts(content: Any, kind: str, path: str) -> list[dict[str, Any]]:
             extra: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
             parts.append({"type": kind, "text": _string(part, "text", here), **extra})
         else:
-            raise _wrong(here, f"a part of type {clip(found)!r} is not supported: this server takes text")
+            raise _invalid(here, f"a part of type {clip(found)!r} is not supported: this server takes text")
     return parts
 
 
@@ -135,7 +135,7 @@ def _read_output(given: dict[str, Any], path: str) -> str | list[dict[str, Any]]
         text: str = output["content"]
         return text
     if isinstance(output, list) and all(isinstance(part, dict) and "stdout" in part for part in output):
-        return json.dumps(output)  # of a shell, a command each
+        return json.dumps(output)  # a shell's output, one entry per command
     return _read_parts(output, "input_text", f"{path}.output")
 
 
@@ -144,7 +144,7 @@ def _read_reasoning(given: dict[str, Any], path: str) -> Item:
     for field in ("summary", "content"):
         parts = given.get(field, [])
         if not isinstance(parts, list) or len(parts) > MAX_PARTS:
-            raise _wrong(f"{path}.{field}", f"must be a list of at most {MAX_PARTS} parts")
+            raise _invalid(f"{path}.{field}", f"must be a list of at most {MAX_PARTS} parts")
         kind = "summary_text" if field == "summary" else "reasoning_text"
         texts = [_string(part, "text", f"{path}.{field}[{i}]") for i, part in enumerate(parts)]
         item[field] = [{"type": kind, "text": text} for text in texts]
@@ -156,26 +156,26 @@ def _read_reasoning(given: dict[str, Any], path: str) -> Item:
 def _string(given: Any, name: str, path: str) -> str:
     value = given.get(name) if isinstance(given, dict) else None
     if not isinstance(value, str):
-        raise _wrong(f"{path}.{name}", "must be a string")
+        raise _invalid(f"{path}.{name}", "must be a string")
     if name in ("name", "call_id", "id", "namespace") and not 0 < len(value) <= MAX_NAME:
-        raise _wrong(f"{path}.{name}", f"must have 1 to {MAX_NAME} characters")
+        raise _invalid(f"{path}.{name}", f"must have 1 to {MAX_NAME} characters")
     return value
 
 
-def _wrong(path: str, what: str) -> ApiError:
+def _invalid(path: str, what: str) -> ApiError:
     return bad_request(f"{clip(path)}: {what}.", clip(path))
 
 
-# -- reasoning that travels with the client
+# -- reasoning that the client stores
 
 
 def seal(reasoning: str) -> str:
-    """Reasoning as the `encrypted_content` of an item. It is no secret; the form only keeps it in one piece."""
+    """Encode reasoning as the `encrypted_content` of an item. It is not secret; the encoding only keeps it intact."""
     return _SEALED + base64.urlsafe_b64encode(reasoning.encode()).decode()
 
 
 def unseal(text: str) -> str:
-    """What was sealed; nothing for what another server has encrypted."""
+    """Decode sealed reasoning; empty if another server encrypted it."""
     if not text.startswith(_SEALED):
         return ""
     try:
@@ -188,13 +188,16 @@ def unseal(text: str) -> str:
 
 
 def messages_of(instructions: str | None, items: Sequence[Item]) -> list[ChatMessage]:
-    """The conversation. Instructions stand first, with the system messages that it begins with; later ones stay where
-    they are. What the assistant thought, said and called, one after the other, is one message."""
-    out: list[ChatMessage] = [] if instructions is None else [_said("system", instructions)]
-    ours: ChatMessage | None = None  # the assistant's, to which more may come
+    """Translate items to chat messages.
+
+    Instructions come first, joined with leading system messages; later system messages keep their position. Consecutive
+    reasoning, text and calls of the assistant become one message.
+    """
+    out: list[ChatMessage] = [] if instructions is None else [_chat_message("system", instructions)]
+    ours: ChatMessage | None = None  # the assistant message that later items may extend
     for item in items:
         kind = item["type"]
-        if kind in _UNSEEN:
+        if kind in _IGNORED:
             continue
         if kind == "message" and item["role"] != "assistant":
             ours = None
@@ -203,42 +206,42 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[ChatMes
             continue
         if kind in _OUTPUTS:
             ours = None
-            out.append(_said("tool", _text(item["output"]), tool_call_id=item["call_id"]))
+            out.append(_chat_message("tool", _text(item["output"]), tool_call_id=item["call_id"]))
             _mark(out[-1], item)
             continue
-        said = ours is not None and (ours.content is not None or bool(ours.tool_calls))
-        if ours is None or (said and kind in ("message", "reasoning")):
-            ours = _said("assistant", None)
+        has_content = ours is not None and (ours.content is not None or bool(ours.tool_calls))
+        if ours is None or (has_content and kind in ("message", "reasoning")):
+            ours = _chat_message("assistant", None)
             out.append(ours)
         if kind == "message":
             ours.content = _text(item["content"])
         elif kind == "reasoning":
-            ours.reasoning_content = (ours.reasoning_content or "") + _thought(item)
+            ours.reasoning_content = (ours.reasoning_content or "") + _reasoning(item)
         else:
             ours.tool_calls = [*(ours.tool_calls or ()), _call(item)]
         _mark(ours, item)
-    return [message for message in out if message.role != "assistant" or _says(message)]
+    return [message for message in out if message.role != "assistant" or _is_nonempty(message)]
 
 
 def _mark(message: ChatMessage, item: Item) -> None:
-    """Keep the conversation up to here, if the item says so."""
-    with suppress(ValidationError):  # of a form that nobody here knows: then it is kept as others are
+    """Copy an item's cache mark to its message."""
+    with suppress(ValidationError):  # an unknown form is ignored
         if "cache_control" in item:
             message.cache_control = CacheControl.model_validate(item["cache_control"])
 
 
 def _add(out: list[ChatMessage], role: str, text: str) -> None:
     if role in ("system", "developer") and out and all(m.role in ("system", "developer") for m in out):
-        out[-1] = _said(out[-1].role, f"{out[-1].content}\n\n{text}")
+        out[-1] = _chat_message(out[-1].role, f"{out[-1].content}\n\n{text}")
     else:
-        out.append(_said(role, text))
+        out.append(_chat_message(role, text))
 
 
-def _said(role: str, content: str | None, **more: str) -> ChatMessage:
+def _chat_message(role: str, content: str | None, **more: str) -> ChatMessage:
     return ChatMessage.model_validate({"role": role, "content": content, **more})
 
 
-def _says(message: ChatMessage) -> bool:
+def _is_nonempty(message: ChatMessage) -> bool:
     return message.content is not None or bool(message.tool_calls) or bool(message.reasoning_content)
 
 
@@ -248,8 +251,8 @@ def _text(content: str | Iterable[dict[str, Any]]) -> str:
     return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)
 
 
-def _thought(item: Item) -> str:
-    """The reasoning itself; where the client keeps none of it, what was said of it."""
+def _reasoning(item: Item) -> str:
+    """An item's reasoning, or its summary if the client does not keep the reasoning."""
     for parts in (item["content"], unseal(item.get("encrypted_content", "")), item["summary"]):
         if parts:
             return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
@@ -268,7 +271,7 @@ def _call(item: Item) -> ToolCall:
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """What the model knows a tool as."""
+    """The tool name that the model sees."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"

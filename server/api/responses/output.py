@@ -1,4 +1,4 @@
-"""`Output`: the items of a response as they grow, and the events that tell of it."""
+"""`Output`: the growing items of a response, and their events."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ _encode = orjson.dumps
 
 
 class Output:
-    """Feed it the parts of an answer; it keeps the items and returns their events. An item ends where another kind of
-    part follows."""
+    """Turns the parts of an answer into items and their events. An item ends when a different kind of part follows."""
 
     def __init__(
         self,
@@ -24,38 +23,36 @@ class Output:
         *,
         is_custom: Callable[[Call], bool] = lambda _: False,
         namespaces: Mapping[str, tuple[str, str]],
-        sums_up: bool = False,
+        as_summary: bool = False,
         sealed: bool = False,
         may_call: bool = False,
     ) -> None:
-        """`hex_id`: the response's, without its prefix. `is_custom`: a call is one of a custom tool, its arguments a
-        text. `namespaces`: those of tools, by the name the model knows.
+        """`hex_id`: the response's id without its prefix. `is_custom`: a call is a custom tool's, its argument a text.
+        `namespaces`: namespace and name of tools, by the name the model sees.
 
-        `sums_up`: reasoning is shown as a summary. `sealed`: it travels in `encrypted_content`. `may_call`: white space
-        between calls is no message.
+        `as_summary`: show reasoning as a summary. `sealed`: include it in `encrypted_content`. `may_call`: white space
+        between calls is not a message.
         """
         self.items: list[Item] = []
         self.sequence = 0
-        """number of the next event"""
+        """The number of the next event."""
         self._hex_id = hex_id
         self._is_custom = is_custom
         self._namespaces = namespaces
-        self._sums_up = sums_up
+        self._as_summary = as_summary
         self._sealed = sealed
         self._may_call = may_call
         self._space = ""
-        """white space that is text only if text follows"""
+        """White space that counts only if text follows."""
         self._open: str | None = None
-        """type of the last item, while it grows"""
-        self._call = -1
-        """index of the call that grows"""
+        """The type of the open item."""
         self._texts: list[str] = []
-        """what the open item has so far"""
+        """The open item's text so far."""
         self._logprobs: list[dict[str, Any]] = []
-        self._unsaid: list[dict[str, Any]] = []
-        """log-probabilities of tokens whose text is still to come"""
+        self._pending_logprobs: list[dict[str, Any]] = []
+        """Log-probabilities of tokens whose text is not out yet."""
         self._delta = b"", b""
-        """what stands before the sequence number and before the text of the open item's deltas"""
+        """The bytes before the sequence number and before the text in the open item's deltas."""
 
     def event(self, kind: str, **fields: Any) -> bytes:
         """A server-sent event."""
@@ -65,10 +62,10 @@ class Output:
         return b"event: " + name + b"\ndata: " + body + b"\n\n"
 
     def feed(self, parts: Parts, logprobs: Sequence[dict[str, Any]] = ()) -> bytes:
-        """`logprobs`: of the tokens that brought these parts, as chat has them."""
+        """Add parts and return their events. `logprobs`: those of the parts' tokens, in chat's format."""
         out = b""
         if logprobs and not parts.text and not parts.reasoning:
-            self._unsaid += logprobs
+            self._pending_logprobs += logprobs
         if parts.reasoning:
             if self._open != "reasoning":
                 out += self.close() + self._begin_reasoning()
@@ -81,14 +78,14 @@ class Output:
 
     @property
     def takes_text(self) -> bool:
-        """A message grows, and `more_text` is all that further text of it takes."""
-        return self._open == "message" and not self._unsaid
+        """A message is open, so `more_text` can extend it."""
+        return self._open == "message" and not self._pending_logprobs
 
     def more_text(self, text: str) -> bytes:
         return self._grow(text, b',"logprobs":[]')
 
     def close(self, status: str = "completed") -> bytes:
-        """End the item that grows, if there is one."""
+        """End the open item, if any."""
         if self._open is None:
             return b""
         item, text, place = self.items[-1], "".join(self._texts), self._place
@@ -97,8 +94,8 @@ class Output:
         match self._open:
             case "message":
                 part = item["content"][0]
-                self._logprobs += self._unsaid
-                self._unsaid = []
+                self._logprobs += self._pending_logprobs
+                self._pending_logprobs = []
                 part["text"], part["logprobs"] = text, self._logprobs
                 at = {**place, "content_index": 0}
                 out += self.event("response.output_text.done", **at, text=text, logprobs=_brief(self._logprobs))
@@ -116,7 +113,7 @@ class Output:
         return out + self.event("response.output_item.done", output_index=place["output_index"], item=item)
 
     def end(self, status: str = "completed") -> bytes:
-        """No more comes. `status`: of the item that ends with the answer."""
+        """End the answer. `status`: the last item's."""
         if self.items:
             return self.close(status)
         out = self._begin_message()
@@ -139,8 +136,8 @@ class Output:
         self._logprobs = []
         return self.event("response.output_item.added", output_index=len(self.items) - 1, item=item)
 
-    def _grows_by(self, kind: str, **fields: Any) -> None:
-        """`kind` of the events that bring what is new; `fields` are the same in all of them."""
+    def _set_delta(self, kind: str, **fields: Any) -> None:
+        """Set the type of the open item's delta events and their constant fields."""
         after = _encode({**self._place, **fields})
         self._delta = (
             b"event: " + kind.encode() + b'\ndata: {"type":' + _encode(kind) + b',"sequence_number":',
@@ -155,16 +152,16 @@ class Output:
 
     def _feed_text(self, text: str, logprobs: Sequence[dict[str, Any]]) -> bytes:
         if self._open == "message":
-            logprobs = [*self._unsaid, *logprobs] if self._unsaid else logprobs
-            self._unsaid = []
+            logprobs = [*self._pending_logprobs, *logprobs] if self._pending_logprobs else logprobs
+            self._pending_logprobs = []
             self._logprobs += logprobs
             return self._grow(text, b',"logprobs":' + (_encode(_brief(logprobs)) if logprobs else b"[]"))
         if self._open == "reasoning":
-            self._unsaid = []  # of what marks its end
+            self._pending_logprobs = []  # those of the end mark
         text, self._space = self._space + text, ""
         if self._may_call and text.isspace():
             self._space = text
-            self._unsaid += logprobs
+            self._pending_logprobs += logprobs
             return b""
         return self.close() + self._begin_message() + self._feed_text(text, logprobs)
 
@@ -173,43 +170,43 @@ class Output:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         out += self.event("response.content_part.added", **self._place, content_index=0, part=part)
         self.items[-1]["content"].append(part)
-        self._grows_by("response.output_text.delta", content_index=0)
+        self._set_delta("response.output_text.delta", content_index=0)
         return out
 
     def _feed_call(self, call: Call) -> bytes:
         out = b""
         if call.id is not None:
             self._space = ""
-            self._unsaid = []  # of what marks the call
+            self._pending_logprobs = []  # those of the call's markup
             out += self.close()
             namespace, name = self._namespaces.get(call.name or "", ("", call.name))
-            about = {"call_id": call.id, "name": name, **({"namespace": namespace} if namespace else {})}
+            fields = {"call_id": call.id, "name": name, **({"namespace": namespace} if namespace else {})}
             if self._is_custom(call):
-                out += self._begin("ctc", "custom_tool_call", **about, input="")
-                self._grows_by("response.custom_tool_call_input.delta")
+                out += self._begin("ctc", "custom_tool_call", **fields, input="")
+                self._set_delta("response.custom_tool_call_input.delta")
             else:
-                out += self._begin("fc", "function_call", **about, arguments="")
-                self._grows_by("response.function_call_arguments.delta")
+                out += self._begin("fc", "function_call", **fields, arguments="")
+                self._set_delta("response.function_call_arguments.delta")
         return out + self._grow(call.arguments) if call.arguments else out
 
     # -- reasoning
 
     def _begin_reasoning(self) -> bytes:
         out = self._begin("rs", "reasoning", summary=[])
-        if self._sums_up:
+        if self._as_summary:
             part = {"type": "summary_text", "text": ""}
             out += self.event("response.reasoning_summary_part.added", **self._place, summary_index=0, part=part)
-            self._grows_by("response.reasoning_summary_text.delta", summary_index=0)
+            self._set_delta("response.reasoning_summary_text.delta", summary_index=0)
         else:
             part = {"type": "reasoning_text", "text": ""}
             out += self.event("response.content_part.added", **self._place, content_index=0, part=part)
-            self._grows_by("response.reasoning_text.delta", content_index=0)
+            self._set_delta("response.reasoning_text.delta", content_index=0)
         return out
 
     def _close_reasoning(self, item: Item, text: str, place: dict[str, Any]) -> bytes:
         if self._sealed:
             item["encrypted_content"] = seal(text)
-        if self._sums_up:
+        if self._as_summary:
             part = {"type": "summary_text", "text": text}
             item["summary"] = [part]
             return self.event("response.reasoning_summary_text.done", **place, summary_index=0, text=text) + self.event(
@@ -223,7 +220,7 @@ class Output:
 
 
 def _brief(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As events have them: without the bytes."""
+    """Log-probabilities in the format of events: without bytes."""
     return [
         {
             "token": entry["token"],

@@ -1,4 +1,4 @@
-"""`Records`: stored responses and the conversations they are part of, over a `Store`."""
+"""`Records`: one owner's stored responses and conversations, on top of a `Store`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from weft.server.api.responses.store import Store, Stored
 from weft.server.errors import ApiError, bad_request, clip
 
 STALE_SECONDS = 60.0
-"""without a beat, after which nobody works on a response any more"""
+"""Seconds without a heartbeat after which a response counts as abandoned."""
 OPEN = ("queued", "in_progress")
-"""the status of a response that is not there yet"""
+"""Statuses of unfinished responses."""
 
 _ITEM_ID = re.compile(r"[a-z]{1,8}_([0-9a-f]{32})(i?)([0-9a-f]{4})")
 _PREFIXES = {"message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
 
 
 def numbered(items: Sequence[Item], hex_id: str) -> list[Item]:
-    """Input items with ids: their own, or one that says where they are."""
+    """Input items with ids: the client's, or one that encodes the item's position."""
     return [
         item if "id" in item else {"id": f"{_PREFIXES.get(item['type'], 'item')}_{hex_id}i{i:04x}", **item}
         for i, item in enumerate(items)
@@ -33,22 +33,22 @@ def no_response(id: str) -> ApiError:
 
 
 class Records:
-    """What the store has for one owner. Every method runs as a transaction of the store."""
+    """The responses and conversations of one owner. Every method runs as one transaction of the store."""
 
     def __init__(self, store: Store, owner: str) -> None:
         self.store = store
         self.owner = owner
 
-    # -- responses. A record has the `response`, its own `input`, the id of the `previous` one and whether it `streams`
+    # -- responses. A record has the `response`, its `input`, the id of the `previous` response and whether it `streams`
 
     async def add(self, id: str, record: dict[str, Any]) -> bool:
         return await self.store.run(self.store.put, id, self.owner, record)
 
     async def finish(self, id: str, record: dict[str, Any], events: bytes) -> None:
-        """The end of a response that was stored before it began: its last events with it."""
+        """Store the final state of a background response together with its last events."""
 
         def both() -> None:
-            self.store.tell(id, events)
+            self.store.add_events(id, events)
             self.store.change(id, record)
 
         await self.store.run(both)
@@ -58,23 +58,25 @@ class Records:
         found = await self.store.run(self.store.get, id, self.owner)
         if found is None or "response" not in found.body:
             raise no_response(id)
-        return _as_it_is(found)
+        return _checked(found)
 
     async def delete(self, id: str) -> None:
         """Raises `ApiError` 404."""
         if not id.startswith("resp_") or not await self.store.run(self.store.delete, id, self.owner):
             raise no_response(id)
 
-    async def context(self, previous: str | None, conversation: str | None, own: Sequence[Item]) -> list[Item]:
-        """The items of the conversation, `own` behind those that stand before, references resolved. Raises `ApiError`:
-        400 for what is not there."""
+    async def context(self, previous: str | None, conversation: str | None, new: Sequence[Item]) -> list[Item]:
+        """The items of the conversation followed by `new`, with references resolved.
+
+        Raises `ApiError` 400 if a previous response or a referenced item is missing.
+        """
 
         def collect() -> list[Item]:
             earlier = self._chain(previous) if previous is not None else []
             if conversation is not None:
                 self._conversation(conversation)
                 earlier = self.store.items(conversation)
-            items = [*earlier, *(self._resolved(item, earlier) for item in own)]
+            items = [*earlier, *(self._resolved(item, earlier) for item in new)]
             if len(items) > MAX_ITEMS:
                 raise bad_request(f"input: the conversation has more than {MAX_ITEMS} items.", "input")
             return items
@@ -82,22 +84,22 @@ class Records:
         return await self.store.run(collect)
 
     async def append(self, conversation: str, items: Sequence[Item]) -> bool:
-        """What was said and answered; False where the conversation is gone or full."""
+        """Append items. Returns False if the conversation is missing or full."""
         return await self.store.run(self.store.add_items, conversation, items, MAX_ITEMS)
 
     def _chain(self, id: str) -> list[Item]:
-        """What was said up to this response, and the response."""
+        """The items through this response."""
         links: list[list[Item]] = []
         at: str | None = id
         while at is not None:
             found = self.store.get(at, self.owner)
             if found is None or "response" not in found.body:
                 which = f"Previous response with id '{clip(at)}' not found."
-                why = which if at == id else f"{which} The one asked for, '{clip(id)}', goes on from it."
+                why = which if at == id else f"{which} '{clip(id)}' continues it."
                 raise bad_request(why, "previous_response_id", "previous_response_not_found")
-            record = _as_it_is(found)
+            record = _checked(found)
             if (status := record["response"]["status"]) in OPEN:
-                raise bad_request(f"The previous response '{clip(at)}' is {status} yet.", "previous_response_id")
+                raise bad_request(f"The previous response '{clip(at)}' is still {status}.", "previous_response_id")
             links.append([*record["input"], *record["response"]["output"]])
             at = record["previous"]
         return [item for link in reversed(links) for item in link]
@@ -140,11 +142,11 @@ class Records:
         return await self.store.run(collect)
 
 
-def _as_it_is(found: Stored) -> dict[str, Any]:
-    """A record; one that its process has left behind has failed."""
+def _checked(found: Stored) -> dict[str, Any]:
+    """A record, marked as failed if its process abandoned it."""
     record = found.body
     response = record["response"]
-    if response["status"] in OPEN and time.time() - found.beat > STALE_SECONDS:
+    if response["status"] in OPEN and time.time() - found.heartbeat > STALE_SECONDS:
         why = {"code": "server_error", "message": "The process that worked on this response has ended."}
         response |= {"status": "failed", "error": why}
     return record

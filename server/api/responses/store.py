@@ -1,6 +1,6 @@
-"""`Store`: responses and conversations that clients come back to, in SQLite: in memory, or a file that processes share.
+"""`Store`: responses and conversations in SQLite, in memory or in a file that processes share.
 
-What is oldest in use goes first where there are too many, too many bytes, or their time is up.
+Documents expire, and the least recently used are deleted if there are too many documents or bytes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from weft.server.errors import ApiError
 T = TypeVar("T")
 
 MAX_COUNT = 100_000
-"""documents"""
+"""Documents in the store."""
 FILE = "responses.sqlite"
 WAIT_SECONDS = 10.0
-"""that a process waits for another one's turn"""
+"""Seconds to wait for another process's transaction."""
 
 _SCHEMA = """
 create table if not exists documents(
@@ -52,16 +52,16 @@ create trigger if not exists removed after delete on documents begin
 
 class Stored(NamedTuple):
     body: dict[str, Any]
-    beat: float
-    """Unix time at which somebody worked on it last"""
+    heartbeat: float
+    """Unix time at which a process last worked on it."""
 
 
 class Store:
-    """Every method but `run` and `close` is called through `run`, which does it in a thread of its own. An `owner` sees
-    what is its own."""
+    """Call all methods except `run` and `close` through `run`, which uses a separate thread. Owners only see their own
+    documents."""
 
     def __init__(self, folder: str | None, *, max_bytes: int, max_seconds: float) -> None:
-        """`folder`: None keeps all in memory. Raises `ConfigError`."""
+        """`folder`: None keeps everything in memory. Raises `ConfigError`."""
         self.max_bytes = max_bytes
         self._max_seconds = max_seconds
         path = ":memory:"
@@ -82,16 +82,15 @@ class Store:
 
     @classmethod
     def open(cls, config: ServeConfig) -> Store:
-        """Raises `ConfigError`."""
+        """The store that `config` describes. Raises `ConfigError`."""
         max_bytes = int(config.responses_max_mib * 2**20)
         return cls(config.responses_dir, max_bytes=max_bytes, max_seconds=config.responses_max_hours * 3600)
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Do this in the store's thread, as one transaction. It is done even if the caller is cancelled meanwhile.
-        Raises `ApiError` where that fails."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._in_turn, function, *arguments)
+        """Run a function in the store's thread as a transaction, even if the caller is cancelled. Raises `ApiError`."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, function, *arguments)
 
-    def _in_turn(self, function: Callable[..., T], *arguments: Any) -> T:
+    def _transact(self, function: Callable[..., T], *arguments: Any) -> T:
         try:
             self._db.execute("begin immediate")
             try:
@@ -101,7 +100,7 @@ class Store:
                 raise
             self._db.execute("commit")
         except sqlite3.Error as error:
-            what = f"The store of responses cannot be used: {error}."
+            what = f"The response store failed: {error}."
             raise ApiError(500, what, code="store_unusable") from error
         return result
 
@@ -112,7 +111,7 @@ class Store:
     # -- documents
 
     def put(self, id: str, owner: str, body: dict[str, Any]) -> bool:
-        """Keep a document; False where it is larger than all may be."""
+        """Add a document. Returns False if it is larger than the store."""
         data, now = orjson.dumps(body), time.time()
         if len(data) > self.max_bytes:
             return False
@@ -120,11 +119,11 @@ class Store:
             "insert into documents(id, owner, body, size, used, beat) values(?, ?, ?, ?, ?, ?)",
             (id, owner, data, len(data), now, now),
         )
-        self._make_room()
+        self._evict()
         return True
 
     def change(self, id: str, body: dict[str, Any]) -> bool:
-        """Replace a document; False where it is gone."""
+        """Replace a document. Returns False if it is missing."""
         data = orjson.dumps(body)
         (before,) = self._db.execute("select length(body) from documents where id = ?", (id,)).fetchone() or (None,)
         if before is None:
@@ -133,11 +132,11 @@ class Store:
             "update documents set body = ?, size = size + ?, used = ? where id = ?",
             (data, len(data) - before, time.time(), id),
         )
-        self._make_room()
+        self._evict()
         return True
 
     def get(self, id: str, owner: str) -> Stored | None:
-        """A document; that counts as use."""
+        """A document, which counts as used."""
         row = self._db.execute("select body, beat from documents where id = ? and owner = ?", (id, owner)).fetchone()
         if row is None:
             return None
@@ -147,7 +146,7 @@ class Store:
     def delete(self, id: str, owner: str) -> bool:
         return self._db.execute("delete from documents where id = ? and owner = ?", (id, owner)).rowcount > 0
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         self._db.execute("delete from documents where used < ?", (time.time() - self._max_seconds,))
         while True:
             count, size = self._db.execute("select count, bytes from totals").fetchone()
@@ -158,7 +157,7 @@ class Store:
     # -- items of a document
 
     def add_items(self, id: str, items: Sequence[dict[str, Any]], most: int) -> bool:
-        """Append to a document; False where it is gone, or would have more than `most`."""
+        """Append items to a document. Returns False if it is missing or would exceed `most` items."""
         row = self._db.execute("select count(*), max(number) from items where document = ?", (id,)).fetchone()
         if row[0] + len(items) > most:
             return False
@@ -170,7 +169,7 @@ class Store:
             "insert into items values(?, ?, ?, ?)",
             [(id, first + 1 + i, item["id"], body) for i, (item, body) in enumerate(zip(items, bodies, strict=True))],
         )
-        self._make_room()
+        self._evict()
         return True
 
     def items(self, id: str) -> list[dict[str, Any]]:
@@ -191,27 +190,27 @@ class Store:
         )
         return changed.rowcount > 0
 
-    # -- work in the background
+    # -- background responses
 
-    def beat(self, id: str, events: bytes = b"") -> bool:
-        """Somebody works on it, and has these further events; False where it is gone, or was cancelled."""
+    def heartbeat(self, id: str, events: bytes = b"") -> bool:
+        """Record progress and further events. Returns False if the document is missing or cancelled."""
         row = self._db.execute("select cancelled from documents where id = ?", (id,)).fetchone()
         if row is None or row[0]:
             return False
         self._db.execute("update documents set beat = ? where id = ?", (time.time(), id))
-        self.tell(id, events)
+        self.add_events(id, events)
         return True
 
-    def tell(self, id: str, events: bytes) -> None:
-        """Append events, if it is still there."""
+    def add_events(self, id: str, events: bytes) -> None:
+        """Append events if the document exists."""
         if events and self._grow(id, len(events)):
             (last,) = self._db.execute("select max(number) from events where document = ?", (id,)).fetchone()
             number = 0 if last is None else last + 1
             self._db.execute("insert into events values(?, ?, ?)", (id, number, events))
-            self._make_room()
+            self._evict()
 
     def events(self, id: str, after: int) -> tuple[list[bytes], int]:
-        """What was told behind the `after`-th time (-1: all), and the number of the last."""
+        """Event batches after batch number `after` (-1: all), and the number of the last batch."""
         rows = self._db.execute(
             "select number, data from events where document = ? and number > ? order by number", (id, after)
         ).fetchall()
