@@ -1,4 +1,4 @@
-"""What the daemon prints on stdout when it serves: where, what, and a command to try it with."""
+"""The daemon's greeting on stdout: the URL, the model, its memory, and a command to try it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def announce(
     chat: bool,
     key: bool,
 ) -> None:
-    """`address`: of the listening socket. `seconds`: from start to now. `key`: requests need one."""
+    """Print the greeting. `address`: the listening socket's. `seconds`: since the start. `key`: requests need one."""
     ready = engines[0]
     url = url_of(address, tls=config.tls_cert is not None)
     each = config.each
@@ -41,25 +41,25 @@ def announce(
     pages = f"{ready.num_pages} KV pages of {ready.page_size} tokens"
     if len(engines) > 1:
         pages = f"{len(engines)} engines with {pages} each"
-    unproven = config.tls_cert is not None and _signs_itself(config.tls_cert)
+    self_signed = config.tls_cert is not None and _is_self_signed(config.tls_cert)
     try:
         print(
             f"weft {__version__} serves {name} at {url} "
             f"({ready.model_type}, {ready.dtype} on {ready.device}, {pages}, ready in {seconds:.1f} s)\n"
-            f"try: {_curl(url, name, chat=chat, key=key, unproven=unproven)}\n"
+            f"try: {_curl(url, name, chat=chat, key=key, self_signed=self_signed)}\n"
             f"memory: {_memory(ready.memory, ready.device, len(engines), config)}\n"
             f"energy: {_energy(ready)}",
             flush=True,
         )
-    except OSError as error:  # a full disk, a reader that has gone: the daemon serves all the same
-        logging.getLogger("weft").warning("the greeting cannot be written to stdout: %s", error.strerror)
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (what is left in its buffer would fail again at the end)
+    except OSError as error:  # a full disk or a closed pipe must not stop the daemon
+        logging.getLogger("weft").warning("cannot write the greeting to stdout: %s", error.strerror)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the rest of its buffer would fail again at exit)
 
 
 def _announce_several(
     config: ServeConfig, url: str, engines: Sequence[EngineReady], seconds: float, command: str
 ) -> None:
-    """`engines`: those that are there."""
+    """`engines`: the engines that are awake."""
     names = [each.model_names[0] for each in config.each]
     parts = (f"{name} ({share:.0%} of the memory)" for name, share in zip(names, config.memory_shares, strict=True))
     where = engines[0].device
@@ -73,7 +73,7 @@ def _announce_several(
 
 def _memory(budget: MemoryBudget, device: str, engines: int, config: ServeConfig) -> str:
     ranks = config.engine.tensor_parallel_size
-    weights = "weights, in common," if shares_weights(config) else "weights"
+    weights = "shared weights" if shares_weights(config) else "weights"
     parts = {weights: budget.weights, "KV pages": budget.kv_pages, "working memory": budget.working}
     where = "the engine takes" if device == "cpu" else f"{device} is used for"
     if engines > 1:
@@ -87,12 +87,12 @@ def _memory(budget: MemoryBudget, device: str, engines: int, config: ServeConfig
 
 def _energy(ready: EngineReady) -> str:
     if ready.energy_source:
-        return f"joules of {ready.device} by {ready.energy_source}, in /metrics and for requests with include_energy"
-    return f"not counted ({ready.energy_missing or 'no counter'})"
+        return f"{ready.device} measured by {ready.energy_source}, in /metrics and for requests with include_energy"
+    return f"not measured ({ready.energy_missing or 'no counter'})"
 
 
-def _signs_itself(path: str) -> bool:
-    """Whether a certificate is vouched for by nobody else, so that clients refuse it unless told not to."""
+def _is_self_signed(path: str) -> bool:
+    """Return whether a certificate is self-signed, so that clients refuse it by default."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         alone = Path(path).read_text(encoding="ascii", errors="replace").count("BEGIN CERTIFICATE") == 1
@@ -102,12 +102,12 @@ def _signs_itself(path: str) -> bool:
     return alone and any(entry.get("subject") == entry.get("issuer") for entry in context.get_ca_certs())
 
 
-def _curl(url: str, model: str, *, chat: bool, key: bool, unproven: bool = False) -> str:
-    """A command that works when pasted into a shell. unproven: nobody vouches for the certificate."""
+def _curl(url: str, model: str, *, chat: bool, key: bool, self_signed: bool = False) -> str:
+    """Return a command to paste into a shell. `self_signed`: the certificate is self-signed."""
     question = "What is 12 + 30?"
     path = "/v1/chat/completions" if chat else "/v1/completions"
     prompt = {"messages": [{"role": "user", "content": question}]} if chat else {"prompt": question}
     body = json.dumps({"model": model, **prompt})
     authorization = ' -H "Authorization: Bearer $WEFT_API_KEY"' if key else ""
-    where = ("-k " if unproven else "") + shlex.quote(url + path)
+    where = ("-k " if self_signed else "") + shlex.quote(url + path)
     return f"curl {where} -H 'Content-Type: application/json'{authorization} -d {shlex.quote(body)}"

@@ -9,7 +9,7 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
-from weft.engine.wire.child import command, held_back
+from weft.engine.wire.child import command, stacks_signal_blocked
 from weft.engine.wire.exiting import how_ended
 from weft.engine.wire.heartbeat import Heartbeats
 from weft.engine.wire.stacks import Stacks
@@ -65,7 +65,7 @@ class ApiProcess:
         stacks = Stacks()
         heartbeats.of(heartbeat_row).begin("starting", START_SECONDS)
         ours, theirs = socket.socketpair()
-        with theirs, held_back():
+        with theirs, stacks_signal_blocked():
             process = await asyncio.create_subprocess_exec(
                 *command(os.getpid(), "weft.server.daemon.worker", stacks.fd),
                 stdin=theirs.fileno(),

@@ -1,4 +1,4 @@
-"""The daemon: starts engines and API processes, watches them, drains on SIGTERM, and ends with them."""
+"""The daemon starts and supervises engines and API processes, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.wire.blank import gpus
+from weft.engine.wire.preloaded import gpus
 from weft.engine.wire.child import has_ended
 from weft.engine.wire.cores import nodes_here
 from weft.engine.wire.heartbeat import Heartbeats, Watch
 from weft.engine.wire.open_files import HOW, needed, raise_limit
-from weft.engine.wire.shelf import Shelf
+from weft.engine.wire.weight_exchange import WeightExchange
 from weft.engine.wire.spawn import EngineProcess
 from weft.engine.wire.stacks import own_stacks
 from weft.server.config import ServeConfig
@@ -51,10 +51,10 @@ from weft.server.observe.metrics import Metrics
 from weft.server.observe.shared_state import SharedState, SleepState
 from weft.server.replicas.replicas import level
 
-FAREWELL = 1.0
+FAREWELL_SECONDS = 1.0
+"""Seconds for the last responses to be sent."""
 HELD_SECONDS = 5.0
-"""that a killed process gets until it is gone, its memory given back: then a driver holds it, maybe for ever"""
-"""seconds that last answers get to leave"""
+"""Seconds for a killed process to release its memory; after that a driver holds it, maybe forever."""
 
 Process = TypeVar("Process")
 
@@ -62,7 +62,7 @@ logger = logging.getLogger("weft")
 
 
 def run(config: ServeConfig) -> int:
-    """Serve until a signal or the engine's end. Returns the exit code: 0 after a signal, 2 for a bad option, else 1."""
+    """Serve until a signal or a failure. Returns the exit status: 0 after a signal, 2 for a bad option, else 1."""
     configure(config)
     try:
         _check_open_files(config)
@@ -73,12 +73,12 @@ def run(config: ServeConfig) -> int:
 
 
 def _check_open_files(config: ServeConfig) -> None:
-    """Raise the limit, here as in each process of the daemon. Raises `ConfigError` where it stays too low for them."""
+    """Raise the limit of open files. Raises `ConfigError` if it stays too low for the daemon's processes."""
     allowed = raise_limit()
     ranks = sum(len(e) * m.tensor_parallel_size for e, m in zip(config.engine_numbers, config.each, strict=True))
     if allowed < (least := needed(ranks, config.api_workers)):
         raise ConfigError(
-            f"only {allowed:g} files may be open at a time, and this daemon needs {least} beside connections: "
+            f"the limit of {allowed:g} open files is too low: this daemon needs {least}, plus one per connection; "
             f"raise the hard limit ({HOW})"
         )
 
@@ -88,15 +88,14 @@ async def _run(config: ServeConfig) -> int:
 
 
 class Daemon:
-    """Row 0 of the shared state is the daemon's own, row i + 1 that of its i-th API process."""
+    """Row 0 of the shared state belongs to the daemon, row i + 1 to its i-th API process."""
 
     def __init__(self, config: ServeConfig) -> None:
-        """Takes the port. Raises `ConfigError` for what an operator can mend."""
+        """Take the port. Raises `ConfigError` if the operator must change something."""
         self._begun = time.monotonic()
-        self._shared = shared_folder(config)
-        """what API processes keep for one another"""
-        if self._shared is not None:
-            config = config.model_copy(update={"responses_dir": self._shared.name})
+        self._folder = shared_folder(config)
+        if self._folder is not None:
+            config = config.model_copy(update={"responses_dir": self._folder.name})
         self._config = config
         self._front = Front(config)
         configs = place(config, gpus(), os.sched_getaffinity(0), nodes_here())
@@ -118,7 +117,7 @@ class Daemon:
         self._engines = self._supervisors(configs, asleep)
         self._api = ApiProcesses(self, config, self._front, self._shared_state, self._engines)
         self._first = set(self._engines) - asleep
-        """engines that are there at the start"""
+        """Engines that are awake at the start."""
         self._sleep_manager = SleepManager(
             policy,
             names,
@@ -128,31 +127,31 @@ class Daemon:
             self.metrics,
             patience=config.drain_timeout,
             serves=self._api.serves,
-            broadcast=self._api.tell,
+            broadcast=self._api.broadcast,
         )
         self._rollout = Rollout(
             self._engines, self._numbers, self._shared_state, config.drain_timeout, self._api.serves
         )
         self._starting: set[asyncio.Task[Any]] = set()
-        """processes that are being started, and are in no table yet"""
+        """Processes that are starting and not yet in any table."""
         self._answering: set[asyncio.Task[None]] = set()
-        """what API processes have asked, and is not done yet"""
+        """Questions of API processes that are not answered yet."""
         self.announced = False
         self._chat = False
-        self._asked_to_stop = asyncio.Event()
-        self._asked_twice = asyncio.Event()
+        self._stop_requested = asyncio.Event()
+        self._stop_now = asyncio.Event()
         self._signalled = False
         self.handed_over = False
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def _supervisors(self, configs: list[EngineConfig], asleep: set[int]) -> dict[int, EngineSupervisor]:
-        """By engine. asleep: those that are not there at the start."""
+        """Create the supervisors by engine. `asleep`: engines that sleep at the start."""
         config, several = self._config, len(configs) > 1
         if several:
             for each in configs:
                 logger.info("%s", described(each))
-        # One for the replicas of each device. It is never closed: it goes with this process.
-        shelves = [Shelf() for _ in range(len(configs) // config.replicas)] if shares_weights(config) else []
+        # One per device, for its replicas. It is never closed; it ends with this process.
+        shelves = [WeightExchange() for _ in range(len(configs) // config.replicas)] if shares_weights(config) else []
         return {
             i: EngineSupervisor(
                 self,
@@ -161,7 +160,7 @@ class Daemon:
                 limit=config.engine_restart_limit,
                 several=several,
                 asleep=i in asleep,
-                shelf=shelves[i // config.replicas] if shelves else None,
+                exchange=shelves[i // config.replicas] if shelves else None,
             )
             for i, each in enumerate(configs)
         }
@@ -175,20 +174,20 @@ class Daemon:
         supervisors.append(self._begin(Watchdog(Watch(self.heartbeats), self._watched_processes).run()))
         supervisors.append(self._begin(Orphans().run()))
         try:
-            stop = asyncio.create_task(self._asked_to_stop.wait())
+            stop = asyncio.create_task(self._stop_requested.wait())
             await asyncio.wait((stop, self._failure), return_when=asyncio.FIRST_COMPLETED)
-            self._asked_to_stop.set()
+            self._stop_requested.set()
             self._front.notifier.stopping("ending")
-            # Of several engines one may serve before all do.
+            # With several engines, one may serve before the others do.
             if (self.announced or self._api.num_attached) and not self._failure.done():
-                await self._end_answers()
-                # Where an engine's end was the end of the last answers, why is about to be told.
-                ended = [engine for engine in self._engines.values() if engine.given_up or self._ends_untold(engine)]
-                await self._told(ended)
+                await self._drain()
+                # If an engine's end was the end of the last requests, its reason is about to be reported.
+                ended = [engine for engine in self._engines.values() if engine.given_up or self._end_unreported(engine)]
+                await self._wait_reported(ended)
             if self._failure.done():
                 print(f"weft: {self._failure.result()}", file=sys.stderr, flush=True)
                 self._api.end(Drain())
-                await self._wait_idle(FAREWELL)
+                await self._wait_idle(FAREWELL_SECONDS)
                 await self._interrupt()
         finally:
             self._rollout.stop()
@@ -198,47 +197,49 @@ class Daemon:
             await self._stop_all()
         return 1 if self._failure.done() else 0
 
-    async def _told(self, ended: list[EngineSupervisor]) -> None:
-        """Until their supervisors have told why these engines ended, which is once their memory is given back; no longer
-        than `HELD_SECONDS`, nor than somebody's patience."""
+    async def _wait_reported(self, ended: list[EngineSupervisor]) -> None:
+        """Wait, up to `HELD_SECONDS`, until the supervisors have reported why these engines ended.
+
+        They report once an engine's memory is released.
+        """
         if not ended:
             return
-        told = asyncio.gather(*(engine.told.wait() for engine in ended))
-        twice = asyncio.create_task(self._asked_twice.wait())
-        await asyncio.wait((told, twice, self._failure), timeout=HELD_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        untold = [engine for engine in ended if not engine.told.is_set()]
-        told.cancel()
+        reported = asyncio.gather(*(engine.end_reported.wait() for engine in ended))
+        twice = asyncio.create_task(self._stop_now.wait())
+        await asyncio.wait((reported, twice, self._failure), timeout=HELD_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        unreported = [engine for engine in ended if not engine.end_reported.is_set()]
+        reported.cancel()
         twice.cancel()
-        if untold and all(each.given_up or each in untold for each in self._engines.values()):
-            failure = untold[0].failure
-            self.fail(f"{untold[0].name} ended" if failure is None else failure.why)
+        if unreported and all(each.given_up or each in unreported for each in self._engines.values()):
+            failure = unreported[0].failure
+            self.fail(f"{unreported[0].name} ended" if failure is None else failure.why)
 
     async def _stop_all(self) -> None:
-        """First the port is closed, so that whoever comes now is refused at once, then the engines end."""
+        """Close the port, so that new connections are refused at once, then stop the engines."""
         self._front.close()
         stopping = [asyncio.create_task(process.stop(STOP_SECONDS)) for process in self._api.running.values()]
         started = await asyncio.gather(*self._starting, return_exceptions=True)
         known = [*self._api.running.values(), *(supervisor.process for supervisor in self._engines.values())]
-        # Whoever waited for the others was cancelled meanwhile.
+        # The tasks that started the others were cancelled meanwhile.
         lost = [each for each in started if isinstance(each, ApiProcess | EngineProcess) and each not in known]
         stopping += [asyncio.create_task(process.stop(STOP_SECONDS)) for process in lost]
         if stopping:
-            await asyncio.wait(stopping, timeout=FAREWELL)
+            await asyncio.wait(stopping, timeout=FAREWELL_SECONDS)
         stopping += [asyncio.create_task(supervisor.stop()) for supervisor in self._engines.values()]
-        seconds = STOP_SECONDS + (0.0 if self._asked_twice.is_set() else HELD_SECONDS)
+        seconds = STOP_SECONDS + (0.0 if self._stop_now.is_set() else HELD_SECONDS)
         stopped, held = await asyncio.wait(stopping, timeout=seconds)
         for task in stopped:
             task.result()
-        if held:  # in a driver's hands: to wait for it any longer helps nobody
-            print("weft: a process was killed and does not end: the kernel holds it", file=sys.stderr, flush=True)
+        if held:  # a driver holds it: waiting longer does not help
+            print("weft: a killed process does not end: the kernel holds it", file=sys.stderr, flush=True)
             self.fail("a process does not end")
         for supervisor in self._engines.values():
             supervisor.close()
-        if self._shared is not None:
-            self._shared.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     async def started(self, start: Coroutine[Any, Any, Process]) -> Process:
-        """Start a process so that `_stop_all` knows of it, even when whoever waits for it is cancelled."""
+        """Start a process so that `_stop_all` finds it even if the caller is cancelled."""
         task = asyncio.create_task(start)
         self._starting.add(task)
         try:
@@ -250,7 +251,7 @@ class Daemon:
         return process
 
     def _watched_processes(self) -> Iterator[WatchedProcess]:
-        """The processes that must show life."""
+        """Yield the processes that must send heartbeats."""
         config, metrics = self._config, self.metrics
         for engine, supervisor in self._engines.items():
             if supervisor.process is not None:
@@ -260,8 +261,8 @@ class Daemon:
                 )
         yield from self._api.watched_processes()
 
-    def _ends_untold(self, supervisor: EngineSupervisor) -> bool:
-        """The watchman ends it, or it has ended, and its supervisor does not know yet: API processes may."""
+    def _end_unreported(self, supervisor: EngineSupervisor) -> bool:
+        """Return whether an engine has ended or is being killed, but its supervisor has not noticed yet."""
         process = supervisor.process
         if process is None or supervisor.asleep:
             return False
@@ -284,56 +285,58 @@ class Daemon:
 
     def _on_signal(self) -> None:
         if self._signalled:
-            self._asked_twice.set()
+            self._stop_now.set()
         self._signalled = True
-        self._asked_to_stop.set()
+        self._stop_requested.set()
 
     def _on_successor(self) -> None:
         self.handed_over = True
-        self._asked_to_stop.set()
+        self._stop_requested.set()
 
     def _reload(self) -> None:
         if self._front.reload():
-            self._api.tell(Reload([key.hex() for key in self._front.keys]))
+            self._api.broadcast(Reload([key.hex() for key in self._front.keys]))
 
     def _log_stacks(self) -> None:
         logger.warning("SIGQUIT: the daemon\n%s", own_stacks())
-        self._asking = asyncio.create_task(self._log_stacks_of_children())  # a task that nobody holds may vanish
+        self._asking = asyncio.create_task(
+            self._log_stacks_of_children()
+        )  # keep a reference, or the task may be garbage-collected
 
     async def _log_stacks_of_children(self) -> None:
         for watched in list(self._watched_processes()):
             stacks = await watched.process.stacks.ask(watched.process.pid)
             logger.warning("SIGQUIT: %s\n%s", watched.name, stacks)
 
-    # -- the engines: what `engine_keeper.Owner` asks for
+    # -- `engine_supervisor.Owner`
 
     @property
     def ending(self) -> bool:
-        return self._asked_to_stop.is_set()
+        return self._stop_requested.is_set()
 
     async def _run_engine(self, supervisor: EngineSupervisor) -> None:
         while True:
             try:
-                why = await supervisor.keep()
+                why = await supervisor.run()
                 if not (self.announced or self.ending) or all(other.given_up for other in self._engines.values()):
                     self.fail(why)
                     return
-                logger.error("%s; the other engines serve on without it", why)
+                logger.error("%s; the other engines continue to serve", why)
             finally:
-                supervisor.told.set()
+                supervisor.end_reported.set()
             if self.ending:
                 return
             model = self._model_of(supervisor.engine)
             if all(self._engines[engine].given_up for engine in self._numbers[model]):
                 self._sleep_manager.died(model)
                 return
-            await supervisor.asked_again()
+            await supervisor.wait_retry()
 
     def _model_of(self, engine: int) -> int:
         return next(model for model, engines in enumerate(self._numbers) if engine in engines)
 
-    def engine_begins(self, engine: int) -> None:
-        self._api.engine_begins(engine)
+    def engine_started(self, engine: int) -> None:
+        self._api.engine_started(engine)
 
     def engine_ready(self, engine: int) -> None:
         level(self._shared_state, engine, self._numbers[self._model_of(engine)])
@@ -344,9 +347,9 @@ class Daemon:
     def engine_ended(self, engine: int, message: EngineDown) -> None:
         self._api.engine_ended(engine, message)
         if message.restarting:
-            self._front.notifier.status(f"{message.why}; another one starts")
+            self._front.notifier.status(f"{message.why}; restarting")
 
-    # -- the API processes: what `api_processes.Owner` asks for
+    # -- `api_processes.Owner`
 
     def api_ready(self, *, chat: bool) -> None:
         self._chat = self._chat or chat
@@ -363,7 +366,7 @@ class Daemon:
                 self._answer(process, question.ask, asked)
 
     def _answer(self, process: ApiProcess, ask: int, work: Coroutine[Any, Any, str]) -> None:
-        """Tell an API process how it went, once it is known."""
+        """Send the outcome to an API process once it is known."""
 
         async def answer() -> None:
             process.send(Answer(ask, await work))
@@ -373,10 +376,10 @@ class Daemon:
         task.add_done_callback(self._answering.discard)
 
     def _announce_once(self) -> None:
-        """Once everything serves."""
-        everyone = self._api.num_attached == self._config.api_workers * len(self._first)
+        """Announce the daemon once everything serves."""
+        all_attached = self._api.num_attached == self._config.api_workers * len(self._first)
         readies = [ready for engine in sorted(self._first) if (ready := self._engines[engine].ready) is not None]
-        if not self.announced and len(readies) == len(self._first) and everyone and not self.ending:
+        if not self.announced and len(readies) == len(self._first) and all_attached and not self.ending:
             self.announced = True
             self._sleep_manager.begin()
             seconds = time.monotonic() - self._begun
@@ -384,36 +387,36 @@ class Daemon:
             announce(self._config, self._front.address, readies, seconds, chat=self._chat, key=key)
             self._front.serving(self._on_successor)
 
-    # -- the end
+    # -- shutdown
 
-    async def _end_answers(self) -> None:
-        """Let open answers finish, in the time there is, then end those that did not."""
+    async def _drain(self) -> None:
+        """Let open requests finish within --drain-timeout, then interrupt the rest."""
         until = time.monotonic() + self._config.drain_timeout
         self._rollout.stop()
         if self.handed_over:
-            logger.info("another daemon has the port; ending behind the answers on the connections there are")
+            logger.info("another daemon has the port; ending after the open requests")
             self._api.end(HandOver())
             self._front.close()
-            await self._wait_idle_or_asked(until)
+            await self._wait_idle_or_stop(until)
         else:
             logger.info("draining; another Ctrl-C or SIGTERM ends at once")
         if self._failure.done():
             return
         self._api.end(Drain())
-        await self._wait_idle_or_asked(until)
+        await self._wait_idle_or_stop(until)
         if not self._failure.done():
             await self._interrupt()
 
     async def _interrupt(self) -> None:
-        """End the answers that are still open, of engines that live."""
+        """Interrupt the requests that are still open on live engines."""
         if not self._api.idle.is_set() and self._api.num_attached:
-            self._api.tell(Interrupt())
-            await self._wait_idle(FAREWELL)
+            self._api.broadcast(Interrupt())
+            await self._wait_idle(FAREWELL_SECONDS)
 
-    async def _wait_idle_or_asked(self, until: float) -> None:
-        """`until`: as `time.monotonic()`."""
+    async def _wait_idle_or_stop(self, until: float) -> None:
+        """`until`: a time of `time.monotonic()`."""
         idle = asyncio.create_task(self._api.idle.wait())
-        twice = asyncio.create_task(self._asked_twice.wait())
+        twice = asyncio.create_task(self._stop_now.wait())
         timeout = max(0.0, until - time.monotonic())
         await asyncio.wait((idle, twice, self._failure), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         twice.cancel()

@@ -13,7 +13,7 @@ from weft.engine.wire.client import EngineClient
 from weft.engine.wire.heartbeat import ENGINE, Heartbeats
 from weft.engine.wire.messages import EngineReady, EngineStats
 from weft.engine.wire.private_socket import PrivateSocket
-from weft.engine.wire.shelf import Shelf
+from weft.engine.wire.weight_exchange import WeightExchange
 from weft.engine.wire.spawn import UNKNOWN_END, EngineProcess
 from weft.server.daemon.control import EngineDown, EngineUp, Failure
 from weft.server.daemon.restarts import Restarts
@@ -67,11 +67,11 @@ class EngineSupervisor:
 
     def __init__(
         self, owner: Owner, config: EngineConfig, *, restart: bool, limit: int, several: bool, asleep: bool = False,
-        shelf: Shelf | None = None,
+        exchange: WeightExchange | None = None,
     ) -> None:  # fmt: skip
         """`restart`: whether to restart a process that has ended, up to `limit` times within ten minutes.
 
-        `several`: whether there are other engines. `asleep`: start no process before `wake`. `shelf`: shared weights.
+        `several`: whether there are other engines. `asleep`: start no process before `wake`. `exchange`: shared weights.
         """
         self.engine = config.share.engine
         self.name = f"engine {self.engine}" if several else "the engine"
@@ -86,7 +86,7 @@ class EngineSupervisor:
         """Set once the reason for giving it up has been reported."""
         self._owner = owner
         self._config = config
-        self._shelf = shelf
+        self._exchange = exchange
         self._restart = restart
         self._restarts = Restarts(*RESTART_SECONDS, limit)
         self._control: EngineClient | None = None
@@ -179,7 +179,7 @@ class EngineSupervisor:
     async def _run(self) -> str:
         """Run one process from start to end. Returns why it ended or could not start."""
         owner = self._owner
-        start = EngineProcess.start(self._config, self.socket, owner.heartbeats, self._shelf)
+        start = EngineProcess.start(self._config, self.socket, owner.heartbeats, self._exchange)
         try:
             self.process = process = await owner.started(start)
         except OSError as error:
@@ -229,7 +229,7 @@ class EngineSupervisor:
             self._control.client_gone(client)
 
     async def restart(self) -> bool:
-        """Replace the process without a pause. Returns False if the new one fails to start; retries then follow as usual.
+        """Replace the process without a pause. Returns False if the new one fails; retries then follow as usual.
 
         The caller has drained the engine and made sure that another engine of the model is not given up.
         """
@@ -280,8 +280,8 @@ class EngineSupervisor:
             await self.process.stop(STOP_SECONDS)
         while self.process is not None and not self.given_up:  # until `run` has notified all clients
             await asyncio.sleep(POLL_SECONDS)
-        if self._shelf is not None:  # the last engine to sleep frees the memory
-            self._shelf.clear()
+        if self._exchange is not None:  # the last engine to sleep frees the memory
+            self._exchange.clear()
         return 2
 
     async def wake(self) -> bool:

@@ -1,4 +1,4 @@
-"""`place`: what of the machine each engine gets: a GPU, cores, a directory, its part of the memory."""
+"""`place` assigns GPUs, cores, directories and memory to engines."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from weft.server.config import ServeConfig
 
 
 def place(config: ServeConfig, gpus: Sequence[str], cpus: set[int], nodes: Mapping[int, int]) -> list[EngineConfig]:
-    """The engines of all models, one model's after the other's. As `_of_a_model`; several models share all there is:
-    GPUs, cores, and the memory by their shares. Raises `ConfigError`, also for names that two models have."""
+    """Return the configurations of all engines, model by model; see `_of_a_model` for the arguments.
+
+    Several models share GPUs and cores, and split the memory by their shares. Raises `ConfigError`, also if two models
+    have the same name.
+    """
     each, memory = config.each, config.memory_shares
     if len(each) == 1:
         return _of_a_model(config, gpus, cpus, nodes)
@@ -27,39 +30,42 @@ def place(config: ServeConfig, gpus: Sequence[str], cpus: set[int], nodes: Mappi
             path = Path(own.ssd_kv_path) / own.model_names[0].replace("/", "--")
             own = own.model_copy(update={"ssd_kv_path": str(path)})
         for alone in _of_a_model(own, gpus, set(), {}):
-            told = {"engine": len(engines), "memory": part, "sleeps": True, "models": len(each), "awake": len(awake)}
-            share = alone.share.model_copy(update=told)
+            fields = {"engine": len(engines), "memory": part, "sleeps": True, "models": len(each), "awake": len(awake)}
+            share = alone.share.model_copy(update=fields)
             engines.append(alone.model_copy(update={"share": share, "cpu_threads": own.cpu_threads or threads}))
     return engines
 
 
 def _check_names(each: Sequence[ServeConfig]) -> None:
-    """Raises `ConfigError` where a request could mean two models."""
+    """Raises `ConfigError` if a name is ambiguous."""
     names = [name for config in each for name in set(config.model_names)]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"two models are called {twice}: give one of them another served_model_name inside --models")
+        raise ConfigError(f"two models are named {twice}: give one of them another served_model_name inside --models")
 
 
 def _of_a_model(
     config: ServeConfig, gpus: Sequence[str], cpus: set[int], nodes: Mapping[int, int]
 ) -> list[EngineConfig]:
-    """Engines side by side. `gpus`: names of those there are. `cpus`: numbers of cores. `nodes`: the NUMA node of each.
+    """Return the configurations of one model's engines.
 
-    What the operator gives (pages, host memory, threads) is each engine's; what is left open is divided. `resolve` is
-    told how many share a device's memory. Cores are divided among engines on a CPU; where there are too few to be worth
-    it, threads are. Raises `ConfigError` for GPUs that are not there.
+    `gpus`: names of all GPUs. `cpus`: core numbers. `nodes`: the NUMA node of each core.
+
+    Sizes that the operator sets (pages, host memory, threads) apply to each engine; the rest is divided. Engines on a
+    CPU divide the cores, or only the threads if there are too few cores. Raises `ConfigError` for missing GPUs.
     """
     count = config.num_engines
     on_gpus = bool(gpus) and config.device != "cpu"
     shared = shares_weights(config)
-    # One model alone is put to sleep by its operator only. Replicas keep no place for what is not theirs alone.
+    # A single model sleeps only on an operator's request. Replicas cannot release shared weights.
     sleeps = config.admin_api_key is not None and not shared
     if count == 1:
         return [config.engine.model_copy(update={"share": Share(sleeps=True)}) if sleeps else config.engine]
     ranks = config.tensor_parallel_size
     if on_gpus and config.data_parallel_size * ranks > len(gpus):
         each = f" of {ranks} each" if ranks > 1 else ""
-        raise ConfigError(f"--data-parallel-size {config.data_parallel_size} needs GPUs{each}: there are {len(gpus)}")
+        raise ConfigError(
+            f"--data-parallel-size {config.data_parallel_size} needs as many GPUs{each}: there are {len(gpus)}"
+        )
     parts = [] if on_gpus or not cpus else shares(cpus, nodes, count)
     threads = None if on_gpus or parts else max(1, (len(cpus) - 1) // (count * ranks))
     configs = []
@@ -80,13 +86,15 @@ def _of_a_model(
 
 
 def shares_weights(config: ServeConfig) -> bool:
-    """Whether the replicas on a device have its weights in common. Those of several models sleep one by one, and have
-    a copy each."""
+    """Return whether the replicas on a device share one copy of the weights.
+
+    With several models, replicas sleep independently and need their own copies.
+    """
     return config.replicas > 1 and config.tensor_parallel_size == 1 and len(config.each) == 1
 
 
 def described(config: EngineConfig) -> str:
-    """What an engine gets, for the log."""
+    """Describe an engine's assignment for the log."""
     share = config.share
     gpu = f"GPU {share.gpu}" if share.gpu else ""
     cpus = f"cores {_ranges(share.cpus)}" if share.cpus else ""
@@ -97,7 +105,7 @@ def described(config: EngineConfig) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3, 8`. `numbers`: ascending."""
+    """Format ascending numbers as ranges: `0-3, 8`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

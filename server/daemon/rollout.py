@@ -16,7 +16,7 @@ logger = logging.getLogger("weft")
 
 
 class Rollout:
-    """At most one rollout runs at a time. It drains each engine and replaces its process with one that reads the model's
+    """At most one rollout runs at a time. It drains each engine and replaces its process with one that reads the model
     files again. Engines that do not serve come first, including those that were given up. The rollout stops at an
     engine that does not come back; the remaining engines keep their processes."""
 

@@ -77,7 +77,7 @@ class Watchdog:
         doing = f" at {stage!r}" if (stage := heartbeats.stage(row, rank)) else ""
         # An API process must not run on: it would accept connections and then die.
         heartbeats.of(row).give_up()
-        stacks = await process.stacks.last_words(pid, wake=steps)
+        stacks = await process.stacks.final_stacks(pid, wake=steps)
         logger.error("%s hangs%s: no progress for %.0f s; it is killed%s\n%s", name, doing, age, last, stacks)
         hangs.inc()
         process.kill(f"{name} hung{doing}: no progress for {age:.0f} s")

@@ -137,9 +137,9 @@ class EngineMetrics:
         yield _counter(queried, "Prompt tokens looked up", stats.prefix_queried_tokens)
         yield from self._tiers(stats)
         yield _by_length(stats)
-        yield _gauge("weft_pinned_pages", "KV pages that are evicted last, as requests asked", stats.promised_pages)
+        yield _gauge("weft_pinned_pages", "KV pages that are evicted last, as requests asked", stats.retained_pages)
         lost = "KV pages that were to be kept longer, and had to stand back for others that were"
-        yield _counter("weft_pins_displaced", lost, stats.promises_displaced)
+        yield _counter("weft_pins_displaced", lost, stats.retentions_displaced)
         yield _counter("weft_prompt_tokens", "Prompt tokens of started requests", stats.prompt_tokens)
         yield _counter("weft_generation_tokens", "Tokens generated", stats.generation_tokens)
         yield _counter("weft_preemptions", "Requests that lost their pages", stats.preemptions)
@@ -190,7 +190,7 @@ class EngineMetrics:
         labels = {"device": device, "source": energy.source}
         for name, help, joules in (
             ("weft_energy_joules", "Drawn by the device since the engine began, by its own counter", energy.joules),
-            ("weft_energy_idle_joules", "The part of it while no request was open", energy.at_rest),
+            ("weft_energy_idle_joules", "The part of it while no request was open", energy.idle_joules),
             ("weft_energy_request_joules", "The part of it that was charged to requests", energy.charged),
         ):
             yield f"{head(f'{name}_total', 'counter', help)}{name}_total{labelled(labels)} {joules}\n"

@@ -17,7 +17,7 @@ _ENGINE = ("iterations", "iterations_pipelined", "iterations_idle_seconds")
 _SCHEDULER = (
     "prefix_queried_tokens",
     "prefix_hit_tokens",
-    "promises_displaced",
+    "retentions_displaced",
     "preemptions",
     "prompt_tokens",
     "generation_tokens",
@@ -28,7 +28,7 @@ _SCHEDULER = (
     "overtaken",
     "chunks_late",
 )
-_ENERGY = ("joules", "at_rest", "charged")
+_ENERGY = ("joules", "idle_joules", "charged")
 _TIER = (
     "hit_tokens",
     "missed_tokens",

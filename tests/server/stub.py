@@ -149,7 +149,7 @@ class Stub(Streams):
         prompt = np.frombuffer(request.prompt_token_ids, np.int32).tolist()
         k = params.prompt_logprobs
         scored = {handle: [logprobs(token, k) for token in prompt[1:]]} if k is not None else {}
-        promised = max((promise.tokens for promise in request.promises), default=0)
+        promised = max((promise.tokens for promise in request.retention), default=0)
         started = [Started(handle, script.cached_tokens, 0.001, 0.002, promised)]
         if params.max_tokens == 0:
             pooled = {handle: state_of(prompt).tobytes()} if params.pooling is not None else {}

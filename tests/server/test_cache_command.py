@@ -45,7 +45,7 @@ def test_a_whole_store_is_counted_verified_and_cleared(tmp_path: Path, capsys: p
     assert table(capsys)["pages"] == f"8 of {EXTENTS}"
     assert main(["cache", "verify", str(tmp_path)]) == 0
     rows = table(capsys)
-    assert (rows["pages that hold"], rows["pages that do not"]) == ("8", "0")
+    assert (rows["intact pages"], rows["damaged pages"]) == ("8", "0")
     assert main(["cache", "clear", str(tmp_path)]) == 0
     assert "forgotten" in capsys.readouterr().out
     assert main(["cache", "verify", str(tmp_path)]) == 0
@@ -58,8 +58,8 @@ def test_verify_counts_and_names_what_does_not_hold(tmp_path: Path, capsys: pyte
         flip(tmp_path, GEOMETRY.extent_at(extent) + 77)
     assert main(["cache", "verify", str(tmp_path)]) == 1
     rows = table(capsys)
-    assert rows["pages that hold"] == "6"
-    assert rows["pages that do not"].startswith("2 (extents 2, 5")
+    assert rows["intact pages"] == "6"
+    assert rows["damaged pages"].startswith("2 (extents 2, 5")
     flip(tmp_path, GEOMETRY.header_at(3) + 60)  # without its header a page is not there at all
     assert main(["cache", "verify", str(tmp_path)]) == 1
     assert table(capsys)["pages"] == f"7 of {EXTENTS}"
@@ -69,7 +69,7 @@ def test_verify_of_a_truncated_file_counts_what_is_gone(tmp_path: Path, capsys: 
     filled(tmp_path)
     os.truncate(tmp_path / FILE_NAME, GEOMETRY.extent_at(3) + 4500)
     assert main(["cache", "verify", str(tmp_path)]) == 1
-    assert table(capsys)["pages that hold"] == "3"
+    assert table(capsys)["intact pages"] == "3"
     assert (tmp_path / FILE_NAME).stat().st_size == GEOMETRY.extent_at(3) + 4500
 
 
@@ -130,7 +130,7 @@ def test_a_disk_that_cannot_be_read_or_written_is_told(
         assert "EIO" in refused("clear", tmp_path, capsys)
     monkeypatch.setattr(os, "preadv", refuse)
     assert main(["cache", "verify", str(tmp_path)]) == 1
-    assert table(capsys)["pages that hold"] == "0"
+    assert table(capsys)["intact pages"] == "0"
     monkeypatch.setattr(os, "pread", refuse)
     assert "EIO" in refused("stats", tmp_path, capsys)
     monkeypatch.undo()

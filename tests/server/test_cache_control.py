@@ -11,7 +11,7 @@ from chat_templates import TEMPLATES
 from stub import Script, Server
 from vocabularies import byte_level, wrapped
 
-from weft.server.api.cache_marks import marks_of, promises_of
+from weft.server.api.cache_marks import marks_of, retention_of
 from weft.server.api.protocol import ChatBody
 from weft.server.text.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ TALK = [
 def kept(server: Server) -> list[tuple[str, float]]:
     """What the engine was last asked to keep: how the text of it ends, and seconds."""
     decode = server.engine.tokenizer._backend.decode
-    told = [(promise.tokens, promise.seconds) for promise in server.engine.added[-1].promises]
+    told = [(promise.tokens, promise.seconds) for promise in server.engine.added[-1].retention]
     return [(decode(server.engine.prompt()[:n], skip_special_tokens=False)[-30:], seconds) for n, seconds in told]
 
 
@@ -51,7 +51,7 @@ async def chat(server: Server, **fields: Any) -> Any:
 
 async def test_nothing_is_kept_unasked(server: Server) -> None:
     await chat(server)
-    assert server.engine.added[-1].promises == ()
+    assert server.engine.added[-1].retention == ()
 
 
 @pytest.mark.parametrize("part", [True, False])
@@ -61,7 +61,7 @@ async def test_a_mark_in_chat_keeps_what_goes_before_it(server: Server, part: bo
     assert text.endswith("first answer")
     assert seconds == 3600
     await chat(server, messages=marked(3, SHORT, part=part))
-    (promise,) = server.engine.added[-1].promises
+    (promise,) = server.engine.added[-1].retention
     assert (promise.tokens, promise.seconds) == (len(server.engine.prompt()), 300)
 
 
@@ -81,7 +81,7 @@ async def test_marks_of_messages_are_those_of_their_blocks(server: Server) -> No
     assert "second question" in whole
     assert "cache_control" not in server.engine.tokenizer._backend.decode(server.engine.prompt())
     usage = response.json()["usage"]
-    (until, all_tokens) = (promise.tokens for promise in server.engine.added[-1].promises)
+    (until, all_tokens) = (promise.tokens for promise in server.engine.added[-1].retention)
     assert usage["cache_creation"] == {
         "ephemeral_5m_input_tokens": all_tokens - until, "ephemeral_1h_input_tokens": until
     }  # fmt: skip
@@ -93,10 +93,10 @@ async def test_usage_tells_what_was_found_from_what_was_added(
     server: Server, cached: int, hour: int, minutes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a prompt of which 100 tokens are kept, 60 of them for an hour."""
-    from weft.engine.wire.messages import Promise
+    from weft.engine.wire.messages import Retention
     from weft.server.api import turn
 
-    monkeypatch.setattr(turn, "promises_of", lambda *_: (Promise(60, 3600.0), Promise(100, 300.0)))
+    monkeypatch.setattr(turn, "retention_of", lambda *_: (Retention(60, 3600.0), Retention(100, 300.0)))
     server.engine.script = Script(cached_tokens=cached)
     words = " ".join(str(i) for i in range(100))
     body = {"model": "stub", "max_tokens": 5, "messages": [{"role": "user", "content": words}], **SHORT}
@@ -124,7 +124,7 @@ async def test_openais_fields_keep_the_whole_prompt(
     what = {"chat/completions": {"messages": TALK}, "responses": {"input": TALK}, "completions": {"prompt": "one two"}}
     response = await server.post(f"/v1/{path}", {"model": "stub", **what[path], **fields})
     assert response.status_code == 200, response.text
-    (promise,) = server.engine.added[-1].promises
+    (promise,) = server.engine.added[-1].retention
     assert (promise.tokens, promise.seconds) == (len(server.engine.prompt()), seconds)
 
 
@@ -138,7 +138,7 @@ async def test_marks_on_items_of_responses_count(server: Server) -> None:
 async def test_who_a_user_is_keeps_nothing(server: Server) -> None:
     body = {"model": "stub", "max_tokens": 5, "messages": TALK[1:], "metadata": {"user_id": "somebody"}}
     assert (await server.post("/v1/messages", body)).status_code == 200
-    assert server.engine.added[-1].promises == ()
+    assert server.engine.added[-1].retention == ()
 
 
 @pytest.mark.parametrize("mark", [{"type": "ephemeral", "ttl": "2h"}, {"type": "lasting"}, "ephemeral"])
@@ -182,7 +182,7 @@ async def test_a_mark_is_found_in_what_every_template_makes(name: str) -> None:
         body = ChatBody.model_validate({"messages": messages})
         text = tokenizer.render_chat(body.messages, body.template_arguments())
         ids = tokenizer.encode(text, add_special_tokens=False)
-        (promise,) = promises_of(marks_of(body), body, text, ids, tokenizer)
+        (promise,) = retention_of(marks_of(body), body, text, ids, tokenizer)
         beginning = tokenizer._backend.decode(ids[: promise.tokens], skip_special_tokens=False)
         assert beginning.endswith(content), (name, beginning)
 

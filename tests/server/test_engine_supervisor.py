@@ -12,7 +12,7 @@ import pytest
 
 from weft.engine.wire.heartbeat import Heartbeats
 from weft.engine.wire.spawn import UNKNOWN_END, EngineProcess
-from weft.server.daemon import engine_supervisor as engine_keeper
+from weft.server.daemon import engine_supervisor
 from weft.server.daemon.control import EngineDown
 from weft.server.daemon.engine_supervisor import EngineSupervisor
 
@@ -61,7 +61,7 @@ class Owner:
         self.processes.append(Held(lives=bool(self.processes)))
         return self.processes[-1]
 
-    def engine_begins(self, engine: int) -> None: ...
+    def engine_started(self, engine: int) -> None: ...
 
     def engine_ready(self, engine: int) -> None: ...
 
@@ -71,8 +71,8 @@ class Owner:
 
 @pytest.fixture
 def supervisor(monkeypatch: pytest.MonkeyPatch) -> EngineSupervisor:
-    monkeypatch.setattr(engine_keeper, "SOON", 0.05)
-    monkeypatch.setattr(engine_keeper, "RESTART_SECONDS", (0.05, 0.05))
+    monkeypatch.setattr(engine_supervisor, "RELEASE_SECONDS", 0.05)
+    monkeypatch.setattr(engine_supervisor, "RESTART_SECONDS", (0.05, 0.05))
 
     async def start(*_: object) -> None: ...
 
@@ -85,7 +85,7 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> EngineSupervisor:
 
 async def until_it_waits(owner: Owner) -> None:
     async with asyncio.timeout(240):
-        while owner.heartbeats.stage(0) != "giving its memory back":
+        while owner.heartbeats.stage(0) != "releasing its memory":
             await asyncio.sleep(0.01)
 
 
@@ -93,7 +93,7 @@ async def test_none_follows_where_the_daemon_begins_to_end_while_memory_is_given
     supervisor: EngineSupervisor,
 ) -> None:
     owner: Any = supervisor._owner
-    keeping = asyncio.create_task(supervisor.keep())
+    keeping = asyncio.create_task(supervisor.run())
     await until_it_waits(owner)
     assert owner.told[0].restarting, "clients have been told already"
     owner.ending = True
@@ -108,9 +108,9 @@ async def test_how_it_ended_is_told_once_it_is_known(
     supervisor: EngineSupervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner: Any = supervisor._owner
-    keeping = asyncio.create_task(supervisor.keep())
+    keeping = asyncio.create_task(supervisor.run())
     await until_it_waits(owner)
-    assert f"{UNKNOWN_END}; its memory is waited for" in caplog.text
+    assert f"{UNKNOWN_END}; waiting for its memory" in caplog.text
     owner.processes[0].gone.set()
     async with asyncio.timeout(240):
         while len(owner.processes) < 2:
@@ -127,7 +127,7 @@ async def test_how_it_ended_is_told_once_it_is_known(
 
 async def test_one_that_hung_stays_given_up_for_probes_while_it_is_held(supervisor: EngineSupervisor) -> None:
     owner: Any = supervisor._owner
-    keeping = asyncio.create_task(supervisor.keep())
+    keeping = asyncio.create_task(supervisor.run())
     async with asyncio.timeout(240):
         while not owner.told:
             owner.heartbeats.of(0).give_up()

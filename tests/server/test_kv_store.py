@@ -151,7 +151,7 @@ def test_a_daemon_killed_at_any_moment_answers_right_and_hits_what_it_stored(
         pages, kept = reference.stored(path)
         assert main(["cache", "verify", str(path)]) == 0
         out = capsys.readouterr().out
-        (hold,) = [line.split("│")[2].strip() for line in out.splitlines() if "pages that hold" in line]
+        (hold,) = [line.split("│")[2].strip() for line in out.splitlines() if "intact pages" in line]
         assert hold == f"{pages:,}"
     assert hits > 0
 

@@ -151,7 +151,7 @@ def test_models_share_gpus() -> None:
 
 def test_two_models_of_one_name_are_refused() -> None:
     config = load(ServeConfig, {"models": ["/m/a", "/m/b served_model_name=a"]}, None)
-    with pytest.raises(ConfigError, match="two models are called a"):
+    with pytest.raises(ConfigError, match="two models are named a"):
         engines(config, [])
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weft.engine.config import Share
 from weft.engine.errors import ConfigError
-from weft.engine.wire.blank import VISIBLE, gpus
+from weft.engine.wire.preloaded import VISIBLE, gpus
 from weft.server.config import ServeConfig
 from weft.server.daemon.placement import described, place
 
@@ -64,7 +64,7 @@ def test_replicas_have_their_weights_in_common() -> None:
 
 
 def test_gpus_that_are_not_there_are_told() -> None:
-    with pytest.raises(ConfigError, match="--data-parallel-size 3 needs GPUs: there are 2"):
+    with pytest.raises(ConfigError, match="--data-parallel-size 3 needs as many GPUs: there are 2"):
         place(config(data_parallel_size=3), ["0", "1"], EIGHT, {})
     assert len(place(config(data_parallel_size=3, device="cpu"), ["0", "1"], EIGHT, {})) == 3
 

@@ -198,7 +198,7 @@ def assert_one_set_of_weights(daemon: Daemon) -> None:
 
 async def test_engines_have_one_set_of_weights(daemon: Daemon) -> None:
     assert daemon.process.stdout is not None
-    assert "weights, in common," in daemon.process.stdout.readline()
+    assert "shared weights" in daemon.process.stdout.readline()
     assert_one_set_of_weights(daemon)
 
 
@@ -334,7 +334,7 @@ async def test_what_is_open_is_finished_when_the_daemon_ends_even_amid_a_restart
     assert await asyncio.to_thread(daemon.process.wait, 240) == 0
     assert "Traceback" not in daemon.stderr()
     assert "did not come back" not in daemon.stderr()[known:]
-    assert "serve on without it" not in daemon.stderr()[known:]
+    assert "continue to serve" not in daemon.stderr()[known:]
 
 
 async def test_an_engine_that_was_given_up_comes_back_when_a_restart_is_asked_for(tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ async def test_an_engine_that_was_given_up_comes_back_when_a_restart_is_asked_fo
         os.kill(given_up, signal.SIGKILL)
         (next_one,) = await asyncio.to_thread(others, daemon, {kept, given_up})
         os.kill(next_one, signal.SIGKILL)
-        await asyncio.to_thread(daemon.told, "the other engines serve on without it")
+        await asyncio.to_thread(daemon.told, "the other engines continue to serve")
         async with client(daemon) as http:
             assert sorted(await states(http)) == ["dead", "serving"]
             (failure,) = await failures(http)

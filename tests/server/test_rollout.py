@@ -23,7 +23,7 @@ class Engines:
         self.restarted: list[int] = []
         self._broken = broken
         self._supervisors = {
-            i: SimpleNamespace(asleep=0, given_up=i in given_up, restart_engines=lambda i=i: self._restart_engines(i))
+            i: SimpleNamespace(asleep=0, given_up=i in given_up, restart=lambda i=i: self._restart(i))
             for i in range(count)
         }
         supervisors = cast("dict[int, EngineSupervisor]", self._supervisors)
@@ -32,7 +32,7 @@ class Engines:
     def _serves(self, engine: int) -> bool:
         return not self._supervisors[engine].given_up
 
-    async def _restart_engines(self, engine: int) -> bool:
+    async def _restart(self, engine: int) -> bool:
         self.restarted.append(engine)
         self._supervisors[engine].given_up = engine in self._broken
         return engine not in self._broken
@@ -62,7 +62,7 @@ async def test_one_that_does_not_come_back_ends_it_and_the_rest_serve_on() -> No
 @pytest.mark.parametrize(("asked", "refused"), [([0], True), ([1], False), ([], False)])
 async def test_the_last_one_is_not_taken_away(asked: list[int], refused: bool) -> None:
     engines = Engines(2, given_up={1})
-    assert engines.rollout.begin(asked).startswith("there is one engine alone") == refused
+    assert engines.rollout.begin(asked).startswith("the only engine cannot be restarted") == refused
 
 
 async def test_it_ends_where_nobody_else_will_serve() -> None:

@@ -184,7 +184,7 @@ async def test_the_restart_of_engines_needs_the_admin_key_and_a_daemon() -> None
 
         async def restart_engines(engines: Any) -> str:
             asked.append(engines)
-            return "" if engines else "engines are being restarted already"
+            return "" if engines else "engines are already being restarted"
 
         server.service.restart_engines = restart_engines
         assert (await server.post(path, {"engines": [1]}, headers=ADMIN)).status_code == 202
