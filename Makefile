@@ -83,7 +83,7 @@ daily: NAMES := $(DAILY)
 foreign daily: $(VENV)/.test
 	@echo "installing the clients that tests run"; $(INSTALL) packages "uv" $(LAZY) -c $(PINNED) uv >/dev/null || \
 	  echo "could not install uv: the clients that need it are skipped"; \
-	  $(INSTALL) beside $(FOREIGN) build/clients $(NAMES)
+	  $(INSTALL) environments $(FOREIGN) build/clients $(NAMES)
 
 # Needs npm. Without it, their tests are skipped.
 build/npm/.done:

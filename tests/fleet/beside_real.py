@@ -31,7 +31,7 @@ from live import running  # noqa: E402
 from weft.deploy.fleet.profile import IterationProfile, Limits  # noqa: E402
 from weft.engine.config import EngineConfig  # noqa: E402
 from weft.engine.engine import Engine  # noqa: E402
-from weft.tools.fleet.around import Around, Seen, derive, measure, together, watch  # noqa: E402
+from weft.tools.fleet.overhead import Observations, Overhead, derive, measure, together, watch  # noqa: E402
 from weft.tools.fleet.record import WARM_UP, Recorder, fitted, levels, limits_of  # noqa: E402
 
 ENGINES = 3
@@ -150,7 +150,7 @@ def real(folder: Path, rounds: int, rates: Sequence[float] = RATES) -> list[list
     the load on them; then all rounds are simulated with the one profile that all recordings together give: a machine
     that becomes slower or faster meanwhile does so for both."""
     recording = Recording()
-    seen: list[Seen] = []
+    seen: list[Observations] = []
     options = ("--device", "cpu", "--data-parallel-size", str(ENGINES), "--cpu-threads", "1", *LIMITS)
     loads = [(*REAL_LOAD, "--rate", f"{rates[i % len(rates)]:g}", "--seed", str(i)) for i in range(rounds)]
     with running(folder, *options) as daemon:
@@ -214,7 +214,7 @@ def table(found: Sequence[Sequence[Figure]]) -> str:
     return "\n".join(lines)
 
 
-def told(around: Around) -> str:
+def told(around: Overhead) -> str:
     beside = around.side_by_side
     assert beside is not None
     slower = "; ".join(

@@ -15,7 +15,7 @@ from weft.deploy.fleet.simulation import Failure
 from weft.engine.config import itl_objective
 from weft.loadgen.lengths import Lengths
 from weft.loadgen.record import Outcome
-from weft.tools.fleet.around import Seen, derive
+from weft.tools.fleet.overhead import Observations, derive
 
 BROKEN, OK = Outcome.BROKEN, Outcome.OK
 
@@ -129,7 +129,7 @@ def test_what_does_not_compute_slows_nobody() -> None:
 
 def test_what_was_watched_at_a_daemon_is_what_its_simulation_shows() -> None:
     between, firsts, prompt = (0.012, 0.013, 0.018), (0.030, 0.036, 0.060), 32
-    seen = Seen(tuple((b,) for b in between), tuple(((prompt, f),) for f in firsts))
+    seen = Observations(tuple((b,) for b in between), tuple(((prompt, f),) for f in firsts))
     made = profile(threads=1)
     around = derive(seen, made)
     assert around.side_by_side is not None

@@ -19,7 +19,7 @@ from weft.tools.bench.offline import Figures, machine, report
 SINK_SECONDS = 60.0
 
 
-class _Told(NamedTuple):
+class _Turn(NamedTuple):
     """The figures of one turn."""
 
     prompt: int
@@ -35,12 +35,12 @@ class _Agent:
     def __init__(self, engine: Engine, seed: int, output_tokens: int) -> None:
         self.engine = engine
         self.history = np.zeros(0, np.int32)
-        self.turns: list[_Told] = []
+        self.turns: list[_Turn] = []
         self._rng = np.random.default_rng(seed)
         self._output = output_tokens
         self._name = seed.to_bytes(16)
 
-    def ask(self, new_tokens: int) -> _Told:
+    def ask(self, new_tokens: int) -> _Turn:
         """Run one turn with `new_tokens` new prompt tokens, alone in the engine."""
         engine = self.engine
         new = self._rng.integers(0, engine.spec.vocab_size, new_tokens).astype(np.int32)
@@ -62,7 +62,7 @@ class _Agent:
             output += [token for token in outputs.columns()[1].tolist() if token >= 0]
         engine.drain_in_flight()
         self.history = np.concatenate((prompt, np.array(output, np.int32)))
-        self.turns.append(_Told(len(prompt), cached, output, ttft))
+        self.turns.append(_Turn(len(prompt), cached, output, ttft))
         return self.turns[-1]
 
     def announce(self) -> None:
@@ -72,7 +72,7 @@ class _Agent:
             self.engine.step()
 
 
-def found_share(turns: list[_Told]) -> float:
+def found_share(turns: list[_Turn]) -> float:
     """The share of tokens found in a cache, of those that turns after the first had sent or received before."""
     seen = sum(before.prompt + len(before.output) for before in turns[:-1])
     return sum(turn.cached for turn in turns[1:]) / seen

@@ -13,20 +13,20 @@ from weft.deploy.fleet.profile import Error, Features, Floats
 class Fit(NamedTuple):
     dense_ms: tuple[float, ...]
     rest: tuple[float, float, float, float]
-    """context, pairs, chunks, decodes"""
+    """Milliseconds per context position, query-key pair, chunk and decode."""
     error: Error
 
 
 def knots_for(rows: Sequence[Features]) -> tuple[float, ...]:
-    """Powers of two over the tokens that were seen, its ends included."""
+    """Powers of two within the range of recorded tokens, and both ends of the range."""
     tokens = sorted({row.tokens for row in rows})
     powers = [float(1 << i) for i in range(20) if tokens[0] < 1 << i < tokens[-1]]
     return tuple(dict.fromkeys((float(tokens[0]), *powers, float(tokens[-1]))))
 
 
 def fit(rows: Sequence[Features], seconds: Sequence[float], knots: Sequence[float]) -> Fit:
-    """Least squares of the relative error, no part negative; iterations that are far off (another process was in the
-    way) are left out of a second round."""
+    """Nonnegative least squares of the relative error. A second round leaves out iterations that are far off, which
+    another process disturbed."""
     ms = np.asarray(seconds) * 1e3
     features = _columns(rows, knots)
     keep = np.ones(len(ms), np.bool_)
@@ -37,7 +37,7 @@ def fit(rows: Sequence[Features], seconds: Sequence[float], knots: Sequence[floa
         keep = off <= max(0.25, 4 * float(np.median(off)))
     off, fitted = np.abs(features @ parts - ms) / ms, features @ parts
     k = len(knots)
-    # A stretch without iterations has no time of its own: the time does not fall with the tokens.
+    # A range without iterations has no measured time; times never decrease with tokens.
     dense = np.maximum.accumulate(np.maximum(parts[:k], 1e-6))
     error = Error(len(ms), float(np.median(off)), float(np.quantile(off, 0.9)), float(fitted.sum() / ms.sum() - 1))
     a, b, c, d = (float(x) for x in parts[k:])

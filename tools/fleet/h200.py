@@ -1,7 +1,7 @@
-"""Where the shipped profile of Llama-3-8B on an H200 comes from: measurements of its kernels, put together.
+"""Assembles the shipped profile of Llama-3-8B on an H200 from measurements of its kernels.
 
 No engine was recorded for it. `python -m weft.tools.fleet.h200 FILE` makes it again; docs/simulator.md says how it
-compares with what engines did.
+compares with real engines.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from weft.deploy.fleet.profile import Energy, IterationProfile, Limits
 
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 FEW_TOKENS_US = {1: 116.5, 8: 116, 16: 117, 32: 121, 64: 133}
-"""BENCHMARKS.md, kernels, run A: a layer's four products"""
+"""From BENCHMARKS.md, kernels, run A: the four GEMMs of a layer."""
 SOME_TOKENS_US = {128: 153.4, 192: 191.5, 256: 224.7, 384: 311.9, 512: 386.4, 640: 477.8, 1280: 915.1}
-"""BENCHMARKS.md, products of 64 to 512 tokens: the same with the table, sustained"""
+"""From BENCHMARKS.md: the same GEMMs with the tuned table, sustained."""
 TILE = 128
-"""tokens: one of them takes as long as all"""
+"""Tokens of a tile: one token takes as long as a full tile."""
 STEPS = sorted({192, *range(TILE, 2049, TILE)})
-"""tokens behind which iterations take longer"""
+"""Numbers of tokens after which iterations take longer."""
 ATTENTION_MS = 0.0077
-"""a layer's attention beside what grows with the context (the recorded points' intercept; 8 us of one request)"""
+"""The constant part of a layer's attention: the intercept of the recorded points, 8 us for one request."""
 HEAD_MS = 0.25
-"""reading the LM head once, 1.05 GB at the speed of a device copy"""
+"""Reading the LM head once: 1.05 GB at the speed of a device copy."""
 AROUND_MS = 0.09
-"""BENCHMARKS.md: what the engine adds around a step's kernels"""
+"""From BENCHMARKS.md: time that the engine adds to a step's kernels."""
 ROW_MS = 0.00134
-"""LM head and sampling of a row: 1.0 and 0.16 ms for about 680 rows in the traced iteration, less `HEAD_MS`"""
+"""LM head and sampling per row: 1.0 and 0.16 ms for about 680 rows in the traced iteration, less `HEAD_MS`."""
 
 
 def derived() -> IterationProfile:
@@ -44,7 +44,7 @@ def derived() -> IterationProfile:
         ms = sum(curves.ms(name, tokens, sms, serial=True) for name in PRODUCTS)
         ms = ms if products_us is None else products_us / 1e3
         points[max(points) + 1] = points[float(tokens)] = ms
-    beside = layers * ATTENTION_MS + HEAD_MS + AROUND_MS
+    constant = layers * ATTENTION_MS + HEAD_MS + AROUND_MS
     decode = [(p.work, p.ms) for p in recorded.points if p.operation == "decode" and p.sms == sms]
     prefill = [(p.work, p.ms) for p in recorded.points if p.operation == "prefill" and p.sms == sms]
     energy = accelerator("h200").energy
@@ -60,7 +60,7 @@ def derived() -> IterationProfile:
             page_size=64, num_pages=14_000, max_num_seqs=1024, max_num_batched_tokens=2048, max_model_len=8192
         ),
         knots=tuple(points),
-        dense_ms=tuple(round(layers * ms + beside, 4) for ms in points.values()),
+        dense_ms=tuple(round(layers * ms + constant, 4) for ms in points.values()),
         context_ms=_slope(decode) * layers,
         pair_ms=_slope(prefill) * layers,
         chunk_ms=0.0,
@@ -81,7 +81,7 @@ def derived() -> IterationProfile:
 
 
 def _slope(points: list[tuple[float, float]]) -> float:
-    """Of the straight line through (work, milliseconds)."""
+    """The slope of the straight line through (work, milliseconds)."""
     work, ms = np.array(sorted(points)).T
     return float(np.polyfit(work, ms, 1)[0])
 

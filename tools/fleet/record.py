@@ -1,7 +1,7 @@
-"""`weft bench iterations`: an engine in this process over loads of many shapes, its iterations timed, a profile fitted.
+"""`weft bench iterations`: times the iterations of an engine in this process under many loads and fits a profile.
 
-Loads are made of a few requests that decode while prompts of all lengths arrive beside them: levels of running
-requests from one to the engine's limit, each for an equal part of the time.
+Each load keeps a number of requests running, from one to the engine's limit, while prompts of all lengths arrive. All
+loads get the same time.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from weft.tools.bench.offline import machine
 from weft.tools.fleet.fit import fit, knots_for, nonnegative
 
 REST_SECONDS = 3.0
-"""for the power at rest, where there is a counter"""
+"""Seconds to measure the idle power, if there is an energy counter."""
 WARM_UP = 8
-"""iterations that are thrown away"""
+"""Iterations that are discarded."""
 
 
 class Row(NamedTuple):
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 class Recorder:
-    """Drives an engine and notes its iterations."""
+    """Drives an engine and records its iterations."""
 
     def __init__(self, engine: Engine, *, processor_time: bool, seed: int) -> None:
         self.rows: list[Row] = []
@@ -66,7 +66,7 @@ class Recorder:
             runner.run = in_processor_time(runner.run)
 
     def level(self, running: int, seconds: float) -> None:
-        """So many requests at any time, for so long."""
+        """Keep `running` requests running for `seconds`."""
         engine, end = self._engine, self._clock() + seconds
         while self._clock() < end:
             while len(self._open) < running:
@@ -83,7 +83,7 @@ class Recorder:
         room = min(longest, (engine.runner.num_pages - 1) * engine.config.page_size)
         most = max(2, min(room // 2, 2 * engine.resolved.max_num_batched_tokens))
         prompt = int(np.exp(rng.uniform(np.log(8), np.log(max(9, most)))))
-        # Answers long enough that most iterations are of decodes, short enough that prompts keep coming.
+        # Answers are long enough that most iterations decode, and short enough that prompts keep arriving.
         output = int(rng.integers(8, max(9, min(room - prompt, 96))))
         self._handles += 1
         self._open.add(self._handles)
@@ -116,7 +116,7 @@ class Recorder:
 
 
 def in_processor_time(run: Callable[[Batch], StepResult]) -> Callable[[Batch], StepResult]:
-    """An iteration's seconds are those of its thread on a processor; what the clock showed beyond is nobody's."""
+    """Time iterations by their thread's processor time instead of the clock."""
 
     def timed(batch: Batch) -> StepResult:
         begin = time.thread_time()
@@ -127,7 +127,7 @@ def in_processor_time(run: Callable[[Batch], StepResult]) -> Callable[[Batch], S
 
 
 def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
-    """Record, fit, write, tell how far the fit is off."""
+    """Record, fit, write the profile, and print the error of the fit."""
     config = config.model_copy(update={"prefix_caching": False})
     with ProgressBar() as bar:
         engine = Engine(config.for_measuring(), bar)
@@ -156,7 +156,7 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
         profile = _with_energy(profile, recorder.rows, readings, rest_watts)
         counter.close()
     if arguments.server is not None:
-        from weft.tools.fleet.around import measure
+        from weft.tools.fleet.overhead import measure
 
         profile = measure(arguments.server, profile).put_into(profile)
     try:
@@ -183,13 +183,13 @@ def limits_of(engine: Engine) -> Limits:
 
 
 def levels(engine: Engine) -> list[int]:
-    """Running requests: powers of two, and what the engine takes at most."""
+    """Numbers of running requests: powers of two and the engine's limit."""
     most = engine.resolved.max_num_seqs
     return sorted({1, most, *(1 << i for i in range(1, 12) if 1 << i < most)})
 
 
 def fitted(rows: list[Row], limits: Limits, *, model: str, threads: int) -> IterationProfile:
-    """Raises `ConfigError` where there is too little to fit."""
+    """The fitted profile. Raises `ConfigError` if there are too few iterations."""
     if len(rows) < 50:
         raise ConfigError(f"only {len(rows)} iterations were recorded: raise --seconds")
     features = [row.features for row in rows]
@@ -245,8 +245,7 @@ def _rest_watts(counter: EnergyMeter | None) -> float:
 def _with_energy(
     profile: IterationProfile, rows: list[Row], readings: list[tuple[int, float]], rest_watts: float
 ) -> IterationProfile:
-    """Joules beyond those at rest, shared out over levels by what their iterations did. `readings`: (rows so far,
-    the counter's joules)."""
+    """Add the energy above idle power, fitted over levels. readings: (rows so far, the counter's joules)."""
     columns, joules = [], []
     for (first, before), (last, after) in pairwise(readings):
         part = rows[first:last]

@@ -1,4 +1,4 @@
-"""python tools/install COMMAND: what the Makefile and the Dockerfile install, run by the environment's own Python."""
+"""python tools/install COMMAND: installs for the Makefile and the Dockerfile, with the Python of the environment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-import beside
+import environments
 import package
 import packages
 import resolve
@@ -19,24 +19,24 @@ CONSTRAINTS = ROOT / "constraints.txt"
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/install", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("torch", help="the build of torch that fits the machine")
+    one = commands.add_parser("torch", help="install the build of torch that fits the machine")
     one.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     one.add_argument("--constraints", type=Path, default=CONSTRAINTS)
-    one.add_argument("--no-compile", action="store_true", help="leave compiling to the first import")
-    one = commands.add_parser("pins", help="print the constraints with other versions: NAME==VERSION …")
+    one.add_argument("--no-compile", action="store_true", help="do not compile modules now")
+    one = commands.add_parser("pins", help="print the constraints with changed versions: NAME==VERSION …")
     one.add_argument("pins", nargs="*")
-    one = commands.add_parser("packages", help="pip install, told in a few lines: TITLE ARGUMENTS …")
+    one = commands.add_parser("packages", help="pip install with short output: TITLE ARGUMENTS …")
     one.add_argument("title")
     one.add_argument("arguments", nargs=argparse.REMAINDER)
-    one = commands.add_parser("beside", help="environments of their own: the file that says of what, a folder, names")
+    one = commands.add_parser("environments", help="separate environments: a file of requirements, a folder, names")
     one.add_argument("file", type=Path)
     one.add_argument("folder", type=Path)
     one.add_argument("names", nargs="*")
-    one = commands.add_parser("resolve", help="prove that everything resolves from the package index alone")
-    one.add_argument("--pip", action="store_true", help="with pip too, for the running Python")
-    one = commands.add_parser("archives", help="check what a source distribution and a wheel hold: their folder")
+    one = commands.add_parser("resolve", help="check that everything resolves from the package index alone")
+    one.add_argument("--pip", action="store_true", help="also with pip, for the running Python")
+    one = commands.add_parser("archives", help="check the contents of a source distribution and a wheel: their folder")
     one.add_argument("folder", type=Path)
-    one = commands.add_parser("ask", help="start the weft of another environment and ask it one question: its bin")
+    one = commands.add_parser("ask", help="start weft from another environment and ask it one question: its bin folder")
     one.add_argument("binaries", type=Path)
     given = parser.parse_args()
     if given.command == "torch":
@@ -46,8 +46,8 @@ def main() -> int:
         return 0
     if given.command == "packages":
         return packages.install(given.title, torch_build.PIP, given.arguments)
-    if given.command == "beside":
-        beside.install(given.file, given.folder, given.names)
+    if given.command == "environments":
+        environments.install(given.file, given.folder, given.names)
         return 0
     if given.command == "resolve":
         return min(resolve.prove(ROOT, with_pip=given.pip), 1)

@@ -1,4 +1,4 @@
-"""Whether the source distribution and the wheel hold what they are for, and whether the wheel serves."""
+"""Checks the files of the source distribution and the wheel, and that the wheel serves."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-# What the README tells its reader to run must be there.
+# Files that the commands of the README need.
 SOURCE = (
     *("Makefile", "constraints.txt", "Dockerfile", "README.md", "LICENSE", "pyproject.toml", "deploy/compose.yaml"),
     *("tools/install/__main__.py", "tests/conftest.py", "tests/deploy/alerts.test.yml", ".ci/run", ".dockerignore"),
 )
-# Files that are no modules, by name: the demo model, the page at /, a plan and the profile of the same name.
+# Data files, by name: the demo model, the page at /, a plan and the profile of the same name.
 WHEEL = ("model.safetensors", "tokenizer.json", "index.html", "llama-3-8b-h200.json", "py.typed", "LICENSE")
 START_SECONDS = 180
 
 
 def check(folder: Path) -> list[str]:
-    """Look into the one .tar.gz and the one .whl of a folder; the problems."""
+    """Check the one .tar.gz and the one .whl in a folder. Returns the problems."""
     problems = []
     for pattern in ("*.tar.gz", "*.whl"):
         found = list(folder.glob(pattern))
@@ -41,7 +41,7 @@ def check(folder: Path) -> list[str]:
 
 
 def files(archive: Path) -> list[str]:
-    """Names of the files, for a source distribution below its one folder."""
+    """File names. Those of a source distribution are relative to its top folder."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             return wheel.namelist()
@@ -50,7 +50,7 @@ def files(archive: Path) -> list[str]:
 
 
 def stray(names: Iterable[str]) -> list[str]:
-    """Files that programs leave behind, and tests and tools in a wheel."""
+    """Files that do not belong there: leftovers of programs, and tests and tools in a wheel."""
     left = ("__pycache__", ".venv", ".git", "build", "dist")
     return [
         name for name in names if set(Path(name).parts) & set(left) or name.startswith(("weft/tests/", "weft/tools/"))
@@ -58,12 +58,12 @@ def stray(names: Iterable[str]) -> list[str]:
 
 
 def serves(binaries: Path) -> list[str]:
-    """Start the `weft` of an environment away from the checkout and ask it one question; the problems."""
+    """Start an environment's `weft` outside the checkout and ask it one question. Returns the problems."""
     home = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    told = subprocess.run([binaries / "weft", "--version"], capture_output=True, text=True, env=home, cwd=binaries)
-    if told.returncode != 0:
-        return [f"weft --version: {told.stderr.strip()}"]
-    print(told.stdout.strip(), flush=True)
+    version = subprocess.run([binaries / "weft", "--version"], capture_output=True, text=True, env=home, cwd=binaries)
+    if version.returncode != 0:
+        return [f"weft --version: {version.stderr.strip()}"]
+    print(version.stdout.strip(), flush=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

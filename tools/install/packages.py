@@ -1,4 +1,4 @@
-"""pip install in a few lines: each large download with its size, then how many packages, megabytes and seconds."""
+"""Runs pip install with short output: large downloads with sizes, then packages, megabytes and seconds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MB = {"B": 1e-6, "kB": 1e-3, "MB": 1.0, "GB": 1e3}
 
 
 class Tally:
-    """What pip has done so far, from the lines that it prints."""
+    """Progress of pip, read from the lines it prints."""
 
     def __init__(self) -> None:
         self.downloaded_mb = 0.0
         self.packages = 0
 
     def take(self, line: str) -> str | None:
-        """Count one of pip's lines; what to tell about it, if anything."""
+        """Count one of pip's lines. Returns what to print for it, if anything."""
         found = _DOWNLOAD.match(line)
         if found is not None:
             mb = float(found[2]) * _MB[found[3]]
@@ -36,7 +36,7 @@ class Tally:
 
 
 def install(title: str, pip: list[str], arguments: list[str]) -> int:
-    """Run pip with `arguments`; on failure all that it said is shown. Its exit status."""
+    """Run pip with `arguments` and print all its output if it fails. Returns its exit status."""
     print(title, flush=True)
     begun = time.monotonic()
     tally = Tally()
@@ -44,9 +44,8 @@ def install(title: str, pip: list[str], arguments: list[str]) -> int:
     with subprocess.Popen([*pip, "--progress-bar", "off", *arguments], stdout=subprocess.PIPE, text=True) as running:
         for line in running.stdout or ():
             said.append(line)
-            told = tally.take(line)
-            if told:
-                print(told, flush=True)
+            if shown := tally.take(line):
+                print(shown, flush=True)
     if running.returncode != 0:
         sys.stdout.writelines(said)
     else:

@@ -1,8 +1,8 @@
-"""Proves that what weft asks for can be installed from the package index alone, on every Python that it supports.
+"""Checks that weft's requirements can be installed from the package index alone, on every supported Python.
 
-Each line is one installation, resolved and not installed. uv resolves for Pythons that are not there, reads only the
-metadata of wheels, and takes no source distributions, so a package without a wheel is a failure too. It is given the
-index that pip is configured with and nothing else of pip's configuration: no local folders, no further indexes.
+Each line is one installation, resolved but not installed. uv can resolve for Pythons that are not installed and reads
+only the metadata of wheels; a package without a wheel is a failure. Of pip's configuration it uses the index alone: no
+local folders, no further indexes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-# glibc 2.31: Debian 11, Ubuntu 20.04, and what is newer.
+# glibc 2.31: Debian 11, Ubuntu 20.04 and later.
 PLATFORM = "x86_64-manylinux_2_31"
 # Triton 3.6 interprets kernels with numpy up to 2.3 only.
 LOWEST_TORCH = ("torch==2.11.0", "triton==3.6.0", "numpy==2.3.5")
@@ -29,23 +29,23 @@ LIMIT_SECONDS = 300
 class Installation(NamedTuple):
     name: str
     extras: tuple[str, ...] | None
-    """of the project; None leaves the project itself out"""
+    """Extras of the project. None leaves the project itself out."""
     others: tuple[str, ...]
     constraints: str | None
-    """the text of a file of constraints; None leaves every version open"""
+    """Text of a constraints file. None leaves every version open."""
     alone: bool = False
-    """without the requirements' own requirements"""
+    """Whether to ignore the requirements' own requirements."""
 
 
 class Outcome(NamedTuple):
     versions: dict[str, str]
-    """of packages by name"""
+    """Versions of packages, by name."""
     error: str
-    """what the resolver said; empty where it found versions"""
+    """The resolver's error; empty if it found versions."""
 
 
 def installations(constraints: str) -> list[Installation]:
-    """What users, tests and images install. flash-attn is left out: it has no wheels, pip builds it."""
+    """The installations of users, tests and images. flash-attn is left out: pip builds it, it has no wheels."""
     alone = tuple(line for line in constraints.splitlines() if line.partition("==")[0] in ALONE)
     lowest = repin(constraints, LOWEST_TORCH)
     test = ("test", "conformance", "gpu")
@@ -64,7 +64,7 @@ def installations(constraints: str) -> list[Installation]:
 
 
 def repin(constraints: str, pins: tuple[str, ...] | list[str]) -> str:
-    """The constraints with other versions, given as `name==version`. Raises `ValueError` for a name without a line."""
+    """The constraints with changed versions, given as `name==version`. Raises `ValueError` for an unknown name."""
     lines = constraints.splitlines()
     for pin in pins:
         name = pin.partition("==")[0]
@@ -76,7 +76,7 @@ def repin(constraints: str, pins: tuple[str, ...] | list[str]) -> str:
 
 
 def pip_setting(name: str) -> str:
-    """One of pip's settings, from its variables or files; empty where nothing sets it."""
+    """One of pip's settings, from its variables or files; empty if not set."""
     variable = os.environ.get("PIP_" + name.upper().replace("-", "_"))
     if variable:
         return variable
@@ -86,7 +86,7 @@ def pip_setting(name: str) -> str:
 
 
 def index_alone() -> dict[str, str]:
-    """The environment in which uv and pip know one index: the one that pip is configured with."""
+    """An environment in which uv and pip use only the index that pip is configured with."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
     kept |= {"UV_NO_CONFIG": "1", "UV_PYTHON_DOWNLOADS": "never"}
     kept |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
@@ -99,14 +99,14 @@ def index_alone() -> dict[str, str]:
 
 
 def resolve(what: Installation, python: str, root: Path, environment: dict[str, str]) -> Outcome:
-    """Resolve with uv for a version of Python, which need not be there."""
+    """Resolve with uv for a version of Python, which need not be installed."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.txt"
         command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-annotate", "--no-header"]
         command += ["--python-version", python, "--python-platform", PLATFORM, "--only-binary", ":all:"]
         command += ["--output-file", str(found), *_limits(what, Path(folder)), "-"]
         if what.extras is not None:
-            # uv reads the requirements out of this file: the project is not built.
+            # uv reads the requirements from this file and does not build the project.
             command += [str(root / "pyproject.toml"), *(f"--extra={extra}" for extra in what.extras)]
         failed = _run(command, environment, "\n".join(what.others))
         lines = [] if failed else found.read_text().splitlines()
@@ -115,7 +115,7 @@ def resolve(what: Installation, python: str, root: Path, environment: dict[str, 
 
 
 def resolve_with_pip(what: Installation, root: Path, environment: dict[str, str]) -> Outcome:
-    """Resolve with pip for the Python that runs this. It fetches wheels where an index has no metadata beside them."""
+    """Resolve with pip for the running Python. pip downloads wheels if an index does not list their metadata."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
@@ -137,7 +137,7 @@ def _limits(what: Installation, folder: Path) -> list[str]:
 
 
 def _run(command: list[str], environment: dict[str, str], text: str) -> str:
-    """What a command that failed said; empty for one that did not."""
+    """The error output of a failed command; empty if it succeeded."""
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, env=environment, timeout=LIMIT_SECONDS
@@ -148,24 +148,24 @@ def _run(command: list[str], environment: dict[str, str], text: str) -> str:
 
 
 def prove(root: Path, *, with_pip: bool) -> int:
-    """Resolve everything, with pip too for the running Python; a line for each. The number of failures."""
+    """Resolve everything and print a line for each; with_pip: also with pip. Returns the number of failures."""
     environment = index_alone()
     failures = 0
     for what in installations((root / "constraints.txt").read_text()):
         for python in PYTHONS:
             print(f"Python {python}  {what.name}", end=" ", flush=True)
             begun = time.monotonic()
-            failures += _tell(resolve(what, python, root, environment), begun)
+            failures += _print_outcome(resolve(what, python, root, environment), begun)
         if with_pip:
             print(f"pip, {sys.version_info.major}.{sys.version_info.minor}    {what.name}", end=" ", flush=True)
             begun = time.monotonic()
-            failures += _tell(resolve_with_pip(what, root, environment), begun)
+            failures += _print_outcome(resolve_with_pip(what, root, environment), begun)
     print(f"{failures} of these cannot be installed" if failures else "all of these can be installed")
     return failures
 
 
-def _tell(outcome: Outcome, begun: float) -> bool:
-    """Finish the line of an installation; whether it failed."""
+def _print_outcome(outcome: Outcome, begun: float) -> bool:
+    """Finish the line of an installation. Returns whether it failed."""
     seconds = f"{time.monotonic() - begun:.0f} s"
     if outcome.error:
         print(f"FAILED after {seconds}\n{outcome.error}", flush=True)

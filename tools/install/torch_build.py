@@ -1,8 +1,8 @@
-"""Which build of torch is installed: the CPU build without an NVIDIA GPU, the CUDA build with one.
+"""Chooses the build of torch: CUDA on a machine with an NVIDIA GPU, else CPU.
 
-The registry's default build for Linux brings CUDA: gigabytes that a machine without a GPU never uses. PyTorch keeps the
-CPU builds on an index of its own, which not every network lets through; whether it answers is found out once, in
-seconds. Only the standard library is needed here: this runs before anything is installed.
+The registry's default build for Linux includes CUDA: gigabytes that a machine without a GPU never uses. PyTorch's CPU
+builds are on a separate index, which some networks block; one short request finds out. This file needs only the
+standard library, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ CUDA_SIZES = "about 2.7 GB to download, 4.7 GB on disk"
 
 class Build(NamedTuple):
     why: str
-    """one line for the user: what is taken, why, how large"""
+    """One line for the user: which build, why, and its size."""
     pip: list[str]
-    """arguments of `pip install`"""
+    """Arguments of `pip install`."""
 
 
 class Wheel(NamedTuple):
@@ -44,14 +44,14 @@ class Wheel(NamedTuple):
 
 
 def choose(version: str, device: str, cpu_index: list[str]) -> Build | None:
-    """The build of torch `version` for `device` (auto, cpu or cuda); None where it is installed already."""
+    """The build of torch `version` for `device` (auto, cpu or cuda). None if it is installed already."""
     gpu = has_nvidia_gpu() if device == "auto" else device == "cuda"
     have = installed()
     if have.partition("+")[0] == version and not (gpu and is_cpu_build(have)):
         return None
     local = local_wheel(version)
     if gpu:
-        # A CPU build in a local folder would win, being the higher version.
+        # Otherwise a CPU build in a local folder would win: its version is higher.
         wanted = f"torch=={version},!={version}+cpu"
         if local and not is_cpu_build(local.version):
             return Build(f"an NVIDIA GPU: the local wheel {local.name}", [wanted])
@@ -70,7 +70,7 @@ def is_cpu_build(version: str) -> bool:
 
 
 def installed() -> str:
-    """The version of torch in this environment, empty without one."""
+    """The version of torch in this environment; empty if none is installed."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -91,11 +91,11 @@ def has_nvidia_gpu() -> bool:
 
 
 def answers(url: str, seconds: float = PROBE_SECONDS) -> bool:
-    """Whether `url` answers with a page within `seconds`, name resolution included; one attempt."""
+    """Whether `url` returns a page within `seconds`, including name resolution. Tries once."""
     found = []
 
     def ask() -> None:
-        # pip's certificates, where it has been given others: a proxy may sign with its own.
+        # Use pip's certificates if it has others: a proxy may sign with its own.
         bundle = os.environ.get("PIP_CERT") or os.environ.get("REQUESTS_CA_BUNDLE")
         try:
             context = ssl.create_default_context(cafile=bundle)
@@ -104,7 +104,7 @@ def answers(url: str, seconds: float = PROBE_SECONDS) -> bool:
         except (OSError, ValueError):
             found.append(False)
 
-    # A thread of its own, because the resolver of names minds no timeout of sockets.
+    # A separate thread, because name resolution ignores socket timeouts.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(seconds)
@@ -112,7 +112,7 @@ def answers(url: str, seconds: float = PROBE_SECONDS) -> bool:
 
 
 def local_wheel(version: str) -> Wheel | None:
-    """What pip would take for this version out of the folders that it is configured with, without any index."""
+    """The wheel that pip would use for this version from its configured folders, without any index."""
     dry = ["--dry-run", "--no-index", "--no-deps", "--ignore-installed", "--quiet", "--report", "-"]
     asked = subprocess.run([*PIP, *dry, f"torch=={version}"], capture_output=True, text=True)
     if asked.returncode != 0:
@@ -125,7 +125,7 @@ PIP = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
 
 
 def pinned(constraints: str) -> str:
-    """The version of torch in a file of constraints. Raises `ValueError` without one."""
+    """The version of torch in a constraints file. Raises `ValueError` if there is none."""
     found = re.search(r"^torch==([\w.]+)$", constraints, re.MULTILINE)
     if found is None:
         raise ValueError("the constraints name no version of torch: a line torch==X.Y.Z")
@@ -133,7 +133,7 @@ def pinned(constraints: str) -> str:
 
 
 def install(constraints: Path, device: str, arguments: list[str]) -> int:
-    """Install the pinned torch for `device`, with pip's own progress, and `arguments`. Its exit status."""
+    """Install the pinned torch for `device` and `arguments`, with pip's progress. Returns the exit status."""
     version = pinned(constraints.read_text())
     build = choose(version, device, CPU_INDEX)
     if build is None:

@@ -1,4 +1,4 @@
-"""What stands around engines is watched at a server: one stream, then more at a time."""
+"""The overhead around engines is measured at a server: one stream, then several at a time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sse_server import serving
 
 from weft.deploy.fleet.profile import Features, Limits
 from weft.loadgen.errors import LoadError
-from weft.tools.fleet import around
-from weft.tools.fleet.around import FIRST_TOKENS, SHARES, STREAM_TOKENS, Seen, derive, together
+from weft.tools.fleet import overhead
+from weft.tools.fleet.overhead import FIRST_TOKENS, SHARES, STREAM_TOKENS, Observations, derive, together
 
 LIMITS = Limits(16, 400, 8, 256, 1024)
 
@@ -22,23 +22,23 @@ LIMITS = Limits(16, 400, 8, 256, 1024)
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("PAUSE_SECONDS", 0.0), ("FIRSTS", 3)):
-        monkeypatch.setattr(around, name, value)
+        monkeypatch.setattr(overhead, name, value)
 
 
 async def three(*_address: object) -> int:
     return 3
 
 
-async def watched(*, shared: bool) -> tuple[Seen, Counter[int], list[int]]:
+async def watched(*, shared: bool) -> tuple[Observations, Counter[int], list[int]]:
     async with serving(itl=0.001) as stub:
-        seen = await around._watch(stub.url, shared=shared, lengths=around._lengths(LIMITS), seconds=0.0)
+        seen = await overhead._watch(stub.url, shared=shared, lengths=overhead._lengths(LIMITS), seconds=0.0)
     asked = [body for body in stub.requests if body["max_tokens"] in (FIRST_TOKENS, STREAM_TOKENS)]
     return seen, Counter(body["max_tokens"] for body in asked), [len(body["prompt"]) for body in asked]
 
 
 @pytest.mark.usefixtures("hurried")
 def test_engines_that_share_cores_are_watched_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(around, "_engines", three)
+    monkeypatch.setattr(overhead, "_engines", three)
     seen, asked, lengths = asyncio.run(watched(shared=True))
     assert ([len(shares) for shares in seen.between], [len(f) for f in seen.firsts]) == ([SHARES] * 3, [3] * 3)
     assert min(*np.mean(seen.between, axis=1), *(s for f in seen.firsts for _, s in f)) > 0
@@ -65,9 +65,9 @@ def test_a_server_that_does_not_tell_its_engines_is_named() -> None:
 
 @pytest.mark.usefixtures("hurried")
 def test_answers_without_text_are_asked_for_again_and_counted() -> None:
-    async def ask() -> tuple[int, Seen]:
+    async def ask() -> tuple[int, Observations]:
         async with serving(itl=0.001, silent=(1, 2, 4)) as stub:
-            seen = await around._watch(stub.url, shared=False, lengths=around._lengths(LIMITS), seconds=0.0)
+            seen = await overhead._watch(stub.url, shared=False, lengths=overhead._lengths(LIMITS), seconds=0.0)
         return len(stub.requests), seen
 
     requests, seen = asyncio.run(ask())
@@ -76,20 +76,20 @@ def test_answers_without_text_are_asked_for_again_and_counted() -> None:
 
 
 def test_prompts_have_all_lengths_that_an_iteration_takes() -> None:
-    taken = list(islice(around._lengths(LIMITS), 100))
-    low, high = around.PROMPT_TOKENS
+    taken = list(islice(overhead._lengths(LIMITS), 100))
+    low, high = overhead.PROMPT_TOKENS
     assert low <= min(taken) < low + 20
     assert high - 20 < max(taken) <= high
     assert np.mean(taken) == pytest.approx((low + high) / 2, rel=0.05)
     assert len(set(taken)) == 100
-    assert max(islice(around._lengths(Limits(16, 400, 8, 64, 1024)), 100)) <= 64
-    assert set(islice(around._lengths(Limits(16, 400, 8, 8, 1024)), 9)) == {8}
+    assert max(islice(overhead._lengths(Limits(16, 400, 8, 64, 1024)), 100)) <= 64
+    assert set(islice(overhead._lengths(Limits(16, 400, 8, 8, 1024)), 9)) == {8}
 
 
 def test_equal_shares_keep_the_mean_however_many_values_there_are() -> None:
     for n in (1, 3, 20, 47):
         values = np.random.default_rng(n).exponential(1.0, n)
-        shares = around._shares(values)
+        shares = overhead._shares(values)
         assert len(shares) == SHARES
         assert np.mean(shares) == pytest.approx(np.mean(values))
         assert np.diff(shares).min() > -1e-9
@@ -100,8 +100,8 @@ def test_no_number_of_engines_is_quicker_than_fewer() -> None:
     made = profile(threads=1)
     alone = 1e3 * made.seconds(Features(32, 0, 0, 0, 1))
 
-    def seen(between: tuple[float, ...], first: tuple[float, ...]) -> Seen:
-        return Seen(
+    def seen(between: tuple[float, ...], first: tuple[float, ...]) -> Observations:
+        return Observations(
             tuple((b - 0.001, b + 0.001) for b in between), tuple(((32, f - 0.002), (32, f + 0.002)) for f in first)
         )
 

@@ -1,4 +1,4 @@
-"""Environments of their own, one beside the other, for programs that need other versions than weft does."""
+"""Separate environments for programs that need other versions than weft does."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ DONE = ".done"
 
 
 def wanted(text: str) -> dict[str, list[str]]:
-    """Of a file of lines `NAME: REQUIREMENT …`; `#` begins a comment."""
+    """Requirements by name, from lines `NAME: REQUIREMENT …`. `#` starts a comment."""
     lines = (line.partition("#")[0] for line in text.splitlines())
     return {name.strip(): rest.split() for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
 
 
 def install(file: Path, folder: Path, names: list[str]) -> int:
-    """Make `folder`/NAME with what `file` says, for each of the names (none: all). Who cannot be had is told and left
-    out: their tests are skipped. Returns the number of those."""
+    """Create `folder`/NAME with the requirements that `file` lists, for each name (none: all).
+
+    An environment that cannot be created is reported and left out; its tests are skipped. Returns the number of those.
+    """
     environments = wanted(file.read_text())
     missing = 0
     for name in names or environments:
@@ -36,7 +38,7 @@ def install(file: Path, folder: Path, names: list[str]) -> int:
         if why:
             shutil.rmtree(place, ignore_errors=True)
             missing += 1
-            print(f"  {name} cannot be had, its tests are skipped: {why}", flush=True)
+            print(f"  {name} cannot be installed, its tests are skipped: {why}", flush=True)
             continue
         (place / DONE).write_text(line)
         print(f"  {name}: {line}, {time.monotonic() - begun:.0f} s", flush=True)
@@ -44,7 +46,7 @@ def install(file: Path, folder: Path, names: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> str:
-    """What uv said at the end where it failed."""
+    """The end of uv's output if it failed, else an empty string."""
     command = [sys.executable, "-m", "uv", *arguments, "-q", "--no-config"]
     try:
         done = subprocess.run(
