@@ -1,4 +1,4 @@
-"""`weft bench ranks`: an iteration of a model on several GPUs, its sums made in each way by turns, sustained."""
+"""`weft bench ranks`: a model's iteration on several GPUs, with sums over ranks computed in different ways."""
 
 from __future__ import annotations
 
@@ -34,32 +34,34 @@ from weft.engine.ranks.links import MAX_RANKS
 from weft.tools.papers.ways import WAYS
 
 ATTENTION_SMS, SUM_SMS = 32, 16
-"""of the pipeline of two nano-batches, beside products that have the others"""
+"""SMs for attention and for sums in the pipeline of two nano-batches; GEMMs get the others."""
 PROFILED_SECONDS = 0.02
-"""of a trace"""
+"""Seconds of one measurement when a trace is recorded."""
 MODEL_SECONDS = 60.0
-"""that tuning products of shapes never seen before may take"""
+"""Default time limit for tuning GEMMs of new shapes."""
 
 
 class Row(NamedTuple):
-    """A way at one size of an iteration."""
+    """One way at one size of an iteration."""
 
     way: str
     tokens: int
     timing: Timing
-    """medians, of one layer; watts and megahertz of one GPU in the mean"""
+    """Medians per layer; watts and megahertz are means per GPU."""
 
 
 def nano_batches(spec: ModelSpec, tokens: int, sms: int) -> Period:
-    """Two, of each of which attention and sums run beside the products of the other; a product that runs beside
-    neither has all SMs. Raises `ConfigError`."""
+    """A pipeline of two nano-batches: attention and sums of each overlap the GEMMs of the other.
+
+    A GEMM that overlaps neither gets all SMs. Raises `ConfigError`.
+    """
     if tokens < 2 * TOKEN_STEP:
         raise ConfigError(f"{tokens} tokens are too few for two nano-batches: {2 * TOKEN_STEP} or more")
     half = tokens // 2 // TOKEN_STEP * TOKEN_STEP
     in_order = list(spec.layer_operations())
 
     def placed(at: int, partner: int) -> tuple[int, Lane]:
-        """partner: of the other nano-batch, what runs beside operation `at` if it can."""
+        """partner: the operation of the other nano-batch that may overlap operation `at`."""
         op, other = in_order[at], in_order[partner % len(in_order)]
         if op.resource is Resource.MEMORY:
             return ATTENTION_SMS, "memory"
@@ -71,27 +73,27 @@ def nano_batches(spec: ModelSpec, tokens: int, sms: int) -> Period:
 
     operations = []
     for at, op in enumerate(in_order):
-        # The second half is one operation behind the first: before it is done, the first one's next may begin.
+        # The second half runs one operation later than the first, whose next operation may start before it ends.
         operations.append(NanoOperation(op.name, half, tokens, *placed(at, at - 1)))
         operations.append(NanoOperation(op.name, 0, half, *placed(at, at + 1), next_layer=True))
     return Period(tokens, tuple(operations))
 
 
 class Ablation:
-    """Measures `ways` of one model on one bench."""
+    """Measures ways of one model on one bench."""
 
     def __init__(
-        self, bench: RanksBench, spec: ModelSpec, folder: Path, tell: Callable[[str], None] = lambda _: None
+        self, bench: RanksBench, spec: ModelSpec, folder: Path, report: Callable[[str], None] = lambda _: None
     ) -> None:  # fmt: skip
-        """spec: rank 0's part of the model. folder: an empty one, where ranks find each other. tell: told of each
-        measurement, for one that hangs would take those before it along.
+        """spec: rank 0's shard of the model. folder: an empty folder in which ranks find each other. report: gets each
+        measurement, so that a hang does not lose earlier ones.
         """
-        self._bench, self._spec, self._folder, self._tell = bench, spec, folder, tell
+        self._bench, self._spec, self._folder, self._report = bench, spec, folder, report
         self.left_out: dict[tuple[str, int], str] = {}
-        """ways that cannot be gone at so many tokens, 0: at any number; and why"""
+        """Why a way cannot be measured, by name and tokens; 0: at any number of tokens."""
 
     def run(self, ways: Sequence[str], load: Load, rounds: int) -> list[Row]:
-        """By turns, so that drifting clocks meet all of them."""
+        """Measure the ways in rotation, so that drifting clocks affect all of them alike."""
         found: dict[str, list[Timing]] = {}
         for _ in range(rounds):
             for name in ways:
@@ -99,7 +101,7 @@ class Ablation:
                     found.setdefault(name, []).append(timing)
                     watts = self._spec.shard_of.ranks * timing.watts
                     figures = f"{1e3 * timing.ms:,.1f} us a layer, {watts:.0f} W, {timing.mhz:.0f} MHz"
-                    self._tell(f"{load.tokens} tokens, {WAYS[name].label}: {figures}")
+                    self._report(f"{load.tokens} tokens, {WAYS[name].label}: {figures}")
         rows = []
         for name, timings in found.items():
             medians = Timing(*(statistics.median(v) for v in zip(*timings, strict=True)))
@@ -107,11 +109,11 @@ class Ablation:
         return rows
 
     def goes(self, name: str, load: Load) -> bool:
-        """As far as is known."""
+        """Whether the way can be measured, as far as is known."""
         return not {(name, 0), (name, load.tokens)} & self.left_out.keys()
 
     def measure(self, name: str, load: Load) -> Timing | None:
-        """None: it cannot be gone here; `left_out` says why."""
+        """Returns None if the way cannot be measured here; `left_out` has the reason."""
         tokens = 0
         try:
             self._bench.sums(f"{name}:{self._folder}")
@@ -127,7 +129,7 @@ class Ablation:
 
 
 def figures(row: Row, spec: ModelSpec, without: float | None) -> dict[str, Any]:
-    """Of a row, for people and files. without: milliseconds of a layer without sums."""
+    """A row for the table and the JSON file. without: milliseconds of a layer without sums."""
     ranks, ms = spec.shard_of.ranks, row.timing.ms
     seconds = ms * spec.num_layers / 1e3
     watts = ranks * row.timing.watts
@@ -160,36 +162,34 @@ def _table(rows: Sequence[dict[str, Any]], title: str) -> None:
 
 def _flags(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", metavar="MODEL", help="'demo', a model directory or ORG/NAME; only its shape counts")
-    model.add_argument("--model-preset", metavar="NAME", help="a shape that weft knows, instead")
-    parser.add_argument("--tensor-parallel-size", metavar="N", type=int, default=2, help="ranks, a GPU each [2]")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the command [cuda]")
+    model.add_argument("--model", metavar="MODEL", help="'demo', a model directory or ORG/NAME; weights are not read")
+    model.add_argument("--model-preset", metavar="NAME", help="a built-in model shape instead")
+    parser.add_argument("--tensor-parallel-size", metavar="N", type=int, default=2, help="ranks, each with a GPU [2]")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try the command [cuda]")
     parser.add_argument(
-        "--tokens", metavar="N", type=int, nargs="+", default=[2048], help="of an iteration; one or more [2048]"
+        "--tokens", metavar="N", type=int, nargs="+", default=[2048], help="tokens of an iteration; one or more [2048]"
     )
     parser.add_argument(
         "--workload", metavar="P:D", default="1024:512", help="mean prompt and output tokens [1024:512]"
     )
     parser.add_argument("--ways", metavar="NAMES", default=",".join(WAYS), help=f"some of {','.join(WAYS)} [all]")
     parser.add_argument(
-        "--seconds", metavar="S", type=float, default=4.0, help="of one measurement, whose second half counts [4]"
+        "--seconds", metavar="S", type=float, default=4.0, help="length of one measurement; its second half counts [4]"
     )
-    parser.add_argument("--rounds", metavar="N", type=int, default=3, help="each way so often, by turns [3]")
+    parser.add_argument("--rounds", metavar="N", type=int, default=3, help="measurements of each way, in rotation [3]")
     parser.add_argument(
-        "--tuning-seconds", metavar="S", type=float, default=MODEL_SECONDS, help="for tiles of products [60]"
+        "--tuning-seconds", metavar="S", type=float, default=MODEL_SECONDS, help="time for tuning GEMMs [60]"
     )
-    parser.add_argument(
-        "--trace", metavar="FILE", type=output_file, help="at the end, a trace of rank 0: the last way, most tokens"
-    )
-    parser.add_argument("--json", metavar="FILE", type=output_file, help="write the figures here as well")
+    parser.add_argument("--trace", metavar="FILE", type=output_file, help="finally trace rank 0: last way, most tokens")
+    parser.add_argument("--json", metavar="FILE", type=output_file, help="also write the figures to this file")
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     print(f"weft bench ranks: {text}", file=sys.stderr, flush=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises `ConfigError`, `ModelError`, `RankLost` or `OutOfMemory`."""
+    """Measure and print. Raises `ConfigError`, `ModelError`, `RankLost` or `OutOfMemory`."""
     ranks, ways = arguments.tensor_parallel_size, arguments.ways.split(",")
     if unknown := [name for name in ways if name not in WAYS]:
         raise ConfigError(f"--ways: there is no {', '.join(unknown)}; there are {', '.join(WAYS)}")
@@ -211,17 +211,17 @@ def run(arguments: argparse.Namespace) -> int:
             lower = "lower it, or " if here > 1 else ""
             why = f"--tensor-parallel-size {ranks}: a rank has a GPU, and there are {here} here"
             raise ConfigError(f"{why}; {lower}use --device cpu")
-        compile_first(spec, model, most, arguments.tuning_seconds, _tell)
+        compile_first(spec, model, most, arguments.tuning_seconds, _report)
     rank: Any = import_module(f"weft.tools.papers.rank_{'gpu' if arguments.device == 'cuda' else 'cpu'}")
     with tempfile.TemporaryDirectory() as folder:
         bench = RanksBench(
             model, ranks, max_tokens=most, max_context=max(max(load.prompt, 2 * load.context) for load in loads),
             seconds=arguments.seconds, tuning_seconds=arguments.tuning_seconds, device=arguments.device,
-            progress=_tell, open_own=rank.open_rank, module=rank.__name__,
+            progress=_report, open_own=rank.open_rank, module=rank.__name__,
         )  # fmt: skip
         with closing(bench):
-            ablation, kept = Ablation(bench, spec, Path(folder), _tell), []
-            loads = [load.within(kv_capacity(bench.memory, spec)) for load in loads]  # of the whole model
+            ablation, kept = Ablation(bench, spec, Path(folder), _report), []
+            loads = [load.within(kv_capacity(bench.memory, spec)) for load in loads]  # capacity of the whole model
             for load in loads:
                 rows = ablation.run(ways, load, arguments.rounds)
                 without = next((row.timing.ms for row in rows if row.way == "none"), None)
@@ -229,9 +229,9 @@ def run(arguments: argparse.Namespace) -> int:
                 _table(found, f"{name}, {ranks} ranks, {load.tokens} tokens, {load.decodes} of them decodes")
                 kept += found
                 if arguments.json is not None:
-                    told = {"model": name, "ranks": ranks, "load": [load._asdict() for load in loads], "rows": kept}
+                    written = {"model": name, "ranks": ranks, "load": [load._asdict() for load in loads], "rows": kept}
                     try:
-                        arguments.json.write_text(json.dumps(told, indent=1) + "\n")
+                        arguments.json.write_text(json.dumps(written, indent=1) + "\n")
                     except OSError as error:
                         raise WeftError(unwritable(arguments.json, error)) from None
             for (way, _), why in ablation.left_out.items():
@@ -254,7 +254,7 @@ def _trace(ablation: Ablation, bench: RanksBench, way: str, load: Load, argument
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Sums of several ranks, made in each way by turns: time, watts, clocks and tokens per joule of an iteration."""
+    """Compare ways to compute sums over ranks: time, watts, clocks and tokens per joule of an iteration."""
     parser = OneLineParser("weft bench ranks", main.__doc__)
     _flags(parser)
     try:

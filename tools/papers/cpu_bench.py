@@ -1,4 +1,4 @@
-"""`CpuBench`: the bench of a rank on a CPU, so that what compares ranks can be tried where there are no GPUs."""
+"""`CpuBench`: the bench of a CPU rank, to try `weft bench ranks` without GPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHORTER = "give a workload of shorter requests or a smaller --tokens"
 
 
 class _Sums:
-    """See `Collectives`: sums as they are asked for. Ours go through memory that ranks share."""
+    """`Collectives` with selectable sums. The default goes through memory that ranks share."""
 
     def __init__(self, own: Collectives) -> None:
         self._own, self.rank, self.ranks = own, own.rank, own.ranks
@@ -51,7 +51,7 @@ class _Sums:
 
 
 class CpuBench:
-    """See `SumsBench`. Whole iterations of the serial plan, one after the other; watts and clocks are not read."""
+    """A `SumsBench` that times whole iterations of the serial plan. It measures no watts and clocks."""
 
     num_sms, memory = 1, 0
 
@@ -79,7 +79,7 @@ class CpuBench:
         self._executor = CpuExecutor(self.spec, weights, none, attention, collectives=self._sums)
 
     def _check_fits(self, what: str, num_bytes: int, instead: str) -> None:
-        """Beside the weights, on all ranks, which share the memory of a machine. Raises `OutOfMemory`."""
+        """Check that this and the weights fit in the machine's memory, for all ranks. Raises `OutOfMemory`."""
         needed, there = self._host.ranks * (self._weight_bytes + num_bytes), memory_bytes(torch.device("cpu"))
         if needed > there:
             takes = f"{needed / GIB:.1f} GiB on {self._host.ranks} ranks, and the machine has {there / GIB:.1f}"
@@ -92,7 +92,7 @@ class CpuBench:
     def sums(self, way: str) -> None:
         chosen, folder = way_of(way)
         if chosen.overlapped or (chosen.steps is not None and chosen.steps.pushed):
-            raise ConfigError("on a CPU products send nothing, and nano-batches run in series")
+            raise ConfigError("on a CPU GEMMs send no partial sums, and nano-batches run in series")
         if chosen.vendor:
             self._sums.vendor.open(folder)
         self._sums.way = chosen
@@ -101,7 +101,7 @@ class CpuBench:
         raise ConfigError("on a CPU operations are not timed alone")
 
     def pair(self, a: NanoOperation, b: NanoOperation, load: Load) -> tuple[Timing, Timing]:  # noqa: ARG002
-        raise ConfigError("on a CPU nothing runs beside anything else")
+        raise ConfigError("on a CPU operations do not overlap")
 
     @torch.inference_mode()
     def period(self, period: Period, load: Load) -> Timing:  # noqa: ARG002
@@ -117,7 +117,7 @@ class CpuBench:
             return time.perf_counter() - begun
 
         iteration()
-        # as often on every rank, or one would wait for ever
+        # equally often on every rank, or one would wait forever
         (first,) = self._host.all_gather(torch.tensor([iteration()], dtype=torch.float64))[0].tolist()
         times = [iteration() for _ in range(max(2, round(self.seconds / max(first, 1e-4))))]
         return Timing(1e3 * statistics.fmean(times) / self.spec.num_layers, 0.0, 0.0)

@@ -1,7 +1,7 @@
 """`weft bench batching`: Table IV and Figures 2-4 and 8-11 of "Mind the Memory Gap" (arXiv 2503.08311) on this engine.
 
-Each model is measured by a process of its own, into a file of points that the next run goes on from; tables and
-pictures are made of the files that there are.
+A separate process measures each model and writes its points to a file, from which the next run continues. Tables and
+pictures show the files that exist.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODELS = ("opt-1.3b", "opt-2.7b", "llama-2-7b", "llama-2-13b")
 
 
 def config_of(name: str, device: str, max_num_seqs: int | None) -> EngineConfig:
-    """Of a preset, 'demo' or a directory. Raises `ConfigError`."""
+    """The configuration of a preset, 'demo' or a directory. Raises `ConfigError`."""
     if name == "demo" or Path(name).is_dir():
         model = {"model": name}
     else:
@@ -51,10 +51,10 @@ def points_file(out: Path, name: str) -> Path:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do the tables and figures on batching of "Mind the Memory Gap" again, with dummy weights."""
+    """Reproduce the table and figures on batching of "Mind the Memory Gap", with dummy weights."""
     parser = OneLineParser("weft bench batching", main.__doc__)
     add = parser.add_argument
-    add("--out", metavar="DIR", type=Path, required=True, help="folder of points, table and pictures")
+    add("--out", metavar="DIR", type=Path, required=True, help="folder for points, table and pictures")
     add(
         "--models",
         metavar="NAME",
@@ -66,8 +66,8 @@ def main(argv: Sequence[str]) -> int:
     add("--budget-seconds", metavar="S", type=float, default=1500.0, help="time for everything [1500]")
     add("--point-seconds", metavar="S", type=float, default=3.0, help="how long one bound is measured [3]")
     add("--max-num-seqs", metavar="N", type=int, help="largest bound [GPU 1024, CPU 256]")
-    add("--replicas", metavar="N", type=int, default=4, help="engines side by side at most; 0: no such runs [4]")
-    add("--no-lengths", action="store_true", help="leave out the runs of Figure 9, of longer prompts and outputs")
+    add("--replicas", metavar="N", type=int, default=4, help="most engines side by side; 0: none [4]")
+    add("--no-lengths", action="store_true", help="skip the runs of Figure 9 with longer prompts and outputs")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="[auto]")
     arguments = parser.parse_args(argv)
     if find_spec("matplotlib") is None:
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         for name in arguments.models:
             config_of(name, arguments.device, arguments.max_num_seqs)
         arguments.out.mkdir(parents=True, exist_ok=True)
-        if not os.access(arguments.out, os.W_OK | os.X_OK):  # seen before half an hour is spent
+        if not os.access(arguments.out, os.W_OK | os.X_OK):  # checked before half an hour of measurements
             raise ConfigError(f"cannot write in {arguments.out}: this user may not")
         failed = _measure_all(arguments)
         found = [curves.load(p) for m in arguments.models if (p := points_file(arguments.out, m)).exists()]
@@ -94,8 +94,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measure_all(arguments: argparse.Namespace) -> bool:
-    """Each model in a process; says whether one failed. Time that one leaves is the others'. After Ctrl-C that model
-    ends with what it has, and none follows."""
+    """Measure each model in a process. Returns whether one failed.
+
+    Time that a model does not use goes to the others. After Ctrl-C the running model saves its points and the rest are
+    skipped.
+    """
     models: list[str] = arguments.models
     end, failed = time.monotonic() + arguments.budget_seconds, False
     for i, name in enumerate(models):
@@ -121,7 +124,7 @@ def _measure_all(arguments: argparse.Namespace) -> bool:
 
 
 def _run(line: list[str]) -> tuple[int, bool]:
-    """The status of a command that hears Ctrl-C and SIGTERM from here alone, and whether there was one."""
+    """Run a command that gets Ctrl-C and SIGTERM only from here. Returns its status and whether it got one."""
     stopped = False
     child: subprocess.Popen[bytes] | None = None
 
@@ -133,7 +136,7 @@ def _run(line: list[str]) -> tuple[int, bool]:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        child = subprocess.Popen(line, process_group=0)  # a terminal's Ctrl-C would come twice: that ends it at once
+        child = subprocess.Popen(line, process_group=0)  # a terminal's Ctrl-C would arrive twice, which ends it at once
         if stopped:
             child.send_signal(signal.SIGINT)
         return child.wait(), stopped
@@ -143,7 +146,7 @@ def _run(line: list[str]) -> tuple[int, bool]:
 
 
 def write(found: Sequence[Curve], out: Path) -> None:
-    """Table and pictures. Raises `OSError`."""
+    """Write the table and the pictures. Raises `OSError`."""
     from weft.autosearch.advisor import plots  # matplotlib may be missing
     from weft.tools.papers import paper_figures
 

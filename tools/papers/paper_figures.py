@@ -26,7 +26,7 @@ def _panels(number: int) -> tuple[Figure, list[Any]]:
 
 
 def figures(found: Sequence[Curve], activity: Sequence[dict[str, Any]] = ()) -> dict[str, Figure]:
-    """By name; those that need activity of the memory where the machine shows it. `activity`: of Figure 9."""
+    """Figures by name. Those of the memory's activity are included if it was measured. activity: for Figure 9."""
     out = {
         "figure_2": figure_2(found), "figure_3": figure_3(found), "figure_4": figure_4(found[min(1, len(found) - 1)]),
         "figure_10": figure_10(found[0]), "figure_11": figure_11(found),
@@ -53,7 +53,7 @@ def figure_2(found: Sequence[Curve]) -> Figure:
 
 
 def figure_3(found: Sequence[Curve]) -> Figure:
-    """Throughput over the KV pages held at most."""
+    """Throughput over the largest number of KV pages in use."""
     out, (axis,) = _panels(1)
     for colour, curve in zip(COLOURS, found, strict=False):
         points = curve.by_batch()
@@ -65,7 +65,7 @@ def figure_3(found: Sequence[Curve]) -> Figure:
 
 
 def figure_4(curve: Curve) -> Figure:
-    """How long a request is computed, prompt and output apart, and the slowdown against batch 1."""
+    """Time of a request, prompt and output separately, and the slowdown against batch 1."""
     out, (axis,) = _panels(1)
     points = curve.by_batch()
     whole = [curve.output * p.itl.at(None) for p in points]
@@ -84,7 +84,7 @@ def figure_4(curve: Curve) -> Figure:
 
 
 def figure_8(found: Sequence[Curve]) -> Figure:
-    """What stalls show in the paper: how busy the memory is, at batch 1 and at the most throughput."""
+    """How busy the memory is at batch 1 and at the highest throughput, which the paper shows as stalls."""
     out, (axis,) = _panels(1)
     for i, curve in enumerate(found):
         points = curve.by_batch()
@@ -98,7 +98,7 @@ def figure_8(found: Sequence[Curve]) -> Figure:
 
 
 def figure_9(activity: Sequence[dict[str, Any]]) -> Figure:
-    """One model at one bound as prompts, or outputs, get longer: the memory's bandwidth, else the time of a token."""
+    """One model at one slot limit with longer prompts or outputs: memory bandwidth, else time per token."""
     out, (axis,) = _panels(1)
     shown = all(a["dram"] is not None for a in activity)
     short = min(a["prompt"] for a in activity)
@@ -113,7 +113,7 @@ def figure_9(activity: Sequence[dict[str, Any]]) -> Figure:
 
 
 def figure_10(curve: Curve) -> Figure:
-    """Throughput over latency; throughput over that of B requests each as quick as one alone."""
+    """Throughput over latency; throughput relative to B requests that are each as fast as a single one."""
     out, axes = _panels(2)
     points = curve.by_batch()
     one = curve.throughput(points[0]) / points[0].batch
@@ -127,13 +127,13 @@ def figure_10(curve: Curve) -> Figure:
     axes[0].set(xlabel="inter-token latency, ms", ylabel="tokens/s", title=f"{curve.model}, strict objective")
     axes[1].set(xlabel="requests that ran", title="T(B) / (B T(1))", ylim=(0, None))
     for axis in axes:
-        if axis.get_legend_handles_labels()[0]:  # nothing has a name where no bound keeps the objective
+        if axis.get_legend_handles_labels()[0]:  # no point is labeled if no slot limit meets the objective
             axis.legend(frameon=False, fontsize=8)
     return out
 
 
 def figure_11(found: Sequence[Curve]) -> Figure:
-    """What the memory is for at B_opt under the strict objective."""
+    """Memory by use at B_opt under the strict objective."""
     out, (axis,) = _panels(1)
     for i, curve in enumerate(found):
         m, solution = curve.machine, best(curve)

@@ -1,4 +1,4 @@
-"""`measure_model`: the points of one model that the paper's table and figures are made of."""
+"""`measure_model`: measures the points of one model for the paper's table and figures."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from weft.engine.progress import ProgressBar
 from weft.tools.papers.paper_table import EPSILON, objectives
 
 SWEEP_SHARE = 0.6
-"""of a model's time; the rest is for replicas, if any are asked for"""
+"""Share of a model's time; the rest is for replicas, if requested."""
 LENGTHS = (100, 200, 400, 800)
-"""of Figure 9: prompts, then outputs; the other has the first of them"""
+"""Prompt or output tokens for Figure 9; the other has the first length."""
 FIGURE_9_BOUND = 128
 
 
 def measure_model(arguments: Namespace) -> None:
-    """Sweep, look closer under both objectives, then engines side by side. Raises `WeftError`."""
+    """Sweep, refine under both objectives, then measure engines side by side. Raises `WeftError`."""
     begun, budget, file, name = time.monotonic(), arguments.budget_seconds, Path(arguments.file), arguments.name
     pair = workload_pair(arguments.workload)
     config = EngineConfig.model_validate_json(arguments.config)
@@ -84,7 +84,7 @@ def measure_model(arguments: Namespace) -> None:
 def _replicas(
     curve: Curve, config: EngineConfig, lengths: Lengths, arguments: Namespace, file: Path, bar: SearchBar, end: float
 ) -> None:
-    """1, 2 … engines at the bound of each objective: as many start as fit at the larger one."""
+    """Measure 1, 2 … engines at the slot limit of each objective, up to the number that fits at the larger limit."""
     asked = {
         best.point.bound: advise_replicas(curve, best)
         for slo in objectives(curve).values()
@@ -117,13 +117,13 @@ def _replicas(
 
 
 def _figure_9(bench: EngineBench, file: Path, bar: SearchBar) -> None:
-    """Activity at one bound, as prompts or outputs get longer."""
+    """Measure activity at one slot limit with longer prompts or outputs."""
     if file.exists():
         return
     short = LENGTHS[0]
     longest = bench.engine.resolved.max_model_len
     pairs = [(n, short) for n in LENGTHS] + [(short, n) for n in LENGTHS[1:]]
-    told: list[dict[str, float | int | None]] = []
+    rows: list[dict[str, float | int | None]] = []
     for prompt, output in pairs:
         if prompt + output > longest:
             continue
@@ -132,14 +132,14 @@ def _figure_9(bench: EngineBench, file: Path, bar: SearchBar) -> None:
         bench.lengths = [(prompt, output)]
         point = bench.measure(min(FIGURE_9_BOUND, bench.capacity))
         if bar.ended:
-            return  # it was cut short
-        told.append(
+            return  # the measurement was cut short
+        rows.append(
             {
                 "prompt": prompt, "output": output, "dram": point.dram_share, "warps": point.warps_share,
                 "itl_ms": float(np.round(1e3 * point.itl.at(None), 4)), "output_per_s": point.output_per_s,
             }
         )  # fmt: skip
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1) + b"\n")
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n")
 
 
 def _empty_cache() -> None:
@@ -155,5 +155,5 @@ if __name__ == "__main__":
     except WeftError as error:
         print(f"weft bench batching: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:  # before there was anything to end with
+    except KeyboardInterrupt:  # before anything was measured
         raise SystemExit(130) from None

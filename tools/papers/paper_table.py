@@ -1,4 +1,4 @@
-"""Table IV of "Mind the Memory Gap", made of curves."""
+"""Table IV of "Mind the Memory Gap", from curves."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from weft.engine.config import Objective
 
 EPSILON = 0.1
 REFERENCE = 32
-"""the bound whose mean latency the objectives are made of (paper, §VI-A)"""
+"""The slot limit whose mean latency defines the objectives (paper, §VI-A)."""
 FACTORS = {"strict": 2.0, "relaxed": 4.0}
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of Table IV."""
+    """A row of Table IV."""
 
     model: str
     config: str
-    """MAX, or the objective's name and how many replicas"""
+    """MAX, or the objective's name and number of replicas."""
     bound: int
     batch: float
     tokens_per_s: float
     itl_ms: float
     kv_share: float | None
-    """of one engine's pool that has all the memory"""
+    """Share of the pool of an engine that has all the memory."""
     idle_share: float
     dram_share: float | None = None
     warps_share: float | None = None
     joules_per_token: float | None = None
     of_max: float = 1.0
-    """throughput, of that of MAX"""
+    """Throughput relative to MAX."""
     advice: str = ""
 
 
 def objectives(curve: Curve) -> dict[str, list[Objective]]:
-    """The paper's two, of the mean time between tokens; none where its reference was not measured."""
+    """The paper's two objectives on the mean time between tokens; none if the reference was not measured."""
     reference = curve.known(REFERENCE)
     if reference is None or reference.itl.mean is None:
         return {}
@@ -47,7 +47,7 @@ def objectives(curve: Curve) -> dict[str, list[Objective]]:
 
 
 def table_iv(curve: Curve) -> list[Row]:
-    """MAX; then for each objective the bound that is found, its replicas, and what the advisor says about them."""
+    """MAX, then for each objective the slot limit found, its replicas and the advisor's verdict."""
     solved = {name: solve(curve, slo, EPSILON) for name, slo in objectives(curve).items()}
     most = solve(curve, [], 0.0, tie=0.0).most
     rows = [_row(curve, "MAX", most.point, most.throughput, "")]
@@ -99,6 +99,6 @@ def _percent(share: float | None) -> str:
 
 
 def best(curve: Curve) -> Solution | None:
-    """Under the strict objective."""
+    """The solution under the strict objective."""
     strict = objectives(curve).get("strict")
     return solve(curve, strict, EPSILON) if strict else None

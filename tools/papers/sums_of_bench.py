@@ -1,4 +1,4 @@
-"""`SumsOfBench`: collectives whose sums are made in the way that is asked for, baselines among them."""
+"""`SumsOfBench`: collectives with selectable sums, including baselines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.tools.papers.ways import Vendor, Way, way_of
 
 
 class SumsOfBench:
-    """See `DeviceCollectives`. Until it is told otherwise, what engines do where nothing was measured."""
+    """`DeviceCollectives` that start with an engine's default until `use` selects another way."""
 
     def __init__(self, own: PeerCollectives) -> None:
         self._own, self.rank, self.ranks = own, own.rank, own.ranks
@@ -22,7 +22,7 @@ class SumsOfBench:
         self.take, self.all_gather, self.end_waiting = own.take, own.all_gather, own.end_waiting
 
     def use(self, name: str) -> None:
-        """Every rank does so at once. Raises `ConfigError`."""
+        """Select a way. Every rank calls this at once. Raises `ConfigError`."""
         self._way, folder = way_of(name)
         if self._way.steps is not None:
             self._own.use({0: self._way.steps}, apart=self._way.overlapped)
@@ -40,7 +40,7 @@ class SumsOfBench:
         return not self._baseline and self._own.push(a, weight, bias, **options)
 
     def reduce(self, partial: Tensor, x: Tensor, sumsq: Tensor, **options: Any) -> Tensor:
-        """A baseline adds no residual and leaves no squares: the stream stays what it was."""
+        """A baseline adds no residual and computes no squares; the residual stream does not change."""
         if not self._baseline:
             return self._own.reduce(partial, x, sumsq, **options)
         assert self._way is not None

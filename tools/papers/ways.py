@@ -1,4 +1,4 @@
-"""`WAYS`: how the sums of an iteration are made where they are compared, by the names that `weft bench ranks` takes."""
+"""`WAYS`: ways to compute the sums of an iteration, by the names that `weft bench ranks` takes."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from weft.engine.errors import ConfigError
 from weft.engine.runner.device.collectives import Steps
 
 VENDOR_SECONDS = 60.0
-"""that ranks wait for each other in the vendor's library"""
+"""Seconds that ranks wait for each other in the vendor's library."""
 
 
 class Way(NamedTuple):
-    """One of them."""
+    """A way to compute the sums."""
 
     label: str
     steps: Steps | None
-    """of our own; None: a baseline"""
+    """Steps of weft's collectives. None: a baseline."""
     vendor: bool = False
-    """by the vendor's library, else not at all"""
+    """Whether a baseline uses the vendor's library or computes no sums."""
     overlapped: bool = False
-    """in two nano-batches, beside the products and the attention of the other one"""
+    """Whether two nano-batches overlap sums of one with GEMMs and attention of the other."""
 
 
-WAYS = {  # in series, but for the last two; a vendor's adds no residual and leaves no squares for the next norm
+WAYS = {  # serial except for the last two; the vendor's adds no residual and computes no squares
     "none": Way("no sums", None),
     "vendor": Way("all-reduce of NCCL or gloo", None, vendor=True),
     "one": Way("shared memory, one step", Steps(1)),
     "two": Way("shared memory, two steps", Steps(2)),
-    "sent-one": Way("products send, one step", Steps(1, 1)),
-    "sent-two": Way("products send, two steps", Steps(1, 2)),
-    "nano": Way("two nano-batches, sums beside", Steps(2), overlapped=True),
-    "sent-nano": Way("two nano-batches, products send", Steps(2, 2), overlapped=True),
+    "sent-one": Way("GEMMs send, one step", Steps(1, 1)),
+    "sent-two": Way("GEMMs send, two steps", Steps(1, 2)),
+    "nano": Way("two nano-batches, sums overlapped", Steps(2), overlapped=True),
+    "sent-nano": Way("two nano-batches, GEMMs send", Steps(2, 2), overlapped=True),
 }
 
 
 def way_of(name: str) -> tuple[Way, str]:
-    """The way, and the folder in which ranks find each other: `NAME` or `NAME:FOLDER`."""
+    """The way and the folder in which ranks find each other, from `NAME` or `NAME:FOLDER`."""
     key, _, folder = name.partition(":")
     return WAYS[key], folder
 
@@ -53,7 +53,7 @@ class Vendor:
         self._open = False
 
     def open(self, folder: str) -> None:
-        """Every rank at once, with the same new folder. Raises `ConfigError`. Once."""
+        """Join the group. Every rank calls this at once with the same new folder. Raises `ConfigError`."""
         if self._open:
             return
         import torch.distributed as dist
@@ -75,7 +75,7 @@ class Vendor:
         dist.all_reduce(partial)
 
     def close(self) -> None:
-        """Leave what `open` joined: this process may join another. Not while a captured graph has some of it."""
+        """Leave the group, so that this process can join another. No captured graph may still use it."""
         if self._open:
             import torch.distributed as dist
 
