@@ -47,7 +47,7 @@ PYTEST_OPTIONS = (
 
 ORDER = ("tests/engine/test_scheduling_order.py", "tests/engine/test_memory_pressure.py")
 FAIRNESS = "tests/engine/test_fairness.py"
-TURNS = "tests/engine/test_turns.py"
+TURNS = "tests/engine/test_fair_queue.py"
 REUSE = "tests/engine/test_prefix_reuse.py"
 MACHINE = "tests/engine/test_scheduler_machine.py"
 TIER_MACHINE = "tests/engine/test_tier_machine.py"
@@ -55,7 +55,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "engine/scheduling/scheduler.py": (
         *ORDER, "tests/engine/test_scheduler_chunks.py", "tests/engine/test_commit.py", REUSE, MACHINE, TIER_MACHINE,
     ),
-    "engine/scheduling/turns.py": (TURNS,),
+    "engine/scheduling/fair_queue.py": (TURNS,),
     "engine/scheduling/fairness.py": (FAIRNESS,),
     "engine/scheduling/prefills.py": (FAIRNESS, *ORDER, "tests/engine/test_scheduler_chunks.py", MACHINE),
     "engine/scheduling/waiting.py": (TURNS, FAIRNESS, *ORDER, MACHINE),
