@@ -85,6 +85,8 @@ def test_a_job_calls_files_and_modules_that_exist(name: str) -> None:
         assert (ROOT / path).exists(), path
     for module in re.findall(MODULES, text):
         assert importlib.util.find_spec(module) is not None, module
+    for module, attribute in re.findall(r"from (weft[\w.]+) import (\w+)", text):
+        assert hasattr(importlib.import_module(module), attribute), f"{module}.{attribute}"
 
 
 def test_jobs_select_tests_that_exist() -> None:

@@ -9,7 +9,7 @@ set -e
 ADVICE=${ADVICE:-$OUT/../advise/weft.yaml}
 port=${PORT:-$(python benchmarks/jobs/free_port.py)}
 if [ -s "$ADVICE" ]; then
-    said=$(grep -o 'objectives: .*; requests a second at most: .*' "$ADVICE")
+    said=$(grep -oE 'objectives: .*; requests (a|per) second at most: .*' "$ADVICE")
     rate=${RATE:-${said##*: }}
     slo=${SLO:-$(echo "$said" | sed 's/objectives: //; s/;.*//; s/,//g')}
     workload=${WORKLOAD:-$(sed -n 's/^# weft advise, .*, workload \([0-9]*:[0-9]*\),.*/\1/p' "$ADVICE")}

@@ -185,7 +185,7 @@ class Metering:
         assert after is not None
         counter, took = self.own.joules() - counted, time.monotonic() - begun
         requests = sum(self.joules.values())
-        rest, charged = after.at_rest - before.at_rest, after.charged - before.charged
+        rest, charged = after.idle_joules - before.idle_joules, after.charged - before.charged
         row = {
             "seconds": round(took, 1), "requests": len(self.joules), "counter_j": round(counter, 1),
             "drawn_j": round(after.joules - before.joules, 1), "requests_j": round(requests, 1),

@@ -113,7 +113,7 @@ class Joules:
     def report(self) -> None:
         self._rest()
         energy, counted = self._energy(), self._counter.joules() - self._counted
-        requests, rest = energy.charged - self._before.charged, energy.at_rest - self._before.at_rest
+        requests, rest = energy.charged - self._before.charged, energy.idle_joules - self._before.idle_joules
         print(
             f"{time.monotonic() - self._begun:.0f} s: requests {requests:,.0f} J + idle {rest:,.0f} J = "
             f"{(requests + rest) / counted:.4f} of the counter's {counted:,.0f} J", flush=True,
