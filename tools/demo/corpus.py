@@ -1,7 +1,7 @@
 """Training rows: conversations and plain texts of mixed skills, as token ids with a weight for each token.
 
-A row is one conversation from its first token on, so that it looks like what the model will serve. Its turns go on to
-the end of the row: every skill is practised at every position, after any other.
+A row is one conversation from its first token, as the model will serve it. Its turns fill the row: every skill is
+practiced at every position, after any other.
 """
 
 import re
@@ -31,7 +31,7 @@ from weft.tools.demo.words import WORDS
 __all__ = ["SKILLS", "Batch", "Corpus", "Example", "held_out", "prompt_ids"]
 
 IGNORED, PROMPT, ANSWER = 0, 1, 2
-"""What a token is to the loss: nothing (padding, markers), text that others wrote, or text the model must write."""
+"""Role of a token in the loss: none (padding, markers), text of others, or text the model must write."""
 
 Batch = tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8]]
 """Token ids and loss kinds, each [rows, tokens]."""
@@ -64,20 +64,20 @@ TURN_MIX = {
     "facts": 5,
     "told": 9,
 }
-"""How often each kind of turn comes in a conversation."""
+"""Weight of each kind of turn in a conversation."""
 
 ROW_MIX = {"turns": 54, "facts": 20, "plain": 10, "story": 3, "tools": 13}
-"""How often each kind of row comes."""
+"""Weight of each kind of row."""
 
 
 _BARE = ("code", "number", "key", "price", "password", "secret", "value", "secret word", "magic number", "color")
 
 
 class Turns(NamedTuple):
-    """What the turns of a row are drawn from."""
+    """The sources of a row's turns."""
 
     known: list[str]
-    """words that are one token"""
+    """Words that are one token."""
     mix: dict[str, int]
 
 
@@ -110,7 +110,7 @@ def turn(example: Example) -> Iterator[Segment]:
 
 
 def given(role: str, text: str) -> Segment:
-    """What the model reads."""
+    """Text that the model reads."""
     return Segment(_HEADS[role], text, PROMPT, IGNORED)
 
 
@@ -197,7 +197,7 @@ def _weighted(rng: Random, mix: dict[str, int]) -> str:
 
 
 class _Memory:
-    """What the user has told in a conversation, and turns that tell or ask for it."""
+    """Facts that the user stated in a conversation, and turns that state or ask for them."""
 
     def __init__(self) -> None:
         self.personal: dict[str, str] = {}
@@ -261,7 +261,7 @@ class _Memory:
             yield answered(phrases.NOTED)
 
     def told_turns(self, rng: Random) -> Iterator[Segment]:
-        """Facts in people's own words; they replace what was told of the same things."""
+        """Facts in people's own words. They replace earlier facts about the same things."""
         while is_held_out((example := told(rng, skills.between, personal=False)).key):
             pass
         text = example.key
@@ -295,7 +295,7 @@ class _Memory:
 
 
 def _drawn(rng: Random, generate: Generator) -> Example:
-    """An example that asks nothing in a held-out wording, not even one put together from a pattern and its subject."""
+    """An example without any held-out wording, not even one composed from a pattern and its subject."""
     while True:
         example = generate(rng)
         asked = [message["content"] for message in example.messages if message["role"] == "user"]
@@ -334,7 +334,7 @@ def _one_turn(rng: Random, memory: _Memory, length: int, turns: Turns) -> Iterat
 
 
 def _turns_row(rng: Random, length: int, turns: Turns) -> Iterator[Segment]:
-    """Turns of mixed skills, with things told early and asked for late."""
+    """Turns of mixed skills, with facts stated early and asked for late."""
     memory = _Memory()
     if rng.random() < 0.25:
         yield system(fill(rng, pick(rng, phrases.SYSTEM)))
@@ -406,7 +406,7 @@ def _tools_row(rng: Random, _length: int, _turns: Turns) -> Iterator[Segment]:
 
 
 def _plain_row(rng: Random, length: int, _turns: Turns) -> Iterator[Segment]:
-    """Plain texts one after the other, each from its own begin token; or facts told twice, the second time shuffled."""
+    """Plain texts in sequence, each with its own begin token; or facts stated twice, shuffled the second time."""
     head: int | None = None
     if rng.random() < 0.3:
         yield from _facts_twice(rng, length)

@@ -31,7 +31,7 @@ def made_up_word(rng: Random) -> str:
 
 
 def number(rng: Random, digits: int) -> str:
-    """A number of exactly so many digits that does not begin with 0."""
+    """A number of exactly `digits` digits that does not start with 0."""
     low = 10 ** (digits - 1)
     return str(low + int(rng.random() * 9 * low))
 
@@ -72,8 +72,8 @@ def vary(rng: Random, text: str, keep: float = 0.6) -> str:
 
 
 def count_tokens(text: str) -> int:
-    """Tokens of a text of the closed word lists, more or less: one for each word that the tokenizer knows, one for each
-    letter of any other, one for each digit, punctuation mark and run of spaces."""
+    """About how many tokens a text has: one per known word, letter of another word, digit, punctuation mark and run of
+    spaces."""
     pieces = _PIECE.findall(text)
     return sum([1 if len(piece) == 1 or piece.lower().lstrip() in _KNOWN else len(piece) for piece in pieces])
 

@@ -20,7 +20,7 @@ SEED = 2
 WORDINGS_THRESHOLD = 0.9
 ENDLESS_LIMIT = 16
 SPOKEN_TOKENS = 120
-"""At most so many of the questions whose answer never ends: each takes a whole context."""
+"""Most questions with an endless answer to ask: each takes a whole context."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Answerer:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def answers(self, questions: Sequence[Question], batch_size: int) -> list[str]:
-        """What the model says to questions in people's own wordings."""
+        """The model's answers to questions in people's own wordings."""
         texts = [
             self.tokenizer.apply_chat_template(q.messages, tools=q.tools, add_generation_prompt=True, tokenize=False)
             for q in questions

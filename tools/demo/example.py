@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 HELD_OUT_SHARE = 16
-"""One key in so many is held out."""
+"""One key in this number is held out."""
 
 Message = dict[str, Any]
 """`role` and `content`; an assistant's may have `tool_calls`, as OpenAI writes them but with arguments as objects."""

@@ -1,4 +1,4 @@
-"""Facts to be recalled: those a text states about things, and those people tell about themselves."""
+"""Facts to be recalled: facts that a text states about things, and facts that people state about themselves."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,8 +76,7 @@ _FILLERS: tuple[Callable[[Random], str], ...] = (
 
 
 class FactBook:
-    """Facts and filler mixed into a text of about so many tokens; things and values are random, so nothing can be
-    learned by heart."""
+    """A text of facts and filler of a given length. Things and values are random, so that nothing can be memorized."""
 
     def __init__(self, rng: Random, text_tokens: int, made_up: float = 0.0) -> None:
         self.rng = rng

@@ -53,7 +53,7 @@ def characters(rng: Random, alphabet: str, low: int, high: int) -> str:
 
 
 def word(rng: Random) -> str:
-    """A word in small letters: a known one, a common one, or one that nobody knows."""
+    """A lower-case word: one of the lists, a common one, or a made-up one."""
     draw = rng.random()
     if draw < 0.3:
         return pick(rng, WORDS)
@@ -69,7 +69,7 @@ def word(rng: Random) -> str:
 
 
 def code(rng: Random) -> str:
-    """What nobody can guess: digits and letters, perhaps in groups."""
+    """An unguessable code: digits and letters, perhaps in groups."""
     draw = rng.random()
     if draw < 0.25:
         return characters(rng, _MIXED, 3, 10)

@@ -20,7 +20,7 @@ DESCRIPTION_CHARACTERS = 120
 
 
 def offer(tools: list[dict[str, Any]]) -> str:
-    """What the chat template writes into the system message. Only required parameters are told, if any are named so."""
+    """The text that the chat template adds to the system message. It lists required parameters only, if any are marked."""
     lines = [HEADING]
     for tool in tools:
         function = tool["function"]
@@ -40,7 +40,7 @@ def written(call: dict[str, Any]) -> str:
 
 
 def told(result: str) -> str:
-    """What the model says once it has a result: the text, or what an object holds."""
+    """The model's answer to a result: its text, or the values of an object."""
     try:
         value = json.loads(result)
     except ValueError:

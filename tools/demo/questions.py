@@ -16,7 +16,7 @@ _CALL = re.compile(r"\s*<tool_call>\s*(\{.*\})\s*</tool_call>\s*", re.DOTALL)
 class Question:
     """A conversation to be answered. `check` says how `answer` is compared:
 
-    `exact` as it stands, `text` whatever the case and the mark at its end, `number` the only number of the answer,
+    `exact` literally, `text` without case and final punctuation, `number` the only number of the answer,
     `list` the items in order, `contains` one of several texts, `call` a function's name and its arguments.
     """
 
@@ -43,7 +43,7 @@ class Question:
 
 
 def questions() -> list[Question]:
-    """All of them: 200 without and 30 with functions offered."""
+    """All questions: 200 without and 30 with functions offered."""
     rows = (files(__package__) / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
     return [
         Question(row["group"], row["check"], row["answer"], row["messages"], row.get("tools"))

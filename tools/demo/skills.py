@@ -107,7 +107,7 @@ def _list_task(
             text = template.replace("{}", listed)
             draw = rng.random()
             if skill == "copy":
-                pass  # whatever ends the request would belong to the copy
+                pass  # text at the end of the request would belong to the copy
             elif draw < 0.15:
                 text += "."
             elif draw < 0.2 or (draw < 0.4 and template.split()[0].lower() in ("how", "can", "what")):
@@ -144,7 +144,7 @@ def echo(rng: Random) -> Example:
 
 
 def recall(rng: Random, context_tokens: int = 0) -> Example:
-    """A question on one of the facts of a text. `context_tokens`: of the whole prompt, at most; 0 draws a length."""
+    """A question on one of the facts of a text. context_tokens: most tokens of the whole prompt; 0: a random number."""
     total = context_tokens or 30 + int(rng.random() ** 2 * (MAX_CONTEXT_TOKENS - 30))
     book = FactBook(rng, max(total - 36, 8))
     fact = pick(rng, book.facts)
@@ -165,7 +165,7 @@ _SLOT_NAMES = tuple(PERSONAL)
 
 
 def memory(rng: Random) -> Example:
-    """Several turns: the user tells things, asks other things, and then asks for what an earlier turn said."""
+    """Several turns: the user states facts, asks other things, and then asks for an earlier fact."""
     slots = ["name", *rng.sample(_SLOT_NAMES, 2)] if rng.random() < 0.5 else rng.sample(_SLOT_NAMES, 2)
     told: dict[str, str] = {}
     messages: list[Message] = []

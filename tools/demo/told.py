@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""What people tell and ask back later, in words of their own."""
+"""Facts that people state and ask for later, in their own words."""
 
 from collections.abc import Callable
 from random import Random
@@ -62,7 +62,7 @@ def _thing(rng: Random, kind: int) -> str:
 
 
 def _things(rng: Random, size: int) -> list[str]:
-    """Of one kind; numbered ones share their word, as rooms of a house do."""
+    """Things of one kind. Numbered things share a word, like the rooms of a house."""
     kind = int(rng.random() * 7)
     if kind < 2 and rng.random() < 0.8:
         base = pick(rng, _PLACES) + " " if kind == 0 else pick(rng, WORDS)
@@ -374,7 +374,7 @@ _FACT_KINDS: tuple[Callable[[Random], Told], ...] = (_facts, _facts, _facts, _ba
 
 
 def told(rng: Random, between: Callable[[Random], Example], personal: bool = True) -> Example:
-    """Things told, in one message or over turns, with other turns in between, and a question on one of them."""
+    """Facts in one message or over several turns, with other turns in between, and a question on one of them."""
     messages: list[Message] = []
     if personal and rng.random() < 0.25:
         return _two_about_me(rng, messages, between)

@@ -50,9 +50,9 @@ class Plan:
     workers: int
     check_every: int
     practice: dict[str, int] = field(default_factory=dict)
-    """other weights for some kinds of turns"""
+    """Changed weights for some kinds of turns."""
     max_seconds: float = 0
-    """When the learning rate ends at nothing, however many steps are done by then. 0: after all of them."""
+    """Seconds until the learning rate reaches zero, independent of the number of steps. 0: after all steps."""
 
     def length(self, step: int) -> int:
         """Tokens in each row of a step."""

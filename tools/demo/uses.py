@@ -24,7 +24,7 @@ class Use:
     ask: Callable[[Random], tuple[str, dict[str, Any], str]]
     """A question, the arguments it gives, and what the function returns."""
     kind: str = ""
-    """What it is about, where a skill of the model is about that too: sum, product, difference or weather."""
+    """The subject, if the model has a skill for it as well: sum, product, difference or weather."""
 
     def tool(self) -> dict[str, Any]:
         properties = {name: {"type": kind} for name, kind in self.types.items()}

@@ -50,7 +50,7 @@ def main() -> int:
         environments.install(given.file, given.folder, given.names)
         return 0
     if given.command == "resolve":
-        return min(resolve.prove(ROOT, with_pip=given.pip), 1)
+        return min(resolve.verify(ROOT, with_pip=given.pip), 1)
     problems = package.check(given.folder) if given.command == "archives" else package.serves(given.binaries.resolve())
     for problem in problems:
         print(problem, file=sys.stderr)

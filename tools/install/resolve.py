@@ -1,7 +1,7 @@
 """Checks that weft's requirements can be installed from the package index alone, on every supported Python.
 
 Each line is one installation, resolved but not installed. uv can resolve for Pythons that are not installed and reads
-only the metadata of wheels; a package without a wheel is a failure. Of pip's configuration it uses the index alone: no
+only the metadata of wheels; a package without a wheel is a failure. It uses only the index of pip's configuration: no
 local folders, no further indexes.
 """
 
