@@ -100,7 +100,7 @@ class Metering:
             self.engine.listeners.add(self.charges)
 
     def cost(self, number: int, output: int, seconds: float, turn: float) -> dict[str, Any]:
-        """Decodes `number` requests for so many seconds, in turns with and without metering."""
+        """Decodes `number` requests for `seconds` seconds, in turns with and without metering."""
         for _ in range(number):
             self.add(64, output)
         while self.engine.scheduler.num_running < number or self.step() < number:
@@ -139,7 +139,7 @@ class Metering:
         return row
 
     def serve(self, seconds: float, rate: float, prompts: Span, outputs: Span, gone: float) -> None:
-        """Serves Poisson arrivals for so many seconds; a share `gone` of the requests is aborted."""
+        """Serves Poisson arrivals for `seconds` seconds; a share `gone` of the requests is aborted."""
         until, due = time.monotonic() + seconds, time.monotonic()
         while (now := time.monotonic()) < until:
             while rate and due <= now:
@@ -155,7 +155,7 @@ class Metering:
                 time.sleep(0.002)
 
     def sum(self, seconds: float) -> dict[str, Any]:
-        """A mixed run of about so many seconds."""
+        """A mixed run of about `seconds` seconds."""
         # Energy drawn while metering was off is charged to the next seconds of work: let that pass first.
         self.serve(4.0, 20.0, (20, 100), (16, 64), 0)
         while self.engine.has_work:

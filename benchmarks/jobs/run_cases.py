@@ -3,7 +3,7 @@
     python benchmarks/jobs/run_cases.py OUT [--seconds 90] [--processes 12] [--together REGEX] [--once REGEX] FILE...
 
 A case that hangs is named and the others continue. Cases run twice: first many processes in parallel, to compile, with
-results ignored (warp-specialised kernels have hung next to other processes on a GPU); then one at a time. Cases whose
+results ignored (warp-specialized kernels have hung next to other processes on a GPU); then one at a time. Cases whose
 names are equal after REGEX is cut out share a process, because they compile the same kernels; each keeps its own time
 limit, and after a hang a new process runs the rest. `OUT/cases.txt` has one line a case as it ends, `OUT/NAME.txt`
 has pytest's output of a case that failed or hung, `OUT/files.txt` has one line a file. The exit status is 1 unless all

@@ -2,8 +2,8 @@
 
     python benchmarks/jobs/small_batch_gemms.py --ways few,plain --bits 8
 
-Prints one line per way and token count: microseconds of a layer with attention and, in FP8, a separate quantisation;
-with attention that writes the quantised operand, as engines run it; without attention; and of each GEMM alone. "few" is
+Prints one line per way and token count: microseconds of a layer with attention and, in FP8, a separate quantization;
+with attention that writes the quantized operand, as engines run it; without attention; and of each GEMM alone. "few" is
 `fp8_few_hopper` (FP8 only), "plain" the plain Triton kernel by rule, "table" the choice of the shipped table.
 """
 
@@ -41,7 +41,7 @@ def chain(
 ) -> list[Callable[[], object]]:  # fmt: skip
     """The calls of `layers` layers for `tokens` requests with 1,280 tokens of context each.
 
-    attention: 2 writes 16 bits, which a separate pass quantises in FP8; 1 writes the quantised operand; 0 leaves
+    attention: 2 writes 16 bits, which a separate pass quantizes in FP8; 1 writes the quantized operand; 0 leaves
     attention out. only: the index of a single GEMM.
     """
     shapes = bench_calls.LLAMA_8B if bits == 16 else eight_bits(bench_calls.LLAMA_8B)
