@@ -1,4 +1,4 @@
-"""Arrival processes: when requests are due, in seconds after the start of a run, as sorted float64 arrays."""
+"""Generates arrival times in seconds after the start of a run, as sorted float64 arrays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def renewal(
     count: int | None,
     burstiness: float,
 ) -> Times:
-    """Arrivals with independent gaps of mean `1 / rate` seconds, until `duration` or `count` is reached.
+    """Return arrivals with independent gaps of mean `1 / rate` seconds, up to `duration` or `count`.
 
     `poisson`: exponential gaps. `gamma`: gaps Gamma(shape `burstiness`, scale 1 / (rate * burstiness)), whose
     coefficient of variation is 1 / sqrt(burstiness): below 1 is burstier than Poisson. `constant`: equal gaps.
@@ -35,7 +35,7 @@ def renewal(
     }
     gaps = draw[process]
     if process == "constant":
-        # Due at 0, 1/rate, 2/rate, …: multiplied, not summed, so that no error grows.
+        # Due at 0, 1/rate, 2/rate, …: multiply instead of summing, so that errors do not accumulate.
         n = min(int(np.ceil((duration or np.inf) * rate - 1e-9)) if duration else 2**62, count or 2**62)
         return np.arange(n) / rate
     if count is not None:
@@ -51,7 +51,7 @@ def renewal(
 
 
 def ramp(start_rate: float, end_rate: float, duration: float, rng: np.random.Generator) -> Times:
-    """Poisson arrivals whose rate goes from `start_rate` to `end_rate` per second in a straight line over `duration`.
+    """Return Poisson arrivals whose rate changes linearly from `start_rate` to `end_rate` per second over `duration`.
 
     Unit-rate arrivals are mapped through the inverse of the expected count, start t + (end - start) t² / (2 duration).
     """
@@ -71,10 +71,10 @@ def replay(
     duration: float | None = None,
     count: int | None = None,
 ) -> Times:
-    """The beginning of a trace, `speed` times as fast or stretched to a mean of `rate` requests per second.
+    """Return the start of a trace, `speed` times as fast, or stretched to a mean of `rate` requests per second.
 
-    With a rate and a duration it is the first `rate * duration` requests that are stretched, whatever the mean of all.
-    Raises `LoadError` when a rate is asked of a trace that takes no time.
+    With a rate and a duration, only the first `rate * duration` requests are stretched. Raises `LoadError` if the trace
+    takes no time and `rate` is given.
     """
     if rate is not None and duration is not None:
         count = min(count or len(times), max(2, round(rate * duration)))
@@ -82,7 +82,7 @@ def replay(
     if rate is not None:
         span = float(times[-1])
         if span <= 0:
-            raise LoadError("--rate cannot stretch a trace whose requests all arrive at once; leave --rate out")
+            raise LoadError("--rate cannot stretch a trace whose requests all arrive at once; omit --rate")
         speed = rate * span / (len(times) - 1)
     times = times / speed
     return times if duration is None else times[times < duration]

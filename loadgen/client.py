@@ -1,4 +1,4 @@
-"""`Client`: one streaming request in OpenAI's form, and what became of it."""
+"""Defines `Client`, which sends streaming requests in OpenAI's format and records their outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.loadgen.stream import AnswerReader, error_message
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server and how to ask it. `extra`: fields of every body. `timeout`: seconds from send to the answer's end."""
+    """A server and its request options. `extra`: fields of every body. `timeout`: seconds until the answer ends."""
 
     name: str
     address: Address
@@ -29,7 +29,7 @@ class Target:
     extra: Mapping[str, Any] = field(default_factory=dict)
     timeout: float = 600.0
     exact_output: bool = True
-    """ask for exactly the wanted number of tokens (`ignore_eos`, `min_tokens`)"""
+    """Whether to request the exact number of tokens (`ignore_eos`, `min_tokens`)."""
 
     @property
     def path(self) -> str:
@@ -42,7 +42,7 @@ class Target:
         return {**headers, **self.headers}
 
     def body(self, content: Content, output_tokens: int) -> bytes:
-        """The request's JSON."""
+        """Return the request body as JSON."""
         body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         if self.chat:
             body["messages"] = [{"role": "user", "content": content}] if isinstance(content, str) else content
@@ -67,9 +67,9 @@ class Client:
         self._head, self._tail = head.split(marker.encode())
 
     async def send(self, record: Record, body: bytes, *, keep_text: bool = False) -> str:
-        """Make the request and complete `record`; returns the answer's text if it is to be kept.
+        """Send the request and complete `record`; return the answer's text if `keep_text` is set.
 
-        Never raises for what a server does. Cancelled, it leaves the record `UNFINISHED` and raises `CancelledError`.
+        Server failures never raise. If cancelled, it leaves the record `UNFINISHED` and raises `CancelledError`.
         """
         reader = AnswerReader(record.times, keep_text=keep_text)
         request = self._head + str(len(body)).encode() + self._tail + body
@@ -85,12 +85,12 @@ class Client:
         except OSError as error:
             self._fail(record, Outcome.CONNECTION, f"cannot connect: {error.strerror or error}")
         else:
-            self._judge(record, reader)
+            self._classify(record, reader)
         finally:
             self._take_times(record, reader)
         return "".join(reader.text)
 
-    def _judge(self, record: Record, reader: AnswerReader) -> None:
+    def _classify(self, record: Record, reader: AnswerReader) -> None:
         if record.status != 200:
             overloaded = record.status in (429, 503)
             self._fail(record, Outcome.OVERLOADED if overloaded else Outcome.REFUSED, _explain(reader.body))

@@ -1,4 +1,4 @@
-"""`weft load` and `weft load sweep`."""
+"""Implements `weft load` and `weft load sweep`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from weft.loadgen.preflight import Ready, prepare
 from weft.loadgen.run import Run, execute
 from weft.loadgen.settings import Settings
 from weft.loadgen.sweep import Sweep, search
-from weft.loadgen.terminal import Live, print_runs, print_sweeps, tell
+from weft.loadgen.terminal import Live, note, print_runs, print_sweeps
 from weft.loadgen.workload import build
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status; a `LoadError` becomes one line on stderr and status 2."""
+    """Run the command and return its exit status. A `LoadError` becomes one line on stderr and status 2."""
     try:
         return _run(settings.read(arguments))
     except LoadError as error:
@@ -52,13 +52,13 @@ def _run(options: Settings) -> int:
         status = 0 if all(_good(run) for run in runs) else 1
     try:
         files.write(options.files, runs, sweeps, _description(options), options.row)
-    finally:  # after the files: whoever reads this may have gone, as `head` does
+    finally:  # after the files, because stdout may be closed, as with `head`
         if sweeps:
             print_sweeps(sweeps, options.run.objectives)
         else:
             print_runs(runs)
     for path in options.files.values():
-        tell(f"wrote {path}")
+        note(f"wrote {path}")
     return status
 
 
@@ -76,7 +76,7 @@ def _measure(options: Settings, ready: Ready, rate: float | None, what: str) -> 
     maker = options.maker.calibrated(ready.calibration)
     context = ready.context
     if context is not None and maker.kind == "words":
-        context = max(2, int(context * 0.95))  # words have their number of tokens on average only
+        context = max(2, int(context * 0.95))  # words match their token counts only on average
     workload = build(arrival, options.content, maker, context)
     with Live(what, len(workload), quiet=options.quiet) as live:
         return execute(ready, workload, options.run, live.update)
@@ -94,14 +94,14 @@ def _sweep(options: Settings, target: Target) -> Sweep:
         run = _measure(options, ready, rate, f"{target.name} at {rate:.3g}/s")
         if not options.quiet:
             verdicts = ", ".join(f"{v.objective} {'met' if v.met else 'missed'}" for v in run.attainment.verdicts)
-            tell(f"{target.name} at {rate:.3g} requests/s: {verdicts}")
+            note(f"{target.name} at {rate:.3g} requests/s: {verdicts}")
         return run
 
     return search(target.name, options.sweep, measure)
 
 
 def _description(options: Settings) -> dict[str, Any]:
-    """What was run, for the reports."""
+    """Describe the workload for the reports."""
     arrival, content, maker = options.arrival, options.content, options.maker
     out: dict[str, Any] = {"arrivals": arrival.process, "seed": maker.seed, "prompts": maker.kind}
     if content.trace is not None:

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections for many event streams at once: bytes are stamped in the read callback, without a task."""
+"""HTTP/1.1 connections for many concurrent event streams; the read callback timestamps bytes without a task."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ MAX_PAGE_BYTES = 64 << 20
 
 
 class Reader(Protocol):
-    """Receives an answer's body as it comes."""
+    """Receives an answer's body as it arrives."""
 
     is_stream: bool
     retry_after: str
-    """the header, where there is one"""
+    """The Retry-After header, or empty."""
 
     def feed(self, data: bytes, now: float) -> None:
-        """Raises `AnswerTooLong` for what no answer has."""
+        """Take bytes that arrived at `now`. Raises `AnswerTooLong`."""
         ...
 
 
 class Body:
-    """A `Reader` that keeps what comes, of metrics say: 64 MiB at most."""
+    """A `Reader` that keeps the body, for example of /metrics, up to 64 MiB."""
 
     def __init__(self) -> None:
         self.is_stream = False
@@ -52,7 +52,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is. `base`: the path before `/v1`, without a slash at its end."""
+    """A server's address. `base`: the path before `/v1`, without a trailing slash."""
 
     host: str
     port: int
@@ -61,7 +61,7 @@ class Address:
 
     @staticmethod
     def parse(url: str) -> Address:
-        """From `http(s)://host[:port][/base]`, with or without `/v1` behind it. Raises `LoadError`."""
+        """Parse `http(s)://host[:port][/base]`, with or without a trailing `/v1`. Raises `LoadError`."""
         if "://" not in url:
             url = "http://" + url
         try:
@@ -80,7 +80,7 @@ class Address:
         return f"{'https' if self.tls else 'http'}://{host}{'' if default else f':{self.port}'}{self.base}"
 
     def head(self, method: str, path: str, headers: dict[str, str], length: int | None = None) -> bytes:
-        """A request's head up to the blank line."""
+        """Return a request's head, including the blank line."""
         lines = [f"{method} {self.base}{path} HTTP/1.1", f"Host: {str(self).split('://')[1].split('/')[0]}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         if length is not None:
@@ -89,7 +89,7 @@ class Address:
 
 
 class ConnectionBroken(Exception):
-    """The connection ended. `began`: after the answer's status had come."""
+    """The connection ended. `began`: whether the answer's status had arrived."""
 
     def __init__(self, message: str, began: bool) -> None:
         super().__init__(message)
@@ -97,7 +97,7 @@ class ConnectionBroken(Exception):
 
 
 class Connection(asyncio.Protocol):
-    """One connection, one exchange at a time."""
+    """A connection that runs one exchange at a time."""
 
     def __init__(self, released: Callable[[Connection], None]) -> None:
         self.alive = False
@@ -107,11 +107,11 @@ class Connection(asyncio.Protocol):
         self._done: asyncio.Future[int] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class is no subclass
         self.alive = True
 
     async def exchange(self, request: bytes, reader: Reader) -> int:
-        """Send a request, feed its answer's body to `reader`; returns the status. Raises `ConnectionBroken`."""
+        """Send a request, feed its answer's body to `reader` and return the status. Raises `ConnectionBroken`."""
         if not self.alive or self._transport is None:
             raise ConnectionBroken("the connection is closed", False)
         self._parser = httptools.HttpResponseParser(self)
@@ -139,7 +139,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._now = time.monotonic()
         if self._done is None or self._done.done():
-            self.close()  # nobody asked
+            self.close()  # unsolicited data
             return
         self._head_bytes += len(data)
         try:
@@ -154,7 +154,7 @@ class Connection(asyncio.Protocol):
         self.alive = False
         if self._done is not None and not self._done.done():
             if self._began and not self._delimited and exc is None:
-                self._done.set_result(self._parser.get_status_code())  # the body lasts as long as the connection
+                self._done.set_result(self._parser.get_status_code())  # end of connection ends the body
             else:
                 self._fail("the connection was closed" if exc is None else f"the connection broke: {exc}")
 
@@ -180,7 +180,7 @@ class Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
         if self._done is None or self._done.done():
-            return  # given up, and this is the rest of what had come
+            return  # the exchange was given up; ignore the remainder
         try:
             self._reader.feed(body, self._now)
         except AnswerTooLong as error:
@@ -200,7 +200,7 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections to one server; as many as there are exchanges at once, kept open between them."""
+    """A pool with one connection per concurrent exchange to a server; connections stay open between exchanges."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -208,9 +208,9 @@ class Pool:
         self._tls = ssl.create_default_context() if address.tls else None
 
     async def exchange(self, request: bytes, reader: Reader) -> int:
-        """As `Connection.exchange`; opens a connection when none is idle. Raises `OSError` when it cannot.
+        """Like `Connection.exchange`, but opens a connection if none is idle. Raises `OSError` if that fails.
 
-        A kept connection that the server had closed before it saw the request is replaced, once.
+        If the server had closed an idle connection before it saw the request, the exchange is repeated once.
         """
         while self._idle:
             connection = self._idle.pop()

@@ -1,4 +1,4 @@
-"""`Driver`: sends its share of a workload on an absolute schedule and measures how late it is itself."""
+"""Defines `Driver`, which sends its share of a workload on an absolute schedule and measures its own lateness."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPORT_INTERVAL = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one process does: part `part` of `parts` of a workload. `epoch`: `time.monotonic()` of second zero."""
+    """One process's share `part` of `parts` of a workload. `epoch`: `time.monotonic()` at second zero."""
 
     workload: Workload
     target: Target
@@ -29,14 +29,14 @@ class Job:
     part: int = 0
     parts: int = 1
     drain: float | None = None
-    """seconds after the last arrival at which what still runs is given up; None: never"""
+    """Seconds after the last arrival until running requests are given up; None: never."""
     context: int | None = None
-    """at which conversations end"""
+    """Context length, in tokens, at which conversations end."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Totals of one process so far."""
+    """Running totals of one process."""
 
     sent: int = 0
     done: int = 0
@@ -44,25 +44,25 @@ class Progress:
     tokens: int = 0
     ttft_sum: float = 0.0
     lag: float = 0.0
-    """longest of the last interval, seconds"""
+    """Longest lag of the last interval, in seconds."""
 
 
 @dataclass(slots=True)
 class Outcomes:
-    """What one process measured. `lags`: seconds that a timer due every 5 ms of the run fired too late."""
+    """Measurements of one process. `lags`: delays, in seconds, of a timer due every 5 ms of the run."""
 
     records: list[Record] = field(default_factory=list)
     lags: array[float] = field(default_factory=lambda: array("d"))
     cpu_seconds: float = 0.0
     ended: float = 0.0
-    """seconds after the start when the last answer was complete"""
+    """Seconds from the start until the last answer was complete."""
     interrupted: bool = False
     conversations_cut: int = 0
-    """conversations ended early because their next turn would not have fitted the context"""
+    """Conversations that ended early because their next turn would have exceeded the context."""
 
 
 class Driver:
-    """Runs one `Job`; `report` gets the totals twice a second."""
+    """Runs one `Job`; calls `report` with the totals twice a second."""
 
     def __init__(self, job: Job, report: Callable[[Progress], None] | None = None) -> None:
         self.job = job
@@ -74,11 +74,11 @@ class Driver:
         self._error: BaseException | None = None
         self._stop = asyncio.Event()
         self._idle = asyncio.Event()
-        """nothing runs, or `stop` was called"""
+        """Set if nothing runs or `stop` was called."""
         self._idle.set()
 
     def stop(self) -> None:
-        """Send nothing more and give up what still runs."""
+        """Send no more requests and give up running ones."""
         self._out.interrupted = True
         self._stop.set()
         self._idle.set()
@@ -113,7 +113,7 @@ class Driver:
         workload, job = self.job.workload, self.job
         for index in workload.share(job.part, job.parts):
             planned = workload.planned(index)
-            # Made before it is due, so that making it delays nothing.
+            # Build the body before it is due, so that building does not delay sending.
             content = None if workload.is_conversation else workload.content(planned)
             body = b"" if content is None else job.target.body(content, planned.output_tokens)
             assert planned.at is not None
@@ -130,9 +130,9 @@ class Driver:
             self._start(self._user(user))
 
     async def _user(self, user: int) -> None:
-        """One user of a closed loop: takes every `users`-th request, the next one after an answer and a think time.
+        """Run one user of a closed loop, who sends every `users`-th request, each after an answer and a think time.
 
-        Users come one by one, spread over the first second: all at once would measure a rush that no later moment has.
+        Users start spread over the first second. Starting together would measure a burst that never recurs.
         """
         workload = self.job.workload
         index, due, turn = user, user / workload.users, 0
@@ -152,7 +152,7 @@ class Driver:
             index += workload.users
 
     async def _converse(self, first: Planned, due: float) -> float:
-        """A conversation: every turn sends all that was said before, answers included. Returns when it ended."""
+        """Run a conversation, whose turns resend all earlier messages and answers. Return the time it ended."""
         workload, target = self.job.workload, self.job.target
         messages: list[dict[str, Any]] = []
         history, said = "", 0
@@ -189,7 +189,7 @@ class Driver:
     async def _one(self, planned: Planned, due: float, body: bytes) -> float:
         record = self._record(planned.index, due, planned.input_tokens, planned.output_tokens)
         await self._send(record, body)
-        # A user whose request failed at once must not try again at once, for ever.
+        # After an immediate failure, a user must not retry immediately forever.
         return self._now() + (0.0 if record.ok else 0.1)
 
     # -- one request
@@ -238,7 +238,7 @@ class Driver:
         return time.monotonic() - self.job.epoch
 
     async def _sleep_until(self, due: float) -> bool:
-        """False when the run was stopped meanwhile."""
+        """Sleep; return False if the run was stopped meanwhile."""
         wait = due - self._now()
         if wait <= 0:
             await asyncio.sleep(0)
@@ -249,7 +249,7 @@ class Driver:
         return not self._stop.is_set()
 
     async def _drain(self) -> None:
-        """Wait for what was sent, until the drain limit or `stop`."""
+        """Wait for running requests until the drain limit or `stop`."""
         workload, limit = self.job.workload, None
         if self.job.drain is not None:
             last = workload.duration
@@ -264,7 +264,7 @@ class Driver:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _probe(self) -> None:
-        """How late is this loop? Asked for every 5 ms of the run, those that passed while it was late included."""
+        """Record this loop's lateness for every 5 ms of the run, including intervals that passed while it was late."""
         lags = self._out.lags
         due = max(0.0, self._now())
         while True:

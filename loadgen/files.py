@@ -1,4 +1,4 @@
-"""Reports as files: JSON, CSV, JSON lines and HTML."""
+"""Writes reports as JSON, CSV, JSON lines and HTML."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(
 ) -> None:  # fmt: skip
     """Write each kind of report that has a path: `json`, `csv`, `record`, `html`. Raises `LoadError`.
 
-    row: JSON as InferenceX has it instead of ours, with these fields (see `inferencex.row`).
+    row: if given, the JSON has InferenceX's format with these fields (see `inferencex.row`).
     """
     for kind, path in paths.items():
         try:
@@ -52,7 +52,7 @@ def write(
 
 
 def report(runs: Sequence[Run], sweeps: Sequence[Sweep], description: dict[str, Any]) -> dict[str, Any]:
-    """What `--json` writes; times in seconds, what is not a finite number as null."""
+    """Return the content of `--json`. Times are in seconds; non-finite numbers become null."""
     out: dict[str, Any] = {
         "format": "weft-load-1",
         "workload": description,

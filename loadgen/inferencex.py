@@ -1,8 +1,8 @@
-"""A run as a row of the public InferenceX results, so that figures can be laid beside each other.
+"""Converts a run to a row of the public InferenceX results, to compare figures.
 
-Field names and units are those of that project (github.com/SemiAnalysisAI/InferenceX, utils/process_result.py and
-aggregate_power.py, read in November 2026): times in seconds, `intvty` tokens a second and user, power schema 2. The
-energy comes from the server's own counters instead of samples of its power; `power_source` says so.
+Field names and units follow that project (github.com/SemiAnalysisAI/InferenceX, utils/process_result.py and
+aggregate_power.py, as of November 2026): times in seconds, `intvty` in tokens per second and user, power schema 2.
+Energy comes from the server's counters instead of power samples; `power_source` records that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MEASURES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2e": "e2el"}
 
 
 def row(run: Run, fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields`: isl, osl, and what only the operator knows (hw, tp, image …), which goes before what is found here."""
+    """Return the row. `fields`: isl, osl, and operator-supplied values (hw, tp, image …), which take precedence."""
     build = run.view.build if run.view is not None else {}
     gpus = int(fields.get("tp", 1))
     through, output = run.throughput(), run.throughput()["output_tokens_per_second"]

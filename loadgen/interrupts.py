@@ -1,4 +1,4 @@
-"""Ctrl-C where an exception in the middle of things would leave halves behind, which complain when they go."""
+"""Delays Ctrl-C in places where an exception would leave half-built objects that fail in their destructors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """`asyncio.run(work())`, but an interrupt that comes while the event loop is made waits until it is whole."""
+    """Like `asyncio.run(work())`, but delays an interrupt that arrives while the event loop is created."""
     runner = asyncio.Runner()
     try:
-        with _later():
+        with _delayed_interrupt():
             runner.get_loop()
         return runner.run(work())
     finally:
@@ -24,23 +24,23 @@ def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 @contextmanager
-def _later() -> Iterator[None]:
-    """An interrupt comes at the end, to whoever heard it before."""
-    came: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+def _delayed_interrupt() -> Iterator[None]:
+    """Deliver an interrupt to the previous handler at the end of the block."""
+    received: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-    if came:
+    if received:
         signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager
 def starting_processes() -> Iterator[None]:
-    """Processes that are started meanwhile never hear of an interrupt: a terminal sends it to all, and one that still
-    imports would end with a traceback. Ours, where another thread got it or when this is over, does."""
-    resource_tracker.ensure_running()  # it would let interrupts through when it starts with the first process
+    """Block interrupts in processes started in this block. A terminal signals all processes, and one that is still
+    importing would end with a traceback. This process gets the interrupt in another thread or after the block."""
+    resource_tracker.ensure_running()  # starting it later, with the first process, would unblock interrupts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

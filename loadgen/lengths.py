@@ -18,14 +18,14 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """One distribution: `constant` (a), `uniform` (a to b, both included) or `lognormal` (mean a, deviation b)."""
+    """A distribution: `constant` (a), `uniform` (a to b inclusive) or `lognormal` (mean a, deviation b)."""
 
     kind: str
     a: float
     b: float = 0.0
 
     def draw(self, rng: np.random.Generator, n: int) -> Counts:
-        """`[n]` lengths of at least one token."""
+        """Draw `[n]` lengths of at least one token."""
         if self.kind == "constant":
             return np.full(n, int(self.a), np.int64)
         if self.kind == "uniform":
@@ -47,11 +47,11 @@ PRESETS = {
     "lmsys": (Lengths("lognormal", 102, 169), Lengths("lognormal", 222, 210)),
     "sharegpt": (Lengths("lognormal", 246, 547), Lengths("lognormal", 322, 244)),
 }
-"""(input, output): means and deviations of the NanoFlow paper's Table 4; that they are log-normal is our choice"""
+"""(input, output) with means and deviations of the NanoFlow paper's Table 4. The log-normal shape is our choice."""
 
 
 def parse(text: str, option: str) -> Lengths:
-    """`128`, `uniform:64:256` or `lognormal:MEAN:SD`. Raises `LoadError` naming `option`."""
+    """Parse `128`, `uniform:64:256` or `lognormal:MEAN:SD`. Raises `LoadError` naming `option`."""
     kind, _, rest = text.partition(":")
     parts = rest.split(":")
     if not rest:
@@ -61,17 +61,17 @@ def parse(text: str, option: str) -> Lengths:
     if kind == "uniform" and len(parts) == 2:
         low, high = (whole(part, option) for part in parts)
         if low > high:
-            raise LoadError(f"{option}: uniform:{low}:{high} has its bounds the wrong way round")
+            raise LoadError(f"{option}: uniform:{low}:{high} has its bounds swapped")
         return Lengths("uniform", low, high)
     if kind == "lognormal" and len(parts) == 2:
         return Lengths("lognormal", number(parts[0], option, low=1), number(parts[1], option))
-    raise LoadError(f"{option}: {text!r} is none of N, uniform:LOW:HIGH, lognormal:MEAN:SD")
+    raise LoadError(f"{option}: {text!r} must be N, uniform:LOW:HIGH or lognormal:MEAN:SD")
 
 
 def read_pairs(path: Path) -> Counts:
-    """`[n, 2]` input and output lengths from a JSON list of pairs, or a CSV whose first two columns they are.
+    """Read `[n, 2]` input and output lengths from a JSON list of pairs, or from the first two columns of a CSV.
 
-    Raises `LoadError` for a file that cannot be used.
+    Raises `LoadError` for an unusable file.
     """
     try:
         text = path.read_text(encoding="utf-8")

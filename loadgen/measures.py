@@ -1,4 +1,4 @@
-"""What is measured of each request: columns computed from records, and the formulas in words."""
+"""Per-request measures: columns computed from records, and their formulas in words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMULAS = {
     "e2e": "latency = arrival of the answer's last event − start of sending",
     "normalized": "normalized latency = latency / output tokens",
 }
-"""measures by their names; in every one the start of sending is before a connection is opened for the request"""
+"""Formulas by measure. The start of sending precedes opening a connection for the request."""
 
 TITLES = {
     "ttft": "Time to first token",
@@ -33,7 +33,7 @@ PER_REQUEST = ("ttft", "tpot", "e2e", "normalized")
 
 @dataclass(frozen=True)
 class Measures:
-    """Columns over the requests of a run, failures included: `[n]`, NaN where a failed request has no such value."""
+    """Columns `[n]` over the requests of a run, including failures; NaN if a failed request has no value."""
 
     records: Sequence[Record]
 
@@ -62,7 +62,7 @@ class Measures:
 
     @cached_property
     def tokens(self) -> Values:
-        """Output tokens received."""
+        """Received output tokens."""
         return self._column("received_tokens")
 
     @cached_property
@@ -84,7 +84,7 @@ class Measures:
 
     @cached_property
     def itl(self) -> Values:
-        """Every gap of every answered request: `[gaps]`."""
+        """All gaps of all answered requests: `[gaps]`."""
         gaps = [np.diff(np.asarray(record.times)) for record in self.records if record.ok and len(record.times) > 1]
         return np.concatenate(gaps) if gaps else np.empty(0)
 
@@ -92,18 +92,18 @@ class Measures:
         return np.diff(np.asarray(record.times)) if record.ok else np.empty(0)
 
     def values(self, measure: str) -> Values:
-        """The finite values of a measure, over answered requests (`itl`: over their gaps)."""
+        """Return the finite values of a measure over answered requests (`itl`: over their gaps)."""
         column: Values = getattr(self, measure)
         return column[np.isfinite(column)]
 
     @cached_property
     def lateness(self) -> Values:
-        """Start of sending − when it was due, of the requests that were sent."""
+        """Start of sending minus due time, for requests that were sent."""
         late = self.start - self.due
         return np.maximum(late[np.isfinite(late)], 0.0)
 
     def outcomes(self) -> dict[str, int]:
-        """Requests by how they ended; only what occurred, and `ok`."""
+        """Count requests by outcome; omits outcomes that did not occur, except `ok`."""
         counts = {outcome.value: 0 for outcome in Outcome}
         for record in self.records:
             counts[record.outcome.value] += 1

@@ -1,4 +1,4 @@
-"""The HTML report: one page without any other file, which a reader who knows no formula can follow."""
+"""Renders the HTML report: one self-contained page that needs no knowledge of the formulas."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ th { vertical-align: bottom } td { white-space: nowrap } div.table { overflow-x:
 .note { background: #fff6df; border-left: 4px solid #e69f00; padding: .5rem 1rem; margin: .5rem 0 }
 .lead { font-size: 1.15rem } svg { width: 100%; height: auto } dt { font-weight: 600 } code { font-size: .9em }
 """
-_SERVERS = TITLES | {"queue": "Waiting in the queue", "prefill": "From the first schedule to the first token"}
+_SERVERS = TITLES | {"queue": "Queue time", "prefill": "First schedule to first token"}
 _MAX_DETAILED = 4
-"""runs that get plots of their own"""
+"""Number of runs with separate plots."""
 
 
 def page(runs: Sequence[Run], sweeps: Sequence[Sweep], description: dict[str, Any]) -> str:
-    """All of the report. Everything that came from outside is escaped."""
+    """Return the report. All external text is escaped."""
     names = ", ".join(dict.fromkeys(run.name for run in runs))
     parts = [f"<h1>{'Load sweep' if sweeps else 'Load test'}: {escape(names)}</h1>"]
     if sweeps:
@@ -42,9 +42,9 @@ def page(runs: Sequence[Run], sweeps: Sequence[Sweep], description: dict[str, An
         parts += [f'<p class="lead">{escape(sentence(run))}</p>' for run in runs]
         detailed = list(runs)
     if len(detailed) > 1 and not sweeps:
-        parts += ["<h2>Side by side</h2>", _comparison(detailed)]
+        parts += ["<h2>Comparison</h2>", _comparison(detailed)]
     if detailed:
-        parts += ["<h2>How slow is how frequent?</h2>", "<p>Further left is faster; a dashed line is a limit.</p>"]
+        parts += ["<h2>Latency distributions</h2>", "<p>Further left is faster; a dashed line is a limit.</p>"]
         parts.append(plots.cdfs(detailed))
     for run in detailed[:_MAX_DETAILED]:
         parts += _run_parts(run)
@@ -58,20 +58,20 @@ def page(runs: Sequence[Run], sweeps: Sequence[Sweep], description: dict[str, An
 
 
 def sentence(run: Run) -> str:
-    """What happened, in words."""
+    """Summarize a run in words."""
     measures = run.measures
     answered, total = int(measures.ok.sum()), len(measures.records)
-    text = f"{run.name} was given {run.load} for {show_seconds(run.duration)} and answered {answered} of {total}."
+    text = f"{run.name} received {run.load} for {show_seconds(run.duration)} and answered {answered} of {total}."
     if not answered:
         return text
     ttft, tpot = run.distributions["ttft"], run.distributions["tpot"]
     text += f" Half of the answers began within {show_seconds(ttft.p50)}, 99 of 100 within {show_seconds(ttft.p99)}."
     if tpot.p50 > 0:
-        text += f" Half of them then came at {1 / tpot.p50:.3g} tokens per second or faster."
+        text += f" Half of them then generated {1 / tpot.p50:.3g} tokens per second or more."
     if run.options.objectives:
         a = run.attainment
         low, high = a.interval
-        text += f" {a.share:.1%} of the requests kept every limit (with 95 % confidence {low:.1%} to {high:.1%})."
+        text += f" {a.share:.1%} of the requests met every limit (95 % confidence interval {low:.1%} to {high:.1%})."
         text += " The objectives were met." if a.met else " The objectives were missed."
     return text
 
@@ -83,8 +83,8 @@ def _sweep_parts(sweeps: Sequence[Sweep]) -> list[str]:
         return parts
     objectives = measured[0].runs[0].options.objectives
     parts += [
-        "<h2>How does it slow down with load?</h2>",
-        "<p>Lower is faster; the dashed line is the limit, a dotted one the highest rate that met every objective.</p>",
+        "<h2>Latency by load</h2>",
+        "<p>Lower is faster; dashed lines are limits, dotted lines the highest rate that met every objective.</p>",
         plots.latency_against_rate(measured, objectives),
     ]
     for sweep in measured:
@@ -130,19 +130,19 @@ def _run_parts(run: Run) -> list[str]:
         ["Requests answered per second", f"{through['requests_per_second']:.4g}"],
         ["Output tokens per second", f"{through['output_tokens_per_second']:.5g}"],
         ["Prompt tokens per second", f"{through['prompt_tokens_per_second']:.5g}"],
-        ["Output tokens received / asked for", f"{tokens['output_received']} / {tokens['output_asked']}"],
+        ["Output tokens received / requested", f"{tokens['output_received']} / {tokens['output_asked']}"],
         ["Prompt tokens counted by the server / planned", f"{tokens['prompt_received']} / {tokens['prompt_asked']}"],
         ["Prompt tokens from the server's cache", str(tokens["prompt_cached"])],
-        ["Generator late when sending, p99", show_seconds(run.lateness_p99)],
-        ["Generator late when receiving, p99", show_seconds(run.lag_p99)],
+        ["Generator lateness when sending, p99", show_seconds(run.lateness_p99)],
+        ["Generator lateness when receiving, p99", show_seconds(run.lag_p99)],
     ]
     if (energy := run.energy()) is not None:
         rows += [
-            ["Joules drawn by the server's devices", f"{energy['joules']:.5g}"],
-            ["Watts, mean", f"{energy['watts']:.4g}"],
-            ["Joules per request answered", f"{energy['joules_per_request']:.4g}"],
+            ["Joules used by the server's devices", f"{energy['joules']:.5g}"],
+            ["Mean watts", f"{energy['watts']:.4g}"],
+            ["Joules per answered request", f"{energy['joules_per_request']:.4g}"],
             ["Joules per output token", f"{energy['joules_per_output_token']:.4g}"],
-            ["Joules per token, prompts included", f"{energy['joules_per_token']:.4g}"],
+            ["Joules per token, including prompts", f"{energy['joules_per_token']:.4g}"],
         ]
     parts.append(_table(["", ""], rows))
     if run.view is not None:
@@ -150,22 +150,21 @@ def _run_parts(run: Run) -> list[str]:
             [_SERVERS.get(name, name), show_seconds(mean), _ours(run, name)] for name, mean in run.view.means.items()
         ]
         rows += [[escape(name.replace("_", " ").capitalize()), str(n), ""] for name, n in run.view.totals.items()]
-        parts.append(_table(["the server's own figures", "mean or count", "mean here"], rows))
+        parts.append(_table(["server metrics", "mean or count", "measured here"], rows))
     errors = run.summary()["errors"]
     if errors:
-        parts.append(_table(["what failed", "requests"], [[escape(message), str(n)] for message, n in errors.items()]))
+        parts.append(_table(["error", "requests"], [[escape(message), str(n)] for message, n in errors.items()]))
     parts += [plots.over_time(run), plots.timeline(run)]
     if run.measures.ok.any():
         parts += [
-            "<p>What if the limits were others? Each field is the share of all requests, failures included, "
-            "that keep both.</p>",
+            "<p>Alternative limits: each cell is the share of all requests, including failures, that meets both.</p>",
             plots.limits_heat_map(run),
         ]
     return parts
 
 
 def _ours(run: Run, name: str) -> str:
-    """The mean of a measure as the server would have taken it: over all requests, the warm-up included."""
+    """Return the mean of a measure over all requests, including the warm-up, as the server computes it."""
     if name not in TITLES or not len(values := run.everything.values(name)):
         return ""
     return show_seconds(float(values.mean()))
@@ -191,11 +190,11 @@ def _method(runs: Sequence[Run], description: dict[str, Any]) -> list[str]:
         f"<dt>{escape(TITLES.get(name, name))}</dt><dd>{escape(text)}</dd>" for name, text in (FORMULAS | RULES).items()
     ]
     parts.append(
-        "<dt>percentiles</dt><dd>linear between order statistics; the interval of p99 is from their ranks</dd>"
+        "<dt>percentiles</dt><dd>linear between order statistics; the interval of p99 comes from their ranks</dd>"
     )
     parts.append(
-        "<dt>lateness</dt><dd>sending: start of sending − when the schedule, fixed before the run, wanted it; "
-        "receiving: how late the generator's event loop was, asked for every 5 ms of the run</dd></dl>"
+        "<dt>lateness</dt><dd>sending: start of sending − due time in the fixed schedule; "
+        "receiving: delay of the generator's event loop, sampled every 5 ms of the run</dd></dl>"
     )
     rows = [
         [escape(name.replace("_", " ")), escape({"True": "yes", "False": "no"}.get(str(value), str(value)))]
@@ -223,7 +222,7 @@ def _met(met: bool) -> str:
 
 
 def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML."""
+    """Render a table. Cells are HTML."""
     top = "".join(f"<th>{cell}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="table"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -1,4 +1,4 @@
-"""The plots of the HTML report, as SVG text."""
+"""Draws the plots of the HTML report as SVG text."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFor
 
 from weft.loadgen.measures import TITLES, Measures
 from weft.loadgen.run import Run
-from weft.loadgen.slo import Objective, keeps
+from weft.loadgen.slo import Objective, meets
 from weft.loadgen.statistics import Values, percentile
 from weft.loadgen.sweep import Sweep
 from weft.loadgen.units import show_seconds
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Okabe and Ito's, told apart by the colour-blind"""
+"""Okabe and Ito's colors, distinguishable with color blindness."""
 _FAILED = "#d00000"
 _MAX_POINTS = 1500
 _SINCE = "seconds since the first arrival was due"
 _RASTER = 3000
-"""lines from which a plot becomes a picture inside its SVG"""
+"""Number of lines from which a plot is rasterized in its SVG."""
 
 
 def latency_against_rate(sweeps: Sequence[Sweep], objectives: Sequence[Objective]) -> str:
-    """One panel an objective: its value at each rate that was tried, a line a server, the limit dashed, the highest
-    rate that met all objectives dotted."""
+    """Plot one panel per objective: its value by rate, one line per server, the limit dashed, and the highest rate that
+    met all objectives dotted."""
     figure, axes = _figure(len(objectives))
     for axis, objective in zip(axes, objectives, strict=True):
         for colour, sweep in zip(COLOURS, sweeps, strict=False):
@@ -57,7 +57,7 @@ def latency_against_rate(sweeps: Sequence[Sweep], objectives: Sequence[Objective
 
 
 def cdfs(runs: Sequence[Run]) -> str:
-    """One panel a measure: the share of requests (token gaps) at most so slow, a line a run, limits dashed."""
+    """Plot one panel per measure: the share of requests (token gaps) by latency, one line per run, limits dashed."""
     figure, axes = _figure(len(TITLES))
     for axis, (measure, title) in zip(axes, TITLES.items(), strict=True):
         for colour, run in zip(COLOURS, runs, strict=False):
@@ -70,7 +70,7 @@ def cdfs(runs: Sequence[Run]) -> str:
         for objective in runs[0].options.objectives:
             if objective.measure == measure:
                 axis.axvline(objective.limit, color=_FAILED, linestyle="--", linewidth=1)
-        axis.set(ylabel="share at most so slow", title=title, ylim=(0, 1.02), xscale="log")
+        axis.set(ylabel="share at or below", title=title, ylim=(0, 1.02), xscale="log")
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
         _logarithmic(axis.xaxis, show_seconds)
     if axes[0].lines:
@@ -79,13 +79,13 @@ def cdfs(runs: Sequence[Run]) -> str:
 
 
 def over_time(run: Run) -> str:
-    """Output tokens per second, requests running, and failures, over the time of a run."""
+    """Plot output tokens per second, running requests, and failures over the time of a run."""
     figure, axes = _figure(2)
     measures = run.everything
     edges = np.linspace(0, max(run.span, 1e-3), min(120, max(10, int(run.span))) + 1)
     width = edges[1] - edges[0]
     times = np.concatenate([np.asarray(record.times) for record in measures.records] or [np.empty(0)])
-    # An event may bring several tokens; which of them it brought is not recorded.
+    # An event can carry several tokens; tokens per event are not recorded, so spread them evenly.
     events = np.array([len(record.times) for record in measures.records])
     tokens = np.repeat(measures.tokens / np.maximum(events, 1), events)
     axes[0].stairs(np.histogram(times, edges, weights=tokens)[0] / width, edges, fill=True, color=COLOURS[0], alpha=0.7)
@@ -104,7 +104,7 @@ def over_time(run: Run) -> str:
 
 
 def timeline(run: Run) -> str:
-    """A line a request, by the time it was due: waiting for its first token, then answering."""
+    """Plot one line per request by due time: waiting for the first token, then answering."""
     measures = run.everything
     n = len(measures.records)
     figure, axes = _figure(1, height=min(7.0, 2.2 + n / 60))
@@ -118,8 +118,8 @@ def timeline(run: Run) -> str:
         lines = LineCollection(list(segments), colors=colour, linewidths=width, label=label, rasterized=raster)
         axes[0].add_collection(lines)
 
-    draw(ok, measures.start, measures.first, COLOURS[4], "waits for its first token")
-    draw(ok, measures.first, measures.end, COLOURS[0], "is answered")
+    draw(ok, measures.start, measures.first, COLOURS[4], "waiting for first token")
+    draw(ok, measures.first, measures.end, COLOURS[0], "answering")
     failed = ~measures.ok
     if failed.any():
         axes[0].plot(measures.due[failed], rows[failed], "x", color=_FAILED, label="failed", rasterized=raster)
@@ -129,7 +129,7 @@ def timeline(run: Run) -> str:
 
 
 def limits_heat_map(run: Run) -> str:
-    """The share of all requests that would keep a pair of limits, on time to first token and per output token."""
+    """Plot the share of all requests that meet a pair of limits, on time to first token and per output token."""
     measures, objectives = run.measures, run.options.objectives
     given = [{o.limit for o in objectives if o.measure == name} for name in ("ttft", "tpot")]
     ttft, tpot = _grid(measures, "ttft", given[0]), _grid(measures, "tpot", given[1])
@@ -144,15 +144,15 @@ def limits_heat_map(run: Run) -> str:
     axes[0].set(
         xlabel="limit on the time to first token",
         ylabel="limit on the time per output token",
-        title="Share of all requests that keep both limits",
+        title="Share of all requests that meet both limits",
     )
-    return _svg(figure, "Share of requests that keep a pair of limits")
+    return _svg(figure, "Share of requests that meet a pair of limits")
 
 
 def rates_heat_map(sweep: Sweep) -> str:
-    """The share of all requests that kept each objective's limit, at each rate."""
+    """Plot the share of all requests that met each objective's limit, by rate."""
     objectives = sweep.runs[0].options.objectives[::-1]  # the first one on top
-    share = np.array([[keeps(o, run.measures).mean() for _, run in sweep.by_rate] for o in objectives])
+    share = np.array([[meets(o, run.measures).mean() for _, run in sweep.by_rate] for o in objectives])
     figure, axes = _figure(1, height=1.6 + 0.5 * len(objectives))
     limits = [f"{TITLES[o.measure]}\nat most {show_seconds(o.limit)}" for o in objectives]
     _heat(axes[0], share, [f"{rate:.3g}" for rate, _ in sweep.by_rate], limits)
@@ -161,8 +161,8 @@ def rates_heat_map(sweep: Sweep) -> str:
 
 
 def _grid(measures: Measures, name: str, given: set[float]) -> Values:
-    """Limits that one request in ten, a quarter, half … of the answered keep, rounded up to three digits; and `given`
-    ones."""
+    """Return the `given` limits, and limits that 10 %, 25 %, 50 % … of answered requests meet, rounded up to three
+    digits."""
     values = measures.values(name)
     if not len(values):
         return np.array(sorted(given) or [1.0])
@@ -181,7 +181,7 @@ def _heat(axis: Any, share: Values, columns: Sequence[str], rows: Sequence[str])
 
 
 def _logarithmic(axis: Any, show: Callable[[float], str]) -> None:
-    """Label a logarithmic axis at 1, 2 and 5 of every decade if there is room, else at 1."""
+    """Label a logarithmic axis at 1, 2 and 5 of every decade if they fit, otherwise at 1."""
     low, high = np.log10(axis.get_view_interval())
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high - low < 2.5 else (1,), numticks=12))
     axis.set_minor_locator(NullLocator())
@@ -191,7 +191,7 @@ def _logarithmic(axis: Any, show: Callable[[float], str]) -> None:
 
 def _figure(panels: int, height: float = 3.4) -> tuple[Figure, list[Any]]:
     rows, columns = -(-panels // 2), min(panels, 2)
-    # With room between panels: browsers' fonts are larger than the one that this is laid out with.
+    # Pad panels, because browsers' fonts are larger than the layout's font.
     layout = ConstrainedLayoutEngine(h_pad=0.12, hspace=0.06)
     figure = Figure(figsize=(10.5, height * rows), layout=layout)
     axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
@@ -205,7 +205,7 @@ def _figure(panels: int, height: float = 3.4) -> tuple[Figure, list[Any]]:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """SVG for a page: no prolog, no size but the drawing's, ids that no other drawing of the page has."""
+    """Return SVG to embed in a page: no prolog, no fixed size, and ids unique to the drawing."""
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})

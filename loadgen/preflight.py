@@ -1,4 +1,4 @@
-"""Before a run: is the server there, which model, what does it accept, how long are its words?"""
+"""Checks a server before a run: reachability, model, supported fields, tokens per word."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from weft.loadgen.record import Outcome, Record
 from weft.loadgen.server_view import Snapshot
 
 ANSWER_SECONDS = 30.0
-"""that a server may take to tell its models or its counters"""
+"""Seconds a server may take to return its models or metrics."""
 
 
 async def get(address: Address, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
-    """Status and body of a GET. Raises `OSError` or `ConnectionBroken`."""
+    """Send a GET and return status and body. Raises `OSError` or `ConnectionBroken`."""
     pool, body = Pool(address), Body()
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             status = await pool.exchange(address.head("GET", path, headers), body)
     except TimeoutError:
-        raise TimeoutError(errno.ETIMEDOUT, f"nothing within {ANSWER_SECONDS:g} s") from None
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {ANSWER_SECONDS:g} s") from None
     finally:
         pool.close()
     return status, body.content
@@ -36,7 +36,7 @@ async def get(address: Address, path: str, headers: dict[str, str]) -> tuple[int
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A target that was seen to work. `context`: its limit on prompt and output, if it tells."""
+    """A checked target. `context`: its limit on prompt and output in tokens, if it reports one."""
 
     target: Target
     context: int | None
@@ -45,9 +45,9 @@ class Ready:
 
 
 async def prepare(target: Target, maker: PromptMaker) -> Ready:
-    """Find the model, and try the server with small requests. Raises `LoadError`: one line that says what to change.
+    """Find the model and try small requests. Raises `LoadError`.
 
-    Words are calibrated: two prompts of different length tell how many tokens a word and a bare prompt have.
+    For word prompts, two prompts of different length calibrate the tokens per word and per bare prompt.
     """
     notes: list[str] = []
     target, context = await _discover(target, notes)
@@ -56,14 +56,14 @@ async def prepare(target: Target, maker: PromptMaker) -> Ready:
         plain = replace(target, exact_output=False)
         second = await _try(plain, maker.prompt(0, 8), 2)
         if second.ok:
-            notes.append("the server refuses ignore_eos and min_tokens: answers may be shorter than asked for")
+            notes.append("the server rejects ignore_eos and min_tokens, so answers may be shorter than requested")
             target, trial = plain, second
     if not trial.ok:
         hint = "; try --prompts words" if maker.kind == "ids" and trial.status in (400, 422) else ""
         status = f" (status {trial.status})" if trial.status else ""
         raise LoadError(f"{target.name}: a trial request failed{status}: {trial.error or trial.outcome}{hint}")
     if trial.completion_tokens < 0:
-        notes.append("the server sends no usage: output tokens are counted as events")
+        notes.append("the server sends no usage, so output tokens are counted as events")
     calibration = Calibration()
     if maker.kind == "words":
         calibration = await _calibrate(target, maker, context)
@@ -76,10 +76,10 @@ async def _discover(target: Target, notes: list[str]) -> tuple[Target, int | Non
     except (OSError, ConnectionBroken) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise LoadError(
-            f"no server answers at {target.address} ({reason}); start one, or name another with --server"
+            f"no server answers at {target.address} ({reason}); start one, or pass another with --server"
         ) from None
     if status in (401, 403):
-        raise LoadError(f"{target.name}: the server wants an API key (status {status}); give one with --api-key")
+        raise LoadError(f"{target.name}: the server requires an API key (status {status}); pass one with --api-key")
     try:
         listed = orjson.loads(body)["data"] if status == 200 else []
         models: list[dict[str, Any]] = [m for m in listed if isinstance(m, dict) and "id" in m]
@@ -91,11 +91,11 @@ async def _discover(target: Target, notes: list[str]) -> tuple[Target, int | Non
             names = ", ".join(str(m["id"]) for m in models[:5])
             raise LoadError(f"{target.name}: --model {target.model} is not served; served: {names}")
     elif not models:
-        raise LoadError(f"{target.name}: /v1/models does not say which model is served (status {status}); give --model")
+        raise LoadError(f"{target.name}: /v1/models does not list a model (status {status}); pass --model")
     else:
         known = models[0]
         if len(models) > 1:
-            notes.append(f"of {len(models)} models served, {known['id']} is used (--model chooses)")
+            notes.append(f"using {known['id']} of {len(models)} served models (choose with --model)")
     limit = (known or {}).get("max_model_len")
     context = int(limit) if isinstance(limit, int) and limit > 1 else None
     return (replace(target, model=str(known["id"])) if known else target), context
@@ -117,14 +117,14 @@ async def _calibrate(target: Target, maker: PromptMaker, context: int | None) ->
     for size in sizes:
         record = await _try(target, maker.prompt(size, size), 1)
         if not record.ok or record.prompt_tokens < 1:
-            return Calibration()  # the server does not count: a word is taken for a token
+            return Calibration()  # no usage: count a word as a token
         counts.append(record.prompt_tokens)
     per_word = max(0.1, (counts[1] - counts[0]) / (sizes[1] - sizes[0]))
     return Calibration(per_word, max(0.0, counts[0] - per_word * sizes[0]))
 
 
 async def snapshot(target: Target) -> Snapshot | None:
-    """The server's own counters; None when it has none that are known."""
+    """Return the server's counters, or None if it has no known ones."""
     try:
         status, body = await get(target.address, "/metrics", target.all_headers())
     except (OSError, ConnectionBroken):

@@ -1,4 +1,4 @@
-"""Runs jobs in processes of their own, so that drawing the progress of a run cannot delay its requests."""
+"""Runs jobs in separate processes, so that drawing progress cannot delay requests."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from weft.loadgen.errors import LoadError
 from weft.loadgen.interrupts import starting_processes
 
 HEAD_START = 0.1
-"""seconds between the last process being ready and second zero"""
+"""Seconds between the last process becoming ready and second zero."""
 
 OnProgress = Callable[[float, Sequence[Progress]], None]
-"""called with the seconds since the start, and the totals of each process"""
+"""Called with the seconds since the start and the totals of each process."""
 
 
 def run_jobs(jobs: Sequence[Job], on_progress: OnProgress | None = None) -> list[Outcomes]:
-    """Run each job in a process, all with one second zero, and wait for them.
+    """Run each job in a process, with a common second zero, and wait for them.
 
-    An interrupt (Ctrl-C) ends the run early and keeps what was measured; a second one ends it at once.
-    Raises `LoadError` when a process dies.
+    An interrupt (Ctrl-C) ends the run early and keeps the measurements; a second one aborts it. Raises `LoadError` if a
+    process dies.
     """
     pipes: list[Connection] = []
     orders: list[Connection] = []
@@ -42,7 +42,7 @@ def run_jobs(jobs: Sequence[Job], on_progress: OnProgress | None = None) -> list
         interrupts += 1
         if interrupts > 1:
             raise KeyboardInterrupt
-        _tell(orders, "stop")
+        _broadcast(orders, "stop")
 
     previous = signal.signal(signal.SIGINT, interrupt)
     try:
@@ -50,11 +50,11 @@ def run_jobs(jobs: Sequence[Job], on_progress: OnProgress | None = None) -> list
             for job in jobs:
                 _start(job, pipes, orders, workers)
         if interrupts:
-            _tell(orders, "stop")  # those, too, that did not live when it came
+            _broadcast(orders, "stop")  # include processes started after the interrupt
         for pipe in pipes:
             _receive(pipe)
         epoch = time.monotonic() + HEAD_START
-        _tell(orders, epoch)
+        _broadcast(orders, epoch)
         return _collect(pipes, epoch, on_progress)
     finally:
         signal.signal(signal.SIGINT, previous)
@@ -67,22 +67,22 @@ def run_jobs(jobs: Sequence[Job], on_progress: OnProgress | None = None) -> list
 
 
 def _start(job: Job, pipes: list[Connection], orders: list[Connection], workers: list[SpawnProcess]) -> None:
-    # One pipe each way: an event loop that watches a pipe makes it non-blocking, for those who write as well.
+    # Use one pipe per direction: watching a pipe in an event loop makes it non-blocking for writers, too.
     context = multiprocessing.get_context("spawn")
     ours, results = context.Pipe(duplex=False)
-    told, order = context.Pipe(duplex=False)
-    worker = context.Process(target=_work, args=(job, told, results), daemon=True)
+    commands, order = context.Pipe(duplex=False)
+    worker = context.Process(target=_work, args=(job, commands, results), daemon=True)
     worker.start()
-    told.close()
+    commands.close()
     results.close()
     pipes.append(ours)
     orders.append(order)
     workers.append(worker)
 
 
-def _tell(orders: Sequence[Connection], what: float | str) -> None:
+def _broadcast(orders: Sequence[Connection], what: float | str) -> None:
     for order in orders:
-        with suppress(OSError):  # that process has ended: what it measured, or that there is nothing, is in its pipe
+        with suppress(OSError):  # the process has ended; its results or EOF are in its pipe
             order.send(what)
 
 
@@ -111,13 +111,13 @@ def _receive(pipe: Connection) -> Any:
 
 
 def _work(job: Job, orders: Connection, results: Connection) -> None:
-    """The body of a process."""
+    """Run a job; the main function of a process."""
     import uvloop
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    with suppress(OSError):  # only root may; then a busy server beside us makes us less late
+    with suppress(OSError):  # needs root; reduces lateness next to a busy server
         os.setpriority(os.PRIO_PROCESS, 0, -10)
-    # A collection of garbage would be a pause of ours in every stream; records hold no cycles.
+    # Garbage collection would pause every stream; records hold no cycles.
     gc.collect()
     gc.disable()
     results.send("ready")
@@ -133,14 +133,14 @@ def _work(job: Job, orders: Connection, results: Connection) -> None:
 
 async def _drive(job: Job, orders: Connection, results: Connection) -> None:
     driver = Driver(job, results.send)
-    # Whatever the parent says, or its end, means stop.
+    # Any message from the parent, or its end, means stop.
     loop = asyncio.get_running_loop()
 
-    def told() -> None:
+    def stop() -> None:
         loop.remove_reader(orders.fileno())
         driver.stop()
 
-    loop.add_reader(orders.fileno(), told)
+    loop.add_reader(orders.fileno(), stop)
     outcomes = await driver.run()
     loop.remove_reader(orders.fileno())
     results.send(outcomes)

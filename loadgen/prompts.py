@@ -1,4 +1,4 @@
-"""Prompts of a wanted length: random token ids or random words, the same for the same seed, with shared beginnings."""
+"""Generates seeded prompts of a given length from random token ids or words, with shared prefixes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from weft.loadgen.errors import LoadError
 
 Kind = Literal["ids", "words"]
 Content = str | list[int] | list[dict[str, Any]]
-"""what a request carries: a prompt as text or token ids, or chat messages"""
+"""Content of a request: a prompt as text or token ids, or chat messages."""
 
-# Short, common English words: most vocabularies have each as one token with its leading space.
+# Short, common English words. In most vocabularies each is one token with its leading space.
 WORDS = (  # noqa: SIM905
     "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
     "not what all were we when your can said there use each which she do how their if will up other about out many "
@@ -27,13 +27,13 @@ WORDS = (  # noqa: SIM905
     "sentence man think say"
 ).split()
 
-# The first element of a generator's key says what it draws, so that no two uses share numbers.
+# The first element of a generator's key identifies its use, so that no two uses share numbers.
 _PROMPT, _GROUP, _SHARED, _BLOCK, _TURN = range(5)
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Tokens of a prompt of `n` random words, as the server counts them: `overhead + per_word * n`."""
+    """A linear fit of the server's token counts: `n` random words have `overhead + per_word * n` tokens."""
 
     per_word: float = 1.0
     overhead: float = 0.0
@@ -41,10 +41,10 @@ class Calibration:
 
 @dataclass(frozen=True)
 class PromptMaker:
-    """Makes the content of request `index` from nothing but the seed.
+    """Generates the content of request `index` from the seed alone.
 
-    `low`, `high`: token ids are drawn from [low, high). `shared`: the fraction of every prompt that it has in common
-    with others; there are `groups` such beginnings and each prompt has one of them.
+    `low`, `high`: token ids come from [low, high). `shared`: fraction of each prompt that is a shared prefix, one of
+    `groups`.
     """
 
     kind: Kind
@@ -59,7 +59,7 @@ class PromptMaker:
         return replace(self, calibration=calibration)
 
     def prompt(self, index: int, tokens: int) -> str | list[int]:
-        """A prompt of `tokens` tokens; exact for ids, on average for words."""
+        """Return a prompt of `tokens` tokens: exact for ids, on average for words."""
         n = self._symbols(tokens)
         head = round(self.shared * n)
         own = self._draw((_PROMPT, index), n - head)
@@ -69,18 +69,18 @@ class PromptMaker:
         return self._render(np.concatenate((self._draw((_SHARED, group), head), own)))
 
     def from_blocks(self, index: int, hash_ids: tuple[int, ...], block: int, tokens: int) -> str | list[int]:
-        """A prompt in which equal hash ids are equal runs of `block` tokens, cut to `tokens`, or filled up to them."""
+        """Return a prompt in which equal hash ids are equal runs of `block` tokens, cut or filled to `tokens`."""
         per_block = max(1, round(block / self._per_token))
         n = self._symbols(tokens)
         used = hash_ids[: -(-n // per_block)]
-        parts = [_block(self, hash_id, per_block) for hash_id in used]
-        rest = n - per_block * len(parts)
+        runs = [_block(self, hash_id, per_block) for hash_id in used]
+        rest = n - per_block * len(runs)
         if rest > 0:
-            parts.append(self._draw((_PROMPT, index), rest))
-        return self._render(np.concatenate(parts)[:n])
+            runs.append(self._draw((_PROMPT, index), rest))
+        return self._render(np.concatenate(runs)[:n])
 
     def turn(self, session: int, turn: int, tokens: int) -> str:
-        """The words of one turn of a conversation."""
+        """Return the words of one turn of a conversation."""
         drawn = self._draw((_TURN, session, turn), max(1, round(tokens / self.calibration.per_word)))
         return " ".join(WORDS[i] for i in drawn)
 
@@ -94,7 +94,7 @@ class PromptMaker:
         return max(1, round((tokens - self.calibration.overhead) / self.calibration.per_word))
 
     def _draw(self, key: tuple[int, ...], n: int) -> NDArray[np.int64]:
-        # A generator's first n numbers do not depend on how many are drawn: prompts of one group share a beginning.
+        # A generator's first n numbers do not depend on the count, so prompts of a group share a prefix.
         rng = np.random.default_rng((self.seed, *key))
         return rng.integers(self.low, self.high, n) if self.kind == "ids" else rng.integers(0, len(WORDS), n)
 
@@ -108,10 +108,10 @@ def _block(maker: PromptMaker, hash_id: int, size: int) -> NDArray[np.int64]:
 
 
 def read_prompts(path: Path) -> list[tuple[Content, int | None]]:
-    """Prompts of a text file (one a line) or a JSONL file, each with its output length if the file has one.
+    """Read prompts from a text file (one per line) or a JSONL file, each with its output length if given.
 
-    A JSON line has `prompt` (or `text`), or `messages`; and where wanted `output_tokens` (or `max_tokens`).
-    Raises `LoadError` naming the line that does not fit.
+    A JSON line has `prompt` (or `text`), or `messages`, and optionally `output_tokens` (or `max_tokens`). Raises
+    `LoadError` naming an invalid line.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()

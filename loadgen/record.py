@@ -1,4 +1,4 @@
-"""`Record`: what was planned, sent and received for one request. Times are seconds after the start of the run."""
+"""Defines `Record`, the plan and the result of one request. Times are seconds after the start of the run."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ NAN = float("nan")
 
 
 class Outcome(enum.StrEnum):
-    """How a request ended. Everything but `OK` is a failure and stays in every denominator."""
+    """How a request ended. Every outcome but `OK` is a failure and stays in every denominator."""
 
     OK = "ok"
     OVERLOADED = "overloaded"
-    """status 503 or 429"""
+    """Status 503 or 429."""
     REFUSED = "refused"
-    """any other status that is not 200"""
+    """Any other status but 200."""
     TIMEOUT = "timeout"
-    """`--timeout` passed"""
+    """`--timeout` expired."""
     CONNECTION = "connection"
-    """no connection, or it broke before the answer began"""
+    """No connection, or it broke before the answer began."""
     BROKEN = "broken"
-    """the answer began but did not end as it should: an error event, or no finish reason and no [DONE]"""
+    """The answer began but ended in an error event, or without a finish reason and [DONE]."""
     UNFINISHED = "unfinished"
-    """still running `--drain` after the last arrival, or when the run was interrupted"""
+    """Still running `--drain` after the last arrival, or when the run was interrupted."""
 
 
 @dataclass(slots=True)
 class Record:
     index: int
     due: float
-    """when the schedule wanted it sent"""
+    """Scheduled time of sending."""
     input_tokens: int
-    """planned; 0 when a prompt of unknown length came from a file"""
+    """Planned prompt tokens; 0 for a prompt of unknown length from a file."""
     output_tokens: int
-    """asked for"""
+    """Requested output tokens."""
     session: int = -1
     turn: int = 0
     start: float = NAN
-    """when the generator began to send it, before any connection was opened for it"""
+    """Actual start of sending, before opening a connection."""
     first: float = NAN
-    """arrival of the first event with a token"""
+    """Arrival of the first event with a token."""
     end: float = NAN
-    """arrival of the last event of the answer"""
+    """Arrival of the answer's last event."""
     times: array[float] = field(default_factory=lambda: array("d"))
-    """arrival of every event with a token"""
+    """Arrival of every event with a token."""
     prompt_tokens: int = -1
-    """as the server counted them; -1: it did not say"""
+    """Prompt tokens counted by the server; -1: not reported."""
     completion_tokens: int = -1
     cached_tokens: int = -1
     outcome: Outcome = Outcome.UNFINISHED
     status: int = 0
-    """of HTTP; 0: none came"""
+    """HTTP status; 0: none."""
     error: str = ""
 
     @property
@@ -61,5 +61,5 @@ class Record:
 
     @property
     def received_tokens(self) -> int:
-        """Output tokens: the server's count, else the number of events that carried any."""
+        """Output tokens by the server's count, or else the number of events with tokens."""
         return self.completion_tokens if self.completion_tokens >= 0 else len(self.times)

@@ -1,4 +1,4 @@
-"""`Run`: everything that is known of one run against one server, and its summary."""
+"""Defines `Run`, the results of one run against one server, and their summary."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from weft.loadgen.statistics import Distribution, Values, percentile
 from weft.loadgen.workload import Clipping, Workload
 
 MAX_LAG = 0.005
-"""seconds; a generator later than this at its 99th percentile did not keep up"""
+"""Maximum p99 lateness, in seconds, of a generator that kept up."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """`warmup`: requests due in its first seconds are sent but not judged. `max_failures`: see `slo.judge`."""
+    """`warmup`: seconds whose requests are sent but excluded from results. `max_failures`: see `slo.judge`."""
 
     objectives: tuple[Objective, ...] = ()
     processes: int = 1
@@ -38,7 +38,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Run:
-    """`lags`: seconds, how late the generators' event loops were at every 5 ms of the run."""
+    """Results of a run. `lags`: delay of the generators' event loops for every 5 ms of the run, in seconds."""
 
     name: str
     url: str
@@ -47,15 +47,15 @@ class Run:
     rate: float | None
     users: int
     duration: float
-    """seconds of arrivals"""
+    """Seconds during which requests arrived."""
     span: float
-    """seconds from the first arrival to the last answer"""
+    """Seconds from the first arrival to the last answer."""
     everything: Measures
     measures: Measures
-    """without the warm-up"""
+    """Measures without the warm-up."""
     lags: Values
     cpu_share: float
-    """of one core, of the busiest process"""
+    """Share of one core used by the busiest process."""
     options: RunOptions
     clipping: Clipping
     view: ServerView | None = None
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def load(self) -> str:
-        """What the server was given, in words."""
+        """Describe the offered load in words."""
         if self.rate is None:
             return f"{self.users} users" if self.users else f"{len(self.everything.records)} requests at once"
         return f"{self.rate:.3g} {'conversations' if self.conversations else 'requests'}/s"
@@ -93,18 +93,18 @@ class Run:
 
     @property
     def kept_up(self) -> bool:
-        """Whether the generator's own lateness is small enough to trust the figures."""
+        """Whether the generator's lateness is small enough to trust the results."""
         worst = np.nanmax([self.lateness_p99, self.lag_p99, 0.0])
         return bool(worst <= self.options.max_lag)
 
     @property
     def lateness_matters(self) -> bool:
-        """Whether that lateness is more than a tenth of the smallest limit of the objectives."""
+        """Whether that lateness exceeds a tenth of the smallest objective."""
         limit = min((objective.limit for objective in self.options.objectives), default=np.inf)
         return bool(np.nanmax([self.lateness_p99, self.lag_p99, 0.0]) > limit / 10)
 
     def throughput(self) -> dict[str, float]:
-        """Per second: requests answered, output and input tokens received; over all of the run, drain included."""
+        """Return answered requests, output and prompt tokens per second over the whole run, including the drain."""
         all_of = self.everything
         answered = int(all_of.ok.sum())
         prompts = sum(r.prompt_tokens if r.prompt_tokens >= 0 else r.input_tokens for r in all_of.records if r.ok)
@@ -116,7 +116,7 @@ class Run:
         }
 
     def tokens(self) -> dict[str, int]:
-        """Tokens asked for and received, of answered requests; prompt tokens as the server counted them."""
+        """Return tokens requested and received by answered requests; the server counts prompt tokens."""
         answered = [r for r in self.everything.records if r.ok]
         return {
             "prompt_asked": sum(r.input_tokens for r in answered),
@@ -128,9 +128,9 @@ class Run:
         }
 
     def energy(self) -> dict[str, float] | None:
-        """What the server's devices drew between the two looks at its counters, rest included; None: not counted.
+        """Return the energy of the server's devices between the two snapshots, including idle time; None: not counted.
 
-        Per answered request and per token that it was answered with.
+        It is also given per answered request and per token.
         """
         view = self.view
         if view is None or view.joules is None or view.seconds <= 0:
@@ -143,24 +143,24 @@ class Run:
         return out
 
     def warnings(self) -> list[str]:
-        """What a reader must know before trusting the figures."""
+        """Return warnings about the validity of the results."""
         out = []
         if not self.kept_up:
             out.append(
-                f"The generator could not keep up: p99 of its lateness was {self.lateness_p99 * 1e3:.1f} ms when "
+                f"The generator could not keep up: its p99 lateness was {self.lateness_p99 * 1e3:.1f} ms when "
                 f"sending and {self.lag_p99 * 1e3:.1f} ms when receiving (allowed: {self.options.max_lag * 1e3:g} ms). "
-                "Latencies are too long by as much. Use --processes, or a machine of its own."
+                "Latencies are overstated by as much. Use --processes or a separate machine."
             )
         if self.clipping.requests:
             c = self.clipping
             out.append(
                 f"{c.requests} of {c.of} requests were longer than the server's context of {c.context} tokens and were "
-                f"cut ({c.tokens / c.of_tokens:.1%} of all tokens asked for)."
+                f"cut ({c.tokens / c.of_tokens:.1%} of all requested tokens)."
             )
         tokens = self.tokens()
         if tokens["output_received"] < 0.99 * tokens["output_asked"]:
             out.append(
-                f"Answers had {tokens['output_received']} tokens where {tokens['output_asked']} were asked for: "
+                f"Answers had {tokens['output_received']} of {tokens['output_asked']} requested tokens: "
                 "the server ended them early, so the load was lighter than planned."
             )
         if self.interrupted:
@@ -168,7 +168,7 @@ class Run:
         return out + list(self.notes)
 
     def summary(self) -> dict[str, Any]:
-        """For JSON; times in seconds."""
+        """Return the summary for JSON, with times in seconds."""
         measures = self.measures
         out: dict[str, Any] = {
             "server": self.name,
@@ -232,9 +232,9 @@ def execute(
     options: RunOptions,
     on_progress: OnProgress | None = None,
 ) -> Run:
-    """Make one run, with the server's own counters taken before and after it."""
+    """Run a workload, with snapshots of the server's counters before and after it."""
     before = run_async(partial(snapshot, ready.target))
-    looked = time.perf_counter()
+    snapshot_time = time.perf_counter()
     began = time.strftime("%Y-%m-%d %H:%M:%S%z")
     jobs = [
         Job(workload, ready.target, 0.0, part, options.processes, options.drain, ready.context)
@@ -242,7 +242,7 @@ def execute(
     ]
     outcomes = run_jobs(jobs, on_progress)
     after = run_async(partial(snapshot, ready.target))
-    between = time.perf_counter() - looked
+    between = time.perf_counter() - snapshot_time
     view = difference(before, after, between) if before is not None and after is not None else None
     return assemble(ready, workload, options, outcomes, began, view)
 
@@ -255,7 +255,7 @@ def assemble(
     began: str,
     view: ServerView | None,
 ) -> Run:
-    """Put together what the processes of a run measured."""
+    """Combine the measurements of a run's processes."""
     records = sorted((r for o in outcomes for r in o.records), key=lambda r: (r.due, r.index))
     span = max((o.ended for o in outcomes), default=0.0)
     duration = workload.duration
@@ -264,7 +264,7 @@ def assemble(
     judged = [record for record in records if record.due >= options.warmup]
     notes = list(ready.notes)
     if cut := sum(o.conversations_cut for o in outcomes):
-        notes.append(f"{cut} conversations ended early: their next turn would not have fitted the context.")
+        notes.append(f"{cut} conversations ended early, because their next turn would have exceeded the context.")
     return Run(
         ready.target.name,
         str(ready.target.address),

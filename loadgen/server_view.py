@@ -1,4 +1,4 @@
-"""What the server itself says of a run: its Prometheus counters and histograms, before and after."""
+"""Compares the server's Prometheus counters and histograms before and after a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HISTOGRAMS = {
     "itl": (
         "weft_inter_token_latency_seconds",
         "vllm:inter_token_latency_seconds",
-        "vllm:time_per_output_token_seconds",  # of older versions: each gap, whatever the name says
+        "vllm:time_per_output_token_seconds",  # older versions: measures each gap, despite its name
     ),
     "tpot": ("weft_time_per_output_token_seconds", "vllm:request_time_per_output_token_seconds"),
     "normalized": ("weft_normalized_latency_seconds",),
@@ -32,15 +32,15 @@ _BUILD = "weft_build_info"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Sums over all labels, by sample name."""
+    """Samples by name, summed over all labels."""
 
     samples: dict[str, float] = field(default_factory=dict)
     build: dict[str, str] = field(default_factory=dict)
-    """what weft says of itself: version, model, dtype, device"""
+    """weft's build info: version, model, dtype, device."""
 
     @staticmethod
     def parse(text: str) -> Snapshot | None:
-        """None when the text is not Prometheus's, or holds nothing known."""
+        """Parse Prometheus text; return None if it is invalid or has no known metric."""
         wanted = {name for names in _COUNTERS.values() for name in names}
         wanted |= {name + end for names in _HISTOGRAMS.values() for name in names for end in ("_sum", "_count")}
         wanted.add(_JOULES)
@@ -60,21 +60,21 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class ServerView:
-    """Over one run: `means` in seconds by measure with `counts` of observations, and `totals` by counter."""
+    """Changes over a run: `means` in seconds by measure with `counts` of observations, and `totals` by counter."""
 
     means: dict[str, float]
     counts: dict[str, int]
     totals: dict[str, int]
     joules: float | None = None
-    """that its devices drew, rest included; None where it does not count them"""
+    """Energy of the server's devices, including idle time; None: not counted."""
     seconds: float = 0.0
-    """between the two looks at its counters"""
+    """Seconds between the two snapshots."""
     build: dict[str, str] = field(default_factory=dict)
-    """see `Snapshot`"""
+    """See `Snapshot`."""
 
 
 def difference(before: Snapshot, after: Snapshot, seconds: float = 0.0) -> ServerView:
-    """`seconds`: between the two."""
+    """Return the changes between two snapshots taken `seconds` apart."""
     means: dict[str, float] = {}
     counts: dict[str, int] = {}
     totals: dict[str, int] = {}

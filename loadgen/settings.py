@@ -1,4 +1,4 @@
-"""From flags to what a run needs; every `LoadError` names the flag to change."""
+"""Converts flags to checked options; every `LoadError` names the flag to change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEFAULT_DURATION = 60.0
 
 @dataclass(frozen=True)
 class Settings:
-    """All options, checked. `sweep`: None for one run. `files`: report paths by kind."""
+    """All checked options. `sweep`: None for a single run. `files`: report paths by kind."""
 
     targets: tuple[Target, ...]
     arrival: ArrivalOptions
@@ -40,32 +40,32 @@ class Settings:
     files: dict[str, Path]
     quiet: bool
     row: dict[str, Any] | None = None
-    """fields of rows in InferenceX's form; None: our own form"""
+    """Fields of rows in InferenceX's format; None: weft's format."""
 
 
 def read(arguments: argparse.Namespace) -> Settings:
-    """Raises `LoadError`."""
+    """Convert parsed flags. Raises `LoadError`."""
     a = arguments
     if a.mode not in ("run", "sweep"):
-        raise LoadError(f"{a.mode!r} is neither sweep nor an option; servers are named with --server")
+        raise LoadError(f"{a.mode!r} is neither sweep nor an option; pass servers with --server")
     sweeping = a.mode == "sweep"
     content = read_content(a)
     conversations = content.turns != ONE
     messages = _has_messages(content)
     chat = a.endpoint == "chat" or (a.endpoint is None and (conversations or messages))
     if messages and not chat:
-        raise LoadError("--endpoint completions does not go with messages; use --endpoint chat")
+        raise LoadError("--endpoint completions cannot send messages; use --endpoint chat")
     kind: Kind = a.prompts or ("words" if chat or conversations else "ids")
     if kind == "ids" and (chat or conversations):
-        raise LoadError(f"--prompts ids does not go with {'--endpoint chat' if chat else '--turns'}; leave it out")
+        raise LoadError(f"--prompts ids does not work with {'--endpoint chat' if chat else '--turns'}; omit it")
     arrival = read_arrival(a, traced=content.trace is not None)
     objectives = tuple(objective for text in a.slo for objective in slo.parse(text))
     if sweeping and not objectives:
         raise LoadError("a sweep needs an objective: --slo nanoflow, or --slo ttft:p99:500ms …")
     if sweeping and arrival.process in ("closed", "ramp"):
-        raise LoadError(f"a sweep varies the rate: it does not go with {arrival.process} arrivals")
+        raise LoadError(f"a sweep varies the rate and does not work with {arrival.process} arrivals")
     if sweeping and a.speed is not None:
-        raise LoadError("--speed: a sweep sets the rate of the trace itself; leave it out")
+        raise LoadError("--speed: a sweep sets the trace's rate itself; omit --speed")
     drain = _optional(a.drain, "--drain", seconds)
     if drain is None and sweeping:
         drain = arrival.duration or DEFAULT_DURATION
@@ -103,13 +103,13 @@ def read(arguments: argparse.Namespace) -> Settings:
 def _row(a: argparse.Namespace, arrival: ArrivalOptions, content: ContentOptions) -> dict[str, Any] | None:
     if a.format != "inferencex":
         if a.row:
-            raise LoadError("--row goes with --format inferencex")
+            raise LoadError("--row needs --format inferencex")
         return None
     if a.json is None:
-        raise LoadError("--format inferencex is a form of --json FILE")
+        raise LoadError("--format inferencex needs --json FILE")
     fixed = content.input.kind == content.output.kind == "constant"
     if arrival.process != "closed" or not fixed or content.trace is not None or content.prompts or content.pairs:
-        raise LoadError("--format inferencex: its rows need --users, and --input and --output of one length each")
+        raise LoadError("--format inferencex needs --users, and --input and --output with one length each")
     row: dict[str, Any] = {"isl": int(content.input.a), "osl": int(content.output.a)}
     for text in a.row:
         name, equals, value = text.partition("=")
@@ -156,7 +156,7 @@ def _targets(a: argparse.Namespace, chat: bool, timeout: float) -> tuple[Target,
         address = Address.parse(url)
         name = name or f"{address.host}:{address.port}"
         if any(target.name == name for target in targets):
-            raise LoadError(f"--server: two servers are called {name}; name them with --server NAME=URL")
+            raise LoadError(f"--server: two servers are named {name}; give them names with --server NAME=URL")
         targets.append(Target(name, address, a.model or "", chat, api_key, headers, extra, timeout, not a.eos))
     return tuple(targets)
 
@@ -168,15 +168,15 @@ def read_arrival(a: argparse.Namespace, *, traced: bool) -> ArrivalOptions:
     flags = {"closed": "--users", "ramp": "--rate-end", "gamma": "--burstiness"}
     for other in given:
         if other != process:
-            raise LoadError(f"{flags[other]} does not go with {process} arrivals")
+            raise LoadError(f"{flags[other]} does not work with {process} arrivals")
     if process in ("closed", "ramp") and not given:
         raise LoadError(f"--arrival {process} needs {flags[process]}")
     if traced and (a.arrival is not None or given) and process != "closed":
-        raise LoadError("--trace brings its own arrivals; leave --arrival and its flags out")
+        raise LoadError("--trace sets the arrivals; omit --arrival and its flags")
     if process == "closed" and a.rate is not None:
-        raise LoadError("--rate does not go with a closed loop: its rate is what its users make of it")
+        raise LoadError("--rate does not work with a closed loop, whose users determine the rate")
     if a.speed is not None and (not traced or a.rate is not None):
-        raise LoadError("--speed goes with --trace, and not with --rate")
+        raise LoadError("--speed needs --trace, without --rate")
     duration = _optional(a.duration, "--duration", seconds)
     if duration == 0:
         raise LoadError("--duration must be more than 0")
@@ -208,9 +208,9 @@ def read_content(a: argparse.Namespace) -> ContentOptions:
     }
     given = [flag for flag, value in sources.items() if value is not None]
     if len(given) > 1:
-        raise LoadError(f"{given[0]} and {given[1]} both say how long prompts are; leave one out")
+        raise LoadError(f"{given[0]} and {given[1]} both set prompt lengths; omit one")
     if a.output is not None and given and given[0] in ("--trace", "--lengths", "--preset"):
-        raise LoadError(f"{given[0]} brings its own output lengths; leave --output out")
+        raise LoadError(f"{given[0]} sets the output lengths; omit --output")
     inputs, outputs = INPUT, OUTPUT
     if a.preset is not None:
         inputs, outputs = lengths.PRESETS[a.preset]
@@ -220,10 +220,10 @@ def read_content(a: argparse.Namespace) -> ContentOptions:
         outputs = lengths.parse(a.output, "--output")
     turns = ONE if a.turns is None else lengths.parse(a.turns, "--turns")
     if turns != ONE and given and given[0] in ("--trace", "--prompts-file"):
-        raise LoadError(f"--turns does not go with {given[0]}")
+        raise LoadError(f"--turns does not work with {given[0]}")
     context = 0 if a.context is None else whole(a.context, "--context", low=0)
     if context and turns == ONE:
-        raise LoadError("--context is of conversations; give --turns as well")
+        raise LoadError("--context applies to conversations; add --turns")
     return ContentOptions(
         inputs,
         outputs,
@@ -237,7 +237,7 @@ def read_content(a: argparse.Namespace) -> ContentOptions:
 
 
 def _has_messages(content: ContentOptions) -> bool:
-    """Whether a file brings chat messages."""
+    """Whether a file contains chat messages."""
     rows = content.trace.rows if content.trace is not None else ()
     given = [prompt for prompt, _ in content.prompts] + [row.content for row in rows]
     return any(isinstance(one, list) and one and isinstance(one[0], dict) for one in given)

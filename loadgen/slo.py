@@ -1,4 +1,4 @@
-"""Service level objectives: `ttft:p99:500ms`, `normalized:mean:200ms`; attainment and goodput."""
+"""Service level objectives such as `ttft:p99:500ms`, and their attainment and goodput."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from weft.loadgen.statistics import Values, percentile, wilson
 from weft.loadgen.units import seconds, show_seconds
 
 PRESETS = {"nanoflow": ("normalized:mean:200ms",)}
-"""`nanoflow`: section 6.3 of the NanoFlow paper"""
+"""`nanoflow`: section 6.3 of the NanoFlow paper."""
 
 RULES = {
     "attainment": (
-        "share of all requests that were answered and kept every limit themselves; failures, 503s and timeouts stay in "
-        "the denominator; 95 % interval by Wilson"
+        "share of all requests that were answered and individually met every limit; failures, 503s and timeouts stay "
+        "in the denominator; Wilson's 95 % interval"
     ),
-    "goodput": "requests that kept every limit / time from the first arrival to the last answer",
-    "percentile objectives": "over all requests, a failed one counting as infinitely late (itl: as one such gap)",
-    "mean objectives": "over answered requests; missed when more requests failed than --max-failures allows",
+    "goodput": "requests that met every limit / time from the first arrival to the last answer",
+    "percentile objectives": "over all requests; a failed one counts as infinitely late (itl: as one such gap)",
+    "mean objectives": "over answered requests; missed if more requests failed than --max-failures allows",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """`statistic`: a percentile, or None for the mean. `limit` in seconds."""
+    """An objective. `statistic`: a percentile, or None for the mean. `limit` is in seconds."""
 
     measure: str
     statistic: float | None
@@ -47,14 +47,14 @@ class Objective:
         return f"{TITLES[self.measure]}, {statistic}, at most {show_seconds(self.limit)}"
 
     def of(self, values: Values) -> float:
-        """The statistic of some values; NaN of none."""
+        """Return the statistic of some values; NaN if there are none."""
         if self.statistic is None:
             return float(values.mean()) if len(values) else math.nan
         return percentile(values, self.statistic)
 
 
 def parse(text: str) -> list[Objective]:
-    """One `--slo`: MEASURE:STATISTIC:LIMIT, or the name of a preset. Raises `LoadError`."""
+    """Parse one `--slo`: MEASURE:STATISTIC:LIMIT, or the name of a preset. Raises `LoadError`."""
     if text in PRESETS:
         return [objective for part in PRESETS[text] for objective in parse(part)]
     parts = text.split(":")
@@ -64,10 +64,10 @@ def parse(text: str) -> list[Objective]:
         )
     measure, statistic, limit = parts
     if measure not in FORMULAS:
-        raise LoadError(f"--slo: {measure!r} in {text!r} is none of {', '.join(FORMULAS)}")
+        raise LoadError(f"--slo: {measure!r} in {text!r} must be one of {', '.join(FORMULAS)}")
     match = re.fullmatch(r"mean|p(\d{1,2}(?:\.\d+)?)|max|median", statistic)
     if match is None:
-        raise LoadError(f"--slo: {statistic!r} in {text!r} is none of mean, median, max, p50, p99, p99.9 …")
+        raise LoadError(f"--slo: {statistic!r} in {text!r} must be mean, median, max, p50, p99, p99.9 …")
     q = None if statistic == "mean" else {"max": 100.0, "median": 50.0}.get(statistic) or float(match[1])
     at_most = seconds(limit, "--slo")
     if at_most <= 0:
@@ -77,7 +77,7 @@ def parse(text: str) -> list[Objective]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One objective against one run. `attainment`: share of all requests that kept the limit themselves."""
+    """The result of one objective in a run. `attainment`: share of all requests that individually met the limit."""
 
     objective: Objective
     value: float
@@ -87,7 +87,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """All objectives against one run; `good` requests of `total` kept every limit. `goodput` per second."""
+    """The result of all objectives in a run: `good` of `total` requests met every limit. `goodput` is per second."""
 
     verdicts: tuple[Verdict, ...]
     good: int
@@ -101,10 +101,10 @@ class Attainment:
         return self.good / self.total if self.total else math.nan
 
 
-def keeps(objective: Objective, measures: Measures) -> NDArray[np.bool_]:
-    """`[n]`: which requests were answered and kept the limit. A request of one token keeps any limit on tpot and itl.
+def meets(objective: Objective, measures: Measures) -> NDArray[np.bool_]:
+    """Return `[n]`: which requests were answered and met the limit. One-token requests meet any limit on tpot and itl.
 
-    For `itl` a request is held to the same statistic of its own gaps.
+    For `itl`, the statistic is computed over each request's gaps.
     """
     if objective.measure == "itl":
         own = np.array([_own_gaps(objective, measures.itl_of(record)) for record in measures.records], np.float64)
@@ -118,14 +118,14 @@ def _own_gaps(objective: Objective, gaps: Values) -> float:
 
 
 def judge(objectives: Sequence[Objective], measures: Measures, span: float, max_failures: float) -> Attainment:
-    """`span`: seconds from the first arrival to the last answer; `max_failures`: share at which a mean is missed."""
+    """Evaluate objectives. `span`: seconds from first arrival to last answer. `max_failures`: limit for means."""
     total = len(measures.records)
     failed = total - int(measures.ok.sum())
-    all_kept = measures.ok.copy()
+    all_met = measures.ok.copy()
     verdicts = []
     for objective in objectives:
-        kept = keeps(objective, measures)
-        all_kept &= kept
+        kept = meets(objective, measures)
+        all_met &= kept
         values = measures.values(objective.measure)
         if objective.statistic is None:
             value = objective.of(values)
@@ -134,7 +134,7 @@ def judge(objectives: Sequence[Objective], measures: Measures, span: float, max_
             value = objective.of(np.concatenate((values, np.full(failed, np.inf))))
             met = value <= objective.limit
         verdicts.append(Verdict(objective, value, bool(met), float(kept.mean()) if total else math.nan))
-    good = int(all_kept.sum())
+    good = int(all_met.sum())
     goodput = good / span if span > 0 else 0.0
     return Attainment(
         tuple(verdicts), good, total, wilson(good, total), goodput, total > 0 and all(v.met for v in verdicts)

@@ -1,4 +1,4 @@
-"""The few statistics that a report needs, each with its definition."""
+"""Statistics for reports, each with its definition."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 Values = NDArray[np.float64]
 Z95 = 1.959963984540054
-"""two-sided 95 % point of the standard normal distribution"""
+"""Two-sided 95 % point of the standard normal distribution."""
 
 
 def percentile(values: Values, q: float) -> float:
-    """The `q`-th percentile (0-100), linear between order statistics (Hyndman and Fan's type 7); NaN of nothing.
+    """Return the `q`-th percentile (0-100), linear between order statistics (Hyndman and Fan's type 7); NaN if empty.
 
-    Infinite values are allowed: a percentile that would lie between a finite and an infinite value is infinite.
+    Infinite values are allowed; a percentile between a finite and an infinite value is infinite.
     """
     n = len(values)
     if not n:
@@ -30,11 +30,11 @@ def percentile(values: Values, q: float) -> float:
 
 
 def percentile_interval(values: Values, q: float) -> tuple[float, float]:
-    """A distribution-free interval for the `q`-th percentile of independent values, from their order statistics.
+    """Return a distribution-free interval of the `q`-th percentile of independent values, from their order statistics.
 
-    The number of values below the true percentile is binomial; its normal approximation gives the two ranks, rounded
-    outwards, so that the interval holds the true percentile at least as often as its level says. An end
-    whose rank lies outside the sample is infinite: the sample is too small to bound that percentile.
+    The number of values below the true percentile is binomial. Its normal approximation gives the two ranks, rounded
+    outward, so that the coverage is at least nominal. If a rank lies outside the sample, that end is infinite: the
+    sample is too small to bound the percentile.
     """
     n, p = len(values), q / 100
     if not n:
@@ -49,7 +49,7 @@ def percentile_interval(values: Values, q: float) -> tuple[float, float]:
 
 
 def wilson(good: int, total: int) -> tuple[float, float]:
-    """Wilson's score interval for a proportion (E. B. Wilson 1927); (0, 1) of nothing."""
+    """Return Wilson's score interval of a proportion (E. B. Wilson 1927); (0, 1) if empty."""
     if not total:
         return 0.0, 1.0
     p, zz = good / total, Z95 * Z95

@@ -1,4 +1,4 @@
-"""`AnswerReader`: an event stream read as cheaply as its bytes allow; notes when tokens came, not what they say."""
+"""Defines `AnswerReader`, a fast event stream reader that records when tokens arrive, not their text."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ _UNFINISHED = b'"finish_reason":null'
 _UNFINISHED_SPACED = b'"finish_reason": null'
 _MAX_BODY = 1 << 16
 MAX_EVENT_BYTES = 4 << 20
-"""far more than an event of a stream has, logprobs of a whole prompt included"""
+"""Far more than any stream event has, even with logprobs of a whole prompt."""
 
 
 class AnswerReader:
-    """Fed with an answer's bytes and the times they came at; afterwards its attributes say what the answer was.
+    """Reads an answer's bytes with their arrival times; its attributes then describe the answer.
 
-    An event *carries a token* when it has a choice with text, or one that neither opens the message (a role and
-    nothing else) nor only ends it. Past the first token, an event whose finish reason is null is taken for one
-    without being parsed, unless `keep_text` asks for the answer.
+    An event *carries a token* if it has a choice with text, or a choice that neither opens the message (a role and
+    nothing else) nor only ends it. After the first token, events with a null finish reason count as such without
+    parsing, unless `keep_text` is set.
     """
 
     __slots__ = (
-        "_fast", "_rest", "body", "cached", "completion", "done", "end", "error", "finished", "is_stream", "keep_text",
-        "prompt", "retry_after", "text", "times",
+        "_fast", "_remainder", "body", "cached", "completion", "done", "end", "error", "finished", "is_stream",
+        "keep_text", "prompt", "retry_after", "text", "times",
     )  # fmt: skip
 
     def __init__(self, times: array[float], *, keep_text: bool = False) -> None:
         self.times = times
         self.keep_text = keep_text
         self.is_stream = True
-        """False: the bytes are an ordinary body, kept in `body` (its first 64 KiB)"""
+        """False: the bytes are an ordinary body; `body` keeps its first 64 KiB."""
         self.body = b""
         self.retry_after = ""
         self.end = float("nan")
@@ -42,23 +42,23 @@ class AnswerReader:
         self.error = ""
         self.text: list[str] = []
         self.prompt = self.completion = self.cached = -1
-        self._rest = b""
+        self._remainder = b""
         self._fast = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Raises `AnswerTooLong`."""
+        """Take bytes that arrived at `now`. Raises `AnswerTooLong`."""
         if not self.is_stream:
             self.body += data[: _MAX_BODY - len(self.body)]
             return
         if b"\r" in data:
             data = data.replace(b"\r", b"")
-        if self._rest:
-            data = self._rest + data
+        if self._remainder:
+            data = self._remainder + data
         if data.endswith(b"\n\n"):
-            self._rest = b""
+            self._remainder = b""
         else:
-            data, _, self._rest = data.rpartition(b"\n\n")
-            if len(self._rest) > MAX_EVENT_BYTES:
+            data, _, self._remainder = data.rpartition(b"\n\n")
+            if len(self._remainder) > MAX_EVENT_BYTES:
                 raise AnswerTooLong(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
         for event in data.split(b"\n\n"):
             if self._fast and (_UNFINISHED in event or _UNFINISHED_SPACED in event):
@@ -70,7 +70,7 @@ class AnswerReader:
     def _parse(self, event: bytes, now: float) -> None:
         data = b"\n".join(line[5:] for line in event.split(b"\n") if line.startswith(b"data:")).strip()
         if not data:
-            return  # a comment that keeps the connection awake
+            return  # a keep-alive comment
         if data == b"[DONE]":
             self.done = True
             return
@@ -91,7 +91,7 @@ class AnswerReader:
             for choice in chunk.get("choices") or ():
                 self._choice(choice, now)
         except (AttributeError, TypeError, ValueError):
-            self.error = "an event that is not of OpenAI's form"
+            self.error = "an event that is not in OpenAI's format"
 
     def _choice(self, choice: dict[str, Any], now: float) -> None:
         delta = choice.get("delta") or {}
@@ -118,7 +118,7 @@ class AnswerReader:
 
 
 def error_message(body: Any) -> str:
-    """The message in an OpenAI error body, or something like it; one line of at most 200 characters."""
+    """Return the message of an error body in OpenAI's or a similar format, as one line of up to 200 characters."""
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     if not isinstance(message, str) and isinstance(body, dict):

@@ -1,4 +1,4 @@
-"""Finds the highest rate that a server serves within its objectives: doubling, then bisection."""
+"""Finds the highest rate at which a server meets its objectives, by doubling and bisection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.loadgen.run import Run
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
-    """`precision`: the search ends when the lowest rate that missed is this fraction above the highest that met."""
+    """`precision`: end the search if the lowest missed rate is at most this fraction above the highest met rate."""
 
     start_rate: float = 1.0
     growth: float = 2.0
@@ -21,15 +21,15 @@ class SweepOptions:
 
 @dataclass
 class Sweep:
-    """`best`: highest rate tried that met every objective; `missed`: lowest above it that did not; None: no such."""
+    """`best`: highest tried rate that met every objective. `missed`: lowest rate above it that did not. None: none."""
 
     name: str
     points: list[tuple[float, Run]] = field(default_factory=list)
-    """(rate asked for, run), in the order they were made"""
+    """(offered rate, run), in the order of the runs."""
     best: float | None = None
     missed: float | None = None
     reason: str = ""
-    """why the search ended"""
+    """Why the search ended."""
     interrupted: bool = False
 
     @property
@@ -42,12 +42,12 @@ class Sweep:
 
     @property
     def shown(self) -> Run:
-        """The run that stands for the server: the one at the highest rate that met, else the first."""
+        """The representative run: at the highest met rate, or else the first."""
         return next((run for rate, run in self.points if rate == self.best), self.runs[0])
 
 
 def search(name: str, options: SweepOptions, measure: Callable[[float], Run]) -> Sweep:
-    """`measure(rate)` makes a run. One that missed while the generator was late itself is no evidence: it ends."""
+    """Search with `measure(rate)`. A miss while the generator was late is no evidence, so it ends the search."""
     sweep = Sweep(name)
     low: float | None = None
     high: float | None = None
@@ -55,7 +55,7 @@ def search(name: str, options: SweepOptions, measure: Callable[[float], Run]) ->
     while len(sweep.points) < options.max_runs:
         try:
             run = measure(rate)
-        except KeyboardInterrupt:  # before there was anything of this run
+        except KeyboardInterrupt:  # before this run had results
             if not sweep.points:
                 raise
             sweep.interrupted = True
@@ -80,7 +80,7 @@ def search(name: str, options: SweepOptions, measure: Callable[[float], Run]) ->
         elif low is None:
             rate /= options.growth
             if rate < options.start_rate / options.growth**8:
-                sweep.reason = f"even {high:.3g} requests/s miss the objectives"
+                sweep.reason = f"even {high:.3g} requests/s misses the objectives"
                 break
         else:
             rate = sqrt(low * high)

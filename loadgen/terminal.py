@@ -1,4 +1,4 @@
-"""The report in a terminal: progress while a run goes on, tables at its end."""
+"""Prints progress during a run and the results in a terminal."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _err = Console(stderr=True, highlight=False, soft_wrap=True)
 _COMPARED = ("ttft", "e2e", "itl", "tpot", "normalized")
 
 
-def tell(line: str) -> None:
-    """A line beside the result, on stderr."""
+def note(line: str) -> None:
+    """Print a line on stderr."""
     _err.print(escape(line), style="dim")
 
 
 class Live:
-    """One line on stderr that follows a run; none when stderr is not a terminal."""
+    """A progress line on stderr, if stderr is a terminal."""
 
     def __init__(self, what: str, planned: int, *, quiet: bool) -> None:
         self._what = what
@@ -40,7 +40,7 @@ class Live:
             None if quiet or not sys.stderr.isatty() else RichLive(console=_err, auto_refresh=False, transient=True)
         )
         self._tokens = (0.0, 0, 0.0)
-        """(time, tokens, tokens per second) of the last look"""
+        """(time, tokens, tokens per second) of the last sample."""
 
     def __enter__(self) -> Live:
         if self._live is not None:
@@ -52,7 +52,7 @@ class Live:
             self._live.stop()
 
     def update(self, elapsed: float, totals: Sequence[Progress]) -> None:
-        """`elapsed`: seconds since the first request was due; `totals`: of each process."""
+        """Redraw. `elapsed`: seconds since the first request was due. `totals`: totals per process."""
         if self._live is None:
             return
         sent, done, failed, tokens = (
@@ -75,7 +75,7 @@ class Live:
 
 
 def print_runs(runs: Sequence[Run]) -> None:
-    """Every run in full, then the formulas."""
+    """Print every run in full, then the formulas."""
     for run in runs:
         _print_run(run)
     if len(runs) > 1:
@@ -107,20 +107,20 @@ def _print_run(run: Run) -> None:
         f"and {through['prompt_tokens_per_second']:.5g} prompt tokens/s over {run.span:.4g} s"
     )
     _out.print(
-        f"tokens asked for: {tokens['prompt_asked']} in, {tokens['output_asked']} out; as the server counted: "
+        f"tokens requested: {tokens['prompt_asked']} in, {tokens['output_asked']} out; counted by the server: "
         f"{tokens['prompt_received']} in ({tokens['prompt_cached']} from its cache), {tokens['output_received']} out, "
         f"in {tokens['events']} events"
     )
     if (energy := run.energy()) is not None:
         _out.print(
-            f"{energy['joules']:.4g} J at {energy['watts']:.4g} W: {energy['joules_per_request']:.4g} a request, "
-            f"{energy['joules_per_output_token']:.4g} an output token, {energy['joules_per_token']:.4g} a token"
+            f"{energy['joules']:.4g} J at {energy['watts']:.4g} W: {energy['joules_per_request']:.4g} per request, "
+            f"{energy['joules_per_output_token']:.4g} per output token, {energy['joules_per_token']:.4g} per token"
         )
     _print_slo(run)
     _print_view(run)
     style = "dim" if run.kept_up else "yellow"
     _out.print(
-        f"generator: p99 of its lateness {run.lateness_p99 * 1e3:.2f} ms sending, {run.lag_p99 * 1e3:.2f} ms receiving"
+        f"generator: p99 lateness {run.lateness_p99 * 1e3:.2f} ms sending, {run.lag_p99 * 1e3:.2f} ms receiving"
         f"; {run.cpu_share:.0%} of a core",
         style=style,
     )
@@ -148,7 +148,7 @@ def _print_slo(run: Run) -> None:
 
 
 def _print_view(run: Run) -> None:
-    """The server's own means beside ours."""
+    """Print the server's means next to the measured ones."""
     view = run.view
     if view is None or not (view.means or view.totals):
         return
@@ -161,12 +161,10 @@ def _print_view(run: Run) -> None:
             if len(ours):
                 parts.append(f"{name} {show_seconds(view.means[name])} (here {show_seconds(float(ours.mean()))})")
     if parts:
-        _out.print("the server's own means: " + ", ".join(parts), style="dim")
+        _out.print("server means: " + ", ".join(parts), style="dim")
     if "generation_tokens" in view.totals:
         prompt = view.totals.get("prompt_tokens", 0)
-        _out.print(
-            f"the server's own counters: {prompt} tokens in, {view.totals['generation_tokens']} out", style="dim"
-        )
+        _out.print(f"server counters: {prompt} tokens in, {view.totals['generation_tokens']} out", style="dim")
 
 
 def _print_comparison(runs: Sequence[Run]) -> None:
@@ -183,7 +181,7 @@ def _print_comparison(runs: Sequence[Run]) -> None:
 
 
 def print_sweeps(sweeps: Sequence[Sweep], objectives: Sequence[Objective]) -> None:
-    """A table of rates for each server, and the highest rate within the objectives."""
+    """Print a table of rates and the highest rate within the objectives, for each server."""
     for sweep in sweeps:
         table = Table(title=f"{escape(sweep.name)}", box=None, header_style="bold", pad_edge=False)
         columns = (
@@ -213,7 +211,7 @@ def print_sweeps(sweeps: Sequence[Sweep], objectives: Sequence[Objective]) -> No
 
 
 def verdict(sweep: Sweep) -> str:
-    """One sentence."""
+    """Summarize a sweep in one sentence."""
     if sweep.best is None:
         return f"{sweep.name}: no rate met the objectives ({sweep.reason})"
     above = f", missed at {sweep.missed:.3g}" if sweep.missed is not None else ", none missed"

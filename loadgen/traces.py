@@ -1,4 +1,4 @@
-"""Recorded traffic: Azure's CSV, Mooncake's JSONL and weft's own JSONL, as arrival times and requests."""
+"""Reads recorded traffic (Azure CSV, Mooncake JSONL, weft JSONL) as arrival times and requests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from weft.loadgen.arrivals import Times
 from weft.loadgen.errors import LoadError
 
 MOONCAKE_BLOCK = 512
-"""tokens that one hash id of a Mooncake trace stands for"""
+"""Tokens per hash id of a Mooncake trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One recorded request. `content`: a prompt or messages to send as they are, if the trace has them."""
+    """A recorded request. `content`: the prompt or messages to send, if the trace has them."""
 
     at: float
     input_tokens: int
@@ -43,14 +43,14 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace; its kind is told by its first line.
+    """Read a trace; its first line determines the format.
 
     - Azure LLM inference: CSV `TIMESTAMP,ContextTokens,GeneratedTokens`.
     - Mooncake: JSON lines with `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (512 tokens each).
-    - weft: JSON lines with `at` (s), `input_tokens`, `output_tokens`, and where wanted `hash_ids`, `block_tokens`; what
-      `weft load --record` writes. Or with `prompt` or `messages` in place of `input_tokens`.
+    - weft: JSON lines with `at` (s), `input_tokens`, `output_tokens`, and optionally `hash_ids`, `block_tokens`, as
+      written by `weft load --record`. `prompt` or `messages` can replace `input_tokens`.
 
-    Raises `LoadError` naming the line that does not fit.
+    Raises `LoadError` naming an invalid line.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -82,12 +82,12 @@ def _azure_rows(path: Path, lines: list[tuple[int, str]]) -> list[TraceRow]:
         try:
             cells = next(csv.reader([line]))
             when, context, generated = (cells[i] for i in columns)
-            # Seven decimals and an optional zone: datetime reads six.
+            # Timestamps have seven decimals and an optional zone, but datetime parses only six.
             main, _, fraction = when.strip().removesuffix("Z").split("+")[0].partition(".")
             at = datetime.fromisoformat(main + "+00:00").timestamp() + float(f"0.{fraction or 0}")
             rows.append(_row(at, int(context), int(generated)))
         except (ValueError, IndexError):
-            raise LoadError(f"--trace {path}, line {number}: not a timestamp and two lengths") from None
+            raise LoadError(f"--trace {path}, line {number}: expected a timestamp and two lengths") from None
     return rows
 
 
@@ -121,5 +121,5 @@ def _row(
     hash_ids: tuple[int, ...] = (),
     content: str | list[dict[str, Any]] | None = None,
 ) -> TraceRow:
-    # Recorded requests that got no answer have output 0; a server cannot be asked for that.
+    # Recorded requests without an answer have output 0, which cannot be requested.
     return TraceRow(at, max(1, int(inputs)), max(1, int(outputs)), hash_ids, content)

@@ -1,4 +1,4 @@
-"""Numbers with units as people write them on a command line."""
+"""Parses and formats numbers with units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
 
 
 def seconds(text: str, option: str, *, exclusive: bool = False) -> float:
-    """`500ms`, `2s`, `1.5m`, or a bare number of seconds; more than none where `exclusive`. Raises `LoadError` naming
+    """Parse `500ms`, `2s`, `1.5m` or a bare number of seconds, above 0 if `exclusive`. Raises `LoadError` naming
     `option`."""
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None or (match[2] or "s") not in _UNITS:
@@ -23,7 +23,7 @@ def seconds(text: str, option: str, *, exclusive: bool = False) -> float:
 
 
 def number(text: str, option: str, *, low: float = 0.0, exclusive: bool = False) -> float:
-    """A finite number of at least (or, `exclusive`, more than) `low`. Raises `LoadError` naming `option`."""
+    """Parse a finite number of at least (or, if `exclusive`, above) `low`. Raises `LoadError` naming `option`."""
     try:
         value = float(text)
     except ValueError:
@@ -36,7 +36,7 @@ def number(text: str, option: str, *, low: float = 0.0, exclusive: bool = False)
 
 
 def whole(text: str, option: str, *, low: int = 1) -> int:
-    """A whole number of at least `low`. Raises `LoadError` naming `option`."""
+    """Parse a whole number of at least `low`. Raises `LoadError` naming `option`."""
     try:
         value = int(text)
     except ValueError:
@@ -47,7 +47,7 @@ def whole(text: str, option: str, *, low: int = 1) -> int:
 
 
 def show_seconds(value: float) -> str:
-    """A duration for people: `12.3 ms`, `1.23 s`; three significant digits."""
+    """Format a duration with three significant digits: `12.3 ms`, `1.23 s`."""
     if value != value:
         return "–"
     if value == float("inf"):

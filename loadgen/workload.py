@@ -1,4 +1,4 @@
-"""`Workload`: which requests a run makes, and when; a function of the options and the seed alone."""
+"""Defines `Workload`, the requests of a run and their times, determined by the options and the seed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from weft.loadgen.prompts import Content, PromptMaker
 from weft.loadgen.traces import Trace
 
 POOL = 1 << 16
-"""lengths drawn for a run that does not know how many requests it will make; then they repeat"""
+"""Lengths drawn for a run with an unknown number of requests; they repeat after that."""
 LENGTH_STEP = 7919
-"""between the lengths of a conversation's turns"""
-
+"""Step in the lengths between a conversation's turns."""
 
 INPUT, OUTPUT, ONE = Lengths("constant", 256), Lengths("constant", 128), Lengths("constant", 1)
-"""defaults"""
+"""Default lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalOptions:
-    """`rate`: requests (or conversations) per second. `users`, with `closed`: how many are active at any time."""
+    """`rate`: requests (or conversations) per second. `users`: concurrent users of a `closed` loop."""
 
     process: Process = "poisson"
     rate: float | None = 1.0
@@ -40,7 +39,7 @@ class ArrivalOptions:
 
 @dataclass(frozen=True, slots=True)
 class ContentOptions:
-    """Where prompts and lengths come from: the first that is set of `trace`, `prompts`, `pairs`, `input`/`output`."""
+    """Source of prompts and lengths: the first one set of `trace`, `prompts`, `pairs`, `input`/`output`."""
 
     input: Lengths = INPUT
     output: Lengths = OUTPUT
@@ -48,16 +47,16 @@ class ContentOptions:
     prompts: tuple[tuple[Content, int | None], ...] = ()
     trace: Trace | None = None
     turns: Lengths = ONE
-    """requests per conversation"""
+    """Requests per conversation."""
     think: float = 0.0
-    """mean seconds between an answer and the user's next request; exponential"""
+    """Mean seconds between an answer and the user's next request; exponential."""
     context: int = 0
-    """tokens that the first prompt of a conversation has beside: an agent's instructions, tools and files"""
+    """Extra tokens in a conversation's first prompt: an agent's instructions, tools and files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One request. `at`: seconds after the start, None where it follows an answer. `input_tokens` 0: not known."""
+    """A request. `at`: seconds after the start; None if it follows an answer. `input_tokens`: 0 if unknown."""
 
     index: int
     at: float | None
@@ -69,7 +68,7 @@ class Planned:
 
 @dataclass
 class Clipping:
-    """What had to be cut for requests to fit the server's context."""
+    """Counts of requests and tokens cut to fit the server's context."""
 
     context: int = 0
     requests: int = 0
@@ -80,7 +79,7 @@ class Clipping:
 
 @dataclass(frozen=True)
 class Workload:
-    """`inputs`, `outputs`: `[n]` tokens; request i has number i modulo n. `times`: None for a closed loop."""
+    """`inputs`, `outputs`: `[n]` tokens; request i uses entry i modulo n. `times`: None for a closed loop."""
 
     times: Times | None
     inputs: Counts
@@ -98,11 +97,11 @@ class Workload:
         return self.options.turns != ONE
 
     def __len__(self) -> int:
-        """Arrivals of an open loop."""
+        """Return the number of arrivals of an open loop."""
         return 0 if self.times is None else len(self.times)
 
     def planned(self, index: int) -> Planned:
-        """Request (or conversation) `index`."""
+        """Return request (or conversation) `index`."""
         i = index % len(self.inputs)
         at = None if self.times is None else float(self.times[index])
         trace, prompts = self.options.trace, self.options.prompts
@@ -116,16 +115,16 @@ class Workload:
         return Planned(index, at, int(self.inputs[i]), int(self.outputs[i]), hash_ids, content)
 
     def turn(self, first: int, turn: int) -> tuple[int, int]:
-        """New prompt tokens and output tokens of a turn of conversation `first`: lengths of its own for every turn."""
+        """Return the new prompt tokens and the output tokens of a turn; each turn has separate lengths."""
         i = (first + turn * LENGTH_STEP) % len(self.inputs)
         return int(self.inputs[i]) + (0 if turn else self.options.context), int(self.outputs[i])
 
     def share(self, part: int, parts: int) -> Iterator[int]:
-        """The arrivals that process `part` of `parts` sends, in order."""
+        """Return the indices of arrivals that process `part` of `parts` sends, in order."""
         return iter(range(part, len(self), parts))
 
     def content(self, planned: Planned) -> Content:
-        """The prompt of a request that does not depend on earlier answers."""
+        """Return the prompt of a request that does not depend on earlier answers."""
         if planned.content is not None:
             return planned.content
         if planned.hash_ids and self.options.trace is not None:
@@ -134,25 +133,25 @@ class Workload:
         return self.maker.prompt(planned.index, planned.input_tokens)
 
     def think(self, session: int, turn: int) -> float:
-        """Seconds a user waits before this turn."""
+        """Return the seconds a user waits before this turn."""
         mean = self.options.think
         return float(np.random.default_rng((self.maker.seed, 9, session, turn)).exponential(mean)) if mean else 0.0
 
     def offered_rate(self) -> float | None:
-        """Arrivals per second as scheduled; None for a closed loop, and where all arrive at once."""
+        """Return scheduled arrivals per second; None for a closed loop, or if all arrive at once."""
         if self.times is None or not len(self.times):
             return None
         if self.duration is not None and len(self.times) != self.count:
             return len(self.times) / self.duration
-        # The last arrival ends the schedule: as many gaps as arrivals, less one where the first arrival is its begin.
+        # The last arrival ends the schedule: one gap per arrival, less one if the first arrival is at the start.
         first, last = float(self.times[0]), float(self.times[-1])
         return (len(self.times) - (first == 0.0)) / last if last else None
 
 
 def build(arrival: ArrivalOptions, content: ContentOptions, maker: PromptMaker, context: int | None) -> Workload:
-    """Draw a workload. `context`: the server's limit on prompt and output together; longer requests are cut to it.
+    """Draw a workload. `context`: the server's limit on prompt plus output; longer requests are cut to it.
 
-    Raises `LoadError` when the options give no request.
+    Raises `LoadError` if the options give no request.
     """
     rng_times, rng_lengths, rng_turns = (np.random.default_rng((maker.seed, 8, part)) for part in range(3))
     trace = content.trace
@@ -178,7 +177,7 @@ def build(arrival: ArrivalOptions, content: ContentOptions, maker: PromptMaker, 
             burstiness=arrival.burstiness,
         )
     if times is not None and not len(times):
-        raise LoadError("no request arrives in this time; make --duration or --rate larger")
+        raise LoadError("no request arrives in this time; increase --duration or --rate")
     n = len(times) if times is not None else (arrival.count or POOL)
     inputs, outputs = _lengths(content, n, rng_lengths)
     clipping = Clipping()
@@ -214,7 +213,7 @@ def _lengths(content: ContentOptions, n: int, rng: np.random.Generator) -> tuple
 
 
 def clip(inputs: Counts, outputs: Counts, context: int) -> tuple[Counts, Counts, Clipping]:
-    """Cut requests of more than `context` tokens: the prompt first, down to one token, then the output."""
+    """Cut requests of more than `context` tokens: first the prompt, down to one token, then the output."""
     new_outputs = np.minimum(outputs, context - 1)
     new_inputs = np.minimum(inputs, context - new_outputs)
     cut = (new_inputs < inputs) | (new_outputs < outputs)

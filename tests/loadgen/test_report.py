@@ -98,7 +98,7 @@ async def test_the_reports_are_readable(report_of_a_run: str, report_of_a_sweep:
         "Distributions of the measures",
         "Throughput and requests running over time",
         "Timeline of requests",
-        "Share of requests that keep a pair of limits",
+        "Share of requests that meet a pair of limits",
     ]
     of_a_sweep = [
         "Latency against offered rate",
@@ -110,7 +110,7 @@ async def test_the_reports_are_readable(report_of_a_run: str, report_of_a_sweep:
     async with browsing(tmp_path / "chromium") as browser:
         for width in (390, 1200):
             assert await shown(browser, report_of_a_run, file, width) == of_a_run
-        assert "a <server> was given 4 requests/s" in await browser.text(".lead")
+        assert "a <server> received 4 requests/s" in await browser.text(".lead")
         assert await browser.run(OVERLAPS) == []
         assert await shown(browser, report_of_a_sweep, file, 1200) == of_a_sweep
         assert await browser.run(OVERLAPS) == []

@@ -11,7 +11,7 @@ import pytest
 from weft.loadgen.errors import LoadError
 from weft.loadgen.measures import Measures
 from weft.loadgen.record import Outcome, Record
-from weft.loadgen.slo import judge, keeps, parse
+from weft.loadgen.slo import judge, meets, parse
 
 
 def record(ttft: float, gaps: list[float], *, start: float = 0.0, outcome: Outcome = Outcome.OK) -> Record:
@@ -96,8 +96,8 @@ def test_a_request_must_keep_every_limit_to_be_good() -> None:
 
 def test_gaps_are_judged_by_the_same_statistic_of_each_request() -> None:
     measures = Measures([record(0.1, [0.01] * 9 + [1.0]), record(0.1, [0.2] * 10), record(0.1, [])])
-    assert keeps(one("itl:p50:100ms"), measures).tolist() == [True, False, True]
-    assert keeps(one("itl:max:300ms"), measures).tolist() == [False, True, True]
+    assert meets(one("itl:p50:100ms"), measures).tolist() == [True, False, True]
+    assert meets(one("itl:max:300ms"), measures).tolist() == [False, True, True]
 
 
 def test_nothing_measured_meets_nothing() -> None:

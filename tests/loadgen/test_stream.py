@@ -124,5 +124,5 @@ def test_messages_are_found_in_every_kind_of_error(body: Any, message: str) -> N
 )
 def test_an_event_of_another_form_is_called_that(chunk: dict[str, Any]) -> None:
     reader = read(event(text("a")) + event(chunk) + DONE, keep_text=True)
-    assert reader.error == "an event that is not of OpenAI's form"
+    assert reader.error == "an event that is not in OpenAI's format"
     assert "".join(reader.text) == "a"
