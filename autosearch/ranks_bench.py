@@ -19,7 +19,7 @@ from weft.engine.errors import ConfigError, RankLost
 from weft.engine.plans.plan import NanoOperation, Period
 from weft.engine.ranks.group import sees
 from weft.engine.ranks.links import Descriptors, Links
-from weft.engine.wire.blank import environment
+from weft.engine.wire.preloaded import environment
 
 END_SECONDS = 2.0
 """that a rank gets to end when its stdin has"""

@@ -52,7 +52,7 @@ from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.kv_events import make_publisher
 from weft.engine.wire.log_sink import dropped_lines
 from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, Outputs, PlanStats
-from weft.engine.wire.shelf import Shelf
+from weft.engine.wire.weight_exchange import WeightExchange
 
 BLOCKED_SECONDS = 0.005
 """Seconds to wait for a load or a grammar, while nothing can be computed, before the caller looks for messages."""
@@ -62,7 +62,7 @@ class Engine:
     """Loads a model and serves requests one iteration at a time.
 
     `compiling` and `ranks` are passed if they have been started already; otherwise they are started here if needed.
-    `shelf` holds the weights shared with other engines. The constructor raises `WeftError`, with one clear line, if the
+    `exchange` holds the weights shared with other engines. The constructor raises `WeftError`, with one clear line, if the
     model or the options cannot work.
     """
 
@@ -72,19 +72,23 @@ class Engine:
         progress: Progress | None = None,
         compiling: CompileJob | None = None,
         ranks: Ranks | None = None,
-        shelf: Shelf | None = None,
+        exchange: WeightExchange | None = None,
     ) -> None:
         self.ranks = ranks or Ranks.begin(config)
         """The follower ranks of tensor parallelism."""
         try:
-            self._start(self.ranks.config if self.ranks is not None else config, progress, compiling, shelf)
+            self._start(self.ranks.config if self.ranks is not None else config, progress, compiling, exchange)
         except BaseException:
             if self.ranks is not None:
                 self.ranks.stop(0.0)
             raise
 
     def _start(
-        self, config: EngineConfig, progress: Progress | None, compiling: CompileJob | None, shelf: Shelf | None
+        self,
+        config: EngineConfig,
+        progress: Progress | None,
+        compiling: CompileJob | None,
+        exchange: WeightExchange | None,
     ) -> None:
         begin = time.perf_counter()
         self.config = config
@@ -96,7 +100,7 @@ class Engine:
         # Opened before the model loads, so that a path or port in use is reported at once.
         store = open_store(config, resolved.kv, loading.model_id, own.shard_of, resolved.packed)
         publisher = make_publisher(config, config.share.engine)
-        loaded = loading.run(phases, shelf, stores=store is not None)
+        loaded = loading.run(phases, exchange, stores=store is not None)
         self.runner, weights = loaded.runner, loaded.weights
         self._broad = None if isinstance(weights, Weights) else weights
         num_pages = self.runner.num_pages
@@ -392,7 +396,7 @@ class Engine:
         if self._late is None:
             return 0.0
         in_flight = self.loop.in_flight
-        can_wait = len(in_flight) == self.loop.depth and self.scheduler.has_room
+        can_wait = len(in_flight) == self.loop.depth and self.scheduler.has_headroom
         return self._late.until(in_flight[0].batch if can_wait else None)
 
     @property

@@ -26,11 +26,10 @@ from weft.engine.progress import ProgressLines, how_far
 from weft.engine.ranks.group import Ranks
 from weft.engine.runner.device.compile_job import CompileJob
 from weft.engine.runner.start.warm_start import Headstart
-from weft.engine.wire.blank import told
-from weft.engine.wire.child import keep_to
+from weft.engine.wire.child import pin_to
 from weft.engine.wire.engine_socket import Clients
 from weft.engine.wire.heartbeat import ENGINE, HEARTBEAT_SECONDS, Heartbeat, Heartbeats
-from weft.engine.wire.log_sink import install, last_lines
+from weft.engine.wire.log_sink import flush_lines, install
 from weft.engine.wire.messages import (
     HANDLE_BITS,
     AbortRequests,
@@ -47,9 +46,10 @@ from weft.engine.wire.messages import (
     ToEngine,
     Wake,
 )
-from weft.engine.wire.shelf import COUNT as SHELF_FDS
-from weft.engine.wire.shelf import Shelf
+from weft.engine.wire.preloaded import told
 from weft.engine.wire.stacks import write_stacks_to
+from weft.engine.wire.weight_exchange import COUNT as EXCHANGE_FDS
+from weft.engine.wire.weight_exchange import WeightExchange
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
@@ -88,7 +88,7 @@ class _Ending(threading.Thread):
             pass
         self.begun.set()
         time.sleep(self.patience)
-        last_lines()
+        flush_lines()
         os._exit(0)
 
 
@@ -110,14 +110,14 @@ class _Loop:
         self._worked = False
         """the engine was ready: its clients are there"""
 
-    def run(self, config: EngineConfig, stacks_fd: int, shelf_fds: Sequence[int]) -> int:
+    def run(self, config: EngineConfig, stacks_fd: int, exchange_fds: Sequence[int]) -> int:
         self._heartbeat.stage("importing", self._heartbeats.start_timeout)
         try:
-            return self._serve(config, stacks_fd, Shelf.of(shelf_fds) if shelf_fds else None)
+            return self._serve(config, stacks_fd, WeightExchange.of(exchange_fds) if exchange_fds else None)
         except RankLost as error:
             return self._fail(str(error))
 
-    def _serve(self, config: EngineConfig, stacks_fd: int, shelf: Shelf | None) -> int:
+    def _serve(self, config: EngineConfig, stacks_fd: int, exchange: WeightExchange | None) -> int:
         """Raises `RankLost`."""
         try:
             # ahead of what takes long here, for it takes as long there
@@ -130,7 +130,7 @@ class _Loop:
             from weft.engine.scheduling.features import StepHeartbeat
 
             progress = _AnnouncedProgress(self._heartbeat, self._heartbeats.start_timeout)
-            engine = Engine(config, progress, compiling, ranks, shelf)
+            engine = Engine(config, progress, compiling, ranks, exchange)
             if ranks is not None:
                 ranks.links.moved = lambda: None  # from now on a thread beside the loop adds up
         except RankLost:
@@ -294,13 +294,13 @@ def _announce_compiles(heartbeat: Heartbeat) -> None:
 def main() -> int:
     install()
     headstart = Headstart(ENGINE_MODULES, GPU_MODULES)
-    line, fds = told(socket.socket(fileno=os.dup(0)), 3 + SHELF_FDS)
+    line, fds = told(socket.socket(fileno=os.dup(0)), 3 + EXCHANGE_FDS)
     if not line:
         os._exit(0)  # the daemon found that it needs no engine
-    listener_fd, heartbeats_fd, stacks_fd, *shelf_fds = fds
+    listener_fd, heartbeats_fd, stacks_fd, *exchange_fds = fds
     write_stacks_to(stacks_fd)
     config = EngineConfig.model_validate_json(line)
-    keep_to(config.share.cpus)
+    pin_to(config.share.cpus)
     ending = _Ending()
     ending.start()
     headstart.use(config)
@@ -309,7 +309,7 @@ def main() -> int:
     try:
         row = ENGINE + config.share.engine
         code = _Loop(clients, ending, Heartbeats(row + 1, heartbeats_fd), row, headstart).run(
-            config, stacks_fd, shelf_fds
+            config, stacks_fd, exchange_fds
         )
     except Exception:
         # A defect, not a user's mistake: the trace belongs in the log, the daemon tells every client.
@@ -318,7 +318,7 @@ def main() -> int:
     clients.close()
     context.term()
     # The runner's thread may be inside torch: leave without waiting for it.
-    last_lines()
+    flush_lines()
     os._exit(code)
 
 

@@ -16,9 +16,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports take a moment, and leave nothing to put in order
     _open_streams()
     if sys.argv[1:2] == ["serve"] and not {"-h", "--help", "--help-all"} & set(sys.argv):
-        from weft.engine.wire.blank import Blank
+        from weft.engine.wire.preloaded import PreloadedProcess
 
-        Blank.begin()  # if the options are refused, it ends with this process
+        PreloadedProcess.begin()  # if the options are refused, it ends with this process
     from weft.server.daemon.cli import INTERRUPTED
     from weft.server.daemon.cli import main as run
 

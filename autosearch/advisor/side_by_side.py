@@ -20,7 +20,7 @@ from weft.autosearch.workload import Lengths
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 from weft.engine.wire.child import settle
-from weft.engine.wire.shelf import Shelf
+from weft.engine.wire.weight_exchange import WeightExchange
 
 PATIENCE_SECONDS = 90.0
 """for an answer: an engine that hangs ends the measurement, not the time for it"""
@@ -55,17 +55,17 @@ class SideBySide:
         told = config.model_copy(update=own).model_dump_json()
         self._tell, self._ended, self._patience = tell, ended, PATIENCE_SECONDS + 20 * seconds  # `engine_bench.LONGEST`
         self._children: list[subprocess.Popen[str]] = []
-        self._shelf = Shelf()
+        self._exchange = WeightExchange()
         try:
             for i in range(most):
                 tell(f"starting engine {i + 1} of {most}")
                 child = subprocess.Popen(
                     [sys.executable, "-P", "-m", "weft.autosearch.advisor.side_by_side", str(os.getpid())],
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=self._shelf.fds,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=self._exchange.fds,
                     start_new_session=True,  # Ctrl-C reaches the command alone, which then ends them
                 )  # fmt: skip
                 self._children.append(child)
-                order = {"config": told, "lengths": lengths, "seconds": seconds, "seed": i, "shelf": self._shelf.fds}
+                order = {"config": told, "lengths": lengths, "seconds": seconds, "seed": i, "exchange": self._exchange.fds}
                 _say(child, json.dumps(order))
             for child in self._children:
                 self._heard(child, START_SECONDS)
@@ -113,8 +113,8 @@ class SideBySide:
             child.kill()
         for child in self._children:
             child.wait()
-        self._shelf.clear()
-        self._shelf.close()
+        self._exchange.clear()
+        self._exchange.close()
 
     def __enter__(self) -> Self:
         return self
@@ -164,7 +164,7 @@ def main() -> int:
     os.dup2(2, 1)  # whatever else prints is no answer
     try:
         config = EngineConfig.model_validate_json(order["config"]).for_measuring()
-        engine = Engine(config, shelf=Shelf.of(order["shelf"]))
+        engine = Engine(config, exchange=WeightExchange.of(order["exchange"]))
     except WeftError as error:
         print(f"weft advise: {error}", file=sys.stderr, flush=True)
         return 1

@@ -1,4 +1,4 @@
-"""`BlockAllocator`: the numbered places of one tier below the GPU (host slots, SSD extents), and whose they are."""
+"""`BlockAllocator`: assigns the numbered places of one tier below the GPU (host slots, SSD extents) to entries."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from weft.engine.memory.prefix_index import PrefixEntry
 
 
 class BlockAllocator:
-    """A place is free, cached (an entry's, evictable) or held (a transfer reads or writes it).
+    """A place is free, cached (it holds an entry's page and is evictable) or held (a transfer reads or writes it).
 
-    `spared(entry)` says whether the tier may lose its copy; `lose(entry)` takes the place away from the entry. Victims
-    come least recently used first, those that were promised to be kept after all others, from heaps of candidates that
-    are corrected when they are read.
+    `spared(entry)` returns whether the tier may lose its copy; `lose(entry)` takes the place from the entry. Victims
+    are the least recently used, retained pages last. The heaps of candidates are corrected when they are read.
     """
 
     def __init__(
@@ -24,11 +23,11 @@ class BlockAllocator:
         self._spared = spared
         self._lose = lose
         self._free = dict.fromkeys(range(capacity - 1, -1, -1))
-        """a stack that any place can be taken out of; low numbers are handed out first"""
+        """A stack that also supports removal of any place. Low numbers are handed out first."""
         self._entries: dict[int, PrefixEntry] = {}
         self._pins: dict[int, int] = {}
         self._candidates = _Candidates()
-        self._promised = _Candidates()
+        self._retained = _Candidates()
 
     @property
     def num_free(self) -> int:
@@ -40,7 +39,7 @@ class BlockAllocator:
 
     @property
     def num_cached(self) -> int:
-        """Places that are an entry's, held ones among them."""
+        """Places that belong to an entry, including held ones."""
         return len(self._entries)
 
     @property
@@ -51,7 +50,7 @@ class BlockAllocator:
         return self._entries.items()
 
     def take(self) -> int | None:
-        """A place to write to, held once; evicts when none is free. None when none can be spared now."""
+        """Return a place to write to, held once. Evicts if none is free; None if none can be evicted now."""
         if not self._free:
             self._evict()
         if not self._free:
@@ -61,11 +60,11 @@ class BlockAllocator:
         return place
 
     def settle(self, place: int, entry: PrefixEntry) -> None:
-        """What was written to the held place is the entry's page."""
+        """Assign a held place, now written, to the entry."""
         self._entries[place] = entry
 
     def claim(self, place: int, entry: PrefixEntry) -> None:
-        """A free place that holds the entry's page already: found on the disk at start."""
+        """Assign a free place that already holds the entry's page, as found on disk at start."""
         del self._free[place]
         self.settle(place, entry)
         self._reconsider(place)
@@ -83,29 +82,29 @@ class BlockAllocator:
                 self._free[place] = None
 
     def forget(self, place: int) -> None:
-        """The place is no entry's any more; it is free once no transfer holds it."""
+        """Take the place from its entry. It becomes free once no transfer holds it."""
         self._entries.pop(place, None)
         if place not in self._pins:
             self._free[place] = None
 
     def reconsider(self, entry: PrefixEntry, place: int) -> None:
-        """The entry lost a child: perhaps it can be spared now."""
+        """Check again whether the entry can be evicted: it lost a child."""
         if self._entries.get(place) is entry and place not in self._pins:
             self._reconsider(place)
 
     def _reconsider(self, place: int) -> None:
         entry = self._entries[place]
-        (self._promised if entry.promised else self._candidates).push(entry.used, place)
+        (self._retained if entry.retained_until else self._candidates).push(entry.used, place)
 
     def _evict(self) -> None:
-        for candidates in (self._candidates, self._promised):
+        for candidates in (self._candidates, self._retained):
             while candidates.heap:
                 used, place = candidates.pop()
                 entry = self._entries.get(place)
-                # Stale: held now, or a parent. It comes back when it is let go, or when its last child leaves.
+                # Stale: held now, or a parent. It is queued again when it is unpinned or its last child leaves.
                 if entry is None or place in self._pins or not self._spared(entry):
                     continue
-                if entry.used != used or (entry.promised and candidates is self._candidates):
+                if entry.used != used or (entry.retained_until and candidates is self._candidates):
                     self._reconsider(place)
                     continue
                 self.evictions += 1
@@ -113,7 +112,7 @@ class BlockAllocator:
                 return
 
     def evict_all(self) -> None:
-        """Lose every place that the tier can do without."""
+        """Evict every place that can be evicted."""
         left = -1
         while left != self.num_cached:
             left = self.num_cached
@@ -129,11 +128,11 @@ class BlockAllocator:
 
 
 class _Candidates:
-    """Places that may be evicted, least recently used first."""
+    """Heap of places that may be evicted, least recently used first."""
 
     def __init__(self) -> None:
         self.heap: list[tuple[int, int]] = []
-        """(last use, place)"""
+        """(last use, place)."""
         self._queued: set[int] = set()
 
     def push(self, used: int, place: int) -> None:

@@ -1,4 +1,4 @@
-"""`weft cache stats|verify|clear PATH`: the SSD store without an engine. Takes its lock: no daemon may be using it."""
+"""`weft cache stats|verify|clear PATH`: inspects an SSD store. It takes the lock, so no daemon may use it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.engine.progress import for_stdout
 
 
 def run(verb: str, path: Path) -> int:
-    """Returns the exit status. Raises `ConfigError`, one line, when there is no store or a daemon has it."""
+    """Return the exit status. Raises `ConfigError`, with one line, if there is no store or a daemon uses it."""
     try:
         file = StoreFile(expanded(path), None)
     except StoreUnavailable as error:
@@ -24,7 +24,7 @@ def run(verb: str, path: Path) -> int:
     try:
         if verb == "clear":
             file.new_epoch()
-            print("every page is forgotten")
+            print("all pages cleared")
             return 0
         records = file.headers()
         bad = _bad(file, records) if verb == "verify" else None
@@ -37,7 +37,7 @@ def run(verb: str, path: Path) -> int:
 
 
 def _bad(file: StoreFile, records: list[tuple[int, Record]]) -> list[int]:
-    """Extents whose payload is not what the header's checksum says, or cannot be read."""
+    """Return extents whose payload does not match the header's checksum, or cannot be read."""
     geometry = file.geometry
 
     def holds(extent: int, record: Record) -> bool:
@@ -45,18 +45,18 @@ def _bad(file: StoreFile, records: list[tuple[int, Record]]) -> list[int]:
             if not file.read_extent(extent, view):
                 return False
             parts = [view[: geometry.payload_bytes]]
-            if record.rest >= 0:
-                if not file.read_rest(record.rest, end):
+            if record.remainder >= 0:
+                if not file.read_remainder(record.remainder, end):
                     return False
-                parts.append(end[: geometry.rest_bytes])
+                parts.append(end[: geometry.remainder_bytes])
             return checksum(*parts) == record.payload
         except OSError:
             return False
 
-    rest_bytes = max(1, aligned(geometry.rest_bytes))
+    remainder_bytes = max(1, aligned(geometry.remainder_bytes))
     with (
         mmap.mmap(-1, geometry.extent_bytes) as buffer,
-        mmap.mmap(-1, rest_bytes) as other,
+        mmap.mmap(-1, remainder_bytes) as other,
         memoryview(buffer) as view,
         memoryview(other) as end,
     ):
@@ -76,11 +76,11 @@ def _print(file: StoreFile, records: list[tuple[int, Record]], bad: list[int] | 
         "model and layout": geometry.owner.hex(),
         "direct I/O": "yes" if file.direct else "no",
     }
-    if geometry.num_rests:
-        rows["pages not packed"] = f"{sum(r.rest >= 0 for _, r in records):,}, room for {geometry.num_rests:,}"
+    if geometry.num_remainders:
+        rows["pages not packed"] = f"{sum(r.remainder >= 0 for _, r in records):,} of {geometry.num_remainders:,}"
     if bad is not None:
-        rows["pages that hold"] = f"{len(records) - len(bad):,}"
-        rows["pages that do not"] = f"{len(bad):,}" + (f" (extents {', '.join(map(str, bad[:8]))} …)" if bad else "")
+        rows["intact pages"] = f"{len(records) - len(bad):,}"
+        rows["damaged pages"] = f"{len(bad):,}" + (f" (extents {', '.join(map(str, bad[:8]))} …)" if bad else "")
     for key, value in rows.items():
         table.add_row(key, value)
     for_stdout().print(table)

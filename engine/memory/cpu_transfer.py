@@ -1,4 +1,4 @@
-"""`CpuCopyEngine`: pages move by `memcpy`, or packed by the processor, on a thread of its own."""
+"""`CpuCopyEngine`: copies or packs pages on a separate CPU thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from weft.engine.memory.kv_layout import page_rows
-from weft.engine.memory.transfer import Bytes, Copy, PageSizes, Pairs, map_host_pool, map_rests
+from weft.engine.memory.transfer import Bytes, Copy, PageSizes, Pairs, map_host_pool, map_remainders
 from weft.kernels.formats.packed_page import PackedPage
 
 
@@ -41,16 +41,16 @@ class CpuCopy:
 
 
 class CpuCopyEngine:
-    """One thread that copies in the order asked; numpy releases the interpreter lock while it copies and packs."""
+    """One thread that runs copies in order. numpy releases the interpreter lock while it copies and packs."""
 
     def __init__(self, kv: Tensor, slots: int, form: PackedPage | None = None) -> None:
-        """form: pages lie packed in the host pool."""
+        """With `form`, pages are packed in the host pool."""
         self._kv: Bytes = page_rows(kv).numpy()
         self._form = form
         page_bytes = self._kv.shape[1]
         self.sizes = PageSizes(page_bytes, form.nbytes if form is not None else page_bytes)
         self.host = map_host_pool(slots, self.sizes.packed)
-        self.rests = map_rests(slots, self.sizes) if form is not None else None
+        self.remainders = map_remainders(slots, self.sizes) if form is not None else None
         self._queue: queue.SimpleQueue[CpuCopy | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="weft-copies", daemon=True)
         self._thread.start()
@@ -65,14 +65,14 @@ class CpuCopyEngine:
         first = self.sizes.packed
         for page, slot in pairs:
             there, here = self._kv[page], self.host[slot, :first]
-            if self._form is None or self.rests is None:
+            if self._form is None or self.remainders is None:
                 np.copyto(here, there)
                 continue
-            self.rests.drop(slot)
+            self.remainders.drop(slot)
             if self._form.pack(there, here):
                 continue
             copy.raw.append(slot)
-            if (end := self.rests.room(slot)) is None:
+            if (end := self.remainders.reserve(slot)) is None:
                 copy.unkept.append(slot)
                 continue
             np.copyto(here, there[:first])
@@ -82,9 +82,9 @@ class CpuCopyEngine:
         first = self.sizes.packed
         for page, slot in pairs:
             there, here = self._kv[page], self.host[slot, :first]
-            if self._form is None or self.rests is None:
+            if self._form is None or self.remainders is None:
                 np.copyto(there, here)
-            elif (end := self.rests.end(slot)) is None:
+            elif (end := self.remainders.bytes_of(slot)) is None:
                 self._form.unpack(here, there)
             else:
                 copy.raw.append(slot)

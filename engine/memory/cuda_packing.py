@@ -1,8 +1,7 @@
-"""`CudaPacking`: packs pages on the GPU before they are copied to the host, and unpacks them after they came back.
+"""`CudaPacking`: packs pages on the GPU before they are copied to the host, and unpacks them on their way back.
 
-Pages go through a few packed ones in the GPU's memory (`STAGED_BYTES` at most for each of two buffers each way), so
-that one buffer is packed or unpacked while the other is copied. What packs and unpacks has streams of its own, whose
-programs go before those of the iteration's kernels that have not begun.
+Each direction has two buffers of packed pages in GPU memory, `STAGED_BYTES` each at most: one is packed or unpacked
+while the other is copied. Packing runs on high-priority streams, ahead of kernels that have not started.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from weft.kernels.tiers import pack_pages as kernels
 STAGED_BYTES = 32 << 20
 BUFFERS = 2
 Places = Sequence[tuple[int, Tensor]]
-"""(GPU page, `[nbytes]` uint8 on the host)"""
+"""(GPU page, `[nbytes]` uint8 on the host)."""
 
 
 class _Buffer:
@@ -30,7 +29,7 @@ class _Buffer:
 
 
 class _Way:
-    """Buffers in turn, and the stream of what packs or unpacks."""
+    """One direction: alternating buffers, and the stream that packs or unpacks."""
 
     def __init__(self, form: PackedPage, device: torch.device) -> None:
         self.buffers = [_Buffer(form, device) for _ in range(BUFFERS)]
@@ -38,7 +37,7 @@ class _Way:
         self._turn = 0
 
     def chunks(self, places: Places) -> Sequence[tuple[_Buffer, Places]]:
-        """The pages, each few with the buffer that they pass."""
+        """Split pages into groups, each with its buffer."""
         size, taken = len(self.buffers[0].cells), []
         for first in range(0, len(places), size):
             taken.append((self.buffers[self._turn % BUFFERS], places[first : first + size]))
@@ -47,13 +46,13 @@ class _Way:
 
 
 class CudaPacking:
-    """Of a pool `kv [pages, ...]` bf16, whose pages have this form."""
+    """Packing for a pool `kv [pages, ...]` of bf16 pages of one form."""
 
     def __init__(self, form: PackedPage, kv: Tensor) -> None:
         self.form, self._kv = form, kv
         self._outward, self._inward = _Way(form, kv.device), _Way(form, kv.device)
-        # Loads the kernels, which nothing may while a graph is captured: the dummy page there and back. On a stream of
-        # this device's, for a rank's thread may have another one at hand.
+        # Load the kernels by moving the dummy page there and back: they cannot be loaded while a graph is captured. Use
+        # this device's stream, because the current device of a rank's thread may be another one.
         self._outward.stream.wait_stream(torch.cuda.current_stream(kv.device))
         with torch.cuda.stream(self._outward.stream):
             buffer = self._outward.buffers[0]
@@ -62,7 +61,7 @@ class CudaPacking:
         self._outward.stream.synchronize()
 
     def out(self, copies: torch.cuda.Stream, places: Places, before: Callable[[int], None]) -> None:
-        """Pages to the host; `before(i)` is called on the stream of copies ahead of the i-th page's."""
+        """Copy pages to the host. `before(i)` is called on the copy stream before the i-th page."""
         i, packs = 0, self._outward.stream
         for buffer, some in self._outward.chunks(places):
             packs.wait_event(buffer.empty)
@@ -78,7 +77,7 @@ class CudaPacking:
                 buffer.empty.record(copies)
 
     def back(self, copies: torch.cuda.Stream, places: Places) -> torch.cuda.Stream:
-        """Packed pages from the host; the stream on which they, and what was copied before, have arrived."""
+        """Copy packed pages from the host. Returns the stream on which they and all earlier copies complete."""
         unpacks = self._inward.stream
         for buffer, some in self._inward.chunks(places):
             copies.wait_event(buffer.empty)
@@ -94,6 +93,6 @@ class CudaPacking:
         return unpacks
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for running copies."""
         self._outward.stream.synchronize()
         self._inward.stream.synchronize()

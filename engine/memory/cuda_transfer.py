@@ -1,6 +1,6 @@
-"""`CudaCopyEngine`: pinned host memory on the GPU's NUMA node, one copy stream each way, an event for each batch.
+"""`CudaCopyEngine`: copies pages through pinned memory on the GPU's NUMA node, with one stream per direction.
 
-Pages that are packed pass `cuda_packing.py` on their way.
+`cuda_packing.py` packs and unpacks pages on their way.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch import Tensor
 
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.kv_layout import page_rows
-from weft.engine.memory.transfer import GIB, Copy, Gate, PageSizes, Pairs, map_host_pool, map_rests
+from weft.engine.memory.transfer import GIB, Copy, Gate, PageSizes, Pairs, map_host_pool, map_remainders
 from weft.kernels.formats.packed_page import PackedPage
 
 if TYPE_CHECKING:
     from weft.engine.memory.cuda_packing import CudaPacking
 
 PIN_CHUNK = GIB
-"""bytes of the host pool that are touched and registered at once"""
+"""Bytes of the host pool to touch and register at once."""
 POLL_SECONDS = 1e-4
 
 
 def _local_cpus(device: torch.device) -> set[int]:
-    """The processors of the GPU's NUMA node, or an empty set where the machine does not say."""
+    """Return the processors of the GPU's NUMA node; empty if unknown."""
     p: Any = torch.cuda.get_device_properties(device)
     address = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
     try:
@@ -47,7 +47,7 @@ def _local_cpus(device: torch.device) -> set[int]:
 
 
 def _pin(memory: np.ndarray, device: torch.device) -> None:
-    """Touch the memory from threads beside the GPU, so that the system takes it from that node, and page-lock it.
+    """Touch the memory from threads on the GPU's NUMA node, so that it is allocated there, and page-lock it.
 
     Raises `OutOfMemory`.
     """
@@ -56,7 +56,7 @@ def _pin(memory: np.ndarray, device: torch.device) -> None:
     def pin(chunk: np.ndarray) -> int:
         if cpus:
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, cpus)  # this thread's alone
+                os.sched_setaffinity(0, cpus)  # this thread only
         chunk.reshape(-1)[:: mmap.PAGESIZE] = 0
         with torch.cuda.device(device):
             return int(torch.cuda.cudart().cudaHostRegister(chunk.ctypes.data, chunk.nbytes, 0))
@@ -67,7 +67,7 @@ def _pin(memory: np.ndarray, device: torch.device) -> None:
 
 
 def _chunks(memory: np.ndarray) -> list[np.ndarray]:
-    """Whole slots: a copy must not cross from one registration into the next."""
+    """Split into whole slots, because a copy must not cross registrations."""
     slots = max(1, PIN_CHUNK // memory.shape[1])
     return [memory[start : start + slots] for start in range(0, len(memory), slots)]
 
@@ -80,7 +80,7 @@ class CudaCopy:
         self.raw: list[int] = []
         self.unkept: list[int] = []
         self.then: Callable[[], bool] | None = None
-        """asked once when `end` has passed: was that all?"""
+        """Called once after `end`; returns False if it started more copies."""
 
     def done(self) -> bool:
         if not self.end.query():
@@ -94,10 +94,10 @@ class CudaCopy:
 
 
 class CudaCopyEngine:
-    """Copies of a direction run in the order asked; the two directions run beside each other and beside compute.
+    """Copies of one direction run in order; the two directions overlap each other and compute.
 
-    gates: a batch of pages to the host is spread over these, each page behind its own. form: pages are packed on their
-    way to the host, and unpacked on their way back.
+    A batch of pages to the host is spread over `gates`, each page waiting for its gate. With `form`, pages are packed
+    on their way to the host and unpacked on their way back.
     """
 
     def __init__(self, kv: Tensor, slots: int, gates: Sequence[Gate] = (), form: PackedPage | None = None) -> None:
@@ -107,9 +107,9 @@ class CudaCopyEngine:
         self.sizes = PageSizes(page_bytes, form.nbytes if form is not None else page_bytes)
         self.host = map_host_pool(slots, self.sizes.packed)
         _pin(self.host, kv.device)
-        self.rests = map_rests(slots, self.sizes) if form is not None else None
-        if self.rests is not None:
-            _pin(self.rests.memory, kv.device)
+        self.remainders = map_remainders(slots, self.sizes) if form is not None else None
+        if self.remainders is not None:
+            _pin(self.remainders.memory, kv.device)
         self._host = torch.from_numpy(self.host)[:, : self.sizes.packed]
         self._out, self._back = torch.cuda.Stream(kv.device), torch.cuda.Stream(kv.device)
         self._packing: CudaPacking | None = None
@@ -128,9 +128,9 @@ class CudaCopyEngine:
                         self._wait_at_gate(i, len(pairs))
                         self._host[slot].copy_(self._kv[page], non_blocking=True)
             else:
-                assert self.rests is not None
+                assert self.remainders is not None
                 for _, slot in pairs:
-                    self.rests.drop(slot)
+                    self.remainders.drop(slot)
                 places = [(page, self._host[slot]) for page, slot in pairs]
                 self._packing.out(stream, places, lambda i: self._wait_at_gate(i, len(pairs)))
                 copy.then = lambda: self._keep_raw(copy, pairs)
@@ -142,15 +142,15 @@ class CudaCopyEngine:
             self._gates[i * len(self._gates) // of].wait(self._out)
 
     def _keep_raw(self, copy: CudaCopy, pairs: Pairs) -> bool:
-        """Send what could not be packed as it is. True: there is none, or no room for it."""
+        """Copy pages that could not be packed as they are. Returns True if nothing was started."""
         assert self._packing is not None
-        assert self.rests is not None
+        assert self.remainders is not None
         form, first, sent = self._packing.form, self.sizes.packed, False
         for page, slot in pairs:
             if form.holds(self.host[slot]):
                 continue
             copy.raw.append(slot)
-            if (end := self.rests.room(slot)) is None:
+            if (end := self.remainders.reserve(slot)) is None:
                 copy.unkept.append(slot)
                 continue
             with torch.cuda.stream(self._out), torch.inference_mode():
@@ -167,7 +167,7 @@ class CudaCopyEngine:
         with torch.cuda.stream(stream), torch.inference_mode():
             copy.begin.record(stream)
             for page, slot in pairs:
-                end = self.rests.end(slot) if self.rests is not None else None
+                end = self.remainders.bytes_of(slot) if self.remainders is not None else None
                 if end is not None:
                     copy.raw.append(slot)
                     self._kv[page, first:].copy_(torch.from_numpy(end), non_blocking=True)
@@ -189,6 +189,6 @@ class CudaCopyEngine:
         self._back.synchronize()
         if self._packing is not None:
             self._packing.close()
-        for memory in [self.host] + ([self.rests.memory] if self.rests is not None else []):
+        for memory in [self.host] + ([self.remainders.memory] if self.remainders is not None else []):
             for chunk in _chunks(memory):
                 torch.cuda.cudart().cudaHostUnregister(chunk.ctypes.data)

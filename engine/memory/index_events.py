@@ -1,4 +1,4 @@
-"""`IndexEvents`: tells of every page that a tier gains or loses, from the changes that the prefix index notes."""
+"""`IndexEvents`: publishes every page that a tier gains or loses, from the changes that the prefix index records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from weft.engine.memory.prefix_index import Change, PrefixEntry, PrefixIndex
 from weft.engine.wire.kv_events import (
-    AGAIN_SECONDS,
+    SNAPSHOT_SECONDS,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -19,34 +19,34 @@ from weft.engine.wire.kv_events import (
 )
 
 MEDIA = {"page": "GPU", "host": "CPU", "extent": "DISK"}
-"""where an entry's copies lie, and what routers call that. A device without a GPU has its pages in "GPU" too"""
+"""The attribute of each tier's copy, and the medium that routers know. On a CPU device, pages are in "GPU" too."""
 AT_ONCE = 1000
-"""changes of one message, in a whole account"""
+"""Changes per message of a snapshot."""
 
 
 class IndexEvents:
-    """Lives on the scheduler's thread, which notes changes and no more: events are made in the publisher's."""
+    """Runs on the scheduler's thread, which only hands changes over: the publisher's thread builds the events."""
 
     def __init__(self, index: PrefixIndex, publisher: KvPublisher, page_size: int) -> None:
         self._index, self._publisher, self._page_size = index, publisher, page_size
-        self._accounted = 0.0
-        """`time.monotonic()` of the last whole account"""
+        self._next_snapshot = 0.0
+        """`time.monotonic()` before which no snapshot is published."""
         index.changes = []
 
     def flush(self) -> None:
-        """Hand over what has changed since the last call. Called once an iteration."""
+        """Publish the changes since the last call, or a snapshot if one is due. Called once per step."""
         publisher, changes = self._publisher, self._index.changes
-        if publisher.wanted and ((now := time.monotonic()) > self._accounted + AGAIN_SECONDS or not self._accounted):
-            self._accounted = now
+        if publisher.wanted and (now := time.monotonic()) > self._next_snapshot:
+            self._next_snapshot = now + SNAPSHOT_SECONDS
             publisher.wanted = False
             self._index.changes = []
-            self._account()
+            self._snapshot()
         elif changes:
             self._index.changes = []
             publisher.put(partial(events, changes, self._page_size))
 
-    def _account(self) -> None:
-        """All that there is, from nothing on. Entries are in the order of their making, parents first."""
+    def _snapshot(self) -> None:
+        """Publish the whole index, after a reset. Entries are in creation order, parents first."""
         changes: list[Change | None] = [None]
         for entry in self._index.entries():
             changes += [Change(entry, tier, True) for tier in MEDIA if getattr(entry, tier) >= 0]
@@ -59,12 +59,12 @@ class IndexEvents:
 
 
 def block_hash(entry: PrefixEntry) -> int:
-    """What an entry is called outside: the first half of its key."""
+    """Return an entry's public name: the first half of its key."""
     return int.from_bytes(entry.key[:8], "big")
 
 
 def events(changes: Sequence[Change | None], page_size: int) -> list[Event]:
-    """The events that these changes are, in their order; neighbours of a chain are one event. None: all was cleared."""
+    """Convert changes into events, in order. Neighbors in a chain share an event; None means that all was cleared."""
     out: list[Event] = []
     run: list[PrefixEntry] = []
     at: tuple[str, bool] | None = None

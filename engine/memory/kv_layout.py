@@ -1,7 +1,7 @@
-"""`KvLayout`: what a page of KV looks like. Whoever allocates, moves, hashes, stores or counts pages asks it.
+"""`KvLayout`: the layout of a page of KV, for all code that allocates, moves, hashes, stores or counts pages.
 
-A page is one contiguous extent that holds all layers of `page_size` tokens, so that it moves between tiers with one
-copy; attention reaches a layer inside a page by stride.
+A page is contiguous and holds all layers of `page_size` tokens, so that it moves between tiers with one copy.
+Attention reaches a layer inside a page by stride.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from weft.kernels.formats.packed_page import PackedPage
 class KvLayout:
     """`[page][layer][plane][token][kv_head][head_dim]` of `dtype`. Grouped-query attention has two planes, K and V.
 
-    Layers of several shapes (`mixed`) lie one behind the other in the page, each in the same order.
+    Layers of different shapes (`mixed`) follow each other in the page, each in this order.
     """
 
     num_layers: int
     planes: int
     page_size: int
-    """tokens"""
+    """Tokens per page."""
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     mixed: tuple[tuple[int, int], ...] = ()
-    """(Hkv, D) of each layer, where they differ: then `num_kv_heads` and `head_dim` are the largest"""
+    """(Hkv, D) of each layer if they differ; `num_kv_heads` and `head_dim` are then the largest."""
     maker: str = ""
-    """whose values these are, if not those of weft's own layers: part of what identifies a page"""
+    """The library that computes the values, if not weft's own layers. Part of a page's identity."""
 
     @classmethod
     def of(cls, spec: ModelSpec, page_size: int, dtype: torch.dtype, widths: Sequence[int] = ()) -> Self:
-        """widths: head sizes that attention takes, the smallest first: a head lies in the next of them."""
+        """`widths` are the head sizes that attention supports, ascending: heads are padded to the next one."""
         heads = tuple((n, next((w for w in widths if w >= width), width)) for n, width in spec.kv_heads)
         mixed = heads if len(set(heads)) > 1 else ()
         maker = "" if spec.native else "transformers"
@@ -47,17 +47,17 @@ class KvLayout:
 
     @property
     def page_shape(self) -> tuple[int, ...]:
-        """`[layers, planes, page_size, Hkv, D]`, of mixed layers `[values]`"""
+        """`[layers, planes, page_size, Hkv, D]`; for mixed layers `[values]`."""
         if self.mixed:
-            return (self._mixed_places[1],)
+            return (self._mixed_offsets[1],)
         return (self.num_layers, self.planes, self.page_size, self.num_kv_heads, self.head_dim)
 
     @property
-    def _mixed_places(self) -> tuple[list[int], int]:
-        """Where each layer begins in a page, and how many values a page has.
+    def _mixed_offsets(self) -> tuple[list[int], int]:
+        """Offset of each layer in a page, and the values per page.
 
-        A layer begins at a multiple of its own size, and so does every page: seen from a layer the pool is made of
-        layers of its own size, of which it is one.
+        Layers and pages start at multiples of the layer's size, so that the pool can be viewed as an array of layers
+        of that size.
         """
         sizes = [self.planes * self.page_size * heads * width for heads, width in self.mixed]
         begins, end = [], 0
@@ -67,21 +67,22 @@ class KvLayout:
         return begins, -(-end // math.lcm(*sizes)) * math.lcm(*sizes)
 
     def heads(self, layer: int) -> tuple[int, int]:
-        """(Hkv, D) of a layer."""
+        """Return (Hkv, D) of a layer."""
         return self.mixed[layer] if self.mixed else (self.num_kv_heads, self.head_dim)
 
     def layer(self, pool: Tensor, layer: int) -> tuple[Tensor, int]:
-        """The pool as `[pages, layers, planes, page_size, Hkv, D]` of this layer's size, and its index in there."""
+        """View the pool as `[pages, layers, planes, page_size, Hkv, D]` of this layer's size; return it and the layer's
+        index."""
         if not self.mixed:
             return pool, layer
         heads, width = self.mixed[layer]
         size = self.planes * self.page_size * heads * width
         view = pool.view(len(pool), -1, self.planes, self.page_size, heads, width)
-        return view, self._mixed_places[0][layer] // size
+        return view, self._mixed_offsets[0][layer] // size
 
     @property
     def token_values(self) -> int:
-        """Numbers that one token keeps, over all layers."""
+        """Values per token, over all layers."""
         return math.prod(self.page_shape) // self.page_size
 
     @property
@@ -94,31 +95,31 @@ class KvLayout:
 
     @property
     def packed(self) -> PackedPage | None:
-        """The form of these pages in 12 bits a scalar; None where they have none."""
-        # Layers of several sizes lie at multiples of theirs: the smallest row divides them all.
+        """The packed form of these pages, 12 bits per scalar; None if they cannot be packed."""
+        # Mixed layers start at multiples of their sizes, so the smallest row divides them all.
         width = min(heads * head for heads, head in self.mixed or ((self.num_kv_heads, self.head_dim),))
         form = PackedPage(math.prod(self.page_shape), self.page_size, width)
         return form if self.dtype == torch.bfloat16 and form.possible else None
 
     @property
     def id(self) -> str:
-        """Part of what identifies a page: pages of another layout are nobody's."""
+        """Part of a page's identity: pages of another layout never match."""
         made = f"|{self.maker} {self.mixed}" if self.maker else ""
         return f"{self.dtype}|{'x'.join(map(str, self.page_shape))}{made}"
 
     def shape(self, num_pages: int) -> tuple[int, ...]:
-        """Of a pool: `[pages, layers, planes, page_size, Hkv, D]`."""
+        """Return the shape of a pool, `[pages, layers, planes, page_size, Hkv, D]`."""
         return (num_pages, *self.page_shape)
 
     def view(self, memory: Tensor) -> Tensor:
-        """A pool over `memory` uint8, whose length is a multiple of `page_bytes`."""
+        """View `memory` (uint8, a multiple of `page_bytes` long) as a pool."""
         return memory.view(self.dtype).view(self.shape(memory.numel() // self.page_bytes))
 
     def pages_in(self, size: float) -> int:
-        """Whole pages that fit so many bytes."""
+        """Return the whole pages that fit in `size` bytes."""
         return math.floor(size / self.page_bytes)
 
 
 def page_rows(kv: Tensor) -> Tensor:
-    """A pool as `[pages, page_bytes]` uint8: what a copy moves."""
+    """View a pool as `[pages, page_bytes]` uint8, the unit of copies."""
     return kv.view(kv.shape[0], -1).view(torch.uint8)

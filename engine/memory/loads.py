@@ -1,5 +1,5 @@
-"""What brings pages back to the GPU: `PageLoad`, one page on its way; `Loading`, a request that waits for some;
-`LoadSpeeds`, which decides how much of a prefix is worth it."""
+"""Loads of pages to the GPU: `PageLoad` is one page, `Loading` a request's wait for pages, and `LoadSpeeds` decides
+how much of a prefix is worth loading."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry
 
 SMOOTHING = 0.2
-"""weight of the newest measurement"""
+"""Weight of the newest measurement."""
 PRIOR_HOST_BYTES_PER_SECOND = 10e9
 PRIOR_SSD_BYTES_PER_SECOND = 1e9
 
 
 class PageLoad:
-    """A page on its way to GPU page `page`, which the load holds until its last copy has ended."""
+    """A load into GPU page `page`, which it holds until its last copy has ended."""
 
     __slots__ = ("begun", "entry", "page", "tier", "waiters")
 
@@ -24,20 +24,20 @@ class PageLoad:
         self.entry = entry
         self.page = page
         self.tier = tier
-        """where it comes from: 'host' or 'ssd'"""
+        """Source tier: 'host' or 'ssd'."""
         self.begun = begun
-        """monotonic seconds"""
+        """Start in monotonic seconds."""
         self.waiters: list[Loading] = []
 
 
 class Loading:
-    """A request's wait for loads, its own and those that others started."""
+    """A request's wait for loads, including those that other requests started."""
 
     __slots__ = ("entries", "failed", "remaining", "slot")
 
     def __init__(self, slot: int, entries: list[PrefixEntry]) -> None:
         self.slot = slot
-        """-1 once its request has left the slot"""
+        """Slot of the request; -1 once it has left the slot."""
         self.entries = entries
         self.remaining = 0
         self.failed = False
@@ -48,7 +48,7 @@ class Loading:
 
 
 class LoadSpeeds:
-    """Measured speeds of the tiers and of prefill, and what they say about a prefix."""
+    """Measured speeds of the tiers and of prefill."""
 
     def __init__(self, page_bytes: int, page_size: int) -> None:
         self._page_bytes = page_bytes
@@ -62,14 +62,14 @@ class LoadSpeeds:
         return dict(self._bytes_per_second)
 
     def moved(self, tier: str, pages: int, seconds: float) -> None:
-        """A batch of page loads from a tier took so long."""
+        """Record how long a batch of page loads from a tier took."""
         if seconds > 0:
             rate, weight = pages * self._page_bytes / seconds, SMOOTHING if tier in self._measured else 1.0
             self._bytes_per_second[tier] += weight * (rate - self._bytes_per_second[tier])
             self._measured.add(tier)
 
     def computed(self, tokens: int, seconds: float, full: bool) -> None:
-        """An iteration of so many tokens. One that is not full shows only that prefill is at least this fast."""
+        """Record an iteration. One that is not `full` only shows that prefill is at least this fast."""
         if seconds <= 0:
             return
         rate, known = tokens / seconds, self._prefill_tokens_per_second
@@ -79,17 +79,18 @@ class LoadSpeeds:
             self._prefill_tokens_per_second += SMOOTHING * (rate - known)
 
     def worthwhile(self, entries: Sequence[PrefixEntry], busy_pages: dict[str, int], busy_tokens: int) -> int:
-        """How many entries of the chain to use, so that loading them and computing the rest ends soonest.
+        """Return how many entries of a chain to load so that loading them and computing the rest ends soonest.
 
-        `busy_pages`: pages of each tier already on their way, `busy_tokens`: prompt tokens already to be computed;
-        both come first. A load that ends before the processor is free costs nothing. Without a measured prefill: all.
+        `busy_pages` are the pages per tier already loading and `busy_tokens` the prompt tokens already queued; both
+        come first. A load that ends before the processor is free costs nothing. All are used before a prefill was
+        measured.
         """
         rate = self._prefill_tokens_per_second
         if not rate or all(e.page != NOWHERE for e in entries):
             return len(entries)
         away = np.array([e.page == NOWHERE for e in entries])
         from_ssd = away & np.array([e.host == NOWHERE for e in entries])
-        # A page from the SSD crosses both links; the two run beside each other, so the slower one counts.
+        # A page from the SSD crosses both links. They overlap, so the slower one counts.
         loading = np.full(len(entries), busy_tokens / rate)
         for tier, pages in (("host", away), ("ssd", from_ssd)):
             ahead = busy_pages[tier] + np.cumsum(pages)
@@ -97,5 +98,5 @@ class LoadSpeeds:
             loading = np.maximum(loading, np.where(np.cumsum(pages) > 0, seconds, 0.0))
         saved = np.arange(1, len(entries) + 1) * self._page_size / rate
         gain = np.concatenate(([-busy_tokens / rate], saved - loading))
-        # Among equals the longest: what is loaded leaves the processor to other requests.
+        # Among equals, take the longest: loads leave the processor to other requests.
         return int(np.flatnonzero(gain >= gain.max() - 1e-9)[-1])

@@ -1,4 +1,4 @@
-"""What identifies the model behind a KV page, so that another checkpoint at the same path never hits."""
+"""`model_id`: identifies the model behind a KV page, so that another checkpoint at the same path never hits."""
 
 from __future__ import annotations
 
@@ -14,24 +14,22 @@ from weft.engine.model.directory import MODELOPT
 from weft.engine.model.spec import ModelSpec
 
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16
-"""of each weights file, evenly spaced, beside its header, size and time of change"""
+"""Evenly spaced samples per weights file, in addition to its header, size and modification time."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
 def model_id(config: EngineConfig, layout: KvLayout, spec: ModelSpec, dtype: torch.dtype, max_positions: int) -> str:
-    """A digest of configuration and weights, how they are computed, and the layout of a page. Raises `ModelError`.
+    """Return a digest of the configuration, the weights, the computation and the page layout. Raises `ModelError`.
 
-    dtype: of activations, whatever that of the pages is. max_positions: of a context; some ropes turn by it.
-
-    Weights are hundreds of gigabytes at times: of each file the header, the size, the time of its last change and
-    samples count. Made-up weights are named by their seed.
+    `dtype` is that of activations. `max_positions` matters because some ropes depend on it. Weights can be hundreds of
+    gigabytes, so only each file's header, size, modification time and samples count. Dummy weights count by their seed.
     """
     digest = xxhash.xxh3_128()
     path = config.model_path
     digest.update(str(dtype).encode())
     for inv_freq, scale in spec.rotary(max_positions):
         digest.update(inv_freq.numpy().tobytes() + str(scale).encode())
-    if not spec.native:  # whose code has ropes of its own
+    if not spec.native:  # its code has its own ropes
         digest.update(str(max_positions).encode())
     try:
         digest.update((path / "config.json").read_bytes())

@@ -1,4 +1,4 @@
-"""`PageLedger`: which pages entered the prefix index and which left it, since that was last told."""
+"""`PageLedger`: the pages that entered and left the prefix index since the last report."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from weft.engine.wire.page_keys import BRIEF
 
 
 class PageLedger:
-    """Of an index, from now on. A page that came and went between two tellings is told by where that ended, so that
-    news may be told to somebody who has them in part already."""
+    """Records the changes of an index. Only the last change of a page counts, so that a report can also be applied by
+    a client that has part of it already."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
@@ -20,11 +20,11 @@ class PageLedger:
         self._moves[key] = entered
 
     def all(self) -> bytes:
-        """Brief keys of all pages there are."""
+        """Return brief keys of all pages."""
         return b"".join([entry.key[:BRIEF] for entry in self._index.entries()])
 
     def take(self) -> PageChanges:
-        """What has happened since the last call."""
+        """Return the changes since the last call."""
         moves, self._moves = self._moves, {}
         return PageChanges(
             b"".join([key[:BRIEF] for key, entered in moves.items() if entered]),

@@ -1,8 +1,8 @@
-"""`PagePool`: who owns which KV page. Reference counts, the free list, and the prefix index that keeps idle pages.
+"""`PagePool`: ownership of KV pages, by reference counts, a free list, and the prefix index that keeps idle pages.
 
-A page is free (nobody's), held (referenced by at least one request, or behind a fence), or cached (in the index,
-referenced by no request, evictable). `free + cached + held == all` at any time. Page 0 is the dummy page: it absorbs
-padding and is never handed out.
+A page is free, held (referenced by at least one request or fence), or cached (in the index, without references,
+evictable). `free + cached + held == all` at any time. Page 0 is the dummy page: it absorbs padding and is never
+allocated.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry, PrefixIndex
-from weft.engine.memory.promises import Promises
+from weft.engine.memory.retention import RetainedPages
 
 Pages = npt.NDArray[np.int32]
 DUMMY_PAGE = 0
 EVICTION_SCAN = 256
-"""idle pages that are looked at for one that its chain can spare"""
+"""Idle pages to search for one that its chain can spare."""
 
 
 class PagePool:
     """Pages `1 … num_pages - 1`. Single-threaded: only the scheduler touches it.
 
-    A copy to or from another tier holds a reference of its own to its page, so that the page cannot be reused before
-    the copy's event has passed.
+    A copy to or from another tier holds a reference to its page, so that the page cannot be reused before the copy's
+    event has passed.
     """
 
-    def __init__(self, num_pages: int, page_size: int, index: PrefixIndex, promised_share: float = 0.5) -> None:
-        """`promised_share`: of the pages, that may be promised to be kept."""
+    def __init__(self, num_pages: int, page_size: int, index: PrefixIndex, retained_share: float = 0.5) -> None:
+        """`retained_share` is the maximum share of pages that may be retained."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.index = index
         self.evictions = 0
         self.idle_clock = -1
-        """pages used last at this time of the index's clock, or before, lie idle: those with a copy below go first"""
+        """Pages last used at or before this time of the index's clock are idle: evict those with a lower copy first."""
         self._entries: dict[int, PrefixEntry] = {}
         self._idle: OrderedDict[int, PrefixEntry] = OrderedDict()
-        """cached pages that nobody references, least recently used first"""
-        self._promised: OrderedDict[int, PrefixEntry] = OrderedDict()
-        """those of them that are evicted last"""
-        self.promises = Promises(int(promised_share * (num_pages - 1)), self._lapsed)
-        index.on_broken = self.promises.gone
+        """Cached pages without references, least recently used first."""
+        self._retained: OrderedDict[int, PrefixEntry] = OrderedDict()
+        """Retained pages without references, which are evicted last."""
+        self.retention = RetainedPages(int(retained_share * (num_pages - 1)), self._released)
+        index.on_retained_dropped = self.retention.drop
         self.ref = np.zeros(num_pages, np.int32)
-        self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int32)  # a stack; low ids are handed out first
+        self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int32)  # a stack; low ids are allocated first
         self._num_free = num_pages - 1
 
     @property
@@ -59,11 +59,11 @@ class PagePool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._idle) + len(self._promised)
+        return len(self._idle) + len(self._retained)
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can give now: free ones and cached ones that nobody references."""
+        """Pages that `allocate` can return now: free ones, and cached ones without references."""
         return self._num_free + self.num_cached
 
     @property
@@ -71,9 +71,9 @@ class PagePool:
         return self.capacity - self.num_available
 
     def allocate(self, count: int) -> Pages:
-        """Take `count` pages (reference count 1), evicting cached ones as needed; check `num_available` first."""
+        """Return `count` pages with reference count 1, evicting cached ones as needed. Check `num_available` first."""
         if count > self.num_available:
-            raise RuntimeError(f"{count} pages asked for, {self.num_available} available")
+            raise RuntimeError(f"{count} pages requested, {self.num_available} available")
         while self._num_free < count:
             self._evict()
         self._num_free -= count
@@ -82,26 +82,28 @@ class PagePool:
         return pages
 
     def adopt(self, entry: PrefixEntry, page: int) -> None:
-        """Make a referenced page the entry's; the entry had none."""
+        """Assign a referenced page to an entry that has none."""
         self._entries[page] = entry
         self.index.set_page(entry, page)
 
     def pin(self, entries: list[PrefixEntry]) -> Pages:
-        """Reference the pages of index entries, in one step with having found them."""
+        """Reference the pages of index entries. Call it right after finding them."""
         pages = np.array([e.page for e in entries], np.int32)
         for page in pages.tolist():
             self.hold(page)
         return pages
 
     def hold(self, page: int) -> None:
-        """One more reference to a page that is cached or held."""
+        """Add a reference to a cached or held page."""
         if self.ref[page] == 0:
             del self._idle_with(self._entries[page])[page]
         self.ref[page] += 1
 
     def release(self, pages: Pages, *, used: bool = True) -> None:
-        """Drop one reference to each page; `pages` in the order of their tokens. `used`: it was for a request; else
-        they lie as idle as before, and are the next to be evicted."""
+        """Drop one reference to each page; `pages` are in token order.
+
+        Set `used` to False if no request used them: they stay as idle as before and are evicted next.
+        """
         self.index.clock += used
         # Last page first: a child goes idle before its parent and is evicted before it.
         for page in (pages[::-1] if used else pages).tolist():
@@ -119,45 +121,44 @@ class PagePool:
                         idle.move_to_end(page, last=False)
 
     def _idle_with(self, entry: PrefixEntry) -> OrderedDict[int, PrefixEntry]:
-        return self._promised if entry.promised else self._idle
+        return self._retained if entry.retained_until else self._idle
 
-    def promise(self, chain: Sequence[PrefixEntry], until: Sequence[float]) -> int:
-        """As `Promises.make`."""
-        for entry in reversed(chain[: self.promises.limit]):
+    def retain(self, chain: Sequence[PrefixEntry], until: Sequence[float]) -> int:
+        """Retain the pages of a chain as `RetainedPages.retain` does."""
+        for entry in reversed(chain[: self.retention.limit]):
             if entry.page in self._idle:
-                self._promised[entry.page] = self._idle.pop(entry.page)
-        return self.promises.make(chain, until)
+                self._retained[entry.page] = self._idle.pop(entry.page)
+        return self.retention.retain(chain, until)
 
-    def _lapsed(self, entry: PrefixEntry) -> None:
-        """The entry's promise is over."""
-        if entry.page in self._promised:
-            self._idle[entry.page] = self._promised.pop(entry.page)
+    def _released(self, entry: PrefixEntry) -> None:
+        if entry.page in self._retained:
+            self._idle[entry.page] = self._retained.pop(entry.page)
         self.index.on_spared(entry)
 
     def forget(self) -> None:
-        """No cached page is an entry's any more (the index was cleared). Pages in use stay with their requests."""
-        for page in (*self._idle, *self._promised):
+        """Free all cached pages: the index was cleared. Pages in use stay with their requests."""
+        for page in (*self._idle, *self._retained):
             self._push(page)
         for entry in self._entries.values():
             entry.page = NOWHERE
         self._idle.clear()
-        self._promised.clear()
-        self.promises.clear()
+        self._retained.clear()
+        self.retention.clear()
         self._entries.clear()
 
     def evict_all(self) -> None:
-        """Drop every page that nobody references; what lower tiers hold stays there."""
+        """Evict every page without references. Copies in lower tiers stay."""
         while self.num_cached:
             self._evict()
 
     def _evict(self) -> None:
         """Free the least recently used idle page that its chain can spare.
 
-        Requests release their last page first, so the oldest is normally a leaf already. Only a failed load leaves
-        a state in which none can be spared: then the oldest goes, and its children wait for it to be computed again.
+        Requests release their last page first, so the oldest is normally a leaf. Only after a failed load can none be
+        spared: then the oldest is evicted, and its children are unusable until it is computed again.
         """
-        # Of a model whose layers all have windows, the oldest are the beginnings of requests that still run.
-        idle = self._idle or self._promised
+        # If all layers have windows, the oldest are first pages of requests that still run.
+        idle = self._idle or self._retained
         oldest = islice(idle.items(), EVICTION_SCAN)
         page = None
         for candidate, entry in oldest:
@@ -180,23 +181,23 @@ class PagePool:
         self._num_free += 1
 
     def check(self) -> None:
-        """Raise `AssertionError` unless each page is exactly one of free, cached, held (docs/design.md invariant 4)."""
+        """Raise `AssertionError` unless each page is one of free, cached and held (docs/design.md invariant 4)."""
         free = self._free[: self._num_free]
         assert len(np.unique(free)) == self._num_free, "a page is free twice"
         assert DUMMY_PAGE not in free, "the dummy page is free"
         assert not self.ref[free].any(), "a free page is referenced"
-        idle = np.array([*self._idle, *self._promised], np.int32)
-        assert not any(e.promised for e in self._idle.values()), "a promised page is among the others"
-        assert all(e.promised for e in self._promised.values()), "a page is kept without a promise"
+        idle = np.array([*self._idle, *self._retained], np.int32)
+        assert not any(e.retained_until for e in self._idle.values()), "a retained page is among the others"
+        assert all(e.retained_until for e in self._retained.values()), "an unretained page is among the others"
         assert not self.ref[idle].any(), "an idle page is referenced"
         assert not np.intersect1d(free, idle).size, "a page is free and cached"
         held = np.flatnonzero(self.ref)
         assert len(held) == self.num_held, f"{self.num_held} pages held, {len(held)} referenced"
         assert (self.ref >= 0).all(), "a page was released too often"
         for page, entry in self._entries.items():
-            assert entry.page == page, "an entry lies under another page"
-            assert self.index.contains(entry), "a page belongs to an entry that is gone"
+            assert entry.page == page, "an entry is stored under another page"
+            assert self.index.contains(entry), "a page belongs to an entry that left the index"
         assert sum(e.page >= 0 for e in self.index.entries()) == len(self._entries), "an entry's page is lost"
-        assert self._idle.keys() | self._promised.keys() <= self._entries.keys(), "an idle page is not indexed"
-        self.promises.check()
+        assert self._idle.keys() | self._retained.keys() <= self._entries.keys(), "an idle page is not indexed"
+        self.retention.check()
         self.index.check()

@@ -1,8 +1,8 @@
-"""`PrefixIndex`: the tree of all pages whose KV is kept somewhere, and where each of them is.
+"""`PrefixIndex`: the tree of all pages whose KV is kept in some tier, and their locations.
 
-A full page is keyed by a chained xxh3-128 over (parent key, token ids), the chain's root being the tenant's salt and
-the model id. The hash only finds: token ids and parent are compared before an entry is believed. An entry is the one
-truth about where its page lies: on the GPU, in a host slot, in an SSD extent, or in several of them.
+The key of a full page is a chained xxh3-128 over (parent key, token ids). The root of a chain is the tenant's salt and
+the model id. A hash match is verified by comparing token ids and parent. The entry is the only record of where its
+page is: on the GPU, in a host slot, in an SSD extent, or in several of these.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PrefixEntry:
     """One full page. `parent` is the entry of the page before it, None for a first page."""
 
     __slots__ = (
-        "children", "extent", "host", "key", "on_ssd", "page", "parent", "promised", "salt", "spilled", "stored",
+        "children", "extent", "host", "key", "on_ssd", "page", "parent", "retained_until", "salt", "spilled", "stored",
         "tokens", "used",
     )  # fmt: skip
 
@@ -33,26 +33,26 @@ class PrefixEntry:
         self.tokens = tokens
         self.salt = salt
         self.page = NOWHERE
-        """GPU page"""
+        """GPU page, or `NOWHERE`."""
         self.host = NOWHERE
-        """slot of the host pool"""
+        """Slot of the host pool, or `NOWHERE`."""
         self.extent = NOWHERE
-        """extent of the SSD store"""
+        """Extent of the SSD store, or `NOWHERE`."""
         self.used = 0
-        """the index's clock at the last use of its chain"""
+        """The index's clock at the last use of the chain."""
         self.spilled = -1
-        """the clock of the use after which it was last stored for lying idle"""
-        self.promised = 0.0
-        """monotonic seconds until which a client was promised that it is evicted last; 0: none was"""
+        """The value of `used` when it was last stored because it was idle."""
+        self.retained_until = 0.0
+        """Monotonic seconds until which the page is evicted last; 0 if it is not retained."""
         self.children = 0
         self.stored = 0
-        """children that are in a lower tier"""
+        """Children that are in a lower tier."""
         self.on_ssd = 0
-        """children that are on the SSD"""
+        """Children that are on the SSD."""
 
     @property
     def lower(self) -> bool:
-        """Is it in a tier below the GPU?"""
+        """Whether the page is in a tier below the GPU."""
         return self.host >= 0 or self.extent >= 0
 
     @property
@@ -60,7 +60,7 @@ class PrefixEntry:
         return self.page >= 0 or self.host >= 0 or self.extent >= 0
 
     def spared_by_gpu(self) -> bool:
-        """May its GPU page go? Never the last copy of a parent before its children."""
+        """Return whether the GPU may evict the page. The last copy of a parent must outlive its children."""
         return self.lower or not self.children
 
     def spared_by_host(self) -> bool:
@@ -69,7 +69,7 @@ class PrefixEntry:
         return not self.stored if self.page >= 0 else not self.children
 
     def spared_by_ssd(self) -> bool:
-        # A child on the SSD without its parent there would be lost to the next start.
+        # After a restart, a child on the SSD is useless without its parent there.
         if self.on_ssd:
             return False
         if self.host >= 0:
@@ -78,16 +78,16 @@ class PrefixEntry:
 
 
 class Change(NamedTuple):
-    """A tier has gained, or lost, its copy of an entry."""
+    """A tier has gained or lost its copy of an entry."""
 
     entry: PrefixEntry
     tier: str
-    """"page", "host" or "extent": the attribute that says where the copy is"""
+    """The attribute with the copy's location: "page", "host" or "extent"."""
     there: bool
 
 
 class Hits(NamedTuple):
-    """Prompt tokens by the fastest tier that has them."""
+    """Prompt tokens by the fastest tier that holds them."""
 
     gpu: int = 0
     host: int = 0
@@ -104,19 +104,20 @@ NO_HITS = Hits()
 
 
 class PrefixIndex:
-    """Entries by key. Single-threaded: only the scheduler's thread touches it."""
+    """Entries by key. Single-threaded: only the scheduler's thread uses it."""
 
     def __init__(self, model_id: str) -> None:
         self.model_id = model_id
         self._entries: dict[bytes, PrefixEntry] = {}
         self.on_spared: Callable[[PrefixEntry], None] = lambda _entry: None
-        """told of an entry that gained a copy, or lost a child or a child's copy: a tier may now do without it"""
+        """Called with an entry that gained a copy, or lost a child or a child's copy: a tier may now evict it."""
         self.changes: list[Change | None] | None = None
-        """of entries' copies, in order, for whoever takes them away; None in it: all was forgotten. None: not noted"""
+        """Changes in order, until a reader replaces the list; a None item means that the index was cleared. The
+        attribute is None if changes are not recorded."""
         self.on_key: Callable[[bytes, bool], None] = lambda _key, _entered: None
-        """told of a key that entered the index (True) or left it"""
-        self.on_broken: Callable[[PrefixEntry], None] = lambda _entry: None
-        """told of an entry that left the index although it was promised"""
+        """Called with a key that entered the index (True) or left it (False)."""
+        self.on_retained_dropped: Callable[[PrefixEntry], None] = lambda _entry: None
+        """Called with a retained entry that left the index."""
         self.clock = 0
 
     def __len__(self) -> int:
@@ -126,7 +127,7 @@ class PrefixIndex:
         return self._entries.values()
 
     def root(self, salt: str) -> bytes:
-        """The key before a first page: tenants with different salts share nothing (docs/pitfalls.md 30)."""
+        """Return the parent key of first pages. Tenants with different salts share no pages (docs/pitfalls.md 30)."""
         return page_keys.root(self.model_id, salt)
 
     @staticmethod
@@ -134,13 +135,13 @@ class PrefixIndex:
         return page_keys.chain(parent, tokens)
 
     def keys(self, tokens: Tokens, page_size: int, salt: str) -> list[bytes]:
-        """Keys of the full pages of `tokens`, first page first."""
+        """Return keys of the full pages of `tokens`, first page first."""
         return page_keys.page_keys(self.root(salt), tokens, page_size, self.chain)
 
     def match(self, tokens: Tokens, keys: list[bytes], page_size: int, salt: str) -> list[PrefixEntry]:
-        """The longest chain of entries that holds the beginning of `tokens`, in whatever tiers, one entry a page.
+        """Return the longest chain of entries that holds the beginning of `tokens`, in any tiers, one entry per page.
 
-        The caller passes only as many keys as may be reused: at least one token is always left to compute.
+        Pass only as many keys as may be reused: at least one token must be left to compute.
         """
         found: list[PrefixEntry] = []
         parent: PrefixEntry | None = None
@@ -155,9 +156,9 @@ class PrefixIndex:
         return found
 
     def publish(self, parent: PrefixEntry | None, key: bytes, tokens: bytes, salt: str) -> PrefixEntry | None:
-        """The entry that stands for these tokens after `parent`: a new one, nowhere yet, or the one that is there.
+        """Return the entry of these tokens after `parent`, creating one without a location if needed.
 
-        None when the key is taken by other tokens (a collision): the chain cannot go on.
+        None on a hash collision: other tokens have the key, and the chain cannot continue.
         """
         entry = self._entries.get(key)
         if entry is not None:
@@ -177,7 +178,7 @@ class PrefixIndex:
         return self._entries.get(key)
 
     def use(self, entries: Iterable[PrefixEntry]) -> None:
-        """A chain was used: all of it counts as used now."""
+        """Mark all entries of a chain as used now."""
         self.clock += 1
         for entry in entries:
             entry.used = self.clock
@@ -203,13 +204,13 @@ class PrefixIndex:
         self._moved(entry, entry.lower - was, (extent >= 0) - had)
 
     def _note(self, entry: PrefixEntry, tier: str, place: int) -> None:
-        """The entry's copy in a tier is about to move; whether there is one is what counts."""
+        """Record a change if the tier is about to gain or lose its copy."""
         there = place >= 0
         if self.changes is not None and there != (getattr(entry, tier) >= 0) and self.contains(entry):
             self.changes.append(Change(entry, tier, there))
 
     def _moved(self, entry: PrefixEntry, stored: int, on_ssd: int) -> None:
-        """The entry gained or lost a copy; the changes of its parent's counts are given."""
+        """Update the tree after the entry gained or lost a copy, given the changes of its parent's counts."""
         parent = entry.parent
         if not self.contains(entry):
             return
@@ -224,12 +225,13 @@ class PrefixIndex:
             self._drop_if_nowhere(entry)
 
     def _drop_if_nowhere(self, entry: PrefixEntry) -> None:
-        """An entry that a failed load left nowhere stays while it has children: computed again, they are of use."""
+        """Drop the entry if it is nowhere. One that a failed load left nowhere stays while it has children, which are
+        usable once it is computed again."""
         while not entry.anywhere and not entry.children and self.contains(entry):
             del self._entries[entry.key]
             self.on_key(entry.key, False)
-            if entry.promised:
-                self.on_broken(entry)
+            if entry.retained_until:
+                self.on_retained_dropped(entry)
             parent = entry.parent
             if parent is None:
                 return
@@ -238,7 +240,7 @@ class PrefixIndex:
             entry = parent
 
     def clear(self) -> list[PrefixEntry]:
-        """Forget everything; returns what was there."""
+        """Drop all entries and return them."""
         entries = list(self._entries.values())
         self._entries.clear()
         if self.changes is not None:
@@ -248,10 +250,10 @@ class PrefixIndex:
         return entries
 
     def check(self) -> None:
-        """Raise `AssertionError` when the counters of the tree disagree with it."""
+        """Raise `AssertionError` if the counters disagree with the tree."""
         counts: dict[bytes, list[int]] = {key: [0, 0, 0] for key in self._entries}
         for key, entry in self._entries.items():
-            assert entry.key == key, "an entry lies under another key"
+            assert entry.key == key, "an entry is stored under another key"
             assert entry.anywhere or entry.children, "an entry that is nowhere has no children"
             if entry.parent is not None:
                 assert self.contains(entry.parent), "a parent was dropped before its child"

@@ -1,7 +1,7 @@
-"""`SsdStore`: pages of KV in one preallocated file (`StoreFile`), written and read by threads of its own.
+"""`SsdStore`: stores pages of KV in one preallocated file (`StoreFile`), on separate threads.
 
-A cache may lose entries, never lie: a page is written in full before its header names it, and what is read is
-compared with the header's checksum before anyone uses it. What does not hold is a miss, and its extent is used anew.
+A cache may lose entries but must never return wrong ones. A page is written in full before its header, and what is read
+is compared with the header's checksum before use. A mismatch is a miss, and the extent is reused.
 """
 
 from __future__ import annotations
@@ -15,68 +15,68 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from weft.engine.memory.extent import Record, checksum
-from weft.engine.memory.rests import Rests
+from weft.engine.memory.remainders import Remainders
 from weft.engine.memory.store_file import StoreFile, StoreUnavailable, reason_of
 from weft.engine.memory.transfer import Bytes
 
 READERS, WRITERS = 8, 4
 WATCH_SECONDS = 2.0
-"""between looks at the path, which somebody may remove"""
+"""Seconds between checks that the file has not been removed."""
 
 
 class Outcome(enum.Enum):
     PENDING = enum.auto()
     DONE = enum.auto()
     LOST = enum.auto()
-    """this extent does not hold what its header promised"""
+    """The extent does not match its header, or there was no remainder for the page."""
     BROKEN = enum.auto()
-    """the device failed: the tier cannot go on"""
+    """The device failed, so the tier must be switched off."""
 
 
 class Job:
-    """A read or write under way. `outcome` is set last, by the thread that did it."""
+    """A read or write. The thread that runs it sets `outcome` last."""
 
     def __init__(self) -> None:
         self.outcome = Outcome.PENDING
         self.begun: float | None = None
-        """monotonic; None while it waits for a thread"""
+        """Start in monotonic seconds; None while queued."""
         self.reason = ""
         self.raw = False
-        """of a page that could not be packed; known with the outcome"""
+        """The page could not be packed. Valid once the outcome is set."""
 
 
 class Store(Protocol):
-    """What `Tiers` asks of an SSD tier. Extents are `0 … num_extents - 1`; who calls decides what is where."""
+    """The store of an SSD tier, as `Tiers` uses it. The caller assigns extents `0 … num_extents - 1` to pages."""
 
     on_done: Callable[[], None]
-    """called on any thread when a job has ended"""
+    """Called on any thread when a job has ended."""
 
     @property
     def num_extents(self) -> int: ...
 
     @property
     def gone(self) -> str | None:
-        """Why what is written would be lost with this process; None as long as it would not."""
+        """Why written pages would be lost with this process; None if they would not."""
         ...
 
     def scan(self) -> list[tuple[int, Record]]:
-        """Extents whose headers hold, oldest first. Once, before anything is written."""
+        """Return extents with valid headers, oldest first. Call once, before any write."""
         ...
 
     def write(self, extent: int, record: Record, slot: int) -> Job:
-        """The host slot's page into the extent; its old content is gone at once. LOST: there is no room for it."""
+        """Write the host slot's page to the extent and drop its old content. LOST if no remainder is free."""
         ...
 
     def read(self, extent: int, slot: int) -> Job:
-        """The extent's page into the host slot, its checksum compared."""
+        """Read the extent's page into the host slot and verify its checksum."""
         ...
 
     def erase(self, extent: int) -> None:
-        """Forget one extent for good (in the background)."""
+        """Drop one extent permanently, in the background."""
         ...
 
     def reset(self) -> None:
-        """Forget every extent for good. Raises `StoreUnavailable` when the device refuses."""
+        """Drop every extent permanently. Raises `StoreUnavailable` if the device fails."""
         ...
 
     def close(self) -> None: ...
@@ -88,21 +88,21 @@ class _Task(NamedTuple):
 
 
 class SsdStore:
-    """The SSD tier's file with its threads (see `Store`)."""
+    """A `Store` on a `StoreFile`, with threads that read and write."""
 
-    def __init__(self, file: StoreFile, host: Bytes, rests: Rests | None = None) -> None:
-        """`host [slots, stride]` is where pages come from and go to, `rests` the ends of those that are not packed."""
+    def __init__(self, file: StoreFile, host: Bytes, remainders: Remainders | None = None) -> None:
+        """`host [slots, stride]` is the host pool, `remainders` holds the ends of its pages that are not packed."""
         self.file = file
-        self._host_rests = rests if rests is not None else Rests(0)
-        self._rests = Rests(file.geometry.num_rests)
-        self._ends = [memoryview(rest) for rest in self._host_rests.memory]
+        self._host_remainders = remainders if remainders is not None else Remainders(0)
+        self._remainders = Remainders(file.geometry.num_remainders)
+        self._ends = [memoryview(remainder) for remainder in self._host_remainders.memory]
         self._slots = [memoryview(host[i])[: file.geometry.extent_bytes] for i in range(len(host))]
         self._payload_bytes = file.geometry.payload_bytes
         self._checksums: dict[int, bytes] = {}
         self._serial = 0
         self.on_done: Callable[[], None] = lambda: None
         self._reads: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        # What is done to one extent is done in order: it has one writer.
+        # Each extent has one writer, so its writes run in order.
         self._writes: list[queue.SimpleQueue[_Task | None]] = [queue.SimpleQueue() for _ in range(WRITERS)]
         queues = [self._reads] * READERS + self._writes
         self._threads = [threading.Thread(target=self._work, args=(q,), name="weft-ssd", daemon=True) for q in queues]
@@ -117,7 +117,7 @@ class SsdStore:
         return self.file.geometry.num_extents
 
     def _watch(self) -> None:
-        """On a thread: a path on a disk that hangs must hold up nobody."""
+        """Watch the path on a thread, because a disk may hang."""
         while not self._closing.wait(WATCH_SECONDS):
             if not self.file.is_there():
                 self.gone = f"{self.file.path} was removed"
@@ -129,10 +129,10 @@ class SsdStore:
         for extent, record in records:
             self._checksums[extent] = record.payload
             self._serial = max(self._serial, record.serial)
-        # The youngest of two that claim one rest wrote it; what the other has there does not hold.
+        # If two extents claim one remainder, the newer one wrote it, and the older one fails its checksum.
         for extent, record in reversed(records):
-            if record.rest >= 0:
-                self._rests.claim(extent, record.rest)
+            if record.remainder >= 0:
+                self._remainders.claim(extent, record.remainder)
         return records
 
     def write(self, extent: int, record: Record, slot: int) -> Job:
@@ -143,17 +143,18 @@ class SsdStore:
             data = self._slots[slot]
             if stale is not None:
                 self.file.write_header(extent, None, epoch)
-            self._rests.drop(extent)
-            rest, end = -1, self._end_of(slot)
+            self._remainders.drop(extent)
+            remainder, end = -1, self._end_of(slot)
             if end is not None:
                 job.raw = True
-                if (place := self._rests.take(extent)) is None:
+                if (taken := self._remainders.take(extent)) is None:
                     return Outcome.LOST
-                rest = place
-                self.file.write_rest(rest, end)
+                remainder = taken
+                self.file.write_remainder(remainder, end)
             payload = self._checksum(slot, end)
             self.file.write_extent(extent, data)
-            self.file.write_header(extent, replace(record, payload=payload, serial=serial, rest=rest), epoch)
+            written = replace(record, payload=payload, serial=serial, remainder=remainder)
+            self.file.write_header(extent, written, epoch)
             self._checksums[extent] = payload
             return Outcome.DONE
 
@@ -161,14 +162,14 @@ class SsdStore:
 
     def read(self, extent: int, slot: int) -> Job:
         def work(job: Job) -> Outcome:
-            self._host_rests.drop(slot)
+            self._host_remainders.drop(slot)
             end: memoryview | None = None
-            if (rest := self._rests.of(extent)) is not None:
+            if (remainder := self._remainders.of(extent)) is not None:
                 job.raw = True
-                if self._host_rests.take(slot) is None:
+                if self._host_remainders.take(slot) is None:
                     return Outcome.LOST
                 end = self._end_of(slot)
-                if end is None or not self.file.read_rest(rest, end):
+                if end is None or not self.file.read_remainder(remainder, end):
                     return Outcome.LOST
             if not self.file.read_extent(extent, self._slots[slot]):
                 return Outcome.LOST
@@ -178,13 +179,13 @@ class SsdStore:
         return self._submit(self._reads, work)
 
     def _end_of(self, slot: int) -> memoryview | None:
-        """Of a page on the host that could not be packed."""
-        rest = self._host_rests.of(slot)
-        return None if rest is None else self._ends[rest]
+        """Return the end of a page in the host pool that could not be packed; None for packed pages."""
+        remainder = self._host_remainders.of(slot)
+        return None if remainder is None else self._ends[remainder]
 
     def _checksum(self, slot: int, end: memoryview | None) -> bytes:
         parts = [self._slots[slot][: self._payload_bytes]]
-        return checksum(*parts, *([end[: self.file.geometry.rest_bytes]] if end is not None else []))
+        return checksum(*parts, *([end[: self.file.geometry.remainder_bytes]] if end is not None else []))
 
     def erase(self, extent: int) -> None:
         epoch = self.file.epoch
@@ -192,25 +193,25 @@ class SsdStore:
 
         def work(_: Job) -> Outcome:
             self.file.write_header(extent, None, epoch)
-            self._rests.drop(extent)
+            self._remainders.drop(extent)
             return Outcome.DONE
 
         self._submit(self._writes[extent % WRITERS], work)
 
     def reset(self) -> None:
         self._checksums.clear()
-        self._rests = Rests(self.file.geometry.num_rests)
+        self._remainders = Remainders(self.file.geometry.num_remainders)
         try:
             self.file.new_epoch()
         except OSError as error:
-            raise StoreUnavailable(f"it cannot forget its pages ({reason_of(error)}), {self._removed()}") from None
+            raise StoreUnavailable(f"its pages cannot be cleared ({reason_of(error)}), {self._removed()}") from None
 
     def _removed(self) -> str:
-        """Remove the file, so that no later run finds in it what was to be forgotten; what became of that, in words."""
+        """Remove the file, so that no later run finds the pages that were to be cleared. Returns the result as text."""
         try:
             self.file.remove()
         except OSError as error:
-            return f"nor can {self.file.path} be removed ({reason_of(error)}): remove it, or the next start has them"
+            return f"and {self.file.path} cannot be removed ({reason_of(error)}): remove it before the next start"
         return f"so {self.file.path} was removed"
 
     def _submit(self, tasks: queue.SimpleQueue[_Task | None], work: Callable[[Job], Outcome]) -> Job:
@@ -230,7 +231,7 @@ class SsdStore:
             self.on_done()
 
     def close(self, patience: float = 10.0) -> None:
-        """Finish what was asked for, but do not wait for a disk that does not answer."""
+        """Finish queued jobs, but wait no longer than `patience` seconds for the disk."""
         self._closing.set()
         for _ in range(READERS):
             self._reads.put(None)
@@ -244,15 +245,15 @@ class SsdStore:
 
 
 def chains(records: Sequence[tuple[int, Record]], root: Callable[[str], bytes]) -> list[tuple[int, Record]]:
-    """Records whose whole chain is there, parents before children, one for each key; the rest are of no use.
+    """Return the records whose whole chain is present, parents before children. The newest record of each key counts.
 
-    `root(salt)` is the key before a first page; among two of one key the younger counts.
+    `root(salt)` is the parent key of first pages.
     """
-    youngest = {record.key: (extent, record) for extent, record in records}
+    newest = {record.key: (extent, record) for extent, record in records}
     children: dict[bytes, list[tuple[int, Record]]] = {}
-    for item in youngest.values():
+    for item in newest.values():
         children.setdefault(item[1].parent_key, []).append(item)
-    ordered = [item for item in youngest.values() if item[1].parent_key == root(item[1].salt)]
-    for _, record in ordered:  # grows while it is read
+    ordered = [item for item in newest.values() if item[1].parent_key == root(item[1].salt)]
+    for _, record in ordered:  # grows during iteration
         ordered += [child for child in children.get(record.key, ()) if child[1].salt == record.salt]
     return ordered

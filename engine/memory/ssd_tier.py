@@ -1,6 +1,6 @@
-"""`SsdTier`: the pages of the tree that are in an `SsdStore`, and their ways from and to host slots.
+"""`SsdTier`: the pages of the index that are in an `SsdStore`, and their moves from and to host slots.
 
-The scheduler's thread does all bookkeeping here; the store's threads read and write.
+All bookkeeping runs on the scheduler's thread; the store's threads read and write.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from weft.engine.memory.transfer import PageSizes
 from weft.engine.wire.messages import TierStats
 
 MAX_READS, MAX_WRITES = 32, 32
-"""jobs under way at once, but no more than a quarter of the host pool: each holds a slot"""
+"""Maximum concurrent jobs. Each holds a host slot, so a quarter of the host pool is a limit too."""
 SPILL_WRITES, SPILL_SCAN = 8, 256
-"""writes of pages that lie idle: at once, and looked at in one iteration"""
+"""Idle pages to write at once, and to examine per iteration."""
 IO_TIMEOUT_SECONDS = 10.0
 
 
@@ -42,13 +42,13 @@ class _Write(NamedTuple):
     extent: int
     slot: int
     idle: bool
-    """it is written because it lies idle"""
+    """The page is written because it is idle."""
 
 
 class SsdTier:
-    """`store` None: there is no SSD, or it was switched off after a failure.
+    """The SSD tier. `store` is None if there is no SSD, or once it was switched off after a failure.
 
-    `keep_on_host(entry, slot)` and `missed(load)` are told of pages that were read, and of those that cannot be had.
+    `keep_on_host(entry, slot)` is called for pages that were read, `missed(load)` for pages that cannot be read.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class SsdTier:
         self.stats = TierStats()
         self.places = BlockAllocator(store.num_extents if store else 0, PrefixEntry.spared_by_ssd, self.lose)
         self.unwritten: dict[PrefixEntry, None] = {}
-        """on the host and not on the SSD, oldest first"""
+        """Entries on the host and not on the SSD, oldest first."""
         self.staged: list[tuple[PageLoad, int]] = []
-        """(load, slot) of pages that were read, for the owner to take"""
+        """(load, slot) of pages that were read, until the owner takes them."""
         self._queue: deque[tuple[PageLoad, int]] = deque()
-        """(load, extent) that wait for a host slot"""
+        """(load, extent) waiting for a host slot."""
         self._reads: list[_Read] = []
         self._read_clock = 0.0
         self._writes: deque[_Write] = deque()
         self._writing: set[PrefixEntry] = set()
         self._abandoned: list[tuple[Job, int]] = []
-        """jobs of a store that was switched off, and the host slots they may still touch"""
+        """Jobs of a store that was switched off, and the host slots they may still touch."""
         self._wake = threading.Event()
         if store is not None:
             self._adopt_stored(store)
@@ -84,25 +84,25 @@ class SsdTier:
     # -- what the owner calls
 
     def kept_on_host(self, entry: PrefixEntry) -> None:
-        """The host has the page now; the SSD shall have it before the host needs the room."""
+        """Queue a page that is on the host now: it must reach the SSD before the host needs its slot."""
         if self.store is not None and entry.extent == NOWHERE:
             self.unwritten[entry] = None
 
     def load(self, load: PageLoad) -> None:
-        """Bring the page to a host slot."""
+        """Read a page into a host slot."""
         self.places.pin(load.entry.extent)
         self._queue.append((load, load.entry.extent))
 
     def pump_ends(self) -> None:
-        """Take in the jobs that have ended, and that the store's file was removed."""
+        """Process jobs that have ended, and notice if the store's file was removed."""
         if self.store is not None and (gone := self.store.gone) is not None:
             self._switch_off(gone)
         self._end_reads()
         self._end_writes()
-        self._abandoned = [(job, slot) for job, slot in self._abandoned if not self._let_go(job, slot)]
+        self._abandoned = [(job, slot) for job, slot in self._abandoned if not self._unpin_if_ended(job, slot)]
 
     def pump_starts(self) -> None:
-        """Start what can start: reads first, they have somebody waiting."""
+        """Start the jobs that can start. Reads go first, because requests wait for them."""
         self._start_reads()
         self.start_writes()
 
@@ -116,15 +116,15 @@ class SsdTier:
 
     @property
     def quiet(self) -> bool:
-        """Does no job touch a host slot, not even of a store that was switched off?"""
+        """No job touches a host slot, including those of a store that was switched off."""
         return not (self._queue or self._reads or self._writes or self._abandoned)
 
     def loads(self) -> list[PageLoad]:
-        """The page loads that have not reached the host."""
+        """Return the page loads that have not reached the host."""
         return [read.load for read in self._reads] + [load for load, _ in self._queue]
 
     def wait(self, seconds: float) -> None:
-        """Return when a job may have ended, or after so many seconds."""
+        """Return when a job may have ended, or after `seconds`."""
         if self._reads or self._writes:
             self._wake.wait(seconds)
             self._wake.clear()
@@ -132,11 +132,11 @@ class SsdTier:
             time.sleep(min(seconds, 1e-3))
 
     def wake(self) -> None:
-        """Called by the store's threads when a job has ended."""
+        """End `wait`. The store's threads call it when a job has ended."""
         self._wake.set()
 
     def forget(self) -> None:
-        """The index was cleared."""
+        """Drop all pages: the index was cleared."""
         self.unwritten.clear()
         if self.store is not None:
             try:
@@ -185,7 +185,7 @@ class SsdTier:
                 self.places.unpin(read.extent)
                 self.staged.append((read.load, read.slot))
                 continue
-            # A failed load is a miss: the extent is nobody's, and only the missing suffix is computed again.
+            # A failed load is a miss: free the extent. Only the missing suffix is computed again.
             self.stats.failures += 1
             assert self.store is not None
             self.store.erase(read.extent)
@@ -205,7 +205,7 @@ class SsdTier:
         return waits and time.monotonic() - (begun or 0.0) > IO_TIMEOUT_SECONDS
 
     def lose(self, entry: PrefixEntry) -> None:
-        """The entry's extent is nobody's from now on."""
+        """Take the extent from its entry."""
         extent = entry.extent
         self.places.forget(extent)
         self.index.set_extent(entry, NOWHERE)
@@ -213,7 +213,7 @@ class SsdTier:
     # -- host to SSD
 
     def start_writes(self, everything: bool = False) -> None:
-        """Write the oldest unwritten pages while less than a quarter of the host pool could be had at once."""
+        """Write the oldest unwritten pages while less than a quarter of the host pool is free or evictable."""
         store = self.store
         if store is None:
             return
@@ -229,11 +229,11 @@ class SsdTier:
 
     @property
     def num_on_both(self) -> int:
-        """Pages that are on the host and on the SSD."""
+        """Pages both on the host and on the SSD."""
         return self.host.num_cached - len(self.unwritten) if self.store is not None else 0
 
     def spill(self, idle: int) -> None:
-        """Write some of what lies idle, used last at this time of the index's clock or before, where there is room."""
+        """Write some idle pages, last used at or before `idle` of the index's clock, while extents are free."""
         if self.store is None or self.num_reading:
             return
         for entry in list(islice(self.unwritten, SPILL_SCAN)):
@@ -246,7 +246,7 @@ class SsdTier:
                 self.unwritten[entry] = None
 
     def _write(self, entry: PrefixEntry, *, idle: bool = False) -> bool:
-        """Begin to write an entry that is on the host; False when no extent can be spared."""
+        """Start to write an entry that is on the host. Returns False if no extent can be evicted."""
         store = self.store
         assert store is not None
         self.unwritten.pop(entry, None)
@@ -255,7 +255,7 @@ class SsdTier:
         if not record.storable:
             return True
         if parent is not None and parent.extent == NOWHERE and parent not in self._writing:
-            # Behind its parent, which the SSD may have evicted.
+            # Write it after its parent, which the SSD may have evicted.
             if parent.host >= 0:
                 self.unwritten[parent] = None
             self.unwritten[entry] = None
@@ -272,7 +272,7 @@ class SsdTier:
     def _end_writes(self) -> None:
         if any(self._overdue(w.job) for w in self._writes):
             self._switch_off(f"no answer in {IO_TIMEOUT_SECONDS:.0f} s")
-        # In the order begun, so that a parent is there before its child.
+        # In start order, so that a parent is stored before its child.
         while self._writes and self._writes[0].job.outcome is not Outcome.PENDING:
             if self._writes[0].job.outcome is Outcome.BROKEN:
                 self._switch_off(self._writes[0].job.reason)
@@ -281,7 +281,7 @@ class SsdTier:
             entry = write.entry
             self._writing.discard(entry)
             if write.job.outcome is Outcome.LOST:
-                self.stats.failures += 1  # no room for a page that could not be packed
+                self.stats.failures += 1  # no remainder was free for a page that could not be packed
             elif (
                 self.index.contains(entry)
                 and entry.extent == NOWHERE
@@ -298,11 +298,11 @@ class SsdTier:
             self.places.unpin(write.extent)
 
     def _switch_off(self, reason: str) -> None:
-        """Go on without the SSD: one line in the log, every extent a miss."""
+        """Continue without the SSD: log one line, and make every extent a miss."""
         store, self.store = self.store, None
         if store is None:
             return
-        print(f"weft: the SSD tier is switched off: {reason}; serving goes on without it", file=sys.stderr, flush=True)
+        print(f"weft: SSD tier switched off: {reason}; serving continues without it", file=sys.stderr, flush=True)
         self.stats.failures += 1
         self._abandoned += [(r.job, r.slot) for r in self._reads] + [(w.job, w.slot) for w in self._writes]
         missed = [r.load for r in self._reads] + [load for load, _ in self._queue]
@@ -318,17 +318,17 @@ class SsdTier:
             self.index.set_extent(entry, NOWHERE)
         for load in missed:
             self._missed(load)
-        # A disk that hangs must not hold up the scheduler.
+        # On a thread, because a disk that hangs must not block the scheduler.
         threading.Thread(target=store.close, name="weft-ssd-close", daemon=True).start()
 
-    def _let_go(self, job: Job, slot: int) -> bool:
+    def _unpin_if_ended(self, job: Job, slot: int) -> bool:
         if job.outcome is Outcome.PENDING:
             return False
         self.host.unpin(slot)
         return True
 
     def _adopt_stored(self, store: Store) -> None:
-        """Enter what an earlier run stored, parents before children, the oldest used first."""
+        """Add the pages of an earlier run to the index, parents before children, oldest first."""
         for extent, record in chains(store.scan(), self.index.root):
             parent = self.index.find(record.parent_key)
             entry = self.index.publish(parent, record.key, record.tokens, record.salt)

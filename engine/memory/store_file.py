@@ -1,4 +1,4 @@
-"""`StoreFile`: the file of an SSD store, under a lock: superblock, headers, extents and rests in and out."""
+"""`StoreFile`: reads and writes the locked file of an SSD store: superblock, headers, extents and remainders."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from weft.engine.memory.transfer import ALIGNMENT
 FILE_NAME = "pages.weft"
 LOCK_POLL_SECONDS = 0.05
 SCAN_BYTES = 4 << 20
-"""of headers that are read at once"""
+"""Bytes of headers to read at once."""
 
 T = TypeVar("T")
 
 
 class StoreUnavailable(Exception):
-    """The path cannot be used; the message is one line. Serving goes on without the tier."""
+    """The path cannot be used; the message is one line. Serving continues without the tier."""
 
 
 def reason_of(error: OSError) -> str:
@@ -41,7 +41,7 @@ def reason_of(error: OSError) -> str:
 
 
 def _same_file(fd: int, path: Path) -> bool:
-    """Is the open file the one that the path leads to? Raises `OSError`, but when there is none."""
+    """Return whether the path leads to the open file. Raises `OSError`, except if there is no file."""
     try:
         there = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -51,10 +51,10 @@ def _same_file(fd: int, path: Path) -> bool:
 
 
 def _open_locked(path: Path, flags: int, patience: float) -> int:
-    """A descriptor of the file, locked while it is open: the system lets go of it when the process dies.
+    """Open the file and lock it for as long as it is open; the system releases the lock when the process ends.
 
-    The lock is on the file itself, so whoever removes the path lets nobody else into this file. Who has it may be about
-    to end: it is asked for again for `patience` seconds. Raises `ConfigError` when it stays locked, `OSError`.
+    The lock is on the file itself, so removing the path does not let others in. The process that holds it may be about
+    to end, so retry for `patience` seconds. Raises `ConfigError` if the file stays locked, or `OSError`.
     """
     end = time.monotonic() + patience
     while True:
@@ -71,24 +71,25 @@ def _open_locked(path: Path, flags: int, patience: float) -> int:
             os.close(fd)
             raise
         if time.monotonic() >= end:
-            raise ConfigError(f"{path.parent} is in use by another weft: give each daemon an --ssd-kv-path of its own")
+            raise ConfigError(f"{path.parent} is in use by another weft: give each daemon its own --ssd-kv-path")
         time.sleep(LOCK_POLL_SECONDS)
 
 
 class StoreFile:
-    """The file of a store, opened under its lock: whole extents in and out, O_DIRECT where the file system takes it.
+    """The locked file of a store. It reads and writes whole extents, with O_DIRECT if the file system supports it.
 
-    Raises `ConfigError` when another process has it, `StoreUnavailable` when the system refuses. `geometry` None
-    takes the file as it is and changes nothing (`weft cache`). `patience`: seconds to wait for the other process.
+    With `geometry` None, the file is used as it is and not changed (`weft cache`). `patience` is how many seconds to
+    wait for another process that holds the lock. Raises `ConfigError` if it keeps the lock, `StoreUnavailable` if the
+    system refuses.
     """
 
     def __init__(self, directory: Path, geometry: Geometry | None, patience: float = 0.0) -> None:
         self.path = directory / FILE_NAME
         self._closed = True
-        self.begun_anew: str | None = None
-        """why the pages that were there are not used, if there were any"""
+        self.reset_reason: str | None = None
+        """Why existing pages were dropped; None if there were none."""
         if geometry is None:
-            self._look_for_file()
+            self._require_file()
         try:
             if geometry is not None:
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -107,7 +108,7 @@ class StoreFile:
             self.close()
             raise
 
-    def _look_for_file(self) -> None:
+    def _require_file(self) -> None:
         try:
             there = self.path.is_file()
         except OSError as error:
@@ -122,10 +123,10 @@ class StoreFile:
                 raise StoreUnavailable(f"{self.path} is not a KV store of this version")
             return found
         if found is None or found[0] != wanted:
-            # Foreign: another model, layout, version or size. Its extents are used anew.
-            self._check_room(wanted.file_bytes)
+            # The file is of another model, layout, version or size: reset it.
+            self._check_space(wanted.file_bytes)
             if os.fstat(self.fd).st_size:
-                self.begun_anew = "another version of weft made it" if found is None else _difference(found[0], wanted)
+                self.reset_reason = _difference(found[0], wanted) if found else "another version of weft made it"
             os.ftruncate(self.fd, 0)
             found = wanted, 1
             os.posix_fallocate(self.fd, 0, wanted.file_bytes)
@@ -134,14 +135,14 @@ class StoreFile:
             os.posix_fallocate(self.fd, 0, wanted.file_bytes)
         return found
 
-    def _check_room(self, size: int) -> None:
-        """Raises `OSError` before anything that was there is lost."""
+    def _check_space(self, size: int) -> None:
+        """Raise `OSError` if the disk is too small, before existing pages are dropped."""
         there = os.fstatvfs(self.fd)
         if size > there.f_bfree * there.f_frsize + os.fstat(self.fd).st_blocks * 512:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _open_direct(self) -> int:
-        """A descriptor with O_DIRECT when a probe can read through it, else the ordinary one."""
+        """Return a descriptor with O_DIRECT if a probe can read through it, else the ordinary one."""
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
         except OSError:
@@ -159,18 +160,18 @@ class StoreFile:
         self._past_the_cache(lambda fd: self._write_all(fd, data, self.geometry.extent_at(extent)))
 
     def read_extent(self, extent: int, into: memoryview) -> bool:
-        """False when the file ends before the extent does."""
+        """Return False if the file ends before the extent does."""
         return self._past_the_cache(lambda fd: self._read_all(fd, into, self.geometry.extent_at(extent)))
 
-    def write_rest(self, rest: int, data: memoryview) -> None:
-        self._past_the_cache(lambda fd: self._write_all(fd, data, self.geometry.rest_at(rest)))
+    def write_remainder(self, remainder: int, data: memoryview) -> None:
+        self._past_the_cache(lambda fd: self._write_all(fd, data, self.geometry.remainder_at(remainder)))
 
-    def read_rest(self, rest: int, into: memoryview) -> bool:
-        """False when the file ends before the rest does."""
-        return self._past_the_cache(lambda fd: self._read_all(fd, into, self.geometry.rest_at(rest)))
+    def read_remainder(self, remainder: int, into: memoryview) -> bool:
+        """Return False if the file ends before the remainder does."""
+        return self._past_the_cache(lambda fd: self._read_all(fd, into, self.geometry.remainder_at(remainder)))
 
     def _past_the_cache(self, work: Callable[[int], T]) -> T:
-        """`work(descriptor)` with O_DIRECT, or for ever without it once a file system that took it at first refuses."""
+        """Call `work(descriptor)` with O_DIRECT. If the file system refuses it once, O_DIRECT is off from then on."""
         if self.direct:
             try:
                 return work(self.direct_fd)
@@ -198,20 +199,20 @@ class StoreFile:
         return sorted(found, key=lambda item: item[1].serial)
 
     def is_there(self) -> bool:
-        """Does the path still lead to this file? Where the system does not say, it does."""
+        """Return whether the path still leads to this file; True if unknown."""
         try:
             return _same_file(self.fd, self.path)
         except OSError:
             return True
 
     def new_epoch(self) -> None:
-        """Forget every extent, on the disk as well: after a power cut, too, they are not there. Raises `OSError`: then
-        the epoch is what it was."""
+        """Drop every extent durably: they stay dropped after a power failure. Raises `OSError`, and then the epoch is
+        unchanged."""
         self._write_durably(pack_superblock(self.geometry, self.epoch + 1), 0)
         self.epoch += 1
 
     def _write_durably(self, block: bytes, at: int) -> None:
-        """This block alone reaches the disk before we return: a sync of the file would wait for all of its pages."""
+        """Write one block durably. A sync of the whole file would wait for all of its pages."""
         try:
             written = os.pwritev(self.fd, [block], at, os.RWF_DSYNC)
         except OSError as error:
@@ -220,10 +221,10 @@ class StoreFile:
             written = os.pwrite(self.fd, block, at)
             os.fdatasync(self.fd)
         if written != len(block):
-            raise OSError(errno.ENOSPC, "not all was written")
+            raise OSError(errno.ENOSPC, "short write")
 
     def remove(self) -> None:
-        """The path leads to this file no longer, which stays open. Raises `OSError`."""
+        """Unlink the path; the file stays open. Raises `OSError`."""
         if self.is_there():
             self.path.unlink(missing_ok=True)
 
@@ -231,7 +232,7 @@ class StoreFile:
     def _read_all(fd: int, into: memoryview, at: int) -> bool:
         done = 0
         while done < len(into):
-            # A short read that stops inside a block met the end of the file.
+            # A short read that stops inside a block is at the end of the file.
             n = os.preadv(fd, [into[done:]], at + done)
             if n <= 0:
                 return False
@@ -250,7 +251,7 @@ class StoreFile:
             done += n
 
     def __del__(self) -> None:
-        self.close()  # an engine that could not start leaves its store behind
+        self.close()  # an engine that could not start does not close its store
 
     def close(self) -> None:
         if self._closed:
@@ -262,9 +263,9 @@ class StoreFile:
 
 
 def _difference(found: Geometry, wanted: Geometry) -> str:
-    """What keeps the pages of a store from being used, in a few words."""
+    """Describe why the pages of a store cannot be used."""
     if found.page_tokens != wanted.page_tokens:
         return f"its pages have {found.page_tokens} tokens, not {wanted.page_tokens}"
     if found.owner != wanted.owner:
-        return "its pages are of another model, dtype, rope or --tier-kv-format"
-    return f"it has room for {found.num_extents} pages, not {wanted.num_extents}"
+        return "its pages belong to another model, dtype, rope or --tier-kv-format"
+    return f"its size is {found.num_extents} pages, not {wanted.num_extents}"

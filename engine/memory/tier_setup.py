@@ -1,4 +1,4 @@
-"""Makes the tiers that the configuration asks for: the SSD's file before the model loads, the rest after."""
+"""Creates the configured KV tiers: the SSD's file before the model loads, the rest afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.engine.errors import ConfigError
 from weft.engine.memory.extent import Geometry
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.memory.pages import PagePool
-from weft.engine.memory.rests import SHARE, Rests
+from weft.engine.memory.remainders import SHARE, Remainders
 from weft.engine.memory.ssd_store import SsdStore, Store
 from weft.engine.memory.store_file import StoreFile, StoreUnavailable
 from weft.engine.memory.tiers import Tiers
@@ -22,9 +22,9 @@ from weft.engine.model.spec import Shard
 from weft.kernels.formats.packed_page import PackedPage
 
 LOCK_PATIENCE_SECONDS = 6.0
-"""for the engine of a daemon that was killed: it stores what it can for a few seconds, then it ends"""
+"""Seconds to wait for the lock: the engine of a killed daemon keeps storing pages for a few seconds."""
 MEMORY_SHARE = 0.9
-"""of the memory that is free, at most, for the host pool: the system dies of more"""
+"""Maximum share of free memory for the host pool. More can crash the system."""
 
 
 def open_store(
@@ -34,9 +34,9 @@ def open_store(
     shard: Shard,
     packed: PackedPage | None,
 ) -> StoreFile | None:
-    """The file of the SSD tier, or None when it is not asked for, or cannot be had (one line says why).
+    """Open the file of the SSD tier. Returns None if it is not configured, or cannot be used, which is logged.
 
-    Each rank has one of its own, and its share of the space. Raises `ConfigError` when another daemon has it, or when
+    Each rank has its own file and its share of the space. Raises `ConfigError` if another daemon uses the file, or if
     it is too small for a page.
     """
     if config.ssd_kv_path is None:
@@ -49,19 +49,19 @@ def open_store(
         model_id = f"{model_id}|packed in 12 bits"
     owner = xxhash.xxh3_128_digest(model_id.encode())
     stored = packed.nbytes if packed is not None else layout.page_bytes
-    room = int(config.ssd_kv_gib * GIB / shard.ranks)
-    geometry = Geometry.fitting(layout.page_size, stored, owner, room, layout.page_bytes - stored)
+    size = int(config.ssd_kv_gib * GIB / shard.ranks)
+    geometry = Geometry.fitting(layout.page_size, stored, owner, size, layout.page_bytes - stored)
     if geometry.num_extents < 1:
         raise ConfigError(
-            f"--ssd-kv-gib {config.ssd_kv_gib:g} has no room for one page of {layout.page_bytes / 2**20:.1f} MiB"
+            f"--ssd-kv-gib {config.ssd_kv_gib:g} is too small for one page of {layout.page_bytes / 2**20:.1f} MiB"
         )
     try:
         file = StoreFile(directory, geometry, LOCK_PATIENCE_SECONDS)
     except StoreUnavailable as error:
-        print(f"weft: no SSD tier: {error}; serving goes on without it", file=sys.stderr, flush=True)
+        print(f"weft: no SSD tier: {error}; serving continues without it", file=sys.stderr, flush=True)
         return None
-    if file.begun_anew is not None:
-        print(f"weft: the KV store {file.path} begins anew: {file.begun_anew}", file=sys.stderr, flush=True)
+    if file.reset_reason is not None:
+        print(f"weft: the KV store {file.path} was reset: {file.reset_reason}", file=sys.stderr, flush=True)
     return file
 
 
@@ -71,15 +71,14 @@ def make_tiers(
     pool: PagePool,
     file: StoreFile | None,
     copy_engine: Callable[[int], CopyEngine],
-    make_store: Callable[[StoreFile, Bytes, Rests | None], Store] = SsdStore,
+    make_store: Callable[[StoreFile, Bytes, Remainders | None], Store] = SsdStore,
     ranks: int = 1,
     packed: PackedPage | None = None,
 ) -> Tiers | None:
-    """The tiers below a device's pool; None when there are none.
+    """Create the tiers below a device's pool; None if none are configured.
 
-    copy_engine: `Runner.copy_engine`. make_store: of a file, the host pool and its rests. ranks: that share the host's
-    memory. packed: how pages lie there; None: as on the device.
-    Raises `ConfigError` or `OutOfMemory`.
+    `copy_engine` is `Runner.copy_engine`. `ranks` share the host's memory. `packed` is the form of pages in the tiers;
+    None for the device's form. Raises `ConfigError` or `OutOfMemory`.
     """
     if not config.host_kv_gib:
         return None
@@ -87,32 +86,32 @@ def make_tiers(
     slots = _slots_in(int(config.host_kv_gib * GIB / ranks), sizes)
     if slots < 2:
         raise ConfigError(
-            f"--host-kv-gib {config.host_kv_gib:g} has room for {slots} pages of {sizes.packed / 2**20:.1f} MiB, "
-            "it needs at least 2"
+            f"--host-kv-gib {config.host_kv_gib:g} holds {slots} pages of {sizes.packed / 2**20:.1f} MiB; "
+            "at least 2 are needed"
         )
     available = _available_bytes()
     if ranks * slots * aligned(sizes.packed) > MEMORY_SHARE * available:
         raise ConfigError(
             f"--host-kv-gib {config.host_kv_gib:g} is more than {MEMORY_SHARE:.0%} of the "
-            f"{available / GIB:.1f} GiB of memory that are free"
+            f"{available / GIB:.1f} GiB of free memory"
         )
     copies = copy_engine(slots)
-    store = make_store(file, copies.host, copies.rests) if file is not None else None
-    asked = config.ssd_kv_path is not None
-    tiers = Tiers(pool, copies, slots, store, asked_for_ssd=asked, idle_seconds=config.idle_spill_seconds)
+    store = make_store(file, copies.host, copies.remainders) if file is not None else None
+    configured = config.ssd_kv_path is not None
+    tiers = Tiers(pool, copies, slots, store, ssd_configured=configured, idle_seconds=config.idle_spill_seconds)
     if store is not None:
         store.on_done = tiers.ssd.wake
     return tiers
 
 
 def _slots_in(size: int, sizes: PageSizes) -> int:
-    """Slots, and rests for them, that so many bytes have room for."""
-    slot, rest = aligned(sizes.packed), aligned(sizes.page - sizes.packed)
-    return max(0, size - rest) * SHARE // (slot * SHARE + rest)
+    """Return how many slots, with remainders for them, fit in `size` bytes."""
+    slot, remainder = aligned(sizes.packed), aligned(sizes.page - sizes.packed)
+    return max(0, size - remainder) * SHARE // (slot * SHARE + remainder)
 
 
 def _available_bytes() -> int:
-    """Memory that the system can still give: its own estimate, and what the control group leaves."""
+    """Return the available memory: the system's estimate, limited by the control group."""
     with open("/proc/meminfo", encoding="ascii") as f:
         fields = dict(line.split(":", 1) for line in f)
     available = int(fields["MemAvailable"].split()[0]) * 1024

@@ -1,11 +1,11 @@
-"""`Tiers`: keeps full pages on the host and the SSD as well, and brings them back (NanoFlow §4.2.2).
+"""`Tiers`: copies full pages to the host and the SSD, and loads them back to the GPU (NanoFlow §4.2.2).
 
 Every confirmed full page is written through to the host pool while the next iteration computes. Before the host pool
-runs short its oldest pages go on to the SSD. A page comes back through a host slot. All bookkeeping is the
-scheduler's thread's; copies and I/O run beside it and are noticed by `pump`.
+runs short, its oldest pages are written to the SSD. Pages return through a host slot. All bookkeeping runs on the
+scheduler's thread; copies and I/O run concurrently, and `pump` processes their ends.
 
-A tier's copies form whole chains: a page is below the GPU only if its parent is, and on the SSD only if its parent
-is, so that what is evicted (leaves first) and what a restart finds can always be reached.
+A tier's copies form whole chains: a page is below the GPU only if its parent is, and on the SSD only if its parent is.
+So all pages stay reachable after evictions (leaves first) and after a restart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.engine.memory.block_allocator import BlockAllocator
-from weft.engine.memory.idle import IdleClock
+from weft.engine.memory.idle_clock import IdleClock
 from weft.engine.memory.loads import Loading, LoadSpeeds, PageLoad
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry
@@ -30,25 +30,27 @@ from weft.engine.wire.messages import TierStats
 
 FLUSH_SECONDS = 3.0
 SPILL_PAGES, SPILL_SCAN = 16, 256
-"""pages that lie idle: stored together, and looked at, in one iteration"""
+"""Idle pages to store, and to examine, per iteration."""
 
 
 class _Out(NamedTuple):
-    """Pages on their way to the host."""
+    """Pages being copied to the host."""
 
     copy: Copy
     moves: list[tuple[PrefixEntry, int, int]]
-    """(entry, page, slot)"""
+    """(entry, page, slot)."""
 
 
 class _Back(NamedTuple):
+    """Pages being copied to the GPU."""
+
     copy: Copy
     moves: list[tuple[PageLoad, int]]
-    """(load, slot)"""
+    """(load, slot)."""
 
 
 class Tiers:
-    """Single-threaded, like the scheduler that owns it. `store` None: no SSD, though perhaps one was asked for."""
+    """The tiers below the GPU. Single-threaded, like the scheduler that owns it. `store` is None without an SSD."""
 
     def __init__(
         self,
@@ -57,39 +59,39 @@ class Tiers:
         num_slots: int,
         store: Store | None,
         *,
-        asked_for_ssd: bool = False,
+        ssd_configured: bool = False,
         idle_seconds: float = 0.0,
     ) -> None:
-        """`idle_seconds`: pages unused for so long are stored by themselves; 0: none are."""
+        """Pages unused for `idle_seconds` are stored in advance; 0 turns this off."""
         self.pool, self.index, self.copies = pool, pool.index, copies
         self.speeds = LoadSpeeds(copies.sizes.page, pool.page_size)
         self.host = BlockAllocator(num_slots, PrefixEntry.spared_by_host, self._lose_host)
         self.ssd = SsdTier(self.index, self.host, copies.sizes, store, self.speeds, self._keep_on_host, self._missed)
         self.index.on_spared = self._reconsider
         self._coming: dict[PrefixEntry, PageLoad] = {}
-        """loads that are bringing entries to the GPU"""
+        """Loads to the GPU by entry."""
         self._fresh: deque[PrefixEntry] = deque()
-        """to be written through, parents first"""
+        """Entries to write through, parents first."""
         self._storing: set[PrefixEntry] = set()
         self._alone: dict[PrefixEntry, None] = {}
-        """on the GPU and in no tier below it; some of them no more"""
+        """Entries on the GPU alone. It may contain some that no longer are."""
         self._idle = IdleClock(idle_seconds)
         self._outs: deque[_Out] = deque()
         self._backs: deque[_Back] = deque()
         self._finished: list[Loading] = []
         self._stats = TierStats()
-        self._reported = ("host", "ssd") if asked_for_ssd or store is not None else ("host",)
+        self._reported = ("host", "ssd") if ssd_configured or store is not None else ("host",)
         self._load_seconds: list[tuple[str, float]] = []
 
     # -- what the scheduler calls
 
     def published(self, entry: PrefixEntry) -> None:
-        """The entry's GPU page is full and confirmed."""
+        """Queue an entry, whose GPU page is full and confirmed, to be written through."""
         if entry.host == NOWHERE:
             self._fresh.append(entry)
 
     def load(self, entries: Sequence[PrefixEntry], pages: Sequence[int], waiting: Loading) -> None:
-        """Bring entries that are in a lower tier to the GPU pages, which the caller references; `waiting` is told."""
+        """Load entries from lower tiers to GPU pages that the caller has referenced. `waiting` waits for the loads."""
         ready: list[tuple[PageLoad, int]] = []
         for entry, page in zip(entries, pages, strict=True):
             self.pool.hold(page)
@@ -103,21 +105,21 @@ class Tiers:
         self._copy_back(ready)
 
     def fetched(self, entries: Sequence[PrefixEntry]) -> None:
-        """These are being loaded ahead of a request: count them."""
+        """Count entries that are loaded before their request can run."""
         for entry in entries:
             (self._stats if entry.host >= 0 else self.ssd.stats).prefetched += 1
 
     def coming(self, entry: PrefixEntry) -> PageLoad | None:
-        """The load that is bringing the entry to the GPU."""
+        """Return the running load of an entry to the GPU, if there is one."""
         return self._coming.get(entry)
 
     def busy_pages(self) -> dict[str, int]:
-        """Pages on their way to the GPU, by the tier they come from."""
+        """Return the pages being loaded to the GPU, by source tier."""
         from_ssd = self.ssd.num_reading
         return {"host": sum(len(b.moves) for b in self._backs) + from_ssd, "ssd": from_ssd}
 
     def pump(self) -> list[Loading]:
-        """Take in what has ended, start what can start. Returns the waits that are over."""
+        """Process transfers that have ended and start those that can start. Returns the finished waits."""
         self._end_outs()
         self.ssd.pump_ends()
         self._end_backs()
@@ -130,7 +132,7 @@ class Tiers:
         return finished
 
     def forget(self) -> None:
-        """The index was cleared: every copy in a lower tier is nobody's."""
+        """Drop every copy in the lower tiers: the index was cleared."""
         for places in (self.host, self.ssd.places):
             for place, entry in list(places.entries()):
                 entry.host = entry.extent = NOWHERE
@@ -142,7 +144,7 @@ class Tiers:
     # -- GPU to host
 
     def begin_stores(self) -> None:
-        """Write through what was published."""
+        """Start to write published pages through to the host."""
         moves: list[tuple[PrefixEntry, int, int]] = []
         while self._fresh:
             entry = self._fresh[0]
@@ -158,13 +160,15 @@ class Tiers:
             self._outs.append(_Out(self.copies.out([(page, slot) for _, page, slot in moves]), moves))
 
     def _spill(self, now: float) -> None:
-        """Store what lies idle, a little at a time, while nothing else is moved: once it has a copy, nothing is lost
-        when somebody needs the room. Each page is tried once after each use, so that full tiers do not swap."""
+        """Store some idle pages while nothing else moves, so that evicting them later loses nothing.
+
+        Each page is tried once after each use, so that full tiers do not swap.
+        """
         idle = self.pool.idle_clock = self._idle.idle(now, self.index.clock)
         if idle < 0 or self._backs or self._outs or self.ssd.num_reading:
             return
-        # Places that are free, or whose page the SSD has as well.
-        room = self.host.num_free + max(0, self.ssd.num_on_both - self.host.capacity // 4)
+        # Slots that are free, or whose page is also on the SSD.
+        headroom = self.host.num_free + max(0, self.ssd.num_on_both - self.host.capacity // 4)
         for entry in list(islice(self._alone, SPILL_SCAN)):
             chain: list[PrefixEntry] = []
             above: PrefixEntry | None = entry
@@ -172,17 +176,17 @@ class Tiers:
                 chain.append(above)
                 above = above.parent
             if not chain or entry.spilled == entry.used:
-                # In use, or gone, or tried: the others come first.
+                # In use, gone or tried already: move it to the end.
                 del self._alone[entry]
                 if entry.page >= 0 and not entry.lower:
                     self._alone[entry] = None
                 continue
             for one in reversed(chain):
-                if room and one.spilled != one.used:
-                    room -= 1
+                if headroom and one.spilled != one.used:
+                    headroom -= 1
                     one.spilled = one.used
                     self._fresh.append(one)
-            if len(self._fresh) >= SPILL_PAGES or not room:
+            if len(self._fresh) >= SPILL_PAGES or not headroom:
                 break
         self.ssd.spill(idle)
 
@@ -210,14 +214,14 @@ class Tiers:
                     stats.spilled += entry.spilled == entry.used
                     self._keep_on_host(entry, slot)
                 self.host.unpin(slot)
-            # Who was stored for lying idle still lies idle.
+            # Pages stored because they were idle are still idle.
             idle = [entry.spilled == entry.used for entry, _, _ in out.moves]
             for of in (False, True):
                 pages = [page for (_, page, _), lay in zip(out.moves, idle, strict=True) if lay is of]
                 self.pool.release(np.array(pages, np.int32), used=not of)
 
     def _stored(self, copy: Copy, slot: int) -> int:
-        """Bytes that a page took on its way to or from the host; what packing saved is counted."""
+        """Return the bytes of a page copied to or from the host, and count those saved by packing."""
         sizes = self.copies.sizes
         size = sizes.stored(raw=slot in copy.raw)
         self._stats.bytes_saved += sizes.page - size
@@ -249,7 +253,7 @@ class Tiers:
                 entry = load.entry
                 if back.copy.failed:
                     self._stats.failures += 1
-                    # A miss from now on, wherever it came from: nobody tries the same again for ever.
+                    # Make it a miss, so that the same load is not retried forever.
                     if entry.host == slot:
                         self._lose_host(entry)
                     if entry.extent >= 0:
@@ -270,9 +274,9 @@ class Tiers:
         self._load_seconds.append((load.tier, time.monotonic() - load.begun))
         for waiting in load.waiters:
             waiting.remaining -= 1
-            told = waiting.failed
+            had_failed = waiting.failed
             waiting.failed |= failed
-            if not told and (failed or not waiting.remaining):
+            if not had_failed and (failed or not waiting.remaining):
                 self._finished.append(waiting)
 
     # -- both
@@ -293,28 +297,28 @@ class Tiers:
 
     @property
     def bytes_moved(self) -> int:
-        """Into all tiers and out of them, since the start."""
+        """Bytes moved into and out of all tiers since the start."""
         return sum(stats.bytes_in + stats.bytes_out for stats in (self._stats, self.ssd.stats))
 
     @property
     def num_loading(self) -> int:
-        """Pages on their way to the GPU."""
+        """Pages being loaded to the GPU."""
         return len(self._coming)
 
     def transfer_pages(self) -> list[int]:
-        """GPU pages that transfers hold, once for each reference."""
+        """Return GPU pages that transfers hold, once per reference."""
         loads = [load for back in self._backs for load, _ in back.moves] + self.ssd.loads()
         return [page for out in self._outs for _, page, _ in out.moves] + [load.page for load in loads]
 
     def wait(self, seconds: float) -> None:
-        """Return when something may have ended, or after so many seconds."""
+        """Return when a transfer may have ended, or after `seconds`."""
         if self._backs or self._outs:
             self.copies.wait([b.copy for b in self._backs] or [o.copy for o in self._outs], seconds)
         elif self.num_transfers:
             self.ssd.wait(seconds)
 
     def drain(self) -> list[Loading]:
-        """Wait until nothing moves any more."""
+        """Wait for all transfers. Returns the finished waits."""
         finished: list[Loading] = self.pump()
         while self.num_transfers:
             self.wait(0.01)
@@ -322,9 +326,9 @@ class Tiers:
         return finished
 
     def flush(self, seconds: float) -> None:
-        """Store what no lower tier has yet: on the host, and from there on the SSD, as far as time allows.
+        """Store pages that no lower tier holds: on the host, then on the SSD, until `seconds` are over.
 
-        Only when no request is open: nobody is told of loads that end meanwhile.
+        Call it only if no request is open, because it drops finished waits.
         """
         end = time.monotonic() + seconds
         self.pump()
@@ -337,20 +341,20 @@ class Tiers:
         self.drain()
 
     def sink(self, seconds: float) -> None:
-        """`flush`, then leave every page to the lowest tier alone: the next request that needs it must load it."""
+        """Flush, then evict every page from all but the lowest tier, so that the next request must load it."""
         self.flush(seconds)
         self.pool.evict_all()
         if self.ssd.store is not None:
             self.host.evict_all()
 
     def close(self) -> None:
-        """Write what is only on the host to the SSD as far as time allows, and give everything back."""
+        """Write pages that only the host holds to the SSD if time allows, and close all tiers."""
         self.flush(FLUSH_SECONDS)
         self.ssd.close()
         self.copies.close()
 
     def stats(self) -> dict[str, TierStats]:
-        """Totals since start, by tier."""
+        """Return totals since start, by tier."""
         both = {"host": (self._stats, self.host), "ssd": (self.ssd.stats, self.ssd.places)}
         for stats, places in both.values():
             stats.used, stats.capacity, stats.evictions = places.num_used, places.capacity, places.evictions
@@ -358,12 +362,12 @@ class Tiers:
         return {name: both[name][0] for name in self._reported}
 
     def take_load_seconds(self) -> list[tuple[str, float]]:
-        """Durations of the loads that ended since the last call, with their tier."""
+        """Return (tier, seconds) of the loads that ended since the last call."""
         seconds, self._load_seconds = self._load_seconds, []
         return seconds
 
     def check(self) -> None:
-        """Raise `AssertionError` unless each tier's places are whole and agree with the index."""
+        """Raise `AssertionError` unless each tier's places are consistent and agree with the index."""
         for places, name in ((self.host, "host"), (self.ssd.places, "extent")):
             places.check()
             at = {getattr(e, name): e for e in self.index.entries() if getattr(e, name) >= 0}

@@ -1,11 +1,11 @@
-"""`CopyEngine`: moves whole KV pages between a device's pool and the host pool, beside the computation.
+"""`CopyEngine`: moves whole KV pages between a device's pool and the host pool during computation.
 
-A page is one contiguous extent on both sides, so a copy is one DMA. Two implementations: a thread on the CPU
-(`cpu_transfer.py`), pinned memory, streams and events on a GPU (`cuda_transfer.py`).
+A page is contiguous on both sides, so a copy is one DMA. There are two implementations: a thread on the CPU
+(`cpu_transfer.py`), and pinned memory with streams and events on a GPU (`cuda_transfer.py`).
 
-Who starts a copy guarantees that what it reads is complete and what it overwrites has no reader left. The scheduler
-does: it copies only pages of committed iterations, whose end event the host has awaited, and allocates only pages
-behind their fence (docs/pitfalls.md 21). Until `done()`, both sides belong to the copy.
+The caller guarantees that the source is complete and the target has no readers. The scheduler copies only pages of
+committed iterations, whose end event the host has awaited, and allocates only pages whose fence has passed
+(docs/pitfalls.md 21). Until `done()`, both sides belong to the copy.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.engine.errors import OutOfMemory
-from weft.engine.memory.rests import Rests, rests_for
+from weft.engine.memory.remainders import Remainders, remainders_for
 
 ALIGNMENT = 4096
-"""bytes: what O_DIRECT asks of addresses, lengths and offsets"""
+"""Alignment in bytes of addresses, lengths and offsets for O_DIRECT."""
 GIB = 2**30
 Pairs = Sequence[tuple[int, int]]
-"""(GPU page, host slot)"""
+"""(GPU page, host slot)."""
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -34,47 +34,47 @@ def aligned(size: int) -> int:
 
 
 class PageSizes(NamedTuple):
-    """Bytes of a page on the device, and in the tiers below it where it is packed."""
+    """Bytes of a page on the device, and packed in the lower tiers."""
 
     page: int
     packed: int
 
     def stored(self, *, raw: bool) -> int:
-        """raw: it could not be packed."""
+        """Return the stored bytes of a page; `raw` if it could not be packed."""
         return self.page if raw else self.packed
 
 
 class Copy(Protocol):
-    """A batch of page copies under way."""
+    """A running batch of page copies."""
 
     def done(self) -> bool:
-        """Have all bytes arrived, or has it failed? Does not block."""
+        """Return whether the batch has completed or failed. Does not block."""
         ...
 
     @property
     def failed(self) -> bool:
-        """Known once `done()`."""
+        """Whether it failed. Valid once `done()`."""
         ...
 
     @property
     def raw(self) -> Collection[int]:
-        """Slots of pages that could not be packed; known once `done()`."""
+        """Slots of pages that could not be packed. Valid once `done()`."""
         ...
 
     @property
     def unkept(self) -> Collection[int]:
-        """Slots that hold nothing, though it has not failed: pages that could not be packed, and no room for such was
-        left; known once `done()`."""
+        """Slots left empty although the batch has not failed: their pages could not be packed, and no remainder was
+        free. Valid once `done()`."""
         ...
 
     @property
     def seconds(self) -> float:
-        """From its first byte to its last, waits at gates included; known once `done()`."""
+        """Seconds from the first byte to the last, including waits at gates. Valid once `done()`."""
         ...
 
 
 class Gate(Protocol):
-    """A place in an iteration that a stream can wait for: a CUDA event."""
+    """A point in an iteration that a stream can wait for: a CUDA event."""
 
     def wait(self, stream: Any = None) -> None: ...
 
@@ -82,47 +82,47 @@ class Gate(Protocol):
 class CopyEngine(Protocol):
     @property
     def host(self) -> Bytes:
-        """`[slots, stride]` uint8, each slot at a multiple of `ALIGNMENT`; a page fills `sizes.packed` of one."""
+        """The host pool, `[slots, stride]` uint8, slots aligned to `ALIGNMENT`. A page takes `sizes.packed` bytes."""
         ...
 
     @property
-    def rests(self) -> Rests | None:
-        """The ends of pages in there that could not be packed; None where pages are not packed."""
+    def remainders(self) -> Remainders | None:
+        """The ends of pages that could not be packed; None if pages are not packed at all."""
         ...
 
     @property
     def sizes(self) -> PageSizes: ...
 
     def out(self, pairs: Pairs) -> Copy:
-        """Device pages to host slots."""
+        """Start copies of device pages to host slots."""
         ...
 
     def back(self, pairs: Pairs) -> Copy:
-        """Host slots to device pages."""
+        """Start copies of host slots to device pages."""
         ...
 
     def wait(self, copies: Sequence[Copy], seconds: float) -> None:
-        """Return when one of `copies` may be done, or after so many seconds."""
+        """Return when one of `copies` may be done, or after `seconds`."""
         ...
 
     def close(self) -> None:
-        """Wait for copies under way and give the host pool back."""
+        """Wait for running copies and free the host pool."""
         ...
 
 
 def map_host_pool(slots: int, row_bytes: int) -> Bytes:
-    """Anonymous memory `[slots, stride]`, given by the system on first touch. Raises `OutOfMemory`."""
+    """Map anonymous memory `[slots, stride]`, which is allocated on first touch. Raises `OutOfMemory`."""
     stride = aligned(row_bytes)
     try:
         memory = mmap.mmap(-1, slots * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError):
-        raise OutOfMemory(f"{slots * stride / GIB:.1f} GiB of host memory do not fit: lower --host-kv-gib") from None
+        raise OutOfMemory(f"cannot map {slots * stride / GIB:.1f} GiB of host memory: lower --host-kv-gib") from None
     with contextlib.suppress(OSError, ValueError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8).reshape(slots, stride)
 
 
-def map_rests(slots: int, sizes: PageSizes) -> Rests:
-    """For a host pool of so many slots. Raises `OutOfMemory`."""
-    count, rest_bytes = rests_for(slots), sizes.page - sizes.packed
-    return Rests(count, map_host_pool(count, rest_bytes), rest_bytes)
+def map_remainders(slots: int, sizes: PageSizes) -> Remainders:
+    """Map the remainders of a host pool of `slots` slots. Raises `OutOfMemory`."""
+    count, remainder_bytes = remainders_for(slots), sizes.page - sizes.packed
+    return Remainders(count, map_host_pool(count, remainder_bytes), remainder_bytes)

@@ -143,7 +143,7 @@ class Follower:
         if kind is Kind.POOL:
             self._copies = self._runner.copy_engine(*numbers)
             if self._file is not None:
-                self._store = SsdStore(self._file, self._copies.host, self._copies.rests)
+                self._store = SsdStore(self._file, self._copies.host, self._copies.remainders)
             meet(self._collectives)
         elif kind in (Kind.OUT, Kind.BACK):
             pairs = [(page, slot) for page, slot in _pairs(arrays[1])]

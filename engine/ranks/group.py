@@ -16,11 +16,11 @@ from weft.engine.model.directory import read_spec
 from weft.engine.progress import Progress
 from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.runner.device.compile_job import has_gpu
-from weft.engine.wire.blank import VISIBLE, environment, gpus
-from weft.engine.wire.child import RANK, command, held_back
+from weft.engine.wire.child import RANK, command, stacks_signal_blocked
 from weft.engine.wire.cores import cores, nodes_here, shares, threads
 from weft.engine.wire.exiting import GRACE_SECONDS, LOOK_MS, how_ended, is_exiting
 from weft.engine.wire.heartbeat import ENGINE, Heartbeats
+from weft.engine.wire.preloaded import VISIBLE, environment, gpus
 from weft.engine.wire.stacks import Stacks
 
 END_SECONDS = 2.0
@@ -83,7 +83,7 @@ class Ranks:
         # The kernel ends a child with the thread that made it.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         arguments = (rank, heartbeats.fd, row, stacks_fd)
-        with held_back():
+        with stacks_signal_blocked():
             process = self._processes[rank] = subprocess.Popen(
                 command(parent, RANK, *arguments),
                 stdin=subprocess.PIPE,

@@ -17,7 +17,7 @@ import numpy as np
 from weft.engine.config import EngineConfig
 from weft.engine.errors import RankLost
 from weft.engine.memory.extent import Record
-from weft.engine.memory.rests import Rests
+from weft.engine.memory.remainders import Remainders
 from weft.engine.memory.ssd_store import Job, Outcome, SsdStore
 from weft.engine.memory.store_file import StoreFile
 from weft.engine.memory.transfer import Bytes, Copy, CopyEngine, Pairs
@@ -82,7 +82,7 @@ def lead(
     collectives = SharedCollectives(links)
     config, stores = agree(collectives, config, model, store=store)
     if store and not stores:
-        print("weft: no SSD tier: not every rank has one; serving goes on without it", file=sys.stderr, flush=True)
+        print("weft: no SSD tier: not every rank has one; serving continues without it", file=sys.stderr, flush=True)
     runner = rank_runner(links, spec, weights, options, config, collectives, progress, compiling)
     return LeadingRunner(runner, links, collectives, stores=stores)
 
@@ -114,9 +114,9 @@ class LeadingRunner:
         meet(self._collectives)
         return LeadingCopies(own, self._ring, self._operations)
 
-    def make_store(self, file: StoreFile, host: Bytes, rests: Rests | None) -> LeadingStore:
+    def make_store(self, file: StoreFile, host: Bytes, remainders: Remainders | None) -> LeadingStore:
         """Of the SSD tier, behind `copy_engine`."""
-        return LeadingStore(SsdStore(file, host, rests), self._ring, self._operations, self._collectives)
+        return LeadingStore(SsdStore(file, host, remainders), self._ring, self._operations, self._collectives)
 
     def launch(self, batch: Batch) -> InFlight:
         self._ring.send(Kind.BATCH, *arrays_of(batch))
@@ -163,7 +163,7 @@ class LeadingCopies:
 
     def __init__(self, own: CopyEngine, ring: RingWriter, operations: Operations) -> None:
         self._own, self._ring, self._operations = own, ring, operations
-        self.host, self.rests, self.sizes = own.host, own.rests, own.sizes
+        self.host, self.remainders, self.sizes = own.host, own.remainders, own.sizes
 
     def out(self, pairs: Pairs) -> Copy:
         return self._begin(Kind.OUT, self._own.out, pairs)

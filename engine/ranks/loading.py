@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ModelError
 from weft.engine.memory.model_id import model_id
-from weft.engine.memory.rests import Rests
+from weft.engine.memory.remainders import Remainders
 from weft.engine.memory.ssd_store import SsdStore, Store
 from weft.engine.memory.store_file import StoreFile
 from weft.engine.memory.transfer import Bytes
@@ -24,7 +24,7 @@ from weft.engine.runner.device.runner import Runner
 from weft.engine.runner.options.resolve import resolve, served_as
 from weft.engine.runner.start.load import load_model, within_memory
 from weft.engine.runner.start.make import make_runner
-from weft.engine.wire.shelf import Shelf
+from weft.engine.wire.weight_exchange import WeightExchange
 
 if TYPE_CHECKING:
     from weft.engine.model.broad.module import BroadModule
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Loaded(NamedTuple):
     weights: Weights | BroadModule
     runner: Runner
-    make_store: Callable[[StoreFile, Bytes, Rests | None], Store]
+    make_store: Callable[[StoreFile, Bytes, Remainders | None], Store]
     stores: bool
     """all ranks can keep pages on their disks"""
 
@@ -54,20 +54,20 @@ class Loading:
         self.resolved = resolve(config, self.own)
         self.model_id = self._model_id()
 
-    def run(self, phases: Phases, shelf: Shelf | None, *, stores: bool) -> Loaded:
+    def run(self, phases: Phases, exchange: WeightExchange | None, *, stores: bool) -> Loaded:
         """stores: pages are to be kept on a disk. Raises `WeftError`, with one clear line."""
         try:
             with within_memory():
-                return self._run(phases, shelf, stores)
+                return self._run(phases, exchange, stores)
         except BaseException:
             if self._compiling is not None:
                 self._compiling.stop()
             raise
 
-    def _run(self, phases: Phases, shelf: Shelf | None, stores: bool) -> Loaded:
+    def _run(self, phases: Phases, exchange: WeightExchange | None, stores: bool) -> Loaded:
         # In a thread that ends: a team of OpenMP threads left behind here would slow the runner's (see CpuRunner).
         with ThreadPoolExecutor(1) as loader:
-            weights = loader.submit(self._load, phases, shelf).result()
+            weights = loader.submit(self._load, phases, exchange).result()
         if self._compiling is not None:
             self._compiling.wait(phases)
         phases.end()
@@ -79,9 +79,9 @@ class Loading:
         resolved = self.resolved
         return model_id(self._config, resolved.kv, self.own, resolved.compute_dtype, resolved.max_model_len)
 
-    def _load(self, phases: Phases, shelf: Shelf | None) -> Weights | BroadModule:
-        own_shelf = None if self._ranks is not None else shelf
-        return load_model(self.own, self._config, self.resolved, phases, shelf=own_shelf, model=self.model_id)
+    def _load(self, phases: Phases, exchange: WeightExchange | None) -> Weights | BroadModule:
+        own_exchange = None if self._ranks is not None else exchange
+        return load_model(self.own, self._config, self.resolved, phases, exchange=own_exchange, model=self.model_id)
 
     def _with_runner(self, weights: Weights | BroadModule, phases: Phases, stores: bool) -> Loaded:
         config, resolved = self._config, self.resolved

@@ -19,7 +19,7 @@ from weft.engine.progress import how_far
 from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.runner.device.compile_job import use_cache
 from weft.engine.wire.heartbeat import Heartbeat, Heartbeats
-from weft.engine.wire.log_sink import install, last_lines
+from weft.engine.wire.log_sink import flush_lines, install
 from weft.engine.wire.stacks import write_stacks_to
 
 
@@ -89,7 +89,7 @@ def main() -> int:
         traceback.print_exc()
         state.end(f"{type(error).__name__}: {error}".splitlines()[0])
         code = 70
-    last_lines()
+    flush_lines()
     os._exit(code)
 
 

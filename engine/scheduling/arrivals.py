@@ -55,7 +55,7 @@ class Arrivals:
             leader=message.leader,
             tenant=message.tenant,
             metered=message.metered,
-            promises=message.promises,
+            retention=message.retention,
             names=message.names,
         )
         if params.allowed_token_ids is not None:

@@ -1,4 +1,4 @@
-"""Turns a scheduling decision into the arrays of a `Batch`: vector operations over slots."""
+"""FairQueue a scheduling decision into the arrays of a `Batch`: vector operations over slots."""
 
 from __future__ import annotations
 

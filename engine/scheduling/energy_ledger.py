@@ -40,7 +40,7 @@ class EnergyLedger:
         self._left = False
         self._others = 0.0
         """drawn while another engine had the device"""
-        self.at_rest = 0.0
+        self.idle_joules = 0.0
         self.drawn_at_work = 0.0
         self.charged = 0.0
 
@@ -80,11 +80,11 @@ class EnergyLedger:
         if worked <= 0.0:
             watts, weight = joules / seconds, -math.expm1(-seconds / REST_SECONDS)
             self._rest_watts = watts if self._rest_watts is None else _towards(self._rest_watts, watts, weight)
-            self.at_rest += joules
+            self.idle_joules += joules
         else:
             share = joules * (seconds - worked) / seconds
             rest = share if self._rest_watts is None else min(share, self._rest_watts * (seconds - worked))
-            self.at_rest += rest
+            self.idle_joules += rest
             self.drawn_at_work += joules - rest
             watts = (joules - rest) / worked
             weight = -math.expm1(-worked / SMOOTHING_SECONDS)
@@ -106,7 +106,7 @@ class EnergyLedger:
         self.settle()
         self._left = True
 
-    def come_back(self) -> None:
+    def resume(self) -> None:
         if self._left:
             reading = self._meter.latest
             self._others += reading.joules - self._last.joules
@@ -115,7 +115,7 @@ class EnergyLedger:
 
     def stats(self) -> EnergyStats:
         joules = self._last.joules - self._others
-        return EnergyStats(source=self._meter.source, joules=joules, at_rest=self.at_rest, charged=self.charged)
+        return EnergyStats(source=self._meter.source, joules=joules, idle_joules=self.idle_joules, charged=self.charged)
 
     def close(self) -> None:
         self._meter.close()

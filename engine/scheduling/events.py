@@ -42,7 +42,7 @@ class Events(NamedTuple):
         )
 
 
-def spoilt_rows(result: StepResult) -> np.ndarray:
+def nonfinite_rows(result: StepResult) -> np.ndarray:
     """`[R]` bool: rows of the batch whose logits, sampled or scored, were no numbers."""
     batch = result.batch
     spoilt = np.zeros(batch.num_requests, np.bool_)

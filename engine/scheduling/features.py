@@ -127,7 +127,7 @@ class EnergyCharges(Listener):
             self._ledger.leave()
 
     def on_wake(self) -> None:
-        self._ledger.come_back()
+        self._ledger.resume()
 
     def stats(self) -> dict[str, Any]:
         return {"energy": self._ledger.stats()}

@@ -41,12 +41,12 @@ class Fences:
             np.add.at(held, fence.pages, 1)
         return held
 
-    def release_behind(self, step: int, slot: int, pages: Pages) -> None:
+    def release_after(self, step: int, slot: int, pages: Pages) -> None:
         """Free pages and slot once step `step`, the last launched one that can touch them, has completed."""
         if step <= self._completed_step:
             self._pool.release(pages)
             if slot >= 0:
-                self._slots.vacate(slot)
+                self._slots.release(slot)
         else:
             self._waiting.append(_Fence(step, slot, pages))
 
@@ -59,4 +59,4 @@ class Fences:
         if passed:
             self._waiting = [f for f in self._waiting if f.step > self._completed_step]
             for fence in passed:
-                self.release_behind(*fence)
+                self.release_after(*fence)

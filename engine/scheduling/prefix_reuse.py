@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from weft.engine.memory.conversations import ConversationPages
 from weft.engine.memory.loads import Loading, PageLoad
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import NOWHERE, Hits, PrefixEntry
 from weft.engine.memory.prefix_stats import PrefixStats
-from weft.engine.memory.recall import Recall
 from weft.engine.memory.tiers import Tiers
 from weft.engine.runner.iteration.batch import I32
 from weft.engine.scheduling.fences import Fences
@@ -33,7 +33,7 @@ class Prefixes:
         self._slots, self._pool, self._fences, self._tiers = slots, pool, fences, tiers
         self._enabled = enabled
         self.stats = PrefixStats()
-        self.recall = Recall(pool.index)
+        self.recall = ConversationPages(pool.index)
 
     def reusable(self, request: Request) -> bool:
         """Can another request's pages be of use to this one?"""
@@ -81,7 +81,7 @@ class Prefixes:
         prefix, unused = np.zeros(len(entries), np.int32), iter(targets)
         for i, (entry, load) in enumerate(zip(entries, loads, strict=True)):
             prefix[i] = entry.page if entry.page != NOWHERE else load.page if load is not None else next(unused)
-        slot = self._slots.occupy(request, prefix, len(entries) * pool.page_size)
+        slot = self._slots.assign(request, prefix, len(entries) * pool.page_size)
         self._slots.page_table[slot, len(entries) : len(entries) + len(rest)] = rest
         self._slots.num_pages[slot] += len(rest)
         pool.index.use(entries)
@@ -154,23 +154,23 @@ class Prefixes:
                 elif entry.page != page:
                     # Another request computed the same page first: hold that one, and let ours go behind the fence.
                     s.page_table[slot, i] = pool.pin([entry])[0]
-                    self._fences.release_behind(int(s.last_step[slot]), -1, np.array([page], np.int32))
+                    self._fences.release_after(int(s.last_step[slot]), -1, np.array([page], np.int32))
                 entry.used = pool.index.clock
                 if self._tiers is not None:
                     self._tiers.published(entry)
                 request.last_entry, request.last_key = entry, key
 
-    def promise(self, request: Request, now: float) -> None:
+    def retain(self, request: Request, now: float) -> None:
         """The request's prompt is computed: keep the beginning of it for as long as it asked. `now`: monotonic."""
         page_size, index = self._pool.page_size, self._pool.index
         chain = chain_of(request.last_entry)[: request.prompt_len // page_size]
         # Of a model whose layers all have windows the beginning may be gone.
         chain = chain[: next((i for i, entry in enumerate(chain) if not index.contains(entry)), len(chain))]
         until: list[float] = []
-        for promise in sorted(request.promises, key=lambda promise: promise.tokens):
-            seconds = max(p.seconds for p in request.promises if p.tokens >= promise.tokens)
-            until += [now + seconds] * (min(promise.tokens // page_size, len(chain)) - len(until))
-        request.promised_tokens = self._pool.promise(chain[: len(until)], until) * self._pool.page_size
+        for retain in sorted(request.retention, key=lambda retain: retain.tokens):
+            seconds = max(p.seconds for p in request.retention if p.tokens >= retain.tokens)
+            until += [now + seconds] * (min(retain.tokens // page_size, len(chain)) - len(until))
+        request.retained_tokens = self._pool.retain(chain[: len(until)], until) * self._pool.page_size
 
 
 def chain_of(entry: PrefixEntry | None) -> list[PrefixEntry]:

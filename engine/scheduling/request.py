@@ -14,7 +14,7 @@ from weft.engine.memory.prefix_index import NO_HITS, Hits, PrefixEntry
 from weft.engine.scheduling.bad_words import BadWords
 from weft.engine.scheduling.grammar import Grammar, Mask
 from weft.engine.scheduling.thinking import ThinkingBound
-from weft.engine.wire.messages import Promise
+from weft.engine.wire.messages import Retention
 from weft.engine.wire.sampling import SamplingParams
 
 TokenIds = npt.NDArray[np.int32]
@@ -61,9 +61,9 @@ class Request:
     """requests that wait for this one's prompt; none once it has begun"""
     metered: bool = False
     """whoever sent it wants to know what it was charged"""
-    promises: tuple[Promise, ...] = ()
+    retention: tuple[Retention, ...] = ()
     """how long the beginning of its prompt is to be kept"""
-    promised_tokens: int = 0
+    retained_tokens: int = 0
     """prompt tokens that are"""
     names: tuple[bytes, ...] = ()
     """that the next turn of its conversation may be known by"""

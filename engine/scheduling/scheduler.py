@@ -24,8 +24,8 @@ from weft.engine.scheduling.events import (
     Events,
     add_pooled,
     embedding,
+    nonfinite_rows,
     prompt_logprobs,
-    spoilt_rows,
     token_logprobs,
 )
 from weft.engine.scheduling.fairness import Fairness
@@ -125,7 +125,7 @@ class Scheduler:
         return self.num_waiting > 0 and self._waiting.blocked == "slots"
 
     @property
-    def has_room(self) -> bool:
+    def has_headroom(self) -> bool:
         """The next iteration has a seat and tokens for one who comes now, behind all who run and wait."""
         s, queue = self.slots, self._waiting
         if s.num_open <= len(queue) or (len(queue) and queue.blocked == "pages"):
@@ -154,7 +154,7 @@ class Scheduler:
     def schedule(self, step: int) -> Batch | None:
         """The batch of iteration `step`, or None when nothing can run now."""
         self._take_loaded()
-        self.pool.promises.expire(time.monotonic())
+        self.pool.retention.expire(time.monotonic())
         self._free_slots()
         decodes = self._schedule_decodes()
         budget, keeper = self.max_num_batched_tokens - len(decodes), self.chunk_keeper
@@ -224,7 +224,7 @@ class Scheduler:
         """Where all seats are taken, those of worse priorities go to a better one that waits."""
         if self.slots.num_open or (head := self._waiting.head()) is None:
             return
-        wanted = self.fairness.slots_wanted(self._waiting.num_beside(head))
+        wanted = self.fairness.slots_wanted(self._waiting.num_of_priority(head))
         # More may run than there are seats now: then nobody gives one up, for nobody would get it.
         while 0 <= self.slots.limit - self.num_running < wanted:
             victim = self.fairness.victim(self.slots, head)
@@ -324,7 +324,7 @@ class Scheduler:
         index = s.known.take(token_slots)
         s.token_ids[token_slots, index] = tokens
         s.known[token_slots] = index + 1
-        spoilt = spoilt_rows(result) & live
+        spoilt = nonfinite_rows(result) & live
         bad = spoilt[batch.sampled_rows][sampled]
         tokens = np.where(bad, np.int32(-1), tokens)
         self.generation_tokens += len(tokens) - int(bad.sum())
@@ -347,7 +347,7 @@ class Scheduler:
             self.prefixes.publish(slots)
         started = [self._start(int(slot)) for slot in token_slots[index == s.prompt_len.take(token_slots)]]
         for slot in s.outgrown(slots):
-            self.fences.release_behind(int(s.last_step[slot]), -1, s.give_back(slot))
+            self.fences.release_after(int(s.last_step[slot]), -1, s.give_back(slot))
         for slot in token_slots[(finish != 0) & ~bad].tolist():
             self._finish(slot)
         for slot in spoilt_slots.tolist():
@@ -417,14 +417,14 @@ class Scheduler:
         request.begun = True
         self._waiting.release_siblings(request)
         now = time.monotonic()
-        if request.promises and self.prefix_caching:
-            self.prefixes.promise(request, now)
+        if request.retention and self.prefix_caching:
+            self.prefixes.retain(request, now)
         return Started(
             request.handle,
             request.cached_tokens,
             request.scheduled_at - request.arrival,
             now - request.scheduled_at,
-            request.promised_tokens,
+            request.retained_tokens,
         )
 
     def _finish(self, slot: int) -> None:
@@ -454,7 +454,7 @@ class Scheduler:
             self.prefixes.recall.remember(request.names, chain_of(request.last_entry))
         step = int(self.slots.last_step[slot])
         self._count_resets = [r for r in self._count_resets if r.slot != slot]
-        self.fences.release_behind(step, slot, self.slots.retire(slot))
+        self.fences.release_after(step, slot, self.slots.retire(slot))
 
     # -- what is true now
 
@@ -470,8 +470,8 @@ class Scheduler:
             pages_held=pool.num_held,
             pages_cached=pool.num_cached,
             pages_total=pool.capacity,
-            promised_pages=len(pool.promises),
-            promises_displaced=pool.promises.displaced,
+            retained_pages=len(pool.retention),
+            retentions_displaced=pool.retention.displaced,
             prefix_queried_tokens=self.prefixes.stats.queried,
             prefix_hit_tokens=sum(self.prefixes.stats.hits),
             prefix_lengths=self.prefixes.stats.by_length,

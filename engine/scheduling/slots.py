@@ -113,7 +113,7 @@ class SlotTable:
         request needs no more."""
         return np.flatnonzero((self.phase == Phase.DECODE) & (self.scheduled + 1 < self.max_total_tokens))
 
-    def occupy(self, request: Request, cached_pages: np.ndarray, cached_tokens: int) -> int:
+    def assign(self, request: Request, cached_pages: np.ndarray, cached_tokens: int) -> int:
         """Give the request a row; its first `cached_tokens` positions are confirmed already."""
         slot = self._free.pop()
         params, known = request.params, len(request.token_ids)
@@ -182,7 +182,7 @@ class SlotTable:
         self.given_back[slot] = last
         return pages
 
-    def vacate(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         """The fence has passed: the row may be reused."""
         self.phase[slot] = Phase.FREE
         self.in_flight[slot] = 0

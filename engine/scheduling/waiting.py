@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Literal
 
+from weft.engine.scheduling.fair_queue import FairQueue
 from weft.engine.scheduling.request import Request
-from weft.engine.scheduling.turns import Turns
 
 Blocked = Literal["slots", "pages", "tokens"]
 PASSING_RANKS = 4
@@ -49,7 +49,7 @@ class _Rank:
     """The waiting requests of one priority."""
 
     def __init__(self) -> None:
-        self.turns = Turns()
+        self.turns = FairQueue()
         self.shortest = _Line()
         self._tenants: dict[int, _Line] = {}
 
@@ -128,7 +128,7 @@ class WaitingQueue:
         """The shortest of the best priority; None: nobody waits."""
         return self._ranks[self._priorities[0]].shortest.first() if self._priorities else None
 
-    def num_beside(self, request: Request) -> int:
+    def num_of_priority(self, request: Request) -> int:
         """How many of the waiting request's priority wait, itself included."""
         return self._ranks[request.priority].shortest.size
 

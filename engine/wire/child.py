@@ -25,22 +25,22 @@ IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 """signals that would end a process, and mean nothing to those of a daemon"""
 RANK = "weft.engine.ranks.process"
 """the module that the further ranks of an engine run"""
-ASKED = signal.SIGUSR2
+STACKS_SIGNAL = signal.SIGUSR2
 """asks for the stacks of a child's threads (`stacks`)"""
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Around the start of a child: none of its threads takes `ASKED` from the one that waits for it.
+def stacks_signal_blocked() -> Iterator[None]:
+    """Around the start of a child: none of its threads takes `STACKS_SIGNAL` from the one that waits for it.
 
     Libraries begin threads where they are imported, before any code of the child could hold them back.
     """
-    held = ASKED in signal.pthread_sigmask(signal.SIG_BLOCK, [ASKED])
+    held = STACKS_SIGNAL in signal.pthread_sigmask(signal.SIG_BLOCK, [STACKS_SIGNAL])
     try:
         yield
     finally:
         if not held:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [ASKED])
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACKS_SIGNAL])
 
 
 def end_with_parent(parent: int | None = None, signum: int = signal.SIGKILL) -> None:
@@ -81,7 +81,7 @@ def _leave_it_to_the_daemon(_signum: int, _frame: FrameType | None) -> None:
     pass
 
 
-def keep_to(cpus: Sequence[int]) -> None:
+def pin_to(cpus: Sequence[int]) -> None:
     """In the child: all threads, and those to come, run on these cores; on any for none."""
     for thread in os.listdir("/proc/self/task") if cpus else ():
         with suppress(OSError):  # it has ended, or the system gives none of these: it takes what there is

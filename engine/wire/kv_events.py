@@ -28,7 +28,7 @@ HIGH_WATER = 100_000
 WAITING = 10_000
 """that may wait for the thread, before all subscribers lose some"""
 POLL_SECONDS = 0.05
-AGAIN_SECONDS = 10.0
+SNAPSHOT_SECONDS = 10.0
 """between two whole accounts of the index at least"""
 END = (-1).to_bytes(8, "big", signed=True)
 _OWN = re.compile(r"tcp://(\*|0\.0\.0\.0|127\.[\d.]+|localhost|\[?::1?\]?):|ipc://|inproc://")

@@ -178,8 +178,8 @@ def install() -> None:
         sys.stdout = LogSink(1)
     if _is_descriptor(sys.stderr, 2):
         sys.stderr = LogSink(2)
-    atexit.unregister(last_lines)
-    atexit.register(last_lines)
+    atexit.unregister(flush_lines)
+    atexit.register(flush_lines)
 
 
 def _is_descriptor(stream: TextIO | None, fd: int) -> bool:
@@ -198,7 +198,7 @@ def dropped_lines() -> int:
     return sys.stderr.dropped if isinstance(sys.stderr, LogSink) else 0
 
 
-def last_lines() -> None:
+def flush_lines() -> None:
     """Before the end of a process: give its last lines so long to leave."""
     until = time.monotonic() + LAST_LINES_SECONDS
     for stream in (sys.stderr, sys.stdout):

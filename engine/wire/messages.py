@@ -47,7 +47,7 @@ class ClientGone(msgspec.Struct, tag="client_gone", frozen=True):
     client: int
 
 
-class Promise(msgspec.Struct, frozen=True, array_like=True):
+class Retention(msgspec.Struct, frozen=True, array_like=True):
     """The beginning of a prompt is to be kept."""
 
     tokens: int
@@ -71,7 +71,7 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     """number of the API key it came with: those of one priority take turns"""
     metered: bool = False
     """tell what it was charged (`Outputs.joules`)"""
-    promises: tuple[Promise, ...] = ()
+    retention: tuple[Retention, ...] = ()
     """where they say different times of a page, the longest counts"""
     names: tuple[bytes, ...] = ()
     """that the next turn of its conversation may be known by, 16 bytes each"""
@@ -230,9 +230,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_held: int = 0
     pages_cached: int = 0
     pages_total: int = 0
-    promised_pages: int = 0
+    retained_pages: int = 0
     """that are evicted last, because clients asked for it"""
-    promises_displaced: int = 0
+    retentions_displaced: int = 0
     """pages that lost this before their time, for others"""
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -280,7 +280,7 @@ class EnergyStats(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str = ""
     joules: float = 0.0
-    at_rest: float = 0.0
+    idle_joules: float = 0.0
     """while no request was open"""
     charged: float = 0.0
     """to requests"""
@@ -323,7 +323,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
     """from arrival in the engine to the first schedule"""
     prefill_seconds: float
     """from the first schedule to the first token"""
-    promised_tokens: int = 0
+    retained_tokens: int = 0
     """prompt tokens whose pages are kept for it, as it asked"""
 
 

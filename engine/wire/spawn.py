@@ -10,13 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 
 from weft.engine.config import EngineConfig
-from weft.engine.wire.blank import Blank
 from weft.engine.wire.child import RANK
 from weft.engine.wire.exiting import GRACE_SECONDS, how_ended, kill_and_hold, wait_for_all, wait_for_end
 from weft.engine.wire.heartbeat import ENGINE, Heartbeats
+from weft.engine.wire.preloaded import PreloadedProcess
 from weft.engine.wire.private_socket import PrivateSocket
-from weft.engine.wire.shelf import Shelf
 from weft.engine.wire.stacks import Stacks
+from weft.engine.wire.weight_exchange import WeightExchange
 
 LAST_WORDS_SECONDS = 0.05
 UNKNOWN_END = "the engine ended (its memory is being given back)"
@@ -28,7 +28,7 @@ class EngineProcess:
 
     def __init__(
         self,
-        blank: Blank,
+        preloaded: PreloadedProcess,
         socket: PrivateSocket,
         stacks: Stacks,
         *,
@@ -38,7 +38,7 @@ class EngineProcess:
         """ranks: the processes of its further ranks, by now."""
         self.address = socket.address
         self.stacks = stacks
-        self._process, self._stdin = blank.process, blank.socket
+        self._process, self._stdin = preloaded.process, preloaded.socket
         self._socket = socket
         self._owns_socket = owns_socket
         self._stopping = False
@@ -58,12 +58,12 @@ class EngineProcess:
         config: EngineConfig,
         socket: PrivateSocket | None = None,
         heartbeats: Heartbeats | None = None,
-        shelf: Shelf | None = None,
+        exchange: WeightExchange | None = None,
     ) -> EngineProcess:
         """Spawn it. Returns at once; a client's `wait_ready` waits for the model to be loaded.
 
         `socket`: where it listens, one of its own by default. `heartbeats`: where it shows that it lives, in the row of its
-        number. `shelf`: of the weights that it shares. Raises `ConfigError` where no socket can be made, `OSError`
+        number. `exchange`: of the weights that it shares. Raises `ConfigError` where no socket can be made, `OSError`
         where no process can be started.
         """
         owns_socket = socket is None
@@ -72,16 +72,16 @@ class EngineProcess:
         heartbeats = heartbeats or Heartbeats(row + 1)
         stacks = Stacks()
         heartbeats.of(row).begin("starting", heartbeats.start_timeout)
-        blank = Blank.take(config.share.gpu)
-        heartbeats.of(row).begin("starting", heartbeats.start_timeout, blank.process.pid)
+        preloaded = PreloadedProcess.take(config.share.gpu)
+        heartbeats.of(row).begin("starting", heartbeats.start_timeout, preloaded.process.pid)
         # It ends when its stdin closes: it cannot outlive this process.
-        fds = (socket.fd, heartbeats.fd, stacks.fd, *(shelf.fds if shelf is not None else ()))
-        blank.tell(config.model_dump_json().encode(), fds)
+        fds = (socket.fd, heartbeats.fd, stacks.fd, *(exchange.fds if exchange is not None else ()))
+        preloaded.tell(config.model_dump_json().encode(), fds)
 
         def ranks() -> list[int]:
             return [heartbeats.rank(row, rank).pid for rank in heartbeats.ranks(row)]
 
-        return cls(blank, socket, stacks, owns_socket=owns_socket, ranks=ranks)
+        return cls(preloaded, socket, stacks, owns_socket=owns_socket, ranks=ranks)
 
     @property
     def pid(self) -> int:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from weft.engine.wire.child import ASKED
+from weft.engine.wire.child import STACKS_SIGNAL
 
 LAST_WORDS = signal.SIGUSR1
 """has the stacks written by its handler, whatever runs: frames that change meanwhile may end the process"""
@@ -45,7 +45,7 @@ def _calls(frame: FrameType | None) -> list[str]:
 
 
 def write_stacks_to(stacks_fd: int) -> None:
-    """In a child that was started `held_back`: it writes its stacks there when asked.
+    """In a child that was started `stacks_signal_blocked`: it writes its stacks there when asked.
 
     A thread waits for the question and writes, holding the interpreter's lock: nothing happens to who is asked.
     """
@@ -53,7 +53,7 @@ def write_stacks_to(stacks_fd: int) -> None:
 
     def write() -> None:
         while True:
-            signal.sigwait([ASKED])
+            signal.sigwait([STACKS_SIGNAL])
             # One call, and nothing is emptied before it: whoever keeps Python's lock may take it again in between, and
             # last words that were written meanwhile would be lost.
             os.pwrite(stacks_fd, (own_stacks().encode("utf-8", "replace") + END)[:STACKS_BYTES], 0)
@@ -75,9 +75,9 @@ class Stacks:
         kernel = threads(pid)
         if " T " in kernel:
             return _told(kernel, "", "the process is stopped")
-        return _told(kernel, await self._answer(pid, ASKED, ASK_SECONDS), "the process does not answer")
+        return _told(kernel, await self._answer(pid, STACKS_SIGNAL, ASK_SECONDS), "the process does not answer")
 
-    async def last_words(self, pid: int, *, wake: bool) -> str:
+    async def final_stacks(self, pid: int, *, wake: bool) -> str:
         """As `ask`, of a process that is to be killed: it is made to tell when it does not do so by itself.
 
         `wake`: one that was stopped is continued, for it cannot say anything else.
@@ -85,7 +85,7 @@ class Stacks:
         kernel = threads(pid)
         if " T " in kernel and not wake:
             return _told(kernel, "", "the process is stopped")
-        if not (python := await self._answer(pid, ASKED, DOOMED_SECONDS, wake=wake)):
+        if not (python := await self._answer(pid, STACKS_SIGNAL, DOOMED_SECONDS, wake=wake)):
             python = await self._answer(pid, LAST_WORDS, DOOMED_SECONDS, wake=wake)
         return _told(kernel, python, "the process does not answer, or has just begun")
 

@@ -19,8 +19,8 @@ from weft.engine.wire.messages import (
     Outputs,
     Prefetch,
     Profile,
-    Promise,
     ResetPrefixCache,
+    Retention,
     Started,
     ToEngine,
     TokenLogprobs,
@@ -145,7 +145,7 @@ class Streams:
         leader: int = -1,
         tenant: int = 0,
         metered: bool = False,
-        promises: tuple[Promise, ...] = (),
+        retention: tuple[Retention, ...] = (),
         names: tuple[bytes, ...] = (),
     ) -> TokenStream:
         """Queue one sequence; options as in `AddRequest`. Raises `EngineDead` when there is no engine."""
@@ -165,7 +165,7 @@ class Streams:
                 leader=leader,
                 tenant=tenant,
                 metered=metered,
-                promises=promises,
+                retention=retention,
                 names=names,
             )
         )

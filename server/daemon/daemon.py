@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, WeftError
-from weft.engine.wire.preloaded import gpus
 from weft.engine.wire.child import has_ended
 from weft.engine.wire.cores import nodes_here
 from weft.engine.wire.heartbeat import Heartbeats, Watch
 from weft.engine.wire.open_files import HOW, needed, raise_limit
-from weft.engine.wire.weight_exchange import WeightExchange
+from weft.engine.wire.preloaded import gpus
 from weft.engine.wire.spawn import EngineProcess
 from weft.engine.wire.stacks import own_stacks
+from weft.engine.wire.weight_exchange import WeightExchange
 from weft.server.config import ServeConfig
 from weft.server.daemon.announce import announce
 from weft.server.daemon.api_process import ApiProcess

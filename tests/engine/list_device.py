@@ -22,7 +22,7 @@ from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
-from weft.engine.wire.messages import Promise
+from weft.engine.wire.messages import Retention
 from weft.engine.wire.sampling import SamplingParams
 
 VOCAB = 23
@@ -128,7 +128,7 @@ class ListEngine:
         stop: int | None = None,
         leader: int = -1,
         tenant: int = 0,
-        promises: tuple[Promise, ...] = (),
+        retention: tuple[Retention, ...] = (),
         names: tuple[bytes, ...] = (),
         **params: Any,
     ) -> Request:
@@ -147,7 +147,7 @@ class ListEngine:
             seed=0,
             leader=leader,
             tenant=tenant,
-            promises=promises,
+            retention=retention,
             names=names,
         )
         self.requests.append(request)

@@ -86,7 +86,7 @@ def test_a_request_fits_when_the_predicted_peak_does(
     page_size = 4
     s = SlotTable(5, 40, page_size)
     for handle, sequence in enumerate(running):
-        slot = s.occupy(request_of(sequence, handle), np.zeros(0, np.int32), 0)
+        slot = s.assign(request_of(sequence, handle), np.zeros(0, np.int32), 0)
         # Prefilling: less than its target. Decoding: one more with every step that is launched.
         s.scheduled[slot] = sequence.prompt + sequence.output + sequence.computed - 2
         s.scheduled[slot] = min(int(s.scheduled[slot]), int(s.max_total_tokens[slot]))

@@ -10,7 +10,7 @@ import pytest
 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.wire.blank import PRIMITIVE_CACHES, environment
+from weft.engine.wire.preloaded import PRIMITIVE_CACHES, environment
 
 
 def test_pages_and_weights_are_counted_as_they_are(tiny_model: Callable[[str], Path]) -> None:

@@ -43,7 +43,7 @@ def fill(requests: list[Request]) -> SlotTable:
     """A row for each request; pages 10, 11, … are the first one's, 20, 21, … the second one's."""
     s = SlotTable(NUM_SLOTS, MAX_LEN, PAGE)
     for i, request in enumerate(requests):
-        slot = s.occupy(request, np.zeros(0, np.int32), request.cached_tokens)
+        slot = s.assign(request, np.zeros(0, np.int32), request.cached_tokens)
         s.num_pages[slot] = -(-len(request.token_ids) // PAGE) + 1
         s.page_table[slot, : s.num_pages[slot]] = 10 * (i + 1) + np.arange(s.num_pages[slot])
     return s

@@ -78,7 +78,7 @@ def schedule(*params: SamplingParams) -> Batch:
 def test_names_are_unique_and_free_rows_ask_for_nothing() -> None:
     assert len({column.name for column in COLUMNS}) == len(COLUMNS)
     table, plain = SlotTable(2, 64, 16), SamplingParams()
-    slot = table.occupy(request(0, plain), np.zeros(0, np.int32), 0)
+    slot = table.assign(request(0, plain), np.zeros(0, np.int32), 0)
     for name, column in table.columns.items():
         assert column[slot] == column[1 - slot], name
 
@@ -99,10 +99,10 @@ def test_every_declared_column_reaches_the_batch() -> None:
 
 def test_a_row_that_is_taken_again_holds_nothing_of_its_last_request() -> None:
     table = SlotTable(1, 64, 16)
-    slot = table.occupy(request(0, SamplingParams(**PARAMS)), np.zeros(0, np.int32), 0)
+    slot = table.assign(request(0, SamplingParams(**PARAMS)), np.zeros(0, np.int32), 0)
     table.retire(slot)
-    table.vacate(slot)
-    assert table.occupy(request(1, SamplingParams()), np.zeros(0, np.int32), 0) == slot
+    table.release(slot)
+    assert table.assign(request(1, SamplingParams()), np.zeros(0, np.int32), 0) == slot
     for column in COLUMNS:
         assert table.columns[column.name][slot] == np.dtype(column.dtype).type(column.of(SamplingParams()))
 

@@ -152,7 +152,7 @@ def test_requests_and_rest_add_up_to_the_counter(work: Work, seed: int) -> None:
     ledger.settle()
     stats = ledger.stats()
     assert stats.joules == pytest.approx(plant.total, rel=0.001)
-    assert stats.charged + stats.at_rest == pytest.approx(stats.joules, rel=0.03)
+    assert stats.charged + stats.idle_joules == pytest.approx(stats.joules, rel=0.03)
     assert float(ledger._slots.joules.sum()) == pytest.approx(stats.charged)
 
 
@@ -161,7 +161,7 @@ def test_a_device_that_only_rests_charges_nobody(work: Work) -> None:
     ledger = ledger_on(plant, work)
     plant.passes(30, False)
     ledger.settle()
-    assert ledger.stats().at_rest == pytest.approx(plant.total) == 2700
+    assert ledger.stats().idle_joules == pytest.approx(plant.total) == 2700
     assert ledger.stats().charged == 0
 
 
@@ -177,7 +177,7 @@ def test_a_pause_between_two_readings_is_at_rest_by_the_power_seen_then(work: Wo
         ledger.working(plant.now, False)
         plant.passes(0.05, False)
     ledger.settle()
-    assert ledger.stats().at_rest == pytest.approx(90 * 15, rel=0.02)
+    assert ledger.stats().idle_joules == pytest.approx(90 * 15, rel=0.02)
     assert ledger.drawn_at_work == pytest.approx(690 * 10, rel=0.02)
 
 
@@ -195,12 +195,12 @@ def test_what_others_draw_while_an_engine_has_left_its_device_is_not_its_own(wor
         here.working(plant.now, False)
         plant.passes(1, False)
         here.leave()
-        away.come_back()
+        away.resume()
     stats = [ledger.stats() for ledger in ledgers]
     assert sum(s.joules for s in stats) == pytest.approx(plant.total)
     assert [s.joules for s in stats] == [pytest.approx(plant.total / 2)] * 2
     for s in stats:
-        assert s.charged + s.at_rest == pytest.approx(s.joules, rel=0.05)
+        assert s.charged + s.idle_joules == pytest.approx(s.joules, rel=0.05)
 
 
 def test_work_divides_by_tokens_and_context(work: Work) -> None:

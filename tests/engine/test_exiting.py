@@ -94,14 +94,14 @@ def test_one_that_was_waited_for_has_ended(child: subprocess.Popen[bytes]) -> No
 def test_an_engine_is_dead_before_its_memory_is_back_and_stopped_behind_that(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Blank:
+    class PreloadedProcess:
         process, socket = child, SimpleNamespace(close=lambda: None)
 
     class Address:
         address, fd = "ipc:///nowhere", -1
 
     async def run() -> None:
-        engine = EngineProcess(Blank(), Address(), None, owns_socket=False)  # type: ignore[arg-type]
+        engine = EngineProcess(PreloadedProcess(), Address(), None, owns_socket=False)  # type: ignore[arg-type]
         monkeypatch.setattr(exiting, "is_exiting", lambda pid: pid == child.pid)
         why = await asyncio.wait_for(engine.wait_dead(), 240)
         assert "memory is being given back" in why
@@ -132,7 +132,7 @@ def test_only_processes_that_are_meant_are_killed(child: subprocess.Popen[bytes]
 
 
 def test_an_engine_is_gone_once_its_ranks_are_whom_nobody_else_ends(child: subprocess.Popen[bytes]) -> None:
-    class Blank:
+    class PreloadedProcess:
         process, socket = child, SimpleNamespace(close=lambda: None)
 
     class Address:
@@ -144,7 +144,7 @@ def test_an_engine_is_gone_once_its_ranks_are_whom_nobody_else_ends(child: subpr
     pids = [mine.pid, others.pid]
 
     async def run() -> None:
-        engine = EngineProcess(Blank(), Address(), None, owns_socket=False, ranks=lambda: pids)  # type: ignore[arg-type]
+        engine = EngineProcess(PreloadedProcess(), Address(), None, owns_socket=False, ranks=lambda: pids)  # type: ignore[arg-type]
         child.kill()
         assert await asyncio.wait_for(engine.wait_gone(), 240) == "the engine ended (signal SIGKILL)"
 

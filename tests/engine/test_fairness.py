@@ -383,7 +383,7 @@ def longest_wait(clock: Clock, there: list[Arrival], tracked: Arrival, stream: l
     """Iterations until the tracked request ends, at most (decision 20), when one request is computed after the other.
 
     Before it go its own tenant's that were there before and, for each of these and for itself, the other tenants' for
-    as many tokens as `Turns` says. Each of all these can be passed `MAX_PASSED` times.
+    as many tokens as `FairQueue` says. Each of all these can be passed `MAX_PASSED` times.
     """
     everybody = [*there, tracked, *stream]
     slots = clock.scheduler.slots.num_slots

@@ -21,7 +21,7 @@ def test_pages_go_at_once_when_their_last_step_has_completed(last_step: int, at_
     fences, pool, _ = make()
     pages = pool.allocate(3)
     fences.completed(2)
-    fences.release_behind(last_step, -1, pages)
+    fences.release_after(last_step, -1, pages)
     assert len(fences) == (0 if at_once else 1)
     assert fences.num_pages == (0 if at_once else 3)
     assert fences.num_slots == 0
@@ -32,8 +32,8 @@ def test_a_fence_opens_with_its_own_step_and_no_earlier() -> None:
     fences, pool, slots = make()
     slots._free.remove(1)
     first, second = pool.allocate(2), pool.allocate(3)
-    fences.release_behind(4, 1, first)
-    fences.release_behind(5, -1, second)
+    fences.release_after(4, 1, first)
+    fences.release_after(5, -1, second)
     for completed, held, num_slots, fenced in [(3, 5, 1, 5), (4, 3, 0, 3), (5, 0, 0, 0)]:
         fences.completed(completed)
         assert fences.references().sum() >= fenced
@@ -47,8 +47,8 @@ def test_references_are_counted_once_for_each_fence() -> None:
     fences, pool, _ = make()
     pages = pool.allocate(2)
     pool.hold(int(pages[0]))
-    fences.release_behind(1, -1, pages)
-    fences.release_behind(2, -1, pages[:1])
+    fences.release_after(1, -1, pages)
+    fences.release_after(2, -1, pages[:1])
     held = fences.references()
     assert held[pages].tolist() == [2, 1]
     assert held.sum() == 3

@@ -9,10 +9,10 @@ import pytest
 from list_device import ListEngine
 from test_prefix_reuse import PROMPT, TieredEngine
 
-from weft.engine.memory.idle import IdleClock
+from weft.engine.memory.conversations import ConversationPages
+from weft.engine.memory.idle_clock import IdleClock
 from weft.engine.memory.prefix_index import NOWHERE, Hits, PrefixEntry
 from weft.engine.memory.prefix_stats import PrefixStats
-from weft.engine.memory.recall import Recall
 
 NAME = (b"n" * 16,)
 
@@ -215,7 +215,7 @@ def test_names_are_forgotten_by_the_pages_they_stand_for() -> None:
     engine.add(PROMPT, 1)
     engine.run()
     chain = entries(engine)
-    recall = Recall(engine.pool.index, max_pages=6)
+    recall = ConversationPages(engine.pool.index, max_pages=6)
     for name in (b"a", b"b", b"a", b"c"):
         recall.remember((name,), chain)
     assert [bool(recall.chain((name,))) for name in (b"a", b"b", b"c")] == [True, False, True]

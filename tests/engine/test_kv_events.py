@@ -140,7 +140,7 @@ def test_who_comes_late_and_misses_more_than_is_kept_gets_a_whole_account(
     publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_events, "KEPT_MESSAGES", 5)
-    monkeypatch.setattr("weft.engine.memory.index_events.AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("weft.engine.memory.index_events.SNAPSHOT_SECONDS", 0.0)
     monkeypatch.setattr("weft.engine.memory.index_events.AT_ONCE", 20)
     traffic = Traffic(3)
     source = IndexEvents(traffic.index, publisher, 4)
@@ -153,7 +153,7 @@ def test_who_comes_late_and_misses_more_than_is_kept_gets_a_whole_account(
 
 
 def test_messages_lost_inside_are_made_up_for(publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.engine.memory.index_events.AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("weft.engine.memory.index_events.SNAPSHOT_SECONDS", 0.0)
     traffic = Traffic(4)
     source = IndexEvents(traffic.index, publisher, 4)
     subscriber = Subscriber(publisher.address, publisher.replay_address)

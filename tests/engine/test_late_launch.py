@@ -216,7 +216,7 @@ def test_there_is_room_where_one_who_comes_is_in_the_next_iteration(
         engine.launch()
         while len(engine.launched) > ahead:
             engine.complete()
-    room = engine.scheduler.has_room
+    room = engine.scheduler.has_headroom
     assert room == (engine.add([7], 1).handle in engine.launch())
 
 

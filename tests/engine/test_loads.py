@@ -111,7 +111,7 @@ def test_prompts_that_others_compute_first_are_time_to_load() -> None:
     tiers.speeds.moved("host", 1, 1.0)
     tiers.speeds.computed(10 * PAGE_SIZE, 1.0, full=True)
     assert not prefixes.find(asked).entries
-    other = slots.occupy(request(30 * PAGE_SIZE, 1), np.zeros(0, np.int32), 0)
+    other = slots.assign(request(30 * PAGE_SIZE, 1), np.zeros(0, np.int32), 0)
     assert len(prefixes.find(asked).entries) == 3
     slots.scheduled[other] = 10 * PAGE_SIZE  # a part of it is computed
     assert len(prefixes.find(asked).entries) == 2

@@ -116,13 +116,13 @@ def test_logging_inside_its_own_lock_is_safe(pipe: Pipe) -> None:
 
 INSTALLED = """
 import os, sys
-from weft.engine.wire.log_sink import install, last_lines
+from weft.engine.wire.log_sink import install, flush_lines
 install()
 for i in range(3):
     assert os.fstat(i)
 {}
 print("out"); print("err", file=sys.stderr)
-last_lines()
+flush_lines()
 """
 
 

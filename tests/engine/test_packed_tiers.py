@@ -20,7 +20,7 @@ from weft.engine.memory.extent import Geometry, Record
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixEntry, PrefixIndex
-from weft.engine.memory.rests import Rests, rests_for
+from weft.engine.memory.remainders import Remainders, remainders_for
 from weft.engine.memory.ssd_store import Job, Outcome, SsdStore
 from weft.engine.memory.store_file import StoreFile
 from weft.engine.memory.tiers import Tiers
@@ -91,7 +91,7 @@ def test_pages_come_back_packed_or_not() -> None:
 def test_a_page_that_finds_no_room_is_not_kept_and_a_slot_used_again_gives_its_rest_back() -> None:
     kv = pool_of([PACKS] + [DOES_NOT] * 3 + [PACKS])
     copies = CpuCopyEngine(kv, 33, LAYOUT.packed)
-    assert rests_for(33) == 2
+    assert remainders_for(33) == 2
     try:
         copy = ended(copies, copies.out([(1, 10), (2, 11), (3, 12), (4, 13)]))
         assert (copy.raw, copy.unkept) == ([10, 11, 12], [12])
@@ -109,12 +109,12 @@ class Keeper:
         assert form is not None
         self.kv = pool_of([PACKS, *kinds])
         self.copies = CpuCopyEngine(self.kv, 96, form)
-        assert self.copies.rests is not None
+        assert self.copies.remainders is not None
         ended(self.copies, self.copies.out([(i, i) for i in range(1, len(self.kv))]))
         geometry = Geometry.fitting(16, form.nbytes, b"o" * 16, 400 << 10, form.raw_bytes - form.nbytes)
         assert geometry.file_bytes <= 400 << 10
-        assert geometry.num_rests == 1
-        self.store = SsdStore(StoreFile(path, geometry), self.copies.host, self.copies.rests)
+        assert geometry.num_remainders == 1
+        self.store = SsdStore(StoreFile(path, geometry), self.copies.host, self.copies.remainders)
 
     def write(self, extent: int, slot: int) -> Outcome:
         tokens = np.full(16, slot, np.int32).tobytes()
@@ -140,8 +140,8 @@ def test_a_store_keeps_pages_that_do_not_pack_across_restarts(tmp_path: Path) ->
     assert [keeper.holds(*pair) for pair in ((0, 1), (5, 2), (6, 3))] == [True, True, False]
     keeper.close()
     keeper = Keeper(tmp_path, [PACKS, DOES_NOT, DOES_NOT])
-    assert keeper.store.file.begun_anew is None
-    assert [(extent, record.rest) for extent, record in keeper.store.scan()] == [(0, -1), (5, 0)]
+    assert keeper.store.file.reset_reason is None
+    assert [(extent, record.remainder) for extent, record in keeper.store.scan()] == [(0, -1), (5, 0)]
     assert [keeper.holds(*pair) for pair in ((0, 1), (5, 2))] == [True, True]
     assert keeper.write(6, 3) is Outcome.LOST, "the rest is still the other page's"
     assert keeper.write(5, 1) is Outcome.DONE
@@ -155,7 +155,7 @@ def test_a_rest_that_was_damaged_is_a_miss(tmp_path: Path) -> None:
     assert keeper.write(2, 1) is Outcome.DONE
     geometry = keeper.store.file.geometry
     with keeper.store.file.path.open("r+b") as f:
-        f.seek(geometry.rest_at(0) + geometry.rest_bytes - 1)
+        f.seek(geometry.remainder_at(0) + geometry.remainder_bytes - 1)
         byte = f.read(1)
         f.seek(-1, 1)
         f.write(bytes([byte[0] ^ 1]))
@@ -164,16 +164,16 @@ def test_a_rest_that_was_damaged_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_two_that_claim_one_rest_do_not_both_have_it() -> None:
-    rests = Rests(2)
-    assert rests.claim(5, 1)
-    assert not rests.claim(6, 1)
-    assert rests.of(6) is None
-    assert rests.take(7) == 0
-    assert rests.take(8) is None
-    rests.drop(5)
-    rests.drop(5)
-    assert rests.take(8) == 1
-    assert rests.take(9) is None
+    remainders = Remainders(2)
+    assert remainders.claim(5, 1)
+    assert not remainders.claim(6, 1)
+    assert remainders.of(6) is None
+    assert remainders.take(7) == 0
+    assert remainders.take(8) is None
+    remainders.drop(5)
+    remainders.drop(5)
+    assert remainders.take(8) == 1
+    assert remainders.take(9) is None
 
 
 @pytest.mark.parametrize("raw_too", [False, True])
@@ -301,9 +301,9 @@ def test_a_page_that_a_tier_has_no_room_for_is_lost_alone() -> None:
 
 def test_a_page_that_the_disk_has_no_room_for_stays_on_the_host(tmp_path: Path) -> None:
     keeper = Keeper(tmp_path, [PACKS, DOES_NOT, DOES_NOT])
-    assert keeper.copies.rests is not None
+    assert keeper.copies.remainders is not None
     for slot in range(4):
-        keeper.copies.rests.drop(slot)  # of what the keeper put there
+        keeper.copies.remainders.drop(slot)  # of what the keeper put there
     index = PrefixIndex("m")
     pool = PagePool(len(keeper.kv), LAYOUT.page_size, index)
     tiers = Tiers(pool, keeper.copies, 64, keeper.store)
@@ -326,7 +326,7 @@ def test_a_store_of_the_other_format_is_not_read(tmp_path: Path, capfd: pytest.C
             tier_kv_format=form,
         )  # fmt: skip
         harness.engine.close()
-        said.append("its pages are of another model, dtype, rope or --tier-kv-format" in capfd.readouterr().err)
+        said.append("its pages belong to another model, dtype, rope or --tier-kv-format" in capfd.readouterr().err)
     assert said == [False, True, False]
 
 

@@ -50,7 +50,7 @@ def test_all_pages_but_the_dummy_are_handed_out_low_ids_first() -> None:
 def test_one_page_more_than_there_are_is_refused_and_changes_nothing() -> None:
     pool = make(4)
     cached(pool, 1, 2)
-    with pytest.raises(RuntimeError, match="5 pages asked for, 4 available"):
+    with pytest.raises(RuntimeError, match="5 pages requested, 4 available"):
         pool.allocate(5)
     assert counts(pool) == (2, 2, 0)
     assert len(pool.allocate(4)) == 4

@@ -224,7 +224,7 @@ def test_only_prompts_that_are_not_computed_yet_make_the_processor_busy() -> Non
     slots = engine.scheduler.slots
     for phase, scheduled in ((Phase.PREFILL, 3), (Phase.LOADING, 2), (Phase.DECODE, 20), (Phase.ENDING, 0)):
         request = engine.add([5] * 10, 1)
-        slot = slots.occupy(request, np.zeros(0, np.int32), 0)
+        slot = slots.assign(request, np.zeros(0, np.int32), 0)
         slots.phase[slot], slots.scheduled[slot] = phase, scheduled
     assert engine.scheduler.prefixes._busy_tokens() == 7 + 8
 
@@ -232,7 +232,7 @@ def test_only_prompts_that_are_not_computed_yet_make_the_processor_busy() -> Non
 @pytest.mark.parametrize(("asked", "names"), [(False, {"host"}), (True, {"host", "ssd"})])
 def test_a_tier_that_was_asked_for_and_could_not_be_had_is_reported(asked: bool, names: set[str]) -> None:
     engine = TieredEngine(4)
-    stats = Tiers(engine.pool, engine.copies, 5, None, asked_for_ssd=asked).stats()
+    stats = Tiers(engine.pool, engine.copies, 5, None, ssd_configured=asked).stats()
     assert set(stats) == names
     assert not any(tier.failures for tier in stats.values())
     assert "ssd" not in stats or not stats["ssd"].up

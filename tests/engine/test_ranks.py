@@ -325,7 +325,7 @@ class SlowRunner(CpuRunner):
             return copy
 
         return SimpleNamespace(
-            host=None, rests=None, out=lambda pairs: begin("out", pairs), back=lambda pairs: begin("back", pairs)
+            host=None, remainders=None, out=lambda pairs: begin("out", pairs), back=lambda pairs: begin("back", pairs)
         )
 
     def close(self) -> None:

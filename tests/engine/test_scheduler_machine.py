@@ -26,7 +26,7 @@ from weft.engine.scheduling.fairness import MAX_DISPLACED, MAX_PASSED
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Events, Scheduler
 from weft.engine.scheduling.slots import SlotTable
-from weft.engine.wire.messages import Finish, Promise
+from weft.engine.wire.messages import Finish, Retention
 from weft.engine.wire.sampling import SamplingParams
 
 END = 1
@@ -93,7 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops: bool,
         leader: int = -1,
         tenant: int = 0,
-        promises: tuple[Promise, ...] = (),
+        retention: tuple[Retention, ...] = (),
     ) -> int:
         handle = len(self.prompts)
         self.prompts[handle] = (prompt, max_tokens, END if stops else -1)
@@ -113,7 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             seed=handle,
             leader=leader,
             tenant=tenant,
-            promises=promises,
+            retention=retention,
             names=(str(handle).encode(),),
         )
         self.scheduler.add(request)

@@ -28,15 +28,15 @@ from weft.engine.runner.memory.shared_weights import shared_weights
 from weft.engine.runner.start import load as model_load
 from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
-from weft.engine.wire.shelf import COUNT, Shelf
+from weft.engine.wire.weight_exchange import COUNT, WeightExchange
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32, "max_positions": 64}
 SHARE = Share(sharers=2, weight_sharers=2)
 
 
 @pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    made = Shelf()
+def exchange() -> Iterator[WeightExchange]:
+    made = WeightExchange()
     yield made
     made.clear()
     made.close()
@@ -48,12 +48,12 @@ def file_of(text: bytes) -> int:
     return fd
 
 
-def other(shelf: Shelf, what: str) -> subprocess.Popen[str]:
-    """A process with the shelf; it has said that it has done `what`, and goes on for ever."""
-    code = f"import os, sys, time; from weft.engine.wire.shelf import Shelf; shelf = Shelf.of({shelf.fds}); {what}"
+def other(exchange: WeightExchange, what: str) -> subprocess.Popen[str]:
+    """A process with the exchange; it has said that it has done `what`, and goes on for ever."""
+    code = f"import os, sys, time; from weft.engine.wire.weight_exchange import WeightExchange; exchange = WeightExchange.of({exchange.fds}); {what}"
     made = subprocess.Popen(
         [sys.executable, "-P", "-c", f"{code}; print('done', flush=True); time.sleep(1e6)"],
-        pass_fds=shelf.fds, stdout=subprocess.PIPE, text=True,
+        pass_fds=exchange.fds, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert made.stdout is not None
     assert made.stdout.readline() == "done\n"
@@ -67,33 +67,33 @@ def ended(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
-def test_what_lies_on_the_shelf_stays_there_and_is_replaced(shelf: Shelf) -> None:
-    assert shelf.find() is None
-    assert len(shelf.fds) == COUNT
+def test_what_lies_on_the_shelf_stays_there_and_is_replaced(exchange: WeightExchange) -> None:
+    assert exchange.find() is None
+    assert len(exchange.fds) == COUNT
     for name in ("first", "second"):
         fd = file_of(name.encode())
-        shelf.put(name, fd, fd)
+        exchange.put(name, fd, fd)
         os.close(fd)
         for _ in range(2):
-            found = shelf.find()
+            found = exchange.find()
             assert found is not None
             assert found.name == name
             assert os.pread(found.memory, 9, 0) == os.pread(found.contents, 9, 0) == name.encode()
             found.close()
-    shelf.clear()
-    assert shelf.find() is None
+    exchange.clear()
+    assert exchange.find() is None
 
 
-def test_memory_outlives_the_process_that_put_it_there(shelf: Shelf) -> None:
-    ended(other(shelf, "fd = os.memfd_create('x'); os.write(fd, b'weights'); shelf.put('name', fd, fd)"))
-    found = shelf.find()
+def test_memory_outlives_the_process_that_put_it_there(exchange: WeightExchange) -> None:
+    ended(other(exchange, "fd = os.memfd_create('x'); os.write(fd, b'weights'); exchange.put('name', fd, fd)"))
+    found = exchange.find()
     assert found is not None
     assert (found.name, os.pread(found.memory, 9, 0)) == ("name", b"weights")
     found.close()
 
 
-def test_an_engine_that_ends_gives_its_turn_up(shelf: Shelf) -> None:
-    loading = other(shelf, "turn = shelf.turn(); turn.__enter__()")
+def test_an_engine_that_ends_gives_its_turn_up(exchange: WeightExchange) -> None:
+    loading = other(exchange, "turn = exchange.turn(); turn.__enter__()")
     waited = []
 
     def waiting() -> None:
@@ -101,7 +101,7 @@ def test_an_engine_that_ends_gives_its_turn_up(shelf: Shelf) -> None:
             ended(loading)
         waited.append(1)
 
-    with shelf.turn(waiting):
+    with exchange.turn(waiting):
         assert waited
 
 
@@ -132,7 +132,7 @@ def assert_same(found: Weights, expected: Weights) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama3.1", "mixtral", "qwen2", "gpt2", "gemma3", "gpt-oss"])
-def test_mapped_weights_are_those_that_were_loaded(family: str, tmp_path: Path, shelf: Shelf) -> None:
+def test_mapped_weights_are_those_that_were_loaded(family: str, tmp_path: Path, exchange: WeightExchange) -> None:
     assert family in FAMILIES
     path = save_tiny(family, tmp_path)
     spec = read_spec(path)
@@ -144,17 +144,17 @@ def test_mapped_weights_are_those_that_were_loaded(family: str, tmp_path: Path, 
         return load_weights(spec, path, **CPU)
 
     for _ in range(2):
-        found = shared_weights(shelf, "name", HostMemory(), load)
+        found = shared_weights(exchange, "name", HostMemory(), load)
         assert_same(found, expected)
         assert (found.lm_head is found.embedding) == (expected.lm_head is expected.embedding)
     assert len(loads) == 1
 
 
-def test_weights_in_fp8_are_mapped(tmp_path: Path, shelf: Shelf) -> None:
+def test_weights_in_fp8_are_mapped(tmp_path: Path, exchange: WeightExchange) -> None:
     there, _ = write_fp8(save_tiny("llama2", tmp_path / "llama2"), tmp_path / "fp8", next(iter(FORMATS)))
     spec = read_spec(there)
     assert_same(
-        shared_weights(shelf, "name", HostMemory(), lambda: load_weights(spec, there, **CPU)),
+        shared_weights(exchange, "name", HostMemory(), lambda: load_weights(spec, there, **CPU)),
         load_weights(spec, there, **CPU),
     )
 
@@ -170,14 +170,14 @@ def test_nobody_writes_to_shared_weights() -> None:
     os.close(fd)
 
 
-def test_a_load_that_fails_is_the_next_ones_to_try(shelf: Shelf) -> None:
+def test_a_load_that_fails_is_the_next_ones_to_try(exchange: WeightExchange) -> None:
     def broken() -> Weights:
         raise ModelError("cut off")
 
     for _ in range(2):
         with pytest.raises(ModelError, match="cut off"):
-            shared_weights(shelf, "name", HostMemory(), broken)
-    assert shelf.find() is None
+            shared_weights(exchange, "name", HostMemory(), broken)
+    assert exchange.find() is None
 
 
 def tokens(engine: Engine) -> list[int]:
@@ -190,7 +190,7 @@ def tokens(engine: Engine) -> list[int]:
     return out
 
 
-def test_engines_with_weights_in_common_answer_as_one_alone(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_with_weights_in_common_answer_as_one_alone(exchange: WeightExchange, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(device="cpu", page_size=8, num_pages=32, max_num_seqs=4, cpu_threads=1)
     alone = tokens(Engine(config))
     loads: list[int] = []
@@ -200,12 +200,12 @@ def test_engines_with_weights_in_common_answer_as_one_alone(shelf: Shelf, monkey
         return load_weights(*arguments, **options)
 
     monkeypatch.setattr(model_load, "load_weights", counted)
-    first, second = (Engine(config.model_copy(update={"share": SHARE}), shelf=shelf) for _ in range(2))
+    first, second = (Engine(config.model_copy(update={"share": SHARE}), exchange=exchange) for _ in range(2))
     assert (tokens(first), tokens(second), len(loads)) == (alone, alone, 1)
     # Other weights are others' however they are called, and those that serve keep theirs.
     renewed = config.model_copy(update={"share": SHARE, "load_format": "dummy"})
-    others = tokens(Engine(renewed, shelf=shelf))
+    others = tokens(Engine(renewed, exchange=exchange))
     assert len(loads) == 2
     assert (others != alone, tokens(first)) == (True, alone)
-    assert tokens(Engine(renewed, shelf=shelf)) == others
+    assert tokens(Engine(renewed, exchange=exchange)) == others
     assert len(loads) == 2

@@ -207,7 +207,8 @@ def test_a_reset_that_the_disk_refuses_brings_no_page_back(tmp_path: Path) -> No
     filled(tmp_path)
     opened = Open(tmp_path)
     refusing_writes(opened.store)
-    with pytest.raises(StoreUnavailable, match=rf"cannot forget its pages \(EBADF .*\), so {tmp_path}.* was removed"):
+    cleared = rf"its pages cannot be cleared \(EBADF .*\), so {tmp_path}.* was removed"
+    with pytest.raises(StoreUnavailable, match=cleared):
         opened.store.reset()
     assert opened.store.file.epoch == 1  # as on the disk
     assert opened.read(0)[0] is Outcome.LOST
@@ -262,7 +263,8 @@ def test_a_file_that_can_neither_forget_nor_be_removed_is_named(
     opened = Open(tmp_path)
     refusing_writes(opened.store)
     monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(StoreUnavailable, match=rf"nor can {tmp_path / FILE_NAME} be removed \(EROFS .*\): remove it"):
+    kept = rf"and {tmp_path / FILE_NAME} cannot be removed \(EROFS .*\): remove it"
+    with pytest.raises(StoreUnavailable, match=kept):
         opened.store.reset()
     opened.close()
 
@@ -436,17 +438,17 @@ def test_a_file_that_is_no_longer_at_its_path_is_noticed(
     ("geometry", "why"),
     [
         (Geometry(4, PAYLOAD, EXTENTS, b"o" * 16), "its pages have 8 tokens, not 4"),
-        (replace(GEOMETRY, owner=b"p" * 16), "its pages are of another model, dtype, rope or --tier-kv-format"),
-        (Geometry(TOKENS, PAYLOAD, 7, b"o" * 16), "it has room for 12 pages, not 7"),
+        (replace(GEOMETRY, owner=b"p" * 16), "its pages belong to another model, dtype, rope or --tier-kv-format"),
+        (Geometry(TOKENS, PAYLOAD, 7, b"o" * 16), "its size is 12 pages, not 7"),
         (GEOMETRY, None),
     ],
 )
 def test_a_store_that_begins_anew_knows_why(tmp_path: Path, geometry: Geometry, why: str | None) -> None:
     new = StoreFile(tmp_path, GEOMETRY)
-    assert new.begun_anew is None
+    assert new.reset_reason is None
     new.close()
     file = StoreFile(tmp_path, geometry)
-    assert file.begun_anew == why
+    assert file.reset_reason == why
     file.close()
 
 
@@ -454,5 +456,5 @@ def test_a_store_of_another_version_begins_anew(tmp_path: Path, monkeypatch: pyt
     filled(tmp_path)
     monkeypatch.setattr("weft.engine.memory.extent.VERSION", 99)
     file = StoreFile(tmp_path, GEOMETRY)
-    assert (file.begun_anew, file.headers()) == ("another version of weft made it", [])
+    assert (file.reset_reason, file.headers()) == ("another version of weft made it", [])
     file.close()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from weft.engine.wire.child import held_back
+from weft.engine.wire.child import stacks_signal_blocked
 from weft.engine.wire.stacks import STACKS_BYTES, Stacks, threads
 
 BEGIN = """
@@ -49,7 +49,7 @@ threading.current_thread().name = "b" * {STACKS_BYTES + 10}
 @contextmanager
 def child(stacks: Stacks, code: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-P", "-c", BEGIN + code, str(stacks.fd)]
-    with held_back():
+    with stacks_signal_blocked():
         started = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, pass_fds=(stacks.fd,))
     with started as process:
         assert process.stdout is not None
@@ -70,7 +70,7 @@ def sleeps(thread: str) -> bool:
 async def test_a_process_that_waits_tells_its_threads(last: bool) -> None:
     stacks = Stacks()
     with child(stacks, WAITS) as process:
-        told = await (stacks.last_words(process.pid, wake=False) if last else stacks.ask(process.pid))
+        told = await (stacks.final_stacks(process.pid, wake=False) if last else stacks.ask(process.pid))
         assert "thread MainThread:" in told
         assert "thread other:" in told
         assert f"  {process.pid} python" in told
@@ -96,7 +96,7 @@ async def test_only_last_words_are_had_from_one_that_keeps_pythons_lock() -> Non
         told = await stacks.ask(process.pid)
         assert "no Python stacks: the process does not answer" in told
         assert threads(process.pid).split()[0] in told
-        assert 'File "<string>", line' in await stacks.last_words(process.pid, wake=False)
+        assert 'File "<string>", line' in await stacks.final_stacks(process.pid, wake=False)
 
 
 async def test_a_stopped_process_tells_when_it_may_go_on() -> None:
@@ -105,8 +105,8 @@ async def test_a_stopped_process_tells_when_it_may_go_on() -> None:
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         assert "the process is stopped" in await stacks.ask(process.pid)
-        assert "the process is stopped" in await stacks.last_words(process.pid, wake=False)
-        assert "thread MainThread:" in await stacks.last_words(process.pid, wake=True)
+        assert "the process is stopped" in await stacks.final_stacks(process.pid, wake=False)
+        assert "thread MainThread:" in await stacks.final_stacks(process.pid, wake=True)
 
 
 async def test_no_more_is_written_than_is_read() -> None:
@@ -122,7 +122,7 @@ async def test_no_more_is_written_than_is_read() -> None:
 async def test_one_that_expects_no_question_is_asked_none() -> None:
     stacks = Stacks()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as process:
-        assert "no Python stacks" in await stacks.last_words(process.pid, wake=True)
+        assert "no Python stacks" in await stacks.final_stacks(process.pid, wake=True)
         assert process.poll() is None
         process.kill()
     assert "no Python stacks" in await stacks.ask(process.pid)

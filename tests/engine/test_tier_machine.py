@@ -60,7 +60,7 @@ class ListCopy:
 
 class ListCopies:
     sizes = PageSizes(4 * PAGE_SIZE, 4 * PAGE_SIZE)
-    rests = None
+    remainders = None
 
     def __init__(self, device: ListDevice) -> None:
         self.device = device

@@ -300,7 +300,7 @@ def test_a_reset_that_the_disk_refuses_switches_the_tier_off_and_brings_nothing_
     assert ask(harness, prompts) == (answers, [0, 0, 0])
     assert not harness.engine.stats().scheduler.tiers["ssd"].up
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "SSD" in line]
-    assert f"switched off: it cannot forget its pages (EIO Input/output error), so {tmp_path / FILE_NAME} was" in line
+    assert f"switched off: its pages cannot be cleared (EIO Input/output error), so {tmp_path / FILE_NAME} was" in line
     harness.engine.close()
     assert ask(small(64, 60, tmp_path), prompts) == (answers, [0, 0, 0])
 

@@ -114,7 +114,7 @@ def test_the_copy_engine_packs_on_the_way_out_and_unpacks_on_the_way_back(
         assert waits == [0] * 5 + [1] * 4
         assert not copy.done(), "some go again, as they are"
         assert copy.done()
-        assert (sorted(copy.raw), copy.unkept) == ([6, 18, 24], [24]), "there are two rests"
+        assert (sorted(copy.raw), copy.unkept) == ([6, 18, 24], [24]), "there are two remainders"
         kv.view(torch.int16).fill_(-1)
         kept = [page for page in pages if 3 * page not in copy.unkept]
         back = copies.back([(page, 3 * page) for page in kept])

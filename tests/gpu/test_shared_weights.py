@@ -20,7 +20,7 @@ from weft.engine.engine import Engine
 from weft.engine.runner.memory.shared_memory import CudaMemory
 from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
-from weft.engine.wire.shelf import Shelf
+from weft.engine.wire.weight_exchange import WeightExchange
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the driver's memory needs a GPU")
 CONFIG = EngineConfig(
@@ -30,10 +30,10 @@ CONFIG = EngineConfig(
 MAKER = """
 import os, torch
 from weft.engine.runner.memory.shared_memory import CudaMemory
-from weft.engine.wire.shelf import Shelf
-shelf = Shelf.of({fds})
+from weft.engine.wire.weight_exchange import WeightExchange
+exchange = WeightExchange.of({fds})
 fd = CudaMemory(torch.device("cuda", 0)).make(2**22, lambda home: home.fill_(7))
-shelf.put("sevens", fd, fd)
+exchange.put("sevens", fd, fd)
 os._exit(0)
 """
 
@@ -44,10 +44,10 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
-from weft.engine.wire.shelf import Shelf
+from weft.engine.wire.weight_exchange import WeightExchange
 options, requests, fds = json.loads(sys.argv[1])
 number = options["share"]["engine"]
-engine, numbers = Engine(EngineConfig(**options), shelf=Shelf.of(fds)), np.random.default_rng(number)
+engine, numbers = Engine(EngineConfig(**options), exchange=WeightExchange.of(fds)), np.random.default_rng(number)
 print(engine.runner.num_pages, flush=True)
 sys.stdin.readline()
 handle = open_ones = 0
@@ -68,12 +68,12 @@ START_SECONDS, SECONDS, SILENCE_SECONDS = 240.0, 6.0, 3.0
 class Beside:
     """An engine in a process of its own, with many requests from `go` on."""
 
-    def __init__(self, options: dict[str, Any], number: int, requests: int, shelf: Shelf) -> None:
+    def __init__(self, options: dict[str, Any], number: int, requests: int, exchange: WeightExchange) -> None:
         share = {"engine": number, "sharers": 2, "weight_sharers": 2}
-        order = json.dumps([{**options, "share": share}, requests, shelf.fds])
+        order = json.dumps([{**options, "share": share}, requests, exchange.fds])
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", BESIDE, order], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            pass_fds=shelf.fds,
+            pass_fds=exchange.fds,
         )  # fmt: skip
         self.last = 0.0
         """when it last ended an iteration"""
@@ -96,9 +96,9 @@ class Beside:
 def beside_each_other(options: dict[str, Any], requests: int) -> tuple[list[int], list[float]]:
     """Two engines with weights in common under load: the pages of each, and how long each has been silent once the
     time is up, or earlier when one of them makes no progress."""
-    shelf, engines = Shelf(), []
+    exchange, engines = WeightExchange(), []
     try:
-        engines += [Beside(options, number, requests, shelf) for number in range(2)]
+        engines += [Beside(options, number, requests, exchange) for number in range(2)]
         pages = [int(engine.said(START_SECONDS) or 0) for engine in engines]
         assert all(pages), "one did not start; its reason is above"
         for engine in engines:
@@ -116,8 +116,8 @@ def beside_each_other(options: dict[str, Any], requests: int) -> tuple[list[int]
         for engine in engines:
             engine.process.kill()
             engine.process.wait(20)
-        shelf.clear()
-        shelf.close()
+        exchange.clear()
+        exchange.close()
 
 
 def tokens(engine: Engine) -> list[int]:
@@ -131,24 +131,24 @@ def tokens(engine: Engine) -> list[int]:
 
 
 def test_memory_outlives_the_process_that_made_it() -> None:
-    shelf = Shelf()
-    code = MAKER.format(fds=shelf.fds)
-    subprocess.run([sys.executable, "-P", "-c", code], pass_fds=shelf.fds, check=True, timeout=120)
-    found = shelf.find()
+    exchange = WeightExchange()
+    code = MAKER.format(fds=exchange.fds)
+    subprocess.run([sys.executable, "-P", "-c", code], pass_fds=exchange.fds, check=True, timeout=120)
+    found = exchange.find()
     assert found is not None
     home = CudaMemory(torch.device("cuda", 0)).map(found.memory, 2**22)
     assert bool((home == 7).all())
     found.close()
-    shelf.clear()
+    exchange.clear()
 
 
 def test_engines_with_weights_in_common_answer_as_one_alone() -> None:
     alone = tokens(Engine(CONFIG))
-    shelf = Shelf()
-    maker, mapper = Engine(CONFIG, shelf=shelf), Engine(CONFIG, shelf=shelf)
+    exchange = WeightExchange()
+    maker, mapper = Engine(CONFIG, exchange=exchange), Engine(CONFIG, exchange=exchange)
     assert (tokens(maker), tokens(mapper)) == (alone, alone)
     assert "loading weights" not in mapper.start_seconds
-    shelf.clear()
+    exchange.clear()
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_a_whole_store_is_counted_verified_and_cleared(tmp_path: Path, capsys: p
     rows = table(capsys)
     assert (rows["intact pages"], rows["damaged pages"]) == ("8", "0")
     assert main(["cache", "clear", str(tmp_path)]) == 0
-    assert "forgotten" in capsys.readouterr().out
+    assert "cleared" in capsys.readouterr().out
     assert main(["cache", "verify", str(tmp_path)]) == 0
     assert table(capsys)["pages"] == f"0 of {EXTENTS}"
 

@@ -185,9 +185,9 @@ def test_a_removed_store_is_said_once_and_shown_by_a_daemon_that_idles(tmp_path:
 
 
 def test_a_store_of_another_dtype_begins_anew_and_says_so(tmp_path: Path) -> None:
-    store, said = tmp_path / "store", "begins anew: its pages are of another model, dtype, rope or --tier-kv-format"
+    store, said = tmp_path / "store", "was reset: its pages belong to another model, dtype, rope or --tier-kv-format"
     with running(tmp_path, *options(store)) as daemon:
-        assert "begins anew" not in daemon.stderr()
+        assert "was reset" not in daemon.stderr()
         daemon.process.terminate()
         daemon.process.wait(240)
     with running(tmp_path, *options(store), "--dtype", "bfloat16") as daemon:

@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.engine.model.layer_weights import ProductWeights
 from weft.engine.model.weights import Weights
 from weft.engine.runner.memory.sleep import ALIGNMENT
-from weft.engine.wire.shelf import Shelf, Shelved
+from weft.engine.wire.weight_exchange import ExchangedWeights, WeightExchange
 from weft.kernels.formats.fp8 import Fp8Weight
 from weft.kernels.formats.fp8_matrix import Fp8Matrix
 
@@ -40,20 +40,20 @@ class SharedMemory(Protocol):
 
 
 def shared_weights(
-    shelf: Shelf, name: str, memory: SharedMemory, load: Callable[[], Weights],
+    exchange: WeightExchange, name: str, memory: SharedMemory, load: Callable[[], Weights],
     waiting: Callable[[], None] = lambda: None,
 ) -> Weights:  # fmt: skip
-    """Those of this name that lie on the shelf; else they are loaded and put there. What `load` raises is raised.
+    """Those of this name that lie on the exchange; else they are loaded and put there. What `load` raises is raised.
 
     waiting: called again and again while another engine loads.
     """
-    with shelf.turn(waiting):
-        found = shelf.find()
+    with exchange.turn(waiting):
+        found = exchange.find()
         if found is None or found.name != name:
             if found is not None:
                 found.close()
-            _put(shelf, name, memory, load())
-            found = shelf.find()
+            _put(exchange, name, memory, load())
+            found = exchange.find()
         assert found is not None
         try:
             return _mapped(found, memory)
@@ -61,7 +61,7 @@ def shared_weights(
             found.close()
 
 
-def _put(shelf: Shelf, name: str, memory: SharedMemory, weights: Weights) -> None:
+def _put(exchange: WeightExchange, name: str, memory: SharedMemory, weights: Weights) -> None:
     layout = _Layout()
     contents = {"num_bytes": 0, "weights": layout.told(weights)}
     contents["num_bytes"] = layout.num_bytes
@@ -69,12 +69,12 @@ def _put(shelf: Shelf, name: str, memory: SharedMemory, weights: Weights) -> Non
     with open(file, "wb", closefd=False) as writer:
         writer.write(msgspec.json.encode(contents))
     fd = memory.make(layout.num_bytes, layout.fill)
-    shelf.put(name, fd, file)
+    exchange.put(name, fd, file)
     os.close(fd)
     os.close(file)
 
 
-def _mapped(found: Shelved, memory: SharedMemory) -> Weights:
+def _mapped(found: ExchangedWeights, memory: SharedMemory) -> Weights:
     size = os.fstat(found.contents).st_size
     contents = msgspec.json.decode(os.pread(found.contents, size, 0))
     home = memory.map(found.memory, contents["num_bytes"])

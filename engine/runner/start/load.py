@@ -18,7 +18,7 @@ from weft.engine.progress import Phases, Progress
 from weft.engine.runner.memory.shared_memory import shared_memory
 from weft.engine.runner.memory.shared_weights import shared_weights
 from weft.engine.runner.options.resolve import ResolvedConfig
-from weft.engine.wire.shelf import Shelf
+from weft.engine.wire.weight_exchange import WeightExchange
 
 if TYPE_CHECKING:
     from weft.engine.model.broad.module import BroadModule
@@ -30,10 +30,10 @@ def load_model(
     resolved: ResolvedConfig,
     phases: Phases,
     *,
-    shelf: Shelf | None,
+    exchange: WeightExchange | None,
     model: str,
 ) -> Weights | BroadModule:
-    """On `resolved.device`. shelf: where replicas find each other's weights; `model` is their identity there.
+    """On `resolved.device`. exchange: where replicas find each other's weights; `model` is their identity there.
 
     Raises `ModelError`.
     """
@@ -46,11 +46,11 @@ def load_model(
     def read() -> Weights:
         return read_weights(spec, config, resolved, phases)
 
-    if shelf is None:
+    if exchange is None:
         return read()
     name = f"{model}|{resolved.weight_dtype}|{resolved.max_model_len}"
     return shared_weights(
-        shelf, name, shared_memory(resolved.device), read, lambda: phases("waiting for another's weights", 0, 1)
+        exchange, name, shared_memory(resolved.device), read, lambda: phases("waiting for another's weights", 0, 1)
     )
 
 

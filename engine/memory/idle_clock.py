@@ -1,23 +1,23 @@
-"""`IdleClock`: which uses of an index lie so many seconds back."""
+"""`IdleClock`: finds the time of the prefix index's clock before which pages count as idle."""
 
 from __future__ import annotations
 
 from collections import deque
 
 MARKS = 32
-"""of the clock, over the time that makes a page idle: it is known to so fine a part"""
+"""Marks of the clock over the idle time, which set the resolution."""
 
 
 class IdleClock:
-    """Follows the index's clock. `seconds` 0: nothing is ever idle."""
+    """Samples the index's clock. With `seconds` 0 nothing is ever idle."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._marks: deque[tuple[float, int]] = deque()
-        """(monotonic seconds, clock), oldest first"""
+        """(monotonic seconds, clock), oldest first."""
 
     def idle(self, now: float, clock: int) -> int:
-        """What was last used at this time of the index's clock, or before, is idle; -1: nothing is."""
+        """Return the index's clock at or before which a last use counts as idle; -1 if nothing is idle."""
         if not self._seconds:
             return -1
         if not self._marks or now - self._marks[-1][0] >= self._seconds / MARKS:

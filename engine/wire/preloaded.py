@@ -1,4 +1,4 @@
-"""`Blank`: an engine process that has not been told yet which engine it is: it imports what every engine needs.
+"""`PreloadedProcess`: an engine process that has not been told yet which engine it is: it imports what every engine needs.
 
 Imports take seconds, and reading options some tenths of one: so `weft serve` begins one before it does anything else.
 This module itself imports nothing that takes time.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from weft.engine.wire.child import command, held_back
+from weft.engine.wire.child import command, stacks_signal_blocked
 
 PRIMITIVE_CACHES = {"LRU_CACHE_CAPACITY": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 """On a CPU ideep and oneDNN keep a compiled primitive for each shape they have met, a thousand each if let: hundreds of
@@ -23,7 +23,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 SYSTEMD = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 """variables meant for this process alone"""
 
-_begun: list[Blank] = []
+_begun: list[PreloadedProcess] = []
 """one at most, which nobody has taken yet"""
 
 
@@ -41,7 +41,7 @@ def gpus() -> list[str]:
     return [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
-class Blank:
+class PreloadedProcess:
     """A running process, and this process's end of its stdin. Raises `OSError` where none can be started."""
 
     def __init__(self, gpu: str = "") -> None:
@@ -49,7 +49,7 @@ class Blank:
         self.socket, theirs = socket.socketpair()
         with theirs:
             try:
-                with held_back():
+                with stacks_signal_blocked():
                     self.process = subprocess.Popen(
                         command(os.getpid(), "weft.engine.process"),
                         stdin=theirs.fileno(),
@@ -67,7 +67,7 @@ class Blank:
             _begun.append(cls())
 
     @classmethod
-    def take(cls, gpu: str = "") -> Blank:
+    def take(cls, gpu: str = "") -> PreloadedProcess:
         """The one that was begun, if it still lives and may see what it sees, else a new one. Raises `OSError`."""
         while _begun:
             blank = _begun.pop()

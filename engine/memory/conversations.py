@@ -1,4 +1,4 @@
-"""`Recall`: the pages that conversations ended with, by the names that their next turns may be known by."""
+"""`ConversationPages`: the last pages of conversations, by the names that their next turns may have."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Iterable
 from weft.engine.memory.prefix_index import PrefixEntry, PrefixIndex
 
 MAX_PAGES = 1 << 20
-"""whose keys are remembered, of all conversations"""
+"""Maximum number of remembered page keys, over all conversations."""
 KEY_BYTES = 16
 
 
-class Recall:
-    """Keeps keys alone, so that pages come and go as they would without it; what was evicted is not found."""
+class ConversationPages:
+    """Keeps keys only, so that it does not affect evictions. Evicted pages are not found."""
 
     def __init__(self, index: PrefixIndex, max_pages: int = MAX_PAGES) -> None:
         self._index = index
         self._keys: OrderedDict[bytes, bytes] = OrderedDict()
-        """of a chain's pages by name, least recently remembered first"""
+        """Page keys of a chain by name, least recently remembered first."""
         self._max_pages = max_pages
         self._num_pages = 0
 
     def remember(self, names: Iterable[bytes], chain: Iterable[PrefixEntry]) -> None:
-        """A conversation with these names has got as far as this chain, first page first."""
+        """Store the chain, first page first, that a conversation with these names ended with."""
         keys = b"".join([entry.key for entry in chain])
         for name in names:
             self._drop(name)
@@ -36,7 +36,7 @@ class Recall:
         self._num_pages -= len(self._keys.pop(name, b"")) // KEY_BYTES
 
     def chain(self, names: Iterable[bytes]) -> list[PrefixEntry]:
-        """What is kept of the first of these conversations that is known, first page first."""
+        """Return the pages still kept, first page first, of the first of these names that is known."""
         keys = next((self._keys[name] for name in names if name in self._keys), b"")
         chain: list[PrefixEntry] = []
         for at in range(0, len(keys), KEY_BYTES):

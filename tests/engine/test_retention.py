@@ -1,5 +1,5 @@
-"""Pages that were promised to be kept are evicted last, in every tier; there are never more of them than may be; and
-whoever must run never waits for them."""
+"""Retained pages are evicted last, in every tier; there are never more of them than the limit; requests never wait for
+them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.engine.memory.block_allocator import BlockAllocator
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry
 from weft.engine.memory.tiers import Tiers
-from weft.engine.wire.messages import Promise
+from weft.engine.wire.messages import Retention
 
 FOR_EVER = 1e9
 """seconds"""
@@ -31,7 +31,7 @@ FOR_EVER = 1e9
 def test_promised_pages_outlast_all_others() -> None:
     pool = make(8)
     cached(pool, 1, 2, 3)
-    assert pool.promise(entries(pool, 1, 2, 3), [FOR_EVER] * 3) == 3
+    assert pool.retain(entries(pool, 1, 2, 3), [FOR_EVER] * 3) == 3
     cached(pool, 4, 5, 6, 7)  # used later
     pool.release(pool.allocate(5))
     pool.check()
@@ -42,10 +42,10 @@ def test_promised_pages_outlast_all_others() -> None:
 def test_promised_pages_go_when_nothing_else_is_left() -> None:
     pool = make(8)
     cached(pool, 1, 2, 3)
-    pool.promise(entries(pool, 1, 2, 3), [FOR_EVER] * 3)
+    pool.retain(entries(pool, 1, 2, 3), [FOR_EVER] * 3)
     pages = pool.allocate(7)
     assert len(entries(pool, 1, 2, 3)) == 1, "the last pages of a chain go first"
-    assert len(pool.promises) == 1
+    assert len(pool.retention) == 1
     pool.release(pages)
     pool.check()
 
@@ -54,13 +54,13 @@ def test_no_more_is_promised_than_the_share() -> None:
     pool = make(8)
     cached(pool, 1, 2, 3)
     cached(pool, 11, 12, 13)
-    assert pool.promise(entries(pool, 1, 2, 3), [FOR_EVER] * 3) == 3
-    assert pool.promise(entries(pool, 11, 12, 13), [FOR_EVER] * 3) == 3
+    assert pool.retain(entries(pool, 1, 2, 3), [FOR_EVER] * 3) == 3
+    assert pool.retain(entries(pool, 11, 12, 13), [FOR_EVER] * 3) == 3
     pool.check()
-    assert [bool(e.promised) for e in entries(pool, 1, 2, 3)] == [True, False, False], "the oldest, its end first"
-    assert pool.promises.displaced == 2
+    assert [bool(e.retained_until) for e in entries(pool, 1, 2, 3)] == [True, False, False], "the oldest, its end first"
+    assert pool.retention.displaced == 2
     cached(pool, 21)
-    assert pool.promise(entries(pool, 1, 2, 3)[:1], [FOR_EVER]) == 1
+    assert pool.retain(entries(pool, 1, 2, 3)[:1], [FOR_EVER]) == 1
     cached(pool, 31, 32, 33, 34)
     pool.check()
     assert entries(pool, 1), "renewed"
@@ -69,29 +69,29 @@ def test_no_more_is_promised_than_the_share() -> None:
 def test_of_a_chain_longer_than_the_share_the_beginning_is_promised() -> None:
     pool = make(6)
     cached(pool, 1, 2, 3, 4, 5)
-    assert pool.promise(entries(pool, 1, 2, 3, 4, 5), [FOR_EVER] * 5) == 3
+    assert pool.retain(entries(pool, 1, 2, 3, 4, 5), [FOR_EVER] * 5) == 3
     pool.check()
-    assert [bool(e.promised) for e in entries(pool, 1, 2, 3, 4, 5)] == [True] * 3 + [False] * 2
+    assert [bool(e.retained_until) for e in entries(pool, 1, 2, 3, 4, 5)] == [True] * 3 + [False] * 2
 
 
 def test_a_share_of_nothing_promises_nothing() -> None:
     engine = ListEngine(8)
-    engine.pool.promises.limit = 0
-    request = engine.add([1, 2, 3, 4, 5], promises=(Promise(5, 60.0),))
+    engine.pool.retention.limit = 0
+    request = engine.add([1, 2, 3, 4, 5], retention=(Retention(5, 60.0),))
     engine.run()
-    assert request.promised_tokens == 0
+    assert request.retained_tokens == 0
 
 
 def test_a_promise_ends_with_its_time_and_the_longest_counts() -> None:
     pool = make(8)
     cached(pool, 1, 2, 3)
     chain = entries(pool, 1, 2, 3)
-    pool.promise(chain, [30.0, 10.0, 10.0])
-    pool.promise(chain[:2], [20.0, 20.0])
+    pool.retain(chain, [30.0, 10.0, 10.0])
+    pool.retain(chain[:2], [20.0, 20.0])
     for now, left in ((9.9, 3), (10.0, 2), (19.9, 2), (20.0, 1), (29.9, 1), (30.0, 0)):
-        pool.promises.expire(now)
+        pool.retention.expire(now)
         pool.check()
-        assert len(pool.promises) == left, now
+        assert len(pool.retention) == left, now
     pages = cached(pool, 4, 5, 6, 7)
     pool.release(pool.allocate(5))
     assert not entries(pool, 1, 2, 3), "like any other page"
@@ -101,11 +101,11 @@ def test_a_promise_ends_with_its_time_and_the_longest_counts() -> None:
 def test_forgetting_everything_forgets_promises() -> None:
     pool = make(8)
     cached(pool, 1, 2, 3)
-    pool.promise(entries(pool, 1, 2, 3), [FOR_EVER] * 3)
+    pool.retain(entries(pool, 1, 2, 3), [FOR_EVER] * 3)
     pool.index.clear()
     pool.forget()
     pool.check()
-    assert (len(pool.promises), pool.num_free) == (0, 8)
+    assert (len(pool.retention), pool.num_free) == (0, 8)
 
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]  # three full pages and a token
@@ -114,9 +114,9 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]  # three full pages and a token
 @pytest.mark.parametrize(("tokens", "kept"), [(7, 6), (6, 6), (5, 4), (2, 2), (1, 0)])
 def test_whole_pages_up_to_the_mark_are_kept(tokens: int, kept: int) -> None:
     engine = ListEngine(10)
-    request = engine.add(PROMPT, 2, promises=(Promise(tokens, 60.0),))
+    request = engine.add(PROMPT, 2, retention=(Retention(tokens, 60.0),))
     engine.run()
-    assert request.promised_tokens == kept
+    assert request.retained_tokens == kept
     for i in range(12, 40, 7):
         engine.add([*range(i, i + 7)], 2)
         engine.run()
@@ -127,18 +127,18 @@ def test_whole_pages_up_to_the_mark_are_kept(tokens: int, kept: int) -> None:
 
 def test_several_marks_have_each_its_own_time() -> None:
     engine = ListEngine(12)
-    engine.add(PROMPT, 1, promises=(Promise(2, 3600.0), Promise(7, 300.0)))
+    engine.add(PROMPT, 1, retention=(Retention(2, 3600.0), Retention(7, 300.0)))
     engine.run()
-    until = [e.promised - time.monotonic() for e in engine.pool.index.entries()]
+    until = [e.retained_until - time.monotonic() for e in engine.pool.index.entries()]
     assert [round(seconds / 300) for seconds in until] == [12, 1, 1]
 
 
 def test_a_request_as_large_as_the_pool_runs_beside_promises() -> None:
     engine = ListEngine(10)
     for i in (0, 10):
-        engine.add([*range(i, i + 5)], 1, promises=(Promise(5, 60.0),))
+        engine.add([*range(i, i + 5)], 1, retention=(Retention(5, 60.0),))
         engine.run()
-    assert len(engine.pool.promises) == 4
+    assert len(engine.pool.retention) == 4
     engine.add([*range(30, 48)], 2)
     engine.run()
     assert len(engine.output[2]) == 2
@@ -147,7 +147,7 @@ def test_a_request_as_large_as_the_pool_runs_beside_promises() -> None:
 def test_the_host_evicts_promised_pages_last() -> None:
     engine = TieredEngine(12)
     kept = engine.store(PROMPT)  # three of five slots
-    engine.pool.promise(kept, [FOR_EVER] * 3)
+    engine.pool.retain(kept, [FOR_EVER] * 3)
     for i in range(20, 60, 5):
         engine.add([*range(i, i + 5)], 1)
         engine.run()
@@ -156,7 +156,7 @@ def test_the_host_evicts_promised_pages_last() -> None:
     again = engine.add(PROMPT, 1)
     engine.run()
     assert again.cached_tokens == 6
-    engine.pool.promises.expire(2 * FOR_EVER)
+    engine.pool.retention.expire(2 * FOR_EVER)
     for i in range(60, 100, 5):
         engine.add([*range(i, i + 5)], 1)
         engine.run()
@@ -173,10 +173,10 @@ def test_places_of_promised_entries_can_be_had_when_there_are_no_others() -> Non
 
     places = BlockAllocator(3, lambda _: True, lose)
     made = [PrefixEntry(bytes([i]), None, b"", "") for i in range(3)]
-    for used, (entry, promised) in enumerate(zip(made, (9.0, 0.0, 9.0), strict=True)):
+    for used, (entry, retained_until) in enumerate(zip(made, (9.0, 0.0, 9.0), strict=True)):
         place = places.take()
         assert place is not None
-        entry.host, entry.promised, entry.used = place, promised, used
+        entry.host, entry.retained_until, entry.used = place, retained_until, used
         places.settle(place, entry)
         places.unpin(place)
     for _ in range(3):
@@ -192,7 +192,7 @@ class PromiseMachine(TierMachine):
     seen: ClassVar[Counter[str]] = Counter()
 
     def make_tiers(self, pool: PagePool) -> Tiers | None:
-        pool.promises.limit = 3
+        pool.retention.limit = 3
         tiers = super().make_tiers(pool)
         assert tiers is not None
         self.idle_after = 99
@@ -215,19 +215,19 @@ class PromiseMachine(TierMachine):
         more=st.integers(1, 6),
     )
     def submit_kept(self, prompt: list[int], tokens: list[int], seconds: float, more: int) -> int:
-        promises = tuple(Promise(n, seconds) for n in tokens)
-        handle = self._submit(prompt, more, 0, "", False, promises=promises)
+        retention = tuple(Retention(n, seconds) for n in tokens)
+        handle = self._submit(prompt, more, 0, "", False, retention=retention)
         self.some_time_passes([(False, 0, 0)] * 3)
         return handle
 
     @rule(target=SchedulerMachine.requests, handle=SchedulerMachine.requests)
     def the_next_turn_is_kept(self, handle: int) -> int:
         history = [*[*self.prompts[handle][0], *self.output[handle]][: MAX_LEN - 6], 2]
-        return self._submit(history, 3, 0, self.salts[handle], False, promises=(Promise(len(history), FOR_EVER),))
+        return self._submit(history, 3, 0, self.salts[handle], False, retention=(Retention(len(history), FOR_EVER),))
 
     @rule(far=st.booleans())
     def promises_end(self, far: bool) -> None:
-        self.scheduler.pool.promises.expire(1e12 if far else time.monotonic())
+        self.scheduler.pool.retention.expire(1e12 if far else time.monotonic())
 
     @rule()
     def the_cache_is_reset(self) -> None:
@@ -237,9 +237,9 @@ class PromiseMachine(TierMachine):
     @invariant()
     def promises_are_within_their_bound(self) -> None:
         pool: PagePool = self.scheduler.pool
-        assert len(pool.promises) <= 3
-        self.seen["promised"] += len(pool.promises) > 0
-        self.seen["displaced"] += pool.promises.displaced > 0
+        assert len(pool.retention) <= 3
+        self.seen["retained"] += len(pool.retention) > 0
+        self.seen["displaced"] += pool.retention.displaced > 0
         stats = self.tiers.stats()
         self.seen["spilled"] += stats["ssd"].spilled + stats["host"].spilled > 0
         self.seen["prefetched"] += stats["ssd"].prefetched + stats["host"].prefetched > 0
@@ -252,7 +252,7 @@ class PromiseMachine(TierMachine):
 
 class TestPromiseMachine(PromiseMachine.TestCase):  # type: ignore[misc]
     settings = settings(
-        max_examples=50,
+        max_examples=100,
         stateful_step_count=50,
         deadline=None,
         derandomize=True,
@@ -263,7 +263,7 @@ class TestPromiseMachine(PromiseMachine.TestCase):  # type: ignore[misc]
         super().runTest()
         few = [
             kind
-            for kind in ("promised", "displaced", "full", "spilled", "prefetched")
+            for kind in ("retained", "displaced", "full", "spilled", "prefetched")
             if PromiseMachine.seen[kind] < 10
         ]
         assert not few, f"hardly ever {few}: {PromiseMachine.seen}"

@@ -1,4 +1,4 @@
-"""`Turns`: whose request is next when several tenants wait: start-time fair queueing over tokens.
+"""`FairQueue`: whose request is next when several tenants wait: start-time fair queueing over tokens.
 
 A tenant's account is the service, in tokens, that it has had. Its first request gets a tag, the account of that moment,
 and the lowest tag is next. A tag never rises: what else the tenant gets meanwhile, out of turn, is paid by its requests
@@ -20,7 +20,7 @@ KEPT_PAUSED = MAX_PAUSED // 2
 """those furthest ahead, when there are more"""
 
 
-class Turns:
+class FairQueue:
     def __init__(self) -> None:
         self._now = 0.0
         """the tag of whoever was served last in turn"""

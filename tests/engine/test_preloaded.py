@@ -11,14 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from weft.engine import process
-from weft.engine.wire import blank
-from weft.engine.wire.blank import Blank
+from weft.engine.wire import preloaded as preloaded
+from weft.engine.wire.preloaded import PreloadedProcess
 
 
 def test_the_one_that_was_begun_is_taken_once() -> None:
-    Blank.begin()
-    first = Blank.take()
-    second = Blank.take()
+    PreloadedProcess.begin()
+    first = PreloadedProcess.take()
+    second = PreloadedProcess.take()
     try:
         assert first.process.pid != second.process.pid
         assert first.process.poll() is second.process.poll() is None
@@ -29,12 +29,12 @@ def test_the_one_that_was_begun_is_taken_once() -> None:
 
 
 def test_one_that_has_died_meanwhile_is_replaced() -> None:
-    Blank.begin()
-    (dead,) = blank._begun
+    PreloadedProcess.begin()
+    (dead,) = preloaded._begun
     dead.process.kill()
     dead.process.wait()
     dead.tell(b"{}", ())  # nobody is there: no error
-    taken = Blank.take()
+    taken = PreloadedProcess.take()
     taken.socket.close()
     assert taken.process.pid != dead.process.pid
     assert taken.process.wait(240) == 0

@@ -1,4 +1,4 @@
-"""`Shelf`: where the engines of one device find the weights that one of them has loaded, and whose end they outlive.
+"""`WeightExchange`: where the engines of one device find the weights that one of them has loaded, and whose end they outlive.
 
 Memory is a file descriptor here: of a memory file on a CPU, of the driver's on a GPU. It lies in a socket that nobody
 reads: the system keeps what is sent there for as long as somebody has the socket open, the daemon that is, which needs
@@ -22,7 +22,7 @@ COUNT = 3
 """of its descriptors"""
 
 
-class Shelved(NamedTuple):
+class ExchangedWeights(NamedTuple):
     """What lies there; both descriptors are the caller's to close."""
 
     name: str
@@ -36,19 +36,19 @@ class Shelved(NamedTuple):
         os.close(self.contents)
 
 
-class Shelf:
+class WeightExchange:
     """Attributes:
-    fds: for those that share it; they make theirs with `Shelf.of`.
+    fds: for those that share it; they make theirs with `WeightExchange.of`.
     """
 
     def __init__(self) -> None:
         """Raises `OSError`."""
         self._put, self._take = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._lock = os.memfd_create("weft-shelf")
+        self._lock = os.memfd_create("weft-exchange")
         self._begin()
 
     @classmethod
-    def of(cls, fds: Sequence[int]) -> Shelf:
+    def of(cls, fds: Sequence[int]) -> WeightExchange:
         """The one that has these `COUNT` descriptors."""
         self = cls.__new__(cls)
         self._put, self._take, self._lock = socket.socket(fileno=fds[0]), socket.socket(fileno=fds[1]), fds[2]
@@ -74,7 +74,7 @@ class Shelf:
         finally:
             fcntl.lockf(self._lock, fcntl.LOCK_UN)
 
-    def find(self) -> Shelved | None:
+    def find(self) -> ExchangedWeights | None:
         """What was put there last. It stays there."""
         return self._received(socket.MSG_PEEK)
 
@@ -87,7 +87,7 @@ class Shelf:
         while (found := self._received(0)) is not None:
             found.close()
 
-    def _received(self, flags: int) -> Shelved | None:
+    def _received(self, flags: int) -> ExchangedWeights | None:
         fds = array("i")
         try:  # socket.recv_fds leaves flags out
             name, sent, _, _ = self._take.recvmsg(4096, socket.CMSG_SPACE(2 * fds.itemsize), flags)
@@ -95,7 +95,7 @@ class Shelf:
             return None
         for _, _, data in sent:
             fds.frombytes(data)
-        return Shelved(name.decode(), *fds)
+        return ExchangedWeights(name.decode(), *fds)
 
     def close(self) -> None:
         """In this process. Idempotent."""

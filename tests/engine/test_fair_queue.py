@@ -1,4 +1,4 @@
-"""`Turns` and `WaitingQueue` beside plain lists that are searched from end to end."""
+"""`FairQueue` and `WaitingQueue` beside plain lists that are searched from end to end."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.engine.scheduling import turns as turns_module
+from weft.engine.scheduling.fair_queue import MAX_AHEAD, MAX_PAUSED, FairQueue
 from weft.engine.scheduling.request import Request
-from weft.engine.scheduling.turns import MAX_AHEAD, MAX_PAUSED, Turns
 from weft.engine.scheduling.waiting import WaitingQueue
 from weft.engine.wire.sampling import SamplingParams
 
@@ -17,7 +17,7 @@ from weft.engine.wire.sampling import SamplingParams
 @given(st.lists(st.integers(1, 100), min_size=20, max_size=80), st.integers(2, 5))
 @settings(max_examples=100)
 def test_tenants_that_all_wait_differ_by_one_cost_at_most(costs: list[int], tenants: int) -> None:
-    turns = Turns()
+    turns = FairQueue()
     for tenant in range(tenants):
         turns.joins(tenant, tenant)
     service = [0] * tenants
@@ -29,7 +29,7 @@ def test_tenants_that_all_wait_differ_by_one_cost_at_most(costs: list[int], tena
 
 
 def test_the_first_come_of_equals_goes_first() -> None:
-    turns = Turns()
+    turns = FairQueue()
     for tenant, order in ((1, 9), (2, 3), (3, 5)):
         turns.joins(tenant, order)
     got = []
@@ -40,7 +40,7 @@ def test_the_first_come_of_equals_goes_first() -> None:
 
 
 def test_a_pause_saves_up_no_turns() -> None:
-    turns = Turns()
+    turns = FairQueue()
     turns.joins(1, 1)
     for _ in range(100):
         turns.serve(1, 10)
@@ -53,7 +53,7 @@ def test_a_pause_saves_up_no_turns() -> None:
 
 
 def test_a_pause_forgives_nothing_that_was_served_ahead() -> None:
-    turns = Turns()
+    turns = FairQueue()
     turns.joins(1, 1)
     turns.joins(2, 2)
     turns.serve(1, 100)
@@ -67,7 +67,7 @@ def test_a_pause_forgives_nothing_that_was_served_ahead() -> None:
 
 
 def test_what_is_paid_back_brings_the_turn_forward() -> None:
-    turns = Turns()
+    turns = FairQueue()
     turns.joins(1, 1)
     turns.joins(2, 2)
     turns.serve(1, 100)
@@ -82,7 +82,7 @@ def test_what_is_paid_back_brings_the_turn_forward() -> None:
 
 
 def test_service_out_of_turn_is_paid_by_the_requests_behind() -> None:
-    turns = Turns()
+    turns = FairQueue()
     turns.joins(1, 1)
     turns.joins(2, 2)
     turns.charge(1, 100)
@@ -95,7 +95,7 @@ def test_service_out_of_turn_is_paid_by_the_requests_behind() -> None:
 
 
 def test_no_more_is_held_against_a_tenant_than_the_limit() -> None:
-    turns = Turns()
+    turns = FairQueue()
     turns.joins(1, 1)
     turns.joins(2, 2)
     for _ in range(100):
@@ -118,7 +118,7 @@ def test_between_two_turns_others_have_what_the_module_says_at_most(
     served: list[tuple[bool, int, int]], pauses: int
 ) -> None:
     """Whatever is charged out of turn, and however often a tenant goes and comes back."""
-    turns, limit, largest = Turns(), 500, 400
+    turns, limit, largest = FairQueue(), 500, 400
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(turns_module, "MAX_AHEAD", limit)
         for tenant in range(4):
@@ -141,7 +141,7 @@ def test_between_two_turns_others_have_what_the_module_says_at_most(
 
 
 def test_tenants_without_end_take_no_memory_without_end() -> None:
-    turns = Turns()
+    turns = FairQueue()
     turns.joins(-1, 0)
     for tenant in range(10 * MAX_PAUSED):
         turns.joins(tenant, tenant)
@@ -209,7 +209,7 @@ def test_a_queue_finds_what_a_search_finds(steps: list[Step], several: bool) -> 
         assert head is min((r for r in best if r.tenant == head.tenant), key=lambda r: r.order)
         if not several:
             assert head is min(best, key=lambda r: r.order)
-        assert queue.num_beside(head) == len(best)
+        assert queue.num_of_priority(head) == len(best)
         shortest_by_priority = list(queue.shortest_by_priority())
         assert [r.priority for r in shortest_by_priority] == sorted({r.priority for r in waiting})
         for r in shortest_by_priority:
