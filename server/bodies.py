@@ -1,4 +1,4 @@
-"""Request bodies: their JSON, and `Body`, the base of every model of one."""
+"""Request bodies: JSON parsing, and `Body`, the base of all body models."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validato
 from pydantic_core import CoreSchema
 
 MAX_NESTING = 128
-"""levels of a JSON document; what handles it further on recurses, in Python and in libraries with limits"""
+"""Levels of a JSON document, limited because later processing recurses."""
 
 _CONTAINERS = frozenset({dict, list})
 _NULL = {"type": "null"}
 
 
 class BodyBounds(NamedTuple):
-    """What a request's body may be. Parsing what is within takes a fraction of a second."""
+    """Limits of a request body, so that parsing takes a fraction of a second."""
 
     max_bytes: int
     max_keys: int
-    """of all objects; and so many arrays and objects"""
+    """Keys of all objects; also the limit of arrays and objects."""
     max_values: int
-    """in all arrays and objects"""
+    """Values in all arrays and objects."""
 
     @classmethod
     def of(cls, max_mib: float | None, max_model_len: int) -> BodyBounds:
-        """For a model of this context, where 64 prompts that fill it are a large request. `max_mib`: the operator's."""
+        """Limits for a context length, enough for 64 full prompts. `max_mib`: the operator's limit."""
         size = min(32.0, 1 + max_model_len / 1024) if max_mib is None else max_mib
         ids = max(max_model_len, min(64 * max_model_len, 2**20))
         return cls(int(size * 2**20), 2**16 + max_model_len, 2**17 + ids)
 
     def check(self, data: bytes) -> None:
-        """Raises `ValueError`. Counts marks, which text may have too, but not so many where it fits the model."""
+        """Check unparsed JSON by counting punctuation, including that in strings. Raises `ValueError`."""
         if data.count(b":") > self.max_keys:
             raise ValueError(f"more than {self.max_keys} keys")
         if data.count(b"[") + data.count(b"{") > self.max_keys:
@@ -43,8 +43,7 @@ class BodyBounds(NamedTuple):
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Strict JSON: NaN, Infinity and lone surrogates are errors. Raises `ValueError`, also for more than `MAX_NESTING`
-    levels."""
+    """Parse strict JSON: NaN, Infinity, lone surrogates and more than `MAX_NESTING` levels raise `ValueError`."""
     value = orjson.loads(text)
     level = [value]
     for _ in range(MAX_NESTING):
@@ -55,7 +54,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _children(node: Any) -> list[Any]:
-    """The arrays and objects directly inside. Millions of numbers are passed over without a step of Python each."""
+    """The arrays and objects directly inside. Lists of numbers are skipped without a Python loop."""
     if type(node) not in _CONTAINERS:
         return []
     items = node.values() if type(node) is dict else node
@@ -65,15 +64,15 @@ def _children(node: Any) -> list[Any]:
 
 
 class Body(BaseModel):
-    """Strict types, finite numbers, explicit nulls read as "not given", unknown fields ignored.
+    """The base of body models: strict types, finite numbers, null counts as absent, unknown fields are ignored.
 
-    Where an integer is meant, a number that is one may have a fraction of zero: some clients know no integers.
+    Integer fields accept whole floats such as 1.0, because some clients have no integer type.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     _integers: ClassVar[frozenset[str]] = frozenset()
-    """fields that are integers"""
+    """The names of integer fields."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -82,7 +81,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_meant(cls, data: Any) -> Any:
+    def _normalize(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         given = {key: value for key, value in data.items() if value is not None}
@@ -106,8 +105,8 @@ def _is_integer(annotation: Any) -> bool:
 
 
 def _or_null(field: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a field that may also be null."""
-    about: dict[str, Any] = {key: field[key] for key in ("title", "description", "default") if key in field}
-    rest = {key: value for key, value in field.items() if key not in about}
+    """The schema of a nullable field."""
+    meta: dict[str, Any] = {key: field[key] for key in ("title", "description", "default") if key in field}
+    rest = {key: value for key, value in field.items() if key not in meta}
     kinds = rest["anyOf"] if set(rest) == {"anyOf"} else [rest]
-    return {"anyOf": kinds if _NULL in kinds else [*kinds, _NULL], **about}
+    return {"anyOf": kinds if _NULL in kinds else [*kinds, _NULL], **meta}

@@ -1,4 +1,4 @@
-"""The errors a client sees, and the one place where any exception becomes one of them."""
+"""`ApiError`, the errors that clients see, and `translate`, which converts any exception to one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from weft.engine.errors import EngineDead, RequestError
 
 MAX_ECHO = 200
-"""characters of a client's input that a message repeats at most"""
+"""Characters of a client's input that a message may repeat."""
 
 _TYPES = {
     401: "authentication_error",
@@ -29,7 +29,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An HTTP error in OpenAI's form. `retry_after` is in seconds; `headers`: further ones."""
+    """An HTTP error in OpenAI's format. `retry_after`: seconds. `headers`: additional headers."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ApiError(Exception):
         )
 
     def response(self, scope: Mapping[str, Any] | None = None) -> Response:
-        """`scope`: of the request, with what `middleware` put into it; some paths have errors of another form."""
+        """The error as a response. `scope`: the request's, since some paths use Anthropic's format."""
         headers = dict(self.headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(self.retry_after)
@@ -90,18 +90,18 @@ _OVERLOADED = frozenset({"queue_full", "queue_tokens_full"})
 
 
 def _anthropic_status(error: ApiError) -> int:
-    """529 where the server has too much to do; other 503s are no overload."""
+    """Anthropic uses 529 for overload; other 503s remain."""
     return 529 if error.status == 503 and error.code in _OVERLOADED else error.status
 
 
 def anthropic_error(error: ApiError, request_id: str) -> bytes:
-    """The body of an error in Anthropic's form."""
+    """The body of an error in Anthropic's format."""
     status, message = _anthropic_status(error), error.message
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     if error.code == "context_length_exceeded":
-        message = f"prompt is too long: {message}"  # agents look for these words, and shorten the conversation
-    about = {"type": kind, "message": message}
-    return orjson.dumps({"type": "error", "error": about, "request_id": request_id})
+        message = f"prompt is too long: {message}"  # agents detect this phrase and shorten the conversation
+    details = {"type": kind, "message": message}
+    return orjson.dumps({"type": "error", "error": details, "request_id": request_id})
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -109,31 +109,31 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def unavailable(message: str, code: str, retry_after: int) -> ApiError:
-    """Nothing was done: the client may send the same request again after `retry_after` seconds."""
+    """A 503: nothing was done, and the client may retry after `retry_after` seconds."""
     return ApiError(503, message, code=code, retry_after=retry_after)
 
 
 def clip(value: object) -> str:
-    """A client's value as it may appear in a message."""
+    """A client's value, shortened for a message."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= MAX_ECHO else text[: MAX_ECHO - 1] + "…"
 
 
 def translate(error: Exception) -> ApiError:
-    """The error that a client is shown for any exception."""
+    """The client's error for any exception."""
     match error:
         case ApiError():
             return error
         case RequestError():
             return bad_request(clip(str(error)), error.param)
         case EngineDead():
-            return unavailable("The engine that had this request has ended.", "engine_dead", 10)
+            return unavailable("The engine died while running this request.", "engine_dead", 10)
         case RequestValidationError():
             return _from_validation(error.errors(), error.body)
         case ValidationError():
             return _from_validation([{**e, "loc": ("body", *e["loc"])} for e in error.errors()])
         case ClientDisconnect():
-            return ApiError(499, "The client went away.")  # for the metrics and the log: nobody reads it
+            return ApiError(499, "The client disconnected.")  # for metrics and log only
         case HTTPException():
             return ApiError(error.status_code, _status_message(error), headers=error.headers)
         case _:
@@ -141,12 +141,12 @@ def translate(error: Exception) -> ApiError:
 
 
 def _from_validation(errors: Sequence[Any], body: Any = None) -> ApiError:
-    """The first thing that was wrong with the body, by the path of its field. `body`: without it, all of the path."""
+    """The first validation error, with the path of its field. `body`: used to shorten the path."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return bad_request(f"The body is not valid JSON: {clip(first['ctx']['error'])}", code="invalid_json")
     path = ""
-    for part in _in_body(first, body):
+    for part in _path_in_body(first, body):
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     if first["type"] == "missing":
         what = "This field is required" if path else "The request needs a JSON body"
@@ -155,20 +155,20 @@ def _from_validation(errors: Sequence[Any], body: Any = None) -> ApiError:
     return bad_request(f"{clip(path)}: {what}" if path else what, clip(path) if path else None)
 
 
-def _in_body(error: Any, body: Any) -> Sequence[str | int]:
-    """Where the error is, without names of kinds that a value might have been of: those are none of its fields."""
+def _path_in_body(error: Any, body: Any) -> Sequence[str | int]:
+    """The path of an error in the body, without the names of union members, which are not fields."""
     parts: Sequence[str | int] = error["loc"][1:]
     if body is None:
         return parts
     kept: list[str | int] = []
     value = body
     for i, part in enumerate(parts):
-        behind = parts[i + 1] if i + 1 < len(parts) else None
-        if behind is None and error["type"] == "missing":
+        following = parts[i + 1] if i + 1 < len(parts) else None
+        if following is None and error["type"] == "missing":
             kept.append(part)
         elif _has(value, part):
-            if behind is not None and _has(value, behind) and not _has(value[part], behind):
-                continue  # a kind that is called as one of its fields is
+            if following is not None and _has(value, following) and not _has(value[part], following):
+                continue  # a union member named like one of the fields
             kept.append(part)
             value = value[part]
         elif isinstance(value, dict) and isinstance(part, str) and (places := _in_items(value, part)):
@@ -185,8 +185,9 @@ def _has(value: Any, part: str | int) -> bool:
 
 
 def _in_items(value: dict[str, Any], part: str) -> list[tuple[str, int]]:
-    """Fields of lists in which objects have `part`, and their places: what counts for the whole may stand in a part of
-    it, as a mark on a part of a message's content does.
+    """List fields that contain objects with `part`, and the objects' positions.
+
+    Some fields, such as a message's cache mark, may also be set on an item of a list.
     """
     return [
         (field, number)

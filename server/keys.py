@@ -1,4 +1,4 @@
-"""API keys, known by their SHA-256 digests only, and compared in constant time."""
+"""API keys, stored as SHA-256 digests and compared in constant time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
 
 GAP = b""
-"""in a list of digests: no key"""
+"""Stands for a removed key in a list of digests."""
 
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
 def digest(key: str) -> bytes:
-    """Of a key as an operator writes it; `sha256:HEX` is a digest already. White space around it does not count: no
-    client could send it, and a variable that is made of a file ends with a line end."""
+    """The digest of a key or of `sha256:HEX`.
+
+    Surrounding white space is ignored: clients cannot send it, and variables read from files end with a newline.
+    """
     key = key.strip()
     if match := _DIGEST.fullmatch(key):
         return bytes.fromhex(match[1])
@@ -28,7 +30,7 @@ def digest(key: str) -> bytes:
 
 
 def load_keys(config: ServeConfig) -> list[bytes]:
-    """Digests of all keys of `--api-key` and `--api-key-file`, each once. Raises `ConfigError`."""
+    """Unique digests of the keys in `--api-key` and `--api-key-file`. Raises `ConfigError`."""
     keys = list(config.api_key)
     if config.api_key_file is not None:
         keys += _read(expanded(config.api_key_file))
@@ -36,10 +38,9 @@ def load_keys(config: ServeConfig) -> list[bytes]:
 
 
 def reread(known: Sequence[bytes], config: ServeConfig, capacity: int) -> list[bytes]:
-    """The keys as they are now, each with the number it had: what is no longer a key leaves a gap, which matches
-    nothing and is filled by new ones. Raises `ConfigError`, also for more than `capacity` keys.
+    """The current keys, with unchanged numbers. Removed keys leave a `GAP`, which new keys fill.
 
-    `known`: digests by number.
+    `known`: digests by number. Raises `ConfigError`, also for more than `capacity` keys.
     """
     now = dict.fromkeys(load_keys(config))
     keys = [key if key in now else GAP for key in known]
@@ -54,7 +55,7 @@ def reread(known: Sequence[bytes], config: ServeConfig, capacity: int) -> list[b
 
 
 def _read(path: Path) -> list[str]:
-    """One key a line; empty lines and lines that begin with # are none."""
+    """The keys in a file, one per line. Empty lines and lines that start with # are ignored."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
@@ -63,15 +64,15 @@ def _read(path: Path) -> list[str]:
         raise ConfigError(f"--api-key-file {path} is not UTF-8 text") from None
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ConfigError(f"--api-key-file {path} has no key in it")  # serving without keys would be a surprise
+        raise ConfigError(f"--api-key-file {path} contains no keys")  # do not serve without keys by accident
     return keys
 
 
 def match(presented: str, digests: Sequence[bytes]) -> int | None:
-    """Which of `digests` a presented key (as latin-1 text) has, or None. Compares all, whichever matches."""
+    """The index of a presented key (latin-1 text) in `digests`, or None. It compares all, for constant time."""
     found = None
-    mine = hashlib.sha256(presented.encode("latin-1")).digest()
+    presented_digest = hashlib.sha256(presented.encode("latin-1")).digest()
     for i, known in enumerate(digests):
-        if hmac.compare_digest(mine, known):
+        if hmac.compare_digest(presented_digest, known):
             found = i
     return found

@@ -1,6 +1,6 @@
 """Logging to stderr, as text or as JSON. A record's `fields` (a mapping) become `key=value` pairs or JSON keys.
 
-Nobody who logs waits for stderr: see `weft.engine.wire.log_sink`.
+Logging never blocks on stderr, see `weft.engine.wire.log_sink`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from weft.server.config import ServeConfig
 
 
 def configure(config: ServeConfig) -> None:
-    """Set up this process's logging, its stderr and its stdout."""
+    """Set up logging, stderr and stdout of this process."""
     install()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
-    # What uvicorn warns of is the doing of clients, who are answered.
+    # uvicorn's warnings are about clients' mistakes, which are answered.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     for name in ("asyncio", "httpx", "urllib3", "opentelemetry"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
@@ -33,12 +33,12 @@ def configure(config: ServeConfig) -> None:
 
 
 def _dropped(count: int) -> logging.LogRecord:
-    message = "%d log lines dropped: nobody took them in time"
+    message = "%d log lines dropped: stderr was not read in time"
     return logging.LogRecord("weft", logging.WARNING, __file__, 0, message, (count,), None)
 
 
 def count_dropped(count: Callable[[], None]) -> None:
-    """Have each line counted that this process drops."""
+    """Call `count` for each log line that this process drops."""
     if isinstance(sys.stderr, LogSink):
         sys.stderr.on_drop = count
 
@@ -53,7 +53,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        # A client's text must not look like lines of its own.
+        # A client's text must not be able to forge log lines.
         shown = (
             (name, repr(v) if isinstance(v, str) and not v.isprintable() else v) for name, v in _fields(record).items()
         )

@@ -13,7 +13,7 @@ from weft.server.api.protocol import ChatBody
 from weft.server.api.service import Service
 from weft.server.api.turn_parser import ThinkingMarks, thinking_marks
 from weft.server.errors import bad_request
-from weft.server.tools.lasting import lasting
+from weft.server.tools.stable_prefix import stable_prefix
 from weft.server.tools.template import TemplateBody
 from weft.server.tools.tool_format import ToolFormat
 from weft.server.tools.tool_parsers import UNKNOWN, tool_format
@@ -81,10 +81,10 @@ def template_input(
     """The messages and the arguments of the chat template.
 
     Tools are an argument if the template supports them; otherwise they are written into the messages. Later messages
-    never change how earlier ones are rendered (`lasting`).
+    never change how earlier ones are rendered (`stable_prefix`).
     """
     tokenizer = service.loaded.tokenizer
-    messages = lasting(messages, late_system=tokenizer.takes_late_system)
+    messages = stable_prefix(messages, late_system=tokenizer.takes_late_system)
     if knows_tools(tokenizer):
         return messages, body.template_arguments(tools, tokenizer.chat_template or "")
     form = tool_format(service.config.tool_call_parser, tokenizer) or UNKNOWN

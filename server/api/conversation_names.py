@@ -6,7 +6,7 @@ import orjson
 import xxhash
 
 from weft.server.api.protocol import ChatBody
-from weft.server.tools.lasting import lasting
+from weft.server.tools.stable_prefix import stable_prefix
 
 _BEGINNING, _KEY = b"beginning", b"key"
 
@@ -15,7 +15,7 @@ def names_of(body: ChatBody, salt: str) -> tuple[bytes, ...]:
     """16-byte names, the most specific first: a hash of the conversation through its first user message, and a hash of
     the client's `prompt_cache_key`, if any. Both depend on the salt."""
     first = next((i for i, message in enumerate(body.messages) if message.role == "user"), len(body.messages) - 1)
-    messages = lasting(body.messages[: first + 1], late_system=True)
+    messages = stable_prefix(body.messages[: first + 1], late_system=True)
     beginning = [[message.role, message.content] for message in messages]
     names = [_name(salt, _BEGINNING, orjson.dumps(beginning))]
     if body.prompt_cache_key is not None:

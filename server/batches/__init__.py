@@ -1,6 +1,6 @@
-"""Requests by the file: the lines of OpenAI's batches, and the files and batches that a daemon keeps on its disk.
+"""OpenAI's batch API: the lines of batch files, and the files and batches that a daemon stores on disk.
 
-Owns: the form of a batch's lines, the folder of `--files-dir`, what runs the batches in it.
-May import: the ground files of server/.
-Never: knows HTTP or ASGI; asks the engine by itself.
+Owns: the format of batch lines, the folder of `--files-dir`, the runner of its batches.
+May import: the top-level files of server/.
+Never: depends on HTTP or ASGI; calls the engine directly.
 """

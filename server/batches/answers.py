@@ -1,4 +1,4 @@
-"""`AnswerFile`: the answers of a batch, a line each, appended one at a time; whoever is killed goes on behind them."""
+"""`AnswerFile`: the answers of a batch, appended line by line, so that a killed process can resume."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from weft.server.batches.lines import BEGINNING, succeeded
 
 
 class NoAnswers(Exception):
-    """The file is not what this module writes, or another process writes it. The message says which."""
+    """The file was not written by this module, or another process is writing it."""
 
 
 class Answers(Protocol):
-    """What takes answers."""
+    """Collects answers."""
 
     done: set[str]
-    """the custom_ids that are answered"""
+    """The answered custom_ids."""
 
     def add(self, custom_id: str, line: bytes, *, failed: bool) -> None: ...
 
 
 class AnswerFile:
-    """Open for one process at a time. A line that a killed process left half written is cut off when it is opened."""
+    """Can be open in one process at a time. Opening it cuts off an incomplete last line."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `NoAnswers`, and `OSError`."""
+        """Raises `NoAnswers` and `OSError`."""
         self.done: set[str] = set()
-        """the custom_ids that are answered"""
+        """The answered custom_ids."""
         self.failed = 0
-        """how many of them by an error"""
+        """The number of them that failed."""
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,20 +47,20 @@ class AnswerFile:
             raise
 
     def _read(self, path: Path) -> int:
-        """Take in the lines that are there; returns where the last whole one ends."""
+        """Read the existing lines. Returns the end of the last complete one."""
         size = 0
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     if line[: len(BEGINNING)] != BEGINNING.encode()[: len(line)]:
-                        raise NoAnswers(f"its line {number} is no answer of a batch, and no part of one")
+                        raise NoAnswers(f"line {number} is not part of a batch answer")
                     break
                 try:
                     value = orjson.loads(line)
                     name, _ = value["custom_id"], value["response"]
                     hash(name)
                 except (ValueError, TypeError, LookupError):
-                    raise NoAnswers(f"its line {number} is no answer of a batch") from None
+                    raise NoAnswers(f"line {number} is not a batch answer") from None
                 if name not in self.done:
                     self.done.add(name)
                     self.failed += not succeeded(value)
@@ -68,7 +68,7 @@ class AnswerFile:
         return size
 
     def add(self, custom_id: str, line: bytes, *, failed: bool) -> None:
-        """Raises `OSError`; the file then ends behind the line before."""
+        """Append a line. If that raises `OSError`, the file is unchanged."""
         rest = memoryview(line)
         try:
             while rest:
@@ -81,7 +81,7 @@ class AnswerFile:
         self.failed += failed
 
     def close(self, *, sync: bool = False) -> None:
-        """`sync`: on the disk, not only out of this process's hands. Raises `OSError`; it is closed all the same."""
+        """Close the file, even if this raises `OSError`. `sync`: flush it to the disk."""
         try:
             if sync:
                 os.fsync(self._fd)

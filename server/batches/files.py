@@ -1,7 +1,7 @@
-"""`Files`: what clients have uploaded and what batches have written, in a folder that all API processes share.
+"""`Files`: uploads and batch output, in a folder that all API processes share.
 
-A file is its content and a JSON beside it, written in this order and removed in the other one, each by a rename:
-whoever looks at any time, also after a kill, finds whole files only.
+A file consists of its content and a JSON description. They are written in this order, each by a rename, and removed in
+reverse, so that readers only see complete files, even after a kill.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import msgspec
 
 DAY = 86400
 KEPT_SECONDS = 30 * DAY
-"""that a file is kept unless its owner says otherwise"""
+"""Default and maximum lifetime of a file."""
 MAX_FILES = 10_000
 MAX_FILE_BYTES = 200 * 2**20
 LEFT_OVER_SECONDS = 3600
-"""after which an upload that nobody ended is removed"""
+"""Age after which an unfinished upload is removed."""
 _ID = re.compile(r"file-[0-9a-f]{32}")
 
 
 class StoreFull(Exception):
-    """No room, or no number, for another file; the message says which."""
+    """There is no space for another file, or there are too many."""
 
 
 class StoredFile(msgspec.Struct, kw_only=True):
@@ -40,7 +40,7 @@ class StoredFile(msgspec.Struct, kw_only=True):
     filename: str
     purpose: str
     owner: str
-    """whose it is: nobody else sees it"""
+    """Only the owner sees the file."""
 
     def shown(self) -> dict[str, Any]:
         """As clients see it."""
@@ -50,7 +50,7 @@ class StoredFile(msgspec.Struct, kw_only=True):
 
 
 def replace(path: Path, data: bytes, *, by: Path) -> None:
-    """Write a file as a whole: first under another name. Raises `OSError`, and leaves nothing behind."""
+    """Write a file atomically via the path `by`. Raises `OSError` and then leaves no file behind."""
     try:
         by.write_bytes(data)
         by.replace(path)
@@ -71,49 +71,49 @@ class Upload:
         """Raises `StoreFull` and `OSError`."""
         self.size += len(data)
         if self.size > MAX_FILE_BYTES:
-            raise StoreFull(f"A file may have {MAX_FILE_BYTES} bytes.")
+            raise StoreFull(f"The file is larger than {MAX_FILE_BYTES} bytes.")
         self._file.write(data)
 
     def close(self) -> None:
-        """Forget it, unless it was taken. Idempotent."""
+        """Delete the upload unless it was taken. Idempotent."""
         self._file.close()
         self.path.unlink(missing_ok=True)
 
     def end(self) -> None:
-        """Nothing more comes. Raises `OSError`."""
+        """Finish writing. Raises `OSError`."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
 
 class Files:
-    """Any number of processes may have one each over the same folder. Everything here waits for the disk."""
+    """Stored files. Several processes may use the same folder. All methods block on the disk."""
 
     def __init__(self, root: Path, max_bytes: int) -> None:
-        """Raises `OSError` when the folder cannot be used."""
+        """Raises `OSError` if the folder cannot be used."""
         self._root = root / "files"
         self._partial = root / "partial"
         self._max_bytes = max_bytes
         for folder in (root, self._root, self._partial):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(self._root, os.W_OK | os.X_OK):
-            raise PermissionError(f"{self._root} cannot be written")
+            raise PermissionError(f"{self._root} is not writable")
 
     def begin(self) -> Upload:
-        """A place for an upload. Raises `StoreFull` and `OSError`."""
-        self._check_room(1)
+        """Begin an upload. Raises `StoreFull` and `OSError`."""
+        self._check_space(1)
         return Upload(self._partial / uuid.uuid4().hex)
 
     def take(
         self, path: Path, *, filename: str, purpose: str, owner: str, kept: int = KEPT_SECONDS, id: str | None = None
     ) -> StoredFile:
-        """Make a written file one of the store's. Raises `StoreFull`, unless it has an id already, and `OSError`.
+        """Move a written file into the store. Raises `OSError`, and `StoreFull` unless `id` is given.
 
-        kept: seconds. id: given by whoever may have to do this twice: the second time it is there already.
+        `kept`: lifetime in seconds. `id`: makes the call repeatable after a kill.
         """
         with self._lock():
             if id is None:
-                self._check_room(0)
+                self._check_space(0)
             name = id or f"file-{uuid.uuid4().hex}"
             content = self.content(name)
             if id is None or path.exists():
@@ -128,18 +128,18 @@ class Files:
                 purpose=purpose,
                 owner=owner,
             )
-            replace(self._about(name), msgspec.json.encode(file), by=self._partial / uuid.uuid4().hex)
+            replace(self._description(name), msgspec.json.encode(file), by=self._partial / uuid.uuid4().hex)
             return file
 
     def get(self, id: str, owner: str) -> StoredFile | None:
-        """None for what is not there, has expired, or is somebody else's."""
-        file = self._read(self._about(id)) if _ID.fullmatch(id) else None
+        """A file; None if it is missing, expired or belongs to another owner."""
+        file = self._read(self._description(id)) if _ID.fullmatch(id) else None
         if file is None or file.owner != owner or file.expires_at <= time.time():
             return None
         return file
 
     def of(self, owner: str) -> list[StoredFile]:
-        """All files of somebody, the oldest first."""
+        """All files of an owner, oldest first."""
         found = (self.get(path.stem, owner) for path in self._root.glob("*.json"))
         return sorted((f for f in found if f is not None), key=lambda f: (f.created_at, f.id))
 
@@ -147,11 +147,11 @@ class Files:
         return self._root / f"{id}.jsonl"
 
     def remove(self, id: str) -> None:
-        self._about(id).unlink(missing_ok=True)
+        self._description(id).unlink(missing_ok=True)
         self.content(id).unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove what has expired, and what killed processes left."""
+        """Remove expired files and leftovers of killed processes."""
         now = time.time()
         for path in self._root.glob("*.json"):
             if (file := self._read(path)) is not None and file.expires_at <= now:
@@ -163,18 +163,18 @@ class Files:
                     if now - path.stat().st_mtime > LEFT_OVER_SECONDS:
                         path.unlink()
 
-    def _check_room(self, more: int) -> None:
+    def _check_space(self, more: int) -> None:
         entries = [e for folder in (self._root, self._partial) for e in os.scandir(folder)]
         if len(entries) // 2 + more > MAX_FILES:
-            raise StoreFull(f"There are {MAX_FILES} files; delete some.")
+            raise StoreFull(f"There are already {MAX_FILES} files; delete some.")
         used = 0
         for entry in entries:
             with suppress(FileNotFoundError):
                 used += entry.stat().st_size
         if used + more > self._max_bytes:
-            raise StoreFull(f"The files take {used} bytes, and {self._max_bytes} is all there is; delete some.")
+            raise StoreFull(f"The files use {used} of {self._max_bytes} bytes; delete some.")
 
-    def _about(self, id: str) -> Path:
+    def _description(self, id: str) -> Path:
         return self._root / f"{id}.json"
 
     @staticmethod
@@ -186,7 +186,7 @@ class Files:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        """One process at a time; the kernel releases it for one that dies."""
+        """Lock out other processes. The kernel releases the lock of a process that dies."""
         fd = os.open(self._partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)

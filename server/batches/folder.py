@@ -1,4 +1,4 @@
-"""`Folder`: what `--files-dir` names: the files and the batches in it."""
+"""`Folder`: the files and batches in `--files-dir`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Folder(NamedTuple):
 
     @classmethod
     def open(cls, path: str, max_gib: float) -> Folder:
-        """Makes it if need be. Raises `ConfigError`."""
+        """Open the folder, creating it if needed. Raises `ConfigError`."""
         root = expanded(path)
         try:
             return cls(Files(root, int(max_gib * 2**30)), Batches(root))

@@ -13,13 +13,13 @@ from weft.server.errors import clip
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 BEGINNING = '{"id":"batch_req_'
-"""of every line that is written"""
+"""The start of every answer line."""
 MAX_ID = 512
-"""characters of a custom_id"""
+"""Characters of a custom_id."""
 
 
 class LineError(Exception):
-    """A line that is no request. `code` and `param` as OpenAI names them."""
+    """An invalid request line. `code` and `param` are OpenAI's."""
 
     def __init__(self, message: str, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -29,12 +29,12 @@ class LineError(Exception):
 class BatchLine(NamedTuple):
     custom_id: str
     url: str
-    """one of `ENDPOINTS`"""
+    """One of `ENDPOINTS`."""
     body: dict[str, Any]
 
 
 def parse(line: bytes, endpoint: str | None = None) -> BatchLine:
-    """Raises `LineError`. `endpoint`: that all lines must have; else any of `ENDPOINTS`."""
+    """Parse a request line. Raises `LineError`. `endpoint`: the required url, by default any of `ENDPOINTS`."""
     try:
         value = parse_json(line)
     except ValueError as error:
@@ -53,31 +53,31 @@ def parse(line: bytes, endpoint: str | None = None) -> BatchLine:
     if not isinstance(body, dict):
         raise LineError("needs a body that is an object", "invalid_body", "body")
     if body.get("stream"):
-        raise LineError("asks for a stream; a batch has none", "invalid_body", "body.stream")
+        raise LineError("asks for a stream, which batches do not support", "invalid_body", "body.stream")
     return BatchLine(custom_id, url, body)
 
 
 def answer(line: BatchLine, request_id: str, status: int, body: bytes) -> bytes:
-    """The line for an HTTP answer, an error too."""
+    """The line of an HTTP answer, including errors."""
     try:
         value = orjson.loads(body)
     except ValueError:
         value = body.decode(errors="replace")
     response = {"status_code": status, "request_id": request_id, "body": value}
-    return _written(line.custom_id, response, None)
+    return _encode(line.custom_id, response, None)
 
 
 def failure(custom_id: str, code: str, message: str) -> bytes:
-    """The line of a request that has no HTTP answer."""
-    return _written(custom_id, None, {"code": code, "message": message})
+    """The line of a request without an HTTP answer."""
+    return _encode(custom_id, None, {"code": code, "message": message})
 
 
 def succeeded(line: Any) -> bool:
-    """Whether a parsed line brings an answer that is no error."""
+    """Whether a parsed answer line reports success."""
     response = line.get("response") if isinstance(line, dict) else None
     return isinstance(response, dict) and response.get("status_code") == 200
 
 
-def _written(custom_id: str, response: Any, error: Any) -> bytes:
+def _encode(custom_id: str, response: Any, error: Any) -> bytes:
     name = f"batch_req_{uuid.uuid4().hex[:24]}"
     return orjson.dumps({"id": name, "custom_id": custom_id, "response": response, "error": error}) + b"\n"

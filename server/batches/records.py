@@ -1,4 +1,4 @@
-"""`Batches`: what is known of each batch, a JSON file each. One process, the owner, changes them; all others read."""
+"""`Batches`: batch records, one JSON file each. One process owns and changes them; all others read."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import msgspec
 from weft.server.batches.files import KEPT_SECONDS, replace
 
 MAX_OPEN = 1000
-"""batches that have not ended, of everybody"""
+"""Unfinished batches of all owners."""
 RUNNING = ("validating", "in_progress", "finalizing")
-"""states that lead to others"""
+"""Statuses of unfinished batches."""
 _ID = re.compile(r"batch_[0-9a-f]{32}")
 _WINDOW = re.compile(r"(\d{1,3})([hd])")
 
 
-_OURS = frozenset({"owner", "kept", "next_status"})
-"""fields that clients do not see"""
+_INTERNAL = frozenset({"owner", "kept", "next_status"})
+"""Fields that clients do not see."""
 
 
 class TooMany(Exception):
-    """There are `MAX_OPEN` batches that have not ended."""
+    """There are `MAX_OPEN` unfinished batches."""
 
 
 class Counts(msgspec.Struct):
@@ -37,7 +37,7 @@ class Counts(msgspec.Struct):
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """OpenAI's batch object, and whose it is."""
+    """OpenAI's batch object, and its owner."""
 
     id: str
     endpoint: str
@@ -47,10 +47,10 @@ class Batch(msgspec.Struct, kw_only=True):
     expires_at: int
     owner: str
     kept: int = KEPT_SECONDS
-    """seconds that its output is kept"""
+    """Lifetime of the output in seconds."""
     status: str = "validating"
     next_status: str | None = None
-    """behind "finalizing\""""
+    """The status after "finalizing"."""
     errors: list[dict[str, Any]] | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -69,37 +69,37 @@ class Batch(msgspec.Struct, kw_only=True):
         return self.status not in RUNNING
 
     def enter(self, status: str) -> None:
-        """Go on to this state, now."""
+        """Change the status now."""
         self.status = status
         setattr(self, f"{status}_at", int(time.time()))
 
     def shown(self) -> dict[str, Any]:
         """As clients see it."""
-        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _OURS}
+        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _INTERNAL}
         errors = None if self.errors is None else {"object": "list", "data": self.errors}
         counts = msgspec.structs.asdict(self.request_counts)
         return {"object": "batch", **fields, "errors": errors, "request_counts": counts}
 
 
 def window_seconds(window: str) -> int | None:
-    """Of a completion window such as 24h or 7d; None for what is none."""
+    """The seconds of a completion window such as 24h or 7d; None if it is invalid."""
     match = _WINDOW.fullmatch(window)
     seconds = int(match[1]) * {"h": 3600, "d": 86400}[match[2]] if match else 0
     return seconds if 0 < seconds <= KEPT_SECONDS else None
 
 
 class Batches:
-    """Everything here waits for the disk."""
+    """Batch records. All methods block on the disk."""
 
     def __init__(self, root: Path) -> None:
-        """Raises `OSError` when the folder cannot be used."""
+        """Raises `OSError` if the folder cannot be used."""
         self.root = root / "batches"
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._ended: set[str] = set()
-        """names of batches that have ended: they do not change any more"""
+        """Ids of finished batches, which no longer change."""
 
-    def own(self) -> int | None:
-        """Become the owner: a file descriptor that is so for as long as it is open. None where another process is."""
+    def try_own(self) -> int | None:
+        """Become the owner while the returned file descriptor is open. None if another process is the owner."""
         fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,7 +109,7 @@ class Batches:
         return fd
 
     def create(self, batch: Batch) -> None:
-        """Enter a new one. Raises `TooMany` and `OSError`."""
+        """Add a new batch. Raises `TooMany` and `OSError`."""
         if len(self.open()) >= MAX_OPEN:
             raise TooMany
         self.save(batch)
@@ -119,12 +119,12 @@ class Batches:
         return f"batch_{uuid.uuid4().hex}"
 
     def save(self, batch: Batch) -> None:
-        """For the owner, and for whoever creates it. Raises `OSError`."""
+        """Write a record; for its creator and the owner. Raises `OSError`."""
         written = self.root / f"{batch.id}.{uuid.uuid4().hex}.new"
         replace(self.root / f"{batch.id}.json", msgspec.json.encode(batch), by=written)
 
     def get(self, id: str, owner: str) -> Batch | None:
-        """As clients are to see it. None for what is not there, or is somebody else's."""
+        """A batch as clients see it; None if it is missing or belongs to another owner."""
         batch = self._read(id) if _ID.fullmatch(id) else None
         if batch is None or batch.owner != owner:
             return None
@@ -133,12 +133,12 @@ class Batches:
         return batch
 
     def of(self, owner: str) -> list[Batch]:
-        """All of somebody, the oldest first."""
+        """All batches of an owner, oldest first."""
         found = (self.get(path.stem, owner) for path in self.root.glob("batch_*.json"))
         return sorted((b for b in found if b is not None), key=lambda b: (b.created_at, b.id))
 
     def open(self) -> list[Batch]:
-        """Those that have not ended, the oldest first."""
+        """All unfinished batches, oldest first."""
         found = []
         for path in self.root.glob("batch_*.json"):
             if path.stem not in self._ended and (batch := self._read(path.stem)) is not None:
@@ -149,22 +149,22 @@ class Batches:
         return sorted(found, key=lambda b: (b.created_at, b.id))
 
     def cancel(self, id: str) -> None:
-        """Ask the owner, which is perhaps another process, to end it."""
+        """Ask the owner, possibly another process, to cancel a batch."""
         (self.root / f"{id}.cancel").touch()
 
     def cancelled(self, id: str) -> int | None:
-        """When somebody asked to end it."""
+        """The time at which cancellation was requested, if it was."""
         try:
             return int((self.root / f"{id}.cancel").stat().st_mtime)
         except FileNotFoundError:
             return None
 
     def output(self, id: str, kind: str) -> Path:
-        """Where answers are collected. kind: 'out' or 'err'."""
+        """The file that collects answers. `kind`: 'out' or 'err'."""
         return self.root / f"{id}.{kind}"
 
     def sweep(self) -> None:
-        """Forget batches that ended long ago, and what killed processes left."""
+        """Remove batches that ended long ago and leftovers of killed processes."""
         past = time.time() - KEPT_SECONDS
         for path in self.root.iterdir():
             batch = self._read(path.name.split(".")[0])

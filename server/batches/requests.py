@@ -1,4 +1,4 @@
-"""`RequestFile`: the requests of a batch, a line each, looked over as a whole before the first one is sent."""
+"""`RequestFile`: the request lines of a batch, all checked before the first one is sent."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from weft.server.batches.lines import BatchLine, LineError, parse
 from weft.server.errors import clip
 
 MAX_ERRORS = 100
-"""that are told of one file"""
+"""Errors reported per file."""
 
 
 class RequestFile:
-    """Attributes:
-    errors: (line number from 1, what is wrong), the first ones. A file with errors is not to be run.
-    models: names that the bodies ask for.
-    ids: the custom_ids, of a file without errors.
+    """A checked request file.
+
+    Attributes:
+        errors: the first errors, with line numbers from 1. Do not run a file with errors.
+        models: model names in the requests.
+        ids: the custom_ids of a file without errors.
     """
 
     def __init__(self, path: Path, endpoint: str | None = None, most: int | None = None) -> None:
-        """endpoint: that all lines must have. most: lines at most. Raises `OSError`."""
+        """`endpoint`: the required url. `most`: maximum number of requests. Raises `OSError`."""
         self.errors: list[tuple[int, LineError]] = []
         self.models: set[str] = set()
         self.ids: frozenset[str] = frozenset()
         self._ends = array("Q", [0])
         self._lines = array("Q")
-        """numbers, from 0, of the lines that are not empty"""
+        """Numbers, from 0, of the non-empty lines."""
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         seen: set[str] = set()
         with path.open("rb") as file:
@@ -38,12 +40,12 @@ class RequestFile:
                     continue
                 self._lines.append(number - 1)
                 if most is not None and len(self._lines) > most:
-                    self.errors.append((number, LineError(f"is more than {most} requests", "too_many_tasks")))
+                    self.errors.append((number, LineError(f"exceeds the limit of {most} requests", "too_many_tasks")))
                     return
                 try:
                     line = parse(text, endpoint)
                     if line.custom_id in seen:
-                        what = f"has the custom_id {clip(line.custom_id)!r} of a line before"
+                        what = f"repeats the custom_id {clip(line.custom_id)!r}"
                         raise LineError(what, "duplicate_custom_id", "custom_id")
                 except LineError as error:
                     self.errors.append((number, error))
@@ -61,7 +63,7 @@ class RequestFile:
         return len(self._lines)
 
     def __iter__(self) -> Iterator[BatchLine]:
-        """Read again from the disk, one at a time."""
+        """Read the requests from disk, one at a time."""
         for number in self._lines:
             begin, end = self._ends[number], self._ends[number + 1]
             yield parse(os.pread(self._fd, end - begin, begin))

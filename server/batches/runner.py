@@ -1,4 +1,4 @@
-"""`Runner`: works through the open batches beside everything else; one process of all that share the folder does."""
+"""`Runner`: processes open batches in the background, in one of the processes that share the folder."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from weft.server.batches.work import Work, begin
 
 POLL_SECONDS = 0.5
 SAVE_SECONDS = 1.0
-"""between looks of others at how far a batch is"""
+"""Seconds between saves of a batch's progress."""
 SWEEP_SECONDS = 300.0
-AGAIN_SECONDS = 5.0
-"""before the disk is tried again that had no room for a batch"""
-TELL_SECONDS = 60.0
-"""between lines in the log about that"""
+RETRY_SECONDS = 5.0
+"""Seconds before retrying after the disk failed."""
+LOG_SECONDS = 60.0
+"""Seconds between log lines about a failing disk."""
 LONGEST_WAIT = 60.0
-"""seconds of Retry-After that are believed"""
-ENGINES = 3
-"""so many engines may end under a request before that is its answer"""
+"""Cap of Retry-After, in seconds."""
+MAX_ENGINES = 3
+"""Engines that may die while running a request before it fails."""
 
 logger = logging.getLogger("weft")
 
@@ -41,62 +41,62 @@ class Reply(NamedTuple):
     engine_died: bool = False
 
 
-Ask = Callable[[BatchLine, str], Awaitable[Reply]]
-"""asks for a line in the name of its batch's owner. Raises `OwnerGone`"""
+Send = Callable[[BatchLine, str], Awaitable[Reply]]
+"""Sends a request on behalf of the batch's owner. Raises `OwnerGone`."""
 
 
 class OwnerGone(Exception):
-    """The key that made the batch is none any more."""
+    """The key that created the batch no longer exists."""
 
 
 class Runner:
-    """`room` tells, of the number that is open, how many more requests may be; `closing`: this process is ending."""
+    """`headroom`: how many more requests may be opened, given those that are. `closing`: this process is ending."""
 
     def __init__(
-        self, files: Files, batches: Batches, ask: Ask, room: Callable[[int], int], closing: Callable[[], bool]
+        self, files: Files, batches: Batches, send: Send, headroom: Callable[[int], int], closing: Callable[[], bool]
     ) -> None:
-        self._files, self._batches, self._ask = files, batches, ask
-        self._room, self._closing = room, closing
+        self._files, self._batches, self._send = files, batches, send
+        self._headroom, self._closing = headroom, closing
         self._works: dict[str, Work] = {}
         self._beginning: dict[str, asyncio.Task[None]] = {}
         self._open: dict[asyncio.Task[None], Work] = {}
-        self._put_off: dict[str, tuple[float, float]] = {}
-        """of batches that wait for room on the disk: when it is tried again, and when that was told (monotonic)"""
+        self._retries: dict[str, tuple[float, float]] = {}
+        """By batch that waits for the disk: the time of its next retry, and of the last log line (monotonic)."""
         self._swept = 0.0
 
     async def run(self) -> None:
-        """Until the process closes. Whoever does it now, another process goes on afterwards."""
+        """Run until the process closes; then another process takes over."""
         while not self._closing():
             try:
-                owner = await asyncio.to_thread(self._batches.own)
+                owner = await asyncio.to_thread(self._batches.try_own)
                 if owner is not None:
                     try:
                         await self._serve()
                     finally:
-                        await self._let_go()
+                        await self._release()
                         os.close(owner)
             except OSError as error:
-                logger.error("batches stop for a moment: %s", error.strerror or error)
+                logger.error("batch processing paused: %s", error.strerror or error)
             await asyncio.sleep(2 * POLL_SECONDS)
 
     async def _serve(self) -> None:
-        looked = 0.0
+        checked = 0.0
         while not self._closing():
             now = time.monotonic()
-            if now - looked >= POLL_SECONDS:
-                looked = now
-                await self._look()
+            if now - checked >= POLL_SECONDS:
+                checked = now
+                await self._check()
             self._start()
             if self._open:
                 await asyncio.wait(self._open, timeout=POLL_SECONDS / 2, return_when=asyncio.FIRST_COMPLETED)
             else:
                 await asyncio.sleep(POLL_SECONDS / 2)
 
-    async def _let_go(self) -> None:
-        """Drop what is under way: it is asked again by whoever goes on."""
+    async def _release(self) -> None:
+        """Drop requests in progress; the next owner sends them again."""
         for task in self._open:
             task.cancel()
-        # What begins does so in a thread, which nothing can stop.
+        # Batches begin in threads, which cannot be stopped.
         await asyncio.gather(*self._open, *self._beginning.values(), return_exceptions=True)
         for work in self._works.values():
             work.close()
@@ -104,8 +104,8 @@ class Runner:
         self._beginning.clear()
         self._open.clear()
 
-    async def _look(self) -> None:
-        """Take in what is new, cancelled, expired or done."""
+    async def _check(self) -> None:
+        """Find new, cancelled, expired and finished batches."""
         if time.monotonic() - self._swept > SWEEP_SECONDS:
             self._swept = time.monotonic()
             await asyncio.to_thread(self._files.sweep)
@@ -118,59 +118,59 @@ class Runner:
         for work in list(self._works.values()):
             if self._due(work.batch.id):
                 try:
-                    await self._go_on(work)
+                    await self._advance(work)
                 except OSError as error:
-                    self._wait_for_room(work.batch.id, error)
+                    self._postpone(work.batch.id, error)
 
-    async def _go_on(self, work: Work) -> None:
-        """Whatever it needs beside requests. Raises `OSError` where the disk takes nothing; it can be done again."""
+    async def _advance(self, work: Work) -> None:
+        """Write, save or end a batch. Repeatable if it raises `OSError`."""
         work.write()
         cancelled = self._batches.cancelled(work.batch.id) is not None
         if cancelled or work.batch.expires_at <= time.time():
-            await self._cut(work, "cancelled" if cancelled else "expired")
+            await self._end_early(work, "cancelled" if cancelled else "expired")
         elif work.exhausted and not work.open:
             await self._finish(work, "completed")
         elif time.monotonic() - work.saved > SAVE_SECONDS and work.changed:
             work.save(self._batches)
 
     def _due(self, id: str) -> bool:
-        return self._put_off.get(id, (0.0, 0.0))[0] <= time.monotonic()
+        return self._retries.get(id, (0.0, 0.0))[0] <= time.monotonic()
 
-    def _wait_for_room(self, id: str, error: OSError) -> None:
-        """Try again in a while. While answers are not written no others are asked for."""
+    def _postpone(self, id: str, error: OSError) -> None:
+        """Retry a batch later. It sends no requests while answers are unwritten."""
         now = time.monotonic()
-        told = self._put_off[id][1] if id in self._put_off else -TELL_SECONDS
-        if now - told >= TELL_SECONDS:
+        logged = self._retries[id][1] if id in self._retries else -LOG_SECONDS
+        if now - logged >= LOG_SECONDS:
             logger.error("batch %s waits for the disk: %s", id, error.strerror or error)
-            told = now
-        self._put_off[id] = now + AGAIN_SECONDS, told
+            logged = now
+        self._retries[id] = now + RETRY_SECONDS, logged
 
     async def _begin(self, batch: Batch) -> None:
         try:
             work = await asyncio.to_thread(begin, batch, self._files, self._batches)
         except OSError as error:
-            self._wait_for_room(batch.id, error)
+            self._postpone(batch.id, error)
             return
         if work is not None:
             self._works[batch.id] = work
         else:
-            self._put_off.pop(batch.id, None)
+            self._retries.pop(batch.id, None)
 
     def _start(self) -> None:
-        """Open as many requests as there is room for, the batches taking turns."""
-        room = self._room(len(self._open))
+        """Open as many requests as there is headroom for, alternating between batches."""
+        left = self._headroom(len(self._open))
         now = time.monotonic()
-        while room > 0:
+        while left > 0:
             ready = [w for w in self._works.values() if not w.exhausted and w.not_before <= now and w.written]
             if not ready:
                 return
-            for work in sorted(ready, key=lambda w: w.open)[:room]:
+            for work in sorted(ready, key=lambda w: w.open)[:left]:
                 if (line := work.next()) is not None:
                     work.open += 1
                     task = asyncio.create_task(self._answer(work, line))
                     self._open[task] = work
                     task.add_done_callback(self._ended)
-                    room -= 1
+                    left -= 1
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         work = self._open.pop(task, None)
@@ -183,33 +183,37 @@ class Runner:
         engines = 0
         while True:
             try:
-                reply = await self._ask(line, work.batch.owner)
+                reply = await self._send(line, work.batch.owner)
             except OwnerGone:
-                work.fail("invalid_api_key", "The key that made this batch is none any more.")
+                work.fail("invalid_api_key", "The API key that created this batch no longer exists.")
                 return
             engines += reply.engine_died
-            if reply.status not in (429, 503) or engines >= ENGINES:
+            if reply.status not in (429, 503) or engines >= MAX_ENGINES:
                 break
             wait = min(LONGEST_WAIT, reply.retry_after or 1.0)
             work.not_before = time.monotonic() + wait
             await asyncio.sleep(wait)
         try:
             work.add(line, lines.answer(line, reply.request_id, reply.status, reply.body), failed=reply.status != 200)
-        except OSError as error:  # what it took to compute is kept
-            self._wait_for_room(work.batch.id, error)
+        except OSError as error:  # the computed answer is kept
+            self._postpone(work.batch.id, error)
 
-    async def _cut(self, work: Work, status: str) -> None:
-        """End it before all its requests are answered."""
+    async def _end_early(self, work: Work, status: str) -> None:
+        """End a batch before all of its requests are answered."""
         tasks = [task for task, of in self._open.items() if of is work]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         code = f"batch_{status}"
-        why = "The batch was cancelled." if status == "cancelled" else "The batch had no time left for this request."
+        why = (
+            "The batch was cancelled."
+            if status == "cancelled"
+            else "The batch expired before this request was answered."
+        )
         await asyncio.to_thread(work.fail_rest, code, why)
         await self._finish(work, status)
 
     async def _finish(self, work: Work, status: str) -> None:
-        del self._works[work.batch.id]  # where this fails it is begun again, all of its answers there
+        del self._works[work.batch.id]  # if this fails, the batch begins again with all of its answers
         await asyncio.to_thread(work.finish, status, self._files, self._batches)
-        self._put_off.pop(work.batch.id, None)
+        self._retries.pop(work.batch.id, None)

@@ -1,4 +1,4 @@
-"""`Work`: a batch while it runs: its requests, what is answered of them, and how it ends."""
+"""`Work`: a running batch: its requests, its answers and how it ends."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ MAX_REQUESTS = 50_000
 
 
 class Work:
-    """Of one batch that is in progress. Only the owner of the folder has any."""
+    """The state of one batch in progress, in the process that owns the folder."""
 
     def __init__(self, batch: Batch, requests: RequestFile, good: AnswerFile, bad: AnswerFile) -> None:
         self.batch, self._requests, self._good, self._bad = batch, requests, good, bad
         self._lines: Iterator[BatchLine] = iter(requests)
         self._unwritten: deque[tuple[BatchLine, bytes, bool]] = deque()
-        """answers for which there was no room on the disk: as many at most as requests were under way"""
+        """Answers that the disk did not take, at most one per request in progress."""
         self._failure: tuple[str, str] | None = None
         self.exhausted = False
-        """no request is left to begin"""
+        """All requests have been started."""
         self.open = 0
-        """requests under way"""
+        """Requests in progress."""
         self.not_before = 0.0
-        """`time.monotonic()` before which no request is begun"""
+        """`time.monotonic()` before which no request is started."""
         self.saved = 0.0
         self.changed = False
         self._count()
@@ -51,16 +51,16 @@ class Work:
 
     @property
     def written(self) -> bool:
-        """Every answer that there is."""
+        """All answers are written."""
         return not self._unwritten
 
     def add(self, line: BatchLine, answer: bytes, *, failed: bool) -> None:
-        """Raises `OSError`; the answer is kept then, for `write`."""
+        """Add an answer. If that raises `OSError`, the answer is kept for `write`."""
         self._unwritten.append((line, answer, failed))
         self.write()
 
     def write(self) -> None:
-        """What is not written yet. Raises `OSError`."""
+        """Write pending answers. Raises `OSError`."""
         try:
             while self._unwritten:
                 line, answer, failed = self._unwritten[0]
@@ -70,13 +70,13 @@ class Work:
             self._count()
 
     def fail(self, code: str, message: str) -> None:
-        """End it, whatever is not answered."""
+        """Fail the whole batch."""
         self._failure = code, message
         self._lines = iter(())
         self.exhausted = True
 
     def fail_rest(self, code: str, message: str) -> None:
-        """Give every request without an answer this one. Raises `OSError`; may be done again."""
+        """Answer all remaining requests with this error. Raises `OSError`; repeatable."""
         self.write()
         self._lines = iter(())
         self.exhausted = True
@@ -86,31 +86,31 @@ class Work:
         self._count()
 
     def save(self, batches: Batches) -> None:
-        """Raises `OSError`."""
+        """Save the progress. Raises `OSError`."""
         batches.save(self.batch)
         self.saved, self.changed = time.monotonic(), False
 
     def finish(self, status: str, files: Files, batches: Batches) -> None:
-        """All that will be answered is. Raises `OSError`."""
+        """End the batch. Raises `OSError`."""
         if self._failure is not None:
             code, message = self._failure
             status, self.batch.errors = "failed", [_error(code, message, None, None)]
         self.close(sync=True)
         self.batch.error_file_id = f"file-{self.batch.id[6:]}" if self._bad.done else None
-        # Another id than its sister's, and the same one if this has to be done again.
+        # An id that differs from the error file's and is the same if this is repeated.
         self.batch.output_file_id = f"file-{self.batch.id[6:][::-1]}" if self._good.done else None
         self.batch.enter("finalizing")
         finalize(self.batch, status, files, batches)
 
     def close(self, *, sync: bool = False) -> None:
-        with ExitStack() as closing:  # all of them, whatever fails
+        with ExitStack() as closing:  # close all of them even if one fails
             closing.callback(self._requests.close)
             closing.callback(self._good.close, sync=sync)
             closing.callback(self._bad.close, sync=sync)
 
 
 def finalize(batch: Batch, status: str, files: Files, batches: Batches) -> None:
-    """Hand the answers over to the files, then say how the batch ended. May be done again after a kill."""
+    """Move the answers to the file store, then set the final status. Repeatable after a kill."""
     batch.next_status = status
     batches.save(batch)
     for id, kind in ((batch.output_file_id, "out"), (batch.error_file_id, "err")):
@@ -124,17 +124,17 @@ def finalize(batch: Batch, status: str, files: Files, batches: Batches) -> None:
 
 
 def begin(batch: Batch, files: Files, batches: Batches) -> Work | None:
-    """Go on with a batch, from wherever it stands. None when it has ended by this. Raises `OSError`."""
+    """Resume a batch from any state. Returns None if that ended it. Raises `OSError`."""
     if batch.status == "finalizing":
         finalize(batch, batch.next_status or "completed", files, batches)
         return None
-    with ExitStack() as opened:  # closed again, and unlocked, whatever fails
+    with ExitStack() as opened:  # closed and unlocked if anything fails
         try:
             if files.get(batch.input_file_id, batch.owner) is None:
                 raise FileNotFoundError
             requests = RequestFile(files.content(batch.input_file_id), batch.endpoint, MAX_REQUESTS)
         except FileNotFoundError:
-            gone = _error("invalid_file", "The input file is not there any more.", "input_file_id", None)
+            gone = _error("invalid_file", "The input file no longer exists.", "input_file_id", None)
             _failed(batch, batches, [gone])
             return None
         opened.callback(requests.close)
@@ -148,7 +148,7 @@ def begin(batch: Batch, files: Files, batches: Batches) -> Work | None:
             bad = AnswerFile(batches.output(batch.id, "err"))
             opened.callback(bad.close)
         except NoAnswers as error:
-            _failed(batch, batches, [_error("output_unreadable", f"The output: {error}.", None, None)])
+            _failed(batch, batches, [_error("output_unreadable", f"The output file is unusable: {error}.", None, None)])
             return None
         work = Work(batch, requests, good, bad)
         if batch.status == "validating":

@@ -207,7 +207,7 @@ class Worker:
         config = service.config
         tokenizer = await service.offload(lambda: Tokenizer.load(config.tokenizer_path))
         if config.uses_demo_tokenizer:
-            tokenizer.name_unknown()
+            tokenizer.name_unknown_ids()
         return tokenizer
 
     async def _serve(self, engine: EngineUp) -> None:

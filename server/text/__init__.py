@@ -1,6 +1,6 @@
-"""Text: to token ids, and back as they come.
+"""Conversion between text and token ids, including incremental detokenization.
 
-Owns: the tokenizer, incremental detokenizers, stop strings, truncation, log-probabilities as clients see them.
-May import: the ground files of server/, engine/wire.
-Never: knows an endpoint or a request's life; imports torch.
+Owns: the tokenizer, incremental detokenizers, stop strings, truncation, formats of log-probabilities.
+May import: the top-level files of server/, engine/wire.
+Never: depends on endpoints or on the life of a request; imports torch.
 """

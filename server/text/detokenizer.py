@@ -1,4 +1,4 @@
-"""Token ids to text as they come: O(1) per token, never half a character, the same text as decoding all at once."""
+"""Incremental detokenization: O(1) per token, never half a character, the same text as decoding everything at once."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """Text of one sequence. What it has emitted never changes; bytes of an unfinished character are held back."""
+    """The text of one sequence. Emitted text never changes; bytes of an incomplete character are held back."""
 
     def feed(self, token_id: int) -> str: ...
 
     def flush(self) -> str:
-        """The end: what is still held back, U+FFFD for a character that never got complete."""
+        """End the text: return what is held back, with U+FFFD for an incomplete character."""
         ...
 
 
 class ByteDetokenizer:
-    """For vocabularies of known bytes: an incremental UTF-8 decoder over them.
+    """Decodes vocabularies with known token bytes, as incremental UTF-8.
 
     Args:
         skip: ids without text (special tokens).
-        at_start: nothing precedes this text, so a decoder that strips the first space does.
+        at_start: nothing precedes this text, so a decoder that strips the first space strips it.
     """
 
     def __init__(self, token_bytes: TokenBytes, skip: Collection[int], *, at_start: bool) -> None:
@@ -49,20 +49,20 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder: decodes a short window of the last tokens with and without the new one.
+    """Works with any decoder: decodes a short window of the last tokens with and without the new one.
 
     Args:
-        context: the last ids before this text, without special tokens; they decide about leading spaces.
+        context: the last ids before this text, without special tokens; they determine leading spaces.
     """
 
     MAX_HELD = 16
-    """tokens without a complete character, after which the text is taken as it is"""
+    """Tokens without a complete character after which the text is emitted anyway."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], skip: Collection[int], context: Sequence[int]) -> None:
         self._decode = decode
         self._skip = skip
         self._ids = list(context)
-        self._read = len(self._ids)  # ids before this one have been emitted
+        self._read = len(self._ids)  # the text of earlier ids has been emitted
         self._before = decode(self._ids) if self._ids else ""
 
     def feed(self, token_id: int) -> str:

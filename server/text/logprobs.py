@@ -1,4 +1,4 @@
-"""Log-probabilities in the forms that completions and chat answer with."""
+"""Log-probabilities in the formats of completions and chat."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from weft.engine.wire.messages import TokenLogprobs
 
 Name = Callable[[int], str]
-"""what a token is called"""
+"""Names a token."""
 
 FLOOR = -9999.0
-"""JSON has no minus infinity"""
+"""Stands for minus infinity, which JSON lacks."""
 
 
 def _best(entry: TokenLogprobs, top: int) -> list[tuple[int, float]]:
-    """The `top` best, best first, and the token itself after them when it is not among them."""
+    """The `top` best tokens, best first, followed by the token itself if it is not among them."""
     ids, values = entry.ids, entry.values
     best = ids[1 : 1 + top]
     pairs = [*zip(best, values[1:], strict=False)]
@@ -25,7 +25,7 @@ def _best(entry: TokenLogprobs, top: int) -> list[tuple[int, float]]:
 
 
 class CompletionLogprobs:
-    """The four parallel arrays of `/v1/completions`, grown token by token."""
+    """The four parallel arrays of `/v1/completions`, built token by token."""
 
     def __init__(self, name: Name, top: int) -> None:
         self._name = name
@@ -36,7 +36,7 @@ class CompletionLogprobs:
         self.text_offset: list[int] = []
 
     def add(self, token_id: int, entry: TokenLogprobs | None, offset: int) -> None:
-        """`entry` is None for the first token of a prompt, which nothing predicts."""
+        """`entry` is None for the first token of a prompt, which has no prediction."""
         name = self._name
         self.tokens.append(name(token_id))
         self.text_offset.append(offset)
@@ -47,7 +47,7 @@ class CompletionLogprobs:
         self.token_logprobs.append(max(entry.values[0], FLOOR))
         top: dict[str, float] = {}
         for other, value in _best(entry, self._top):
-            top.setdefault(name(other), value)  # best first: the better of two tokens with one text stays
+            top.setdefault(name(other), value)  # best first, so the better of two tokens with the same text stays
         self.top_logprobs.append(top)
 
     def as_dict(self) -> dict[str, Any]:
@@ -62,8 +62,7 @@ class CompletionLogprobs:
 def chat_logprobs(
     name: Name, data: Callable[[int], bytes], entries: Sequence[TokenLogprobs], top: int
 ) -> dict[str, Any]:
-    """The `logprobs` object of a chat choice: `top` alternatives for each token, none for `top` 0. `data`: a token's
-    bytes."""
+    """The `logprobs` object of a chat choice, with `top` alternatives per token. `data`: the bytes of a token."""
 
     def shown(token_id: int, value: float) -> dict[str, Any]:
         return {"token": name(token_id), "logprob": value, "bytes": list(data(token_id))}

@@ -1,4 +1,4 @@
-"""`Pooler`: how hidden states become embeddings, as `sentence-transformers` notes it in a model's directory."""
+"""`Pooler`: how hidden states become embeddings, read from a model's `sentence-transformers` files."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ _HARMLESS = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True, slots=True)
 class Pooler:
-    """`pooling`, then the first numbers where fewer are asked for, then length 1."""
+    """Pools hidden states, truncates them to the requested dimensions and normalizes them."""
 
     pooling: Pooling
     prompts: dict[str, str] = field(default_factory=dict)
-    """what stands in front of a text, by name"""
+    """Text prefixes by name."""
     default: str = ""
-    """the prompt of texts whose request names none"""
+    """The prefix for requests that name none."""
 
     def finish(self, state: bytes, dimensions: int | None) -> npt.NDArray[np.float32]:
-        """`[dimensions]` of length 1, from a pooled hidden state of float32 (all of it where None is asked for)."""
+        """The normalized embedding `[dimensions]` of a pooled float32 hidden state. None keeps all dimensions."""
         vector = np.frombuffer(state, np.float32)[:dimensions].astype(np.float64)
         length = float(np.linalg.norm(vector))
         return (vector / (length or 1.0)).astype(np.float32)
 
 
 def read_pooler(path: Path, asked: Literal["auto", "last", "mean", "none"]) -> Pooler | None:
-    """Of the model in a directory; None where embeddings are switched off.
+    """The pooler of the model at `path`; None if embeddings are disabled.
 
-    Raises `ModelError`, one line, for files that cannot be read or ask for what is not there. What the operator asks
-    for wins over the directory's pooling; its prompts hold all the same.
+    An explicit `asked` overrides the model's pooling but not its prompts. Raises `ModelError` for unreadable files and
+    unsupported steps.
     """
     if asked == "none":
         return None
-    said = None
+    pooling = None
     for module in _read(path / MODULES, list) or ():
         kind = str(module.get("type", "")).rpartition(".")[2] if isinstance(module, dict) else ""
         if kind not in _HARMLESS:
-            raise ModelError(f"{MODULES} has a step that is not supported: {clip(kind)}")
+            raise ModelError(f"{MODULES} has an unsupported step: {clip(kind)}")
         if kind == "Pooling":
             config = _read(path / str(module.get("path", "")) / "config.json", dict) or {}
-            said = _pooling_of(config, strict=asked == "auto")
+            pooling = _pooling_of(config, strict=asked == "auto")
     about = _read(path / PROMPTS, dict) or {}
     prompts = {str(k): v for k, v in (about.get("prompts") or {}).items() if isinstance(v, str)}
     default = prompts.get(str(about.get("default_prompt_name")), "")
-    return Pooler(said or "last" if asked == "auto" else asked, prompts, default)
+    return Pooler(pooling or "last" if asked == "auto" else asked, prompts, default)
 
 
 def _pooling_of(config: dict[str, Any], *, strict: bool) -> Pooling | None:
-    """What a `1_Pooling/config.json` says. Not `strict`: None for what is not supported."""
+    """The mode in a `1_Pooling/config.json`. Unsupported modes raise `ModelError` if `strict`, else return None."""
     modes = [key.removeprefix("pooling_mode_") for key, on in config.items() if key.startswith("pooling_mode_") and on]
     if isinstance(mode := config.get("pooling_mode"), str):
         modes = [mode]
@@ -69,11 +69,11 @@ def _pooling_of(config: dict[str, Any], *, strict: bool) -> Pooling | None:
     if not strict:
         return None
     named = clip(", ".join(modes)) or "nothing"
-    raise ModelError(f"its pooling ({named}) is not supported: --pooling last or mean decides otherwise")
+    raise ModelError(f"its pooling ({named}) is not supported; override it with --pooling last or mean")
 
 
 def _read(path: Path, kind: type) -> Any:
-    """A JSON file, None where there is none. Raises `ModelError`."""
+    """The value of a JSON file; None if the file is missing. Raises `ModelError`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -81,5 +81,5 @@ def _read(path: Path, kind: type) -> Any:
     except (OSError, ValueError) as error:
         raise ModelError(f"{path.name} cannot be read: {clip(str(error))}") from None
     if not isinstance(value, kind):
-        raise ModelError(f"{path.name} is not what sentence-transformers writes")
+        raise ModelError(f"{path.name} is not in the format of sentence-transformers")
     return value

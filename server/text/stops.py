@@ -1,4 +1,4 @@
-"""Stop strings in a text that comes in pieces, wherever token borders fall."""
+"""Stop strings in text that arrives in pieces, independent of token boundaries."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Sequence
 class StopStrings:
     """Cuts a text at the stop string that completes first.
 
-    Holds back what could be the beginning of a stop string: at most `max(len(stop)) - 1` characters.
-    `matched` is the stop string found; nothing is emitted after it. With `include` it is part of the text.
-    What stands between `markup`'s two marks (without a second: behind the first), and these, is no text: no stop string
-    is looked for in it.
+    Text that could begin a stop string is held back: at most `max(len(stop)) - 1` characters. `matched` is the stop
+    string found; nothing is emitted after it. With `include` it is part of the text. Stop strings are ignored inside
+    `markup`, from its first mark to its second, or to the end if there is no second.
     """
 
     def __init__(
@@ -21,12 +20,12 @@ class StopStrings:
         self._include = include
         self._markup = markup
         self._inside = False
-        """in the markup"""
+        """The text is inside markup."""
         self._held = ""
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """The part of the text so far that is safe to show."""
+        """The text that is safe to show so far."""
         if not self._stops:
             return text
         if self.matched is not None or not text:
@@ -35,16 +34,16 @@ class StopStrings:
         return self._read(buffer) if self._markup is None else self._read_marked(buffer, *self._markup)
 
     def flush(self) -> str:
-        """The end without a stop string: what was held back is text after all."""
+        """End the text without a stop string and return what was held back."""
         held, self._held = self._held, ""
         if self._inside or self._markup is None:
             return held
-        shown = self._read(held)  # what could have been a mark
+        shown = self._read(held)  # a possible mark
         held, self._held = self._held, ""
         return shown + held
 
     def _read(self, buffer: str) -> str:
-        """Of text, what can be shown; the rest is held back."""
+        """The part of plain text that can be shown; the rest is held back."""
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := buffer.find(stop)) >= 0]
         if found:
             end, at, self.matched = min(found)
@@ -54,7 +53,7 @@ class StopStrings:
         return buffer[: len(buffer) - held]
 
     def _read_marked(self, buffer: str, begin: str, end: str | None) -> str:
-        """Of text with markup in it, what can be shown."""
+        """The part of text with markup that can be shown."""
         shown = ""
         while self.matched is None:
             mark = end if self._inside else begin
@@ -68,13 +67,13 @@ class StopStrings:
                 self._held += held
                 break
             if self.matched is None:
-                shown += self._held + mark  # no stop string goes on in the markup
+                shown += self._held + mark  # stop strings do not extend into markup
                 self._held = ""
             self._inside, buffer = not self._inside, rest
         return shown
 
     def _possible_start(self, buffer: str) -> int:
-        """Length of the longest end of `buffer` that begins a stop string."""
+        """Length of the longest suffix of `buffer` that begins a stop string."""
         longest = 0
         for stop in self._stops:
             at = buffer.find(stop[0], max(0, len(buffer) - len(stop) + 1))
@@ -86,5 +85,5 @@ class StopStrings:
 
 
 def _beginning(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that begins `mark` and is not all of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,4 +1,4 @@
-"""The exact bytes that each token id stands for, read off a tokenizer's vocabulary and decoder."""
+"""The exact bytes of each token id, derived from a tokenizer's vocabulary and decoder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable character that byte-level BPE (GPT-2) writes for each byte, inverted."""
+    """The byte of each printable character of byte-level BPE (GPT-2)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -19,7 +19,7 @@ _BYTE_OF_CHAR = _byte_alphabet()
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id to bytes, filled as ids are asked for. Concatenated bytes, read as UTF-8, are the decoded text.
+    """Token id to bytes, filled on access. The concatenated bytes, read as UTF-8, are the decoded text.
 
     `strips_space`: the decoder drops one space at the beginning of a text (sentencepiece's dummy prefix).
     """
@@ -31,11 +31,11 @@ class TokenBytes(dict[int, bytes]):
         self._replace = replace
         self.strips_space = strips_space
         self.names_unknown = False
-        """ids that the vocabulary does not have are `<id>`, not nothing"""
+        """Render ids outside the vocabulary as `<id>` instead of nothing."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenBytes | None:
-        """None when the decoder is of a kind whose tokens have no bytes of their own."""
+        """The bytes of a tokenizer's tokens; None if its decoder does not map single tokens to bytes."""
         if tokenizer.decoder is None:
             return None
         steps = _flatten(json.loads(tokenizer.decoder.__getstate__()))

@@ -1,4 +1,4 @@
-"""Text to token ids and back: the model's own tokenizer and chat template, without torch."""
+"""`Tokenizer`: a model's tokenizer and chat template, without torch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from weft.server.text.encoder import Encoder, any_of
 from weft.server.text.token_bytes import TokenBytes
 
 _CONTEXT_TOKENS = 8
-"""prompt tokens that a window detokenizer is shown"""
+"""Prompt tokens in a window detokenizer's context."""
 
 _TAIL_TOKENS = 16
 
 
 class Tokenizer:
-    """Thread-safe: nothing here changes once it serves. Encoding and rendering are meant for worker threads."""
+    """Thread-safe: immutable while it serves. Call encoding and rendering in worker threads."""
 
     def __init__(self, hf: Any) -> None:
         """`hf`: a `PreTrainedTokenizerFast` or compatible object with a `backend_tokenizer`."""
@@ -39,79 +39,79 @@ class Tokenizer:
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self.skip_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        """ids that never appear in text"""
+        """Ids that never appear in text."""
         self.mark_ids = frozenset(
             token_id
             for token_id, token in added.items()
             if token.special or (token.content.startswith("<") and token.content.endswith(">"))
         )
-        """ids that grammars take for no text: special ones, and, as llguidance sees it, all that look like tags"""
+        """Ids that grammars do not treat as text: special tokens and, as in llguidance, all that look like tags."""
         self._encoder = Encoder(self._backend)
         self._control = [token.content for token in added.values() if token.special and len(token.content) > 1]
         self._spells_control = any_of(self._control)
         self._seam = str(secrets.randbits(96))
-        """stands inside what spells a control token but is text, from `as_text` to `encode`; digits go through any
-        template, and nobody knows them"""
+        """Breaks up text that spells a control token, from `as_text` to `encode`. Random digits pass any template and
+        cannot be guessed."""
         self._token_bytes = TokenBytes.of(self._backend)
         self.token_text: Callable[[int], str] = _Spellings(self.token_bytes).__getitem__
-        """a token's bytes as a string, see `spell`"""
+        """A token's bytes as a string, see `spell`."""
         self._byte_sizes = _Sizes(self.token_bytes)
         self.longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
-        """characters that one token can stand for at most"""
+        """Maximum characters of one token."""
         self._template_fault = self._find_template_fault()
         self.takes_late_system = self._find_late_system()
-        """the chat template writes a system message where it stands, behind others"""
+        """The chat template renders a later system message at its position."""
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Read the tokenizer of a model directory. Raises `ModelError`; takes a second, so call it in a thread."""
+        """Read the tokenizer of a model directory. Takes a second, so call it in a thread. Raises `ModelError`."""
         if not path.is_dir():
             raise ModelError(f"the model directory {path} does not exist")
-        there = [path / name for name in TOKENIZER_FILES if (path / name).exists()]
-        if not there:
-            raise ModelError(f"{path} has no tokenizer: neither {TOKENIZER_FILES[0]} nor {TOKENIZER_FILES[1]} is there")
-        for file in there:
+        files = [path / name for name in TOKENIZER_FILES if (path / name).exists()]
+        if not files:
+            raise ModelError(f"{path} has no tokenizer: it needs {TOKENIZER_FILES[0]} or {TOKENIZER_FILES[1]}")
+        for file in files:
             refuse_pointer(file)
         from transformers.utils import logging
 
         logging.set_verbosity_error()
-        # `tokenizer.json` is the whole truth and its class needs no torch; AutoTokenizer imports it (2 s, 200 MB).
+        # `tokenizer.json` is self-contained and its class needs no torch; AutoTokenizer imports torch (2 s, 200 MB).
         if (path / "tokenizer.json").exists():
             from transformers import PreTrainedTokenizerFast as Loader
         else:
             from transformers import AutoTokenizer as Loader
         try:
             hf = Loader.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:  # transformers raises all kinds for a broken directory
-            raise ModelError(f"no tokenizer can be loaded from {path}: {clip(' '.join(str(error).split()))}") from error
+        except Exception as error:  # transformers raises many types for broken directories
+            raise ModelError(f"cannot load the tokenizer from {path}: {clip(' '.join(str(error).split()))}") from error
         if getattr(hf, "backend_tokenizer", None) is None:
             raise ModelError(f"the tokenizer in {path} has no tokenizer.json and cannot be converted to one")
         return cls(hf)
 
-    def name_unknown(self) -> None:
-        """Write ids that the vocabulary does not have as `<id>`: it stands in for another one."""
+    def name_unknown_ids(self) -> None:
+        """Render ids outside the vocabulary as `<id>`, for a tokenizer that substitutes another one."""
         if self._token_bytes is not None:
             self._token_bytes.names_unknown = True
 
     def hide(self, token_ids: Iterable[int]) -> None:
-        """Keep further ids out of text: end tokens, which a tokenizer need not call special."""
+        """Hide additional ids from text, such as end tokens that are not marked as special."""
         self.skip_ids |= frozenset(token_ids)
 
     # -- to ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True, salt: str | None = None) -> list[int]:
-        """`salt`: it is a conversation, most of which may have been encoded before for whoever has this salt too."""
+        """Token ids of a text. `salt`: cache segments of the text for later turns with the same salt."""
         first, *rest = text.split(self._seam)
         if salt is not None and not add_special_tokens:
-            ids = self._encoder.encode_again(first, salt)
+            ids = self._encoder.encode_cached(first, salt)
         else:
             (ids,) = self._encoder.encode([first], add_special_tokens=add_special_tokens)
         if salt is not None:
-            return sum((self._encoder.encode_again(part, salt) for part in rest), ids)
+            return sum((self._encoder.encode_cached(part, salt) for part in rest), ids)
         return sum(self._encoder.encode(rest, add_special_tokens=False), ids)
 
     def as_text(self, text: str) -> str:
-        """The text, in which no control token will be found by `encode`, though it may spell some."""
+        """The text, with seams so that `encode` finds no control tokens in it."""
         if self._spells_control is None or not self._spells_control.search(text):
             return text
         inside: set[int] = set()
@@ -124,7 +124,7 @@ class Tokenizer:
         return self._seam.join(text[begin:end] for begin, end in pairwise(cuts))
 
     def without_seams(self, text: str) -> str:
-        """What `as_text` or `render_chat` has made, for people to read: it no longer tells text from control tokens."""
+        """Text from `as_text` or `render_chat` for display; it no longer separates text from control tokens."""
         return text.replace(self._seam, "")
 
     @property
@@ -136,19 +136,19 @@ class Tokenizer:
         return self.has_chat_template and self._template_fault is None
 
     def faults(self, vocab_size: int) -> list[str]:
-        """What its operator should know of a tokenizer that serves a model of so many tokens, a line each."""
+        """Problems of this tokenizer with a model of `vocab_size`, one line each, for the operator."""
         found = []
         if self._template_fault is not None:
-            found.append(f"the model's chat template is broken: {self._template_fault}; chat is answered with 500")
+            found.append(f"the model's chat template is broken: {self._template_fault}; chat requests fail with 500")
         if self.vocab_size > vocab_size:
             found.append(
-                f"the tokenizer knows {self.vocab_size} tokens, the model {vocab_size}: "
-                "prompts that need the others are refused"
+                f"the tokenizer has {self.vocab_size} tokens, but the model only {vocab_size}; "
+                "prompts that use the others are rejected"
             )
         return found
 
     def _find_template_fault(self) -> str | None:
-        """Why no conversation at all can be rendered, in a few words; None when the template can be read."""
+        """Why the template cannot render any conversation; None if it can be parsed."""
         if not self.has_chat_template:
             return None
         try:
@@ -165,29 +165,29 @@ class Tokenizer:
         try:
             conversation = [{"role": role, "content": content} for role, content in roles]
             text: str = self._hf.apply_chat_template(conversation, tokenize=False)
-        except Exception:  # whatever a template may raise
+        except Exception:  # templates raise anything
             return False
         return -1 < text.find(before) < text.find(late)
 
     @property
     def template_names(self) -> tuple[str, ...]:
-        """Of a model that has several."""
+        """Names of the model's templates, if it has several."""
         template = self._hf.chat_template
         return tuple(template) if isinstance(template, dict) else ()
 
     @property
     def chat_template(self) -> str | None:
-        """The template's text; of several, the one for tools or the default."""
+        """The template's text. If there are several, the one for tools or the default."""
         template = self._hf.chat_template
         if isinstance(template, dict):
             return template.get("tool_use") or template.get("default")
         return template
 
     def render_chat(self, messages: Sequence[BaseModel], arguments: Mapping[str, Any], *, control: bool = False) -> str:
-        """The prompt for a conversation, for `encode`: special tokens are in it, and, unless those are let through
-        (`control`), none that a user or a tool has spelled. Raises `ApiError`.
+        """Render a conversation for `encode`. Raises `ApiError`.
 
-        `messages`: with a `role`, as `ChatMessage`. `arguments`: of the template, by `TemplateBody`.
+        Special tokens spelled by users and tools remain text unless `control`. `messages`: `ChatMessage`s. `arguments`:
+        the template's, from `TemplateBody`.
         """
         if not self.has_chat_template:
             raise bad_request("This model has no chat template; use /v1/completions.", "messages", "no_chat_template")
@@ -195,9 +195,10 @@ class Tokenizer:
             why = f"This model's chat template is broken ({self._template_fault}); use /v1/completions."
             raise ApiError(500, why, code="broken_chat_template")
         if (named := arguments.get("chat_template")) is not None and named not in self.template_names:
-            names = f"; its names are {', '.join(self.template_names)}" if self.template_names else ""
+            names = f": {', '.join(self.template_names)}" if self.template_names else ""
             raise bad_request(
-                f"A chat template is taken from the model only, never from a request{names}.", "chat_template"
+                f"Chat templates in requests are not supported; only the model's own can be used{names}.",
+                "chat_template",
             )
         template = self._hf.chat_template[named] if named is not None else self.chat_template or ""
         roles = {} if "developer" in template else {"developer": "system"}
@@ -205,7 +206,7 @@ class Tokenizer:
         conversation = [_as_template_input(message, roles, absent) for message in messages]
         for message in conversation:
             if "reasoning_content" in message:
-                _place_thoughts(message, template)
+                _place_thinking(message, template)
         if not control:
             for message in conversation:
                 if message["role"] in ("user", "tool") and isinstance(message["content"], str):
@@ -218,9 +219,14 @@ class Tokenizer:
             arguments = {**arguments, **outer}
         try:
             text = self._render(conversation, arguments)
-        except (TemplateError, TypeError, ValueError, LookupError) as error:  # what templates raise on odd messages
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+        ) as error:  # raised by templates for unexpected messages
             reason = clip(self.without_seams(str(error)))
-            raise bad_request(f"The chat template refuses these messages: {reason}", "messages") from error
+            raise bad_request(f"The chat template rejects these messages: {reason}", "messages") from error
         return text
 
     def _render(self, conversation: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
@@ -228,7 +234,7 @@ class Tokenizer:
         if all(message["content"] is not None for message in conversation):
             text = self._hf.apply_chat_template(conversation, tokenize=False, **arguments)
             return text
-        # That leaves out what is null, and templates that test for it fail.
+        # `apply_chat_template` drops nulls, which breaks templates that test for them.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         variables = {**self._hf.special_tokens_map, **arguments}
@@ -237,7 +243,7 @@ class Tokenizer:
         return text
 
     def _strings_as_text(self, value: Any) -> Any:
-        """JSON whose strings are `as_text`."""
+        """Apply `as_text` to all strings of a JSON value."""
         if isinstance(value, str):
             return self.as_text(value)
         if isinstance(value, list):
@@ -249,7 +255,7 @@ class Tokenizer:
     # -- to text
 
     def tail(self, token_ids: Sequence[int]) -> str:
-        """The text of the last few of these, special tokens included."""
+        """The text of the last few tokens, including special tokens."""
         return self._decode(token_ids[-_TAIL_TOKENS:])
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -261,7 +267,7 @@ class Tokenizer:
         return text
 
     def detokenizer(self, prompt: Sequence[int] = (), *, show: frozenset[int] = frozenset()) -> Detokenizer:
-        """For the text that continues `prompt`. show: special tokens that are text here."""
+        """A detokenizer for text that continues `prompt`. `show`: special tokens to keep in the text."""
         skip = self.skip_ids - show
         if self._token_bytes is not None:
             at_start = all(token_id in self.skip_ids for token_id in prompt)
@@ -270,23 +276,23 @@ class Tokenizer:
         return WindowDetokenizer(self._decode, skip, context[-_CONTEXT_TOKENS:])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, special ones included."""
+        """The bytes of a token, which may be special."""
         if self._token_bytes is not None:
             return self._token_bytes[token_id]
         return self._decode([token_id]).encode()
 
     def byte_sizes(self, token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Bytes of each of the tokens, as far as tokens have bytes of their own."""
+        """The number of bytes of each token."""
         sizes = self._byte_sizes
         return np.fromiter((sizes[token_id] for token_id in token_ids), np.int64, len(token_ids))
 
     def token_id(self, name: str) -> int | None:
-        """The id of a token by its own spelling."""
+        """The id of a token by its spelling in the vocabulary."""
         token_id: int | None = self._backend.token_to_id(name)
         return token_id
 
     def token_name(self, token_id: int) -> str:
-        """The vocabulary's own spelling of a token."""
+        """A token's spelling in the vocabulary."""
         return self._backend.id_to_token(token_id) or ""
 
     @property
@@ -300,7 +306,7 @@ class Tokenizer:
         return size
 
     def to_json(self) -> str:
-        """The text of its `tokenizer.json`."""
+        """The content of its `tokenizer.json`."""
         text: str = self._backend.to_str()
         return text
 
@@ -317,7 +323,7 @@ class Tokenizer:
 
 
 class _Spellings(dict[int, str]):
-    """Token id to `spell`, filled as ids are asked for."""
+    """Token id to its `spell`ing, filled on access."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -329,7 +335,7 @@ class _Spellings(dict[int, str]):
 
 
 class _Sizes(dict[int, int]):
-    """Token id to its number of bytes, filled as ids are asked for."""
+    """Token id to its number of bytes, filled on access."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -341,7 +347,7 @@ class _Sizes(dict[int, int]):
 
 
 def spell(data: bytes) -> str:
-    """A token's bytes as a string; part of a character is written out, so that different tokens stay different."""
+    """A token's bytes as a string. Incomplete characters are escaped, so that tokens stay distinct."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -349,13 +355,13 @@ def spell(data: bytes) -> str:
 
 
 _TESTS_FOR_NONE = re.compile(r"""content['"\])]*\s*(?:is\s+(?:not\s+)?none|[!=]=\s*none)\b""", re.IGNORECASE)
-"""a template that tells an absent content from an empty one; others would write "None" or fail"""
+"""Matches templates that distinguish null content from empty content; others would print "None" or fail."""
 
 
 def _as_template_input(message: BaseModel, roles: Mapping[str, str], absent: str | None) -> dict[str, Any]:
-    """Templates test for absent keys, so nothing absent is passed; they want tool arguments as objects.
+    """A message for the template: without absent keys, and with tool arguments as objects.
 
-    `roles`: what the template calls roles that it does not know. `absent`: content where there is none.
+    `roles`: replacements for unsupported roles. `absent`: the value of missing content.
     """
     data = message.model_dump(exclude_none=True)
     data["role"] = roles.get(data["role"], data["role"])
@@ -369,20 +375,20 @@ _READS = {name: re.compile(rf"""\.{name}\b|[\['"]{name}['"]""") for name in ("re
 _THINKING_PART = re.compile(r"""type['"]?\]?\s*==\s*['"]thinking['"]""")
 
 
-def _place_thoughts(message: dict[str, Any], template: str) -> None:
-    """What was thought before stands in `reasoning_content`: put it where else the family's template looks for it."""
-    thoughts = message["reasoning_content"]
+def _place_thinking(message: dict[str, Any], template: str) -> None:
+    """Copy `reasoning_content` to where the template looks for it."""
+    thinking = message["reasoning_content"]
     if _THINKING_PART.search(template) and isinstance(message["content"], str | None):
-        # A part of the content, as Mistral has it.
+        # Mistral's form: a part of the content.
         text = [{"type": "text", "text": message["content"]}] if message["content"] else []
-        message["content"] = [{"type": "thinking", "thinking": thoughts, "closed": True}, *text]
+        message["content"] = [{"type": "thinking", "thinking": thinking, "closed": True}, *text]
         return
     for name, reads in _READS.items():
         if reads.search(template):
-            message[name] = thoughts
+            message[name] = thinking
     if "thinking" in message and message.get("tool_calls") and message["content"] and "<|channel|>" in template:
-        # gpt-oss shows either of them in front of a call, and refuses both.
-        message["thinking"], message["content"] = f"{thoughts}\n\n{message['content']}", ""
+        # gpt-oss renders either of them before a call and rejects both.
+        message["thinking"], message["content"] = f"{thinking}\n\n{message['content']}", ""
 
 
 def _parse_arguments(arguments: str) -> Any:

@@ -1,4 +1,4 @@
-"""`Truncation`: how a prompt that is too long is shortened, when its client asks for that."""
+"""`Truncation`: how to shorten a prompt that is too long, at the client's request."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ Side = Literal["left", "right"]
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Prompts have `limit` tokens at most; what is beyond is cut off at the `side`."""
+    """Cuts prompts to at most `limit` tokens, at `side`."""
 
     limit: int
     side: Side
 
     def text(self, text: str, longest: int) -> str:
-        """Of a text with more than `longest` characters, those that any of the tokens to keep can be in."""
+        """Cut a text to the `longest` characters that the kept tokens can cover."""
         return text[-longest:] if self.side == "left" else text[:longest]
 
     def ids(self, ids: list[int], bos: int | None = None) -> list[int]:
-        """`bos`: a token that was put before the text, and stays there."""
+        """Cut token ids. `bos`: a leading token to keep."""
         if len(ids) <= self.limit:
             return ids
         if self.side == "right":

@@ -181,7 +181,7 @@ async def test_a_line_that_is_no_request_is_named(line: bytes, message: str) -> 
     [
         ("", "line 1 is missing: the file has no request"),
         ('{"custom_id": 1}\n', "line 1 needs a custom_id"),
-        (json.dumps(request(1)) + "\n\n" + json.dumps(request(1)) + "\n", "line 3 has the custom_id 'r1' of a line"),
+        (json.dumps(request(1)) + "\n\n" + json.dumps(request(1)) + "\n", "line 3 repeats the custom_id 'r1'"),
     ],
 )
 async def test_a_file_with_a_wrong_line_is_refused_before_anything_is_asked(
@@ -197,11 +197,11 @@ async def test_a_file_with_a_wrong_line_is_refused_before_anything_is_asked(
 async def test_answers_of_something_else_are_not_appended_to(tmp_path: Path) -> None:
     file, out = write(tmp_path / "in", [request(1)]), tmp_path / "out"
     for content, why in [
-        ("hello\n", "its line 1 is no answer"),
+        ("hello\n", "line 1 is not"),
         (failure("x", "c", "m").decode(), "answers other req"),
-        ('{"learning_rate": 0.1}', "its line 1 is no answer of a batch, and no part of one"),
-        (file.read_text(), "its line 1 is no answer"),
-        (file.read_text().strip(), "its line 1 is no answer"),
+        ('{"learning_rate": 0.1}', "line 1 is not part of a batch answer"),
+        (file.read_text(), "line 1 is not"),
+        (file.read_text().strip(), "line 1 is not"),
     ]:
         out.write_text(content)
         with pytest.raises(ConfigError, match=why):

@@ -70,7 +70,7 @@ async def settle(condition: Callable[[], bool]) -> None:
 async def test_a_full_disk_is_waited_out_and_nothing_is_asked_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, end: str, where: str
 ) -> None:
-    for name in ("POLL_SECONDS", "SAVE_SECONDS", "AGAIN_SECONDS"):
+    for name in ("POLL_SECONDS", "SAVE_SECONDS", "RETRY_SECONDS"):
         monkeypatch.setattr(runner_module, name, 0.01)
     folder, asked, closing = Folder.open(str(tmp_path), 1), list[str](), list[bool]()
     batch, beside = entered(folder, 40), entered(folder, 1, "other")
@@ -172,11 +172,11 @@ def test_killed_while_it_hands_its_output_over(tmp_path: Path, moment: str, monk
 
 def test_one_process_owns_the_folder_and_its_lock_goes_with_it(tmp_path: Path) -> None:
     batches = Folder.open(str(tmp_path), 1).batches
-    mine = batches.own()
+    mine = batches.try_own()
     assert mine is not None
-    assert batches.own() is None
+    assert batches.try_own() is None
     os.close(mine)
-    mine = batches.own()
+    mine = batches.try_own()
     assert mine is not None
     os.close(mine)
 
@@ -190,7 +190,7 @@ def test_what_has_expired_or_was_left_behind_is_removed(tmp_path: Path) -> None:
     old = time.time() - 40 * DAY
     left = folder.files.begin().path
     os.utime(left, (old, old))
-    about = folder.files._about(file.id)
+    about = folder.files._description(file.id)
     about.write_bytes(about.read_bytes().replace(str(file.expires_at).encode(), b"1"))
     assert folder.files.get(file.id, "") is None
     folder.files.sweep()

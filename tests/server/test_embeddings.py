@@ -157,10 +157,10 @@ async def test_what_the_operator_says_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "more", "words"),
     [
-        ({"pooling_mode_cls_token": True}, (), r"pooling \(cls_token\) is not supported: --pooling"),
+        ({"pooling_mode_cls_token": True}, (), r"pooling \(cls_token\) is not supported; override it with --pooling"),
         ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, (), "mean_tokens, max_tokens"),
         ({}, (), "nothing"),
-        ({"pooling_mode_lasttoken": True}, ("Dense",), "not supported: Dense"),
+        ({"pooling_mode_lasttoken": True}, ("Dense",), "unsupported step: Dense"),
     ],
 )
 async def test_what_it_asks_for_and_is_not_there_is_named(tmp_path: Path, said: Any, more: Any, words: str) -> None:
@@ -173,7 +173,7 @@ async def test_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"modules\.json cannot be read"):
         read_pooler(tmp_path, "auto")
     (tmp_path / "modules.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"modules\.json is not what"):
+    with pytest.raises(ModelError, match=r"modules\.json is not in the format"):
         read_pooler(tmp_path, "auto")
 
 

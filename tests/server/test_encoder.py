@@ -51,9 +51,9 @@ TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12).map
 @settings(max_examples=300, deadline=None)
 @given(first=TEXTS, rest=TEXTS)
 def test_tokens_are_those_of_the_whole_text(kind: str, first: str, rest: str) -> None:
-    encoder = Encoder(KINDS[kind], least=1)
+    encoder = Encoder(KINDS[kind], min_segment=1)
     for text in (first, first + rest, first + rest, rest):
-        assert encoder.encode_again(text, "") == encoder.encode([text], add_special_tokens=False)[0]
+        assert encoder.encode_cached(text, "") == encoder.encode([text], add_special_tokens=False)[0]
 
 
 class Counting:
@@ -78,33 +78,33 @@ def conversation(turns: int) -> str:
 def test_a_later_turn_costs_what_is_new_in_it() -> None:
     backend = Counting(byte_level())
     encoder = Encoder(backend)
-    encoder.encode_again(conversation(50), "")
+    encoder.encode_cached(conversation(50), "")
     first, backend.characters = backend.characters, 0
-    encoder.encode_again(conversation(51), "")
+    encoder.encode_cached(conversation(51), "")
     assert backend.characters <= first / 50 + 2000
 
 
 def test_another_salt_finds_nothing() -> None:
     backend = Counting(byte_level())
     encoder = Encoder(backend)
-    encoder.encode_again(conversation(5), "mine")
+    encoder.encode_cached(conversation(5), "mine")
     first, backend.characters = backend.characters, 0
-    encoder.encode_again(conversation(5), "theirs")
+    encoder.encode_cached(conversation(5), "theirs")
     assert backend.characters == first
 
 
 def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
     backend = Counting(byte_level())
     encoder = Encoder(backend, max_bytes=60_000)
-    encoder.encode_again(conversation(5), "")
+    encoder.encode_cached(conversation(5), "")
     for i in range(20):
-        encoder.encode_again(f"<|system|>{i}" + conversation(5), "")
-        encoder.encode_again(conversation(5), "")
+        encoder.encode_cached(f"<|system|>{i}" + conversation(5), "")
+        encoder.encode_cached(conversation(5), "")
         assert 0 < encoder.num_bytes <= 60_000
     backend.characters = 0
-    encoder.encode_again(conversation(5), "")
+    encoder.encode_cached(conversation(5), "")
     assert backend.characters < len(conversation(5)) / 4
-    encoder.encode_again("".join(conversation(1) + str(i) for i in range(500)), "")
+    encoder.encode_cached("".join(conversation(1) + str(i) for i in range(500)), "")
     assert 0 < encoder.num_bytes <= 60_000
 
 

@@ -42,7 +42,7 @@ async def test_a_key_that_was_given_with_a_line_end_is_the_key_without() -> None
         ServeConfig(admin_api_key=" \n")
 
 
-@pytest.mark.parametrize(("text", "message"), [(None, "cannot read"), ("# none\n", "has no key"), (b"\xff", "UTF-8")])
+@pytest.mark.parametrize(("text", "message"), [(None, "cannot read"), ("# none\n", "contains no keys"), (b"\xff", "UTF-8")])
 def test_a_file_without_keys_is_an_error_not_an_open_door(
     tmp_path: Path, text: str | bytes | None, message: str
 ) -> None:
@@ -67,7 +67,7 @@ def test_keys_keep_their_numbers_when_the_file_changes(tmp_path: Path) -> None:
         reread(keys, config, 4)
     assert reread(keys, config, 5) == [digest(key) for key in "efcgh"]
     file.write_text("")
-    with pytest.raises(ConfigError, match="has no key"):
+    with pytest.raises(ConfigError, match="contains no keys"):
         reread(keys, config, 4)
 
 

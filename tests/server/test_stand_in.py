@@ -21,7 +21,7 @@ def test_ids_that_the_stand_in_does_not_know_are_written_as_they_are() -> None:
     plain = tokenizer.detokenizer()
     assert "".join(map(plain.feed, ids)) + plain.flush() == "HelloHello"
     tokenizer = Tokenizer.load(MODEL_PATH)
-    tokenizer.name_unknown()
+    tokenizer.name_unknown_ids()
     named = tokenizer.detokenizer()
     assert "".join(map(named.feed, ids)) + named.flush() == "Hello<50000>Hello"
 

@@ -14,7 +14,7 @@ from weft.server.api.chat_message import ChatMessage
 from weft.server.api.protocol import ChatBody
 from weft.server.errors import ApiError
 from weft.server.text.tokenizer import Tokenizer
-from weft.server.tools.lasting import lasting
+from weft.server.tools.stable_prefix import stable_prefix
 
 WEATHER = {
     "type": "function",
@@ -180,7 +180,7 @@ def test_templates_are_found_wherever_they_lie(tmp_path: Path, form: str) -> Non
         assert _rendered(tokenizer, messages, {"tools": [TIME]}) == "tools1"
         named = {"chat_template": "rag", "documents": [{"text": "x"}]}
         assert _rendered(tokenizer, messages, named) == "rag[{'text': 'x'}]"
-    with pytest.raises(ApiError, match="taken from the model only"):
+    with pytest.raises(ApiError, match="only the model's own can be used"):
         _rendered(tokenizer, messages, {"chat_template": "{{ 7 * 7 }}"})
 
 
@@ -190,7 +190,7 @@ def test_a_system_message_in_the_middle_changes_nothing_before_it(name: str) -> 
 
     def prompt(*turns: tuple[str, str], **options: Any) -> str:
         messages = [ChatMessage.model_validate({"role": role, "content": content}) for role, content in turns]
-        kept = lasting(messages, late_system=tokenizer.takes_late_system)
+        kept = stable_prefix(messages, late_system=tokenizer.takes_late_system)
         return tokenizer.render_chat(kept, {"add_generation_prompt": False, **options})
 
     later = [("user", "one"), ("assistant", "two"), ("system", "three"), ("user", "four")]

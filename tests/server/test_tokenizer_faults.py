@@ -39,11 +39,11 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_told() -> None:
     size = tokenizer.vocab_size
     assert tokenizer.faults(size) == []
     (fault,) = tokenizer.faults(size - 1)
-    assert f"knows {size} tokens, the model {size - 1}:" in fault
+    assert f"has {size} tokens, but the model only {size - 1};" in fault
 
 
 def test_a_directory_without_a_tokenizer_is_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"has no tokenizer: neither tokenizer\.json nor tokenizer\.model"):
+    with pytest.raises(ModelError, match=r"has no tokenizer: it needs tokenizer\.json or tokenizer\.model"):
         Tokenizer.load(tmp_path)
 
 

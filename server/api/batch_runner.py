@@ -1,4 +1,4 @@
-"""`make_runner`: batches answered by this process's own endpoints, as requests that nobody sent over a socket."""
+"""`make_batch_runner`: processes batches with internal requests to this process's endpoints."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from weft.server.observe.shared_state import OPEN, PREFILL
 logger = logging.getLogger("weft")
 
 PRIORITY = 1000
-"""of a batch's requests at the best; those of clients have 0 unless they ask for something else"""
+"""The best priority of batch requests; clients' requests default to 0."""
 SHARE = 7 / 8
-"""of the engines' seats that batches fill; the rest is free for whoever comes"""
+"""Fraction of the engines' slots that batches may use; the rest stays free for clients."""
 
 
-def make_runner(app: ASGIApp, service: Service, folder: Folder) -> Runner:
-    """app: with all its layers."""
+def make_batch_runner(app: ASGIApp, service: Service, folder: Folder) -> Runner:
+    """`app`: the application with all middleware."""
 
-    async def ask(line: BatchLine, owner: str) -> Reply:
+    async def send(line: BatchLine, owner: str) -> Reply:
         priority = line.body.get("priority")
         body = {**line.body, "priority": max(PRIORITY, priority) if type(priority) is int else PRIORITY}
         return await _call(app, line.url, orjson.dumps(body), _key(service, owner))
 
-    def room(own: int) -> int:
+    def headroom(own: int) -> int:
         loaded = [each.loaded for each in service.models if each.phase is Phase.SERVING]
         if not loaded:
             return 0
         num_open, prefill_tokens = service.shared_state.load[:, :, [OPEN, PREFILL]].sum(axis=(0, 1)).tolist()
-        # Where anything waits, a batch adds nothing to it; nor does it fill the bounds that clients would meet.
+        # Batches add nothing to a queue, and leave half of the prompt token limit to clients.
         if any(each.replicas.waiting for each in loaded) or 2 * prefill_tokens > service.config.max_queued_tokens:
             return 0
         return max(1, int(SHARE * sum(each.ready.max_num_seqs for each in loaded))) - max(num_open, own)
 
-    return Runner(folder.files, folder.batches, ask, room, lambda: service.closing)
+    return Runner(folder.files, folder.batches, send, headroom, lambda: service.closing)
 
 
 def _key(service: Service, owner: str) -> int:
-    """The number of the key that made a batch. Raises `OwnerGone`."""
+    """The number of the key that created a batch. Raises `OwnerGone`."""
     if not owner and not service.keys:
         return 0
     for number, key in enumerate(service.keys):
@@ -97,8 +97,8 @@ async def _call(app: ASGIApp, path: str, body: bytes, key: int) -> Reply:
 
     try:
         await app(scope, receive, send)
-    except Exception:  # a defect: it was answered with a 500, and then raised for the log of whoever serves
-        logger.exception("request %s of a batch", name)
+    except Exception:  # a bug: it was answered with a 500 and raised for the log
+        logger.exception("batch request %s failed", name)
     retry_after = None
     with suppress(KeyError, ValueError):
         retry_after = float(headers[b"retry-after"])
