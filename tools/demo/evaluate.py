@@ -19,8 +19,8 @@ from weft.tools.demo.skills import MAX_CONTEXT_TOKENS, SKILLS, held_out
 SEED = 2
 WORDINGS_THRESHOLD = 0.9
 ENDLESS_LIMIT = 16
-SPOKEN_TOKENS = 120
 """Most questions with an endless answer to ask: each takes a whole context."""
+SPOKEN_TOKENS = 120
 
 
 @dataclass(frozen=True)
