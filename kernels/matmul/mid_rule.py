@@ -64,7 +64,7 @@ def by_rule(tokens: int, features: int, depth: int, num_sms: int) -> MidConfig |
 
     Of 48 products of three models with 128 to 512 tokens it says something of 46. For 36 that was the quickest of all
     that was tried, on the mean 0.4 % slower than it, and never slower than the choice without a table, which took 1.22
-    times as long (BENCHMARKS.md, products of 64 to 512 tokens). Deep products of few tiles lost to cut ones. Of 192
+    times as long (measured on 2026-11-23). Deep products of few tiles lost to cut ones. Of 192
     tokens four products were measured: it says the quickest of three, and of the deep one what takes 1.15 times as
     long.
 

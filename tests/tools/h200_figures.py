@@ -1,4 +1,4 @@
-"""The shipped H200 profile beside BENCHMARKS.md: `python tests/tools/h200_figures.py` prints the table of
+"""The shipped H200 profile compared with measured runs: `python tests/tools/h200_figures.py` prints the table of
 docs/simulator.md."""
 
 from __future__ import annotations
