@@ -19,7 +19,7 @@ PRODUCTS = ("qkv", "o", "gate_up", "down")
 FEW_TOKENS_US = {1: 116.5, 8: 116, 16: 117, 32: 121, 64: 133}
 """The four GEMMs of a layer, measured on 2026-11-21 (53bdd71)."""
 SOME_TOKENS_US = {128: 153.4, 192: 191.5, 256: 224.7, 384: 311.9, 512: 386.4, 640: 477.8, 1280: 915.1}
-"""The same GEMMs with the tuned table, sustained, measured on 2026-11-23 (b4a5c13)."""
+"""The same GEMMs with the tuned table, sustained, measured on 2026-11-24 (fca89d6)."""
 TILE = 128
 """Tokens of a tile: one token takes as long as a full tile."""
 STEPS = sorted({192, *range(TILE, 2049, TILE)})
