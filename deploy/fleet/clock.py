@@ -1,4 +1,4 @@
-"""`Clock`: virtual time; `Processor`: who computes beside whom, and so how fast."""
+"""Defines `Clock` (virtual time) and `Processor` (jobs that share cores and slow each other down)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def evenly(start: float) -> Iterator[float]:
-    """Numbers from 0 up to 1 that cover it evenly, however few are taken: a short simulation has a long one's means."""
+    """Yield numbers in [0, 1) whose every prefix is evenly spread, so short simulations have the means of long ones."""
     return ((start + i * GOLDEN) % 1.0 for i in count())
 
 
 class Clock:
-    """Seconds since the beginning of a simulation. Actions of one instant happen in the order they were asked for."""
+    """Counts seconds of a simulation. Actions due at the same time run in the order of their scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -33,7 +33,7 @@ class Clock:
         self.at(self.now + seconds, action)
 
     def run(self, on_progress: Callable[[float], None] | None = None, every: int = 2000) -> None:
-        """Until nothing is due. `on_progress` is told the time now and then."""
+        """Run until nothing is due. `on_progress` gets the time after every `every` actions."""
         done = 0
         while self._due:
             self.now, _, action = heapq.heappop(self._due)
@@ -44,11 +44,11 @@ class Clock:
 
 
 class Slowdown(NamedTuple):
-    """How many times as long a job takes beside others, by the number of all that compute.
+    """Slowdown factors of a job by the number of computing jobs.
 
-    `known`: from one, in the mean; beyond it, and where nothing is known, `cores` are shared in equal parts, a core at
-    most each thread of a job. `spread`: by the same number, how many times the mean it is for jobs of equal shares,
-    from the luckiest on: which core's queue a thread stands in.
+    `known`: mean factors for 1, 2, … jobs. Beyond these, jobs share `cores` equally, with at most one core per thread.
+    `spread`: for the same numbers, factors relative to the mean of equally likely groups of jobs, ascending: threads
+    wait in different cores' queues.
     """
 
     cores: float
@@ -57,7 +57,7 @@ class Slowdown(NamedTuple):
     spread: tuple[tuple[float, ...], ...] = ()
 
     def of(self, jobs: int, luck: float | None = None) -> float:
-        """luck: of a job, from 0 up to 1, where all are equally likely; the most is the worst. None: the mean."""
+        """Return the factor. luck: uniform in [0, 1), larger is slower; None: the mean."""
         if not self.known:
             return self._equal(jobs)
         seen = min(max(jobs, 1), len(self.known))
@@ -74,7 +74,7 @@ class Slowdown(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Job:
     left: float
-    """seconds, were it alone"""
+    """Remaining seconds without other jobs."""
     slowdown: Slowdown
     luck: float | None
     counts: bool
@@ -82,14 +82,14 @@ class _Job:
 
 
 class Sharing(NamedTuple):
-    """What slows jobs of a processor: iterations that only decode, and all that prompts wait for."""
+    """Slowdowns of decode-only iterations, and of everything that prompts wait for."""
 
     decodes: Slowdown
     prompts: Slowdown
 
 
 class Processor:
-    """Cores that jobs share; without `sharing` each job has its own, as a GPU is each engine's."""
+    """Cores shared by jobs. Without `sharing`, each job has its own device, such as an engine's GPU."""
 
     def __init__(self, clock: Clock, sharing: Sharing | None = None, seed: int = 0) -> None:
         self._clock = clock
@@ -103,29 +103,29 @@ class Processor:
     def start(
         self, seconds: float, done: Action, *, prompt: bool = False, counts: bool = True, spreads: bool = False
     ) -> None:
-        """A job that takes so long alone. counts: it slows the others; else they alone slow it. spreads: it may be
-        slowed more, or less, than the mean; of those that do not, none overtakes another."""
+        """Start a job that takes `seconds` without others. counts: it slows other jobs down, and not only itself.
+        spreads: its slowdown varies around the mean; jobs without it never overtake each other."""
         if self._sharing is None:
             self._clock.after(seconds, done)
             return
         self._advance()
         slowdown = self._sharing.prompts if prompt else self._sharing.decodes
         self._jobs.append(_Job(seconds, slowdown, next(self._lucks[prompt]) if spreads else None, counts, done))
-        self._expect()
+        self._schedule_end()
 
     @property
     def _computing(self) -> int:
         return sum(job.counts for job in self._jobs)
 
     def _advance(self) -> None:
-        """Take off what was computed since the last look."""
+        """Subtract the work done since the last update."""
         passed, computing = self._clock.now - self._since, self._computing
         for job in self._jobs:
             job.left -= passed / job.slowdown.of(computing, job.luck)
         self._since = self._clock.now
 
-    def _expect(self) -> None:
-        """Look again when the next one ends, if nothing changes until then."""
+    def _schedule_end(self) -> None:
+        """Schedule the end of the next job, unless the jobs change before then."""
         self._version += 1
         if not self._jobs:
             return
@@ -133,12 +133,12 @@ class Processor:
         ends = [max(0.0, job.left) * job.slowdown.of(computing, job.luck) for job in self._jobs]
         first = self._jobs[ends.index(min(ends))]
 
-        def look() -> None:
+        def end() -> None:
             if version != self._version:
                 return
             self._advance()
             self._jobs.remove(first)
-            self._expect()
+            self._schedule_end()
             first.done()
 
-        self._clock.after(min(ends), look)
+        self._clock.after(min(ends), end)

@@ -1,4 +1,4 @@
-"""`weft fleet`."""
+"""Implements `weft fleet`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.loadgen.errors import LoadError
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status; a `LoadError` becomes one line on stderr and status 2."""
+    """Run the command and return its exit status. A `LoadError` becomes one line on stderr and status 2."""
     try:
         return _run(settings.read(arguments))
     except LoadError as error:

@@ -1,4 +1,4 @@
-"""`Front`: the API process of a simulated fleet: the real bounds on waiting work, the real router, retries, records."""
+"""Defines `Front`, a simulated fleet's API process, with the real admission limits and router, retries and records."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from weft.server.replicas.replicas import PromptPages, Replicas, Ticket, level
 from weft.server.replicas.router import POLICY, Policy
 
 ROW = 1
-"""of the shared state: the first one is the daemon's"""
+"""Row of the shared state; row 0 belongs to the daemon."""
 
 
 class _Client:
-    """What `Replicas` and `Admission` ask of an engine's connection."""
+    """The part of an engine connection that `Replicas` and `Admission` use."""
 
     def __init__(self, engine: SimulatedEngine) -> None:
         self.engine = engine
@@ -43,7 +43,7 @@ class _Client:
     def num_open(self) -> int:
         return len(self.open)
 
-    def tell_open(self) -> None:
+    def report_open(self) -> None:
         if self.on_open is not None:
             self.on_open(len(self.open))
 
@@ -53,19 +53,19 @@ class _Sequence:
     record: Record
     prompt: npt.NDArray[np.int32]
     output_tokens: int
-    look: PromptPages
+    pages: PromptPages
     ticket: Ticket
     on_end: Callable[[list[int]], None]
-    said: list[int]
+    answer: list[int]
     silent: int
-    """tokens before the first that is text"""
-    lives: int = 1
+    """Tokens before the first one with text."""
+    attempts: int = 1
     started: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FrontOptions:
-    """`known`: requests say how long their answers will be."""
+    """`known`: requests specify their output length."""
 
     engines: int
     known: bool = True
@@ -76,7 +76,7 @@ class FrontOptions:
 
 class Front:
     """Attributes:
-    all_engines: those that ended included, with their number.
+    all_engines: all engines, including ended ones, with their numbers.
     """
 
     def __init__(
@@ -113,65 +113,65 @@ class Front:
         for number in range(options.engines):
             self.begin(number)
 
-    # -- engines come and go
+    # -- engine starts and failures
 
     def begin(self, number: int) -> None:
-        """An engine is ready, with nothing in its pages."""
+        """Attach a new engine with an empty cache."""
 
-        def heard(heard: SimulatedOutputs) -> None:
-            # Its engine computes already what comes next.
+        def on_outputs(outputs: SimulatedOutputs) -> None:
+            # The engine already computes the next iteration.
             seconds = self._profile.answer_ms / 1e3
-            self._processor.start(seconds, lambda: self._hear(client, heard), prompt=True, counts=False)
+            self._processor.start(seconds, lambda: self._receive(client, outputs), prompt=True, counts=False)
 
-        engine = SimulatedEngine(self._clock, self._processor, self._profile, self._engine, heard)
+        engine = SimulatedEngine(self._clock, self._processor, self._profile, self._engine, on_outputs)
         client = self._clients[number] = _Client(engine)
         self.all_engines.append((number, engine))
         connection: Any = client
         self.replicas.attach(number, connection, engine.ready(), lambda _stats: None)
 
-    def begin_again(self, number: int) -> None:
+    def restart(self, number: int) -> None:
         self.begin(number)
         level(self._shared_state, number)
 
     def kill(self, number: int) -> None:
-        """An engine ends, with all that it had."""
+        """End an engine and retry its requests."""
         client = self._clients[number]
         client.engine.kill()
         client.alive = False
         self.replicas.detach(number)
         lost, client.open = sorted(client.open), set()
-        client.tell_open()
+        client.report_open()
         for handle in lost:
-            self._begin_again(self._sequences.pop(handle))
+            self._restart_sequence(self._sequences.pop(handle))
 
-    def _begin_again(self, sequence: _Sequence) -> None:
-        """As `Generation._restart`: once, and only what the client has had nothing of."""
+    def _restart_sequence(self, sequence: _Sequence) -> None:
+        """Restart like `Generation._restart`: up to `RETRIES` times, and only if the client has received nothing."""
         self._prefilled(sequence)
         sequence.ticket.end()
-        if sequence.lives > RETRIES or sequence.said:
-            self._fail(sequence, Outcome.BROKEN, "the engine has ended")
+        if sequence.attempts > RETRIES or sequence.answer:
+            self._fail(sequence, Outcome.BROKEN, "the engine ended")
             return
         try:
             with self._shared_state.lock():
-                sequence.ticket = self.replicas.route(sequence.look, self._limit(sequence))
+                sequence.ticket = self.replicas.route(sequence.pages, self._limit(sequence))
         except EngineDead as error:
             self._fail(sequence, Outcome.OVERLOADED, str(error))
             return
-        sequence.lives += 1
+        sequence.attempts += 1
         sequence.started = False
         self.retried += 1
         self._submit(sequence)
 
     # -- requests
 
-    def ask(
+    def send(
         self,
         record: Record,
         prompt: npt.NDArray[np.int32],
         output_tokens: int,
-        on_end: Callable[[list[int]], None] = lambda _said: None,
+        on_end: Callable[[list[int]], None] = lambda _answer: None,
     ) -> None:
-        """A client sends this now. `on_end` gets the tokens of the answer, as far as they came."""
+        """Send a client's request now. `on_end` gets the tokens received by the end."""
         record.start = self._clock.now
         record.prompt_tokens = len(prompt)
         seconds = self._profile.request_ms / 1e3
@@ -180,15 +180,15 @@ class Front:
     def _admit(
         self, record: Record, prompt: npt.NDArray[np.int32], output_tokens: int, on_end: Callable[[list[int]], None]
     ) -> None:
-        look = self.replicas.prompt_pages(prompt, "")  # type: ignore[arg-type]  # it makes an array of it
+        pages = self.replicas.prompt_pages(prompt, "")  # type: ignore[arg-type]  # it accepts any array
         try:
             with self._admission.admit(1, len(prompt)):
-                ticket = self.replicas.route(look, output_tokens if self.options.known else None)
+                ticket = self.replicas.route(pages, output_tokens if self.options.known else None)
         except (ApiError, EngineDead) as error:
-            record.outcome, record.error = Outcome.OVERLOADED, str(error) or "refused"
+            record.outcome, record.error = Outcome.OVERLOADED, str(error) or "rejected"
             on_end([])
             return
-        self._submit(_Sequence(record, prompt, output_tokens, look, ticket, on_end, [], self._silent(output_tokens)))
+        self._submit(_Sequence(record, prompt, output_tokens, pages, ticket, on_end, [], self._silent(output_tokens)))
 
     def _silent(self, output_tokens: int) -> int:
         seen = sorted(self._profile.silent)
@@ -204,25 +204,25 @@ class Front:
         self._sequences[handle] = sequence
         self._admission.prefill_tokens += len(sequence.prompt)
         client.open.add(handle)
-        client.tell_open()
+        client.report_open()
         client.engine.send(SimulatedRequest(handle, sequence.prompt, sequence.output_tokens, self.options.known))
 
-    def _hear(self, client: _Client, heard: SimulatedOutputs) -> None:
+    def _receive(self, client: _Client, outputs: SimulatedOutputs) -> None:
         if not client.alive:
             return
-        client.stats = heard.stats
+        client.stats = outputs.stats
         num_open = len(client.open)
         ends: list[_Sequence] = []
-        for handle, token, finish in zip(heard.handles, heard.tokens, heard.finish, strict=True):
+        for handle, token, finish in zip(outputs.handles, outputs.tokens, outputs.finish, strict=True):
             sequence = self._sequences[handle]
             record = sequence.record
             if token >= 0:
-                sequence.said.append(token)
-                if len(sequence.said) > sequence.silent:
+                sequence.answer.append(token)
+                if len(sequence.answer) > sequence.silent:
                     record.times.append(self._clock.now)
                     record.first = record.times[0]
-            if handle in heard.started:
-                record.cached_tokens = heard.started[handle]
+            if handle in outputs.started:
+                record.cached_tokens = outputs.started[handle]
                 self._prefilled(sequence)
             if finish:
                 record.end = self._clock.now
@@ -230,16 +230,16 @@ class Front:
                 del self._sequences[handle]
                 self._prefilled(sequence)
                 sequence.ticket.end()
-                record.completion_tokens = len(sequence.said)
+                record.completion_tokens = len(sequence.answer)
                 refused = finish == Finish.REFUSED
                 record.outcome = Outcome.REFUSED if refused else Outcome.OK
                 ends.append(sequence)
         if len(client.open) != num_open:
-            client.tell_open()
+            client.report_open()
         if client.on_stats is not None:
-            client.on_stats(heard.stats)
+            client.on_stats(outputs.stats)
         for sequence in ends:
-            sequence.on_end(sequence.said)
+            sequence.on_end(sequence.answer)
 
     def _prefilled(self, sequence: _Sequence) -> None:
         if not sequence.started:
@@ -249,5 +249,5 @@ class Front:
 
     def _fail(self, sequence: _Sequence, outcome: Outcome, why: str) -> None:
         sequence.record.outcome, sequence.record.error = outcome, why
-        sequence.record.completion_tokens = len(sequence.said)
-        sequence.on_end(sequence.said)
+        sequence.record.completion_tokens = len(sequence.answer)
+        sequence.on_end(sequence.answer)

@@ -1,9 +1,9 @@
-"""`IterationProfile`: how long an iteration takes, and what it draws, as a function of its batch. A JSON file.
+"""Defines `IterationProfile`, a JSON file with the time and energy of an iteration as a function of its batch.
 
     milliseconds = dense(tokens) + decodes' context x a + query-key pairs of prefill x b + chunks x c + decodes x d
 
-`dense` is piecewise linear over the tokens of the iteration. Every part is zero or more. `weft bench iterations` fits
-them to recorded iterations (`tools/fleet/fit.py`).
+`dense` is piecewise linear over the iteration's tokens. Every term is zero or more. `weft bench iterations` fits the
+terms to recorded iterations (`tools/fleet/fit.py`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Floats = npt.NDArray[np.float64]
 
 
 class Features(NamedTuple):
-    """What an iteration's time depends on."""
+    """Properties of a batch that determine an iteration's time."""
 
     tokens: int
     decodes: int
     context: int
-    """positions that the decodes see, summed"""
+    """Sum of the positions that decodes attend to."""
     pairs: int
-    """of a prefill token and a position it sees"""
+    """Pairs of a prefill token and a position it attends to."""
     chunks: int
-    """of prefill"""
+    """Prefill chunks."""
 
     @classmethod
     def of(cls, batch: Batch) -> Features:
@@ -47,7 +47,7 @@ class Features(NamedTuple):
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The engine that was recorded; a simulation starts from it."""
+    """Limits of the recorded engine, the defaults of a simulation."""
 
     page_size: int
     num_pages: int
@@ -57,32 +57,31 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Energy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Joules beyond those at rest."""
+    """Joules beyond idle power."""
 
     idle_watts: float
     per_iteration: float = 0.0
     per_token: float = 0.0
     per_context: float = 0.0
-    """of a position that a decode sees"""
+    """Joules per position that a decode attends to."""
     per_pair: float = 0.0
 
 
 class SideBySide(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Engines that share a machine's cores: how many times as long things take, by the number of engines that compute,
-    from one."""
+    """Slowdowns of engines that share a machine's cores, for 1, 2, … computing engines."""
 
     cores: int
     decodes: tuple[float, ...]
-    """an iteration without prompts, and what follows from it"""
+    """Slowdown of an iteration without prompts, and of its outputs."""
     prompts: tuple[float, ...]
-    """the way to a first token"""
+    """Slowdown of everything up to a first token."""
     decodes_spread: tuple[tuple[float, ...], ...] = ()
-    """by the same number: how many times the mean single ones take, as means of equal shares, ascending"""
+    """For the same numbers, factors relative to the mean of equally large groups of iterations, ascending."""
     prompts_spread: tuple[tuple[float, ...], ...] = ()
 
 
 class Error(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of the fit over what was recorded: |fitted - recorded| / recorded, per iteration, and of all their sum."""
+    """Errors of the fit: |fitted - recorded| / recorded per iteration, and of the sum."""
 
     iterations: int
     median: float
@@ -97,32 +96,32 @@ class IterationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     model: str
     device: str
     made: str
-    """from what, with which versions, when"""
+    """Source, versions and date."""
     limits: Limits
     knots: tuple[float, ...]
-    """tokens of an iteration, ascending"""
+    """Tokens of an iteration, ascending."""
     dense_ms: tuple[float, ...]
-    """at each of them; beyond the last one in proportion"""
+    """Time at each knot; proportional to tokens beyond the last one."""
     context_ms: float
-    """a position that a decode sees"""
+    """Time per position that a decode attends to."""
     pair_ms: float
     chunk_ms: float
     decode_ms: float
-    """a decode, beside its share of `dense_ms`"""
+    """Time per decode, in addition to its share of `dense_ms`."""
     gap_ms: float = 0.0
-    """between two iterations, the second of which is there already"""
+    """Gap between two iterations if the second is already queued."""
     host_ms: float = 0.0
-    """scheduling, building and committing an iteration, beside the one that computes"""
+    """Host time to schedule, build and commit an iteration while another one computes."""
     host_request_ms: float = 0.0
-    """the same, for each of its requests"""
+    """Additional host time per request."""
     request_ms: float = 0.0
-    """from a client's first byte to the engine: HTTP, text, routing, the socket"""
+    """Time from a client's first byte to the engine: HTTP, text, routing, the socket."""
     answer_ms: float = 0.0
-    """from the engine to a client"""
+    """Time from the engine to a client."""
     silent: tuple[int, ...] = ()
-    """tokens of an answer before its first that is text, such as parts of a letter: those of answers that were seen"""
+    """Observed numbers of tokens before an answer's first text, for example partial characters."""
     threads: int = 0
-    """cores that an iteration keeps busy; 0: it runs on a device of its own"""
+    """Cores that an iteration keeps busy; 0: it runs on a separate device."""
     side_by_side: SideBySide | None = None
     energy: Energy | None = None
     error: Error | None = None
@@ -138,13 +137,13 @@ class IterationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     @property
     def costs(self) -> Costs:
-        """What an engine believes of its parts before it has measured any."""
+        """Costs that an engine assumes before it has measured any."""
         slope = (self.dense_ms[-1] - self.dense_ms[0]) / max(1.0, self.knots[-1] - self.knots[0])
         tile = 1 if self.threads else GPU_TILE
         return Costs(self.dense_ms[0], max(slope, 1e-6), self.context_ms, self.pair_ms, {None: 1}, tile)
 
     def joules(self, f: Features) -> float:
-        """Beyond those at rest; 0 where nothing is known."""
+        """Return joules beyond idle power; 0 without energy data."""
         e = self.energy
         if e is None:
             return 0.0
@@ -155,25 +154,25 @@ class IterationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 def load_profile(name: str) -> IterationProfile:
-    """A file, or a shipped one by its name. Raises `ConfigError`, one line."""
+    """Load a file, or a shipped profile by name. Raises `ConfigError`."""
     path = expanded(name)
     if not path.exists():
         path = SHIPPED / f"{name}.json"
         if not path.exists():
             shipped = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.json")))
-            raise ConfigError(f"--profile {name}: there is no such file; shipped are {shipped}")
+            raise ConfigError(f"--profile {name}: no such file; shipped profiles: {shipped}")
     profile = read_document(
         path, IterationProfile, form="weft-iterations", version=VERSION, kind="profile of iterations",
         made_by="weft bench iterations records them",
     )  # fmt: skip
     if len(profile.knots) != len(profile.dense_ms) or not profile.knots or list(profile.knots) != sorted(profile.knots):
-        raise ConfigError(f"{path}: knots and dense_ms must be as many, and knots ascend")
+        raise ConfigError(f"{path}: knots and dense_ms must have equal length, and knots must ascend")
     if min(profile.dense_ms) <= 0 or min(profile.context_ms, profile.pair_ms, profile.chunk_ms, profile.decode_ms) < 0:
-        raise ConfigError(f"{path} has a time that is not positive")
-    beside = profile.side_by_side
-    if beside is not None:
+        raise ConfigError(f"{path} has a negative or zero time")
+    side_by_side = profile.side_by_side
+    if side_by_side is not None:
         for name in ("decodes", "prompts"):
-            known, spread = getattr(beside, name), getattr(beside, f"{name}_spread")
+            known, spread = getattr(side_by_side, name), getattr(side_by_side, f"{name}_spread")
             if not known or (spread and (len(spread) != len(known) or not all(spread))):
-                raise ConfigError(f"{path}: side_by_side.{name} and its spread must be as many, and neither empty")
+                raise ConfigError(f"{path}: side_by_side.{name} and its spread must have equal, nonzero length")
     return profile

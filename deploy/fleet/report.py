@@ -1,4 +1,4 @@
-"""What `weft fleet` tells: tables, JSON, a picture of goodput over rate and engines."""
+"""Prints and writes results of `weft fleet`: tables, JSON, and a plot of goodput over rates and engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def print_points(points: Sequence[Point], settings: Settings) -> None:
     title = f"weft fleet: {profile.model} on {profile.device}"
     table = Table(title=title, caption="simulated; times are means / 99th percentiles in ms")
     columns = (
-        "engines", "seqs", "budget", "offered /s", "TTFT", "TPOT", "output tok/s", "goodput /s", "kept", "failed",
+        "engines", "seqs", "budget", "offered /s", "TTFT", "TPOT", "output tok/s", "goodput /s", "attained", "failed",
         "prefix hits", "max load", "busy", "J / output tok",
     )  # fmt: skip
     for column in columns:
@@ -29,37 +29,37 @@ def print_points(points: Sequence[Point], settings: Settings) -> None:
     console = for_stdout()
     console.print(table)
     if settings.objectives:
-        asked = ", ".join(str(objective) for objective in settings.objectives)
+        wanted = ", ".join(str(objective) for objective in settings.objectives)
         for rate, chosen in best(points).items():
             at = "" if rate is None else f" at {rate:g}/s"
             if chosen is None:
                 most = max(p.engines for p in points if p.rate == rate)
-                console.print(f"{asked}{at}: missed, with up to {most} engines")
+                console.print(f"{wanted}{at}: missed, with up to {most} engines")
             else:
-                console.print(f"{asked}{at}: {_words(chosen)}")
+                console.print(f"{wanted}{at}: {_words(chosen)}")
     if (short := too_short(points)) is not None:
         console.print(short, soft_wrap=True)
     if profile.error is not None:
         e = profile.error
         console.print(
-            f"the profile's fit is off by {e.median:.1%} in the median, {e.p90:.1%} at the 90th percentile of "
+            f"the profile's fit has a median error of {e.median:.1%} and a p90 error of {e.p90:.1%} over "
             f"{e.iterations} iterations"
         )
 
 
 LONG_ENOUGH = 10
-"""times the mean latency: arrivals for less do not show where a queue grows"""
+"""Minimum duration of arrivals in mean latencies; shorter runs do not show a growing queue."""
 
 
 def too_short(points: Sequence[Point]) -> str | None:
-    """What to say of arrivals that end before a load is steady."""
+    """Return a warning if arrivals end before the load is steady."""
     for point in points:
         records = point.result.everything.records
         arrivals, mean = max(record.due for record in records), point.result.distributions["e2e"].mean
         if len(records) > 1 and arrivals < LONG_ENOUGH * mean:
             return (
-                f"arrivals for {arrivals:.0f} s are short beside answers of {mean:.1f} s: a fleet may seem to keep "
-                "up that does not, and goodput counts the time until the last answer; take a longer --duration"
+                f"arrivals for {arrivals:.0f} s are short compared with answers of {mean:.1f} s: overload may not "
+                "show, and goodput includes the time until the last answer; use a longer --duration"
             )
     return None
 
@@ -111,7 +111,7 @@ def write_json(path: Path, points: Sequence[Point], settings: Settings) -> None:
 
 
 def draw(path: Path, points: Sequence[Point], settings: Settings) -> None:
-    """Goodput over the rate, a line for each number of engines and configuration; beside it, as a map."""
+    """Plot goodput by rate, one line per number of engines and configuration, and attainment as a heat map."""
     from matplotlib.figure import Figure
 
     from weft.loadgen.plots import COLOURS
@@ -131,7 +131,7 @@ def draw(path: Path, points: Sequence[Point], settings: Settings) -> None:
             color=COLOURS[i % len(COLOURS)],
         )  # fmt: skip
     most = max(_offered(p) for p in points)
-    lines.plot([0, most], [0, most], linestyle="--", color="#888888", linewidth=1, label="all that is offered")
+    lines.plot([0, most], [0, most], linestyle="--", color="#888888", linewidth=1, label="offered rate")
     lines.set(xlabel="offered requests/s", ylabel="goodput, requests/s", xlim=(0, None), ylim=(0, None))
     lines.legend(fontsize="small")
     highest: dict[tuple[int, float], Point] = {}
@@ -147,14 +147,14 @@ def draw(path: Path, points: Sequence[Point], settings: Settings) -> None:
     image = shades.imshow(grid, origin="lower", aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0)
     shades.set_xticks(range(len(rates)), [f"{rate:.3g}" for rate in rates])
     shades.set_yticks(range(len(counts)), [str(n) for n in counts])
-    shades.set(xlabel="offered requests/s", ylabel="engines", title="share of requests that kept the objectives")
+    shades.set(xlabel="offered requests/s", ylabel="engines", title="share of requests that met the objectives")
     for (engines, rate), p in highest.items():
         if p.met:
             shades.text(rates.index(rate), counts.index(engines), "met", ha="center", va="center", color="black",
                         bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0})  # fmt: skip
     figure.colorbar(image, ax=shades)
-    asked = ", ".join(str(objective) for objective in settings.objectives) or "answered"
-    figure.suptitle(f"{settings.profile.model}, {settings.profile.device}, simulated: {asked}")
+    wanted = ", ".join(str(objective) for objective in settings.objectives) or "answered"
+    figure.suptitle(f"{settings.profile.model}, {settings.profile.device}, simulated: {wanted}")
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 

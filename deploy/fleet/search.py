@@ -1,4 +1,4 @@
-"""`explore`: every fleet that was asked for at every rate, or the fewest engines that keep the objectives."""
+"""Explores given fleets at every rate, or finds the fewest engines that meet the objectives."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weft.deploy.fleet.simulation import Result, simulate
 from weft.loadgen.errors import LoadError
 
 OnBegin = Callable[[int, EngineOptions, float | None, float], Callable[[float], None]]
-"""told engines, configuration, rate and the seconds of arrivals; gives what is told how far that simulation is"""
+"""Takes engines, configuration, rate and seconds of arrivals; returns a callback for the simulation's progress."""
 
 
 class Point(NamedTuple):
-    """`rate`: asked for; None: what the arrivals say."""
+    """A simulated fleet. `rate`: None if the arrivals determine it."""
 
     engines: int
     configuration: EngineOptions
@@ -28,7 +28,7 @@ class Point(NamedTuple):
 
 
 def explore(settings: Settings, on_begin: OnBegin) -> Iterator[Point]:
-    """Points in the order in which they are simulated. Raises `LoadError`."""
+    """Yield points in the order of simulation. Raises `LoadError`."""
     for rate in settings.rates:
         workload = settings.workload(rate)
         duration = float(workload.times[-1]) if workload.times is not None else settings.arrival.duration or 0.0
@@ -37,14 +37,14 @@ def explore(settings: Settings, on_begin: OnBegin) -> Iterator[Point]:
             def run(engines: int, configuration: EngineOptions = configuration, rate: float | None = rate) -> Point:
                 result = simulate(
                     settings.fleet(engines, configuration),
-                    workload,  # noqa: B023  # called within this round
+                    workload,  # noqa: B023  # called within this loop iteration
                     settings.objectives,
                     warmup=settings.warmup,
                     max_failures=settings.max_failures,
                     on_progress=on_begin(engines, configuration, rate, duration),  # noqa: B023
                 )
                 if not result.judged.records:
-                    raise LoadError(f"--warmup {settings.warmup:g}s: no request comes later, so none is judged")
+                    raise LoadError(f"--warmup {settings.warmup:g}s: no request arrives after it; shorten --warmup")
                 return Point(engines, configuration, rate, result)
 
             if settings.engines:
@@ -54,7 +54,7 @@ def explore(settings: Settings, on_begin: OnBegin) -> Iterator[Point]:
 
 
 def fewest(run: Callable[[int], Point], most: int) -> Iterator[Point]:
-    """The fewest engines that meet the objectives: doubling, then bisection. More engines are taken to be no worse."""
+    """Find the fewest engines that meet the objectives by doubling and bisection, assuming more are no worse."""
     low, high, engines = 0, 0, 1
     while not high and engines <= most:
         point = run(engines)
@@ -68,8 +68,8 @@ def fewest(run: Callable[[int], Point], most: int) -> Iterator[Point]:
 
 
 def best(points: Sequence[Point]) -> dict[float | None, Point | None]:
-    """By rate: the one that meets the objectives with the fewest engines, then the fewest joules, then at the least
-    latency; None where none does."""
+    """Return by rate the point that meets the objectives with the fewest engines, then joules, then latency; None if
+    there is none."""
     found: dict[float | None, Point | None] = {}
     for point in points:
         before = found.setdefault(point.rate, None)

@@ -1,4 +1,4 @@
-"""From flags to what `weft fleet` simulates; every error names the flag to change."""
+"""Converts flags of `weft fleet` to checked settings; every error names the flag to change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weft.loadgen.workload import ArrivalOptions, ContentOptions, Workload, buil
 
 @dataclass(frozen=True)
 class Settings:
-    """`engines`: empty: the fewest are looked for. `rates`: None is what the arrivals say."""
+    """Settings. `engines`: empty to find the fewest. `rates`: None if the arrivals determine the rate."""
 
     profile: IterationProfile
     engines: tuple[int, ...]
@@ -50,24 +50,24 @@ class Settings:
         return Fleet(self.profile, configuration, front, self.cores, self.failures)
 
     def workload(self, rate: float | None) -> Workload:
-        """Raises `LoadError`."""
+        """Build the workload. Raises `LoadError`."""
         arrival = self.arrival if rate is None else replace(self.arrival, rate=rate)
         return build(arrival, self.content, self.maker, self.configurations[0].max_model_len)
 
 
 def read(a: argparse.Namespace) -> Settings:
-    """Raises `LoadError` and `ConfigError`."""
+    """Convert parsed flags. Raises `LoadError` and `ConfigError`."""
     profile = load_profile(a.profile)
     content = read_content(a)
     if content.prompts or any(row.content is not None for row in (content.trace.rows if content.trace else ())):
-        raise LoadError("--prompts-file and traces with texts: a simulation has no tokenizer; give lengths")
+        raise LoadError("a simulation has no tokenizer; use lengths instead of --prompts-file or traces with texts")
     if a.prompts == "words":
-        raise LoadError("--prompts words: a simulation makes token ids; leave it out")
+        raise LoadError("--prompts words: a simulation generates token ids; omit it")
     arrival = read_arrival(a, traced=content.trace is not None)
     rates: tuple[float | None, ...] = (None,)
     if a.rates is not None:
         if arrival.process in ("closed", "ramp") or a.rate is not None or a.speed is not None:
-            raise LoadError("--rates does not go with --rate, --speed, closed or ramp arrivals")
+            raise LoadError("--rates does not work with --rate, --speed, closed or ramp arrivals")
         rates = tuple(number(part, "--rates", exclusive=True) for part in a.rates.split(","))
     objectives = tuple(objective for text in a.slo for objective in slo.parse(text))
     keeps = tuple(serving.Objective.parse(str(o)) for o in objectives if o.measure == "itl")
@@ -75,10 +75,12 @@ def read(a: argparse.Namespace) -> Settings:
     if not engines and not objectives:
         engines = (1,)
     if not engines and arrival.process == "closed":
-        raise LoadError("--engines: a closed loop slows down with its engines, so there is no fewest; say how many")
+        raise LoadError(
+            "a closed loop has no minimum number of engines, because it slows down with them; set --engines"
+        )
     failures = tuple(_failure(text) for text in a.fail)
     if failures and (not engines or max(f.engine for f in failures) >= min(engines)):
-        raise LoadError("--fail: name an engine that there is, from 0, with --engines")
+        raise LoadError("--fail: set --engines, and name an existing engine, starting at 0")
     _check_order(failures)
     return Settings(
         profile,
@@ -124,14 +126,14 @@ def _front(a: argparse.Namespace) -> FrontOptions:
 def _configurations(
     a: argparse.Namespace, profile: IterationProfile, keeps: tuple[serving.Objective, ...]
 ) -> Iterator[EngineOptions]:
-    """`keeps`: what a bound that adapts would keep."""
+    """Yield configurations. `keeps`: objectives of an adaptive sequence limit."""
     limits = profile.limits
     pages = limits.num_pages if a.num_pages is None else whole(a.num_pages, "--num-pages", low=2)
     longest = limits.max_model_len if a.max_model_len is None else whole(a.max_model_len, "--max-model-len", low=2)
     longest = min(longest, (pages - 1) * limits.page_size)
     seqs = [_seqs(part, limits.max_num_seqs) for part in (a.max_num_seqs or str(limits.max_num_seqs)).split(",")]
     if any(adapts for _, adapts in seqs) and not keeps:
-        raise LoadError("--max-num-seqs auto keeps an objective on the time between tokens: --slo itl:p99:50ms, say")
+        raise LoadError("--max-num-seqs auto needs an objective on inter-token latency, such as --slo itl:p99:50ms")
     budgets = _list(a.max_num_batched_tokens or str(limits.max_num_batched_tokens), "--max-num-batched-tokens")
     try:
         objective = None if a.itl_slo is None else serving.itl_objective(a.itl_slo)
@@ -146,7 +148,7 @@ def _configurations(
 
 
 def _seqs(text: str, most: int) -> tuple[int, bool]:
-    """Requests at once, and whether they adapt up to so many."""
+    """Parse a sequence limit, and whether it adapts up to that number."""
     word, _, number = text.partition(":")
     if word != "auto":
         return whole(text, "--max-num-seqs"), False
@@ -161,9 +163,9 @@ def _failure(text: str) -> Failure:
 
 
 def _check_order(failures: tuple[Failure, ...]) -> None:
-    """An engine that is away cannot end."""
+    """Check that no engine ends while it is down."""
     free: dict[int, float] = {}
     for failure in sorted(failures, key=lambda f: f.at):
         if failure.at <= free.get(failure.engine, -1.0):
-            raise LoadError(f"--fail: engine {failure.engine} is still away at {failure.at:g}s")
+            raise LoadError(f"--fail: engine {failure.engine} is still down at {failure.at:g}s")
         free[failure.engine] = failure.at + failure.away

@@ -1,4 +1,4 @@
-"""`simulate`: one fleet under one load, to the end of its last answer; a function of its arguments alone."""
+"""Simulates a fleet under a load until its last answer; the result depends only on the arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.loadgen.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An engine ends `at` seconds after the start, and another one is ready in its place `away` seconds later."""
+    """An engine ends `at` seconds after the start; its replacement is ready `away` seconds later."""
 
     engine: int
     at: float
@@ -29,7 +29,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """`cores`: that all engines share; None: each has a device of its own."""
+    """A fleet. `cores`: cores shared by all engines; None: each has its own device."""
 
     profile: IterationProfile
     engine: EngineOptions
@@ -43,7 +43,7 @@ class Fleet:
 
     @property
     def sharing(self) -> Sharing | None:
-        """As it was recorded on so many cores; else in equal parts."""
+        """Recorded slowdowns for this number of cores, or else equal shares."""
         if self.cores is None:
             return None
         equal = Slowdown(self.cores, max(1, self.profile.threads))
@@ -58,7 +58,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Result:
-    """What clients saw, and what it took. `judged`: without the warm-up."""
+    """Results of a simulation. `judged`: measures without the warm-up."""
 
     fleet: Fleet
     everything: Measures
@@ -68,9 +68,9 @@ class Result:
     max_failures: float
     offered_rate: float | None
     computed_tokens: tuple[int, ...]
-    """by engine"""
+    """Computed tokens by engine."""
     busy: tuple[float, ...]
-    """seconds of iterations, by engine"""
+    """Seconds of iterations by engine."""
     iterations: int
     preemptions: int
     retried: int
@@ -94,7 +94,7 @@ class Result:
 
     @property
     def joules(self) -> float | None:
-        """Of all devices, at rest and at work, until the last answer."""
+        """Energy of all devices until the last answer, including idle time."""
         energy = self.fleet.profile.energy
         if self.work_joules is None or energy is None:
             return None
@@ -102,17 +102,17 @@ class Result:
 
     @property
     def hit_share(self) -> float:
-        """Of prompt tokens that were found in a prefix index."""
+        """Share of prompt tokens found in a prefix index."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def imbalance(self) -> float:
-        """Tokens that the busiest engine computed / the mean of all."""
+        """Tokens computed by the busiest engine / the mean of all."""
         total = sum(self.computed_tokens)
         return max(self.computed_tokens) * len(self.computed_tokens) / total if total else 1.0
 
     def throughput(self) -> dict[str, float]:
-        """Per second, of answered requests; over all of the run, as `weft load` tells it."""
+        """Return rates per second of answered requests over the whole run, as in `weft load`."""
         answered = [r for r in self.everything.records if r.ok]
         return {
             "requests_per_second": len(answered) / self.span,
@@ -121,7 +121,7 @@ class Result:
         }
 
     def summary(self) -> dict[str, Any]:
-        """For JSON; times in seconds."""
+        """Return the summary for JSON, with times in seconds."""
         engine, attainment = self.fleet.engine, self.attainment
         joules, tokens = self.joules, sum(r.received_tokens for r in self.everything.records if r.ok)
         return {
@@ -166,7 +166,7 @@ def simulate(
     max_failures: float = 0.01,
     on_progress: Callable[[float], None] | None = None,
 ) -> Result:
-    """`on_progress` is told the time in the simulation now and then."""
+    """Run a simulation. `on_progress` occasionally gets the simulated time."""
     clock = Clock()
     seed = workload.maker.seed
     processor = Processor(clock, fleet.sharing, seed)
@@ -174,7 +174,7 @@ def simulate(
     traffic = Traffic(clock, front, workload, fleet.engine.max_model_len)
     for failure in fleet.failures:
         clock.at(failure.at, lambda number=failure.engine: front.kill(number))  # type: ignore[misc]
-        clock.at(failure.at + failure.away, lambda number=failure.engine: front.begin_again(number))  # type: ignore[misc]
+        clock.at(failure.at + failure.away, lambda number=failure.engine: front.restart(number))  # type: ignore[misc]
     traffic.begin()
     clock.run(on_progress)
     records = sorted(traffic.records, key=lambda r: (r.due, r.index))

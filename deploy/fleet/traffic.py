@@ -1,4 +1,4 @@
-"""`Traffic`: sends a load generator's workload to a simulated fleet, conversations and closed loops included."""
+"""Defines `Traffic`, which sends a load generator's workload, including conversations, to a simulated fleet."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from weft.loadgen.workload import Planned, Workload
 
 _TURN = 4
 FIRST_USERS_SECONDS = 1.0
-"""users of a closed loop come spread over so long"""
+"""Seconds over which users of a closed loop start."""
 FAILURE_PAUSE = 0.1
 
 Tokens = npt.NDArray[np.int32]
 
 
 class Traffic:
-    """As `loadgen.driver`, in virtual time. `context`: tokens at which a conversation ends."""
+    """Like `loadgen.driver`, in virtual time. `context`: context length in tokens at which conversations end."""
 
     def __init__(self, clock: Clock, front: Front, workload: Workload, context: int) -> None:
         self.records: list[Record] = []
@@ -64,25 +64,25 @@ class Traffic:
 
         self._clock.at(due, lambda: self._start(workload.planned(index), again))
 
-    def _start(self, planned: Planned, then: Callable[[bool], None]) -> None:
+    def _start(self, planned: Planned, on_end: Callable[[bool], None]) -> None:
         if self._workload.is_conversation:
-            self._turn(planned, 0, np.zeros(0, np.int32), then)
+            self._turn(planned, 0, np.zeros(0, np.int32), on_end)
             return
         content = self._workload.content(planned)
         if not isinstance(content, list) or (content and not isinstance(content[0], int)):
-            raise ConfigError("a simulation needs lengths or token ids, not texts: leave --prompts-file out")
+            raise ConfigError("a simulation needs lengths or token ids, not texts; omit --prompts-file")
         record = self._record(planned.index, planned.input_tokens, planned.output_tokens)
         prompt = np.asarray(content, np.int32)
-        self._front.ask(record, prompt, planned.output_tokens, lambda _said: then(record.ok))
+        self._front.send(record, prompt, planned.output_tokens, lambda _answer: on_end(record.ok))
 
-    def _turn(self, first: Planned, turn: int, history: Tokens, then: Callable[[bool], None]) -> None:
+    def _turn(self, first: Planned, turn: int, history: Tokens, on_end: Callable[[bool], None]) -> None:
         workload = self._workload
         if turn == int(workload.turns[first.index % len(workload.turns)]):
-            then(True)
+            on_end(True)
             return
         inputs, outputs = workload.turn(first.index, turn)
         if turn and len(history) + inputs + outputs > self._context:
-            then(True)
+            on_end(True)
             return
         maker = workload.maker
         rng = np.random.default_rng((maker.seed, _TURN, first.index, turn))
@@ -95,13 +95,13 @@ class Traffic:
             record = self._record(first.index, len(prompt), outputs)
             record.session, record.turn = first.index, turn
 
-            def answered(said: list[int]) -> None:
+            def answered(answer: list[int]) -> None:
                 if record.ok:
-                    self._turn(first, turn + 1, np.concatenate((prompt, np.array(said, np.int32))), then)
+                    self._turn(first, turn + 1, np.concatenate((prompt, np.array(answer, np.int32))), on_end)
                 else:
-                    then(False)
+                    on_end(False)
 
-            self._front.ask(record, prompt, outputs, answered)
+            self._front.send(record, prompt, outputs, answered)
 
         self._clock.after(workload.think(first.index, turn) if turn else 0.0, send)
 

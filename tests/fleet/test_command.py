@@ -77,20 +77,20 @@ def test_a_failure_costs_answers(made: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (("--profile", "none"), "shipped are"),
+        (("--profile", "none"), "shipped profiles:"),
         (("--engines", "x"), "--engines"),
-        (("--rates", "1,2", "--rate", "3"), "--rates does not go with"),
+        (("--rates", "1,2", "--rate", "3"), "--rates does not work with"),
         (("--users", "3", "--slo", "nanoflow"), "a closed loop"),
-        (("--fail", "0:1s:1s", "--slo", "nanoflow"), "--fail: name an engine"),
-        (("--fail", "3:1s:1s", "--engines", "2"), "--fail: name an engine"),
+        (("--fail", "0:1s:1s", "--slo", "nanoflow"), "--fail: set --engines"),
+        (("--fail", "3:1s:1s", "--engines", "2"), "--fail: set --engines"),
         (("--fail", "0:1s", "--engines", "2"), "is not ENGINE:AT:FOR"),
-        (("--fail", "0:1s:9s", "--fail", "0:5s:1s", "--engines", "2"), "is still away"),
+        (("--fail", "0:1s:9s", "--fail", "0:5s:1s", "--engines", "2"), "is still down"),
         (("--slo", "speed:p99:1s"), "--slo"),
         (("--itl-slo", "ttft:p99:1s"), "--itl-slo: ttft is not"),
         (("--prompts", "words"), "--prompts words"),
         (("--max-failures", "2"), "must be between 0 and 1"),
-        (("--warmup", "9s", "--duration", "2s", "--slo", "nanoflow"), "none is judged"),
-        (("--warmup", "9s", "--users", "2", "--duration", "2s"), "none is judged"),
+        (("--warmup", "9s", "--duration", "2s", "--slo", "nanoflow"), "shorten --warmup"),
+        (("--warmup", "9s", "--users", "2", "--duration", "2s"), "shorten --warmup"),
     ],
 )
 def test_bad_input_is_one_line(flags: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,6 +103,6 @@ def test_bad_input_is_one_line(flags: tuple[str, ...], why: str, capsys: pytest.
 
 def test_arrivals_that_end_before_the_load_is_steady_are_told(made: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["fleet", "--profile", made, "--rate", "3", "--duration", "1s", "--output", "60", "--quiet"])
-    assert "take a longer --duration" in capsys.readouterr().out
+    assert "use a longer --duration" in capsys.readouterr().out
     main(["fleet", "--profile", made, "--rate", "3", "--duration", "20s", "--output", "5", "--quiet"])
-    assert "take a longer --duration" not in capsys.readouterr().out
+    assert "use a longer --duration" not in capsys.readouterr().out

@@ -97,7 +97,7 @@ def test_a_spread_for_another_number_of_engines_is_refused_in_a_line(tmp_path: P
 
 
 def test_a_profile_that_is_not_there_names_those_that_are() -> None:
-    with pytest.raises(ConfigError, match=r"shipped are .*llama-3-8b-h200"):
+    with pytest.raises(ConfigError, match=r"shipped profiles: .*llama-3-8b-h200"):
         load_profile("none")
 
 
