@@ -1,4 +1,4 @@
-"""`Affinity`: which replica gets a request: the rule of `server/replicas/router.py`, over blocks of text."""
+"""Defines `Affinity`, which chooses replicas by the rule of `server/replicas/router.py` over blocks of text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weft.engine.wire.page_keys import BRIEF
 from weft.server.replicas.router import POLICY, Candidate, choose
 
 MOST_BLOCKS = 8192
-"""of a replica that are remembered: 2 MiB of text, 64 KiB of keys"""
+"""Blocks remembered per replica: 2 MiB of text, 64 KiB of keys."""
 
 
 class Blocks:
-    """The latest keys, the oldest forgotten first."""
+    """A bounded set of keys that drops the oldest first."""
 
     def __init__(self, most: int = MOST_BLOCKS) -> None:
         self.most = most
@@ -31,8 +31,8 @@ class Blocks:
     def __contains__(self, key: bytes) -> bool:
         return key in self._keys
 
-    def told(self) -> bytes:
-        """All of them, one after the other, as `Affinity.hear` takes them."""
+    def dump(self) -> bytes:
+        """Return all keys, concatenated, for `Affinity.update`."""
         return b"".join(self._keys)
 
 
@@ -42,24 +42,24 @@ class _Open(NamedTuple):
 
 
 class _Known:
-    """Of a replica."""
+    """Known blocks and load of a replica."""
 
     def __init__(self, given: float) -> None:
         self.sent = Blocks()
-        self.told: frozenset[bytes] = frozenset()
-        self.heard = b""
+        self.reported: frozenset[bytes] = frozenset()
+        self.dump = b""
         self.given = given
         self.load = 0
 
     def match(self, keys: Sequence[bytes]) -> int:
         for i, key in enumerate(keys):
-            if key not in self.sent and key not in self.told:
+            if key not in self.sent and key not in self.reported:
                 return i
         return len(keys)
 
 
 class Affinity:
-    """Sizes are bytes of text. A mistake costs time alone: the engine looks for itself what it has."""
+    """Routes requests. Sizes are bytes of text. A wrong choice costs only time; engines look up their own pages."""
 
     def __init__(self) -> None:
         self._output = POLICY.expected_output * TOKEN_BYTES
@@ -69,7 +69,7 @@ class Affinity:
         self._bytes = 0.0
 
     def replicas(self, names: Iterable[str]) -> None:
-        """Those that there are now. A new one shall not be given everything until it has had as much as the others."""
+        """Set the current replicas. A new one starts at the mean of given work, or it would get every request."""
         names = set(names)
         for gone in self._known.keys() - names:
             del self._known[gone]
@@ -77,15 +77,15 @@ class Affinity:
         for name in names - self._known.keys():
             self._known[name] = _Known(level)
 
-    def hear(self, name: str, pages: bytes) -> None:
-        """What a replica tells of the blocks that it has seen lately."""
+    def update(self, name: str, pages: bytes) -> None:
+        """Take a replica's report of recently seen blocks."""
         known = self._known[name]
-        if pages != known.heard:
-            known.heard = pages
-            known.told = frozenset(pages[i : i + BRIEF] for i in range(0, len(pages), BRIEF))
+        if pages != known.dump:
+            known.dump = pages
+            known.reported = frozenset(pages[i : i + BRIEF] for i in range(0, len(pages), BRIEF))
 
     def choose(self, keys: Sequence[bytes], size: int, avoid: Sequence[str] = ()) -> list[str]:
-        """Names of all replicas, the best one first, then by what they have to do."""
+        """Return the names of all replicas, the best one first, then by load."""
         names = sorted(self._known)
         allowed = [name for name in names if name not in avoid] or names
         if not allowed:
@@ -97,11 +97,11 @@ class Affinity:
         ]
         mean = self._bytes / self._requests if self._requests else 0.0
         best = names[choose(candidates, size, mean, POLICY)]
-        rest = sorted(names, key=lambda name: (name in avoid, self._known[name].load, name))
-        return [best, *(name for name in rest if name != best)]
+        others = sorted(names, key=lambda name: (name in avoid, self._known[name].load, name))
+        return [best, *(name for name in others if name != best)]
 
     def sent(self, request: str, name: str, keys: Sequence[bytes], size: int) -> None:
-        """A request went to this replica; `ended` follows."""
+        """Record that a request went to this replica; call `ended` later."""
         known = self._known.get(name)
         if known is None:
             return
@@ -119,7 +119,7 @@ class Affinity:
                 each.given /= 2
 
     def ended(self, request: str) -> None:
-        """Idempotent."""
+        """Record the end of a request. Idempotent."""
         if (open_ := self._open.pop(request, None)) is not None and open_.replica in self._known:
             self._known[open_.replica].load -= open_.size
 

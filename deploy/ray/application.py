@@ -1,4 +1,4 @@
-"""`app`: the Ray Serve application: an ingress, and a deployment for each model."""
+"""Builds the Ray Serve application: an ingress, and a deployment per model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from weft.deploy.ray.scaling import Policy
 from weft.deploy.ray.settings import Model, Scaling, read
 
 ROUTING_SECONDS = 2.0
-"""between what replicas tell routers"""
+"""Seconds between reports of replicas to routers."""
 HEALTH_SECONDS = 5.0
-FAREWELL = 1.0
-"""seconds between looks whether a replica that goes has open answers"""
+SHUTDOWN_POLL_SECONDS = 1.0
+"""Seconds between checks for open answers of a stopping replica."""
 
 
 def app(args: dict[str, Any]) -> Application:
-    """For `serve run weft.deploy.ray:app`; args as `settings.Settings`. Raises `ConfigError`."""
+    """Build the application. args: see `settings.Settings`. Raises `ConfigError`."""
     settings = read(args)
     handles: dict[str, Application] = {}
     for model in settings.models:
@@ -33,7 +33,7 @@ def app(args: dict[str, Any]) -> Application:
         name="weft-ingress",
         num_replicas=front.replicas,
         max_ongoing_requests=front.max_ongoing_requests,
-        graceful_shutdown_wait_loop_s=FAREWELL,
+        graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_SECONDS,
         graceful_shutdown_timeout_s=max(model.drain_timeout_s for model in settings.models),
         ray_actor_options={"num_cpus": front.num_cpus},
     )
@@ -46,7 +46,7 @@ def deployment(model: Model) -> Application:
         options = {"num_replicas": None, "autoscaling_config": autoscaling(model.scaling)}
     resources: dict[str, float] = {"num_cpus": model.num_cpus, "num_gpus": model.gpus}
     if model.ranks > 1:
-        # The daemon and its ranks are one replica: all in one bundle, on one node.
+        # A replica is a daemon with all its ranks, so it needs one bundle on one node.
         bundle = {"CPU": model.num_cpus, "GPU": model.gpus}
         options["placement_group_bundles"] = [{name: amount for name, amount in bundle.items() if amount}]
         options["placement_group_strategy"] = "STRICT_PACK"
@@ -55,7 +55,7 @@ def deployment(model: Model) -> Application:
         name=model.deployment,
         max_ongoing_requests=model.max_ongoing_requests,
         health_check_period_s=HEALTH_SECONDS,
-        graceful_shutdown_wait_loop_s=FAREWELL,
+        graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_SECONDS,
         graceful_shutdown_timeout_s=model.drain_timeout_s,
         ray_actor_options=resources,
         request_router_config=RequestRouterConfig(

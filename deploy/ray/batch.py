@@ -1,7 +1,6 @@
-"""`python -m weft.deploy.ray.batch IN OUT`: the requests of a file, answered by many daemons, through Ray Data.
+"""`python -m weft.deploy.ray.batch IN OUT`: answers a file of requests with many daemons on Ray Data.
 
-What `weft batch` promises holds: this process alone writes OUT, so that each line has one answer, and what OUT has is
-not asked again.
+As with `weft batch`, only this process writes OUT, so that each line gets one answer, and answered lines are skipped.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from weft.server.commands.batch_client import BatchClient
 from weft.server.commands.endpoint import Refused
 from weft.server.options import Parser
 
-SAY_SECONDS = 30.0
+PROGRESS_SECONDS = 30.0
 
 Result = TypeVar("Result")
 
 
 class Collected:
-    """Answers that are not in a file yet."""
+    """Answers not written to a file yet."""
 
     def __init__(self) -> None:
         self.done: set[str] = set()
@@ -45,12 +44,12 @@ class Collected:
 
 
 class Worker:
-    """A daemon, in an actor of Ray Data."""
+    """A daemon in a Ray Data actor."""
 
     def __init__(self, model: Model, concurrency: int, patience: float) -> None:
-        """Raises `WeftError` when the daemon does not get ready."""
+        """Start the daemon. Raises `WeftError` if it does not become ready."""
         self._concurrency, self._patience = concurrency, patience
-        # A thread that lives as long as the actor: the daemon ends with it.
+        # This thread lives as long as the actor; the daemon ends with it.
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="weft", daemon=True).start()
         self._child = self._run(Child.start(model.serve_options(), model.start_timeout_s))
@@ -59,9 +58,9 @@ class Worker:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Columns: `line`, requests as JSON; returns `custom_id`, `answer`, `failed`. Raises `WeftError`."""
+        """Map column `line` (requests as JSON) to `custom_id`, `answer`, `failed`. Raises `WeftError`."""
         answers = Collected()
-        client = BatchClient(self._child.url, None, answers, patience=self._patience, told=lambda: None)
+        client = BatchClient(self._child.url, None, answers, patience=self._patience, on_answer=lambda: None)
         requests = (BatchLine(*orjson.loads(line)) for line in batch["line"])
         try:
             self._run(client.run(requests, self._concurrency))
@@ -78,9 +77,9 @@ class Worker:
 def answered(
     requests: Iterable[BatchLine], model: Model, *, workers: int, concurrency: int, rows: int, patience: float
 ) -> Iterator[tuple[str, bytes, bool]]:
-    """custom_id, line of the answer, whether it is an error: in the order in which they come; one may come twice.
+    """Yield (custom_id, answer line, whether it is an error) in order of completion; an answer may appear twice.
 
-    rows: requests that an actor gets at a time, and that are asked again when it is lost. Ray must be up.
+    rows: requests per call of an actor, repeated if the actor is lost. Ray must be running.
     """
     import ray
 
@@ -100,19 +99,32 @@ def answered(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: every request has its answer; 1: some have an error for one, or it was given up; 2: the caller is wrong."""
+    """Return 0 if every request was answered, 1 if some failed or the run was given up, 2 for bad input."""
     parser = Parser(prog="python -m weft.deploy.ray.batch", description=(__doc__ or "").split(": ", 1)[1])
-    parser.add_argument("requests", type=Path, metavar="IN", help="requests in the form of OpenAI's Batch API")
-    parser.add_argument("answers", type=Path, metavar="OUT", help="where answers are appended")
-    parser.add_argument("--model", default="demo", help="what each daemon serves [demo]")
-    parser.add_argument("--options", type=Path, metavar="FILE", help="YAML file of further options of weft serve")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="daemons [1]")
-    parser.add_argument("--num-cpus", type=float, default=1.0, metavar="X", help="that Ray reserves for one [1]")
-    parser.add_argument("--num-gpus", type=float, metavar="X", help="the same [one a rank; none for the demo]")
-    parser.add_argument("--concurrency", type=int, default=256, metavar="N", help="open requests of a daemon [256]")
-    parser.add_argument("--rows", type=int, default=1024, metavar="N", help="requests that a daemon is given at a time")
-    parser.add_argument("--patience", type=float, default=300.0, metavar="S", help="seconds without any answer")
-    parser.add_argument("--address", help="of a running Ray [that of RAY_ADDRESS, else one of its own]")
+    parser.add_argument("requests", type=Path, metavar="IN", help="requests in the format of OpenAI's Batch API")
+    parser.add_argument("answers", type=Path, metavar="OUT", help="file to append answers to")
+    parser.add_argument("--model", default="demo", help="model to serve [demo]")
+    parser.add_argument("--options", type=Path, metavar="FILE", help="YAML file with more options of weft serve")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of daemons [1]")
+    parser.add_argument(
+        "--num-cpus", type=float, default=1.0, metavar="X", help="CPUs that Ray reserves per daemon [1]"
+    )
+    parser.add_argument(
+        "--num-gpus",
+        type=float,
+        metavar="X",
+        help="GPUs that Ray reserves per daemon [one per rank; none for the demo]",
+    )
+    parser.add_argument("--concurrency", type=int, default=256, metavar="N", help="open requests per daemon [256]")
+    parser.add_argument("--rows", type=int, default=1024, metavar="N", help="requests per call of a daemon [1024]")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="give up after this many seconds without an answer [300]",
+    )
+    parser.add_argument("--address", help="address of a running Ray [RAY_ADDRESS, or start one]")
     arguments = parser.parse_args(argv)
     try:
         return _run(arguments)
@@ -127,13 +139,15 @@ def _run(arguments: Any) -> int:
     requests = open_requests(arguments.requests)
     names = sorted(requests.models)
     if len(names) > 1:
-        raise ConfigError(f"{arguments.requests} asks for {len(names)} models ({', '.join(names[:3])}); --model is one")
+        raise ConfigError(
+            f"{arguments.requests} names {len(names)} models ({', '.join(names[:3])}), but --model serves one"
+        )
     model = _model(arguments, names[0] if names else None)
     answers = open_answers(arguments.answers, requests)
     try:
         missing = [request for request in requests if request.custom_id not in answers.done]
         if missing:
-            _ask(arguments, model, missing, answers)
+            _run_missing(arguments, model, missing, answers)
         print(f"{len(requests)} requests: {len(requests) - answers.failed} answered, {answers.failed} failed")
         return 1 if answers.failed else 0
     finally:
@@ -150,24 +164,24 @@ def _model(arguments: Any, name: str | None) -> Model:
     return read({**own, "num_gpus": arguments.num_gpus}).models[0]
 
 
-def _ask(arguments: Any, model: Model, missing: list[BatchLine], answers: Any) -> None:
-    """Raises `WeftError`."""
+def _run_missing(arguments: Any, model: Model, missing: list[BatchLine], answers: Any) -> None:
+    """Answer the missing requests. Raises `WeftError`."""
     import ray
 
     if not ray.is_initialized():
         ray.init(address=arguments.address, log_to_driver=False, logging_level="warning")
-    said = time.monotonic()
+    printed = time.monotonic()
     limits = {name: getattr(arguments, name) for name in ("workers", "concurrency", "rows", "patience")}
     try:
         for custom_id, line, failed in answered(missing, model, **limits):
-            if custom_id not in answers.done:  # an actor that was lost may have told of it
+            if custom_id not in answers.done:  # a lost actor may have answered it already
                 answers.add(custom_id, line, failed=failed)
-            if time.monotonic() - said > SAY_SECONDS:
-                said = time.monotonic()
-                print(f"{len(answers.done)} are answered", file=sys.stderr, flush=True)
+            if time.monotonic() - printed > PROGRESS_SECONDS:
+                printed = time.monotonic()
+                print(f"{len(answers.done)} answered", file=sys.stderr, flush=True)
     except ray.exceptions.RayError as error:
         why = str(error).strip().splitlines()[-1]
-        raise WeftError(f"{why}. {len(answers.done)} are answered; the same command goes on") from None
+        raise WeftError(f"{why}. {len(answers.done)} are answered; rerun the same command to continue") from None
 
 
 if __name__ == "__main__":

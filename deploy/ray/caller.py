@@ -1,4 +1,4 @@
-"""`Caller`: asks a daemon over HTTP, and passes on what it says byte for byte."""
+"""Defines `Caller`, which sends requests to a daemon over HTTP and passes answers on byte for byte."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import AsyncGenerator
 import aiohttp
 from yarl import URL
 
-from weft.deploy.ray.exchange import Head, Question, end_to_end
+from weft.deploy.ray.exchange import Head, HttpRequest, end_to_end
 
 PROBE_SECONDS = 5.0
 
 
 class Caller:
-    """One connection a request, as many as there are; how long an answer may take is for client and daemon to say."""
+    """Uses one connection per request, without a limit; only the client and the daemon limit an answer's time."""
 
     def __init__(self, url: str, name: str = "") -> None:
-        """name: of the replica, for heads. To be made on the event loop that uses it."""
+        """Create it on the event loop that uses it. name: the replica's name, for heads."""
         self.name = name
         self._url = url
         self._session = aiohttp.ClientSession(
@@ -27,16 +27,16 @@ class Caller:
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
         )
 
-    async def ask(self, question: Question) -> AsyncGenerator[Head | bytes, None]:
-        """A `Head`, then the body as it comes. Raises `aiohttp.ClientError` when the daemon breaks off.
+    async def send(self, request: HttpRequest) -> AsyncGenerator[Head | bytes, None]:
+        """Yield a `Head`, then the body as it arrives. Raises `aiohttp.ClientError` if the daemon breaks off.
 
-        Closed early, it closes the connection, and the daemon aborts what it had begun.
+        Closing the generator early closes the connection, and the daemon aborts the request.
         """
         async with self._session.request(
-            question.method,
-            URL(self._url + question.target, encoded=True),
-            headers=[(n.decode("latin-1"), v.decode("latin-1")) for n, v in end_to_end(question.headers)],
-            data=question.body or None,
+            request.method,
+            URL(self._url + request.target, encoded=True),
+            headers=[(n.decode("latin-1"), v.decode("latin-1")) for n, v in end_to_end(request.headers)],
+            data=request.body or None,
             allow_redirects=False,
         ) as response:
             headers = end_to_end([(name.lower(), value) for name, value in response.raw_headers])
@@ -45,7 +45,7 @@ class Caller:
                 yield chunk
 
     async def probe(self, path: str, method: str = "GET", headers: dict[str, str] | None = None) -> tuple[int, str]:
-        """Status and text of what takes no time. Raises `aiohttp.ClientError` and `TimeoutError`."""
+        """Return status and text of a quick request. Raises `aiohttp.ClientError` and `TimeoutError`."""
         async with (
             asyncio.timeout(PROBE_SECONDS),
             self._session.request(method, self._url + path, headers=headers) as response,

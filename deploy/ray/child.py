@@ -1,4 +1,4 @@
-"""`Child`: `weft serve` as a child of a Ray worker, on a free port of the loopback."""
+"""Defines `Child`, a `weft serve` child process of a Ray worker, on a free loopback port."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from weft.engine.errors import WeftError
 from weft.engine.wire.child import end_with_parent
 
 STOP_MARGIN = 15.0
-"""seconds beyond its own --drain-timeout that a daemon gets to end"""
+"""Seconds beyond --drain-timeout that a daemon gets to exit."""
 
 
 class Child:
     """Attributes:
-    url: of its API.
+    url: URL of its API.
     """
 
     def __init__(self, process: Process, url: str, drain_seconds: float) -> None:
@@ -35,12 +35,12 @@ class Child:
 
     @classmethod
     async def start(cls, options: dict[str, Any], seconds: float, drain_seconds: float = 30.0) -> Child:
-        """Once it is ready. Its log is the worker's stderr, which Ray keeps.
+        """Start a daemon and wait until it is ready. It logs to the worker's stderr, which Ray keeps.
 
-        options: of `weft serve`. They go through a file without a name, so that keys are in no command line. Raises
+        options: options of `weft serve`, passed in an unnamed file to keep keys out of the command line. Raises
             `WeftError`.
 
-        To be called on an event loop that lives as long as the child shall: the kernel ends it with this *thread*.
+        The event loop must live as long as the child, because the kernel ends the child with this *thread*.
         """
         environment = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_")}
         file = os.memfd_create("weft.yaml")
@@ -49,7 +49,7 @@ class Child:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "weft.server", "serve", "--config", f"/dev/fd/{file}", pass_fds=(file,),
                 stdin=DEVNULL, stdout=PIPE, env=environment, start_new_session=True,
-                # whatever ends the worker: `ray.kill`, the memory monitor
+                # in any case: `ray.kill`, the memory monitor
                 preexec_fn=partial(end_with_parent, signum=signal.SIGTERM),
             )  # fmt: skip
         finally:
@@ -66,7 +66,7 @@ class Child:
 
     @property
     def exit_status(self) -> int | None:
-        """None while it runs."""
+        """Exit status; None while it runs."""
         return self._process.returncode
 
     @property
@@ -74,7 +74,7 @@ class Child:
         return self._process.pid
 
     async def stop(self) -> None:
-        """It drains and ends. Idempotent."""
+        """Drain and end the daemon. Idempotent."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
@@ -92,7 +92,7 @@ async def _greeting(process: Process) -> str:
     async for line in process.stdout:
         if found := re.search(rb" at (https?://\S+)", line):
             return found[1].decode()
-    raise WeftError(f"the daemon ended with status {await process.wait()} before it was ready; its log says why")
+    raise WeftError(f"the daemon ended with status {await process.wait()} before it was ready; see its log")
 
 
 async def _discard(stream: asyncio.StreamReader) -> None:

@@ -1,4 +1,4 @@
-"""`Question` and `Head`: what the ingress sends a replica, and what comes back before the body."""
+"""Defines `HttpRequest`, which the ingress sends to a replica, and `Head`, which precedes the answer's body."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from dataclasses import dataclass, field
 
 Headers = list[tuple[bytes, bytes]]
 
-OF_THE_CONNECTION = frozenset(
+HOP_HEADERS = frozenset(
     {b"connection", b"content-length", b"host", b"keep-alive", b"proxy-authorization", b"proxy-connection", b"te",
      b"trailer", b"transfer-encoding", b"upgrade"}
 )  # fmt: skip
-"""headers that belong to a hop and not to a message"""
+"""Headers of a hop, not of the message."""
 
 
 @dataclass(frozen=True)
-class Question:
-    """A request of HTTP, whole.
+class HttpRequest:
+    """A complete HTTP request.
 
-    keys: of its prompt's blocks (`prompt.prompt_keys`). size: bytes of the prompt. avoid: replicas that refused it.
+    keys: keys of its prompt's blocks (`prompt.prompt_keys`). size: bytes of the prompt. avoid: replicas to avoid.
     """
 
     method: str
     target: str
-    """path and query"""
+    """Path and query."""
     headers: Headers
     body: bytes = b""
     keys: tuple[bytes, ...] = ()
@@ -32,7 +32,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Head:
-    """Of an answer. replica: who gave it."""
+    """Status and headers of an answer. replica: the replica that gave it."""
 
     status: int
     headers: Headers
@@ -44,5 +44,5 @@ class Head:
 
 
 def end_to_end(headers: Headers) -> Headers:
-    """Without those of a hop."""
-    return [(name, value) for name, value in headers if name.lower() not in OF_THE_CONNECTION]
+    """Remove hop headers."""
+    return [(name, value) for name, value in headers if name.lower() not in HOP_HEADERS]

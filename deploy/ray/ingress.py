@@ -1,6 +1,6 @@
-"""`Ingress`: takes HTTP from Serve's proxies and has replicas answer it; what they answer goes on as it is.
+"""Defines `Ingress`, which forwards HTTP requests from Serve's proxies to replicas and passes answers on unchanged.
 
-Until a client has been given something, a request is begun again elsewhere when its replica is lost or refuses it.
+If a replica is lost or rejects a request before the client received anything, the request restarts on another replica.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import orjson
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from weft.deploy.ray.exchange import Head, Headers, Question, end_to_end
+from weft.deploy.ray.exchange import Head, Headers, HttpRequest, end_to_end
 from weft.deploy.ray.prompt import prompt_keys
 from weft.deploy.ray.scrape import merged
 from weft.server.bodies import parse_json
@@ -23,18 +23,18 @@ from weft.server.errors import ApiError, unavailable
 from weft.server.observe.exposition import CONTENT_TYPE
 
 TRIES = 5
-"""so often a request may be sent to a replica"""
-PASSING = frozenset({"loading", "engine_dead", "draining"})
-"""codes of a 503 that is over soon, whatever the load"""
+"""Maximum attempts per request."""
+TRANSIENT = frozenset({"loading", "engine_dead", "draining"})
+"""503 codes that soon pass, independent of load."""
 PAUSE_SECONDS = 2.0
-"""before a replica with such a 503 is asked again, where no other one is better"""
-WHOLE = 32 << 20
-"""bytes of an answer that is no stream up to which it is sent only when it is there"""
+"""Seconds before retrying a replica with such a 503 if no other one is better."""
+MAX_BUFFERED_BYTES = 32 << 20
+"""Non-streaming answers up to this size are sent only once complete."""
 PROBE_SECONDS = 5.0
-OF_THE_PROXY = (b"date", b"server", b"x-request-id")
-"""headers that Serve's proxy adds: it names the request, or keeps the client's name, and the daemon is told"""
+PROXY_HEADERS = (b"date", b"server", b"x-request-id")
+"""Headers that Serve's proxy adds. It sets the request id, or keeps the client's, and the daemon receives it."""
 STATEFUL = ("/v1/files", "/v1/batches")
-"""what must not be done twice"""
+"""Paths that must not be retried."""
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -43,29 +43,29 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 logger = logging.getLogger("ray.serve")
 
 
-class Broken(Exception):
-    """The replica was lost after the answer had begun."""
+class ReplicaLost(Exception):
+    """The replica was lost after the answer had started."""
 
 
-class Begun(NamedTuple):
-    """An answer of which something is there."""
+class StartedAnswer(NamedTuple):
+    """An answer with its first bytes."""
 
     head: Head
     first: bytes
-    rest: AsyncGenerator[bytes, None] | None
-    """None: `first` is all of it"""
+    remainder: AsyncGenerator[bytes, None] | None
+    """None: `first` is the complete body."""
 
 
 class Ingress:
     def __init__(self, handles: Mapping[str, DeploymentHandle[Any]], max_body_bytes: int) -> None:
-        """handles: of deployments, by the names that requests use; the first one answers what names none of them."""
+        """handles: deployment handles by model name; the first one answers requests that name none of them."""
         self._handles = dict(handles)
         self._default = next(iter(handles))
         self._deployments = {handle.deployment_name: handle for handle in handles.values()}
         self._max_body_bytes = max_body_bytes
 
     async def __serve_build_asgi_app__(self) -> Any:
-        """Called by Serve: plain ASGI, so that nothing stands between a replica's bytes and the client's."""
+        """Return a plain ASGI application, so that bytes pass through unchanged. Called by Serve."""
 
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
             await self._app(scope, receive, send)
@@ -97,118 +97,120 @@ class Ingress:
         else:
             query = scope.get("query_string", b"").decode("latin-1")
             body = await self._body(receive)
-            question = Question(
+            request = HttpRequest(
                 scope["method"], path + (f"?{query}" if query else ""), end_to_end(list(scope["headers"])), body
             )
             if path in ("/v1/models", "/ready", "/health") and len(self._deployments) > 1:
-                await self._of_all(path, question, send)
+                await self._of_all(path, request, send)
             else:
-                await self._answer(*self._addressed(path, question), send)
+                await self._answer(*self._addressed(path, request), send)
 
     async def _body(self, receive: Receive) -> bytes:
-        """Raises `ApiError`."""
-        parts, size = [], 0
+        """Read the request body. Raises `ApiError`."""
+        chunks, size = [], 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise asyncio.CancelledError
-            part = message.get("body", b"")
-            size += len(part)
+            chunk = message.get("body", b"")
+            size += len(chunk)
             if size > self._max_body_bytes:
                 raise ApiError(413, f"The body is larger than {self._max_body_bytes} bytes.", code="body_too_large")
-            parts.append(part)
+            chunks.append(chunk)
             if not message.get("more_body", False):
-                return b"".join(parts)
+                return b"".join(chunks)
 
-    # -- which model, which replica
+    # -- routing
 
-    def _addressed(self, path: str, question: Question) -> tuple[DeploymentHandle[Any], Question]:
-        """The deployment that a request is for, and the request with what its router goes by."""
+    def _addressed(self, path: str, request: HttpRequest) -> tuple[DeploymentHandle[Any], HttpRequest]:
+        """Return a request's deployment, and the request with the keys for its router."""
         if path.startswith("/v1/models/"):
-            return self._handles.get(path.removeprefix("/v1/models/"), self._handles[self._default]), question
+            return self._handles.get(path.removeprefix("/v1/models/"), self._handles[self._default]), request
         try:
-            body = parse_json(question.body) if question.body else None
+            body = parse_json(request.body) if request.body else None
         except ValueError:
-            body = None  # its daemon says what is wrong with it
+            body = None  # the daemon reports the error
         if not isinstance(body, dict):
-            return self._handles[self._default], question
-        asked = body.get("model")
-        name = asked if isinstance(asked, str) and asked in self._handles else self._default
-        headers = dict(question.headers)
+            return self._handles[self._default], request
+        model = body.get("model")
+        name = model if isinstance(model, str) and model in self._handles else self._default
+        headers = dict(request.headers)
         tenant = headers.get(b"authorization", headers.get(b"x-api-key", b"")).decode("latin-1")
         keys, size = prompt_keys(name, body, tenant)
-        return self._handles[name], Question(
-            question.method, question.target, question.headers, question.body, keys, size
+        return self._handles[name], HttpRequest(
+            request.method, request.target, request.headers, request.body, keys, size
         )
 
     # -- answers
 
-    async def _answer(self, handle: DeploymentHandle[Any], question: Question, send: Send) -> None:
-        begun = await self._begin(handle, question)
-        head = begun.head
-        if begun.rest is None:
-            await self._send_whole(head, begun.first, question, send)
+    async def _answer(self, handle: DeploymentHandle[Any], request: HttpRequest, send: Send) -> None:
+        answer = await self._begin(handle, request)
+        head = answer.head
+        if answer.remainder is None:
+            await self._send_whole(head, answer.first, request, send)
             return
-        async with aclosing(begun.rest) as rest:
+        async with aclosing(answer.remainder) as remainder:
             await send({"type": "http.response.start", "status": head.status, "headers": _kept(head)})
             if not head.is_stream:
-                await send({"type": "http.response.body", "body": begun.first, "more_body": True})
-                async for chunk in rest:  # `Broken` ends the connection, which shows a body that is not whole
+                await send({"type": "http.response.body", "body": answer.first, "more_body": True})
+                async for chunk in remainder:  # `ReplicaLost` closes the connection, which marks the body as incomplete
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
                 return
             try:
-                held = await self._events(begun.first, send)
-                async for chunk in rest:
+                held = await self._events(answer.first, send)
+                async for chunk in remainder:
                     held = await self._events(held + chunk, send)
-            except Broken:
-                held = _lost(question.target)
+            except ReplicaLost:
+                held = _lost(request.target)
             await send({"type": "http.response.body", "body": held})
 
     @staticmethod
     async def _events(data: bytes, send: Send) -> bytes:
-        """Send whole events, so that an error can follow them; returns the rest."""
+        """Send complete events, so that an error event can follow, and return the remainder."""
         end = data.rfind(b"\n\n") + 2
         if end > 1:
             await send({"type": "http.response.body", "body": data[:end], "more_body": True})
             return data[end:]
         return data
 
-    async def _begin(self, handle: DeploymentHandle[Any], question: Question) -> Begun:
-        """Raises `ApiError` when there is no answer to be had."""
+    async def _begin(self, handle: DeploymentHandle[Any], request: HttpRequest) -> StartedAnswer:
+        """Start an answer, with retries. Raises `ApiError` if every attempt fails."""
         streaming = handle.options(stream=True, method_name="answer")
-        again = not question.target.startswith(STATEFUL)
+        retriable = not request.target.startswith(STATEFUL)
         avoid: tuple[str, ...] = ()
         for attempt in range(1, TRIES + 1):
-            reply = streaming.remote(_avoiding(question, avoid))
+            reply = streaming.remote(_avoiding(request, avoid))
             kept = False
             try:
                 head, first, whole = await _first(reply)
-                if head.status == 503 and again and attempt < TRIES:
+                if head.status == 503 and retriable and attempt < TRIES:
                     if head.replica not in avoid:
                         avoid += (head.replica,)
                         continue
-                    if _code(first) in PASSING:
+                    if _code(first) in TRANSIENT:
                         await asyncio.sleep(PAUSE_SECONDS)
                         continue
                 kept = True
-                return Begun(head, first, None if whole else _rest(reply))
+                return StartedAnswer(head, first, None if whole else _remainder(reply))
             except BackPressureError:
-                raise unavailable("Too many requests wait for this model.", "overloaded", 1) from None
+                raise unavailable("Too many requests are waiting for this model.", "overloaded", 1) from None
             except DeploymentUnavailableError:
-                raise unavailable("The model has no replica that starts.", "no_replica", 10) from None
+                raise unavailable("No replica of the model starts.", "no_replica", 10) from None
             except (asyncio.CancelledError, RequestCancelledError):
                 raise
-            except Exception as error:  # whatever Ray makes of a lost actor, or of an exception in one
-                logger.warning("a replica of %s was lost before it answered: %s", handle.deployment_name, brief(error))
-                if not again:
+            except Exception as error:  # any exception that Ray raises for a lost actor or an exception in one
+                logger.warning(
+                    "a replica of %s was lost before it answered: %s", handle.deployment_name, one_line(error)
+                )
+                if not retriable:
                     break
             finally:
                 if not kept:
                     reply.cancel()
-        raise unavailable("The replica that had the request was lost.", "engine_dead", 1)
+        raise unavailable("The replica with this request was lost.", "engine_dead", 1)
 
-    # -- answers of several replicas
+    # -- aggregated answers
 
     async def _metrics(self) -> str:
         texts: dict[str, str] = {}
@@ -217,32 +219,32 @@ class Ingress:
             texts.update({f"{name}#{replica}": text for replica, text in found})
         return merged(texts)
 
-    async def _of_all(self, path: str, question: Question, send: Send) -> None:
-        """Of each model; the first one that is not well speaks for all."""
+    async def _of_all(self, path: str, request: HttpRequest, send: Send) -> None:
+        """Ask each model and answer with the worst status."""
         async with asyncio.timeout(PROBE_SECONDS):
-            found = await asyncio.gather(*(self._begin(handle, question) for handle in self._deployments.values()))
-        worst = max(found, key=lambda begun: begun.head.status)
+            found = await asyncio.gather(*(self._begin(handle, request) for handle in self._deployments.values()))
+        worst = max(found, key=lambda answer: answer.head.status)
         body = worst.first
-        if path == "/v1/models" and worst.head.status == 200 and question.method == "GET":
-            models = [model for begun in found for model in orjson.loads(begun.first)["data"]]
+        if path == "/v1/models" and worst.head.status == 200 and request.method == "GET":
+            models = [model for answer in found for model in orjson.loads(answer.first)["data"]]
             body = orjson.dumps({"object": "list", "data": models})
-        await self._send_whole(worst.head, body, question, send)
+        await self._send_whole(worst.head, body, request, send)
 
     @staticmethod
-    async def _send_whole(head: Head, body: bytes, question: Question, send: Send) -> None:
+    async def _send_whole(head: Head, body: bytes, request: HttpRequest, send: Send) -> None:
         headers = _kept(head)
-        if question.method != "HEAD":
+        if request.method != "HEAD":
             headers.append((b"content-length", b"%d" % len(body)))
         await send({"type": "http.response.start", "status": head.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
 
 async def _first(reply: Any) -> tuple[Head, bytes, bool]:
-    """The head, as much of the body as is needed to begin, and whether that is all."""
+    """Return the head, enough of the body to start the answer, and whether the body is complete."""
     head = await anext(reply)
     assert isinstance(head, Head)
     first = b""
-    most = 1 if head.is_stream else WHOLE
+    most = 1 if head.is_stream else MAX_BUFFERED_BYTES
     async for chunk in reply:
         first += chunk
         if len(first) >= most:
@@ -250,8 +252,8 @@ async def _first(reply: Any) -> tuple[Head, bytes, bool]:
     return head, first, True
 
 
-async def _rest(reply: Any) -> AsyncGenerator[bytes, None]:
-    """Raises `Broken`. Left early, it has the replica abort."""
+async def _remainder(reply: Any) -> AsyncGenerator[bytes, None]:
+    """Yield the remaining body. Raises `ReplicaLost`. Closing it early aborts the request on the replica."""
     ended = False
     try:
         async for chunk in reply:
@@ -259,38 +261,38 @@ async def _rest(reply: Any) -> AsyncGenerator[bytes, None]:
         ended = True
     except (asyncio.CancelledError, GeneratorExit):
         raise
-    except Exception as error:  # as before its first byte; the connection is broken off
-        logger.warning("a replica was lost in the middle of an answer: %s", brief(error))
-        raise Broken from None
+    except Exception as error:  # any exception, as in `_begin`
+        logger.warning("a replica was lost in the middle of an answer: %s", one_line(error))
+        raise ReplicaLost from None
     finally:
         if not ended:
             reply.cancel()
 
 
 def _kept(head: Head) -> Headers:
-    return [(name, value) for name, value in head.headers if name not in OF_THE_PROXY]
+    return [(name, value) for name, value in head.headers if name not in PROXY_HEADERS]
 
 
 def _code(body: bytes) -> str:
-    """Of the error that a body is."""
+    """Return the code of an error body, or empty."""
     try:
         return str(orjson.loads(body)["error"]["code"])
     except (ValueError, TypeError, LookupError):
         return ""
 
 
-def brief(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200] if str(error).strip() else ''}"
 
 
-def _avoiding(question: Question, avoid: tuple[str, ...]) -> Question:
-    q = question
-    return Question(q.method, q.target, q.headers, q.body, q.keys, q.size, avoid) if avoid else q
+def _avoiding(request: HttpRequest, avoid: tuple[str, ...]) -> HttpRequest:
+    q = request
+    return HttpRequest(q.method, q.target, q.headers, q.body, q.keys, q.size, avoid) if avoid else q
 
 
 def _lost(target: str) -> bytes:
-    """The last event of a stream whose replica is gone, in the form of its endpoint. No `[DONE]` follows."""
-    error = orjson.loads(unavailable("The replica that answered was lost.", "engine_dead", 1).body())["error"]
+    """Return the last event of a stream from a lost replica, in the endpoint's format. No `[DONE]` follows."""
+    error = orjson.loads(unavailable("The replica was lost during the answer.", "engine_dead", 1).body())["error"]
     if target.startswith("/v1/messages"):
         return _event({"type": "error", "error": {"type": "api_error", "message": error["message"]}}, "error")
     if target.startswith("/v1/responses"):

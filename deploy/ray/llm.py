@@ -1,7 +1,7 @@
-"""`WeftServer` and `WeftEngine`: weft in Ray Serve LLM, where vLLM is by default.
+"""Defines `WeftServer` and `WeftEngine`, which replace vLLM in Ray Serve LLM.
 
-`server_cls: weft.deploy.ray.llm:WeftServer` in an `LLMConfig` swaps it in. Ray Serve LLM takes the types of requests
-and answers from vLLM or SGLang, so one of these must be installed beside Ray; their engines are not loaded.
+To use them, set `server_cls: weft.deploy.ray.llm:WeftServer` in an `LLMConfig`. Ray Serve LLM takes the types of
+requests and answers from vLLM or SGLang, so one of these must be installed; their engines are not loaded.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ray.serve.llm.deployment import LLMServer
 
 from weft.deploy.ray.caller import Caller
 from weft.deploy.ray.child import Child
-from weft.deploy.ray.exchange import Head, Question
+from weft.deploy.ray.exchange import Head, HttpRequest
 from weft.deploy.ray.settings import Model, read
 from weft.engine.errors import WeftError
 
 Answers = AsyncGenerator[Any, None]
-OF_RAY = frozenset({"request_id"})
-"""fields that Ray Serve LLM adds to requests"""
+RAY_FIELDS = frozenset({"request_id"})
+"""Fields that Ray Serve LLM adds to requests."""
 
 
 def model_of(llm_config: Any) -> Model:
-    """What the daemon is to serve. `engine_kwargs` are options of `weft serve`. Raises `ConfigError`."""
+    """Convert an `LLMConfig`. `engine_kwargs` are options of `weft serve`. Raises `ConfigError`."""
     loading = llm_config.model_loading_config
     source = loading.model_source if isinstance(loading.model_source, str) else None
     return read(
@@ -37,14 +37,14 @@ def model_of(llm_config: Any) -> Model:
 
 
 class WeftEngine(LLMEngine):
-    """The protocol of an engine of Ray Serve LLM, spoken with a daemon that it starts."""
+    """Implements the engine protocol of Ray Serve LLM with a daemon that it starts."""
 
     def __init__(self, llm_config: Any) -> None:
         self._model = model_of(llm_config)
         self._paused = False
 
     async def start(self) -> None:
-        """Raises `WeftError` when the daemon does not get ready."""
+        """Start the daemon. Raises `WeftError` if it does not become ready."""
         options = self._model.serve_options()
         self._child = await Child.start(options, self._model.start_timeout_s, float(options.get("drain_timeout", 30.0)))
         self._caller = Caller(self._child.url)
@@ -70,21 +70,21 @@ class WeftEngine(LLMEngine):
         return self._answers("/v1/audio/transcriptions", types.TranscriptionResponse, request, raw_request_info)
 
     async def _answers(self, path: str, kind: Any, request: Any, info: Any) -> Answers:
-        """Events as text, or one answer of this kind, or an `ErrorResponse`."""
-        async with aclosing(self._ask(path, request, info)) as answers:
+        """Yield events as text, or one answer of this kind, or an `ErrorResponse`."""
+        async with aclosing(self._send(path, request, info)) as answers:
             async for answer in answers:
                 yield kind.model_validate(answer) if isinstance(answer, dict) else answer
 
-    async def _ask(self, path: str, request: Any, info: Any) -> Answers:
-        """The same, the answer as a dict. Closed early, it has the daemon abort."""
-        body = request.model_dump(mode="json", exclude_unset=True, exclude=set(OF_RAY))
+    async def _send(self, path: str, request: Any, info: Any) -> Answers:
+        """Like `_answers`, with the answer as a dict. Closing it early aborts the request on the daemon."""
+        body = request.model_dump(mode="json", exclude_unset=True, exclude=set(RAY_FIELDS))
         headers = {"content-type": "application/json"}
         for name, value in (info.headers if info is not None else {}).items():
             if name.lower() in ("authorization", "x-api-key", "x-request-id", "traceparent") and value:
                 headers[name.lower()] = value
         sent = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
         head, whole, held = None, b"", b""
-        async with aclosing(self._caller.ask(Question("POST", path, sent, orjson.dumps(body)))) as parts:
+        async with aclosing(self._caller.send(HttpRequest("POST", path, sent, orjson.dumps(body)))) as parts:
             async for part in parts:
                 if isinstance(part, Head):
                     head = part
@@ -101,52 +101,52 @@ class WeftEngine(LLMEngine):
         value = orjson.loads(whole)
         yield value if head.status == 200 else _error_response(head.status, value)
 
-    # -- life
+    # -- lifecycle
 
     async def check_health(self) -> None:
-        """Raises when the replica should be replaced."""
+        """Raise if the replica should be replaced."""
         if self._child.exit_status is not None:
-            raise WeftError(f"the daemon has ended with status {self._child.exit_status}")
+            raise WeftError(f"the daemon ended with status {self._child.exit_status}")
         status, text = await self._caller.probe("/health")
         if status != 200:
-            raise WeftError(f"the daemon is not healthy: {text[:200]}")
+            raise WeftError(f"the daemon is unhealthy: {text[:200]}")
 
     async def shutdown(self) -> None:
         await self._child.stop()
         await self._caller.close()
 
     async def reset_prefix_cache(self) -> None:
-        """Raises `WeftError` without `admin_api_key` among the `engine_kwargs`."""
+        """Reset the prefix cache. Raises `WeftError` without `admin_api_key` in `engine_kwargs`."""
         key = self._model.serve_config().admin_api_key
         headers = {"authorization": f"Bearer {key}"} if key else {}
         status, text = await self._caller.probe("/admin/reset_prefix_cache", "POST", headers)
         if status != 200:
-            raise WeftError(f"the prefix cache is as it was: {text[:200]}")
+            raise WeftError(f"the prefix cache was not reset: {text[:200]}")
 
     def routing_stats(self) -> dict[str, Any]:
         return {}
 
     async def resolve_lora(self, lora_model: Any) -> None:
-        raise NotImplementedError("weft serves no LoRA adapters")
+        raise NotImplementedError("weft does not support LoRA adapters")
 
     async def start_profile(self) -> None:
-        raise NotImplementedError("profiles come from the daemon: POST /admin/profile")
+        raise NotImplementedError("use the daemon's profiler: POST /admin/profile")
 
     async def stop_profile(self) -> None:
-        raise NotImplementedError("profiles come from the daemon: POST /admin/profile")
+        raise NotImplementedError("use the daemon's profiler: POST /admin/profile")
 
     async def build_asgi_app(self) -> Any:
-        raise NotImplementedError("weft has an application of its own for direct serving: weft.deploy.ray:app")
+        raise NotImplementedError("for direct serving, use the application weft.deploy.ray:app")
 
 
 class WeftServer(LLMServer):
-    """Ray's server around that engine, without what it asks of vLLM's configuration."""
+    """Ray's LLM server with weft's engine, without requirements on vLLM's configuration."""
 
     _default_engine_cls = WeftEngine
 
     @classmethod
     def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:
-        """One bundle for the daemon and all its ranks."""
+        """Return options with one bundle for the daemon and all its ranks."""
         model = model_of(llm_config)
         options = copy.deepcopy(llm_config.deployment_config)
         actor = {"num_cpus": 1, **options.get("ray_actor_options", {})}

@@ -1,7 +1,7 @@
-"""`prompt_keys`: keys of a prompt's blocks, of its text: the ingress has no tokenizer.
+"""Computes keys of a prompt's text blocks, because the ingress has no tokenizer.
 
-The chain is that of KV pages (`engine/wire/page_keys.py`) over blocks of `BLOCK` bytes in place of pages of tokens. A
-conversation's next turn begins with the bytes of the one before, as its tokens do.
+Keys are chained like those of KV pages (`engine/wire/page_keys.py`), over blocks of `BLOCK` bytes instead of pages of
+tokens. Like its tokens, a conversation's next turn begins with the bytes of the previous one.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ import orjson
 from weft.engine.wire.page_keys import BRIEF, page_keys, root
 
 BLOCK = 256
-"""bytes of text, some 64 tokens"""
+"""Bytes of text per block, about 64 tokens."""
 TOKEN_BYTES = 4
-"""of text that a token stands for, about"""
-PARTS = ("tools", "system", "instructions", "messages", "input", "prompt")
-"""of a body, in the order in which templates write them"""
+"""Approximate bytes of text per token."""
+FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")
+"""Fields of a body that make up the prompt, in the order of templates."""
 
 
 def prompt_text(body: dict[str, Any]) -> bytes:
-    """Such that a longer conversation begins with a shorter one's bytes."""
+    """Serialize a prompt so that a longer conversation begins with the bytes of a shorter one."""
     parts = []
-    for name in PARTS:
+    for name in FIELDS:
         value = body.get(name)
         for each in value if isinstance(value, list) else [value]:
             if each is not None:
                 part = orjson.dumps(each)
-                # A closing quote or brace would end a common beginning; numbers are token ids.
+                # Drop a closing quote or brace, which would end the common prefix; numbers are token ids.
                 parts.append(part[:-1] if part[-1:] in b'"}' else part + b",")
     return b"".join(parts)
 
 
 def prompt_keys(model: str, body: dict[str, Any], tenant: str = "") -> tuple[tuple[bytes, ...], int]:
-    """Keys of the full blocks of a request's prompt, and the prompt's bytes.
+    """Return the keys of a prompt's full blocks, and the prompt's size in bytes.
 
-    tenant: who shares prefixes with nobody else.
+    tenant: prefixes are not shared across tenants.
     """
     text = prompt_text(body)
     salt = body.get("cache_salt")

@@ -1,4 +1,4 @@
-"""`PrefixRouter`: `Affinity` as Ray Serve's request router. Ray copies this module by value: it has no state."""
+"""Defines `PrefixRouter`, a Ray Serve request router. Ray copies this module by value, so it has no state."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from weft.deploy.ray.affinity import Affinity
-from weft.deploy.ray.exchange import Question
+from weft.deploy.ray.exchange import HttpRequest
 
 PAGES = "pages"
-"""in the routing statistics of a replica: the keys of blocks that it has seen lately"""
-NOTHING = Question("", "", [])
+"""Key in a replica's routing statistics: keys of recently seen blocks."""
+NO_REQUEST = HttpRequest("", "", [])
 
 
-def question_of(request: PendingRequest | None) -> Question:
-    """What is asked; nothing, where it is not a client's request."""
-    args = request.args if request is not None else ()
-    return args[0] if args and isinstance(args[0], Question) else NOTHING
+def http_request_of(pending: PendingRequest | None) -> HttpRequest:
+    """Return the HTTP request; `NO_REQUEST` if it is not a client's request."""
+    args = pending.args if pending is not None else ()
+    return args[0] if args and isinstance(args[0], HttpRequest) else NO_REQUEST
 
 
 class PrefixRouter(RequestRouter):
@@ -27,22 +27,24 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Ranks of one replica each."""
+        """Return ranks of one replica each."""
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         self._affinity.replicas(by_name)
         for name, replica in by_name.items():
             if pages := replica.routing_stats.get(PAGES):
-                self._affinity.hear(name, pages)
+                self._affinity.update(name, pages)
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # when all of them are full
-        question = question_of(pending_request)
-        return [[by_name[name]] for name in self._affinity.choose(question.keys, question.size, question.avoid)]
+            pending_request.routing_context.should_backoff = True  # if all of them are full
+        http_request = http_request_of(pending_request)
+        return [
+            [by_name[name]] for name in self._affinity.choose(http_request.keys, http_request.size, http_request.avoid)
+        ]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, _result: Any) -> None:
-        question = question_of(pending_request)
-        if question is not NOTHING:
+        http_request = http_request_of(pending_request)
+        if http_request is not NO_REQUEST:
             request = pending_request.metadata.internal_request_id
-            self._affinity.sent(request, replica_id.unique_id, question.keys, question.size)
+            self._affinity.sent(request, replica_id.unique_id, http_request.keys, http_request.size)
 
     def on_request_completed(self, _replica_id: ReplicaID, internal_request_id: str) -> None:
         self._affinity.ended(internal_request_id)

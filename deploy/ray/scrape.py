@@ -1,4 +1,4 @@
-"""Metrics of several daemons as one answer to Prometheus, and the figures that a replica needs of its own."""
+"""Merges metrics of several daemons for Prometheus, and reads values from a daemon's metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(\{.*\})?( .*)")
 
 
 def figures(text: str, names: frozenset[str]) -> dict[str, float]:
-    """Values of these metrics, those of several labels added up."""
+    """Return the values of these metrics, summed over labels."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         if not line.startswith("#") and (match := _SAMPLE.match(line)) and match[1] in names:
@@ -18,7 +18,7 @@ def figures(text: str, names: frozenset[str]) -> dict[str, float]:
 
 
 def labelled(text: str, name: str) -> dict[str, str]:
-    """Labels of the first sample of an info metric."""
+    """Return the labels of the first sample of an info metric."""
     for line in text.splitlines():
         if line.startswith(f"{name}{{"):
             return dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', line))
@@ -26,7 +26,7 @@ def labelled(text: str, name: str) -> dict[str, str]:
 
 
 def merged(texts: Mapping[str, str]) -> str:
-    """One exposition of those of replicas, by their names: each sample gets the label `replica`."""
+    """Merge expositions by replica name; each sample gets the label `replica`."""
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for replica, text in texts.items():

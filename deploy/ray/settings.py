@@ -1,4 +1,4 @@
-"""`Settings`: what the application can be told: `args` of a Serve configuration, words behind `serve run`."""
+"""Defines `Settings`, the application's settings: `args` of a Serve configuration, or arguments of `serve run`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from weft.engine.errors import ConfigError, wrong_option
 from weft.server.config import ServeConfig
 
 OWN_OPTIONS = ("host", "port", "handover", "tls_cert", "tls_key", "model", "served_model_name")
-"""of `weft serve`, which the replica sets itself"""
+"""Options of `weft serve` that the replica sets itself."""
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Scaling(_Part):
-    """When a model gets more replicas, or fewer. Each target is a mean over replicas; the one that asks for the most
-    replicas is followed."""
+class Scaling(_Section):
+    """Autoscaling of a model. Each target is a mean over replicas; the one that needs the most replicas applies."""
 
-    min_replicas: int = Field(1, ge=0, description="replicas at least")
-    max_replicas: int = Field(4, ge=1, description="and at most")
-    target_requests: float = Field(64.0, gt=0, description="open requests of a replica")
-    target_waiting: float = Field(2.0, gt=0, description="sequences of a replica that wait for its engine")
-    target_kv: float = Field(0.85, gt=0, le=1, description="part of a replica's KV pages that is held")
-    upscale_delay_s: float = Field(10.0, ge=0, description="seconds that more must be wanted for")
-    downscale_delay_s: float = Field(300.0, ge=0, description="seconds that fewer must do for")
-    interval_s: float = Field(2.0, gt=0, description="between measurements")
+    min_replicas: int = Field(1, ge=0, description="minimum replicas")
+    max_replicas: int = Field(4, ge=1, description="maximum replicas")
+    target_requests: float = Field(64.0, gt=0, description="open requests per replica")
+    target_waiting: float = Field(2.0, gt=0, description="sequences per replica waiting for its engine")
+    target_kv: float = Field(0.85, gt=0, le=1, description="share of a replica's KV pages in use")
+    upscale_delay_s: float = Field(10.0, ge=0, description="seconds before scaling up")
+    downscale_delay_s: float = Field(300.0, ge=0, description="seconds before scaling down")
+    interval_s: float = Field(2.0, gt=0, description="seconds between measurements")
 
     @model_validator(mode="after")
     def _bounds(self) -> Scaling:
@@ -38,19 +37,21 @@ class Scaling(_Part):
         return self
 
 
-class Model(_Part):
-    """One model, served by a deployment of its own."""
+class Model(_Section):
+    """A model, served by its own deployment."""
 
-    model: str = Field("demo", min_length=1, description="as `weft serve` takes it")
-    name: str | None = Field(None, min_length=1, description="that requests use [the model's own]")
-    options: dict[str, Any] = Field({}, description="further options of `weft serve`, by their names in its YAML file")
-    replicas: int = Field(1, ge=1, description="daemons, unless `scaling` is given")
-    scaling: Scaling | None = Field(None, description="from how many replicas to how many, and when")
-    num_cpus: float = Field(1.0, ge=0, description="that Ray reserves for a replica")
-    num_gpus: float | None = Field(None, ge=0, description="the same [one a rank; none for demo and device: cpu]")
-    max_ongoing_requests: int = Field(1024, ge=1, description="requests of a replica; more wait in the ingress")
-    start_timeout_s: float = Field(1800.0, gt=0, description="seconds that a daemon may take until it is ready")
-    drain_timeout_s: float = Field(120.0, gt=0, description="seconds that open requests get when a replica goes")
+    model: str = Field("demo", min_length=1, description="model, as in `weft serve`")
+    name: str | None = Field(None, min_length=1, description="name in requests [the model's name]")
+    options: dict[str, Any] = Field({}, description="more options of `weft serve`, by their YAML names")
+    replicas: int = Field(1, ge=1, description="number of daemons, unless `scaling` is set")
+    scaling: Scaling | None = Field(None, description="autoscaling")
+    num_cpus: float = Field(1.0, ge=0, description="CPUs that Ray reserves per replica")
+    num_gpus: float | None = Field(
+        None, ge=0, description="GPUs that Ray reserves per replica [one per rank; none for demo and device: cpu]"
+    )
+    max_ongoing_requests: int = Field(1024, ge=1, description="requests per replica; more wait in the ingress")
+    start_timeout_s: float = Field(1800.0, gt=0, description="seconds until a daemon must be ready")
+    drain_timeout_s: float = Field(120.0, gt=0, description="seconds for open requests when a replica stops")
 
     @model_validator(mode="after")
     def _options(self) -> Model:
@@ -65,7 +66,7 @@ class Model(_Part):
         return self
 
     def serve_options(self) -> dict[str, Any]:
-        """What the daemon's YAML file has."""
+        """Return the content of the daemon's YAML file."""
         options = {name.replace("-", "_"): value for name, value in self.options.items()}
         given: dict[str, Any] = {"ui": False, "access_log": False, **options, "model": self.model}
         if self.name is not None:
@@ -77,7 +78,7 @@ class Model(_Part):
 
     @property
     def names(self) -> list[str]:
-        """That requests may use."""
+        """Model names for requests."""
         return self.serve_config().model_names
 
     @property
@@ -86,7 +87,7 @@ class Model(_Part):
 
     @property
     def ranks(self) -> int:
-        """GPUs that the daemon spreads over."""
+        """Number of GPUs of the daemon."""
         config = self.serve_config()
         return config.tensor_parallel_size * config.data_parallel_size
 
@@ -97,23 +98,23 @@ class Model(_Part):
         return 0.0 if self.model == "demo" or self.serve_config().device == "cpu" else float(self.ranks)
 
 
-class Ingress(_Part):
-    """What takes HTTP from Serve's proxies."""
+class Ingress(_Section):
+    """Settings of the ingress, which takes HTTP requests from Serve's proxies."""
 
-    replicas: int = Field(1, ge=1, description="processes; each routes by what it has sent and what replicas tell")
-    num_cpus: float = Field(1.0, ge=0, description="that Ray reserves for one")
-    max_ongoing_requests: int = Field(4096, ge=1, description="requests of one at a time")
-    max_body_mib: float = Field(32.0, gt=0, description="size of a request's body at most, in MiB")
+    replicas: int = Field(1, ge=1, description="processes; each routes by requests it sent and reports of replicas")
+    num_cpus: float = Field(1.0, ge=0, description="CPUs that Ray reserves per process")
+    max_ongoing_requests: int = Field(4096, ge=1, description="concurrent requests per process")
+    max_body_mib: float = Field(32.0, gt=0, description="maximum request body, in MiB")
 
 
-class Settings(_Part):
-    models: list[Model] = Field(min_length=1, description="the first one answers what names none of them")
+class Settings(_Section):
+    models: list[Model] = Field(min_length=1, description="the first one answers requests that name none")
     ingress: Ingress = Field(default_factory=lambda: Ingress.model_validate({}))
 
     @model_validator(mode="before")
     @classmethod
     def _one_model(cls, value: Any) -> Any:
-        """`model=demo replicas=2` stands for a list with that model alone."""
+        """Convert `model=demo replicas=2` to a list with one model."""
         if isinstance(value, dict) and "models" not in value:
             own = {name: given for name, given in value.items() if name in Model.model_fields}
             return {**{n: v for n, v in value.items() if n not in own}, "models": [own]}
@@ -124,12 +125,12 @@ class Settings(_Part):
         names = [name for model in self.models for name in model.names]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"two models are called {twice[0]!r}: give one of them another name")
+            raise ValueError(f"two models are named {twice[0]!r}; rename one of them")
         return self
 
 
 def read(args: dict[str, Any]) -> Settings:
-    """Raises `ConfigError`, one line."""
+    """Validate settings. Raises `ConfigError`."""
     try:
         return Settings.model_validate(args)
     except ValidationError as error:

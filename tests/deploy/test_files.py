@@ -22,7 +22,7 @@ def known() -> set[str]:
     metrics = Metrics(watch=Watch(Heartbeats(2)), models={"demo": [0]})
     ready = {name: 0 for name in EngineReady.__struct_fields__ if name != "eos_token_ids"}
     metrics.engines[0].loaded("demo", EngineReady(**{**ready, "dtype": "", "device": "", "eos_token_ids": ()}))
-    metrics.engines[0].hear(EngineStats(energy=EnergyStats(source="nvml")))
+    metrics.engines[0].update(EngineStats(energy=EnergyStats(source="nvml")))
     metrics.requests.labels("/v1/completions", "200").inc()
     for tier in ("gpu", "host"):
         metrics.load_seconds.labels(tier).observe(0.1)

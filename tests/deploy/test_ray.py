@@ -48,7 +48,7 @@ def test_a_replica_gets_a_gpu_for_each_rank() -> None:
         ({"model": "demo", "options": {"max_num_seqs": "many"}}, "options.max_num_seqs"),
         ({"model": "demo", "options": {"port": 1}}, "options.port: the replica sets it"),
         ({"models": []}, "models: "),
-        ({"models": [{"model": "demo"}, {"model": "demo"}]}, "two models are called 'demo'"),
+        ({"models": [{"model": "demo"}, {"model": "demo"}]}, "two models are named 'demo'"),
         ({"model": "demo", "scaling": {"min_replicas": 3, "max_replicas": 2}}, "min_replicas is more"),
     ],
 )
@@ -124,14 +124,14 @@ def test_what_a_replica_tells_counts_like_what_was_sent() -> None:
     seen.add(keys)
     affinity = Affinity()  # of an ingress that begins anew
     affinity.replicas("abc")
-    affinity.hear("b", seen.told())
+    affinity.update("b", seen.dump())
     assert affinity.choose(keys, size)[0] == "b"
 
 
 def test_no_more_blocks_are_remembered_than_there_is_room_for() -> None:
     blocks = Blocks(2)
     blocks.add([b"1", b"2", b"1", b"3"])
-    assert (blocks.told(), b"2" in blocks) == (b"13", False)
+    assert (blocks.dump(), b"2" in blocks) == (b"13", False)
     assert MOST_BLOCKS * 8 == 65536
 
 
