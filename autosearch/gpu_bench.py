@@ -23,7 +23,7 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import load_weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import MAX_NANO_BATCHES, NanoOperation, Period
-from weft.engine.ranks.arena import Arena
+from weft.engine.ranks.peer_memory import PeerMemory
 from weft.engine.runner.cuda.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda.cuda_inputs import DeviceInputs
 from weft.engine.runner.cuda.cuda_layers import CudaLayers
@@ -92,7 +92,7 @@ class GpuBench:
     ) -> Any:  # fmt: skip
         """`PeerCollectives`, or what a subclass wraps them in."""
         sizes = Sizes(self.spec, max_tokens, 1, dtype)
-        return PeerCollectives(Arena(sizes.total, device, host), host.rank, host.ranks, sizes)
+        return PeerCollectives(PeerMemory(sizes.total, device, host), host.rank, host.ranks, sizes)
 
     def alone(self, op: NanoOperation, load: Load) -> Timing:
         pipeline = self._around(load, op)

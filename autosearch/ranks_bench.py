@@ -17,7 +17,7 @@ from weft.autosearch.bench_protocol import Bench, Load, Timing
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, RankLost
 from weft.engine.plans.plan import NanoOperation, Period
-from weft.engine.ranks.group import sees
+from weft.engine.ranks.group import gpu_environment
 from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.wire.preloaded import environment
 
@@ -70,10 +70,10 @@ class RanksBench:
                 stdin=subprocess.PIPE,
                 pass_fds=self._shared.fds,
                 start_new_session=True,  # Ctrl-C reaches rank 0 alone
-                env={**environment(), **sees(config, rank)},
+                env={**environment(), **gpu_environment(config, rank)},
             )
         except OSError as error:
-            raise ConfigError(f"--tensor-parallel-size: no rank can be started: {error.strerror or error}") from None
+            raise ConfigError(f"--tensor-parallel-size: cannot start a rank: {error.strerror or error}") from None
         threading.Thread(target=self._watch, args=(rank, process), name="weft-ranks", daemon=True).start()
         self._tell(process, opening)
 
@@ -91,7 +91,7 @@ class RanksBench:
 
     def _tell(self, process: subprocess.Popen[bytes], what: msgspec.Struct) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which `_watch` sees
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which `_watch` gpu_environment
             process.stdin.write(msgspec.json.encode(what) + b"\n")
             process.stdin.flush()
 

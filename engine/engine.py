@@ -96,7 +96,7 @@ class Engine:
         self.spec, own, resolved = loading.spec, loading.own, loading.resolved
         # The vocabulary is read while the model loads.
         self.grammars = Grammars(config.tokenizer_path, self.spec.vocab_size, self.spec.eos_token_ids)
-        phases = Phases(progress if self.ranks is None else self.ranks.watched(progress))
+        phases = Phases(progress if self.ranks is None else self.ranks.checked_progress(progress))
         # Opened before the model loads, so that a path or port in use is reported at once.
         store = open_store(config, resolved.kv, loading.model_id, own.shard_of, resolved.packed)
         publisher = make_publisher(config, config.share.engine)

@@ -120,10 +120,10 @@ class _Loop:
     def _serve(self, config: EngineConfig, stacks_fd: int, exchange: WeightExchange | None) -> int:
         """Raises `RankLost`."""
         try:
-            # ahead of what takes long here, for it takes as long there
+            # first, because the followers take as long to start
             ranks = Ranks.begin(config, self._heartbeats, self._row, stacks_fd, pin=True)
             if ranks is not None:
-                ranks.links.moved = self._heartbeat.still  # it is not this one that hangs while it waits for another
+                ranks.links.on_progress = self._heartbeat.still  # waiting for another rank is not a hang of this one
             compiling = CompileJob.begin(config if ranks is None else ranks.config)
             self._headstart.wait(ranks.check if ranks is not None else lambda: None)
             from weft.engine.engine import Engine  # here, so that a failed import is reported as EngineFailed
@@ -132,7 +132,7 @@ class _Loop:
             progress = _AnnouncedProgress(self._heartbeat, self._heartbeats.start_timeout)
             engine = Engine(config, progress, compiling, ranks, exchange)
             if ranks is not None:
-                ranks.links.moved = lambda: None  # from now on a thread beside the loop adds up
+                ranks.links.on_progress = lambda: None  # from here on a separate thread runs the collectives
         except RankLost:
             raise
         except WeftError as error:

@@ -1,8 +1,7 @@
-"""Tensor parallelism: the processes that share one model, a rank each, and how they keep step.
+"""Tensor parallelism: the processes that share one model, one per rank, and how they stay in step.
 
-Owns: starting and watching ranks, what they share (memory, bells), the ring of orders, collectives of a CPU, and what
-makes several ranks look like one runner, one host pool and one store to the engine on rank 0; so also loading, which
-ends with such a runner, or that of one rank.
-May import: runner/, memory/, model/, wire/ and what lies below them.
-Never: schedules; knows a request, a queue or a prefix.
+Owns: starting and watching ranks, shared memory and bells, the ring of orders, CPU collectives, model loading, and the
+wrappers that make several ranks look like one runner, host pool and store to the engine on rank 0.
+May import: runner/, memory/, model/, wire/ and the packages below them.
+Never: schedules, or handles a request, a queue or a prefix.
 """

@@ -1,4 +1,4 @@
-"""A `Batch` as arrays of fixed kinds and order, and back: how an iteration travels to the other ranks."""
+"""Serializes a `Batch` to typed arrays in a fixed order and back, to send an iteration to other ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _I, _F = np.int32, np.float32
 _KINDS: tuple[type[np.generic], ...] = (
     np.int64,  # step, decodes, columns of the page table, words of a mask
     *(_I, _I, _I, _I, _I, _I, np.int64),  # rows of requests and tokens
-    *(_I, _I, _I, _I),  # page table, and what is sampled
+    *(_I, _I, _I, _I),  # page table, sampled rows
     *(_F, _I, _I, _F, _I, _I),  # draws, biases, masks
     *(column.dtype for column in COLUMNS),
-    *(_I, _I, _I, _I, _I),  # counts that begin anew, scores of prompts
+    *(_I, _I, _I, _I, _I),  # count resets, prompt logprobs
     *(_I, _I),  # hidden states
 )
 

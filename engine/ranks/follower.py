@@ -1,7 +1,7 @@
-"""`Follower`: what a rank but the first does all day: it takes orders and computes. It knows no request.
+"""`Follower`: the main loop of every rank except rank 0. It executes orders and has no notion of requests.
 
-The calling thread runs iterations; a thread beside it takes orders out of the ring, hands iterations on and begins
-copies, which so run beside iterations here as they do on rank 0.
+The calling thread runs iterations. A second thread reads orders from the ring, passes iterations on and starts copies,
+so that copies overlap iterations as they do on rank 0.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from weft.engine.memory.extent import Record
 from weft.engine.memory.ssd_store import Job, Outcome, SsdStore
 from weft.engine.memory.store_file import StoreFile
 from weft.engine.memory.transfer import Copy, CopyEngine, Pairs
+from weft.engine.ranks.agreement import barrier, common_records
 from weft.engine.ranks.batches import batch_of
 from weft.engine.ranks.leader import BROKEN, DONE, LOST, PENDING, POLL_SECONDS
 from weft.engine.ranks.links import LOOK_SECONDS, Bytes, Links
 from weft.engine.ranks.ring import Kind, RingReader
-from weft.engine.ranks.scans import agreed, meet
 from weft.engine.runner.cpu.cpu_runner import CpuRunner
 from weft.engine.runner.device.collectives import Collectives
 from weft.engine.runner.device.runner import InFlight, Runner
@@ -31,62 +31,59 @@ from weft.engine.runner.iteration.batch import Batch
 from weft.engine.wire.heartbeat import HEARTBEAT_SECONDS
 
 _OF_JOB = {Outcome.PENDING: PENDING, Outcome.DONE: DONE, Outcome.LOST: LOST, Outcome.BROKEN: BROKEN}
-
-
 LAUNCHED_SECONDS = 0.02
-"""between looks at an iteration on a GPU that nothing follows"""
+"""Seconds between checks of a launched GPU iteration while no further one arrives."""
 AHEAD = 1
-"""iterations launched behind the one that is waited for, as on rank 0"""
+"""Iterations launched after the one being waited for, as on rank 0."""
 
 
-class _Held(NamedTuple):
-    """A copy that waits for the iterations before it."""
+class _HeldCopy(NamedTuple):
+    """A copy that waits until the first `after` iterations have been computed."""
 
-    behind: int
-    """iterations"""
+    after: int
     kind: Kind
     place: int
     pairs: Pairs
 
 
-class _Act(NamedTuple):
-    """A copy, read or write under way."""
+class _Transfer(NamedTuple):
+    """A copy, read or write in progress."""
 
     place: int
-    what: Copy | Job
+    work: Copy | Job
 
 
-def _outcome(what: Copy | Job) -> int:
-    if isinstance(what, Job):
-        return _OF_JOB[what.outcome]
-    if not what.done():
+def _outcome(work: Copy | Job) -> int:
+    if isinstance(work, Job):
+        return _OF_JOB[work.outcome]
+    if not work.done():
         return PENDING
-    if what.failed:
+    if work.failed:
         return BROKEN
-    return LOST if what.unkept else DONE
+    return LOST if work.unkept else DONE
 
 
 class Follower:
     def __init__(
         self, links: Links, runner: Runner, collectives: Collectives, file: StoreFile | None, threads: int
     ) -> None:
-        """file: of this rank's SSD tier. threads: of iterations."""
+        """file: the file of this rank's SSD tier. threads: compute threads for iterations."""
         self._links, self._runner, self._collectives, self._file = links, runner, collectives, file
         self._threads = threads
         self._ring = RingReader(links)
         self._outcomes = links.outcomes()[links.rank]
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._taken = self._computed = 0
-        """iterations out of the ring, and those that are done here"""
-        self._held: deque[_Held] = deque()
-        self._acts: list[_Act] = []
+        """Iterations taken from the ring, and iterations computed on this rank."""
+        self._held: deque[_HeldCopy] = deque()
+        self._transfers: list[_Transfer] = []
         self._copies: CopyEngine | None = None
         self._store: SsdStore | None = None
         self._error: BaseException | None = None
         self._launched: deque[InFlight] = deque()
 
     def run(self, heartbeat: Callable[[], None]) -> None:
-        """Until rank 0 says so. `heartbeat` is called with each round of the loop. Raises what went wrong."""
+        """Run until rank 0 sends `END`. Calls `heartbeat` once per loop. Raises any error of either thread."""
         torch.set_num_threads(self._threads)
         listener = threading.Thread(target=self._listen, name="weft-orders", daemon=True)
         listener.start()
@@ -112,24 +109,24 @@ class Follower:
                 if self._launched and self._launched[0].ends_within(0.0):
                     self._wait_for_launched(len(self._launched) - 1)
 
-    def _wait_for_launched(self, but: int) -> None:
-        """Of a GPU: for all but so many iterations. Raises what went wrong with them."""
-        while len(self._launched) > but:
+    def _wait_for_launched(self, remaining: int) -> None:
+        """Wait for launched GPU iterations until only `remaining` are in flight. Raises their errors."""
+        while len(self._launched) > remaining:
             self._launched.popleft().wait()
             self._computed += 1
 
     def _listen(self) -> None:
         try:
-            while self._take():
+            while self._take_order():
                 self._begin_copies()
                 self._report()
-        except BaseException as error:  # of a thread: raised where its batches are taken
+        except BaseException as error:  # `run` raises it
             self._error = error
         self._batches.put(None)
 
-    def _take(self) -> bool:
-        """One order, if there is one. False: it was the last."""
-        order = self._ring.receive(POLL_SECONDS if self._acts or self._held else LOOK_SECONDS)
+    def _take_order(self) -> bool:
+        """Handle the next order if there is one. Returns False after the last order."""
+        order = self._ring.receive(POLL_SECONDS if self._transfers or self._held else LOOK_SECONDS)
         if order is None:
             return True
         kind, arrays = order
@@ -144,10 +141,10 @@ class Follower:
             self._copies = self._runner.copy_engine(*numbers)
             if self._file is not None:
                 self._store = SsdStore(self._file, self._copies.host, self._copies.remainders)
-            meet(self._collectives)
+            barrier(self._collectives)
         elif kind in (Kind.OUT, Kind.BACK):
             pairs = [(page, slot) for page, slot in _pairs(arrays[1])]
-            self._held.append(_Held(self._taken, kind, numbers[0], pairs))
+            self._held.append(_HeldCopy(self._taken, kind, numbers[0], pairs))
         elif kind is Kind.CLOSE_POOL:
             assert self._copies is not None
             if self._store is not None:
@@ -155,46 +152,46 @@ class Follower:
             self._copies.close()
         else:
             assert self._store is not None
-            self._keep(self._store, kind, numbers, arrays[1:])
+            self._run_store_order(self._store, kind, numbers, arrays[1:])
         return True
 
-    def _keep(self, store: SsdStore, kind: Kind, numbers: list[int], texts: Sequence[Bytes]) -> None:
+    def _run_store_order(self, store: SsdStore, kind: Kind, numbers: list[int], texts: Sequence[Bytes]) -> None:
         if kind is Kind.SCAN:
-            agreed(self._collectives, store.scan())
+            common_records(self._collectives, store.scan())
         elif kind is Kind.WRITE:
             place, extent, slot = numbers
             key, parent, tokens, salt = (text.tobytes() for text in texts)
             record = Record(key, parent, tokens, salt.decode("utf-8", "surrogatepass"))
-            self._acts.append(_Act(place, store.write(extent, record, slot)))
+            self._transfers.append(_Transfer(place, store.write(extent, record, slot)))
         elif kind is Kind.READ:
             place, extent, slot = numbers
-            self._acts.append(_Act(place, store.read(extent, slot)))
+            self._transfers.append(_Transfer(place, store.read(extent, slot)))
         elif kind is Kind.ERASE:
             store.erase(*numbers)
         elif kind is Kind.RESET:
             store.reset()
 
     def _begin_copies(self) -> None:
-        """Those that nothing computed here before them can touch any more.
+        """Start the held copies whose pages no earlier iteration on this rank can still touch.
 
-        Rank 0 was done with the pages when it asked. This rank need not be: behind the last layer's keys and values of
-        an iteration of which no row is read, nothing is added up, and so nobody waits for anybody.
+        Rank 0 was done with the pages when it sent the order. This rank may not be: after the last layer writes K and V
+        of an iteration whose rows are not read, no all-reduce follows, so ranks do not wait for each other.
         """
-        while self._held and self._held[0].behind <= self._computed:
+        while self._held and self._held[0].after <= self._computed:
             held = self._held.popleft()
             assert self._copies is not None
-            act = self._copies.out if held.kind is Kind.OUT else self._copies.back
-            self._acts.append(_Act(held.place, act(held.pairs)))
+            copy = self._copies.out if held.kind is Kind.OUT else self._copies.back
+            self._transfers.append(_Transfer(held.place, copy(held.pairs)))
 
     def _report(self) -> None:
-        """Show what has ended."""
-        open_acts = []
-        for act in self._acts:
-            if (outcome := _outcome(act.what)) == PENDING:
-                open_acts.append(act)
+        """Publish the outcomes of finished transfers."""
+        pending = []
+        for transfer in self._transfers:
+            if (outcome := _outcome(transfer.work)) == PENDING:
+                pending.append(transfer)
             else:
-                self._outcomes[act.place] = outcome
-        self._acts = open_acts
+                self._outcomes[transfer.place] = outcome
+        self._transfers = pending
 
 
 def _pairs(array: Bytes) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""`Ranks`: the other ranks from the side of rank 0: starts them, knows when one ends, ends them."""
+"""`Ranks`: starts, watches and stops the follower processes for rank 0."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from weft.engine.wire.preloaded import VISIBLE, environment, gpus
 from weft.engine.wire.stacks import Stacks
 
 END_SECONDS = 2.0
-"""that a rank gets to end when told"""
+"""Seconds that a rank gets to exit before it is killed."""
 
 
 def _not_started(config: EngineConfig, error: OSError) -> ConfigError:
     why = error.strerror or error
-    return ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size}: no rank can be started: {why}")
+    return ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size}: cannot start a rank: {why}")
 
 
 def _gpus(config: EngineConfig) -> list[str]:
-    """Those that ranks are spread over, as far as files tell; empty on a CPU."""
+    """Return the GPUs to spread ranks over, found without loading CUDA; empty on a CPU."""
     return gpus() if config.device != "cpu" and has_gpu() else []
 
 
-def sees(config: EngineConfig, rank: int) -> dict[str, str]:
-    """Variables of a rank's process: its own GPU is the first that it sees, then come those of the others."""
+def gpu_environment(config: EngineConfig, rank: int) -> dict[str, str]:
+    """Return environment variables for a rank's process: its GPU comes first in the list, then those of the others."""
     here = _gpus(config)
     return {VISIBLE: ",".join(here[rank:] + here[:rank])} if here else {}
 
 
 class Ranks:
-    """Create with `Ranks.begin(config)`, before anything else that takes long: all ranks start at once.
+    """Create with `Ranks.begin(config)` before other slow work, so that all ranks start at once.
 
     Attributes:
-    config: what every rank works with.
-    links: rank 0's.
+    config: the configuration that every rank uses.
+    links: rank 0's links.
     """
 
     def __init__(self, config: EngineConfig, heartbeats: Heartbeats, row: int, stacks_fd: int, *, pin: bool) -> None:
@@ -57,7 +57,7 @@ class Ranks:
         self._stopping = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._ends: dict[int, int] = {}
-        """by rank: a descriptor that becomes readable when its process has ended"""
+        """By rank: a pidfd, readable once the process has ended."""
         self._watcher = threading.Thread(target=self._watch, name="weft-ranks", daemon=True)
         try:
             self._shared = Descriptors.make(config.tensor_parallel_size)
@@ -80,7 +80,7 @@ class Ranks:
     def _begin(self, rank: int, heartbeats: Heartbeats, row: int, stacks_fd: int, cpus: set[int]) -> None:
         heartbeat = heartbeats.rank(row, rank)
         heartbeat.begin("starting", heartbeats.start_timeout)
-        # The kernel ends a child with the thread that made it.
+        # With a parent-death signal the kernel kills a child when the thread that created it ends.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         arguments = (rank, heartbeats.fd, row, stacks_fd)
         with stacks_signal_blocked():
@@ -88,8 +88,8 @@ class Ranks:
                 command(parent, RANK, *arguments),
                 stdin=subprocess.PIPE,
                 pass_fds=(*self._shared.fds, heartbeats.fd, stacks_fd),
-                start_new_session=True,  # Ctrl-C reaches rank 0 alone
-                env={**environment(), **sees(self.config, rank)},
+                start_new_session=True,  # so that Ctrl-C reaches only rank 0
+                env={**environment(), **gpu_environment(self.config, rank)},
             )
         self._ends[rank] = os.pidfd_open(process.pid)
         heartbeat.begin("starting", heartbeats.start_timeout, process.pid)
@@ -111,36 +111,36 @@ class Ranks:
         *,
         pin: bool = False,
     ) -> Ranks | None:
-        """None for a model that one rank has whole.
+        """Start the followers. Returns None for a single rank.
 
-        heartbeats, row, stacks_fd: where ranks show that they live, and write their stacks; by default nobody looks. pin:
-        this process too is for one rank alone. Raises `ConfigError` or `ModelError`.
+        heartbeats, row, stacks_fd: where ranks write heartbeats and stacks; private by default. pin: also pin this
+        process to the cores of rank 0. Raises `ConfigError` or `ModelError`.
         """
         if config.tensor_parallel_size == 1:
             return None
-        # What cannot be cut starts nothing.
+        # Check that the model can be sharded before starting anything.
         if config.model_impl == "transformers":
             raise ConfigError("--tensor-parallel-size needs weft's own layers: leave out --model-impl transformers")
         read_spec(config.model_path).shard(0, config.tensor_parallel_size)
         if (here := _gpus(config)) and len(here) < config.tensor_parallel_size:
             raise ConfigError(
-                f"--tensor-parallel-size {config.tensor_parallel_size}: a rank has a GPU, and there are {len(here)} "
-                "here; lower it, or use --device cpu"
+                f"--tensor-parallel-size {config.tensor_parallel_size} needs one GPU per rank, and this machine has "
+                f"{len(here)}; lower it, or use --device cpu"
             )
         if here:
-            told = "is experimental: it has run on two and four H200s and on no others"
-            print(f"weft: --tensor-parallel-size on GPUs {told}", file=sys.stderr, flush=True)
+            tested = "it has been tested only on two and four H200s"
+            print(f"weft: --tensor-parallel-size on GPUs is experimental: {tested}", file=sys.stderr, flush=True)
         if not here and (there := cores()) < config.tensor_parallel_size:
-            told = f"{config.tensor_parallel_size} ranks share {there} core(s): fewer would be quicker"
-            print(f"weft: --tensor-parallel-size: {told}", file=sys.stderr, flush=True)
+            shared = f"{config.tensor_parallel_size} ranks share {there} core(s): fewer ranks would be faster"
+            print(f"weft: --tensor-parallel-size: {shared}", file=sys.stderr, flush=True)
         each = config.cpu_threads or threads(cores(), config.tensor_parallel_size)
-        # a pipeline is there on all ranks before one of them runs it
+        # All ranks must have a pipeline before one of them runs it.
         config = config.for_measuring().model_copy(update={"cpu_threads": each})
         own = Stacks() if stacks_fd is None else None
         return cls(config, heartbeats or Heartbeats(row + 1), row, own.fd if own else stacks_fd or 0, pin=pin)
 
     def _watch(self) -> None:
-        """On a thread: say at once when one has ended, or is about to."""
+        """Thread: report as soon as a rank has ended or is exiting."""
         poll = select.poll()
         ranks = {fd: rank for rank, fd in self._ends.items()}
         for fd in ranks:
@@ -158,27 +158,27 @@ class Ranks:
         if why := self.links.state(rank).why:
             return why
         if not select.select([self._ends[rank]], [], [], 0)[0]:
-            return "its process ended (its memory is being given back)"
+            return "its process ended (its memory is being released)"
         code = self._processes[rank].wait()
         return f"its process ended ({how_ended(code)})"
 
     def check(self) -> None:
-        """Raises `RankLost` when a rank has ended."""
+        """Raise `RankLost` if a rank has ended."""
         if self._why is not None:
             raise RankLost(self._why)
 
-    def watched(self, progress: Progress | None) -> Progress:
-        """Rank 0's progress, and news of the others with every part of it."""
+    def checked_progress(self, progress: Progress | None) -> Progress:
+        """Wrap a progress callback so that each call also runs `check`."""
 
-        def told(phase: str, done: int, total: int) -> None:
+        def report(phase: str, done: int, total: int) -> None:
             self.check()
             if progress is not None:
                 progress(phase, done, total)
 
-        return told
+        return report
 
     def stop(self, seconds: float = END_SECONDS) -> None:
-        """End those that have not ended by themselves within so many seconds. Idempotent."""
+        """Stop the ranks; kill any still running after `seconds`. Idempotent."""
         if self._stopping:
             return
         self._stopping = True
@@ -186,7 +186,7 @@ class Ranks:
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
-        for process in self._processes.values():  # all of them, before any is waited for: their memory takes its time
+        for process in self._processes.values():  # kill all before waiting for any: releasing memory takes time
             process.kill()
         for process in self._processes.values():
             process.wait()

@@ -1,7 +1,7 @@
-"""`LeadingRunner`: rank 0's runner, host pool and store, which take the other ranks with them.
+"""`LeadingRunner`: rank 0's runner, host pool and store, which drive those of the other ranks.
 
-What the engine does to its device it does to all: an order goes into the ring ahead of the same act here. An act is
-done when it is done everywhere, and has failed when it has failed anywhere.
+Each device operation goes into the ring before rank 0 performs it. An operation is done when all ranks are done with
+it, and has failed if it failed on any rank.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from weft.engine.memory.transfer import Bytes, Copy, CopyEngine, Pairs
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress
+from weft.engine.ranks.agreement import agree, barrier, common_records
 from weft.engine.ranks.batches import arrays_of
 from weft.engine.ranks.links import OPERATIONS, Links
 from weft.engine.ranks.ring import Kind, RingWriter
 from weft.engine.ranks.runners import rank_runner
-from weft.engine.ranks.scans import agree, agreed, meet
 from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.runner.device.collectives import Collectives
 from weft.engine.runner.device.compile_job import CompileJob
@@ -38,13 +38,13 @@ from weft.engine.runner.iteration.batch import Batch
 from weft.engine.runner.options.resolve import ResolvedConfig
 
 POLL_SECONDS = 1e-3
-"""between looks at whether the other ranks are done"""
+"""Seconds between checks of whether the other ranks are done."""
 PENDING, DONE, LOST, BROKEN = range(4)
-"""of an operation at another rank"""
+"""Outcomes of an operation on another rank."""
 
 
 class Operations:
-    """Numbers of acts under way, and how they went at the other ranks."""
+    """Numbers the operations in progress and collects their outcomes from the other ranks."""
 
     def __init__(self, links: Links) -> None:
         self._outcomes = links.outcomes()[1:]
@@ -56,7 +56,7 @@ class Operations:
         return place
 
     def worst(self, place: int) -> int:
-        """`PENDING` as long as it is so anywhere."""
+        """Return the worst outcome of any rank, or `PENDING` while it is pending on one."""
         column = self._outcomes[:, place]
         return PENDING if (column == PENDING).any() else int(column.max())
 
@@ -73,7 +73,7 @@ def lead(
     *,
     store: bool,
 ) -> LeadingRunner:
-    """Rank 0's runner, once all ranks have come so far and agree. store: it has a file of the SSD tier.
+    """Wait until all ranks are ready and agree, then return rank 0's runner. store: rank 0 has an SSD tier file.
 
     Raises `RankLost`, `ConfigError` or `OutOfMemory`.
     """
@@ -82,13 +82,13 @@ def lead(
     collectives = SharedCollectives(links)
     config, stores = agree(collectives, config, model, store=store)
     if store and not stores:
-        print("weft: no SSD tier: not every rank has one; serving continues without it", file=sys.stderr, flush=True)
+        print("weft: the SSD tier is off: not every rank has one", file=sys.stderr, flush=True)
     runner = rank_runner(links, spec, weights, options, config, collectives, progress, compiling)
     return LeadingRunner(runner, links, collectives, stores=stores)
 
 
 class LeadingRunner:
-    """See `runner.Runner`. stores: every rank has a file of the SSD tier."""
+    """See `runner.Runner`. stores: every rank has an SSD tier file."""
 
     def __init__(self, runner: Runner, links: Links, collectives: Collectives, *, stores: bool) -> None:
         self.own, self.stores = runner, stores
@@ -106,16 +106,16 @@ class LeadingRunner:
 
     @property
     def sleepable(self) -> None:
-        return None  # the other ranks would have to, too
+        return None  # the other ranks would have to sleep too
 
     def copy_engine(self, slots: int) -> CopyEngine:
         self._ring.send(Kind.POOL, np.array([slots]))
         own = self.own.copy_engine(slots)
-        meet(self._collectives)
+        barrier(self._collectives)
         return LeadingCopies(own, self._ring, self._operations)
 
     def make_store(self, file: StoreFile, host: Bytes, remainders: Remainders | None) -> LeadingStore:
-        """Of the SSD tier, behind `copy_engine`."""
+        """Open the store of the SSD tier; call `copy_engine` first."""
         return LeadingStore(SsdStore(file, host, remainders), self._ring, self._operations, self._collectives)
 
     def launch(self, batch: Batch) -> InFlight:
@@ -150,7 +150,7 @@ class LeadingCopy:
 
     @property
     def unkept(self) -> Collection[int]:
-        """All of them, where another rank had no room for one: it does not say which."""
+        """Slots without a copy. If another rank ran out of space these are all slots: it does not report which."""
         return self._slots if self._worst == LOST else self.own.unkept
 
     @property
@@ -190,7 +190,7 @@ class LeadingCopies:
 
 
 class LeadingJob(Job):
-    """A read or write at all ranks."""
+    """A read or write on all ranks."""
 
     def __init__(self, own: Job, place: int, operations: Operations) -> None:
         self._own, self._place, self._operations = own, place, operations
@@ -220,7 +220,7 @@ class LeadingJob(Job):
 
 
 class LeadingStore:
-    """See `ssd_store.Store`: each rank has a file of its own, with its part of each page under the same extent."""
+    """See `ssd_store.Store`. Each rank has its own file with its shard of each page under the same extent."""
 
     def __init__(self, own: SsdStore, ring: RingWriter, operations: Operations, collectives: Collectives) -> None:
         self._own, self._ring, self._operations, self._collectives = own, ring, operations, collectives
@@ -243,7 +243,7 @@ class LeadingStore:
 
     def scan(self) -> list[tuple[int, Record]]:
         self._ring.send(Kind.SCAN)
-        return agreed(self._collectives, self._own.scan())
+        return common_records(self._collectives, self._own.scan())
 
     def write(self, extent: int, record: Record, slot: int) -> Job:
         place = self._operations.begin()
@@ -265,5 +265,5 @@ class LeadingStore:
         self._own.reset()
 
     def close(self) -> None:
-        """Also from a thread of its own, when the tier is switched off: then the other ranks keep theirs open."""
+        """Close this rank's store, possibly on another thread when the tier is disabled. Other ranks keep theirs open."""
         self._own.close()

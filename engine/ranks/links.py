@@ -1,7 +1,7 @@
-"""`Links`: what the ranks of one engine share: a block of memory without a name, and bells between each two of them.
+"""`Links`: anonymous shared memory for the ranks of one engine, and bells between each pair of them.
 
-Both are descriptors that processes inherit under the same numbers. Nothing of it has a name, so nothing is left behind
-by whoever is killed. A bell is an eventfd that counts: what was written before it is rung can be read once it is heard.
+Both are descriptors that processes inherit under the same numbers. Neither has a name, so a killed process leaves
+nothing to clean up. A bell is a counting eventfd: data written before a ring can be read once the ring is received.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ import numpy.typing as npt
 MAX_RANKS = 8
 PAGE = 4096
 EXCHANGE_BYTES = 8 << 20
-"""that a rank shows the others at once, twice: it writes one half while others may still read the other"""
+"""Bytes that a rank exchanges at once. Double-buffered: a rank writes one half while others still read the other."""
 RING_SLOTS = 8
 SLOT_BYTES = 1 << 20
 OPERATIONS = 4096
-"""more than are ever under way: copies of pages, reads and writes of a store"""
+"""More operations (page copies, store reads and writes) than are ever in progress."""
 LOOK_SECONDS = 0.5
-"""between two looks at whether the others are still there, while one of them is waited for"""
+"""Seconds between liveness checks while waiting for another rank."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Offsets in the shared memory. It is given by the system on first touch: what is not used costs nothing."""
+    """Offsets in the shared memory. The system allocates pages on first touch, so unused space costs nothing."""
 
     ranks: int
 
     @property
     def states(self) -> int:
-        """a page for each rank: how far it is, and why it ended"""
+        """One page per rank: its `State`."""
         return 0
 
     @property
     def outcomes(self) -> int:
-        """a byte for each rank and operation"""
+        """One byte per rank and operation."""
         return self.ranks * PAGE
 
     @property
@@ -60,10 +60,10 @@ class Layout:
 
 
 class Bell:
-    """Rung by one, heard by one other, once for each time it was rung."""
+    """A counting event with one sender and one receiver."""
 
     def __init__(self, fd: int, lost: int | None = None) -> None:
-        """`lost`: a descriptor that becomes readable when a rank has ended."""
+        """lost: a descriptor that becomes readable when a rank has ended."""
         self.fd = fd
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
@@ -73,8 +73,8 @@ class Bell:
     def ring(self) -> None:
         os.eventfd_write(self.fd, 1)
 
-    def heard(self, seconds: float) -> bool:
-        """Wait so long at most."""
+    def wait(self, seconds: float) -> bool:
+        """Receive one ring. Returns False if none arrives within `seconds`."""
         for _ in range(2):
             try:
                 os.eventfd_read(self.fd)
@@ -86,14 +86,14 @@ class Bell:
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """What a process inherits."""
+    """The descriptors that a rank's process inherits."""
 
     ranks: int
     memory: int
     bells: tuple[tuple[int, ...], ...]
-    """`[from][to]`, for collectives; -1 from a rank to itself"""
+    """`[from][to]`, for collectives; -1 on the diagonal."""
     doorbells: tuple[int, ...]
-    """of the ring, for each rank; -1 for rank 0"""
+    """Bells of the ring by rank; -1 for rank 0."""
 
     @classmethod
     def make(cls, ranks: int) -> Descriptors:
@@ -122,10 +122,10 @@ class Descriptors:
 
 
 class Links:
-    """A rank's view of what is shared."""
+    """A rank's view of the shared memory and bells."""
 
     def __init__(self, rank: int, shared: Descriptors, lost: int | None = None) -> None:
-        """`lost`: see `Bell`."""
+        """lost: see `Bell`."""
         self.rank, self.ranks = rank, shared.ranks
         self.layout = layout = Layout(shared.ranks)
         self.memory: Bytes = np.frombuffer(mmap.mmap(shared.memory, layout.size), np.uint8)
@@ -134,11 +134,11 @@ class Links:
         self.of = {r: Bell(shared.bells[r][rank], lost) for r in self.peers}
         self.doorbells = {r: Bell(fd, lost) for r, fd in enumerate(shared.doorbells) if fd >= 0}
         self.check: Callable[[], None] = lambda: None
-        """called while another rank is waited for; raises `RankLost` when one has ended"""
+        """Called while waiting for another rank. Raises `RankLost` if one has ended."""
         self.on_lost: Callable[[], None] = lambda: None
-        """called on a thread, once, when a rank has ended"""
-        self.moved: Callable[[], None] = lambda: None
-        """called with every exchange, and while one is waited for: a sign of life"""
+        """Called once, on a thread, when a rank has ended."""
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called on every exchange and while waiting for one, as a sign of life."""
 
     def block(self, begin: int, *shape: int) -> Bytes:
         size = int(np.prod(shape))
@@ -148,25 +148,25 @@ class Links:
         return State(self.block(self.layout.states + rank * PAGE, PAGE))
 
     def outcomes(self) -> Bytes:
-        """`[ranks, OPERATIONS]`"""
+        """Outcomes of operations, `[ranks, OPERATIONS]`."""
         return self.block(self.layout.outcomes, self.ranks, OPERATIONS)
 
     def ring_slots(self) -> Bytes:
         return self.block(self.layout.ring, RING_SLOTS, SLOT_BYTES)
 
     def exchange(self) -> Bytes:
-        """`[2, ranks, EXCHANGE_BYTES]`"""
+        """The exchange buffers, `[2, ranks, EXCHANGE_BYTES]`."""
         return self.block(self.layout.exchange, 2, self.ranks, EXCHANGE_BYTES)
 
-    def hear(self, bell: Bell) -> None:
-        """Wait for a bell, for as long as all ranks are there. Raises `RankLost`."""
-        while not bell.heard(LOOK_SECONDS):
+    def wait_for(self, bell: Bell) -> None:
+        """Wait for a bell while all ranks are alive. Raises `RankLost`."""
+        while not bell.wait(LOOK_SECONDS):
             self.check()
-            self.moved()
+            self.on_progress()
 
 
 class State:
-    """A rank's own page: written by it, read by all."""
+    """A page that one rank writes and all ranks read."""
 
     def __init__(self, page: Bytes) -> None:
         self._numbers = page[:64].view(np.int64)
@@ -174,7 +174,7 @@ class State:
 
     @property
     def taken(self) -> int:
-        """Messages of the ring that the rank has copied out of their slots."""
+        """Number of ring messages that the rank has copied out of their slots."""
         return int(self._numbers[0])
 
     @taken.setter
@@ -183,7 +183,7 @@ class State:
 
     @property
     def why(self) -> str:
-        """Why the rank ended, in one line; empty while it has nothing to say."""
+        """One line on why the rank ended; empty while it runs."""
         size = int(self._numbers[1])
         return bytes(self._text[:size]).decode("utf-8", "replace")
 

@@ -1,4 +1,4 @@
-"""`Loading`: from a configuration to a model in memory and the runner that computes it."""
+"""`Loading`: turns a configuration into a loaded model and the runner that computes it."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ class Loaded(NamedTuple):
     runner: Runner
     make_store: Callable[[StoreFile, Bytes, Remainders | None], Store]
     stores: bool
-    """all ranks can keep pages on their disks"""
+    """All ranks can store pages on disk."""
 
 
 class Loading:
-    """What is known before the model loads, and `run`, which loads it. ranks: the others of tensor parallelism."""
+    """Resolves the configuration; `run` then loads the model. ranks: the followers under tensor parallelism."""
 
     def __init__(self, config: EngineConfig, ranks: Ranks | None, compiling: CompileJob | None) -> None:
         self._config, self._ranks = config, ranks
         self._compiling = compiling or CompileJob.begin(config)
         chosen, implementation = choose_spec(config)
         self.spec = served_as(chosen, config)
-        """of the whole model"""
+        """Spec of the whole model."""
         if not self.spec.native:
             print(f"weft: {self.spec.architecture}: {implementation}", file=sys.stderr, flush=True)
         self.own = self.spec.shard(0, config.tensor_parallel_size)
-        """this rank's part of it"""
+        """This rank's shard of it."""
         self.resolved = resolve(config, self.own)
         self.model_id = self._model_id()
 
     def run(self, phases: Phases, exchange: WeightExchange | None, *, stores: bool) -> Loaded:
-        """stores: pages are to be kept on a disk. Raises `WeftError`, with one clear line."""
+        """Load the model. stores: an SSD tier is wanted. Raises `WeftError`, one line."""
         try:
             with within_memory():
                 return self._run(phases, exchange, stores)
@@ -65,14 +65,14 @@ class Loading:
             raise
 
     def _run(self, phases: Phases, exchange: WeightExchange | None, stores: bool) -> Loaded:
-        # In a thread that ends: a team of OpenMP threads left behind here would slow the runner's (see CpuRunner).
+        # Load on a thread that ends: an OpenMP team left here would slow down the runner's (see CpuRunner).
         with ThreadPoolExecutor(1) as loader:
             weights = loader.submit(self._load, phases, exchange).result()
         if self._compiling is not None:
             self._compiling.wait(phases)
         phases.end()
         if self._model_id() != self.model_id:
-            raise ModelError(f"{self._config.model_path} was changed while it was loaded: start again")
+            raise ModelError(f"{self._config.model_path} changed while it was being loaded: start again")
         return self._with_runner(weights, phases, stores)
 
     def _model_id(self) -> str:

@@ -1,8 +1,8 @@
-"""The process of a rank but the first: `wire.child` runs it with the arguments RANK BEATS ROW STACKS.
+"""The process of a follower rank. `wire.child` runs it with the arguments RANK HEARTBEATS ROW STACKS.
 
-BEATS, ROW and STACKS say where it shows that it lives, and writes its stacks. On stdin come two lines of JSON: an
-`EngineConfig`, and `Descriptors`. It ends with stdin, with its parent, and when rank 0 says so; what goes wrong it
-writes down for rank 0.
+HEARTBEATS, ROW and STACKS say where it writes heartbeats and stacks. Stdin has two lines of JSON: an `EngineConfig` and
+`Descriptors`. The process exits when stdin closes, when its parent exits or when rank 0 sends `END`, and writes the
+reason of a failure to its `State` for rank 0.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def _serve(config: EngineConfig, links: Links, heartbeat: Heartbeat, start_timeo
     heartbeat.stage("importing", start_timeout)
     use_cache(config)
 
-    def told(phase: str, done: int, total: int) -> None:
+    def report(phase: str, done: int, total: int) -> None:
         heartbeat.stage(how_far(phase, done, total), start_timeout)
 
     from weft.engine.memory.model_id import model_id
     from weft.engine.memory.tier_setup import open_store
     from weft.engine.model.directory import read_spec
     from weft.engine.model.implementation import in_format
+    from weft.engine.ranks.agreement import agree
     from weft.engine.ranks.follower import Follower
     from weft.engine.ranks.runners import rank_runner
-    from weft.engine.ranks.scans import agree
     from weft.engine.ranks.shared_collectives import SharedCollectives
     from weft.engine.runner.options.resolve import resolve, served_as
     from weft.engine.runner.start.load import prepare, read_weights, within_memory
@@ -54,22 +54,22 @@ def _serve(config: EngineConfig, links: Links, heartbeat: Heartbeat, start_timeo
     file = open_store(config, resolved.kv, model, spec.shard_of, resolved.packed)
     with within_memory():
         prepare(resolved)
-        weights = read_weights(spec, config, resolved, told)
+        weights = read_weights(spec, config, resolved, report)
         heartbeat.stage("waiting for the other ranks", start_timeout)
-        links.moved = heartbeat.still
+        links.on_progress = heartbeat.still
         collectives = SharedCollectives(links)
         resolved, stores = agree(collectives, resolved, model, store=file is not None)
         if file is not None and not stores:
             file.close()
             file = None
-        runner = rank_runner(links, spec, weights, config, resolved, collectives, told)
-        links.moved = heartbeat
+        runner = rank_runner(links, spec, weights, config, resolved, collectives, report)
+        links.on_progress = heartbeat
     Follower(links, runner, collectives, file, resolved.cpu_threads).run(heartbeat)
 
 
 def main() -> int:
     install()
-    logging.getLogger("weft.engine").setLevel(logging.ERROR)  # what configuration and plan come to, rank 0 tells
+    logging.getLogger("weft.engine").setLevel(logging.ERROR)  # rank 0 logs how options and plan resolve
     rank, heartbeats_fd, row, stacks_fd = map(int, sys.argv[1:5])
     write_stacks_to(stacks_fd)
     config = EngineConfig.model_validate_json(sys.stdin.buffer.readline())
@@ -85,7 +85,7 @@ def main() -> int:
     except MemoryError:
         state.end("out of memory")
         code = 1
-    except Exception as error:  # a defect: the trace for the log, a line for who reads how the rank ended
+    except Exception as error:  # a bug: full trace to the log, one line to rank 0
         traceback.print_exc()
         state.end(f"{type(error).__name__}: {error}".splitlines()[0])
         code = 70

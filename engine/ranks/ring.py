@@ -1,8 +1,8 @@
-"""`RingWriter` and `RingReader`: orders of rank 0 for the other ranks, in memory that all share.
+"""`RingWriter` and `RingReader`: orders from rank 0 to the other ranks, in shared memory.
 
-An order is a kind and arrays of numbers. It is written once, into the next slots of a ring, and each rank is rung; a
-rank copies it out of the slots before it looks at it, as a device does with its inputs, and says how far it is. What is
-longer than a slot takes several. Orders are taken in the order in which they were given.
+An order is a kind and arrays of numbers. Rank 0 writes it once into the next slots of a ring and rings every rank. Each
+rank copies it out of the slots before use and publishes its position. A large order takes several slots. Orders arrive
+in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import numpy as np
 from weft.engine.ranks.links import LOOK_SECONDS, Bytes, Links
 
 _HEAD = 4
-"""words ahead of a slot's bytes: its number, bytes of the whole order, where these begin, how many they are"""
+"""Header words of a slot: its number, bytes of the whole order, offset of this piece, bytes of this piece."""
 _HEAD_BYTES = 8 * _HEAD
 _FULL_SECONDS = 2e-4
-"""between looks at a ring that is full"""
+"""Seconds between checks of a full ring."""
 
 
 class Kind(IntEnum):
     BATCH = 1
-    """an iteration"""
+    """Run an iteration."""
     POOL = 2
-    """make a host pool of so many slots, and the store's threads if there is a store, and say so"""
+    """Allocate a host pool with the given number of slots, start the store's threads if any, then meet at a barrier."""
     OUT = 3
-    """copy pages to the host pool"""
+    """Copy pages to the host pool."""
     BACK = 4
-    """and back"""
+    """Copy pages from the host pool."""
     SCAN = 5
-    """say what the store has"""
+    """Share the list of stored pages."""
     WRITE = 6
     READ = 7
     ERASE = 8
@@ -45,7 +45,7 @@ class Kind(IntEnum):
 class Order(NamedTuple):
     kind: Kind
     arrays: list[Bytes]
-    """bytes; what they mean follows from the kind. They belong to whoever received them"""
+    """Raw bytes to be viewed as the types that `kind` implies. The receiver owns them."""
 
 
 def _padded(size: int) -> int:
@@ -53,7 +53,7 @@ def _padded(size: int) -> int:
 
 
 class RingWriter:
-    """Of rank 0. Used by one thread at a time."""
+    """Rank 0's end. Used by one thread at a time."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -63,11 +63,11 @@ class RingWriter:
         self._sent = 0
 
     def send(self, kind: Kind, *arrays: np.ndarray) -> None:
-        """Raises `RankLost` when the ring is full and a rank has ended."""
+        """Send an order. Raises `RankLost` if the ring is full and a rank has ended."""
         data = _encoded(kind, [np.ascontiguousarray(a) for a in arrays])
-        room = self._slots.shape[1] - _HEAD_BYTES
-        for begin in range(0, len(data), room):
-            piece = data[begin : begin + room]
+        capacity = self._slots.shape[1] - _HEAD_BYTES
+        for begin in range(0, len(data), capacity):
+            piece = data[begin : begin + capacity]
             while self._sent - min(state.taken for state in self._states) >= len(self._slots):
                 self._links.check()
                 time.sleep(_FULL_SECONDS)
@@ -101,7 +101,7 @@ def _decoded(data: Bytes) -> Order:
 
 
 class RingReader:
-    """Of another rank."""
+    """A follower's end."""
 
     def __init__(self, links: Links) -> None:
         self._slots = links.ring_slots()
@@ -112,8 +112,8 @@ class RingReader:
         self._data = np.empty(0, np.uint8)
 
     def receive(self, seconds: float = LOOK_SECONDS) -> Order | None:
-        """The next order; None when there is none within so many seconds, or only a part of one."""
-        if not self._bell.heard(seconds):
+        """Return the next order, or None if no complete order arrives within `seconds`."""
+        if not self._bell.wait(seconds):
             return None
         turn = self._taken % len(self._slots)
         number, total, begin, size = self._heads[turn].tolist()

@@ -1,4 +1,4 @@
-"""`rank_runner`: the runner of one rank, on a CPU or on a GPU of its own."""
+"""`rank_runner`: builds the runner of one rank, on a CPU or on the rank's GPU."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.sums import summed_alone
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress
-from weft.engine.ranks.arena import Arena
+from weft.engine.ranks.agreement import barrier
+from weft.engine.ranks.all_reduce_tuning import file_of, tuned_steps
 from weft.engine.ranks.links import Links
-from weft.engine.ranks.scans import meet
+from weft.engine.ranks.peer_memory import PeerMemory
 from weft.engine.ranks.shared_collectives import SharedCollectives
-from weft.engine.ranks.shots import agreed_steps, file_of
 from weft.engine.runner.cpu.cpu_runner import CpuRunner
 from weft.engine.runner.device.collectives import Several
 from weft.engine.runner.device.compile_job import CompileJob
@@ -36,36 +36,34 @@ SOURCES = (
     "matmul/gemm_launch", "matmul/gemm_tiles", "matmul/gemm_triton",
 )  # fmt: skip
 """The modules of `kernels` that timings of collectives depend on."""
-PRODUCT_LAYERS = 4
-"""whose products are measured with the sums behind them"""
+MEASURED_LAYERS = 4
+"""Layers whose projections are measured together with the all-reduce after them."""
 
 
-def _use_measured(
+def _use_tuned_steps(
     device: PeerCollectives, host: SharedCollectives, spec: ModelSpec, weights: Weights, config: ResolvedConfig
 ) -> None:
-    """How sums are made. With these weights."""
+    """Choose how all-reduces are computed, from the cache or by measuring with these weights."""
     here = gpu(config.device)
     assert here is not None
-    # those that may write to the ranks themselves, of a few layers: one alone would lie in the L2
+    # GEMMs that may push to other ranks. Several layers, because one alone would stay in the L2 cache.
     names = [op.name for op in summed_alone(spec.layer_operations())] if spec.quantization is None else []
-    layers = [layer for layer in weights.layers[-PRODUCT_LAYERS:] if all(name in layer for name in names)]
+    layers = [layer for layer in weights.layers[-MEASURED_LAYERS:] if all(name in layer for name in names)]
     products = [layer[name].weight for layer in layers for name in names]
     shape = "-".join(map(str, (spec.hidden_size, *dict.fromkeys(product.shape[1] for product in products))))
     file = file_of(config.cache_dir, here.name, source_digest(*SOURCES), host.ranks, shape)
-    measure = partial(
-        device.microseconds, hidden=spec.hidden_size, dtype=config.compute_dtype, products=products
-    )  # fmt: skip
-    seconds = config.tuning_seconds
+    measure = None
+    if config.tuning_seconds > 0:
+        measure = partial(
+            device.microseconds, hidden=spec.hidden_size, dtype=config.compute_dtype, products=products
+        )  # fmt: skip
     pushes = bool(products) and _tiles_agree(host, products, here.sms)
     with torch.inference_mode():
-        steps = agreed_steps(
-            host, file, config.max_num_batched_tokens, measure if seconds > 0 else None, pushes=pushes
-        )  # fmt: skip
-    device.use(steps)
+        device.use(tuned_steps(host, file, config.max_num_batched_tokens, measure, pushes=pushes))
 
 
 def _tiles_agree(host: SharedCollectives, products: list[torch.Tensor], sms: int) -> bool:
-    """Whether all ranks cut these products into the same tiles, which is what flags tell of."""
+    """Return whether all ranks choose the same tiles for these GEMMs; ready flags count tiles."""
     from weft.kernels.matmul.gemm_launch import choose  # needs Triton
 
     tiles = [choose(tokens, product.shape[0], product.shape[1], sms) for product in products for tokens in BUCKETS]
@@ -83,21 +81,20 @@ def rank_runner(
     progress: Progress | None = None,
     compiling: CompileJob | None = None,
 ) -> Runner:
-    """spec, weights: the rank's part. Every rank does this at the same point, and has its runner once all have theirs.
-    See `make_runner`.
+    """Build a rank's runner; see `make_runner`. spec, weights: the rank's shard.
 
-    Raises `ConfigError`, `OutOfMemory` or `RankLost`.
+    Collective: returns once all ranks have their runners. Raises `ConfigError`, `OutOfMemory` or `RankLost`.
     """
     if config.device.type != "cuda":
         runner: Runner = CpuRunner(spec, weights, config, host)
-        meet(host)
+        barrier(host)
         return runner
     from weft.engine.runner.cuda.peer_collectives import PeerCollectives, Sizes  # needs Triton
 
     sizes = Sizes(spec, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
-    device = PeerCollectives(Arena(sizes.total, config.device, host), links.rank, links.ranks, sizes)
+    device = PeerCollectives(PeerMemory(sizes.total, config.device, host), links.rank, links.ranks, sizes)
     links.on_lost = device.end_waiting
-    several = Several(host, device, links.check, partial(_use_measured, device, host, spec, weights, config))
+    several = Several(host, device, links.check, partial(_use_tuned_steps, device, host, spec, weights, config))
     runner = make_runner(spec, weights, options, config, progress, compiling, several)
-    meet(host)
+    barrier(host)
     return runner

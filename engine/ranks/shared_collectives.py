@@ -1,8 +1,8 @@
-"""`SharedCollectives`: collectives of ranks on the CPUs of one machine, through the memory that they share.
+"""`SharedCollectives`: collectives between ranks on the CPUs of one machine, through shared memory.
 
-Each rank writes what it has into its own place, rings, hears the others, and reads theirs: the data crosses memory
-once, and sums are made in rank order by everybody. Two places take turns, so that one bell is enough: who writes into a
-place again has heard everybody since, who had read it before.
+Each rank writes its data into its own buffer, rings the others, waits for their bells and reads their buffers. Data
+crosses memory once, and every rank adds in rank order. Two buffers alternate, so one bell suffices: before a rank
+writes a buffer again it has received a later bell from each rank, rung after that rank read the buffer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SharedCollectives:
     def __init__(self, links: Links) -> None:
         self.rank, self.ranks = links.rank, links.ranks
         self._links = links
-        self._places = torch.from_numpy(links.exchange())
+        self._buffers = torch.from_numpy(links.exchange())
         self._turn = 0
 
     def all_gather(self, mine: Tensor) -> Tensor:
@@ -29,36 +29,36 @@ class SharedCollectives:
         if not mine.numel():
             return out
         rows = out.view(self.ranks, -1).view(torch.uint8)
-        for begin, end, shown in self._shown(mine):
+        for begin, end, shown in self._exchange(mine):
             rows[:, begin:end] = shown
         return out
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         out = torch.empty(partial.shape, dtype=torch.float32)
         flat, size = out.view(-1), partial.element_size()
-        for begin, end, shown in self._shown(partial):
-            parts = shown.view(partial.dtype)
+        for begin, end, shown in self._exchange(partial):
+            addends = shown.view(partial.dtype)
             into = flat[begin // size : end // size]
-            if parts.dtype == torch.float32:
-                torch.add(parts[0], parts[1], out=into)
+            if addends.dtype == torch.float32:
+                torch.add(addends[0], addends[1], out=into)
             else:
-                into.copy_(parts[0]).add_(parts[1])
-            for part in parts[2:]:
-                into.add_(part)
+                into.copy_(addends[0]).add_(addends[1])
+            for addend in addends[2:]:
+                into.add_(addend)
         return out
 
-    def _shown(self, mine: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """Piece by piece: first and last byte, and what all ranks have there, `[ranks, bytes]` uint8."""
+    def _exchange(self, mine: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield begin and end byte of each piece, and all ranks' data there, `[ranks, bytes]` uint8."""
         links = self._links
         data = mine.contiguous().view(-1).view(torch.uint8)
         for begin in range(0, len(data), EXCHANGE_BYTES):
             end = min(begin + EXCHANGE_BYTES, len(data))
-            place = self._places[self._turn, :, : end - begin]
-            place[self.rank] = data[begin:end]
+            buffer = self._buffers[self._turn, :, : end - begin]
+            buffer[self.rank] = data[begin:end]
             for bell in links.to.values():
                 bell.ring()
             for bell in links.of.values():
-                links.hear(bell)
-            links.moved()
-            yield begin, end, place
+                links.wait_for(bell)
+                links.on_progress()
+                yield begin, end, buffer
             self._turn = 1 - self._turn

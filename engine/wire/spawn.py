@@ -19,7 +19,7 @@ from weft.engine.wire.stacks import Stacks
 from weft.engine.wire.weight_exchange import WeightExchange
 
 LAST_WORDS_SECONDS = 0.05
-UNKNOWN_END = "the engine ended (its memory is being given back)"
+UNKNOWN_END = "the engine ended (its memory is being released)"
 """why it ended, while nobody knows better"""
 
 

@@ -208,16 +208,16 @@ def test_what_cannot_be_is_one_line(model: Path, ranks: int, what: str) -> None:
 def test_ranks_without_a_gpu_each_are_refused_before_any_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "has_gpu", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(ConfigError, match="--tensor-parallel-size 2: a rank has a GPU, and there are 1 here"):
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 2 needs one GPU per rank, and this machine has 1"):
         Engine(EngineConfig(model=str(model), tensor_parallel_size=2))
 
 
 def test_each_rank_sees_its_own_gpu_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "has_gpu", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7,6")
-    sees = [group.sees(EngineConfig(model=str(model), tensor_parallel_size=3), rank) for rank in range(3)]
+    sees = [group.gpu_environment(EngineConfig(model=str(model), tensor_parallel_size=3), rank) for rank in range(3)]
     assert [found["CUDA_VISIBLE_DEVICES"] for found in sees] == ["4,GPU-7,6", "GPU-7,6,4", "6,4,GPU-7"]
-    assert group.sees(EngineConfig(model=str(model), tensor_parallel_size=3, device="cpu"), 1) == {}
+    assert group.gpu_environment(EngineConfig(model=str(model), tensor_parallel_size=3, device="cpu"), 1) == {}
 
 
 # -- without processes

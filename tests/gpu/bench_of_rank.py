@@ -49,7 +49,7 @@ def main() -> None:
     kernels.WAVES = 1
     monkeypatch, device = pytest.MonkeyPatch(), torch.device("cpu")
     properties = SimpleNamespace(multi_processor_count=4, total_memory=1 << 33)
-    monkeypatch.setattr(gpu_bench, "Arena", lambda *_: File(sys.argv[3], rank, ranks, 0))
+    monkeypatch.setattr(gpu_bench, "PeerMemory", lambda *_: File(sys.argv[3], rank, ranks, 0))
     monkeypatch.setattr(gpu_bench, "Meter", Meter)
     monkeypatch.setattr(gpu_bench.GpuBench, "_graph", _graph)
     monkeypatch.setattr(gpu_bench.torch, "device", lambda *_: device)

@@ -69,7 +69,7 @@ def partial_sums(rank: int) -> tuple[Tensor, Tensor]:
 
 
 class File:
-    """See `ranks.arena.Arena`. index: of the case, each of which has memory of its own."""
+    """See `ranks.peer_memory.PeerMemory`. index: of the case, each of which has memory of its own."""
 
     def __init__(self, path: str, rank: int, ranks: int, index: int) -> None:
         self._all = [np.memmap(path, np.uint8, "r+", (index * ranks + r) * ARENA, (ARENA,)) for r in range(ranks)]

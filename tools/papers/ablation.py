@@ -209,7 +209,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         if (here := torch.cuda.device_count()) < ranks:
             lower = "lower it, or " if here > 1 else ""
-            why = f"--tensor-parallel-size {ranks}: a rank has a GPU, and there are {here} here"
+            why = f"--tensor-parallel-size {ranks} needs one GPU per rank, and this machine has {here}"
             raise ConfigError(f"{why}; {lower}use --device cpu")
         compile_first(spec, model, most, arguments.tuning_seconds, _report)
     rank: Any = import_module(f"weft.tools.papers.rank_{'gpu' if arguments.device == 'cuda' else 'cpu'}")

@@ -42,7 +42,7 @@ PUSHED_TO_ALL = 256
 
 
 class Memory(Protocol):
-    """See `ranks.arena.Arena`."""
+    """See `ranks.peer_memory.PeerMemory`."""
 
     @property
     def memory(self) -> Tensor: ...

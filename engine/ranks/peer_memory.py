@@ -1,7 +1,7 @@
-"""`Arena`: memory of one GPU that the kernels of other ranks read and write: CUDA's handles for other processes.
+"""`PeerMemory`: GPU memory that kernels of other ranks read and write, shared through CUDA IPC handles.
 
-The driver is called itself: torch's own way opens a handle on the GPU of whoever made it, and takes memory that a
-handle may not be had of.
+It calls the driver directly: torch opens a handle on the exporter's GPU, and its allocator uses memory that cannot be
+exported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Raw:
-    """Device memory as torch takes it in."""
+    """Presents raw device memory to torch."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -33,19 +33,20 @@ class _Raw:
         }  # fmt: skip
 
 
-class Arena:
-    """Of so many bytes on each rank, zeroed; every rank makes it at the same point. Raises `ConfigError` where GPUs do
-    not reach each other's memory.
+class PeerMemory:
+    """Allocates `size` zeroed bytes on each rank. Collective: all ranks must construct it at the same point.
+
+    Raises `ConfigError` if the GPUs cannot access each other's memory.
 
     Attributes:
-    memory: `[size]` uint8, this rank's.
-    bases: where each rank's begins, as this one sees it.
+    memory: `[size]` uint8, this rank's memory.
+    bases: each rank's base address as this rank sees it.
     addresses: the same, `[ranks]` int64 on the device.
     """
 
     def __init__(self, size: int, device: torch.device, collectives: Collectives) -> None:
-        """collectives: of the host."""
-        torch.cuda.synchronize(device)  # and now the context is there
+        """collectives: host collectives."""
+        torch.cuda.synchronize(device)  # creates the context
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
         own = ctypes.c_uint64()
@@ -55,9 +56,9 @@ class Arena:
             failed = self._called("cuMemsetD8_v2", own, ctypes.c_ubyte(0), ctypes.c_size_t(size))
             failed = failed or self._called("cuIpcGetMemHandle", ctypes.byref(handle), own)
         torch.cuda.synchronize(device)
-        told = torch.frombuffer(bytearray(ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES)), dtype=torch.uint8)
+        exported = torch.frombuffer(bytearray(ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES)), dtype=torch.uint8)
         addresses = [own.value] * collectives.ranks
-        for rank, theirs in enumerate(collectives.all_gather(told)):
+        for rank, theirs in enumerate(collectives.all_gather(exported)):
             if rank != collectives.rank and not failed:
                 address = ctypes.c_uint64()
                 peer = _Handle.from_buffer_copy(theirs.numpy().tobytes())
@@ -65,14 +66,14 @@ class Arena:
                 addresses[rank] = address.value
         if any(collectives.all_gather(torch.tensor([bool(failed)])).flatten().tolist()):
             raise ConfigError(
-                "--tensor-parallel-size: GPUs do not reach each other's memory"
-                f"{f' ({failed})' if failed else ''}: nvidia-smi topo -p2p rw tells which do"
+                "--tensor-parallel-size: the GPUs cannot access each other's memory"
+                f"{f' ({failed})' if failed else ''}; nvidia-smi topo -p2p rw lists the pairs that can"
             )
         self.memory: Tensor = torch.as_tensor(_Raw(own.value, size), device=device)
         self.bases = tuple(addresses)
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
 
     def _called(self, name: str, *arguments: Any) -> str:
-        """What went wrong; empty if nothing did."""
+        """Call a driver function. Returns the error, or "" on success."""
         code = getattr(self._driver, name)(*arguments)
         return f"{name}: error {code}" if code else ""

@@ -1,4 +1,4 @@
-"""What ranks agree on at their start: sizes, and the extents of the SSD tier that all of them have."""
+"""What ranks agree on at startup: sizes, and the SSD extents that all of them have."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _COLUMNS = ("the model", "--max-model-len", "--max-num-seqs", "--max-num-batched
 
 
 def agree(collectives: Collectives, config: ResolvedConfig, model: str, *, store: bool) -> tuple[ResolvedConfig, bool]:
-    """The configuration with the pages that every rank has room for, and whether every one has a store.
+    """Return the configuration with the page count that fits every rank, and whether every rank has a store.
 
-    model: see `memory.model_id`. Raises `RankLost` when ranks were told different things.
+    model: see `memory.model_id`. Raises `RankLost` if ranks have different settings.
     """
     plan = msgspec.json.encode(config.plan) if config.plan is not None else b""
     sizes = (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, config.kv.page_size)
@@ -35,8 +35,8 @@ def agree(collectives: Collectives, config: ResolvedConfig, model: str, *, store
     return replace(config, num_pages=least or None), bool(every[:, -1].all())
 
 
-def meet(collectives: Collectives) -> None:
-    """Wait until every rank has come so far. Raises `RankLost` when one has ended instead."""
+def barrier(collectives: Collectives) -> None:
+    """Wait until every rank has reached this point. Raises `RankLost` if one has ended."""
     collectives.all_gather(torch.zeros(1, dtype=torch.int64))
 
 
@@ -44,8 +44,8 @@ def _number(data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(data) >> 1
 
 
-def agreed(collectives: Collectives, records: list[tuple[int, Record]]) -> list[tuple[int, Record]]:
-    """Those of this rank's records whose extent has the same page on every rank."""
+def common_records(collectives: Collectives, records: list[tuple[int, Record]]) -> list[tuple[int, Record]]:
+    """Return this rank's records whose extent holds the same page on every rank."""
     keys = np.zeros((len(records), 3), np.int64)
     for row, (extent, record) in zip(keys, records, strict=True):
         row[0] = extent
