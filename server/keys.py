@@ -19,10 +19,7 @@ _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
 def digest(key: str) -> bytes:
-    """The digest of a key or of `sha256:HEX`.
-
-    Surrounding white space is ignored: clients cannot send it, and variables read from files end with a newline.
-    """
+    """The digest of a key or of `sha256:HEX`, without surrounding white space, which clients cannot send."""
     key = key.strip()
     if match := _DIGEST.fullmatch(key):
         return bytes.fromhex(match[1])

@@ -136,7 +136,7 @@ class Answer(Response):
                         continue
                 if not self._started:
                     await self._start(send, b"text/event-stream; charset=utf-8")
-                data = dialect.silence if update is None else dialect.of(*update)
+                data = dialect.keepalive if update is None else dialect.events(*update)
                 if data:
                     sent = time.perf_counter()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -149,7 +149,7 @@ class Answer(Response):
         itl = generation.service.metrics.itl.labels()
         idle = generation.idle if len(generation.choices) > 1 else None
         if dialect.plain:
-            fast_path: FastPath = Template(dialect.of(choice, Piece(MARK)), choice, outlet, itl, idle)
+            fast_path: FastPath = Template(dialect.events(choice, Piece(MARK)), choice, outlet, itl, idle)
         else:
             fast_path = Composer(dialect, choice, outlet, itl, idle)
         self._fast_paths.append(fast_path)

@@ -75,7 +75,7 @@ async def create_batch(body: BatchBody, folder: FolderOf, owner: OwnerOf) -> dic
 @router.get(PATH, summary="List batches")
 async def batches(folder: FolderOf, owner: OwnerOf, limit: Limit = 20, after: str | None = None) -> dict[str, Any]:
     found = await asyncio.to_thread(folder.batches.of, owner)
-    return page(found[::-1], limit, after)
+    return page([batch.shown() for batch in found], limit, "desc", after)
 
 
 async def _get(folder: FolderOf, id: str, owner: str) -> Batch:

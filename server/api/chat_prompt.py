@@ -93,7 +93,7 @@ def template_input(
 
 
 async def _enter(body: ChatBody, scope: MutableMapping[str, Any], service: Service) -> Service:
-    service = service.of(body.model)
+    service = service.for_model(body.model)
     body.check()
     return await service.enter(body.model, scope)
 

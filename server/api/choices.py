@@ -53,7 +53,7 @@ class Shape(Protocol):
 class Choices:
     """The answer to one request in its endpoint's shape. Events have no names; the last is `[DONE]`."""
 
-    silence = b": waiting\n\n"
+    keepalive = b": waiting\n\n"
 
     def __init__(self, generation: Generation, shape: Shape, model: str, created: int) -> None:
         options = generation.body.stream_options or StreamOptions()
@@ -97,7 +97,7 @@ class Choices:
     def plain(self) -> bool:
         return self._shape.plain and not self._continuous
 
-    def of(self, choice: Choice, piece: Piece) -> bytes:
+    def events(self, choice: Choice, piece: Piece) -> bytes:
         first = b""
         if choice.index not in self._opened:
             self._opened.add(choice.index)
@@ -106,14 +106,14 @@ class Choices:
         chunk = self._shape.chunk(choice, piece)
         return first if chunk is None else first + self._event(chunk)
 
-    def quick(self, choice: Choice, token_id: int, text: str) -> bytes | None:
+    def token_event(self, choice: Choice, token_id: int, text: str) -> bytes | None:
         if self._continuous or not self._shape.passes(choice, token_id, text):
             return None
         if not text:
             return b""
         template = self._templates.get(choice.index)
         if template is None:
-            before, _, after = self.of(choice, Piece(MARK)).partition(orjson.dumps(MARK))
+            before, _, after = self.events(choice, Piece(MARK)).partition(orjson.dumps(MARK))
             template = self._templates[choice.index] = before, after
         return template[0] + orjson.dumps(text) + template[1]
 

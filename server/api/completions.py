@@ -30,7 +30,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/completions", summary="Continue a prompt", responses=STREAMED)
 async def completions(body: CompletionBody, request: Request, service: ServiceOf) -> Response:
-    service = service.of(body.model)
+    service = service.for_model(body.model)
     body.check()
     await service.enter(body.model, request.scope)
     loaded, model = service.loaded, service.name(body.model)

@@ -108,7 +108,7 @@ async def _prompts(service: Service, body: EmbeddingBody, pooler: Pooler) -> lis
 class Embeddings:
     """The dialect of embeddings: a list in the order of the inputs, never a stream."""
 
-    silence = b""
+    keepalive = b""
     plain = False
 
     def __init__(self, generation: Generation, body: EmbeddingBody, pooler: Pooler, model: str) -> None:
@@ -131,10 +131,10 @@ class Embeddings:
         answer = {"object": "list", "data": data, "model": self._model, "usage": usage}
         return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
-    def of(self, _choice: Choice, _piece: Piece) -> bytes:
+    def events(self, _choice: Choice, _piece: Piece) -> bytes:
         raise NotImplementedError
 
-    def quick(self, _choice: Choice, _token_id: int, _text: str) -> None:
+    def token_event(self, _choice: Choice, _token_id: int, _text: str) -> None:
         raise NotImplementedError
 
     async def end(self) -> bytes:

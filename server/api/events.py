@@ -13,9 +13,9 @@ MARK = "\x00"
 
 
 class Dialect(Protocol):
-    """Writes one answer: `body` for a plain one; for a stream, `of` for each piece and then `end` or `failed`."""
+    """Writes one answer: `body` for a plain one; for a stream, `events` for each piece and then `end` or `failed`."""
 
-    silence: bytes
+    keepalive: bytes
     """A keep-alive for streams: a comment or an event without content."""
 
     async def body(self, wholes: Sequence[Piece], /) -> bytes:
@@ -27,14 +27,14 @@ class Dialect(Protocol):
         """Between a choice's first and last event, events differ only in their text."""
         ...
 
-    def of(self, choice: Choice, piece: Piece, /) -> bytes:
+    def events(self, choice: Choice, piece: Piece, /) -> bytes:
         """The events of a piece, including those that begin the answer or choice; empty if nothing is shown yet."""
         ...
 
-    def quick(self, choice: Choice, token_id: int, text: str, /) -> bytes | None:
+    def token_event(self, choice: Choice, token_id: int, text: str, /) -> bytes | None:
         """The event of a token in the middle of a choice, without log-probabilities, if it only adds text.
 
-        Returns None if the token has to go through `of`.
+        Returns None if the token has to go through `events`.
         """
         ...
 

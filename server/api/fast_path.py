@@ -110,5 +110,5 @@ class Composer(FastPath):
         if choice.finished:
             choice.defer(piece)
             return b""
-        data = self._dialect.quick(choice, token_id, piece.text) if entry is None else None
-        return self._dialect.of(choice, piece) if data is None else data
+        data = self._dialect.token_event(choice, token_id, piece.text) if entry is None else None
+        return self._dialect.events(choice, piece) if data is None else data

@@ -41,14 +41,15 @@ OwnerOf = Annotated[str, Depends(owner_of)]
 Limit = Annotated[int, Query(ge=1, le=10_000)]
 
 
-def page(items: Sequence[Any], limit: int, after: str | None) -> dict[str, Any]:
-    """One page of a list of objects with ids. Raises `ApiError`."""
+def page(items: Sequence[dict[str, Any]], limit: int, order: str, after: str | None) -> dict[str, Any]:
+    """One page of a list of objects, which are in ascending order. Raises `ApiError`."""
+    items = items if order == "asc" else items[::-1]
     if after is not None:
-        ids = [item.id for item in items]
+        ids = [item["id"] for item in items]
         if after not in ids:
             raise bad_request(f"after: there is no object with the id {clip(after)!r}.", "after")
         items = items[ids.index(after) + 1 :]
-    data = [item.shown() for item in items[:limit]]
+    data = list(items[:limit])
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return {"object": "list", "data": data, **ends, "has_more": len(items) > limit}
 
@@ -141,8 +142,8 @@ async def files(
     order: Literal["asc", "desc"] = "desc",
     purpose: str | None = None,
 ) -> dict[str, Any]:
-    found = [f for f in await asyncio.to_thread(folder.files.of, owner) if purpose in (None, f.purpose)]
-    return page(found if order == "asc" else found[::-1], limit, after)
+    found = await asyncio.to_thread(folder.files.of, owner)
+    return page([file.shown() for file in found if purpose in (None, file.purpose)], limit, order, after)
 
 
 async def _get(folder: Folder, id: str, owner: str) -> StoredFile:

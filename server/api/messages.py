@@ -55,7 +55,7 @@ def _chat(body: CountTokensBody) -> ChatBody:
 class MessagesDialect:
     """Writes an answer as a message of content blocks: thinking, text, calls."""
 
-    silence = event(b'{"type":"ping"}', b"ping")
+    keepalive = event(b'{"type":"ping"}', b"ping")
 
     def __init__(self, turn: Turn, max_tokens: int) -> None:
         """`max_tokens`: the value in the request."""
@@ -106,7 +106,7 @@ class MessagesDialect:
     def plain(self) -> bool:
         return self._parser.plain and self._open == "text"
 
-    def of(self, choice: Choice, piece: Piece) -> bytes:
+    def events(self, choice: Choice, piece: Piece) -> bytes:
         out = b"" if self._begun else self._begin()
         if piece.finish_reason is not None:
             self._last = piece
@@ -128,7 +128,7 @@ class MessagesDialect:
             out += self._call_events(call)
         return out
 
-    def quick(self, choice: Choice, token_id: int, text: str) -> bytes | None:
+    def token_event(self, choice: Choice, token_id: int, text: str) -> bytes | None:
         if self._open != "text" or not self._parser.passes(choice, token_id, text):
             return None
         if not text:

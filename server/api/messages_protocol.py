@@ -348,11 +348,8 @@ def _chat_messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
         if message.role == "assistant":
             yield {**_assistant(blocks), **_mark(blocks)}
         elif message.role == "system":
-            yield {
-                "role": "system",
-                "content": _text(block for block in blocks if isinstance(block, _SHOWN)),
-                **_mark(blocks),
-            }
+            content = _text(block for block in blocks if isinstance(block, _SHOWN))
+            yield {"role": "system", "content": content, **_mark(blocks)}
         else:
             yield from _user(blocks)
 
@@ -360,15 +357,9 @@ def _chat_messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
 def _assistant(blocks: Sequence[Body]) -> dict[str, Any]:
     text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
     thinking = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-    calls = [
-        {
-            "id": block.id,
-            "type": "function",
-            "function": {"name": block.name, "arguments": orjson.dumps(block.input).decode()},
-        }
-        for block in blocks
-        if isinstance(block, ToolUseBlock)
-    ]
+    uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    functions = [{"name": use.name, "arguments": orjson.dumps(use.input).decode()} for use in uses]
+    calls = [{"id": u.id, "type": "function", "function": f} for u, f in zip(uses, functions, strict=True)]
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
     if thinking:
         message["reasoning_content"] = thinking
@@ -387,12 +378,8 @@ def _user(blocks: Sequence[Body]) -> Iterator[dict[str, Any]]:
                 run = []
             text = _text(block.content)
             content = f"Error: {text}" if block.is_error else text
-            yield {
-                "role": "tool",
-                "tool_call_id": block.tool_use_id,
-                "content": content,
-                **_mark([block, *_blocks(block.content)]),
-            }
+            mark = _mark([block, *_blocks(block.content)])
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content, **mark}
         elif isinstance(block, _SHOWN):
             run.append(block)
     if run or not blocks:

@@ -78,8 +78,7 @@ class ModelText:
     ) -> EncodedChat:
         """Render and tokenize a conversation. Raises `ApiError`.
 
-        `arguments`: the template's. `add_special_tokens`: usually false, since templates write special tokens. `salt`:
-        see `Tokenizer.encode`.
+        `arguments`: the template's, which usually writes the special tokens itself. `salt`: see `Tokenizer.encode`.
         """
         render, control = self._tokenizer.render_chat, self._control
         if truncation is None:

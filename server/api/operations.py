@@ -68,7 +68,7 @@ async def models(service: ServiceOf, request: Request) -> dict[str, Any]:
 @router.head("/v1/models/{model:path}", include_in_schema=False)
 @router.get("/v1/models/{model:path}", summary="Retrieve a model")
 async def model(model: str, service: ServiceOf, request: Request) -> dict[str, Any]:
-    return _model(service.of(model), model, request)
+    return _model(service.for_model(model), model, request)
 
 
 @router.head("/health", include_in_schema=False)
@@ -239,7 +239,7 @@ async def list_model_states(service: ServiceOf) -> dict[str, Any]:
 @router.post("/admin/sleep", summary="Put a model to sleep (admin key)")
 async def sleep(body: SleepBody, service: ServiceOf) -> dict[str, Any]:
     """The model rejects new requests, finishes open ones and releases its memory. Returns once it is asleep."""
-    chosen = service.of(body.model)
+    chosen = service.for_model(body.model)
     if service.sleep is None:
         raise ApiError(501, "This server's engines are not managed by a daemon.", code="not_supported")
     return _new_state(chosen, await service.sleep(chosen.model, body.level, body.drain_seconds))
@@ -248,7 +248,7 @@ async def sleep(body: SleepBody, service: ServiceOf) -> dict[str, Any]:
 @router.post("/admin/wake", summary="Wake a model (admin key)")
 async def wake(body: ModelBody, service: ServiceOf) -> dict[str, Any]:
     """Returns once the model is awake. Other models are put to sleep if needed, as for a request."""
-    chosen = service.of(body.model)
+    chosen = service.for_model(body.model)
     if service.wake is None:
         raise ApiError(501, "This server's engines are not managed by a daemon.", code="not_supported")
     return _new_state(chosen, await service.wake(chosen.model))

@@ -19,7 +19,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/completions/render", summary="Return the prompt token ids of a completion request")
 async def render_completions(body: CompletionBody, request: Request, service: ServiceOf) -> list[dict[str, Any]]:
-    service = service.of(body.model)
+    service = service.for_model(body.model)
     body.check()
     await service.enter(body.model, request.scope)
     model = service.name(body.model)

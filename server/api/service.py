@@ -102,14 +102,12 @@ class Service:
         if lead is None:
             self.models: list[Service] = [self]
             self.keys = load_keys(config) if keys is None else list(keys)
-            self.shared_state = shared_state or SharedState(
-                1, len(self.keys), engines=whole.num_engines, models=len(whole.each)
-            )
+            size = {"engines": whole.num_engines, "models": len(whole.each)}
+            self.shared_state = shared_state or SharedState(1, len(self.keys), **size)
             models = {c.model_names[0]: e for c, e in zip(whole.each, whole.engine_numbers, strict=True)}
             self.metrics = Metrics(self.shared_state, row, watch, models)
-            self.limits = RateLimits(
-                self.shared_state, self.metrics.rejected, config.rate_limit, config.rate_limit_tokens
-            )
+            rates = config.rate_limit, config.rate_limit_tokens
+            self.limits = RateLimits(self.shared_state, self.metrics.rejected, *rates)
             self.open: set[OpenAnswer] = set()
             self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
         else:
@@ -139,15 +137,9 @@ class Service:
         """Engines that are running or starting."""
         self._row = row
         self._waking: asyncio.Future[str] | None = None
-        self._admission = Admission(
-            self.replicas,
-            self.shared_state,
-            row,
-            self.metrics.rejected,
-            max_requests=config.max_queued_requests,
-            max_tokens=config.max_queued_tokens,
-            model=self.model,
-        )
+        limits = {"max_requests": config.max_queued_requests, "max_tokens": config.max_queued_tokens}
+        rejected = self.metrics.rejected
+        self._admission = Admission(self.replicas, self.shared_state, row, rejected, **limits, model=self.model)
         self._loaded: LoadedModel | None = None
         self._served = False
         """Every API process has served the model at least once."""
@@ -176,7 +168,7 @@ class Service:
         else:
             self._served = True
         figures = self.metrics.engines[engine]
-        self.replicas.attach(engine, client, ready, figures.hear)
+        self.replicas.attach(engine, client, ready, figures.update)
         self._expected.add(engine)
         figures.loaded(self.config.model_names[0], ready)
         ready = self.replicas.ready
@@ -277,7 +269,7 @@ class Service:
 
         Idempotent for a scope. Raises `ApiError`.
         """
-        service = self.of(asked)
+        service = self.for_model(asked)
         entered: list[Service] = scope.setdefault("weft.entered", [])
         if service not in entered:
             await service._admit()
@@ -344,16 +336,13 @@ class Service:
             return None
         ages = [self._watch.late(ENGINE + engine, LATE_SECONDS) for engine in self._expected]
         late = [age for age in ages if age is not None]
-        if not late or len(late) < len(ages):
+        if not late or len(late) < len(ages) or self.sleep_state is not SleepState.AWAKE:
             return None
-        if self.sleep_state is not SleepState.AWAKE:
-            return None
-        subject = "The engine has shown no" if len(self.engines) == 1 else "No engine has shown"
-        if (
-            len(self.engines) == 1
-            and (silent := self._watch.silent_rank(ENGINE + self.engines[0], LATE_SECONDS)) is not None
-        ):
-            subject = f"The engine's rank {silent[0]} has shown no"
+        subject = "No engine has shown"
+        if len(self.engines) == 1:
+            silent = self._watch.silent_rank(ENGINE + self.engines[0], LATE_SECONDS)
+            rank = "" if silent is None else f"'s rank {silent[0]}"
+            subject = f"The engine{rank} has shown no"
         return unavailable(f"{subject} progress for {min(late):.0f} seconds.", "engine_stalled", 10)
 
     def engine_stage(self, engine: int | None = None) -> str:
@@ -388,21 +377,17 @@ class Service:
         """Why a router should send requests elsewhere, or None."""
         if (reason := self.stalled) is not None:
             return reason
-        if (
-            self.sleep_state is not SleepState.AWAKE
-            and self.phase in (Phase.SERVING, Phase.LOADING)
-            and self._any_loaded
-        ):
-            if self.config.wake_on_request:
-                return None
-            return unavailable("The model is asleep.", "model_asleep", 10)
+        wakeable = self.phase in (Phase.SERVING, Phase.LOADING) and self._any_loaded
+        if wakeable and self.sleep_state is not SleepState.AWAKE:
+            asleep = unavailable("The model is asleep.", "model_asleep", 10)
+            return None if self.config.wake_on_request else asleep
         if self.phase is not Phase.SERVING:
             return self._refusal()
         if self.unshared_engines and all(replica.engine in self.unshared_engines for replica in self.replicas):
             return self._refusal(Phase.LOADING)
         return self.loaded.admission.refusal(1, 1)
 
-    def of(self, asked: str | None) -> Service:
+    def for_model(self, asked: str | None) -> Service:
         """The service of a model by name, by default the first. Raises `ApiError` 404 for unknown names."""
         if asked is None:
             return self.lead
@@ -410,12 +395,8 @@ class Service:
             if asked in service.config.model_names:
                 return service
         served = ", ".join(name for service in self.models for name in service.config.model_names)
-        raise ApiError(
-            404,
-            f"The model '{clip(asked)}' is not served here; served: {served}.",
-            param="model",
-            code="model_not_found",
-        )
+        message = f"The model '{clip(asked)}' is not served here; served: {served}."
+        raise ApiError(404, message, param="model", code="model_not_found")
 
     def name(self, asked: str | None) -> str:
         """The model name in answers."""

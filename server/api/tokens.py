@@ -20,7 +20,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/tokenize", summary="Tokenize a text or a conversation")
 async def tokenize(body: TokenizeBody, request: Request, service: ServiceOf) -> dict[str, Any]:
-    service = service.of(body.model)
+    service = service.for_model(body.model)
     body.check_template()
     await service.enter(body.model, request.scope)
     loaded = service.loaded

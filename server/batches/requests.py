@@ -15,19 +15,16 @@ MAX_ERRORS = 100
 
 
 class RequestFile:
-    """A checked request file.
-
-    Attributes:
-        errors: the first errors, with line numbers from 1. Do not run a file with errors.
-        models: model names in the requests.
-        ids: the custom_ids of a file without errors.
-    """
+    """A checked request file. Do not run a file with errors."""
 
     def __init__(self, path: Path, endpoint: str | None = None, most: int | None = None) -> None:
         """`endpoint`: the required url. `most`: maximum number of requests. Raises `OSError`."""
         self.errors: list[tuple[int, LineError]] = []
+        """The first errors, with line numbers from 1."""
         self.models: set[str] = set()
+        """Model names in the requests."""
         self.ids: frozenset[str] = frozenset()
+        """The custom_ids of a file without errors."""
         self._ends = array("Q", [0])
         self._lines = array("Q")
         """Numbers, from 0, of the non-empty lines."""

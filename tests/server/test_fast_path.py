@@ -138,13 +138,13 @@ async def test_every_dialect_says_the_same_in_the_short_way(
 
     for dialect in (Choices, ResponseDialect, MessagesDialect):
 
-        def counting(self: Any, *given: Any, of: Any = dialect.quick) -> bytes | None:
+        def counting(self: Any, *given: Any, of: Any = dialect.token_event) -> bytes | None:
             nonlocal quick
             data = of(self, *given)
             quick += data is not None
             return data
 
-        monkeypatch.setattr(dialect, "quick", counting)
+        monkeypatch.setattr(dialect, "token_event", counting)
     hermes.engine.script = Script(WITH_CALLS)
     short = await events()
     assert len(taken) > 10

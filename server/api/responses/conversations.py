@@ -9,8 +9,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field
 
+from weft.server.api.files import page
 from weft.server.api.responses.body import Metadata
-from weft.server.api.responses.endpoints import Limit, Order, RecordsOf, page
+from weft.server.api.responses.endpoints import Limit, Order, RecordsOf
 from weft.server.api.responses.items import MAX_ITEMS, Item, read_item
 from weft.server.api.responses.records import Records, numbered
 from weft.server.api.routing import JsonRoute

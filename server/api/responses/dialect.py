@@ -23,7 +23,7 @@ Keep = Callable[[dict[str, Any]], Awaitable[None]]
 class ResponseDialect:
     """Writes the one choice of a turn."""
 
-    silence = b": waiting\n\n"
+    keepalive = b": waiting\n\n"
     plain = False
 
     def __init__(self, turn: Turn, body: ResponseBody, tools: OfferedTools, hex_id: str, keep: Keep) -> None:
@@ -51,13 +51,13 @@ class ResponseDialect:
             self._feed(choice, piece)
         return orjson.dumps(await self._finished())
 
-    def of(self, choice: Choice, piece: Piece) -> bytes:
+    def events(self, choice: Choice, piece: Piece) -> bytes:
         first = b""
         if not self._begun:
             first = self._begin()
         return first + self._feed(choice, piece)
 
-    def quick(self, choice: Choice, token_id: int, text: str) -> bytes | None:
+    def token_event(self, choice: Choice, token_id: int, text: str) -> bytes | None:
         output = self._output
         if not output.takes_text or not self._turn.parser.passes(choice, token_id, text):
             return None

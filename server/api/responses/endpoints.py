@@ -15,7 +15,7 @@ from starlette.responses import StreamingResponse
 
 from weft.server.api.answer import Answer
 from weft.server.api.chat_prompt import prompt_ids
-from weft.server.api.files import OwnerOf
+from weft.server.api.files import OwnerOf, page
 from weft.server.api.responses.background import Background, follow
 from weft.server.api.responses.body import OfferedTools, ResponseBody
 from weft.server.api.responses.dialect import ResponseDialect
@@ -24,7 +24,7 @@ from weft.server.api.responses.records import OPEN, Records, numbered
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.api.service import Service
 from weft.server.api.turn import Turn, begin_turn
-from weft.server.errors import ApiError, bad_request, clip
+from weft.server.errors import ApiError, bad_request
 
 PATH = "/v1/responses"
 CANCEL_SECONDS = 5.0
@@ -47,7 +47,7 @@ RecordsOf = Annotated[Records, Depends(records_of)]
 
 @router.post(PATH, summary="Answer a conversation, as items", responses=STREAMED)
 async def create_response(body: ResponseBody, request: Request, service: ServiceOf, records: RecordsOf) -> Response:
-    service.of(body.model)
+    service.for_model(body.model)
     body.check()
     background: Background = request.app.state.background
     _settle_storing(body, records)
@@ -86,7 +86,7 @@ async def create_response(body: ResponseBody, request: Request, service: Service
 async def count_input_tokens(
     body: ResponseBody, request: Request, service: ServiceOf, records: RecordsOf
 ) -> dict[str, Any]:
-    service = service.of(body.model)
+    service = service.for_model(body.model)
     body.check()
     own = read_input(body.input)
     context = await records.context(body.previous_response_id, body.conversation, own)
@@ -141,19 +141,6 @@ async def list_input_items(
     record = await records.get(id)
     items = await records.context(record["previous"], None, record["input"])
     return page(items, limit, order, after)
-
-
-def page(items: Sequence[Item], limit: int, order: str, after: str | None) -> dict[str, Any]:
-    """One page of a list of items. Raises `ApiError`."""
-    ordered = list(items) if order == "asc" else list(reversed(items))
-    if after is not None:
-        ids = [item["id"] for item in ordered]
-        if after not in ids:
-            raise bad_request(f"after: there is no item with the id '{clip(after)}'.", "after")
-        ordered = ordered[ids.index(after) + 1 :]
-    data = ordered[:limit]
-    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": data, **ends, "has_more": len(ordered) > limit}
 
 
 def _settle_storing(body: ResponseBody, records: Records) -> None:
