@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from weft import install_hint
 from weft.engine.config import EngineConfig
 from weft.server.daemon.cli import Command
+from weft.server.options import Parser, load
 
 _OPTIONS = "weft.tools.bench.options"
+
+
+def _cache_folder() -> Path:
+    """The folder of compiled and tuned kernels. Raises `ConfigError`."""
+    return load(EngineConfig, {}, None).cache_path
+
+
+def _kernel_bench(module: str, rest: Any) -> int:
+    """Run a module of tools/kernels, which need Triton and parse their own options."""
+    try:
+        main = import_module(f"weft.tools.kernels.{module}").main
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        print(f"weft: this needs Triton: {install_hint('gpu')}", file=sys.stderr)
+        return 1
+    return int(main(rest, Parser, _cache_folder))
+
 
 GROUPS = {
     "bench": ("measure throughput and CPU cost", "BENCHMARK"),
@@ -56,18 +82,14 @@ COMMANDS = (
     Command(
         "bench kernels",
         "each GPU kernel beside its ceiling and the vendor's",
-        "weft.tools.kernels.bench:main",
+        partial(_kernel_bench, "bench"),
         own_parser=True,
-        parser_class=True,
-        cache_folder=True,
     ),
     Command(
         "bench attention",
         "attention of hybrid batches, each way there is, in bursts and sustained",
-        "weft.tools.kernels.bench_attention:main",
+        partial(_kernel_bench, "bench_attention"),
         own_parser=True,
-        parser_class=True,
-        cache_folder=True,
     ),
     Command(
         "bench ranks",
@@ -86,7 +108,6 @@ COMMANDS = (
         "accuracy of each of its skills",
         "weft.tools.demo.evaluate:main",
         own_parser=True,
-        parser_class=True,
     ),
-    Command("demo train", "make it again", "weft.tools.demo.train:main", own_parser=True, parser_class=True),
+    Command("demo train", "make it again", "weft.tools.demo.train:main", own_parser=True),
 )

@@ -1,4 +1,4 @@
-"""The `weft` command. Heavy modules are imported by the subcommand that needs them."""
+"""The `weft` command. Each subcommand imports the heavy modules it needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from weft import __version__, install_hint
+from weft import __version__
 from weft.engine.config import EngineConfig, expanded
 from weft.engine.errors import ConfigError, ModelError, WeftError
 from weft.server.config import ServeConfig
@@ -22,12 +22,12 @@ _HELP = """\
 Serve large language models over the OpenAI HTTP API.
 
   weft serve                       serve the embedded demo model on http://127.0.0.1:8000
-  weft serve ORG/NAME              serve a model of the Hugging Face hub, downloaded once
+  weft serve ORG/NAME              serve a model from the Hugging Face hub, downloaded once
   weft serve /models/Llama-3-8B    serve a Hugging Face model directory
-  weft chat                        talk to the server on port 8000, or to a model: weft chat ORG/NAME
-  weft models                      which models are on this machine, and whether weft serves them
-  weft doctor                      what is wrong with this machine, if something does not work
-  weft load --rate 4               send it requests; measure latency, throughput, SLOs
+  weft chat                        chat with the server on port 8000, or with a model: weft chat ORG/NAME
+  weft models                      list the models on this machine and whether weft supports them
+  weft doctor                      check this machine for problems
+  weft load --rate 4               send requests to a server; measure latency, throughput, SLOs
 """
 
 _SOURCES = (
@@ -40,27 +40,23 @@ _HELP_ALL = " --help lists the common options, --help-all lists every option."
 M = TypeVar("M", bound=EngineConfig)
 
 USAGE = 2
-"""exit status when the command line is at fault: an unknown option, or a value that cannot work"""
+"""Exit status for errors in the command line, such as an unknown option or an invalid value."""
 INTERRUPTED = 130
-"""by Ctrl-C"""
+"""Exit status after Ctrl-C."""
 
 
 class Command(NamedTuple):
-    """A subcommand. `run` and `flags` are `module:function`, imported when needed."""
+    """A subcommand. `run` and `flags` may be `module:function`, which is imported when needed."""
 
     name: str
-    """of one or two words"""
+    """One or two words."""
     help: str
     run: str | Callable[[argparse.Namespace], int]
-    """gets the parsed arguments, after the configuration if there is one; with `own_parser` the rest of the line"""
+    """Takes the configuration, if any, and the parsed arguments; with `own_parser`, the remaining words."""
     flags: str | Callable[[argparse.ArgumentParser], None] | None = None
-    """adds its options; kept apart from `run`, so that help imports no torch"""
+    """Adds its options. Separate from `run`, so that help does not import torch."""
     config: type[EngineConfig] | None = None
     own_parser: bool = False
-    parser_class: bool = False
-    """with `own_parser`: `run` takes the class to parse with, whose errors are those of this command"""
-    cache_folder: bool = False
-    """with `own_parser`: `run` takes what tells where `weft serve` keeps kernels and what it measured"""
 
 
 def _version(_: argparse.Namespace) -> int:
@@ -84,12 +80,7 @@ def _completion(arguments: argparse.Namespace) -> int:
 
 
 def _shell(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="whose script to print")
-
-
-def _cache_folder() -> Path:
-    """Raises `ConfigError`."""
-    return load(EngineConfig, {}, None).cache_path
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell to print the script for")
 
 
 def _cache(arguments: argparse.Namespace) -> int:
@@ -103,57 +94,57 @@ def _cache_path(parser: argparse.ArgumentParser) -> None:
 
 
 GROUPS = {
-    "cache": ("look at the KV pages that --ssd-kv-path keeps", "COMMAND"),
-    "plan": ("look at plans of weft search", "COMMAND"),
+    "cache": ("inspect the KV pages in --ssd-kv-path", "COMMAND"),
+    "plan": ("inspect plans of weft search", "COMMAND"),
 }
 
 COMMANDS = (
     Command("serve", "serve a model over HTTP until stopped", "weft.server.daemon.daemon:run", config=ServeConfig),
     Command(
         "chat",
-        "talk to a model in this terminal: one that is served, or one that is served for this",
+        "chat with a model in this terminal",
         "weft.server.commands.chat:run",
         "weft.server.commands.options:add_chat_flags",
     ),
     Command(
         "batch",
-        "answer the requests of a file, in the form of OpenAI's Batch API; stopped anywhere, it goes on",
+        "send the requests in a file (OpenAI's Batch API format) and write the responses; resumable",
         "weft.server.commands.batch:run",
         "weft.server.commands.options:add_batch_flags",
     ),
     Command(
         "pull",
-        "download a model of the Hugging Face hub, or what is new in it",
+        "download or update a model from the Hugging Face hub",
         "weft.server.commands.models:pull",
         "weft.server.commands.options:add_pull_flags",
     ),
     Command(
         "models",
-        "the models on this machine: the demo, the hub's cache, directories; and whether weft serves them",
+        "list the models on this machine and whether weft supports them",
         "weft.server.commands.models:run",
         "weft.server.commands.options:add_models_flags",
     ),
     Command(
         "inspect",
-        "what a model is made of, what it takes, and whether this machine serves it",
+        "show a model's architecture, its memory, and whether it fits this machine",
         "weft.engine.runner.start.inspect_command:run",
         "weft.engine.runner.start.inspect_command:add_inspect_flags",
     ),
     Command(
         "quantize",
-        "write a model's matrices in FP8 (compressed-tensors), and say what each layer loses",
+        "convert a model to FP8 (compressed-tensors) and report the error of each layer",
         "weft.engine.model.quantize_command:run",
         "weft.engine.model.quantize_command:add_quantize_flags",
     ),
     Command(
         "doctor",
-        "check this machine: Python, torch, GPU, kernels, ports, disk, the hub; exits 1 if something is bad",
+        "check this machine: Python, torch, GPU, kernels, ports, disk, hub; exits with 1 on problems",
         "weft.server.commands.doctor:run",
         "weft.server.commands.options:add_doctor_flags",
     ),
     Command(
         "health",
-        "ask the servers that run on this machine, whatever their ports and TLS; exits 1 unless all are well",
+        "check the servers on this machine; exits with 1 unless all are healthy",
         "weft.server.commands.health:run",
         "weft.server.commands.options:add_health_flags",
     ),
@@ -165,47 +156,47 @@ COMMANDS = (
     ),
     Command(
         "fleet",
-        "simulate engines under a load: how many it needs, in which configuration, at what latency and energy",
+        "simulate a fleet under a load: the engines needed, their configuration, latency and energy",
         "weft.deploy.fleet.command:run",
         "weft.deploy.fleet.options:add_fleet_flags",
     ),
-    Command("cache stats", "how full the store is, and of what", _cache, _cache_path),
+    Command("cache stats", "show the size and contents of the store", _cache, _cache_path),
     Command(
         "cache verify",
-        "read every page and compare its checksum; exits 1 if one does not hold",
+        "verify the checksum of every page; exits with 1 on a mismatch",
         _cache,
         _cache_path,
     ),
-    Command("cache clear", "forget every page; the file stays", _cache, _cache_path),
+    Command("cache clear", "delete every page; the file stays", _cache, _cache_path),
     Command(
         "search",
-        "find the pipeline of nano-batches for a model and a workload",
+        "search a nano-batch pipeline for a model and a workload",
         "weft.autosearch.command:run",
         "weft.autosearch.options:add_search_flags",
     ),
     Command(
         "advise",
-        "find how many requests should run at once: measure the engine at each bound, write a configuration",
+        "find the best --max-num-seqs: measure the engine at several limits and write a configuration",
         "weft.autosearch.advisor.command:run",
         "weft.autosearch.advisor.options:add_advise_flags",
         EngineConfig,
     ),
     Command(
         "plan model",
-        "what a model needs of an accelerator, by the cost model alone",
+        "estimate a model's compute, memory and network time with the cost model",
         "weft.autosearch.model:main",
         own_parser=True,
     ),
     Command("plan show", "print a plan and draw its pipelines", "weft.autosearch.show:main", own_parser=True),
-    Command("completion", "print a script that completes weft's commands and options in a shell", _completion, _shell),
+    Command("completion", "print a shell completion script", _completion, _shell),
     Command(
         "compile",
-        "compile a model's GPU kernels into --cache-dir, also without the GPU",
+        "compile a model's GPU kernels into --cache-dir, even without the GPU",
         "weft.engine.runner.start.compile_command:run",
         "weft.engine.runner.start.compile_command:add_compile_flags",
         EngineConfig,
     ),
-    Command("version", "print the versions of weft and of what it runs on", _version),
+    Command("version", "print the versions of weft and its main dependencies", _version),
 )
 
 
@@ -248,15 +239,15 @@ def _run(command: Command, arguments: argparse.Namespace) -> int:
     for one in config.each if isinstance(config, ServeConfig) else [config]:
         if one.load_format != "dummy":
             continue
-        own = ", the demo's tokenizer in place of its own" if one.uses_demo_tokenizer else ""
-        print(f"weft: {one.model_name} has made-up weights{own}: what it answers means nothing", file=sys.stderr)
+        own = " and the demo model's tokenizer" if one.uses_demo_tokenizer else ""
+        print(f"weft: {one.model_name} has random weights{own}: its answers are meaningless", file=sys.stderr)
     return int(_imported(command.run)(config))
 
 
 def _models(argument: str | None, named: list[str], several: list[str]) -> dict[str, Any]:
-    """The values of `model` and `models`, of MODEL, each --model, and --models: several of the first are the second.
+    """Return `model` and `models` from MODEL, --model and --models. Several of the first two become `models`.
 
-    What is said here takes the place of both in the environment and the file. Raises `ConfigError`.
+    They override both options in the environment and the file. Raises `ConfigError`.
     """
     if argument is not None:
         named = [argument] if len(named) < 2 else [argument, *named]
@@ -269,7 +260,7 @@ def _models(argument: str | None, named: list[str], several: list[str]) -> dict[
 
 
 def _all_located(config: ServeConfig) -> ServeConfig:
-    """As `_located`, of all models."""
+    """Apply `_located` to all models."""
     if not config.models:
         return _located(config)
     models = [
@@ -280,7 +271,7 @@ def _all_located(config: ServeConfig) -> ServeConfig:
 
 
 def _located(config: M) -> M:
-    """With the directory of its model, downloaded if need be. What can be refused without an engine is refused here.
+    """Locate, or download, the model, and check everything that needs no engine.
 
     Raises `ConfigError` and `ModelError`.
     """
@@ -297,21 +288,13 @@ def _located(config: M) -> M:
     path = find_model(config.model, config.revision, weights=not dummy)
     check_known(path, config.model_impl, trusted=config.trust_remote_code)
     if not dummy and (absent := missing(path)):
-        raise ModelError(f"{path} lacks {len(absent)} file(s) of its weights: {', '.join(absent[:3])}")
+        raise ModelError(f"{path} lacks {len(absent)} weight file(s): {', '.join(absent[:3])}")
     return config if config.model == "demo" else config.model_copy(update={"model": str(path)})
 
 
 def _hand_over(command: Command, rest: Sequence[str]) -> int:
-    """Run a module that parses its own options."""
-    try:
-        run = _imported(command.run)
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        print(f"weft: this needs Triton: {install_hint('gpu')}", file=sys.stderr)
-        return 1
-    more = [what for what, wanted in ((Parser, command.parser_class), (_cache_folder, command.cache_folder)) if wanted]
-    return int(run(list(rest), *more) or 0)
+    """Run a command that parses its own options."""
+    return int(_imported(command.run)(list(rest)) or 0)
 
 
 def _sentence(help: str) -> str:
@@ -333,7 +316,7 @@ def _parser() -> Parser:
         sub = groups.get(group, top).add_parser(name, help=command.help, description=_sentence(command.help))
         sub.set_defaults(parser=sub, command=command)
         if command.config is not None:
-            sub.add_argument("model_argument", metavar="MODEL", nargs="?", help="as --model [demo]")
+            sub.add_argument("model_argument", metavar="MODEL", nargs="?", help="same as --model [demo]")
             if command.config is ServeConfig:
                 sub.hide({name for group in ServeConfig.GROUPS for name in group.more})
             sub.add_argument("--config", metavar="FILE", type=Path, help="YAML file with any of the options")
@@ -347,10 +330,10 @@ def _parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status.
+    """Run one command and return its exit status.
 
-    A `WeftError` becomes one line on stderr, and status 2 if an option is at fault, else 1; so do a file that this user
-    may not see and what cannot be written to stdout.
+    A `WeftError` becomes one line on stderr and status 2 for a bad option, else 1. So do a file without permission
+    and a failed write to stdout.
     """
     try:
         try:
@@ -362,15 +345,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError:
         if (error := _unwritten()) is None:
             raise
-        # The interpreter would complain when it flushes.
+        # Keep the interpreter from failing when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # whoever reads it, `head` say, has seen enough
+        if not isinstance(error, BrokenPipeError):  # the reader, such as `head`, has closed the pipe
             print(f"weft: cannot write to standard output: {error.strerror}", file=sys.stderr)
         return 1
 
 
 def _unwritten() -> OSError | None:
-    """Why what was printed cannot be written."""
+    """Return the error of a failed write to stdout, if any."""
     try:
         print(end="", flush=True)
     except OSError as error:
@@ -401,7 +384,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _translated(name: str, run: Callable[[], int]) -> int:
-    """What `run` returns, or the exit status of what it raises."""
+    """Return the result of `run`, or the exit status for its exception."""
     try:
         return run()
     except WeftError as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 from weft import output_file, unwritable
 from weft.engine.demo import MODEL_PATH
+from weft.server.options import Parser
 from weft.tools.demo.example import Example
 from weft.tools.demo.questions import Question, questions
 from weft.tools.demo.skills import MAX_CONTEXT_TOKENS, SKILLS, held_out
@@ -196,8 +197,8 @@ def evaluate_wordings(answerer: Answerer, batch_size: int, show: bool) -> bool:
     return share >= WORDINGS_THRESHOLD
 
 
-def main(argv: list[str] | None = None, parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> int:
-    parser = parser_class(
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(
         prog="weft demo evaluate",
         description="Measure the demo model on questions that its training never saw. Exits 1 if a skill is too weak.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

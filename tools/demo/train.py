@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from weft.server.options import Parser
 from weft.tools.demo.corpus import ANSWER, PROMPT, TURN_MIX, Batch, Corpus, prompt_ids
 from weft.tools.demo.example import Example
 from weft.tools.demo.network import Network, Shape, weighted_loss
@@ -277,8 +278,8 @@ class Log:
         print(f"wrote {out}: {self.tokens / 1e9:.2f} billion tokens in {seconds:.0f} s")
 
 
-def main(argv: list[str] | None = None, parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> int:
-    parser = parser_class(
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(
         prog="weft demo train",
         description="Train weft's demo model from nothing. Takes minutes on one GPU.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
