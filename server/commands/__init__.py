@@ -1,7 +1,6 @@
-"""The commands that people use around a server: `weft chat`, `batch`, `pull`, `models`, `doctor`, `health`,
-`completion`.
+"""Commands around a server: `weft chat`, `batch`, `pull`, `models`, `doctor`, `health`, `completion`.
 
-Owns: what they print and ask.
+Owns: their output and prompts.
 May import: the ground files of server/, batches/, observe/; loadgen's connections; engine/ lazily, from the command
 line alone.
 Never: answers a request; is imported by anything that serves.

@@ -1,4 +1,4 @@
-"""`BatchClient`: has a server answer the requests of a file, many at once, each until there is an answer to write."""
+"""`BatchClient` sends the requests of a batch concurrently and retries each until it has a response to write."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from weft.server.batches.lines import BatchLine, LineError
 from weft.server.commands.endpoint import Refused
 
 PAUSE_SECONDS = (0.5, 30.0)
-"""before a request is sent again: at first, and at most"""
+"""First and longest pause before a retry."""
 LONGEST_WAIT = 300.0
-"""seconds of Retry-After that are believed"""
+"""Maximum seconds of Retry-After to honor."""
 BREAKS = 5
-"""so often a request may lose its connection, or its engine, before that is its answer"""
+"""Lost connections or engines per request before it fails."""
 PASSING = frozenset({429, 502, 503})
-"""statuses that promise another answer later"""
+"""Temporary statuses, which are retried."""
 
 
 class _Reply(Body):
     @property
     def code(self) -> str:
-        """Of the error that the body is."""
+        """Code of the error in the body."""
         try:
             return str(orjson.loads(self.content)["error"]["code"])
         except (ValueError, TypeError, LookupError):
             return ""
 
     def pause(self, attempt: int) -> float:
-        """Seconds before the request is sent again."""
+        """Return the seconds before the next retry."""
         with contextlib.suppress(ValueError):
             return min(LONGEST_WAIT, max(0.1, float(self.retry_after))) * random.uniform(1.0, 1.2)
         first, most = PAUSE_SECONDS
@@ -46,25 +46,28 @@ class _Reply(Body):
 
 
 class BatchClient:
-    """`told` is called after each line that was written."""
+    """Sends requests and writes responses. `on_answer` is called after each response."""
 
     def __init__(
-        self, url: str, key: str | None, answers: Answers, *, patience: float, told: Callable[[], None]
+        self, url: str, key: str | None, answers: Answers, *, patience: float, on_answer: Callable[[], None]
     ) -> None:
-        """patience: seconds for which no request may get an answer while requests fail."""
+        """`patience`: seconds without any response, while requests fail, before it gives up."""
         self._address = Address.parse(url)
         self._pool = Pool(self._address)
         self._answers = answers
         self._patience = patience
-        self._told = told
+        self._on_answer = on_answer
         self._headers = {"Content-Type": "application/json", "User-Agent": "weft-batch"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
         self._trouble_since: float | None = None
 
     async def run(self, requests: Iterable[BatchLine], concurrency: int) -> None:
-        """Answer what is not answered yet. Raises `Refused` when the server gives no answers any more, `OSError` when
-        they cannot be written, and `LineError` when the requests have changed."""
+        """Send all requests without a response.
+
+        Raises `Refused` if the server stops responding, `OSError` if responses cannot be written, and `LineError` if
+        the requests have changed.
+        """
         waiting = iter(requests)
         try:
             async with asyncio.TaskGroup() as group:
@@ -80,7 +83,7 @@ class BatchClient:
             if line.custom_id not in self._answers.done:
                 written, failed = await self._answer(line)
                 self._answers.add(line.custom_id, written, failed=failed)
-                self._told()
+                self._on_answer()
 
     async def _answer(self, line: BatchLine) -> tuple[bytes, bool]:
         body = orjson.dumps(line.body)
@@ -92,7 +95,7 @@ class BatchClient:
             try:
                 status = await self._pool.exchange(request, reply)
             except ssl.SSLCertVerificationError as error:
-                raise Refused(f"its certificate is not accepted ({error.verify_message})", 0) from None
+                raise Refused(f"its certificate is not trusted ({error.verify_message})", 0) from None
             except ConnectionBroken as error:
                 breaks, why = breaks + 1, str(error)
             except OSError as error:
@@ -113,4 +116,4 @@ class BatchClient:
         now = time.monotonic()
         self._trouble_since = self._trouble_since or now
         if now - self._trouble_since > self._patience:
-            raise Refused(f"no answer for {self._patience:g} s ({why})")
+            raise Refused(f"no response for {self._patience:g} s ({why})")

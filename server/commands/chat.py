@@ -1,4 +1,4 @@
-"""`weft chat`: a conversation in the terminal, with a server that runs already or with one started for it."""
+"""`weft chat`: a conversation in the terminal with a running server, or with one started for it."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from weft.server.commands.options import URL, key_of
 from weft.server.commands.own_server import own_server
 
 HELP = """\
-/clear          forget the conversation
-/system TEXT    what the model is told first; without TEXT, nothing
+/clear          start a new conversation
+/system TEXT    set the system prompt; without TEXT, remove it
 /retry          answer the last message again
-/exit           as Ctrl-D
-A line that ends with \\ goes on. Ctrl-C ends an answer, at the prompt it clears the line, twice it leaves.
+/exit           leave (also Ctrl-D)
+End a line with \\ to continue it. Ctrl-C stops an answer or clears the line; press it twice to leave.
 """
 
 
 class Conversation:
-    """What was said, and how it is asked for more."""
+    """The messages of a conversation."""
 
     def __init__(self, endpoint: Endpoint, arguments: argparse.Namespace) -> None:
         self._endpoint = endpoint
         self.system: str | None = arguments.system
         self.turns: list[dict[str, str]] = []
-        """messages that were answered, if only in part"""
+        """Messages and their answers, including partial ones."""
         self._options = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
 
     def ask(self, question: str) -> Iterator[str]:
-        """Pieces of the answer. Whatever came of it is remembered, however it ends. Raises `Refused`."""
+        """Yield pieces of the answer. A partial answer is remembered, too. Raises `Refused`."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         turn = {"role": "user", "content": question}
         options = {name: value for name, value in self._options.items() if value is not None}
@@ -50,8 +50,8 @@ class Conversation:
             if answer:
                 self.turns += [turn, {"role": "assistant", "content": answer}]
 
-    def take_back(self) -> str | None:
-        """Forget the last answer; returns its question."""
+    def undo(self) -> str | None:
+        """Remove the last answer and return its question."""
         if not self.turns:
             return None
         question = self.turns[-2]["content"]
@@ -60,27 +60,27 @@ class Conversation:
 
 
 def shown(text: str) -> str:
-    """Without what a terminal would obey: a model must not move the cursor, set a title or colour."""
+    """Replace control characters: a model must not move the cursor or set a title or color."""
     return "".join(
         c if c in "\n\t" or (c.isprintable() or c == "\u200d") else "\N{REPLACEMENT CHARACTER}" for c in text
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command; 0 once the user has left, 1 when there is no server to talk to."""
+    """Run the command. Returns 0 when the user leaves, 1 if a piped question gets no answer."""
     notes = Console(stderr=True, highlight=False, markup=False)
     with contextlib.ExitStack() as stack:
         endpoint = _endpoint(arguments, stack, notes)
         conversation = Conversation(endpoint, arguments)
-        if not sys.stdin.isatty():  # a question from a pipe: one answer
+        if not sys.stdin.isatty():  # one question from a pipe
             return _answer(conversation, _piped(), endpoint, notes)
-        notes.print(f"{endpoint.model} at {endpoint.url}. /help tells what else there is; Ctrl-D leaves.", style="dim")
+        notes.print(f"{endpoint.model} at {endpoint.url}. Type /help for commands, Ctrl-D to leave.", style="dim")
         _talk(conversation, endpoint, notes)
     return 0
 
 
 def _endpoint(arguments: argparse.Namespace, stack: contextlib.ExitStack, notes: Console) -> Endpoint:
-    """The server to talk to. Raises `WeftError`."""
+    """Return the server to talk to. Raises `WeftError`."""
     key = key_of(arguments)
     if arguments.url is not None or arguments.model is None:
         endpoint = Endpoint(arguments.url or URL, key, arguments.model, insecure=arguments.insecure)
@@ -90,7 +90,7 @@ def _endpoint(arguments: argparse.Namespace, stack: contextlib.ExitStack, notes:
         except Refused as error:
             if arguments.url is not None or error.status is not None:
                 raise WeftError(f"{endpoint.url}: {error}") from None
-        notes.print(f"Nothing serves at {URL}; starting one with the demo model for this.", style="dim", soft_wrap=True)
+        notes.print(f"No server at {URL}; starting one with the demo model.", style="dim", soft_wrap=True)
     url = stack.enter_context(own_server(arguments.model or "demo", arguments.revision, notes))
     endpoint = Endpoint(url, None, None)
     try:
@@ -101,16 +101,16 @@ def _endpoint(arguments: argparse.Namespace, stack: contextlib.ExitStack, notes:
 
 
 def _piped() -> str:
-    """What stands on standard input. Raises `ConfigError`."""
+    """Return the text on standard input. Raises `ConfigError`."""
     try:
         return sys.stdin.buffer.read().decode().strip()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the question on standard input is not UTF-8, from byte {error.start} on") from None
+        raise ConfigError(f"the question on standard input is not UTF-8 at byte {error.start}") from None
 
 
 def _talk(conversation: Conversation, endpoint: Endpoint, notes: Console) -> None:
     with contextlib.suppress(ModuleNotFoundError):
-        import readline  # noqa: F401  (gives `input` its arrow keys)
+        import readline  # noqa: F401  (adds line editing to `input`)
     interrupted = False
     while True:
         try:
@@ -123,7 +123,7 @@ def _talk(conversation: Conversation, endpoint: Endpoint, notes: Console) -> Non
             if interrupted:
                 return
             interrupted = True
-            notes.print("Once more, or Ctrl-D, leaves.", style="dim")
+            notes.print("Press Ctrl-C again, or Ctrl-D, to leave.", style="dim")
             continue
         interrupted = False
         if (asked := _command(question, conversation, notes)) is None:
@@ -133,7 +133,7 @@ def _talk(conversation: Conversation, endpoint: Endpoint, notes: Console) -> Non
 
 
 def _line() -> str:
-    """A message of one line, or of several."""
+    """Read a message of one or more lines."""
     text = input("> ")
     while text.endswith("\\"):
         text = f"{text[:-1]}\n{input('. ')}"
@@ -141,32 +141,32 @@ def _line() -> str:
 
 
 def _command(text: str, conversation: Conversation, notes: Console) -> str | None:
-    """Do what a line says; what is to be asked after it, '' for nothing, None to leave."""
+    """Run a command line. Returns the message to send, '' for none, None to leave."""
     word, _, rest = text.partition(" ")
     match word:
         case "/exit" | "/quit":
             return None
         case "/clear":
             conversation.turns.clear()
-            notes.print("A new conversation.", style="dim")
+            notes.print("New conversation.", style="dim")
         case "/system":
             conversation.system = rest.strip() or None
-            notes.print("Told first: " + (conversation.system or "nothing"), style="dim")
+            notes.print("System prompt: " + (conversation.system or "none"), style="dim")
         case "/retry":
-            return conversation.take_back() or ""
+            return conversation.undo() or ""
         case "/help":
             notes.print(HELP, end="", style="dim")
         case _ if word.startswith("/") and word[1:].isalpha() and not rest:
-            notes.print(f"There is no {word}; /help tells what there is.", style="dim")
+            notes.print(f"Unknown command {word}; type /help for commands.", style="dim")
         case _:
             return text
     return ""
 
 
 def _answer(conversation: Conversation, question: str, endpoint: Endpoint, notes: Console) -> int:
-    """Show the answer as it comes; 1 when there was none."""
+    """Stream the answer to stdout. Returns 1 if it failed."""
     if not question:
-        raise ConfigError("there is no question on standard input")
+        raise ConfigError("standard input has no question")
     status = 0
     ended = ""
     pieces: Any = conversation.ask(question)
@@ -181,6 +181,6 @@ def _answer(conversation: Conversation, question: str, endpoint: Endpoint, notes
     finally:
         pieces.close()
     print()
-    if said := ", ".join(part for part in (endpoint.figures() if not status else "", ended) if part):
-        notes.print(said, style="red" if status else "dim")
+    if summary := ", ".join(part for part in (endpoint.figures() if not status else "", ended) if part):
+        notes.print(summary, style="red" if status else "dim")
     return status

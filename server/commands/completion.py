@@ -1,4 +1,4 @@
-"""`weft completion`: scripts with which a shell completes commands, options and their values, made from the parsers."""
+"""`weft completion`: shell scripts that complete commands, options and values, generated from the parsers."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _ZSH = """\
 (( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }
 autoload -U +X bashcompinit && bashcompinit
 """
-"""zsh's own completion first, then what understands a script for bash"""
+"""Loads zsh's completion, then its support for bash scripts."""
 
 
 class Option(NamedTuple):
     flag: str
     help: str
     values: tuple[str, ...]
-    """what it takes, where that is a set"""
+    """Allowed values, if they are a fixed set."""
     takes: bool
-    """a value follows"""
+    """Whether it takes a value."""
 
 
 class Word(NamedTuple):
-    """A command, or a group of them."""
+    """A command or a group of commands."""
 
     words: tuple[str, ...]
     help: str
@@ -33,7 +33,7 @@ class Word(NamedTuple):
 
 
 def walk(parser: argparse.ArgumentParser, words: tuple[str, ...] = (), help: str = "") -> Iterator[Word]:
-    """The parser and those of its sub-commands."""
+    """Yield the parser and its subcommands."""
     yield Word(words, help, tuple(_options(parser)))
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -57,7 +57,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[Option]:
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """shell: 'bash', 'zsh' or 'fish'."""
+    """Return the script for `shell`: 'bash', 'zsh' or 'fish'."""
     words = list(walk(parser))
     if shell == "fish":
         return "\n".join(_fish(words)) + "\n"
@@ -66,7 +66,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _bash(words: list[Word]) -> Iterator[str]:
-    """Where the words so far name no sub-command any more, files and options are completed."""
+    """Write the script for bash. After the last subcommand, it completes files and options."""
     yield "_weft() {"
     yield '  local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD-1]}" path="" word words="" flags="" i'
     yield "  for ((i = 1; i < COMP_CWORD; i++)); do"

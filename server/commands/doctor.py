@@ -1,4 +1,4 @@
-"""`weft doctor`: looks at this machine and says what is wrong, and what to do."""
+"""`weft doctor` checks this machine and reports problems and fixes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ MAX_PORT = 65535
 
 
 class Finding(NamedTuple):
-    """What one look brought."""
+    """The result of one check."""
 
     name: str
     state: Literal["ok", "warn", "bad"]
     what: str
     do: str = ""
-    """what helps, for what is not ok"""
+    """The fix, unless the state is ok."""
 
 
 def python(_: argparse.Namespace) -> Iterator[Finding]:
@@ -50,20 +50,20 @@ def python(_: argparse.Namespace) -> Iterator[Finding]:
         spans = " to ".join(".".join(map(str, v)) for v in PYTHON)
         yield Finding("python", "bad" if here < PYTHON[0] else "warn", what, f"weft is tested with Python {spans}")
     elif sys.platform != "linux":
-        yield Finding("python", "bad", what, "weft serves on Linux alone")
+        yield Finding("python", "bad", what, "weft runs only on Linux")
     else:
         yield Finding("python", "ok", what)
 
 
 def packages(_: argparse.Namespace) -> Iterator[Finding]:
-    """What weft was installed with, beside what it asks for."""
+    """Compare the installed packages with weft's requirements."""
     from packaging.requirements import Requirement
 
     wrong = []
     try:
         listed = requires("weft-serve") or []
     except PackageNotFoundError:
-        yield Finding("packages", "ok", "weft is run from its source")
+        yield Finding("packages", "ok", "weft runs from its source tree")
         return
     for requirement in map(Requirement, listed):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -76,21 +76,21 @@ def packages(_: argparse.Namespace) -> Iterator[Finding]:
         if not requirement.specifier.contains(there.partition("+")[0], prereleases=True):
             wrong.append(f"{requirement.name} is {there}, not {requirement.specifier}")
     if wrong:
-        yield Finding("packages", "bad", "; ".join(wrong), "pip install . -c constraints.txt, in weft's source")
+        yield Finding("packages", "bad", "; ".join(wrong), "run pip install . -c constraints.txt in weft's source tree")
     else:
-        yield Finding("packages", "ok", "all there")
+        yield Finding("packages", "ok", "all installed")
 
 
 def processor(_: argparse.Namespace) -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _memory_limit()
-    within = f", of which this container may use {limit / GIB:.1f}" if limit and limit < memory else ""
+    within = f" ({limit / GIB:.1f} GiB for this container)" if limit and limit < memory else ""
     what = f"{cores} cores, {memory / GIB:.1f} GiB of memory{within}"
     if cores < 2:
-        yield Finding("machine", "warn", what, "engine and HTTP share one core: give it two")
+        yield Finding("machine", "warn", what, "engine and HTTP server share one core: use at least two")
     elif min(memory, limit or memory) < 2 * GIB:
-        yield Finding("machine", "warn", what, "the demo model needs 1 GiB, others more")
+        yield Finding("machine", "warn", what, "the demo model needs 1 GiB, other models need more")
     else:
         yield Finding("machine", "ok", what)
 
@@ -104,29 +104,32 @@ def _memory_limit() -> int | None:
 
 
 def gpu(_: argparse.Namespace) -> Iterator[Finding]:
-    """torch's build, the driver, each GPU, and whether a kernel compiles and runs."""
+    """Check torch's build, the driver, each GPU, and whether a kernel compiles and runs."""
     cards = _nvidia_smi()
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Finding("torch", "bad", f"cannot be imported: {one_line(error)}", "pip install . -c constraints.txt")
+        yield Finding("torch", "bad", f"cannot be imported: {one_line(error)}", "run pip install . -c constraints.txt")
         return
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
-    said = f"{torch.__version__}, built for {build}"
+    about_torch = f"{torch.__version__}, built for {build}"
     if cards and not torch.version.cuda:
         yield Finding(
-            "torch", "bad", f"{said}, though there is an NVIDIA GPU", "make serve DEVICE=cuda, or pip install torch"
+            "torch",
+            "bad",
+            f"{about_torch}, but there is an NVIDIA GPU",
+            "run make serve DEVICE=cuda, or pip install torch",
         )
         return
-    yield Finding("torch", "ok", said)
+    yield Finding("torch", "ok", about_torch)
     if not cards and not torch.cuda.is_available():
         yield Finding("gpu", "ok", "none: models run on the CPU")
         return
     if cards and not torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        hint = "the driver is older than torch's CUDA: update it"
+        hint = "the driver is too old for torch's CUDA: update it"
         if visible is not None:
-            hint = f"CUDA_VISIBLE_DEVICES is {visible!r}: unset it; else {hint}"
+            hint = f"CUDA_VISIBLE_DEVICES is {visible!r}: unset it; otherwise {hint}"
         yield Finding("gpu", "bad", f"{cards[0]}, but torch cannot use it", hint)
         return
     driver = cards[0].rpartition("driver ")[2] if cards else "unknown"
@@ -139,15 +142,15 @@ def gpu(_: argparse.Namespace) -> Iterator[Finding]:
         )
         if about.major < 8:
             yield Finding(
-                "gpu", "bad", what, "bfloat16 kernels need compute capability 8.0 or more; --device cpu works"
+                "gpu", "bad", what, "bfloat16 kernels need compute capability 8.0 or higher; use --device cpu"
             )
         elif about.major != 9:
             yield Finding(
-                "gpu", "warn", what, "works with portable kernels; weft is tuned for and tested on 9.0 (H100, H200)"
+                "gpu", "warn", what, "uses portable kernels; weft is tuned for and tested on 9.0 (H100, H200)"
             )
         elif free < 0.5 * total:
             yield Finding(
-                "gpu", "warn", what, "somebody else uses it: see nvidia-smi, or lower --gpu-memory-utilization"
+                "gpu", "warn", what, "other processes use its memory: see nvidia-smi, or lower --gpu-memory-utilization"
             )
         else:
             yield Finding("gpu", "ok", what)
@@ -162,22 +165,22 @@ def _kernel() -> Finding:
         right = probe()
     except ModuleNotFoundError as error:
         return Finding("kernels", "bad", f"{error.name} is not installed", install_hint("gpu"))
-    except Exception as error:  # of the compiler, the driver, the linker: each says its own
+    except Exception as error:  # compiler, driver and linker raise different types
         return Finding(
-            "kernels", "bad", f"Triton cannot compile or run one: {one_line(error)}",
-            "a C compiler (apt-get install gcc) and a driver that fits are needed",
+            "kernels", "bad", f"Triton cannot compile or run a kernel: {one_line(error)}",
+            "install a C compiler (apt-get install gcc) and a matching driver",
         )  # fmt: skip
     if not right:
-        return Finding("kernels", "bad", "a kernel computed something wrong", "reset or replace the GPU: see dmesg")
+        return Finding("kernels", "bad", "a kernel computed a wrong result", "reset or replace the GPU; see dmesg")
     return Finding(
         "kernels",
         "ok",
-        f"Triton {version('triton')} compiled one, and it is right ({time.perf_counter() - began:.1f} s)",
+        f"Triton {version('triton')} compiled and ran a kernel ({time.perf_counter() - began:.1f} s)",
     )
 
 
 def _nvidia_smi() -> list[str]:
-    """Name and driver of each card; empty where there is none or no driver."""
+    """Return name and driver of each card; empty without cards or driver."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return []
     query = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -190,7 +193,7 @@ def _nvidia_smi() -> list[str]:
 
 
 def caches(_: argparse.Namespace) -> Iterator[Finding]:
-    """Where compiled and tuned kernels are kept."""
+    """Check the folders of compiled and tuned kernels."""
     try:
         config = load(ServeConfig, {}, None)
     except ConfigError as error:
@@ -207,15 +210,17 @@ def caches(_: argparse.Namespace) -> Iterator[Finding]:
             yield Finding(name, "ok", str(path))
         else:
             variable = "XDG_CACHE_HOME" if name == "tuned kernels" else "TRITON_CACHE_DIR"
-            yield Finding(name, "warn", f"{path}: {why}", f"every start makes them anew: set {variable} to a folder")
+            yield Finding(
+                name, "warn", f"{path}: {why}", f"they are rebuilt at every start: set {variable} to a writable folder"
+            )
 
 
 def _unwritable(path: Path) -> str | None:
-    """Why nothing can be written into a folder that may not be there yet."""
+    """Return why a folder, which may not exist yet, is not writable; None if it is."""
     while not path.exists() and path != path.parent:
         path = path.parent
     if not path.is_dir():
-        return f"{path} is no folder"
+        return f"{path} is not a folder"
     try:
         with tempfile.TemporaryFile(dir=path):
             return None
@@ -224,11 +229,11 @@ def _unwritable(path: Path) -> str | None:
 
 
 def temporary(_: argparse.Namespace) -> Iterator[Finding]:
-    """The folder of sockets, and memory that processes share."""
+    """Check the folder of sockets, and shared memory."""
     try:
         folder = tempfile.gettempdir()
     except OSError as error:
-        yield Finding("sockets", "bad", one_line(error), "set TMPDIR to a folder that can be written to")
+        yield Finding("sockets", "bad", one_line(error), "set TMPDIR to a writable folder")
     else:
         try:
             PrivateSocket().close()
@@ -239,7 +244,7 @@ def temporary(_: argparse.Namespace) -> Iterator[Finding]:
         fd = os.memfd_create("weft-doctor")
         os.ftruncate(fd, 1 << 20)
         os.close(fd)
-        for made in (os.eventfd(0), os.pidfd_open(os.getpid())):  # of --tensor-parallel-size
+        for made in (os.eventfd(0), os.pidfd_open(os.getpid())):  # for --tensor-parallel-size
             os.close(made)
         yield Finding("shared memory", "ok", "anonymous files work")
     except OSError as error:
@@ -255,16 +260,16 @@ def files(_: argparse.Namespace) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "no limit" if hard == resource.RLIM_INFINITY else f"{hard:,} at most"
     if hard != resource.RLIM_INFINITY and hard < ENOUGH:
-        how = f"a connection takes one: raise the hard limit ({HOW})"
+        how = f"each connection needs one: raise the hard limit ({HOW})"
         yield Finding("open files", "bad" if hard < needed() else "warn", most, how)
     else:
-        yield Finding("open files", "ok", f"{most}; {soft:,} now, which the server raises")
+        yield Finding("open files", "ok", f"{most}; now {soft:,}, which the server raises")
 
 
 def port(arguments: argparse.Namespace) -> Iterator[Finding]:
     where = f"{arguments.host}:{arguments.port}"
-    if not 0 <= arguments.port <= MAX_PORT:  # of a larger one the system takes the lower 16 bits
-        yield Finding("port", "bad", f"there is no port {arguments.port}", f"give --port a number up to {MAX_PORT}")
+    if not 0 <= arguments.port <= MAX_PORT:  # the system would use the lower 16 bits
+        yield Finding("port", "bad", f"{arguments.port} is not a port", f"give --port a number up to {MAX_PORT}")
         return
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -275,11 +280,9 @@ def port(arguments: argparse.Namespace) -> Iterator[Finding]:
             sock.bind(address)
     except (OSError, OverflowError) as error:
         if getattr(error, "errno", None) == errno.EADDRINUSE:
-            yield Finding(
-                "port", "warn", f"{where} is taken", "something serves there already: give --port another one"
-            )
+            yield Finding("port", "warn", f"{where} is in use", "choose another --port, or stop the other server")
         else:
-            yield Finding("port", "bad", f"{where}: {one_line(error)}", "give --host and --port others")
+            yield Finding("port", "bad", f"{where}: {one_line(error)}", "choose another --host or --port")
     else:
         yield Finding("port", "ok", f"{where} is free")
 
@@ -311,7 +314,7 @@ def hub(_: argparse.Namespace) -> Iterator[Finding]:
 
     token = "with a token" if get_token() else "without a token"
     where = constants.ENDPOINT
-    later = "needed to download models only; a directory is served without"
+    later = "only needed to download models"
     if constants.HF_HUB_OFFLINE:
         yield Finding("hub", "warn", "HF_HUB_OFFLINE is set", later)
         return
@@ -322,34 +325,34 @@ def hub(_: argparse.Namespace) -> Iterator[Finding]:
         with urllib.request.urlopen(f"{where}/api/models?limit=1", timeout=HUB_SECONDS):
             yield Finding("hub", "ok", f"{where}, {token}")
     except urllib.error.HTTPError as error:
-        yield Finding("hub", "warn", f"{where} answers with status {error.code}", later)
+        yield Finding("hub", "warn", f"{where} responds with status {error.code}", later)
     except (OSError, ValueError) as error:
         yield Finding("hub", "warn", f"{where} cannot be reached: {one_line(error)}", later)
 
 
-LOOKS: tuple[Callable[[argparse.Namespace], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[argparse.Namespace], Iterator[Finding]], ...] = (
     python, packages, processor, gpu, caches, temporary, files, port, disk, hub,
 )  # fmt: skip
 
 
-def look(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """Every finding, as it is made. A look that fails is a finding too."""
-    for each in LOOKS:
+def check(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Yield the findings of all checks. A check that fails is a finding, too."""
+    for each in CHECKS:
         try:
             yield from each(arguments)
-        except Exception as error:  # a doctor must not faint
-            yield Finding(each.__name__, "warn", f"could not be looked at: {one_line(error)}")
+        except Exception as error:  # one failed check must not stop the others
+            yield Finding(each.__name__, "warn", f"check failed: {one_line(error)}")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command: 0 when nothing is bad, else 1."""
+    """Run the command. Returns 1 if anything is bad."""
     found = []
     if not arguments.json:
         from rich.console import Console
         from rich.text import Text
 
         console = Console(highlight=False, soft_wrap=True)
-    for finding in look(arguments):
+    for finding in check(arguments):
         found.append(finding)
         if not arguments.json:
             style = {"ok": "green", "warn": "yellow", "bad": "bold red"}[finding.state]
@@ -360,6 +363,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"ok": not bad, "findings": [f._asdict() for f in found]}, indent=2))
     else:
-        said = f"{bad} bad, {warn} to look at" if bad or warn else "everything is well"
-        print(said)
+        print(f"{bad} bad, {warn} to check" if bad or warn else "no problems found")
     return 1 if bad else 0

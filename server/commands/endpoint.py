@@ -1,4 +1,4 @@
-"""`Endpoint`: an OpenAI-compatible server as a conversation sees it: its model, and answers as they come."""
+"""`Endpoint`: a client of an OpenAI-compatible server, for its model and streamed answers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from weft.engine.errors import ConfigError
 
 CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 600.0
-"""that a server may take until the first token, or between two"""
+"""Maximum seconds until the first token or between two tokens."""
 
 
 class Refused(Exception):
-    """No answer, or an error for one. `status`: of HTTP; None when nobody answered."""
+    """No response, or an error. `status`: the HTTP status; None without a response."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -26,10 +26,10 @@ class Refused(Exception):
 
 
 class Endpoint:
-    """One server. `connect` finds out what it serves."""
+    """One server. `connect` finds its model."""
 
     def __init__(self, url: str, key: str | None, model: str | None, *, insecure: bool = False) -> None:
-        """model: asked for; None: the first that is served. Raises `ConfigError` for no URL, and for no key."""
+        """`model`: None for the first that is served. Raises `ConfigError` for an invalid URL or key."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -38,7 +38,7 @@ class Endpoint:
         if not fits:
             raise ConfigError(f"--url {url}: must be like http://127.0.0.1:8000")
         if key and not key.isprintable():
-            raise ConfigError("--api-key: a key has no line ends and no other control characters")
+            raise ConfigError("--api-key: must not contain line breaks or other control characters")
         self._parts = parts
         path = parts.path.rstrip("/")
         self._base = path if path.endswith("/v1") else f"{path}/v1"
@@ -67,9 +67,11 @@ class Endpoint:
             connection.request(method, self._base + path, json.dumps(body).encode() if body else None, self._headers)
             response = connection.getresponse()
         except ssl.SSLCertVerificationError as error:
-            raise Refused(f"its certificate is not accepted ({error.verify_message}); --insecure does", 0) from None
+            raise Refused(
+                f"its certificate is not trusted ({error.verify_message}); use --insecure to accept it", 0
+            ) from None
         except (OSError, http.client.HTTPException) as error:
-            raise Refused(f"no answer ({error or type(error).__name__})") from None
+            raise Refused(f"no response ({error or type(error).__name__})") from None
         if response.status != 200:
             raise Refused(_message(response), response.status)
         return response
@@ -79,15 +81,15 @@ class Endpoint:
         try:
             served = [str(model["id"]) for model in json.loads(self._send("GET", "/models").read())["data"]]
         except (ValueError, LookupError, TypeError, OSError, http.client.HTTPException):
-            raise Refused("what answers there is no OpenAI-compatible server", 0) from None
+            raise Refused("not an OpenAI-compatible server", 0) from None
         if not served:
-            raise Refused("it serves no model", 0)
+            raise Refused("it serves no models", 0)
         if self.model and self.model not in served:
-            raise Refused(f"it does not serve {self.model}, but {', '.join(served[:5])}", 0)
+            raise Refused(f"it does not serve {self.model}, only {', '.join(served[:5])}", 0)
         self.model = self.model or served[0]
 
     def answer(self, messages: Sequence[dict[str, str]], options: dict[str, Any]) -> Generator[str, None, None]:
-        """Pieces of the answer; closing the generator closes the connection, which ends it. Raises `Refused`."""
+        """Yield pieces of the answer. Closing the generator closes the connection. Raises `Refused`."""
         self._begun, self._first, self._tokens, self._pieces = time.perf_counter(), None, 0, 0
         body = {"model": self.model, "messages": list(messages), "stream": True, **options}
         response = self._send("POST", "/chat/completions", {**body, "stream_options": {"include_usage": True}})
@@ -109,16 +111,16 @@ class Endpoint:
                     self._first = self._first or self._last
                     self._pieces += 1
                     yield piece
-            raise Refused("the connection ended before the answer did", 0)
+            raise Refused("the connection closed before the end of the answer", 0)
         except TimeoutError:
-            raise Refused(f"nothing came for {SILENCE_SECONDS:.0f} s", 0) from None
+            raise Refused(f"no data for {SILENCE_SECONDS:.0f} s", 0) from None
         except (OSError, http.client.HTTPException, ValueError, LookupError, AttributeError) as error:
-            raise Refused(f"the answer broke off ({error or type(error).__name__})", 0) from None
+            raise Refused(f"the answer was cut off ({error or type(error).__name__})", 0) from None
         finally:
             response.close()
 
     def figures(self) -> str:
-        """How the last answer came, in words."""
+        """Describe the speed of the last answer."""
         if self._first is None:
             return ""
         tokens = self._tokens or self._pieces
@@ -134,4 +136,4 @@ def _message(response: http.client.HTTPResponse) -> str:
         text = str(error.get("message") if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError, AttributeError, OSError):
         text = f"status {response.status}"
-    return f"{text} (give one with --api-key)" if response.status == 401 else text
+    return f"{text} (use --api-key)" if response.status == 401 else text

@@ -1,4 +1,4 @@
-"""A tiny kernel: whether Triton can compile for this GPU and what it compiles computes."""
+"""A small kernel that checks whether Triton compiles and runs on this GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _add_one(x, y, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def probe(device: int = 0) -> bool:
-    """Whether the kernel's result is right. Raises whatever Triton and the driver raise."""
+    """Return whether the kernel's result is correct. Exceptions of Triton and the driver pass through."""
     with torch.cuda.device(device):
         x = torch.arange(SIZE, dtype=torch.float32, device="cuda")
         y = torch.empty_like(x)

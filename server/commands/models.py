@@ -1,4 +1,4 @@
-"""`weft models` and `weft pull`: the models on this machine, and how one gets there."""
+"""`weft models` lists the models on this machine; `weft pull` downloads one."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from weft.engine.progress import for_stdout
 
 
 class Model(NamedTuple):
-    """A directory that may hold a model."""
+    """A directory that may contain a model."""
 
     name: str
-    """as `weft serve` takes it"""
+    """Name for `weft serve`."""
     where: str
-    """'weft', 'hub' or 'directory'"""
+    """'weft', 'hub' or 'directory'."""
     path: Path
     revision: str | None
-    """of the hub: branches and tags that name it, else the commit"""
+    """On the hub: branches and tags, or else the commit."""
     files: tuple[Path, ...] = ()
-    """the parts of a GGUF file"""
+    """Parts of a GGUF file."""
 
     def size(self) -> int:
-        """Bytes of its files; those of the hub's cache are links to them."""
+        """Return the size of its files in bytes. Links in the hub's cache are followed."""
         if self.files:
             return sum(file.stat().st_size for file in self.files)
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
     def architecture(self) -> str:
-        """What its configuration names; nothing where there is none."""
+        """Return the architecture in its configuration, if any."""
         if self.files:
             return architecture_of(self.files[0]) or ""
         try:
@@ -50,7 +50,7 @@ class Model(NamedTuple):
             return ""
 
     def why_not(self) -> str | None:
-        """Why weft does not serve it; None if it does."""
+        """Return why weft cannot serve it; None if it can."""
         from weft.engine.model.implementation import check_known
 
         try:
@@ -60,17 +60,17 @@ class Model(NamedTuple):
         except ModelError as error:
             return str(error).replace(f"{self.path}/", "").replace(f"{self.path} ", "it ")
         if absent := hub.missing(self.path):
-            again = f"; weft pull {self.name} goes on" if self.where == "hub" else ""
-            return f"incomplete, without {', '.join(absent[:2])}{' …' if len(absent) > 2 else ''}{again}"
+            again = f"; resume with weft pull {self.name}" if self.where == "hub" else ""
+            return f"incomplete: missing {', '.join(absent[:2])}{' …' if len(absent) > 2 else ''}{again}"
         if not any((self.path / name).is_file() for name in TOKENIZER_FILES):
-            return f"incomplete, without {TOKENIZER_FILES[0]}"
+            return f"incomplete: missing {TOKENIZER_FILES[0]}"
         if damaged := hub.damaged(self.path):
-            return f"cannot be read whole: {', '.join(damaged[:2])}{' …' if len(damaged) > 2 else ''}"
+            return f"truncated: {', '.join(damaged[:2])}{' …' if len(damaged) > 2 else ''}"
         return None
 
 
 def _gguf_in(name: str, where: str, path: Path, revision: str | None) -> Iterator[Model]:
-    """The GGUF files below `path`, each a model. `name`: before the name of the file."""
+    """Yield the GGUF files below `path` as models. `name`: prefix of the file's name."""
     there = [str(file.relative_to(path)) for file in path.rglob("*.gguf")]
     for first, parts in models_in(there).items():
         yield Model(f"{name}{first}", where, path, revision, tuple(path / part for part in parts))
@@ -79,12 +79,12 @@ def _gguf_in(name: str, where: str, path: Path, revision: str | None) -> Iterato
 def _has_config(folder: Path) -> bool:
     try:
         return (folder / "config.json").is_file()
-    except PermissionError:  # somebody else's: the others are listed
+    except PermissionError:  # another user's folder: skip it
         return False
 
 
 def find(folders: Sequence[Path] = ()) -> Iterator[Model]:
-    """The demo, what the hub's cache has, and models in these folders or right below them. Raises `ConfigError`."""
+    """Yield the demo, the models in the hub's cache, and those in or directly below `folders`. Raises `ConfigError`."""
     yield Model("demo", "weft", MODEL_PATH, None)
     cache = cache_dir()
     for repository in sorted(cache.glob("models--*--*")):
@@ -101,7 +101,7 @@ def find(folders: Sequence[Path] = ()) -> Iterator[Model]:
                 yield Model(name, "hub", snapshot, revision)
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigError(f"there is no folder {folder}")
+            raise ConfigError(f"{folder} is not a folder")
         inside = [folder] if _has_config(folder) else sorted(p for p in folder.iterdir() if p.is_dir())
         yield from _gguf_in(f"{folder}/", "directory", folder, None)
         for path in inside:
@@ -110,7 +110,7 @@ def find(folders: Sequence[Path] = ()) -> Iterator[Model]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command."""
+    """Run `weft models`."""
     rows = [
         {
             "name": model.name,
@@ -130,19 +130,19 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for column in ("model", "size", "revision", "architecture", "weft serves it"):
+    for column in ("model", "size", "revision", "architecture", "supported"):
         table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
     for row in rows:
         served = "yes" if row["served"] else f"no: {row['why_not']}"
         size = amount(float(str(row["bytes"])))
         table.add_row(str(row["name"]), size, str(row["revision"] or ""), str(row["architecture"] or ""), served)
     for_stdout().print(table, highlight=False, markup=False)
-    print(f"hub cache: {cache_dir()}; weft pull ORG/NAME adds to it", file=sys.stderr)
+    print(f"hub cache: {cache_dir()}; add models with weft pull ORG/NAME", file=sys.stderr)
     return 0
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    """The command `weft pull`."""
+    """Run `weft pull`."""
     path = hub.pull(arguments.name, arguments.revision)
     print(f"{arguments.name}: {path}")
     return 0

@@ -1,4 +1,4 @@
-"""`own_server`: `weft serve` as a child process, for as long as somebody talks to it."""
+"""`own_server` runs `weft serve` as a temporary child process."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ STOP_SECONDS = 15.0
 
 @contextlib.contextmanager
 def own_server(model: str, revision: str | None, notes: Console, names: Sequence[str] = ()) -> Iterator[str]:
-    """The URL of a server of `model` on a free port, once it is ready. Raises `WeftError`: what it said.
+    """Yield the URL of a server of `model` on a free port once it is ready. Raises `WeftError` with its last log line.
 
-    names: that the model answers to, instead of its own.
+    `names`: served model names, instead of the model's own.
     """
-    path = find_model(model, revision)  # here, where its progress is seen
+    path = find_model(model, revision)  # download here, so that its progress is visible
     command = [sys.executable, "-P", "-m", "weft.server", "serve", model if model == "demo" else str(path)]
     command += ["--port", "0", "--no-access-log", "--no-ui"]
     command += ["--served-model-name", *names] if names else []
-    # Keys and the like of a server that runs beside are not for this one.
+    # Do not apply the keys and options of another server to this one.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WEFT_")}
     try:
         kept = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed below
     except OSError as error:
-        why = f"a server's log has no place: {error.strerror or error}"
+        why = f"cannot create the server's log file: {error.strerror or error}"
         raise WeftError(f"{why}; set TMPDIR to another directory") from None
     with kept as log:
-        # A group of its own: Ctrl-C ends an answer, not the server.
+        # A separate session: Ctrl-C must stop the answer, not the server.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True, text=True,
             env=environment,
-            # whatever ends this process, the server drains and ends too
+            # if this process ends, the server drains and ends, too
             preexec_fn=partial(end_with_parent, signum=signal.SIGTERM),
         )  # fmt: skip
         try:
@@ -61,9 +61,11 @@ def own_server(model: str, revision: str | None, notes: Console, names: Sequence
                 process.wait()
 
 
-def _ready(process: subprocess.Popen[str], log: IO[str], tell: Callable[[str], None]) -> str:
-    """Read the greeting; `tell` gets the last line of the log meanwhile. Raises `WeftError` when the process ends
-    instead."""
+def _ready(process: subprocess.Popen[str], log: IO[str], show: Callable[[str], None]) -> str:
+    """Wait for the greeting and return its URL. `show` receives the last log line meanwhile.
+
+    Raises `WeftError` if the process ends first.
+    """
     assert process.stdout is not None
     while True:
         if select.select([process.stdout], [], [], 0.5)[0]:
@@ -73,10 +75,12 @@ def _ready(process: subprocess.Popen[str], log: IO[str], tell: Callable[[str], N
             if not line:
                 process.wait()
                 log.seek(0)
-                said = [text for text in log.read().splitlines() if text.strip()] or ["the server ended without a word"]
-                raise WeftError(re.sub(r"^weft( serve)?: ", "", said[-1]))
+                output = [text for text in log.read().splitlines() if text.strip()] or [
+                    "the server ended without an error message"
+                ]
+                raise WeftError(re.sub(r"^weft( serve)?: ", "", output[-1]))
         if last := _last_line(log):
-            tell(last)
+            show(last)
 
 
 def _last_line(log: IO[str]) -> str:

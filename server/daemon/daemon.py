@@ -49,7 +49,7 @@ from weft.server.daemon.watchdog import Watchdog, WatchedProcess
 from weft.server.logs import configure, count_dropped
 from weft.server.observe.metrics import Metrics
 from weft.server.observe.shared_state import SharedState, SleepState
-from weft.server.replicas.replicas import level
+from weft.server.replicas.replicas import credit_new_engine
 
 FAREWELL_SECONDS = 1.0
 """Seconds for the last responses to be sent."""
@@ -339,7 +339,7 @@ class Daemon:
         self._api.engine_started(engine)
 
     def engine_ready(self, engine: int) -> None:
-        level(self._shared_state, engine, self._numbers[self._model_of(engine)])
+        credit_new_engine(self._shared_state, engine, self._numbers[self._model_of(engine)])
         self._announce_once()
         self._front.still_serving()
         self._api.engine_ready(engine)

@@ -71,7 +71,8 @@ class EngineSupervisor:
     ) -> None:  # fmt: skip
         """`restart`: whether to restart a process that has ended, up to `limit` times within ten minutes.
 
-        `several`: whether there are other engines. `asleep`: start no process before `wake`. `exchange`: shared weights.
+        `several`: whether there are other engines. `asleep`: whether to start no process before `wake`.
+        `exchange`: shared weights.
         """
         self.engine = config.share.engine
         self.name = f"engine {self.engine}" if several else "the engine"
@@ -124,7 +125,7 @@ class EngineSupervisor:
             down = EngineDown(why, restarting=pause is not None, engine=self.engine, failure=self.failure)
             owner.engine_ended(self.engine, down)
             if self._control is not None:  # waiting clients have been notified
-                await self._control.last_words()
+                await self._control.drain()
                 self._totals = plus(self._totals, self._control.stats)
             why = await self._wait_gone(why)
             await self.stop()

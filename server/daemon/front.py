@@ -12,7 +12,7 @@ from weft.server.batches.folder import Folder
 from weft.server.config import ServeConfig
 from weft.server.daemon.certificate import Certificate
 from weft.server.daemon.handover import Handover, find
-from weft.server.daemon.listen import inherited, listen, distribute
+from weft.server.daemon.listen import distribute, inherited, listen
 from weft.server.daemon.notify import Notifier
 from weft.server.keys import load_keys, reread
 from weft.server.observe.server_urls import publish, url_of

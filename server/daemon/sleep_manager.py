@@ -115,7 +115,7 @@ class SleepManager:
         return await self._outcome(self._waking, model)
 
     async def sleep(self, model: int, level: int, seconds: float | None) -> str:
-        """Put a model to sleep for an operator. Returns an empty string once it sleeps, or the reason why it does not."""
+        """Put a model to sleep for an operator. Returns an empty string once it sleeps, or why it does not."""
         name = self._names[model]
         if not self._begun.is_set():
             return "the daemon is still starting"

@@ -158,7 +158,7 @@ class Worker:
         service = self._service
         match message:
             case EngineUp():
-                service.metrics.engines[message.engine].begins(message.before)
+                service.metrics.engines[message.engine].started(message.before)
                 self._note(message)
                 self._begin(self._serve(message))
             case EngineDown():

@@ -1,6 +1,6 @@
-"""What operators see: counters, Prometheus metrics, traces, rate limits, where a daemon serves.
+"""Observability: counters, Prometheus metrics, traces, rate limits, and the URLs of daemons.
 
-Owns: metric names (an API), the shared shared_state of API processes, exposition, spans, token buckets, a daemon's URL.
+Owns: metric names (an API), the shared state of API processes, exposition, spans, token buckets, URLs of daemons.
 May import: the ground files of server/, engine/wire.
-Never: changes an answer.
+Never: changes a response.
 """

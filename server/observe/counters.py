@@ -1,6 +1,6 @@
-"""Counters and histograms whose cells lie in shared memory: any process of the daemon can tell the sum of all.
+"""Counters and histograms in shared memory, so that any process of the daemon can report the totals.
 
-A process adds to its own row without a lock; the row stays when the process dies, so that no total ever falls.
+A process adds to its own row without a lock. The row outlives the process, so that totals never decrease.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from weft.server.observe.exposition import head, labelled
 from weft.server.observe.shared_state import CELLS, SharedState
 
 OTHER = "other"
-"""where values of a label are counted that are not among its own"""
+"""Label value for unknown values."""
 
 
 class Store:
-    """Hands out cells of one process's row. All processes must ask for the same cells in the same order."""
+    """Allocates cells in one process's row. All processes must allocate the same cells in the same order."""
 
     def __init__(self, shared_state: SharedState, row: int) -> None:
         self._rows = [shared_state.row(i) for i in range(shared_state.rows)]
@@ -29,7 +29,7 @@ class Store:
         self.families: list[Family[Cell] | Family[Buckets]] = []
 
     def take(self, count: int) -> int:
-        """Where `count` new cells begin."""
+        """Allocate `count` cells and return the index of the first."""
         begin = self._used
         self._used += count
         if self._used > CELLS:
@@ -37,14 +37,14 @@ class Store:
         return begin
 
     def rows(self) -> list[bytes]:
-        """The cells in use, as float64, of each process."""
+        """Return the used float64 cells of each process."""
         return [row[: self._used].tobytes() for row in self._rows]
 
     def text(self) -> bytes:
-        """Of all metrics, in Prometheus's text format.
+        """Return all metrics in Prometheus's text format.
 
-        Scrapes come so rarely that the caches hold nothing of the last one: what counts is how much code and memory
-        is touched. So families that did not change are told by their bytes and not written again.
+        Scrapes are so rare that CPU caches are cold, so the cost is the amount of code and memory touched. Families
+        with unchanged bytes are not formatted again.
         """
         rows = self.rows()
         return b"".join([family.text(rows) for family in self.families])
@@ -64,7 +64,7 @@ class Cell:
 
 
 class Buckets:
-    """One histogram: counts by bucket, the last one without an upper bound, and the sum of what was observed."""
+    """One histogram: counts per bucket, the last without an upper bound, and the sum of all values."""
 
     __slots__ = ("_at", "_bounds", "_cells", "_sum")
 
@@ -84,7 +84,7 @@ Child = TypeVar("Child")
 
 
 class Family(ABC, Generic[Child]):
-    """A metric by the values of its labels, which are fixed sets; what is in none counts as "other"."""
+    """A metric with labels. Label values are fixed sets; other values count as "other"."""
 
     def __init__(self, store: Store, name: str, head: str, width: int, labels: dict[str, Sequence[str]]) -> None:
         self._name = name
@@ -97,31 +97,32 @@ class Family(ABC, Generic[Child]):
         self._at = {values: begin + i * width for i, values in enumerate(combinations)}
         self._children = {values: self._child(at) for values, at in self._at.items()}
         self._lines = [
-            (self._told(values), self._template(dict(zip(labels, values, strict=True)))) for values in combinations
+            (self._always_shown(values), self._template(dict(zip(labels, values, strict=True))))
+            for values in combinations
         ]
-        """for the values of labels, in the order of their cells"""
+        """(always shown, template) per combination of label values, in the order of their cells."""
         self._bytes = slice(8 * begin, 8 * (begin + len(combinations) * width))
-        """the cells in a row"""
+        """The family's bytes in a row."""
         self._shown: tuple[list[bytes], bytes] = ([], b"")
-        """the cells, of each row, that `text` was last asked for, and its answer"""
+        """Cells of each row at the last `text`, and its result."""
 
     @abstractmethod
     def _child(self, at: int) -> Child: ...
 
     @abstractmethod
-    def _told(self, values: tuple[str, ...]) -> bool:
-        """Whether the lines of these labels are there before anything was counted."""
+    def _always_shown(self, values: tuple[str, ...]) -> bool:
+        """Return whether these labels are shown even while their count is 0."""
 
     @abstractmethod
     def _template(self, labels: dict[str, str]) -> str:
-        """The lines of these labels, without figures."""
+        """Return the lines of these labels with placeholders for values."""
 
     @abstractmethod
     def _samples(self, totals: list[float]) -> list[str]:
-        """The lines of what is told or was counted. `totals`: of the family's cells."""
+        """Return the lines to show. `totals`: sums of the family's cells."""
 
     def text(self, rows: list[bytes]) -> bytes:
-        """In Prometheus's text format. `rows`: of the store."""
+        """Return the family in Prometheus's text format. `rows`: the store's rows."""
         cells = [row[self._bytes] for row in rows]
         if cells != self._shown[0]:
             self._shown = (cells, (self._head + "".join(self._samples(self._totals(cells)))).encode())
@@ -153,8 +154,8 @@ class Counter(Family[Cell]):
     def inc(self, amount: float = 1.0) -> None:
         self.labels().inc(amount)
 
-    def _told(self, values: tuple[str, ...]) -> bool:
-        # A rate sees a series grow only once it has been there. With more labels that would be many lines of zeros.
+    def _always_shown(self, values: tuple[str, ...]) -> bool:
+        # `rate` needs a series to exist before it grows. With more labels, that would be many lines of zeros.
         return len(values) < 2 and OTHER not in values
 
     def _template(self, labels: dict[str, str]) -> str:
@@ -162,7 +163,7 @@ class Counter(Family[Cell]):
 
     def _samples(self, totals: list[float]) -> list[str]:
         lines = zip(totals, self._lines, strict=True)
-        return [template % total for total, (told, template) in lines if total or told]
+        return [template % total for total, (shown, template) in lines if total or shown]
 
 
 class Histogram(Family[Buckets]):
@@ -176,13 +177,13 @@ class Histogram(Family[Buckets]):
         store.families.append(self)
 
     def counts(self) -> list[float]:
-        """Of all processes, by bucket, without labels."""
+        """Return the bucket counts of all processes, for a histogram without labels."""
         return self._totals([row[self._bytes] for row in self._store.rows()])[:-1]
 
     def _child(self, at: int) -> Buckets:
         return Buckets(self._store.cells, at, self.bounds)
 
-    def _told(self, values: tuple[str, ...]) -> bool:
+    def _always_shown(self, values: tuple[str, ...]) -> bool:
         return not values
 
     def _template(self, labels: dict[str, str]) -> str:
@@ -193,9 +194,9 @@ class Histogram(Family[Buckets]):
 
     def _samples(self, totals: list[float]) -> list[str]:
         samples = []
-        for i, (told, template) in enumerate(self._lines):
+        for i, (shown, template) in enumerate(self._lines):
             *counts, total = totals[i * self._width : (i + 1) * self._width]
             *below, count = accumulate(counts)
-            if told or count:
+            if shown or count:
                 samples.append(template % (*below, count, count, total))
         return samples

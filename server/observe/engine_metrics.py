@@ -1,4 +1,4 @@
-"""Gauges and totals that the engine keeps itself, under weft's names and those that routers look for."""
+"""Metrics that engines report, under weft's names and the vLLM names that routers use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CUTS = ("slo", "least", "waited")
 """what decides how far --itl-slo cuts prompts (`engine.scheduling.chunk_limit.BOUNDS`)"""
 ATTENTION = ("decodes", "chunks", "serial", "pod", "pod_in_turn", "pod_tiles", "pod_together", "pipeline")
 ATTENTION_PARTS = ("split_decodes", "cut_chunks")
-"""which way attention goes, and what of it is cut (`engine.runner.attention_path`)"""
+"""Attention paths and split work."""
 _QUEUE = ("slots", "pages", "tokens", "sibling", "grammar", "load")
 
 _TIER_COUNTERS = (
@@ -35,66 +35,66 @@ _TIER_COUNTERS = (
     ("weft_prefix_cache_missed_tokens", "missed_tokens", "Prompt tokens found neither in a tier nor in a faster one"),
     ("weft_kv_tier_bytes_in", "bytes_in", "KV bytes stored in a tier"),
     ("weft_kv_tier_bytes_out", "bytes_out", "KV bytes loaded from a tier"),
-    ("weft_kv_tier_bytes_saved", "bytes_saved", "KV bytes that packing left out of those stored and loaded"),
-    ("weft_kv_tier_raw_pages", "raw_pages", "KV pages stored as they are because they could not be packed"),
-    ("weft_kv_tier_evictions", "evictions", "KV pages that a tier dropped for others"),
-    ("weft_kv_tier_idle_spilled_pages", "spilled", "KV pages stored in a tier because they lay idle"),
+    ("weft_kv_tier_bytes_saved", "bytes_saved", "KV bytes saved by packing"),
+    ("weft_kv_tier_raw_pages", "raw_pages", "KV pages stored raw because they could not be packed"),
+    ("weft_kv_tier_evictions", "evictions", "KV pages evicted from a tier"),
+    ("weft_kv_tier_idle_spilled_pages", "spilled", "Idle KV pages copied to a tier in the background"),
     ("weft_kv_tier_prefetched_pages", "prefetched", "KV pages loaded from a tier before their request could run"),
     ("weft_kv_tier_failures", "failures", "KV pages that could not be stored or loaded"),
 )
 _TIER_GAUGES = (
     ("weft_kv_tier_used_pages", "used", "KV pages in a tier"),
-    ("weft_kv_tier_capacity_pages", "capacity", "KV pages that a tier has room for"),
+    ("weft_kv_tier_capacity_pages", "capacity", "Capacity of a tier in KV pages"),
     ("weft_kv_tier_up", "up", "1 while a tier works, 0 after a failure switched it off"),
 )
 
 
 class EngineFigures:
-    """What an engine last told."""
+    """The last statistics of an engine."""
 
     def __init__(self) -> None:
         self.stats = EngineStats()
         self.before = EngineStats()
-        """totals of the engines before this one, in its place"""
+        """Totals of its predecessors."""
         self.ready: EngineReady | None = None
         self.model = ""
         self.up = False
 
-    def begins(self, before: EngineStats) -> None:
-        """Another process in its place; `before`: totals of those before it."""
+    def started(self, before: EngineStats) -> None:
+        """Reset for a new process. `before`: totals of its predecessors."""
         self.before, self.stats = before, EngineStats()
 
     def loaded(self, model: str, ready: EngineReady) -> None:
         self.model, self.ready, self.up = model, ready, True
         self.stats = replace(self.stats, plan=ready.plan)
 
-    def hear(self, stats: EngineStats) -> None:
-        """What the gauges show. Called for every message of the engine, in every process that answers /metrics."""
+    def update(self, stats: EngineStats) -> None:
+        """Update the gauges. Called for every message of the engine, in every process that serves /metrics."""
         self.stats = stats
 
     def died(self) -> None:
         self.up = False
-        self.stats = plus(self.stats, EngineStats())  # nothing runs or waits any more; no counter falls
+        self.stats = plus(self.stats, EngineStats())  # nothing runs or waits any more; counters stay
 
 
 class EngineMetrics:
-    """Of all engines together; and under names that begin with `weft_engine_`, of each."""
+    """Metrics of all engines together, and per engine under names that start with `weft_engine_`."""
 
     def __init__(self, count: int) -> None:
         self.engines = [EngineFigures() for _ in range(count)]
         self._shown: tuple[object, bytes] = (None, b"")
-        """what `text` was last made of, and its answer"""
+        """Inputs of the last `text`, and its result."""
 
     def text(self, late: Sequence[bool]) -> bytes:
-        """In Prometheus's text format. `late`: the engines that make no progress."""
+        """Return the metrics in Prometheus's text format. `late`: whether each engine makes no progress."""
         ups = [engine.up and not slow for engine, slow in zip(self.engines, late, strict=True)]
-        told = [(e.stats, e.before, e.ready, e.model, up) for e, up in zip(self.engines, ups, strict=True)]
-        if told != self._shown[0]:
-            self._shown = (told, "".join([*self._of_each(ups), *self._of_all()]).encode())
+        inputs = [(e.stats, e.before, e.ready, e.model, up) for e, up in zip(self.engines, ups, strict=True)]
+        if inputs != self._shown[0]:
+            self._shown = (inputs, "".join([*self._of_each(ups), *self._of_all()]).encode())
         return self._shown[1]
 
     def together(self, engines: Iterable[int]) -> SchedulerStats:
-        """Of these engines."""
+        """Return the scheduler statistics of these engines together."""
         return summed([plus(self.engines[i].before, self.engines[i].stats) for i in engines]).scheduler
 
     @property
@@ -104,21 +104,21 @@ class EngineMetrics:
     def _of_each(self, ups: Sequence[bool]) -> Iterable[str]:
         each = [plus(engine.before, engine.stats).scheduler for engine in self.engines]
 
-        def told(name: str, kind: str, help: str, values: Iterable[float]) -> str:
+        def family(name: str, kind: str, help: str, values: Iterable[float]) -> str:
             figures = {str(i): value for i, value in enumerate(values)}
             return _family(f"weft_engine_{name}", kind, help, "engine", figures)
 
-        yield told("up", "gauge", "1 while the engine makes progress and its model is loaded", ups)
-        yield told("requests_running", "gauge", "Sequences running there", [s.running for s in each])
-        yield told("requests_waiting", "gauge", "Sequences waiting there", [s.waiting for s in each])
-        yield told("kv_cache_usage_ratio", "gauge", "Its KV pages held / all", [_usage(s) for s in each])
+        yield family("up", "gauge", "1 while the engine makes progress and its model is loaded", ups)
+        yield family("requests_running", "gauge", "Sequences running there", [s.running for s in each])
+        yield family("requests_waiting", "gauge", "Sequences waiting there", [s.waiting for s in each])
+        yield family("kv_cache_usage_ratio", "gauge", "Its KV pages held / all", [_usage(s) for s in each])
         for name, help in (
             ("prompt_tokens", "Prompt tokens of requests it started"),
             ("generation_tokens", "Tokens it generated"),
             ("prefix_queried_tokens", "Prompt tokens it looked up"),
             ("prefix_hit_tokens", "Prompt tokens it found in its tiers"),
         ):
-            yield told(f"{name}_total", "counter", help, [getattr(s, name) for s in each])
+            yield family(f"{name}_total", "counter", help, [getattr(s, name) for s in each])
 
     def _of_all(self) -> Iterable[str]:
         engine = summed([plus(engine.before, engine.stats) for engine in self.engines])
@@ -128,44 +128,46 @@ class EngineMetrics:
         queue = {reason: stats.queue.get(reason, 0) for reason in _QUEUE}
         yield _gauge("weft_requests_running", "Sequences running", stats.running)
         yield _gauge("weft_requests_waiting", "Sequences waiting", stats.waiting)
-        yield _gauge("weft_max_num_seqs_now", "Sequences that may run at once now", self._seats())
+        yield _gauge("weft_max_num_seqs_now", "Sequences that may run at once now", self._sequence_limit())
         changed = "Changes of that number by --max-num-seqs auto, by reason"
         changes = {reason: stats.slot_limit_changes.get(reason, 0) for reason in SLOT_LIMIT_REASONS}
         yield _family("weft_max_num_seqs_changes_total", "counter", changed, "reason", changes)
-        yield _family("weft_requests_queued", "gauge", "Sequences that wait, by what they wait for", "reason", queue)
+        yield _family("weft_requests_queued", "gauge", "Waiting sequences by what they wait for", "reason", queue)
         yield _gauge("weft_kv_cache_usage_ratio", "KV pages held / all", usage)
         yield _counter(queried, "Prompt tokens looked up", stats.prefix_queried_tokens)
         yield from self._tiers(stats)
         yield _by_length(stats)
-        yield _gauge("weft_pinned_pages", "KV pages that are evicted last, as requests asked", stats.retained_pages)
-        lost = "KV pages that were to be kept longer, and had to stand back for others that were"
+        yield _gauge("weft_pinned_pages", "Retained KV pages, which are evicted last", stats.retained_pages)
+        lost = "Retained KV pages displaced by other retained pages"
         yield _counter("weft_pins_displaced", lost, stats.retentions_displaced)
         yield _counter("weft_prompt_tokens", "Prompt tokens of started requests", stats.prompt_tokens)
         yield _counter("weft_generation_tokens", "Tokens generated", stats.generation_tokens)
         yield _counter("weft_preemptions", "Requests that lost their pages", stats.preemptions)
-        lost = "Requests ended because their logits were not finite (NaN or inf)"
+        lost = "Requests ended by non-finite logits (NaN or inf)"
         yield _counter("weft_nonfinite_logits", lost, stats.nonfinite_logits)
-        yield _counter("weft_displaced", "Preemptions for a seat, in favour of a better priority", stats.displaced)
-        yield _counter("weft_overtaken", "Requests admitted before one that lacked pages or a seat", stats.overtaken)
-        cut = "Iterations whose prompts --itl-slo cut short, by what decided how far"
+        yield _counter("weft_displaced", "Preemptions that gave a slot to a better priority", stats.displaced)
+        yield _counter("weft_overtaken", "Requests admitted ahead of one that lacked pages or a slot", stats.overtaken)
+        cut = "Iterations with prefill cut by --itl-slo, by the deciding limit"
         cuts = {by: stats.chunks_cut.get(by, 0) for by in CUTS}
         yield _family("weft_prompts_cut_total", "counter", cut, "by", cuts)
-        yield _counter("weft_itl_slo_late", "Those cut to the limit that took longer all the same", stats.chunks_late)
+        yield _counter(
+            "weft_itl_slo_late", "Iterations cut by --itl-slo that still exceeded the limit", stats.chunks_late
+        )
         computed = {"decode": stats.decode_tokens, "prefill": stats.prefill_tokens}
-        yield _family("weft_computed_tokens_total", "counter", "Tokens that went through the model", "phase", computed)
+        yield _family("weft_computed_tokens_total", "counter", "Tokens computed by the model", "phase", computed)
         pipelined = engine.iterations_pipelined
         plans = {"serial": engine.iterations - pipelined, "pipelined": pipelined}
-        yield _family("weft_iterations_total", "counter", "Iterations, by the plan that ran them", "plan", plans)
+        yield _family("weft_iterations_total", "counter", "Iterations by plan", "plan", plans)
         for name, help, label, values in (
-            ("weft_attention_iterations", "Iterations, by the path that their attention took", "path", ATTENTION),
-            ("weft_attention_cut_iterations", "Iterations with pieces that are added up", "what", ATTENTION_PARTS),
+            ("weft_attention_iterations", "Iterations by attention path", "path", ATTENTION),
+            ("weft_attention_cut_iterations", "Iterations with split attention", "what", ATTENTION_PARTS),
         ):
             figures = {value: stats.attention.get(value, 0) for value in values}
             yield _family(f"{name}_total", "counter", help, label, figures)
         plan = engine.plan
         left = plan.pipelines - plan.serving - plan.left_out
         pipelines = {"serving": plan.serving, "preparing": left, "left_out": plan.left_out}
-        yield _family("weft_plan_pipelines", "gauge", "Pipelines of the plan, by what they are at", "state", pipelines)
+        yield _family("weft_plan_pipelines", "gauge", "Pipelines of the plan by state", "state", pipelines)
         idle = "Device idle between iterations while requests were open"
         yield _counter("weft_device_idle_seconds", idle, engine.iterations_idle_seconds)
         yield from self._energy(engine.energy)
@@ -178,8 +180,8 @@ class EngineMetrics:
         yield _counter("vllm:num_preemptions", "weft_preemptions_total", stats.preemptions)
         yield from self._constants()
 
-    def _seats(self) -> int:
-        """An engine that has not said anything yet has as many as it began with."""
+    def _sequence_limit(self) -> int:
+        """Return the current sequence limit. An engine without statistics has its initial limit."""
         up = [engine for engine in self.engines if engine.up and engine.ready is not None]
         return sum(e.stats.scheduler.slot_limit or (e.ready.slot_limit if e.ready is not None else 0) for e in up)
 
@@ -189,9 +191,9 @@ class EngineMetrics:
         device = next((engine.ready.device for engine in self.engines if engine.ready is not None), "")
         labels = {"device": device, "source": energy.source}
         for name, help, joules in (
-            ("weft_energy_joules", "Drawn by the device since the engine began, by its own counter", energy.joules),
-            ("weft_energy_idle_joules", "The part of it while no request was open", energy.idle_joules),
-            ("weft_energy_request_joules", "The part of it that was charged to requests", energy.charged),
+            ("weft_energy_joules", "Energy drawn by the device since the engine started", energy.joules),
+            ("weft_energy_idle_joules", "Energy drawn while no request was open", energy.idle_joules),
+            ("weft_energy_request_joules", "Energy charged to requests", energy.charged),
         ):
             yield f"{head(f'{name}_total', 'counter', help)}{name}_total{labelled(labels)} {joules}\n"
 
@@ -209,9 +211,11 @@ class EngineMetrics:
         readies = [engine.ready for engine in known if engine.ready is not None]
         if not readies:
             return
-        ready, seats, pages = readies[0], sum(r.max_num_seqs for r in readies), sum(r.num_pages for r in readies)
-        yield _gauge("weft_max_running_requests", "Sequences that run at once at most", seats)
-        yield _gauge("weft_max_iteration_tokens", "The dense batch: tokens at most", ready.max_num_batched_tokens)
+        ready, sequences, pages = readies[0], sum(r.max_num_seqs for r in readies), sum(r.num_pages for r in readies)
+        yield _gauge("weft_max_running_requests", "Maximum running sequences", sequences)
+        yield _gauge(
+            "weft_max_iteration_tokens", "Maximum tokens per iteration: the dense batch", ready.max_num_batched_tokens
+        )
         page_size, num_pages = str(ready.page_size), str(pages)
         yield _info("weft_cache_config_info", "KV pages", {"page_size": page_size, "num_pages": num_pages})
         labels = {"block_size": page_size, "num_gpu_blocks": num_pages}
@@ -240,7 +244,7 @@ def _family(name: str, kind: str, help: str, label: str, figures: Mapping[str, f
 
 def _by_length(stats: SchedulerStats) -> str:
     name = "weft_prefix_cache_tokens_by_length_total"
-    lines = [head(name, "counter", "Prompt tokens looked up, by the prompt's length and where they were found")]
+    lines = [head(name, "counter", "Prompt tokens looked up, by prompt length and tier")]
     for length in (*LENGTHS, "more"):
         of = stats.prefix_lengths.get(length, LengthHits())
         for found in (*TIERS, "missed"):

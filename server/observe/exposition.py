@@ -8,12 +8,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def head(name: str, kind: str, help: str) -> str:
-    """The lines before a metric's samples. `help`: one line without a backslash."""
+    """Return the lines before a metric's samples. `help`: one line without a backslash."""
     return f"# HELP {name} {help}\n# TYPE {name} {kind}\n"
 
 
 def labelled(labels: Mapping[str, str]) -> str:
-    """`{name="value",…}`; nothing for no labels."""
+    """Format `{name="value",…}`; empty without labels."""
     if not labels:
         return ""
     return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"

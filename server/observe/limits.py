@@ -13,29 +13,28 @@ from weft.server.observe.counters import Counter
 from weft.server.observe.shared_state import SharedState
 
 LONGEST_WAIT = 120
-"""seconds of `Retry-After` at most"""
+"""Maximum seconds of `Retry-After`."""
 
 TIME, REQUESTS, TOKENS = 0, 1, 2
-"""columns of `SharedState.buckets`: when the bucket was last filled, and how much of each allowance has been *used*"""
+"""Columns of `SharedState.buckets`: time of the last refill, and the *used* amount of each allowance."""
 
 
 class RateLimits:
     """A bucket holds a minute's allowance and refills steadily.
 
-    A request costs one of `requests` when it comes. The tokens of its prompt are charged before they are computed,
-    those of its output, which nobody knows before, when it ends. A key that has used up its tokens waits until it has
-    some again. Without keys everybody shares one bucket.
+    A request costs one of `requests` on arrival. Prompt tokens are charged before they are computed, output tokens when
+    the request ends. A key without tokens waits for the refill. Without keys, all clients share one bucket.
     """
 
     def __init__(self, shared_state: SharedState, rejected: Counter, requests: int | None, tokens: int | None) -> None:
-        """`rejected`: counts refusals by code."""
+        """`rejected`: counts rejections by code."""
         self._shared_state = shared_state
         self._rejected = rejected
         self._requests = requests
         self._tokens = tokens
 
     def enter(self, key: int) -> ApiError | None:
-        """Charge `key` for a request, or tell why not now."""
+        """Charge `key` for a request, or return the error."""
         if self._requests is None and self._tokens is None:
             return None
         with self._shared_state.lock():
@@ -65,7 +64,7 @@ class RateLimits:
 
     def _refill(self, key: int) -> npt.NDArray[np.float64]:
         bucket: npt.NDArray[np.float64] = self._shared_state.buckets[key]
-        now = time.monotonic()  # one clock for all processes of a machine
+        now = time.monotonic()  # the same clock in all processes
         minutes = (now - bucket[TIME]) / 60
         bucket[TIME] = now
         bucket[REQUESTS] = max(0.0, bucket[REQUESTS] - minutes * (self._requests or 0))

@@ -1,4 +1,4 @@
-"""What Prometheus sees. Names and labels are an API, pinned by a test; label values are fixed sets."""
+"""Prometheus metrics. Names and labels are an API, pinned by a test; label values are fixed sets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAG = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 
 _SIZE = tuple(float(2**i) for i in range(17))
 
 PROBES = ("/health", "/ready", "/metrics", "/version", "/ping")
-"""what probes and scrapers reach without a key; everything else needs one"""
+"""Paths that need no key."""
 ENDPOINTS = (
     *PROBES,
     "/v1/models",
@@ -79,8 +79,7 @@ _REFUSALS = [
 ]
 GRAMMAR_OUTCOMES = ("compiled", "invalid", "too_large", "busy", "abandoned")
 
-
-_OF_A_MODEL: tuple[tuple[str, str, str, Callable[[SchedulerStats], int]], ...] = (
+_PER_MODEL: tuple[tuple[str, str, str, Callable[[SchedulerStats], int]], ...] = (
     ("weft_model_requests_running", "gauge", "Sequences running, by model", lambda s: s.running),
     ("weft_model_requests_waiting", "gauge", "Sequences waiting, by model", lambda s: s.waiting),
     (
@@ -94,7 +93,7 @@ _OF_A_MODEL: tuple[tuple[str, str, str, Callable[[SchedulerStats], int]], ...] =
 
 
 class Metrics:
-    """The metrics of a daemon. A process counts in its own row of the shared state; `render` tells the sum of all rows."""
+    """The metrics of a daemon. A process counts in its row of the shared state; `render` sums all rows."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class Metrics:
         watch: Watch | None = None,
         models: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """`models`: the engines of each, by its name."""
+        """`models`: engine numbers by model name."""
         shared_state = shared_state or SharedState(1)
         self._shared_state = shared_state
         self._watch = watch
@@ -165,25 +164,27 @@ class Metrics:
         if len(names) > 1:
             what = "Arrival to first token, by model"
             self._model_ttft = histogram("model_time_to_first_token_seconds", what, _LATENCY, model_name=names)
-        self._of_engines = EngineMetrics(shared_state.engines)
-        self.engines = self._of_engines.engines
+        self._engine_metrics = EngineMetrics(shared_state.engines)
+        self.engines = self._engine_metrics.engines
         self._iterations = [0] * shared_state.engines
         self._engine_lines_dropped = [0] * shared_state.engines
 
     @property
     def plan(self) -> PlanStats:
-        """Of all engines together."""
-        return self._of_engines.plan
+        """Plan statistics of all engines."""
+        return self._engine_metrics.plan
 
     def count_iteration(self, stats: EngineStats, engine: int = 0) -> None:
-        """Called for every message of an engine, in one process of the daemon."""
+        """Count an iteration. Called for every message of an engine, in one process of the daemon."""
         for tier, seconds in stats.load_seconds:
             self.load_seconds.labels(tier).observe(seconds)
         if (dropped := stats.log_lines_dropped) != (before := self._engine_lines_dropped[engine]):
-            self.log_lines_dropped.inc(dropped - (before if dropped > before else 0))  # that was another process's
+            self.log_lines_dropped.inc(
+                dropped - (before if dropped > before else 0)
+            )  # the engine process was restarted
             self._engine_lines_dropped[engine] = dropped
         if stats.iterations == self._iterations[engine]:
-            return  # brought aborts, no iteration
+            return  # the message had no iteration
         self._iterations[engine] = stats.iterations
         last = stats.iteration
         self.iteration_tokens.observe(last.tokens)
@@ -212,7 +213,7 @@ class Metrics:
         self.aborted.labels(cause).inc()
 
     def request_began(self) -> None:
-        """An HTTP request; `request_ended` follows, or `process_lost`."""
+        """Count an open HTTP request, until `request_ended` or `process_lost`."""
         self._http[self._row] += 1
 
     def request_ended(self, endpoint: str, status: int) -> None:
@@ -220,13 +221,13 @@ class Metrics:
         self.requests.labels(endpoint, str(status)).inc()
 
     def process_lost(self, sequences: int, requests: int) -> None:
-        """An API process has died with so much open."""
+        """Count what a dead API process had open."""
         self.requests_lost.inc(requests)
         self.finished.labels("abort").inc(sequences)
         self.aborted.labels("crash").inc(sequences)
 
     def grammar_tried(self, outcome: str, seconds: float) -> None:
-        """`seconds`: of CPU time; 0 for one whose turn never came."""
+        """`seconds`: CPU time; 0 if it was never compiled."""
         self.grammars.labels(outcome).inc()
         if outcome == "busy":
             self.rejected.labels("grammar_compilers_busy").inc()
@@ -234,7 +235,7 @@ class Metrics:
             self.grammar_seconds.observe(seconds)
 
     async def watch_event_loop(self) -> None:
-        """Measure for ever how late the loop's timers are."""
+        """Measure the delay of the loop's timers until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LAG_INTERVAL
@@ -242,51 +243,53 @@ class Metrics:
             self.event_loop_lag.observe(max(0.0, loop.time() - due))
 
     def render(self) -> bytes:
-        """Everything, in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         watch = self._watch
         rows = range(ENGINE, ENGINE + len(self.engines))
-        figures = self._store.text() + self._of_models()
+        figures = self._store.text() + self._model_metrics()
         if watch is None:
-            return figures + self._of_engines.text([False for _ in rows])
+            return figures + self._engine_metrics.text([False for _ in rows])
         late = [watch.late(row, LATE_SECONDS) is not None for row in rows]
-        return figures + self._of_engines.text(late) + _heartbeats(watch, len(rows)) + _ranks(watch, rows)
+        return figures + self._engine_metrics.text(late) + _heartbeats(watch, len(rows)) + _ranks(watch, rows)
 
-    def _of_models(self) -> bytes:
-        """Of each: whether it sleeps, and its engines with it, and what they have to do."""
+    def _model_metrics(self) -> bytes:
+        """Return the metrics per model: sleep states and request counts."""
         if not self._models:
             return b""
         state, asleep = "weft_model_state", "weft_engine_asleep"
-        rests = {
+        states = {
             name: SleepState(int(self._shared_state.sleep_states[model])) for model, name in enumerate(self._models)
         }
-        lines = [head(state, "gauge", "1 for what a model is at")]
-        for name, rest in rests.items():
+        lines = [head(state, "gauge", "1 for the current state of a model")]
+        for name, current in states.items():
             lines += [
-                f"{state}{labelled({'model_name': name, 'state': each.word})} {float(each is rest)}\n"
+                f"{state}{labelled({'model_name': name, 'state': each.word})} {float(each is current)}\n"
                 for each in SleepState
             ]
-        lines.append(head(asleep, "gauge", "1 while its model sleeps: nobody expects it to be up"))
-        sleeping = {str(i): rests[name] is SleepState.ASLEEP for name, engines in self._models.items() for i in engines}
+        lines.append(head(asleep, "gauge", "1 while its model sleeps, so that it need not be up"))
+        sleeping = {
+            str(i): states[name] is SleepState.ASLEEP for name, engines in self._models.items() for i in engines
+        }
         lines += [f"{asleep}{labelled({'engine': i})} {float(sleeps)}\n" for i, sleeps in sleeping.items()]
-        totals = {name: self._of_engines.together(engines) for name, engines in self._models.items()}
-        for metric, kind, help, of in _OF_A_MODEL:
+        totals = {name: self._engine_metrics.together(engines) for name, engines in self._models.items()}
+        for metric, kind, help, of in _PER_MODEL:
             lines.append(head(metric, kind, help))
             lines += [f"{metric}{labelled({'model_name': name})} {float(of(s))}\n" for name, s in totals.items()]
         return "".join(lines).encode()
 
 
 def _ranks(watch: Watch, rows: range) -> bytes:
-    """Of engines whose model several processes share; nothing where there is none."""
+    """Return the metrics of engines with several ranks; empty if there are none."""
     heartbeats = watch.heartbeats
     others = {row: heartbeats.ranks(row) for row in rows}
     if not any(others.values()):
         return b""
     alive, ages = "weft_engine_ranks", "weft_rank_last_beat_seconds"
-    text = head(alive, "gauge", "Processes of an engine that share its model and live")
+    text = head(alive, "gauge", "Live ranks of an engine")
     for i, row in enumerate(rows):
         pids = [heartbeats.pid(row), *(heartbeats.rank(row, rank).pid for rank in others[row])]
         text += f"{alive}{labelled({'engine': str(i)})} {sum(pid != 0 and not has_ended(pid) for pid in pids)}\n"
-    text += head(ages, "gauge", "Since a rank but the first showed last that it makes progress")
+    text += head(ages, "gauge", "Seconds since the last heartbeat of a rank other than rank 0")
     for i, row in enumerate(rows):
         for rank in others[row]:
             labels = labelled({"engine": str(i), "rank": str(rank)})
@@ -295,18 +298,16 @@ def _ranks(watch: Watch, rows: range) -> bytes:
 
 
 def _heartbeats(watch: Watch, engines: int) -> bytes:
-    def told(name: str, help: str, label: str, rows: range) -> str:
-        ages = [f"{name}{labelled({label: str(i)})} {watch.age(row):.3f}\n" for i, row in enumerate(rows)]
-        return head(name, "gauge", help) + "".join(ages)
+    def ages(name: str, help: str, label: str, rows: range) -> str:
+        lines = [f"{name}{labelled({label: str(i)})} {watch.age(row):.3f}\n" for i, row in enumerate(rows)]
+        return head(name, "gauge", help) + "".join(lines)
 
     of_engines, of_api = range(ENGINE, ENGINE + engines), range(ENGINE + engines, watch.heartbeats.rows)
     return (
-        told(
-            "weft_engine_last_beat_seconds", "Since an engine showed last that it makes progress", "engine", of_engines
-        )
-        + told(
+        ages("weft_engine_last_beat_seconds", "Seconds since the last heartbeat of an engine", "engine", of_engines)
+        + ages(
             "weft_api_process_last_beat_seconds",
-            "Since an API process showed last that it makes progress",
+            "Seconds since the last heartbeat of an API process",
             "process",
             of_api,
         )

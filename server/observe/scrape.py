@@ -1,4 +1,4 @@
-"""What `GET /metrics` is answered by `connection`, ahead of the application."""
+"""The response to `GET /metrics`, which `connection` sends without the application."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _HEAD = f"HTTP/1.1 200 OK\r\ncontent-type: {CONTENT_TYPE}\r\ncontent-length: ".e
 
 
 def scrape(metrics: Metrics) -> bytes:
-    """Head and body. The scrape itself is counted by the next one."""
+    """Return head and body. The next scrape counts this one."""
     body = metrics.render()
     metrics.requests.labels("/metrics", "200").inc()
     return b"%b%d\r\n\r\n%b" % (_HEAD, len(body), body)

@@ -1,4 +1,4 @@
-"""Totals of engines: counters go on where the last engine's stood, and those of several engines are summed."""
+"""Totals of engines: counters continue across restarts, and several engines are summed."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _LENGTH = ("gpu", "host", "ssd", "missed")
 
 
 def plus(before: EngineStats, now: EngineStats) -> EngineStats:
-    """`now`, with its totals raised by those of engines before it."""
+    """Return `now` with its totals increased by those of its predecessors."""
     tiers = now.scheduler.tiers
     for name, tier in before.scheduler.tiers.items():
-        # One that this engine has not told of yet: what it has done stays, what it holds is gone.
+        # For a tier that this engine has not reported yet, keep the totals but not the contents.
         tiers = {**tiers, name: _raised(tiers.get(name, TierStats()), tier, _TIER)}
     lengths = now.scheduler.prefix_lengths
     for name, of in before.scheduler.prefix_lengths.items():
@@ -76,8 +76,7 @@ def _raised(now: Stats, before: Stats, names: tuple[str, ...]) -> Stats:
 
 
 def summed(engines: Sequence[EngineStats]) -> EngineStats:
-    """Of several engines: counters and gauges added. A tier is up where it is up in all of them. What is told of the
-    last iteration is left out."""
+    """Sum counters and gauges of several engines, without the last iteration. A tier is up if it is up in all."""
     named = {name: sum(getattr(engine, name) for engine in engines) for name in (*_ENGINE, "log_lines_dropped")}
     metered = [engine.energy for engine in engines if engine.energy is not None]
     return EngineStats(

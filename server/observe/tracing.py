@@ -1,4 +1,4 @@
-"""W3C trace context of requests, and OpenTelemetry spans for them when the operator asks and the package is there."""
+"""W3C trace context of requests, and optional OpenTelemetry spans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})(
 
 
 class TraceContext(NamedTuple):
-    """Where a request stands in the caller's trace (https://www.w3.org/TR/trace-context/, section 3.2)."""
+    """A request's position in the caller's trace (https://www.w3.org/TR/trace-context/, section 3.2)."""
 
     traceparent: str
     trace_id: str
@@ -20,13 +20,13 @@ class TraceContext(NamedTuple):
 
 
 def parse(traceparent: str | None) -> TraceContext | None:
-    """None for a header that is absent or not valid, which counts as absent."""
+    """Parse a header. Returns None if it is absent or invalid."""
     match = _TRACEPARENT.fullmatch(traceparent or "")
     return TraceContext(match[0], match[1], match[2]) if match else None
 
 
 class Spans:
-    """A span for each request. Needs the packages of the `otel` extra."""
+    """Creates a span per request. Needs the `otel` extra."""
 
     def __init__(self, exporter: Any, service_name: str = "weft") -> None:
         """`exporter`: a `SpanExporter`."""
@@ -43,7 +43,7 @@ class Spans:
 
     @classmethod
     def to(cls, endpoint: str) -> Spans:
-        """Spans for a collector that speaks OTLP over HTTP. Raises `ConfigError` without the packages."""
+        """Export spans to a collector with OTLP over HTTP. Raises `ConfigError` without the packages."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
@@ -58,7 +58,7 @@ class Spans:
         return self._tracer.start_span(name, context=self._propagator.extract(carrier), kind=SpanKind.SERVER)
 
     def end(self, span: Any, status: int, attributes: dict[str, Any]) -> None:
-        """`status`: of the answer."""
+        """`status`: HTTP status of the response."""
         from opentelemetry.trace import StatusCode
 
         span.set_attributes({"http.response.status_code": status, **attributes})

@@ -70,7 +70,7 @@ async def test_killed_in_the_middle_and_started_again_every_line_is_there_once(s
     said, complained = await process.communicate()
     assert process.returncode == 1, complained
     assert b"240 requests: 239 answered, 1 failed" in said
-    assert b"are answered; going on" in complained
+    assert b"are answered; resuming" in complained
     found = answers(out)
     assert sorted(a["custom_id"] for a in found) == sorted(r["custom_id"] for r in requests)
     by_id = {a["custom_id"]: a for a in found}
@@ -83,14 +83,14 @@ async def test_killed_in_the_middle_and_started_again_every_line_is_there_once(s
     # A third time there is nothing to do.
     asked = len(server.engine.added)
     again = await batch(*words)
-    assert b"0 of them now" in (await again.communicate())[0]
+    assert b"0 in this run" in (await again.communicate())[0]
     assert len(server.engine.added) == asked
 
 
 async def ask(url: str, file: Path, out: Path, *, patience: float = 60) -> None:
     requests, written = RequestFile(file), AnswerFile(out)
     try:
-        await BatchClient(url, None, written, patience=patience, told=lambda: None).run(requests, 8)
+        await BatchClient(url, None, written, patience=patience, on_answer=lambda: None).run(requests, 8)
     finally:
         written.close()
         requests.close()
@@ -127,10 +127,10 @@ async def test_a_server_that_is_gone_is_given_up_and_nothing_is_lost(
 ) -> None:
     monkeypatch.setattr(batch_client, "PAUSE_SECONDS", (0.01, 0.02))
     file, out = write(tmp_path / "in", [request(i) for i in range(5)]), tmp_path / "out"
-    with pytest.raises(Refused, match="no answer for"):
+    with pytest.raises(Refused, match="no response for"):
         await ask("http://127.0.0.1:9", file, out, patience=0.05)
     assert out.read_bytes() == b""
-    with pytest.raises(WeftError, match="0 of 5 are answered; the same command goes on"):
+    with pytest.raises(WeftError, match="0 of 5 are answered; run the same command to resume"):
         await asyncio.to_thread(_run, [str(file), str(out), "--url", "http://127.0.0.1:9"])
 
 
@@ -198,7 +198,7 @@ async def test_answers_of_something_else_are_not_appended_to(tmp_path: Path) -> 
     file, out = write(tmp_path / "in", [request(1)]), tmp_path / "out"
     for content, why in [
         ("hello\n", "line 1 is not"),
-        (failure("x", "c", "m").decode(), "answers other req"),
+        (failure("x", "c", "m").decode(), "has responses to other req"),
         ('{"learning_rate": 0.1}', "line 1 is not part of a batch answer"),
         (file.read_text(), "line 1 is not"),
         (file.read_text().strip(), "line 1 is not"),
@@ -220,7 +220,7 @@ async def test_a_pipe_is_no_file_of_a_batch(tmp_path: Path, which: str) -> None:
     os.mkfifo(pipe)
     file = write(tmp_path / "in", [request(1)])
     words = [pipe, tmp_path / "out"] if which == "requests" else [file, pipe]
-    with pytest.raises(ConfigError, match="pipe is no regular file"):
+    with pytest.raises(ConfigError, match="pipe is not a regular file"):
         _run(list(map(str, words)))
 
 
@@ -229,8 +229,8 @@ async def test_a_pipe_is_no_file_of_a_batch(tmp_path: Path, which: str) -> None:
     [
         (["--url", "http://127.0.0.1:99999"], "--url http://127.0.0.1:99999: must be like"),
         (["--url", "http://[::1"], r"--url http://\[::1: must be like"),
-        (["--api-key", "a\nb"], "--api-key: a key has no line ends"),
-        (["--patience", "nan"], "--patience no less than 0"),
+        (["--api-key", "a\nb"], "--api-key: must not contain line breaks"),
+        (["--patience", "nan"], "--patience at least 0"),
     ],
 )
 async def test_an_option_that_cannot_work_is_named(tmp_path: Path, options: list[str], why: str) -> None:
@@ -244,16 +244,16 @@ async def test_requests_that_change_meanwhile_end_it_with_a_line(server: Server,
     requests, written = RequestFile(file), AnswerFile(out)
     file.write_text("{")
     with pytest.raises(LineError, match="is not JSON"):
-        await BatchClient(server.url, None, written, patience=60, told=lambda: None).run(requests, 8)
+        await BatchClient(server.url, None, written, patience=60, on_answer=lambda: None).run(requests, 8)
     written.close()
     requests.close()
 
 
 async def test_a_model_of_its_own_is_one(tmp_path: Path) -> None:
     file = write(tmp_path / "in", [request(1), request(2, model="other")])
-    with pytest.raises(ConfigError, match="asks for 2 models"):
+    with pytest.raises(ConfigError, match="names 2 models"):
         _run([str(file), str(tmp_path / "out"), "--model", "demo"])
-    with pytest.raises(ConfigError, match="give it or --url"):
+    with pytest.raises(ConfigError, match="give --model or --url, not both"):
         _run([str(file), str(tmp_path / "out"), "--model", "demo", "--url", "x"])
 
 

@@ -160,7 +160,7 @@ async def test_a_question_from_a_pipe_gets_its_answer_on_stdout_and_nothing_else
         assert (result.returncode, result.stdout) == (0, b"42\n")
         refused = await ask(server, "6 * 7?", "another-model")
         assert refused.returncode == 1
-        assert b"does not serve another-model, but stub" in refused.stderr
+        assert b"does not serve another-model, only stub" in refused.stderr
     async with serving(api_key=["k"]) as server:
         assert b"--api-key" in (await ask(server, "hi")).stderr
         assert (await ask(server, "hi", "--api-key", "k")).returncode == 0
@@ -180,7 +180,7 @@ def test_output_that_cannot_be_written_is_a_line(words: list[str]) -> None:
 
 def test_a_question_that_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"What is \xff?")))
-    with pytest.raises(ConfigError, match="not UTF-8, from byte 8"):
+    with pytest.raises(ConfigError, match="not UTF-8 at byte 8"):
         _piped()
 
 
@@ -301,7 +301,7 @@ def test_models_misses_a_tokenizer_as_serve_does(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(MODEL_PATH / name)
     (found,) = [model for model in find([tmp_path]) if model.where == "directory"]
-    assert found.why_not() == "incomplete, without tokenizer.json"
+    assert found.why_not() == "incomplete: missing tokenizer.json"
     (tmp_path / "tokenizer.json").symlink_to(MODEL_PATH / "tokenizer.json")
     assert found.why_not() is None
 
@@ -313,7 +313,7 @@ def test_weights_that_a_copy_has_cut_short_are_told(tmp_path: Path, capsys: pyte
     for size in (0, 100, len(weights) - 1):
         (tmp_path / "model.safetensors").write_bytes(weights[:size])
         assert main(["models", str(tmp_path)]) == 0
-        assert "no: cannot be read whole: model.safetensors" in " ".join(capsys.readouterr().out.split())
+        assert "no: truncated: model.safetensors" in " ".join(capsys.readouterr().out.split())
     assert main(["inspect", str(tmp_path)]) == 0
     assert re.search(r"^weights +cannot be read whole: model.safetensors$", capsys.readouterr().out, re.MULTILINE)
 
@@ -428,7 +428,7 @@ def test_doctor_names_a_variable_that_no_server_takes(monkeypatch: pytest.Monkey
 
 def test_doctor_finds_no_port_above_the_last() -> None:
     (finding,) = port(argparse.Namespace(host="127.0.0.1", port=65536 + 8000))
-    assert (finding.state, finding.what) == ("bad", "there is no port 73536")
+    assert (finding.state, finding.what) == ("bad", "73536 is not a port")
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_a_scrape_tells_what_changed_since_the_last_one() -> None:
     for n in range(1, 4):
         other.aborted.labels("drain").inc()
         metrics.ttft.observe(0.2)
-        metrics.engines[0].hear(EngineStats(scheduler=SchedulerStats(running=n)))
+        metrics.engines[0].update(EngineStats(scheduler=SchedulerStats(running=n)))
         assert metrics.render() == metrics.render()
         assert value_of(metrics, "weft_aborted_total", {"cause": "drain"}) == n
         assert value_of(metrics, "weft_time_to_first_token_seconds_count") == n
@@ -150,7 +150,7 @@ def test_iterations_count_once() -> None:
     for iterations in (1, 1, 2):  # the second brings aborts
         last = IterationStats(tokens=5)
         stats = EngineStats(iterations=iterations, iteration=last, load_seconds=[("ssd", 0.01)])
-        metrics.engines[0].hear(stats)
+        metrics.engines[0].update(stats)
         metrics.count_iteration(stats)
     value = partial(value_of, metrics)
     assert value("weft_iteration_tokens_count") == 2
@@ -170,13 +170,13 @@ def test_totals_go_on_where_the_last_engine_stood() -> None:
         return EngineStats(scheduler=scheduler, iterations=tokens, iterations_idle_seconds=tokens / 2)
 
     metrics = Metrics()
-    metrics.engines[0].hear(stats(5, gpu=TierStats(used=7, hit_tokens=3)))
-    metrics.engines[0].begins(plus(EngineStats(), stats(5, gpu=TierStats(used=7, hit_tokens=3))))
+    metrics.engines[0].update(stats(5, gpu=TierStats(used=7, hit_tokens=3)))
+    metrics.engines[0].started(plus(EngineStats(), stats(5, gpu=TierStats(used=7, hit_tokens=3))))
     names = ("weft_prompt_tokens_total", "weft_device_idle_seconds_total", "weft_requests_running")
     assert [value_of(metrics, name) for name in names] == [5, 2.5, 0]
     for name, value in (("weft_prefix_cache_hit_tokens_total", 3), ("weft_kv_tier_used_pages", 0)):
         assert value_of(metrics, name, {"tier": "gpu"}) == value
-    metrics.engines[0].hear(stats(2, gpu=TierStats(used=1, hit_tokens=1), host=TierStats(bytes_in=9)))
+    metrics.engines[0].update(stats(2, gpu=TierStats(used=1, hit_tokens=1), host=TierStats(bytes_in=9)))
     assert [value_of(metrics, name) for name in names] == [7, 3.5, 2]
     for name, tier, value in (
         ("weft_prefix_cache_hit_tokens_total", "gpu", 4),
@@ -203,9 +203,9 @@ def test_every_total_of_the_engine_goes_on() -> None:
     )
     stats = ones(EngineStats, scheduler=scheduler, energy=ones(EnergyStats))
     metrics = Metrics()
-    metrics.engines[0].begins(stats)
-    metrics.engines[0].hear(stats)
-    families = text_string_to_metric_families(metrics._of_engines.text([False]).decode())
+    metrics.engines[0].started(stats)
+    metrics.engines[0].update(stats)
+    families = text_string_to_metric_families(metrics._engine_metrics.text([False]).decode())
     samples = [sample for family in families if family.type == "counter" for sample in family.samples]
     assert [sample.value for sample in samples if sample.labels.get("plan") != "serial"] == [2] * (len(samples) - 1)
     assert len(samples) > 15
@@ -216,10 +216,10 @@ def test_the_bound_is_told_before_the_first_request_and_is_nobodys_when_the_engi
     engine = metrics.engines[0]
     told = []
     engine.loaded("m", msgspec.structs.replace(READY, slot_limit=16))
-    told.append(metrics._of_engines.text([False]))
-    engine.hear(EngineStats(scheduler=SchedulerStats(slot_limit=24)))
-    told.append(metrics._of_engines.text([False]))
+    told.append(metrics._engine_metrics.text([False]))
+    engine.update(EngineStats(scheduler=SchedulerStats(slot_limit=24)))
+    told.append(metrics._engine_metrics.text([False]))
     engine.died()
-    told.append(metrics._of_engines.text([False]))
+    told.append(metrics._engine_metrics.text([False]))
     assert [b"weft_max_num_seqs_now 16.0" in told[0], b"weft_max_num_seqs_now 24.0" in told[1]] == [True, True]
     assert b"weft_max_num_seqs_now 0.0" in told[2]

@@ -74,7 +74,7 @@ def test_a_server_that_does_not_answer_or_is_not_there_is_not_well(capsys: pytes
     assert "no server" in capsys.readouterr().err
     fd = server_urls.publish("http://127.0.0.1:1")
     assert checked() == 1
-    assert "does not answer" in capsys.readouterr().out
+    assert "does not respond" in capsys.readouterr().out
     os.close(fd)
     assert server_urls.published() == []
 
@@ -122,7 +122,7 @@ async def test_another_server_at_the_address_is_not_well() -> None:
     async with await asyncio.start_server(answer, "127.0.0.1") as server:
         port = server.sockets[0].getsockname()[1]
         told = await asyncio.to_thread(health._ask, f"http://127.0.0.1:{port}", "/health")
-    assert told == (0, "answers, but as no weft does")
+    assert told == (0, "responds, but is not weft")
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ def test_a_model_of_several_shards_is_whole_when_all_are_there(there: Hub, tmp_p
     assert {file.name for file in path.glob("*.safetensors")} == set(shards)
     (path / "model-2.safetensors").unlink()
     listed = weft(tmp_path, NOWHERE, "models").stdout
-    assert "incomplete, without model-2.safetensors" in " ".join(listed.split())
+    assert "incomplete: missing model-2.safetensors" in " ".join(listed.split())
     assert "cannot be reached" in one_line(weft(tmp_path, NOWHERE, "serve", NAME))
 
 
