@@ -147,7 +147,7 @@ def _run(command: list[str], environment: dict[str, str], text: str) -> str:
     return "" if done.returncode == 0 else done.stderr.strip() or f"exit status {done.returncode}"
 
 
-def prove(root: Path, *, with_pip: bool) -> int:
+def verify(root: Path, *, with_pip: bool) -> int:
     """Resolve everything and print a line for each; with_pip: also with pip. Returns the number of failures."""
     environment = index_alone()
     failures = 0

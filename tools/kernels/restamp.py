@@ -20,7 +20,7 @@ def main() -> None:
         text = file.read_text(encoding="utf-8")
         target = json.loads(text)["target"]
         preset = file.stem.removesuffix("-h200").removesuffix("-fp8")
-        spec, _ = choose_spec(EngineConfig(model_preset=preset, load_format="dummy"))
+        spec, _ = choose_spec(EngineConfig.model_validate({"model_preset": preset, "load_format": "dummy"}))
         new = kernels_digest(spec, fp8="fp8" in target["dtype"] or "kv8" in target["dtype"])
         file.write_text(text.replace(target["kernels"], new), encoding="utf-8")
         print(f"{file.name}: {target['kernels']} -> {new}")
