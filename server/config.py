@@ -14,42 +14,14 @@ from weft.engine.errors import wrong_option
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 ToolParserName = Literal[
-    "auto",
-    "deepseek_v3",
-    "deepseek_v31",
-    "deepseek_v32",
-    "functiongemma",
-    "gemma",
-    "gemma4",
-    "glm45",
-    "granite",
-    "hermes",
-    "kimi_k2",
-    "llama3_json",
-    "llama4_json",
-    "llama4_pythonic",
-    "minimax_m2",
-    "mistral",
-    "openai",
-    "phi4_mini_json",
-    "pythonic",
-    "qwen3_coder",
-    "qwen3_xml",
-]
+    "auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "functiongemma", "gemma", "gemma4", "glm45", "granite",
+    "hermes", "kimi_k2", "llama3_json", "llama4_json", "llama4_pythonic", "minimax_m2", "mistral", "openai",
+    "phi4_mini_json", "pythonic", "qwen3_coder", "qwen3_xml",
+]  # fmt: skip
 ReasoningParserName = Literal[
-    "auto",
-    "none",
-    "deepseek_r1",
-    "deepseek_v3",
-    "gemma4",
-    "glm45",
-    "granite",
-    "kimi_k2",
-    "minimax_m2",
-    "mistral",
-    "openai_gptoss",
-    "qwen3",
-]
+    "auto", "none", "deepseek_r1", "deepseek_v3", "gemma4", "glm45", "granite", "kimi_k2", "minimax_m2", "mistral",
+    "openai_gptoss", "qwen3",
+]  # fmt: skip
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*\s]*")
 ENGINE_OPTIONS = frozenset(

@@ -126,9 +126,7 @@ def options_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], *, repeated: Sequence[str] = ()) -> None:
     """Add one flag per field, in the model's `GROUPS`. Values stay text, so that only the model validates them.
-
-    `repeated`: single-valued fields with a flag that may be repeated, which makes a list.
-    """
+    `repeated`: single-valued fields with a flag that may be repeated, which makes a list."""
     fields = options_of(model)
     groups: Sequence[OptionGroup] = getattr(model, "GROUPS", None) or (OptionGroup("options", tuple(fields)),)
     for group in groups:
@@ -213,10 +211,8 @@ def unknown_variables(model: type[BaseModel]) -> list[str]:
 
 
 def load(model: type[M], flags: dict[str, Any], config_file: Path | None) -> M:
-    """Build `model` from flags, `WEFT_*` variables, the YAML file and defaults, in that precedence.
-
-    Raises `ConfigError` with one line that names the option if a value is invalid.
-    """
+    """Build `model` from flags, `WEFT_*` variables, the YAML file and defaults, in that precedence. Raises
+    `ConfigError` with one line that names the option if a value is invalid."""
     from_file = read_yaml(config_file, model) if config_file is not None else {}
     from_env = _read_environment(model)
     given = {n: v for n, v in flags.items() if v is not None}

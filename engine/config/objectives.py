@@ -65,10 +65,8 @@ class Objective(NamedTuple):
 
 
 def itl_objective(text: str) -> Objective:
-    """Parse an objective for the time between tokens. The measure defaults to itl, the statistic to p99.
-
-    Raises `ConfigError` with a one-line message.
-    """
+    """Parse an objective for the time between tokens. The measure defaults to itl, the statistic to p99. Raises
+    `ConfigError` with a one-line message."""
     words = text.strip().split(":")
     objective = Objective.parse(":".join([*("itl", "p99")[: max(0, 3 - len(words))], *words]))
     if objective.measure != "itl":

@@ -54,10 +54,8 @@ ENGINE_GROUPS = (
 
 
 def merged(base: Sequence[OptionGroup], groups: Sequence[OptionGroup]) -> tuple[OptionGroup, ...]:
-    """Append the fields of `groups` to the groups of `base` with the same title, in the order of `groups`.
-
-    Every title of `base` must be in `groups`.
-    """
+    """Append the fields of `groups` to the groups of `base` with the same title, in the order of `groups`. Every title
+    of `base` must be in `groups`."""
     known = {group.title: group for group in base}
     empty = OptionGroup("")
     return tuple(

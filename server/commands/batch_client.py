@@ -63,11 +63,8 @@ class BatchClient:
         self._trouble_since: float | None = None
 
     async def run(self, requests: Iterable[BatchLine], concurrency: int) -> None:
-        """Send all requests without a response.
-
-        Raises `Refused` if the server stops responding, `OSError` if responses cannot be written, and `LineError` if
-        the requests have changed.
-        """
+        """Send all requests without a response. Raises `Refused` if the server stops responding, `OSError` if responses
+        cannot be written, and `LineError` if the requests have changed."""
         waiting = iter(requests)
         try:
             async with asyncio.TaskGroup() as group:

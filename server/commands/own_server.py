@@ -26,9 +26,7 @@ STOP_SECONDS = 15.0
 @contextlib.contextmanager
 def own_server(model: str, revision: str | None, notes: Console, names: Sequence[str] = ()) -> Iterator[str]:
     """Yield the URL of a server of `model` on a free port once it is ready. Raises `WeftError` with its last log line.
-
-    `names`: served model names, instead of the model's own.
-    """
+    `names`: served model names, instead of the model's own."""
     path = find_model(model, revision)  # download here, so that its progress is visible
     command = [sys.executable, "-P", "-m", "weft.server", "serve", model if model == "demo" else str(path)]
     command += ["--port", "0", "--no-access-log", "--no-ui"]
@@ -62,10 +60,8 @@ def own_server(model: str, revision: str | None, notes: Console, names: Sequence
 
 
 def _ready(process: subprocess.Popen[str], log: IO[str], show: Callable[[str], None]) -> str:
-    """Wait for the greeting and return its URL. `show` receives the last log line meanwhile.
-
-    Raises `WeftError` if the process ends first.
-    """
+    """Wait for the greeting and return its URL. `show` receives the last log line meanwhile. Raises `WeftError` if the
+    process ends first."""
     assert process.stdout is not None
     while True:
         if select.select([process.stdout], [], [], 0.5)[0]:

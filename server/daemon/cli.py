@@ -161,12 +161,7 @@ COMMANDS = (
         "weft.deploy.fleet.options:add_fleet_flags",
     ),
     Command("cache stats", "show the size and contents of the store", _cache, _cache_path),
-    Command(
-        "cache verify",
-        "verify the checksum of every page; exits with 1 on a mismatch",
-        _cache,
-        _cache_path,
-    ),
+    Command("cache verify", "verify the checksum of every page; exits with 1 on a mismatch", _cache, _cache_path),
     Command("cache clear", "delete every page; the file stays", _cache, _cache_path),
     Command(
         "search",
@@ -245,10 +240,8 @@ def _run(command: Command, arguments: argparse.Namespace) -> int:
 
 
 def _models(argument: str | None, named: list[str], several: list[str]) -> dict[str, Any]:
-    """Return `model` and `models` from MODEL, --model and --models. Several of the first two become `models`.
-
-    They override both options in the environment and the file. Raises `ConfigError`.
-    """
+    """Return `model` and `models` from MODEL, --model and --models. Several of the first two become `models`. They
+    override both options in the environment and the file. Raises `ConfigError`."""
     if argument is not None:
         named = [argument] if len(named) < 2 else [argument, *named]
     if several and named:
@@ -271,10 +264,8 @@ def _all_located(config: ServeConfig) -> ServeConfig:
 
 
 def _located(config: M) -> M:
-    """Locate, or download, the model, and check everything that needs no engine.
-
-    Raises `ConfigError` and `ModelError`.
-    """
+    """Locate, or download, the model, and check everything that needs no engine. Raises `ConfigError` and
+    `ModelError`."""
     from weft.engine.model.hub import find_model, missing
     from weft.engine.model.implementation import check_known
     from weft.engine.plans.plan import load_plan
@@ -330,11 +321,8 @@ def _parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status.
-
-    A `WeftError` becomes one line on stderr and status 2 for a bad option, else 1. So do a file without permission
-    and a failed write to stdout.
-    """
+    """Run one command and return its exit status. A `WeftError` becomes one line on stderr and status 2 for a bad
+    option, else 1. So do a file without permission and a failed write to stdout."""
     try:
         try:
             status = _main(list(sys.argv[1:] if argv is None else argv))

@@ -140,10 +140,8 @@ class WakeModel(msgspec.Struct, tag="wake", frozen=True):
 
 
 class SleepModel(msgspec.Struct, tag="sleep", frozen=True):
-    """Put a model to sleep. The `Answer` follows once it sleeps or has failed.
-
-    `seconds`: time for open requests to finish; None for --drain-timeout.
-    """
+    """Put a model to sleep. The `Answer` follows once it sleeps or has failed. `seconds`: time for open requests to
+    finish; None for --drain-timeout."""
 
     ask: int
     model: int

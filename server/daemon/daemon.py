@@ -198,10 +198,8 @@ class Daemon:
         return 1 if self._failure.done() else 0
 
     async def _wait_reported(self, ended: list[EngineSupervisor]) -> None:
-        """Wait, up to `HELD_SECONDS`, until the supervisors have reported why these engines ended.
-
-        They report once an engine's memory is released.
-        """
+        """Wait, up to `HELD_SECONDS`, until the supervisors have reported why these engines ended. They report once an
+        engine's memory is released."""
         if not ended:
             return
         reported = asyncio.gather(*(engine.end_reported.wait() for engine in ended))
@@ -305,7 +303,7 @@ class Daemon:
 
     async def _log_stacks_of_children(self) -> None:
         for watched in list(self._watched_processes()):
-            stacks = await watched.process.stacks.ask(watched.process.pid)
+            stacks = await watched.process.stacks.capture(watched.process.pid)
             logger.warning("SIGQUIT: %s\n%s", watched.name, stacks)
 
     # -- `engine_supervisor.Owner`

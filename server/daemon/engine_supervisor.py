@@ -143,10 +143,8 @@ class EngineSupervisor:
                 return why
 
     async def _wait_gone(self, why: str) -> str:
-        """Wait until the process is gone, however long that takes: two processes must never coexist.
-
-        Returns `why` with an unknown end replaced by the exit status.
-        """
+        """Wait until the process is gone, however long that takes: two processes must never coexist. Returns `why` with
+        an unknown end replaced by the exit status."""
         process = self.process
         if process is None:
             return why
@@ -230,10 +228,8 @@ class EngineSupervisor:
             self._control.client_gone(client)
 
     async def restart(self) -> bool:
-        """Replace the process without a pause. Returns False if the new one fails; retries then follow as usual.
-
-        The caller has drained the engine and made sure that another engine of the model is not given up.
-        """
+        """Replace the process without a pause. Returns False if the new one fails; retries then follow as usual. The
+        caller has drained the engine and made sure that another engine of the model is not given up."""
         if self.given_up:
             self._restarts.forget()
             self.given_up = False
@@ -263,9 +259,7 @@ class EngineSupervisor:
 
     async def sleep(self, level: int) -> int:
         """Release the memory. At level 1 the process stays; at level 2, or if level 1 is impossible, it ends.
-
-        Idempotent. Returns the level reached.
-        """
+        Idempotent. Returns the level reached."""
         if self.asleep >= level or self.given_up:
             return self.asleep or 2
         if level == 1 and self.ready is not None and self._control is not None:

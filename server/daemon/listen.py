@@ -16,10 +16,8 @@ FIRST_FD = 3
 
 
 def listen(host: str, port: int, count: int) -> list[socket.socket]:
-    """Return sockets between which the kernel distributes connections (SO_REUSEPORT). Raises `ConfigError`.
-
-    The daemon keeps them all open, so that connections to a process that died wait for its successor.
-    """
+    """Return sockets between which the kernel distributes connections (SO_REUSEPORT). Raises `ConfigError`. The daemon
+    keeps them all open, so that connections to a process that died wait for its successor."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # Probe without SO_REUSEPORT, so that two daemons do not share a port by accident.
@@ -48,10 +46,8 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
 
 
 def inherited(environment: MutableMapping[str, str] = os.environ) -> list[socket.socket]:
-    """Return the listeners from a service manager (`LISTEN_FDS`), if any, and remove its variables.
-
-    The manager keeps the sockets open while no daemon runs, so that connections wait. Raises `ConfigError`.
-    """
+    """Return the listeners from a service manager (`LISTEN_FDS`), if any, and remove its variables. The manager keeps
+    the sockets open while no daemon runs, so that connections wait. Raises `ConfigError`."""
     pid, count = environment.pop("LISTEN_PID", ""), environment.pop("LISTEN_FDS", "")
     environment.pop("LISTEN_FDNAMES", None)
     if pid != str(os.getpid()) or not count.isdigit():

@@ -86,10 +86,8 @@ def _of_a_model(
 
 
 def shares_weights(config: ServeConfig) -> bool:
-    """Return whether the replicas on a device share one copy of the weights.
-
-    With several models, replicas sleep independently and need their own copies.
-    """
+    """Return whether the replicas on a device share one copy of the weights. With several models, replicas sleep
+    independently and need their own copies."""
     return config.replicas > 1 and config.tensor_parallel_size == 1 and len(config.each) == 1
 
 

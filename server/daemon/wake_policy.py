@@ -30,10 +30,8 @@ class WakePolicy:
     """
 
     def __init__(self, shares: Sequence[float], most: int | None = None) -> None:
-        """`shares`: each model's fraction of the memory, at most 1. `most`: models awake at once.
-
-        Initially the first models that fit together are awake.
-        """
+        """`shares`: each model's fraction of the memory, at most 1. `most`: models awake at once. Initially the first
+        models that fit together are awake."""
         self._shares = list(shares)
         self._most = len(shares) if most is None else most
         self.sleep_states = [SleepState.ASLEEP] * len(shares)

@@ -41,11 +41,8 @@ class Store:
         return [row[: self._used].tobytes() for row in self._rows]
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus's text format.
-
-        Scrapes are so rare that CPU caches are cold, so the cost is the amount of code and memory touched. Families
-        with unchanged bytes are not formatted again.
-        """
+        """Return all metrics in Prometheus's text format. Scrapes are so rare that CPU caches are cold, so the cost is
+        the amount of code and memory touched. Families with unchanged bytes are not formatted again."""
         rows = self.rows()
         return b"".join([family.text(rows) for family in self.families])
 

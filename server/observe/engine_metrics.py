@@ -22,9 +22,9 @@ from weft.server.observe.totals import plus, summed
 
 TIERS = ("gpu", "host", "ssd")
 SLOT_LIMIT_REASONS = ("room", "late", "shift", "worse", "out_of_reach")
-"""why --max-num-seqs auto changes the bound (docs/advisor.md)"""
+"""Reasons for changes of the limit by --max-num-seqs auto (docs/advisor.md)."""
 CUTS = ("slo", "least", "waited")
-"""what decides how far --itl-slo cuts prompts (`engine.scheduling.chunk_limit.BOUNDS`)"""
+"""Limits that decide how --itl-slo cuts prefill (`engine.scheduling.chunk_limit.BOUNDS`)."""
 ATTENTION = ("decodes", "chunks", "serial", "pod", "pod_in_turn", "pod_tiles", "pod_together", "pipeline")
 ATTENTION_PARTS = ("split_decodes", "cut_chunks")
 """Attention paths and split work."""

@@ -24,59 +24,20 @@ _SIZE = tuple(float(2**i) for i in range(17))
 PROBES = ("/health", "/ready", "/metrics", "/version", "/ping")
 """Paths that need no key."""
 ENDPOINTS = (
-    *PROBES,
-    "/v1/models",
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/embeddings",
-    "/v1/conversations",
-    "/tokenize",
-    "/detokenize",
-    "/tokenizer_info",
-    "/v1/files",
-    "/v1/batches",
-    "/v1/completions/render",
-    "/v1/chat/completions/render",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/invocations",
-    "/server_info",
-    "/load",
-    "/props",
-    "/apply-template",
-)
+    *PROBES, "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings",
+    "/v1/conversations", "/tokenize", "/detokenize", "/tokenizer_info", "/v1/files", "/v1/batches",
+    "/v1/completions/render", "/v1/chat/completions/render", "/v1/messages", "/v1/messages/count_tokens",
+    "/invocations", "/server_info", "/load", "/props", "/apply-template",
+)  # fmt: skip
 _CAUSES = ["disconnect", "stall", "timeout", "drain", "engine", "error", "crash", "sleep"]
 _STATUSES = [
-    "200",
-    "400",
-    "401",
-    "404",
-    "405",
-    "408",
-    "413",
-    "415",
-    "429",
-    "431",
-    "499",
-    "500",
-    "501",
-    "503",
-    "504",
-    "505",
+    "200", "400", "401", "404", "405", "408", "413", "415", "429", "431", "499", "500", "501", "503", "504", "505",
     "529",
-]
+]  # fmt: skip
 _REFUSALS = [
-    "loading",
-    "draining",
-    "dead",
-    "queue_full",
-    "queue_tokens_full",
-    "rate_limit_exceeded",
-    "grammar_compilers_busy",
-    "model_asleep",
-    "model_waking",
-]
+    "loading", "draining", "dead", "queue_full", "queue_tokens_full", "rate_limit_exceeded",
+    "grammar_compilers_busy", "model_asleep", "model_waking",
+]  # fmt: skip
 GRAMMAR_OUTCOMES = ("compiled", "invalid", "too_large", "busy", "abandoned")
 
 _PER_MODEL: tuple[tuple[str, str, str, Callable[[SchedulerStats], int]], ...] = (
@@ -127,39 +88,33 @@ class Metrics:
         self.iteration_tokens = histogram("iteration_tokens", "Tokens in an iteration", _SIZE)
         self.iteration_seconds = histogram("iteration_seconds", "Duration of an iteration", _GAP)
         self.batch_requests = histogram("batch_requests", "Requests in an iteration", _SIZE[:13])
-        self.load_seconds = histogram("kv_load_seconds", "Time to bring a KV page to the GPU", _LATENCY, tier=TIERS)
+        self.load_seconds = histogram("kv_load_seconds", "Time to load a KV page to the GPU", _LATENCY, tier=TIERS)
         self.schedule_seconds = histogram("schedule_seconds", "CPU time of schedule and commit per iteration", _CPU)
-        self.event_loop_lag = histogram("event_loop_lag_seconds", "Lateness of a timer in an API process", _LAG)
+        self.event_loop_lag = histogram("event_loop_lag_seconds", "Delay of a timer in an API process", _LAG)
         self.requests = counter("requests", "HTTP requests answered", endpoint=ENDPOINTS, status=_STATUSES)
         self.finished = counter(
             "finished", "Sequences that ended", reason=("stop", "length", "tool_calls", "abort", "error")
         )
-        self.rejected = counter("rejected", "Requests refused before any work", reason=_REFUSALS)
+        self.rejected = counter("rejected", "Requests rejected before any work", reason=_REFUSALS)
         self.aborted = counter("aborted", "Sequences ended before they finished", cause=_CAUSES)
-        self.grammar_seconds = histogram("grammar_compile_seconds", "CPU time to try a client's grammar", _LATENCY)
-        self.grammars = counter("grammar_compiles", "Clients' grammars tried, by outcome", outcome=GRAMMAR_OUTCOMES)
+        self.grammar_seconds = histogram("grammar_compile_seconds", "CPU time to compile a client's grammar", _LATENCY)
+        self.grammars = counter("grammar_compiles", "Clients' grammars by outcome", outcome=GRAMMAR_OUTCOMES)
         numbers = [str(i) for i in range(shared_state.engines)]
-        self.engine_restarts = counter(
-            "engine_restarts", "Engine processes started after one had ended", engine=numbers
-        )
-        self.api_restarts = counter("api_process_restarts", "API processes started after one had ended")
-        self.requests_lost = counter("requests_lost", "HTTP requests open in an API process that died")
-        self.clients_stalled = counter("clients_stalled", "Clients cut because they did not read")
-        self.accepts_refused = counter("accepts_refused", "Connections closed unread: no file descriptor was left")
-        self.log_lines_dropped = counter("log_lines_dropped", "Log lines that nobody took in time")
-        self.engine_hangs = counter(
-            "engine_hangs", "Engine processes ended because they made no progress", engine=numbers
-        )
-        self.api_hangs = counter("api_process_hangs", "API processes ended because they made no progress")
-        self.restarts_given_up = counter(
-            "restarts_given_up", "Times that too many engines had ended to start another one"
-        )
-        self.retried = counter("retried", "Sequences begun again at another engine, theirs having ended")
+        self.engine_restarts = counter("engine_restarts", "Restarts of engine processes", engine=numbers)
+        self.api_restarts = counter("api_process_restarts", "Restarts of API processes")
+        self.requests_lost = counter("requests_lost", "HTTP requests lost with an API process")
+        self.clients_stalled = counter("clients_stalled", "Clients disconnected because they did not read")
+        self.accepts_refused = counter("accepts_refused", "Connections refused without a free file descriptor")
+        self.log_lines_dropped = counter("log_lines_dropped", "Log lines dropped because the log was read too slowly")
+        self.engine_hangs = counter("engine_hangs", "Engine processes killed without progress", engine=numbers)
+        self.api_hangs = counter("api_process_hangs", "API processes killed without progress")
+        self.restarts_given_up = counter("restarts_given_up", "Engines given up after too many restarts")
+        self.retried = counter("retried", "Sequences retried on another engine")
         self._models = dict(models or {})
         names = list(self._models)
-        self.model_sleeps = counter("model_sleeps", "Times that a model went to sleep", model_name=names)
-        self.model_wakes = counter("model_wakes", "Times that a model woke", model_name=names)
-        self.model_wake_seconds = histogram("model_wake_seconds", "From its turn to wake to being awake", _LATENCY)
+        self.model_sleeps = counter("model_sleeps", "Times a model went to sleep", model_name=names)
+        self.model_wakes = counter("model_wakes", "Times a model woke", model_name=names)
+        self.model_wake_seconds = histogram("model_wake_seconds", "Seconds to wake a model", _LATENCY)
         self._model_ttft: Histogram | None = None
         if len(names) > 1:
             what = "Arrival to first token, by model"

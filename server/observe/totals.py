@@ -15,32 +15,15 @@ Stats = TypeVar("Stats", bound=Struct)
 
 _ENGINE = ("iterations", "iterations_pipelined", "iterations_idle_seconds")
 _SCHEDULER = (
-    "prefix_queried_tokens",
-    "prefix_hit_tokens",
-    "retentions_displaced",
-    "preemptions",
-    "prompt_tokens",
-    "generation_tokens",
-    "decode_tokens",
-    "prefill_tokens",
-    "nonfinite_logits",
-    "displaced",
-    "overtaken",
+    "prefix_queried_tokens", "prefix_hit_tokens", "retentions_displaced", "preemptions", "prompt_tokens",
+    "generation_tokens", "decode_tokens", "prefill_tokens", "nonfinite_logits", "displaced", "overtaken",
     "chunks_late",
-)
+)  # fmt: skip
 _ENERGY = ("joules", "idle_joules", "charged")
 _TIER = (
-    "hit_tokens",
-    "missed_tokens",
-    "bytes_in",
-    "bytes_out",
-    "bytes_saved",
-    "raw_pages",
-    "evictions",
-    "spilled",
-    "prefetched",
-    "failures",
-)
+    "hit_tokens", "missed_tokens", "bytes_in", "bytes_out", "bytes_saved", "raw_pages", "evictions", "spilled",
+    "prefetched", "failures",
+)  # fmt: skip
 _LENGTH = ("gpu", "host", "ssd", "missed")
 
 

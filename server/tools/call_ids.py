@@ -1,4 +1,4 @@
-"""Ids of tool calls."""
+"""IDs of tool calls."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def short_id(length: int = 24, prefix: str = "call_") -> str:
 
 
 def mistral_id() -> str:
-    """Mistral's templates want nine characters."""
+    """Return an ID of nine characters, which Mistral's templates require."""
     return short_id(9, "")

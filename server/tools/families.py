@@ -1,4 +1,4 @@
-"""The names of formats that operators know, and the format behind each: declarations alone."""
+"""Declarations of tool and reasoning formats, by option value."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ TOOL_MARKS: tuple[tuple[tuple[str, ...], ToolParserName], ...] = (
     (("<|python_tag|>",), "llama3_json"),
     (('"parameters"',), "llama3_json"),
 )
-"""what a chat template has in it, and the format that this tells; the first that is there counts"""
+"""Marks in a chat template and the format they indicate; the first match wins."""
 
 KIMI_THINK = ReasoningFormat("<think>", "</think>", cuts=("<|tool_calls_section_begin|>",))
 DEEPSEEK_THINK = ReasoningFormat("<think>", "</think>", cuts=("<｜tool▁calls▁begin｜>",))

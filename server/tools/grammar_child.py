@@ -1,8 +1,8 @@
-"""The compiler of grammars that clients send: a process that tries each one in a child of its own, which may be killed.
+"""A process that compiles clients' grammars, each in a child process that may be killed.
 
-Started as `python -m weft.server.tools.grammar_child`. On stdin comes a line of JSON with the vocabulary, then one for
-each thing to do; on stdout goes a line for each grammar that was tried (`Job`, `Verdict`). It has one thread, so that
-it can fork: a child begins with the vocabulary read, and what it used up is gone when it ends.
+Start it with `python -m weft.server.tools.grammar_child`. It reads lines of JSON from stdin: the vocabulary, then one
+`Job` each; it writes a `Verdict` per grammar to stdout. It has one thread, so that it can fork: a child starts with the
+vocabulary loaded and frees its memory when it ends.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ from weft.engine.wire.child import end_with_parent
 from weft.engine.wire.grammar_text import LIMITS, STACK_BYTES
 
 MAX_REASON = 300
-"""characters"""
+"""Characters of an error message."""
 
 _PAGE = resource.getpagesize()
 
 
 class Vocabulary(msgspec.Struct):
-    """The first line."""
+    """The first line on stdin."""
 
     tokenizer: str
-    """the text of a tokenizer.json"""
+    """The text of a tokenizer.json."""
     vocab_size: int
     eos_token_ids: list[int]
     memory_bytes: int
-    """that a grammar may take while it is compiled"""
+    """Memory limit for compiling a grammar."""
 
 
 class Job(msgspec.Struct):
-    """Try this grammar for so many seconds of CPU time; without a text: let go of that one."""
+    """Compile a grammar within `seconds` of CPU time. Without a text: cancel the job with this id."""
 
     id: int
     text: str | None = None
     seconds: float = 0.0
     nice: int = 0
-    """so much less of the processor than others get"""
+    """Niceness of the child process."""
 
 
 class Verdict(msgspec.Struct):
     id: int
-    """0: whether grammars can be tried at all, said once at the beginning"""
+    """The job's id; 0 for the initial verdict on whether grammars work at all."""
     seconds: float
-    """of CPU time"""
+    """CPU time used."""
     num_bytes: int = 0
-    """that the grammar takes, compiled"""
+    """Size of the compiled grammar."""
     error: str | None = None
-    """why it is no grammar for this model"""
+    """Why the grammar is unusable for this model."""
     over: str | None = None
-    """which bound it went beyond: time or memory"""
+    """The exceeded limit: time or memory."""
 
 
 class _Running(NamedTuple):
     job: int
     pid: int
     result: int
-    """file descriptor"""
+    """File descriptor of the result."""
 
 
 def main() -> None:
@@ -80,11 +80,11 @@ def main() -> None:
     try:
         eos = vocabulary.eos_token_ids or None
         tokenizer = LLTokenizer(vocabulary.tokenizer, n_vocab=vocabulary.vocab_size, eos_token=eos)
-        _mask(LLMatcher(tokenizer, LLMatcher.grammar_from_regex("a")), vocabulary.vocab_size)  # what is made once
-    except Exception as error:  # the library has no type of its own
-        _tell(Verdict(0, time.process_time(), error=" ".join(str(error).split())[:MAX_REASON]))
+        _mask(LLMatcher(tokenizer, LLMatcher.grammar_from_regex("a")), vocabulary.vocab_size)  # warm up
+    except Exception as error:  # the library has no exception type
+        _write(Verdict(0, time.process_time(), error=" ".join(str(error).split())[:MAX_REASON]))
         return
-    _tell(Verdict(0, time.process_time()))
+    _write(Verdict(0, time.process_time()))
     decoder = msgspec.json.Decoder(Job)
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ)
@@ -105,11 +105,11 @@ def main() -> None:
             child = next(child for child in running.values() if child.result == key.fd)
             selector.unregister(child.result)
             del running[child.job]
-            _tell(_verdict(child))
+            _write(_verdict(child))
 
 
 class _Lines:
-    """Lines from a file descriptor, read as they come."""
+    """Reads lines from a file descriptor."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -122,12 +122,12 @@ class _Lines:
         self._rest += data
 
     def take(self) -> list[bytes]:
-        """Those that are whole."""
+        """Return the complete lines."""
         *lines, self._rest = self._rest.split(b"\n")
         return lines
 
     def wait(self) -> bytes:
-        """The first one, which is long."""
+        """Wait for the first line, which is long."""
         parts: list[bytes] = []
         while b"\n" not in (data := os.read(self._fd, 2**20)):
             if not data:
@@ -137,7 +137,7 @@ class _Lines:
         return b"".join([*parts, line])
 
 
-def _tell(verdict: Verdict) -> None:
+def _write(verdict: Verdict) -> None:
     data = msgspec.json.encode(verdict) + b"\n"
     with suppress(BrokenPipeError):
         while data:
@@ -152,14 +152,14 @@ def _fork(job: Job, text: str, vocabulary: Vocabulary, tokenizer: LLTokenizer) -
         os.close(writer)
         return _Running(job.id, pid, result)
     try:
-        end_with_parent(parent)  # one that outlived it would hold its pipes: nobody would learn of its end
+        end_with_parent(parent)  # an orphan would hold the parent's pipes open
         os.nice(job.nice)
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # where memory is short, this is what may go
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last words, when it is out of memory
+            file.write("1000")  # the OOM killer should choose this process first
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide the library's abort message when it runs out of memory
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        room = _virtual_bytes() + STACK_BYTES + vocabulary.memory_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (room, room))
+        limit = _virtual_bytes() + STACK_BYTES + vocabulary.memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         signal.setitimer(signal.ITIMER_PROF, job.seconds)  # its signal ends the process
         threading.stack_size(STACK_BYTES)
         thread = threading.Thread(target=_try, args=(job.id, text, vocabulary.vocab_size, tokenizer, writer))
@@ -187,7 +187,7 @@ def _mask(matcher: LLMatcher, vocab_size: int) -> npt.NDArray[np.int32]:
 
 
 def _verdict(child: _Running) -> Verdict:
-    """What came of a child that has ended."""
+    """Return the verdict of a child that has ended."""
     data = os.read(child.result, 2**16)
     os.close(child.result)
     _, status, usage = os.wait4(child.pid, 0)
@@ -203,7 +203,7 @@ def _virtual_bytes() -> int:
 
 
 def _resident_bytes() -> int:
-    """Of memory that is no file's: a child finds those again as it goes."""
+    """Return resident anonymous memory. File pages are shared and do not count."""
     _, resident, shared, *_ = _statm()
     return (resident - shared) * _PAGE
 

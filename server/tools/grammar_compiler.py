@@ -1,10 +1,10 @@
-"""`GrammarCompiler`: lets the grammars that clients send be tried in a process that may be killed, and takes turns.
+"""`GrammarCompiler` checks clients' grammars in a process that may be killed, and shares it fairly between clients.
 
-A grammar of sixty bytes can take minutes and gigabytes to compile, which no look at its text tells. So each is
-compiled here first, by `grammar_child`, within a bound of CPU time and one of memory; the engine, which cannot stop
-what it began, only gets those that passed, and compiles them again. There are two lanes, so that what is small never
-waits behind what is not: everybody's first try is short, and who needs more has one later, one at a time. In each lane
-clients take turns, and whoever is no longer waited for is let go of.
+A grammar of sixty bytes can take minutes and gigabytes to compile, which its text does not show. So `grammar_child`
+compiles each one first, within limits of CPU time and memory. The engine cannot stop a compilation; it only gets
+grammars that passed, and compiles them again. Two lanes keep small grammars from waiting for large ones: the first
+attempt is short, and a grammar that needs more gets one longer attempt, one at a time. In each lane, clients take
+turns. A grammar is dropped once no request waits for it.
 """
 
 from __future__ import annotations
@@ -25,29 +25,25 @@ from weft.server.errors import ApiError, unavailable
 from weft.server.tools.grammar_child import Job, Verdict, Vocabulary
 
 MEMORY_BYTES = 128 * 2**20
-"""that a grammar may take while it is compiled"""
-
+"""Memory limit for compiling a grammar."""
 START_SECONDS = 60.0
-"""that a request waits for the process at most, which reads the tokenizer first, also when it is started again"""
-
+"""Maximum seconds that a request waits for the process to start and read the tokenizer."""
 WAIT_SECONDS = 10.0
-"""that it waits for its grammar then at most"""
-
+"""Maximum seconds that it then waits for its grammar."""
 MAX_WAITING = 64
-"""grammars of one client that wait"""
-
+"""Waiting grammars per client."""
 KEPT_VERDICTS = 1024
 RETRY_AFTER = 5
 
 Observe = Callable[[str, float], None]
-"""told of each grammar: what came of it (`observe.metrics.GRAMMAR_OUTCOMES`), and the CPU time it took"""
+"""Called for each grammar with its outcome (`observe.metrics.GRAMMAR_OUTCOMES`) and CPU seconds."""
 
 
 class Lane:
-    """`seats` grammars at a time, each for `seconds` of CPU time; clients take turns."""
+    """Compiles `slots` grammars at a time, each within `seconds` of CPU time. Clients take turns."""
 
-    def __init__(self, seats: int, seconds: float, nice: int = 0) -> None:
-        self.seats = seats
+    def __init__(self, slots: int, seconds: float, nice: int = 0) -> None:
+        self.slots = slots
         self.seconds = seconds
         self.nice = nice
         self.running: set[_Trial] = set()
@@ -57,13 +53,13 @@ class Lane:
         self._queues.setdefault(trial.client, deque()).append(trial)
 
     def take(self) -> _Trial | None:
-        """The next one, if there is a seat for it."""
-        if len(self.running) >= self.seats or not self._queues:
+        """Return the next grammar if a slot is free."""
+        if len(self.running) >= self.slots or not self._queues:
             return None
         client, queue = self._queues.popitem(last=False)
         trial = queue.popleft()
         if queue:
-            self._queues[client] = queue  # behind the others
+            self._queues[client] = queue  # after the other clients
         self.running.add(trial)
         return trial
 
@@ -79,14 +75,14 @@ class Lane:
 
 
 class Tried(NamedTuple):
-    """What is known of a grammar."""
+    """The result for a grammar."""
 
     num_bytes: int
     refusal: str | None
 
 
 class _Trial:
-    """A grammar that is not known yet, and who waits for it."""
+    """A grammar without a result, and its waiting requests."""
 
     def __init__(self, number: int, text: str, client: str) -> None:
         self.number = number
@@ -98,12 +94,12 @@ class _Trial:
 
 
 class GrammarCompiler:
-    """Lives on the event loop. Its process starts with the first grammar, and again when it was killed."""
+    """Runs on the event loop. Its process starts with the first grammar and restarts after it was killed."""
 
     def __init__(
         self, tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: tuple[int, ...], observe: Observe
     ) -> None:
-        """`tokenizer`: makes the text of a tokenizer.json."""
+        """`tokenizer`: returns the text of a tokenizer.json."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
@@ -111,17 +107,17 @@ class GrammarCompiler:
         self.memory_bytes = MEMORY_BYTES
         self.quick, self.slow = Lane(2, 0.1), Lane(1, 2.0, nice=10)
         self._known: OrderedDict[bytes, Tried] = OrderedDict()
-        """by digest"""
+        """Results by digest."""
         self._long: OrderedDict[bytes, None] = OrderedDict()
-        """those that the first try was too short for, by digest: it is not tried again"""
+        """Digests of grammars that exceeded the first attempt's time; they skip it."""
         self._trials: dict[str, _Trial] = {}
         self._numbers: dict[int, _Trial] = {}
         self._next = 1
         self._process: Process | None = None
         self._ready = False
-        """the process tries grammars"""
+        """Whether the process accepts grammars."""
         self._bounds: set[asyncio.Timeout] = set()
-        """of those who wait"""
+        """Timeouts of waiting requests."""
         self._reading: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -130,9 +126,9 @@ class GrammarCompiler:
             self._known.move_to_end(key)
         return tried
 
-    async def prove(self, text: str, client: str) -> int:
-        """The bytes that a grammar takes once compiled. Raises `RequestError` for one that cannot be used, `ApiError`
-        503 when there is no time for it now. `client`: whose turn it is."""
+    async def verify(self, text: str, client: str) -> int:
+        """Return the compiled size of a grammar in bytes. Raises `RequestError` for an unusable grammar, `ApiError` 503
+        if the compilers are busy. `client`: whose turn the compilation uses."""
         tried = self.known(text) or await self._try(text, client)
         if tried.refusal is not None:
             raise RequestError(tried.refusal)
@@ -146,7 +142,7 @@ class GrammarCompiler:
             trial = self._trials[text] = _Trial(self._next, text, client)
             self._next += 1
             (self.slow if _digest(text) in self._long else self.quick).push(trial)
-            self._go_on()
+            self._start_next()
         trial.waiters += 1
         try:
             async with asyncio.timeout(self._patience()) as bound:
@@ -163,8 +159,8 @@ class GrammarCompiler:
     def _patience(self) -> float:
         return WAIT_SECONDS if self._ready else START_SECONDS
 
-    def _turn(self, ready: bool) -> None:
-        """The process tries grammars from now on, or does no longer: the time of all who wait begins anew."""
+    def _set_ready(self, ready: bool) -> None:
+        """Record whether the process accepts grammars, and restart the timeouts of waiting requests."""
         self._ready = ready
         for bound in self._bounds:
             if not bound.expired():
@@ -175,20 +171,20 @@ class GrammarCompiler:
         message = "The compilers of structured outputs and tool calls are busy."
         return unavailable(message, "grammar_compilers_busy", RETRY_AFTER)
 
-    def _go_on(self) -> None:
-        """Begin what there is a seat for."""
+    def _start_next(self) -> None:
+        """Start grammars while slots are free."""
         for lane in (self.quick, self.slow):
             while (trial := lane.take()) is not None:
                 self._numbers[trial.number] = trial
                 self._send(self._job(trial))
 
     def _drop(self, trial: _Trial) -> None:
-        """Nobody waits for it any more."""
+        """Drop a grammar that no request waits for."""
         del self._trials[trial.text]
         self.quick.drop(trial)
         self.slow.drop(trial)
         if trial.number in self._numbers:
-            self._send(Job(trial.number))  # its seat is free once it has ended
+            self._send(Job(trial.number))  # its slot becomes free when it has ended
         self._observe("abandoned", trial.seconds)
         trial.done.cancel()
 
@@ -215,7 +211,7 @@ class GrammarCompiler:
                 refusal = f"it takes more than {self.memory_bytes >> 20} MiB to compile; make it simpler"
             self._observe("too_large" if verdict.over else "invalid" if refusal else "compiled", trial.seconds)
             self._settle(trial, Tried(verdict.num_bytes, refusal))
-        self._go_on()
+        self._start_next()
 
     def _settle(self, trial: _Trial, tried: Tried) -> None:
         self._known[_digest(trial.text)] = tried
@@ -224,7 +220,7 @@ class GrammarCompiler:
         del self._trials[trial.text]
         trial.done.set_result(tried)
 
-    # -- the process
+    # -- process
 
     def _send(self, job: Job) -> None:
         if self._reading is None or self._reading.done():
@@ -235,11 +231,11 @@ class GrammarCompiler:
     def _write(self, *lines: msgspec.Struct) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with suppress(ConnectionError, RuntimeError):  # it has just ended, which `_run` sees
+        with suppress(ConnectionError, RuntimeError):  # it has just ended; `_run` handles that
             self._process.stdin.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
     async def _run(self) -> None:
-        """From the start of a process to its end."""
+        """Run a process from start to end."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -253,7 +249,7 @@ class GrammarCompiler:
         unusable = None
         try:
             text = await asyncio.to_thread(self._tokenizer)
-            self._process = process  # from now on jobs are written as they come: behind the vocabulary
+            self._process = process  # later jobs are written directly, after the vocabulary
             self._write(Vocabulary(text, self._vocab_size, self._eos_token_ids, self.memory_bytes))
             del text
             self._write(*(self._job(trial) for trial in self._numbers.values()))
@@ -262,12 +258,12 @@ class GrammarCompiler:
                 if verdict.id == 0:
                     unusable = verdict.error
                     if unusable is None:
-                        self._turn(True)
+                        self._set_ready(True)
                 else:
                     self._take(verdict)
         finally:
             self._process = None
-            self._turn(False)
+            self._set_ready(False)
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
@@ -279,7 +275,7 @@ class GrammarCompiler:
         return Job(trial.number, trial.text, lane.seconds, lane.nice)
 
     def _ended(self, unusable: str | None) -> None:
-        """The process has ended: so have all that it was at."""
+        """Fail the grammars of a process that has ended."""
         self._reading = None
         for trial in list(self._numbers.values()):
             if unusable is None and not trial.done.done():

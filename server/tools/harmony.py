@@ -1,4 +1,4 @@
-"""`HarmonyFormat`: gpt-oss's messages: thinking, calls and the answer in channels of their own."""
+"""`HarmonyFormat`: messages of gpt-oss, with separate channels for reasoning, calls and the answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HarmonyFormat:
     new_id: Callable[[], str] = short_id
 
     def steps(self, reader: Reader, tools: Tools) -> Steps[None]:
-        reader.attempt()  # the prompt ends in front of a header, which may begin with its recipient
+        reader.attempt()  # the prompt ends before a header, which may begin with its recipient
         yield from reader.space()
         if (yield from reader.take("to=")):
             yield from self._message(reader, tools, "to=")
@@ -39,7 +39,7 @@ class HarmonyFormat:
                 yield from self._message(reader, tools, mark)
 
     def _message(self, reader: Reader, tools: Tools, begun: str) -> Steps[None]:
-        """A message, from its header on, of which this is there."""
+        """Read a message. `begun`: the start of its header, already read."""
         rest, mark = yield from reader.name(MESSAGE)
         header = begun + rest
         if not mark:
@@ -49,19 +49,19 @@ class HarmonyFormat:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient is not None and (recipient[1].startswith(_FUNCTIONS) or recipient[1] in tools):
             reader.call(recipient[1].removeprefix(_FUNCTIONS) or recipient[1])
-            end = yield from reader.until(*_ENDS, START, to=reader.argue)
+            end = yield from reader.until(*_ENDS, START, to=reader.emit_arguments)
         elif recipient is not None or (channel is not None and channel[1] == "analysis"):
-            reader.think_again()
-            end = yield from reader.until(*_ENDS, START, to=reader.think)
+            reader.begin_thought()
+            end = yield from reader.until(*_ENDS, START, to=reader.emit_thought)
             if end:
-                reader.thought()
+                reader.end_thought()
         else:
-            end = yield from reader.until(*_ENDS, START, to=reader.say)
-        if end == START:  # the next message, of which there is no end
+            end = yield from reader.until(*_ENDS, START, to=reader.emit_text)
+        if end == START:  # the next message begins without an end of this one
             reader.at -= len(START)
 
     def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
-        """Several calls are several answers: a call ends the model's turn."""
+        """Return the grammar of one call: a call ends the model's turn, so `several` does not apply."""
         del several
         channel, message = marker(CHANNEL), marker(MESSAGE)
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]

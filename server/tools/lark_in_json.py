@@ -1,12 +1,11 @@
-"""`in_json_string`: a client's Lark grammar as a model writes its texts inside a JSON string, for the input of a tool.
+"""`in_json_string` converts a client's Lark grammar to match text inside a JSON string, for the input of a tool.
 
-Each terminal is rewritten to match the escaped form of what it matched (`"` as `\\"`, a line break as `\\n`), one way
-to write each character; control characters that have no short form cannot be written.
+Each terminal is rewritten to match the escaped form of its text (`"` as `\\"`, a line break as `\\n`), with one
+spelling per character; control characters without a short escape cannot be written.
 
-A terminal ends where the next character does not fit, without a look back. Escapes have two characters: text that may
-go on with one of them (a line, say) would never give way to what follows it with another (the line's end). So a grammar
-that does not refer to itself becomes one terminal, in which nothing ends before its time; in others such text is
-refused.
+The lexer ends a terminal at the first character that does not fit and never backtracks. Escapes have two characters, so
+a terminal that can continue with one escape (a line) would also consume the start of another (the line break after
+it). So a grammar without recursion becomes a single terminal; in recursive grammars such text is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from weft.engine.wire.grammar_text import literal
 from weft.server.errors import clip
 
 _ESCAPED = {char: json.dumps(char)[1:-1] for char in '\b\f\n\r\t"\\'}
-"""what a JSON string writes otherwise, and how"""
+"""Characters that a JSON string must escape, and their escapes."""
 _PLAIN = r'[^"\\\x00-\x1f]'
 
 _COMMON = {
@@ -48,7 +47,7 @@ _COMMON = {
     "CPP_COMMENT": r"//[^\n]*",
     "SQL_COMMENT": r"--[^\n]*",
 }
-"""terminals of Lark's `common`, as regular expressions"""
+"""Terminals of Lark's `common` as regular expressions."""
 
 _TOKEN = re.compile(
     r"""
@@ -68,12 +67,12 @@ _IMPORT = re.compile(r"\s*common\s*(?:\.\s*(?P<one>\w+)(?:\s*->\s*(?P<as>\w+))?|
 
 
 class _Definition:
-    """A rule or a terminal, or (without a name) what stands between them."""
+    """A rule or a terminal; without a name, the text between definitions."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.body: list[tuple[str, str]] = []
-        """(kind, text) of its tokens, rewritten"""
+        """(kind, text) of its rewritten tokens."""
 
     @property
     def references(self) -> set[str]:
@@ -81,8 +80,8 @@ class _Definition:
 
 
 def in_json_string(text: str) -> str:
-    """Lark. Raises `RequestError` for what has no such form: grammars of other grammars or of tokens, negation, and
-    what cannot be told apart inside a string (above)."""
+    """Return the Lark grammar. Raises `RequestError` for unsupported features: nested grammars, tokens, negation, and
+    text that is ambiguous inside a string (see above)."""
     definitions = _definitions(_rewritten(text))
     named = {definition.name: definition for definition in definitions if definition.name}
     if "start" not in named:
@@ -108,7 +107,7 @@ def in_json_string(text: str) -> str:
 
 
 _ENDLESS = re.compile(r"\(\?-i:.*[*+]|\(\?-i:.*\{[0-9]*,\}")
-"""a regular expression with an escape in it that is repeated, as far as can be seen"""
+"""Detects a regular expression that may repeat an escape."""
 
 
 def _refers_to_itself(named: Mapping[str, _Definition]) -> bool:
@@ -129,7 +128,7 @@ def _refers_to_itself(named: Mapping[str, _Definition]) -> bool:
 
 
 def _definitions(tokens: Sequence[tuple[str, str]]) -> list[_Definition]:
-    """What a name and a colon begin, up to the next one or to a statement."""
+    """Split the tokens into definitions; each starts with a name and a colon."""
     out = [_Definition()]
     for i, (kind, text) in enumerate(tokens):
         if kind == "name" and _begins(tokens, i):
@@ -143,13 +142,13 @@ def _definitions(tokens: Sequence[tuple[str, str]]) -> list[_Definition]:
 
 
 def _begins(tokens: Sequence[tuple[str, str]], at: int) -> bool:
-    """Whether a name is what a definition begins with."""
+    """Return whether a name starts a definition."""
     following = [kind for kind, text in tokens[at + 1 : at + 3] if not (kind == "space" and "\n" not in text)]
     return following[:1] == ["colon"]
 
 
 def _rewritten(text: str) -> list[tuple[str, str]]:
-    """(kind, text) of the tokens, terminals for escaped text, imports written out."""
+    """Return (kind, text) of the tokens, with terminals for escaped text and imports expanded."""
     out, at = list[tuple[str, str]](), 0
     while at < len(text):
         found = _TOKEN.match(text, at)
@@ -189,7 +188,7 @@ def _rewritten(text: str) -> list[tuple[str, str]]:
 
 
 def _string(token: str) -> str:
-    """A string as strings: where case does not matter, it does in escapes."""
+    """Rewrite a string. In a case-insensitive string, escapes stay case-sensitive."""
     body, flag = (token[:-1], "i") if token.endswith("i") else (token, "")
     try:
         value = json.loads(body, strict=False)
@@ -217,7 +216,7 @@ def _imported(found: re.Match[str]) -> list[tuple[str, str]]:
 
 
 def _regex(source: str, flags: str) -> str:
-    """The expression for escaped text: what matches a character is replaced, what combines such is kept."""
+    """Rewrite an expression for escaped text: character matchers are replaced, operators are kept."""
     if "x" in flags:
         raise RequestError("the flag x of a regular expression is not supported inside a call")
     out = ""
@@ -233,7 +232,7 @@ def _regex(source: str, flags: str) -> str:
             out += _character(_meant(piece))
         else:
             out += _character(piece) if piece in _ESCAPED else piece
-    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", out)  # it stands between slashes
+    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", out)  # the result is written between slashes
 
 
 _PIECE = re.compile(
@@ -247,7 +246,7 @@ _LETTERS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "0
 
 
 def _meant(piece: str) -> str:
-    """The character that an escape of a regular expression stands for."""
+    """Return the character of a regular expression's escape."""
     if piece[1] in "xu" and len(piece) > 2:
         return chr(int(piece[2:].strip("{}"), 16))
     if piece[1].isalnum() and piece[1] not in _LETTERS:
@@ -260,7 +259,7 @@ def _character(char: str) -> str:
 
 
 def _class(source: str) -> str:
-    r"""Characters that a class, or `\d` and the like, has: those written as they are, and the escapes of the others."""
+    r"""Rewrite a character class such as `[a-z]` or `\d`: plain characters, or the escapes of the others."""
     try:
         known = re.compile(re.sub(r"\\[xu]\{([0-9a-fA-F]+)\}", lambda found: f"\\U{int(found[1], 16):08x}", source))
     except re.error:

@@ -1,4 +1,4 @@
-"""`ReasoningFormat`: the marks between which a model thinks before it answers, and the grammar of an answer behind."""
+"""`ReasoningFormat`: marks around a model's reasoning, and the grammar of an answer after it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.server.tools.stream import Reader, Steps
 from weft.server.tools.tool_format import Marker, through
 
 WINDOW = 64
-"""characters of a prompt's end in which it may have begun the thinking"""
+"""Characters at a prompt's end to search for the start of reasoning."""
 
 
 @dataclass(frozen=True)
@@ -18,17 +18,17 @@ class ReasoningFormat:
     begin: str
     end: str
     also: tuple[tuple[str, str], ...] = ()
-    """other spellings of the two"""
+    """Alternative spellings of both marks."""
     always: bool = False
-    """an answer begins with thinking even when nothing says so"""
+    """Whether answers begin with reasoning even without a mark."""
     cuts: tuple[str, ...] = ()
-    """marks that end the thinking and belong to what follows"""
+    """Marks that end the reasoning and belong to the text after it."""
     wraps: tuple[str, str] = ("", "")
-    """marks around what follows"""
+    """Marks around the answer after the reasoning."""
     forced: str = ""
-    """what ends the thinking where it must not go on; empty: its mark on a line of its own"""
+    """Text that forces the end of reasoning; empty for the end mark on a separate line."""
     channels: bool = False
-    """thinking is a message in a channel of its own (`harmony`)"""
+    """Whether reasoning is a message in a separate channel (`harmony`)."""
 
     @property
     def begins(self) -> tuple[str, ...]:
@@ -45,42 +45,42 @@ class ReasoningFormat:
         return (*self.begins, *self.ends, *self.cuts, *filter(None, self.wraps))
 
     def ending(self, *, tools: bool) -> str:
-        """What a model is made to write when it has thought enough. `tools`: it may call some."""
+        """Return the text that forces the end of reasoning. `tools`: whether calls are allowed."""
         if self.channels:
             channel = "commentary" if tools else f"final{harmony.MESSAGE}"
             return f"{harmony.END}{harmony.START}assistant{harmony.CHANNEL}{channel}"
         return self.forced or f"\n{self.end}\n\n"
 
     def inside(self, prompt: str) -> bool:
-        """Whether an answer to this prompt (or its end) begins in the middle of thinking."""
+        """Return whether the answer to this prompt starts inside reasoning."""
         prompt = prompt.rstrip()
         if prompt.endswith(self.begins):
             return True
         return self.always and not prompt.endswith(self.ends)
 
     def closed(self, prompt: str) -> bool:
-        """Whether the prompt has thought already, or says that nothing is to be thought."""
+        """Return whether the prompt already contains or disables the reasoning."""
         return prompt.rstrip().endswith(self.ends)
 
     def steps(self, reader: Reader, *, inside: bool) -> Steps[None]:
-        """Reads the thinking, if there is any, and the marks around it."""
+        """Read the reasoning, if any, and the marks around it."""
         reader.attempt()
         yield from reader.space()
         if not (yield from reader.take(*self.begins)) and not inside:
             reader.back()
             return
         reader.accept()
-        mark = yield from reader.until(*self.ends, *self.cuts, to=reader.think)
+        mark = yield from reader.until(*self.ends, *self.cuts, to=reader.emit_thought)
         if mark in self.cuts:
             reader.at -= len(mark)
         if mark:
-            reader.thought()
+            reader.end_thought()
         if self.wraps[0]:
             yield from reader.space()
             yield from reader.take(self.wraps[0])
 
     def before(self, text: str, marker: Marker, *, inside: bool) -> str:
-        """The grammar of an answer, of a grammar of what follows the thinking."""
+        """Return the grammar of reasoning followed by an answer. `text`: grammar of the answer."""
         if self.channels:
             head = f'{marker(harmony.CHANNEL)} "analysis" {marker(harmony.MESSAGE)}'
             rules = [
@@ -99,7 +99,7 @@ class ReasoningFormat:
         return grammar_text.within("\n".join(rules), text)
 
     def final(self, text: str, marker: Marker) -> str:
-        """The grammar of the answer proper, of a grammar of its content."""
+        """Return the grammar of the answer with its channel. `text`: grammar of its content."""
         if not self.channels:
             return text
         head = f'start: {marker(harmony.CHANNEL)} "final" {marker(harmony.MESSAGE)} @weft_rest'

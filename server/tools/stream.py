@@ -1,9 +1,9 @@
-"""`Reader`: an answer as it comes, read by one generator; `StreamParser`: what turns pieces of text into parts.
+"""`Reader` reads a streamed answer from one generator; `StreamParser` splits it into text, thoughts and calls.
 
-The one core of all formats. A format is a generator function that reads the answer from beginning to end as if it were
-all there; where text is missing it waits in a `yield`. So a parser has no states of its own, and where the pieces were
-cut makes no difference. Every character becomes text, thought or arguments, or belongs to marks; white space beside
-marks belongs to them. What begins like a call and does not go on as one is text.
+All formats share this core. A format is a generator function that reads the answer as if it were complete; it waits in
+a `yield` for missing text. So a parser needs no states, and chunk boundaries do not matter. Every character becomes
+text, thought or arguments, or belongs to a mark; white space next to a mark belongs to the mark. Text that starts like
+a call but does not continue as one stays text.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from weft.server.tools.tool_json import CallReader, JsonValue
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Reads on; yields where it needs more text. At the end it is resumed once more, and waits no longer."""
+"""A parsing step. It yields to wait for more text; after the end of the answer it no longer waits."""
 
 SPACE = " \t\r\n"
 _HELD = frozenset(SPACE)
 MAX_NAME = 256
-"""characters of a name, and of what stands for one"""
+"""Maximum characters of a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is new in a call: its first part has the id and the name."""
+    """A piece of a call. The first piece has the id and the name."""
 
     index: int
     arguments: str
@@ -40,19 +40,19 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """A piece of what the model thinks before it answers."""
+    """A piece of the model's reasoning."""
 
     text: str
 
 
 Part = str | Thought | Call
-"""a piece of ordinary text, of thinking, or of a call"""
+"""A piece of text, reasoning or a call."""
 
-Say = Callable[[str], None]
+Sink = Callable[[str], None]
 
 
 class Reader:
-    """Text that was not read yet, and the parts that came of what was."""
+    """Buffers unread text and collects the parts."""
 
     def __init__(self, new_id: Callable[[], str] = short_id) -> None:
         self.text = ""
@@ -62,30 +62,30 @@ class Reader:
         self._new_id = new_id
         self._parts: list[Part] = []
         self._tried: int | None = None
-        """where something begins that may be no call"""
+        """Start of a tentative call; None if there is none."""
         self._gap: list[str] = []
-        """white space that is text if text follows it, as it came"""
+        """Pending white space, which is emitted if text follows."""
         self._quiet = False
-        """a mark was read last: white space at the end belongs to it"""
+        """Whether a mark was read last, so that trailing white space belongs to it."""
         self._trims = False
-        """white space before the next text belongs to a mark"""
+        """Whether white space before the next text belongs to a mark."""
         self._thinking = False
         self._thoughts = False
-        """there were some"""
+        """Whether any reasoning was emitted."""
         self._open: re.Pattern[str] | None = None
-        """while the reader waits for text to be handed over as it is: what could begin a mark in it"""
+        """While plain text passes through: matches characters that could start a mark."""
 
-    # -- what comes in
+    # -- input
 
     def more(self) -> Steps[bool]:
-        """Wait for text. False: there will be none."""
+        """Wait for text. Returns False at the end of the answer."""
         if self.ended:
             return False
         yield
         return True
 
     def passes(self, text: str) -> bool:
-        """Whether a piece would come out as it is and leave everything as it was: then it need not come in."""
+        """Return whether a piece of text can bypass the reader, because it would be emitted unchanged."""
         if self._open is None or self._gap or self._trims or self._quiet:
             return False
         return text[-1:] not in _HELD and self._open.search(text) is None
@@ -102,10 +102,10 @@ class Reader:
         parts, self._parts = self._parts, []
         return parts
 
-    # -- what is read
+    # -- reading
 
     def space(self, chars: str = SPACE) -> Steps[None]:
-        """Pass over white space."""
+        """Skip white space."""
         while True:
             while self.at < len(self.text) and self.text[self.at] in chars:
                 self.at += 1
@@ -113,14 +113,14 @@ class Reader:
                 return
 
     def peek(self) -> Steps[str]:
-        """The next character; none at the end."""
+        """Return the next character; empty at the end."""
         while self.at >= len(self.text):
             if not (yield from self.more()):
                 return ""
         return self.text[self.at]
 
     def take(self, *marks: str) -> Steps[str]:
-        """The longest of these marks that comes next, passed over; none: nothing is."""
+        """Skip and return the longest of these marks that comes next; empty if none does."""
         longest = max(map(len, marks), default=0)
         while True:
             rest = self.text[self.at : self.at + longest]
@@ -130,8 +130,8 @@ class Reader:
             self.at += len(found)
             return found
 
-    def until(self, *marks: str, to: Say) -> Steps[str]:
-        """Hand over what stands in front of the first of these marks, and pass over that. None: the answer ended."""
+    def until(self, *marks: str, to: Sink) -> Steps[str]:
+        """Send text up to the first of these marks to `to`, and skip the mark. Returns it; empty at the end."""
         while True:
             at, mark, waits = _find(self.text, self.at, marks, final=self.ended)
             if at > self.at:
@@ -140,13 +140,13 @@ class Reader:
             if mark and not waits:
                 return mark
             self.at = at
-            if at == len(self.text) and to == self.say:
+            if at == len(self.text) and to == self.emit_text:
                 self._open = _beginnings(marks)
             if not (yield from self.more()):
                 return ""
 
     def name(self, *marks: str) -> Steps[tuple[str, str]]:
-        """A name and the mark behind it, both passed over; ("", "") and nothing when there is none."""
+        """Skip and return a name and the mark after it; ("", "") without skipping if there is none."""
         while True:
             at, mark, waits = _find(self.text, self.at, marks, final=self.ended)
             if at - self.at > MAX_NAME:
@@ -159,7 +159,7 @@ class Reader:
                 return "", ""
 
     def match(self, pattern: re.Pattern[str]) -> Steps[re.Match[str] | None]:
-        """What matches here, not passed over; waits while more text could make it longer."""
+        """Return the match at this position without skipping it. Waits while it could become longer."""
         while True:
             found = pattern.match(self.text, self.at)
             if (found is None or found.end() < len(self.text)) and self.at < len(self.text):
@@ -167,8 +167,8 @@ class Reader:
             if not (yield from self.more()):
                 return found
 
-    def json(self, to: Say) -> Steps[bool]:
-        """Hand over a JSON value as it comes. False: the answer ended first."""
+    def json(self, to: Sink) -> Steps[bool]:
+        """Send a JSON value to `to`. Returns False if the answer ended first."""
         value = JsonValue()
         while True:
             end = value.feed(self.text, self.at)
@@ -181,66 +181,66 @@ class Reader:
                 return False
 
     def object_call(self, names: frozenset[str] | None = None) -> Steps[bool]:
-        """A call that is an object with its name and its arguments. `names`: others are no calls. True: it was one, or
-        began as one."""
-        reader, told = CallReader(), False
+        """Read a call as an object with a name and arguments. Returns whether it was, or began as, a call. `names`:
+        names that count as calls; None for all."""
+        reader, named = CallReader(), False
         while True:
             self.at += reader.feed(self.text, self.at)
-            if reader.name is not None and not told:
+            if reader.name is not None and not named:
                 if names is not None and reader.name not in names:
                     return False
                 self.call(reader.name)
-                told = True
-            self.argue(reader.take_arguments())
+                named = True
+            self.emit_arguments(reader.take_arguments())
             if reader.done or reader.failed or not (yield from self.more()):
-                return told
+                return named
 
-    # -- what it becomes
+    # -- output
 
     def text_until(self, *marks: str) -> Steps[str]:
-        """Text up to one of these marks, which may begin a call (`give_up`). None: the answer ended."""
-        mark = yield from self.until(*marks, to=self.say)
+        """Emit text up to one of these marks, which tentatively starts a call. Returns it; empty at the end."""
+        mark = yield from self.until(*marks, to=self.emit_text)
         self._tried = self.at - len(mark) if mark else None
         return mark
 
-    def rest(self) -> Steps[None]:
-        """All that comes is text."""
+    def text_to_end(self) -> Steps[None]:
+        """Emit everything that follows as text."""
         while True:
-            self.say(self.text[self.at :])
+            self.emit_text(self.text[self.at :])
             self.at = len(self.text)
             self._open = _beginnings(())
             if not (yield from self.more()):
                 return
 
     def attempt(self) -> None:
-        """What begins here may be no call."""
+        """Start a tentative call here."""
         self._tried = self.at
 
     def give_up(self, *, forget: str = "") -> None:
-        """It is none: what was read of it is text. `forget`: unless it is made of these characters only."""
+        """Emit a tentative call as text. `forget`: drop it if it only has these characters."""
         assert self._tried is not None
         text, self._tried = self.text[self._tried : self.at], None
         if text.strip(forget or None) or not forget:
-            self.say(text)
+            self.emit_text(text)
 
     def back(self) -> None:
-        """Read it again as something else."""
+        """Rewind to the start of a tentative call."""
         assert self._tried is not None
         self.at, self._tried = self._tried, None
 
     def accept(self) -> None:
-        """It is what it seemed to be."""
+        """Confirm a tentative call or mark."""
         self._tried = None
         self._quiet, self._gap = True, []
 
-    def say(self, text: str) -> None:
+    def emit_text(self, text: str) -> None:
         if self._trims and not (text := text.lstrip(SPACE)):
             return
         if shown := self._shown(text):
             self._trims = self._quiet = False
             self._parts.append(shown)
 
-    def think(self, text: str) -> None:
+    def emit_thought(self, text: str) -> None:
         if not self._thinking:
             text = text.lstrip(SPACE)
         if shown := self._shown(text):
@@ -248,12 +248,12 @@ class Reader:
             self._parts.append(Thought(f"\n\n{shown}" if first else shown))
             self._thinking = self._thoughts = True
 
-    def think_again(self) -> None:
-        """More thinking begins, a paragraph of its own."""
+    def begin_thought(self) -> None:
+        """Start a new paragraph of reasoning."""
         self._gap, self._thinking = [], False
 
-    def thought(self) -> None:
-        """The thinking has ended."""
+    def end_thought(self) -> None:
+        """End the reasoning."""
         self._gap, self._trims, self._thinking = [], True, False
 
     def call(self, name: str, id: str | None = None) -> None:
@@ -262,19 +262,19 @@ class Reader:
         self._parts.append(Call(self.calls, "", id or self._new_id(), name))
         self.calls += 1
 
-    def argue(self, arguments: str) -> None:
+    def emit_arguments(self, arguments: str) -> None:
         if arguments:
             self._parts.append(Call(self.calls - 1, arguments))
 
     def end(self) -> None:
-        """Everything was read."""
+        """Finish: emit pending white space that is text."""
         if self._gap and not self._quiet and not self._trims and not self._thinking:
             self._parts.append("".join(self._gap))
         self._gap = []
 
     def _shown(self, text: str) -> str:
-        """What is told now: white space at the end waits for what follows it. Not put together while nothing does: a
-        model may go on with white space for as long as it may."""
+        """Return the text to emit now and hold back trailing white space. White space is kept in pieces until text
+        follows: a model may emit it without end."""
         shown = text.rstrip(SPACE)
         rest = [text[len(shown) :]] if len(text) > len(shown) else []
         if not shown:
@@ -285,34 +285,34 @@ class Reader:
 
 
 class StreamParser:
-    """Splits one answer into text, thoughts and calls, as it comes."""
+    """Splits one streamed answer into text, thoughts and calls."""
 
     def __init__(self, steps: Callable[[Reader], Steps[None]], new_id: Callable[[], str] = short_id) -> None:
         self._reader = Reader(new_id)
         self._steps = steps(self._reader)
         self._over = False
-        self._go_on()
+        self._resume()
 
     def feed(self, text: str) -> list[Part]:
         if self._over:
             return [text] if text else []
         self._reader.extend(text)
-        self._go_on()
+        self._resume()
         return self._reader.take_parts()
 
     def passes(self, text: str) -> bool:
-        """Whether `feed` would give this text as it is, if any, and change nothing: then it may be left out."""
+        """Return whether this text can bypass `feed`, because it would be emitted unchanged."""
         return self._over or self._reader.passes(text)
 
     def flush(self) -> list[Part]:
-        """The end: what was held back."""
+        """End the answer and return what was held back."""
         self._reader.ended = True
         while not self._over:
-            self._go_on()
+            self._resume()
         self._reader.end()
         return self._reader.take_parts()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         try:
             next(self._steps)
         except StopIteration:
@@ -320,7 +320,7 @@ class StreamParser:
 
 
 def _find(text: str, at: int, marks: tuple[str, ...], *, final: bool) -> tuple[int, str, bool]:
-    """Where the first mark is, or could begin, from `at` on: (index, mark or "", more text could make it another)."""
+    """Find the first mark from `at` on: (index, mark or "", whether more text could change it)."""
     found = _pattern(marks).search(text, at)
     hit = found.start() if found else len(text)
     if not final:
@@ -334,7 +334,7 @@ def _find(text: str, at: int, marks: tuple[str, ...], *, final: bool) -> tuple[i
 
 @lru_cache(256)
 def _beginnings(marks: tuple[str, ...]) -> re.Pattern[str]:
-    """Characters that one of these begins with."""
+    """Return a pattern of the first characters of these marks."""
     return re.compile("|".join(sorted({re.escape(mark[0]) for mark in marks if mark})) or r"(?!)")
 
 
@@ -344,5 +344,5 @@ def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def quoted(text: str) -> str:
-    """As it stands between the quotes of a JSON string."""
+    """Escape text for a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,5 +1,7 @@
-"""`structural_tag`: answers that mix free text with what follows a schema, as vLLM, SGLang and xgrammar are asked for
-them. A tree of formats becomes a Lark grammar; what a grammar of ours cannot carry is refused by its name."""
+"""`structural_tag`: answers that mix free text and structured output, compatible with vLLM, SGLang and xgrammar.
+
+A tree of formats becomes a Lark grammar. Unsupported formats are refused by name.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,12 @@ Format = dict[str, Any]
 
 MAX_REPEAT = 1024
 _MARK = re.compile(r"(<[^<>]+>|\[/?[A-Z_]+\])")
-"""what a token of its own may look like"""
+"""Text that may be a single special token."""
 
 
 def structural_tag(asked: Format, marker: Marker) -> str:
-    """The grammar of a request's `structural_tag`, in either of its forms. Raises `RequestError`.
-
-    marker: how the grammar names marks, which may be tokens of their own.
-    """
+    """Return the grammar of a request's `structural_tag`, in either of its forms. Raises `RequestError`. `marker`:
+    writes a mark as a token or as text."""
     if "format" in asked:
         return _Writer(marker).grammar(_object(asked["format"], "format"))
     tags = [
@@ -38,14 +38,14 @@ def structural_tag(asked: Format, marker: Marker) -> str:
 
 
 class _Writer:
-    """Lark rules of one tree. A format's expression ends with what must follow it (`after`, one of several texts), for
-    free text knows its end by nothing else."""
+    """Writes the Lark rules of one tree. Each expression includes the text that must follow it (`after`, one of several
+    texts), because nothing else ends free text."""
 
     def __init__(self, marker: Marker) -> None:
         self._marker = marker
         self._rules: list[str] = []
         self._parts: dict[str, str] = {}
-        """grammars of others, by name"""
+        """Embedded grammars by name."""
         self._writers: dict[str, Callable[[Format, Sequence[str]], str]] = {
             "const_string": self._const_string, "json_schema": self._json_schema, "grammar": self._grammar,
             "regex": self._regex, "any_text": self._any_text, "sequence": self._sequence, "or": self._or,
@@ -69,7 +69,7 @@ class _Writer:
             raise RequestError(f"{kind} needs {missing[0]!r}")
         return self._rule(self._writers[kind](form, after))
 
-    # -- one piece
+    # -- single formats
 
     def _const_string(self, form: Format, after: Sequence[str]) -> str:
         return self._closed(self._spelled(_text(form, "value")), after)
@@ -96,7 +96,7 @@ class _Writer:
         excluded = _texts(form, "excludes")
         return self._until(after, excluded) if after else self._text(excluded)
 
-    # -- several
+    # -- combinations
 
     def _sequence(self, form: Format, after: Sequence[str]) -> str:
         elements, parts = _objects(form, "elements"), list[str]()
@@ -106,7 +106,7 @@ class _Writer:
                 parts.append(self._write(element, after))
             elif not _open(element):
                 parts.append(self._write(element, ()))
-            else:  # its end is how the next one begins
+            else:  # the start of the next element ends it
                 following = elements.pop(0)
                 if following.get("type") == "const_string":
                     parts.append(self._write(element, [_text(following, "value")]))
@@ -117,7 +117,7 @@ class _Writer:
                     parts.append(self._tag({**following, "begin": ""}, after if not elements else ()))
                 else:
                     kind = clip(following.get("type"))
-                    raise RequestError(f"free text must end with a const_string or a tag, not {kind!r}")
+                    raise RequestError(f"free text must be followed by a const_string or a tag, not {kind!r}")
         return " ".join(parts)
 
     def _or(self, form: Format, after: Sequence[str]) -> str:
@@ -156,7 +156,7 @@ class _Writer:
         if ends == [""]:
             return f"{begin} {self._write(content, after)}"
         if "" in ends and _open(content):
-            raise RequestError("tag: one of its ends is empty, where free text stands before it")
+            raise RequestError("tag: an end must not be empty after free text")
         return self._closed(f"{begin} {self._write(content, ends)}", after)
 
     def _any_tag(self, form: Format) -> str:
@@ -174,7 +174,7 @@ class _Writer:
             begin = _text(tag, "begin")
             trigger = next((t for t in sorted(triggers, key=len) if begin.startswith(t)), None)
             if trigger is None:
-                raise RequestError(f"a tag that begins {clip(begin)!r} begins with none of the triggers")
+                raise RequestError(f"the tag {clip(begin)!r} starts with none of the triggers")
             of.setdefault(trigger, []).append(self._write({**tag, "begin": begin.removeprefix(trigger)}, ()))
         whole = [self._write(tag, ()) for tag in _tags(form)] if form.get("at_least_one") else []
         return self._dispatched(of, whole, excluded, after, once=bool(form.get("stop_after_first")))
@@ -196,13 +196,13 @@ class _Writer:
     def _dispatched(
         self, of: dict[str, list[str]], first: list[str], excluded: list[str], after: Sequence[str], *, once: bool
     ) -> str:
-        """Free text in which a trigger leads to one of what stands behind it. `first`: what it must begin with."""
+        """Return free text in which a trigger must continue with one of its expressions. `first`: required first."""
         for one in of:
             if inside := next((o for o in of if o != one and o in one and not one.startswith(o)), None):
-                raise RequestError(f"the trigger {clip(one)!r} has another one in it, {clip(inside)!r}")
+                raise RequestError(f"the trigger {clip(one)!r} contains another one, {clip(inside)!r}")
         shortest = {one: next(o for o in sorted(of, key=len) if one.startswith(o)) for one in of}
         if wrong := next((one for one, other in shortest.items() if one != other), None):
-            raise RequestError(f"the trigger {clip(wrong)!r} begins with another one, {clip(shortest[wrong])!r}")
+            raise RequestError(f"the trigger {clip(wrong)!r} starts with another one, {clip(shortest[wrong])!r}")
         free = [*excluded, *of]
         block = self._rule(
             " | ".join(f"{self._until([t], excluded, free)} {self._rule(' | '.join(rest))}" for t, rest in of.items())
@@ -227,7 +227,7 @@ class _Writer:
         return f"@{name}"
 
     def _spelled(self, text: str) -> str:
-        """A fixed text, in which marks may be tokens of their own."""
+        """Return fixed text, with marks as single tokens if the vocabulary has them."""
         pieces, plain = list[str](), ""
         for piece in _MARK.split(text):
             if piece and (mark := self._marker(piece)).startswith("<["):
@@ -247,23 +247,23 @@ class _Writer:
         return f"{self._terminal(excluded)}?"
 
     def _terminal(self, excluded: Sequence[str]) -> str:
-        """Text of a character or more, with none of these in it."""
+        """Add a terminal for non-empty text without any of these, and return its name."""
         name = f"T{len(self._rules)}"
         but = "".join(f" & ~(/(?s:.*)/ {literal(text)} /(?s:.*)/)" for text in dict.fromkeys(excluded))
         self._rules.append(f"{name}: /(?s:.+)/{but}")
         return name
 
     def _until(self, ends: Sequence[str], excluded: Sequence[str], also: Sequence[str] = ()) -> str:
-        """Any text and one of these ends, at its first occurrence. `also`: what text in front of a mark may not have,
-        for something else looks for it."""
+        """Return any text up to the first occurrence of one of these ends. `also`: texts that must not occur before a
+        token, because another rule matches them."""
         return self._rule(" | ".join(self._until_one(end, excluded, also) for end in ends))
 
     def _until_one(self, end: str, excluded: Sequence[str], also: Sequence[str]) -> str:
         first = next(filter(None, _MARK.split(end)))
-        if self._marker(first).startswith("<["):  # a token of its own is no text
+        if self._marker(first).startswith("<["):  # a single token is not text
             return f"{self._terminal([*excluded, *also])}? {self._spelled(end)}"
         if any(self._marker(piece).startswith("<[") for piece in _MARK.split(end) if piece):
-            raise RequestError(f"what ends free text cannot have a token of its own in its middle: {clip(end)!r}")
+            raise RequestError(f"the end of free text must not have a special token in the middle: {clip(end)!r}")
         name = f"r{len(self._rules)}"
         free = f"({self._terminal(excluded)})?" if excluded else "/(?s:.*)/"
         self._rules.append(f"{name}[lazy]: {free} {literal(end)}")
@@ -299,7 +299,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 
 
 def _open(form: Format) -> bool:
-    """It may end with free text, whose end is what follows."""
+    """Return whether a format may end with free text, which needs an end from what follows."""
     kind, content = form.get("type"), form.get("content")
     if kind in ("any_text", "triggered_tags", "dispatch"):
         return True

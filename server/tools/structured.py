@@ -1,4 +1,4 @@
-"""Structured outputs: the fields that ask for them, and the grammar that enforces them."""
+"""Structured outputs: request fields and the grammars that enforce them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Schema = Annotated[
 ]
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 MaybeGrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
-"""Empty counts as not given."""
+"""A grammar; empty counts as not given."""
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
 
 Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=MAX_BAD_WORDS)]
@@ -64,10 +64,10 @@ class ResponseFormat(Body):
     structures: list[Structure] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     triggers: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     format: dict[str, Any] | None = None
-    """of a structural tag: either `structures` and `triggers`, or a tree of formats (`structural`)"""
+    """Tree of formats of a structural tag (see `structural`), instead of `structures` and `triggers`."""
     json_schema: JsonSchemaFormat | None = None
     schema_: Schema | None = Field(None, alias="schema")
-    """beside either type of JSON: how llama.cpp and others are told it"""
+    """JSON schema in the style of llama.cpp, for either JSON type."""
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
@@ -81,7 +81,7 @@ class ResponseFormat(Body):
 
     @property
     def structural_tag(self) -> dict[str, Any]:
-        """As `structural` takes it."""
+        """The structural tag in the form that `structural` takes."""
         if self.format is not None:
             return {"format": self.format}
         structures = [{"begin": s.begin, "schema": s.schema_, "end": s.end} for s in self.structures or ()]
@@ -89,7 +89,7 @@ class ResponseFormat(Body):
 
 
 def _parse_tag(value: Any) -> ResponseFormat:
-    """An object, or its text."""
+    """Parse an object, or its text."""
     value = parse_json(value) if isinstance(value, str) else value
     if not isinstance(value, dict):
         raise ValueError("must be a structural tag: an object, or its text")
@@ -102,7 +102,7 @@ StructuralTag = Annotated[
 
 
 class StructuredOutputs(Body):
-    """One of these."""
+    """Exactly one constraint."""
 
     json_: Schema | None = Field(None, alias="json")
     json_object: bool = False
@@ -118,7 +118,7 @@ class StructuredOutputs(Body):
         return self
 
     def given(self, marker: Marker) -> list[Callable[[], str]]:
-        """What writes the grammar, for each constraint that is there."""
+        """Return a function that writes the grammar for each given constraint."""
         out: list[Callable[[], str]] = []
         if (schema := self.json_) is not None:
             out.append(lambda: grammar_text.json_schema(schema))
@@ -136,11 +136,11 @@ class StructuredOutputs(Body):
 
 
 Writer = tuple[str, Callable[[], str]]
-"""(field of the request, what writes its grammar)"""
+"""(field of the request, function that writes its grammar)."""
 
 
 def of_response_format(asked: ResponseFormat, marker: Marker) -> Writer | None:
-    """None for plain text. `marker`: how grammars for the model name marks."""
+    """Return the writer of a `response_format`; None for plain text. `marker`: writes marks for the model."""
     if asked.type == "text":
         return None
     if asked.type == "structural_tag":
@@ -157,8 +157,8 @@ def of_structured_outputs(asked: StructuredOutputs, marker: Marker) -> Writer:
 
 
 class LegacyConstraints(Body):
-    """Constraints by the names they had in vLLM before `structured_outputs`, and have in SGLang and llama.cpp. They do
-    not count beside `structured_outputs` or a `response_format`: clients of several servers send both."""
+    """Constraints under their former names in vLLM and their names in SGLang and llama.cpp. `structured_outputs` and
+    `response_format` take precedence, because clients of several servers send both."""
 
     guided_json: Schema | None = None
     guided_regex: GrammarText | None = None
@@ -170,7 +170,7 @@ class LegacyConstraints(Body):
     grammar: MaybeGrammarText | None = None
 
     def legacy_writers(self) -> list[Writer]:
-        """One for each that is there."""
+        """Return a writer for each given constraint."""
         out: list[Writer] = []
         for name in LegacyConstraints.model_fields:
             if (value := getattr(self, name)) is not None and value != "":
@@ -190,27 +190,27 @@ _LEGACY: dict[str, Callable[..., str]] = {
 
 
 def either(writers: Sequence[Writer]) -> Writer:
-    """What any of these allows; named after the first field."""
+    """Combine writers into a grammar that allows any of them, named after the first field."""
     return writers[0][0], lambda: grammar_text.either([write() for _, write in writers])
 
 
 class Grammar(NamedTuple):
-    """A grammar that was tried."""
+    """A verified grammar."""
 
     field: str
-    """of the request"""
+    """Field of the request."""
     text: str
     num_bytes: int
-    """that it takes, compiled"""
+    """Compiled size."""
 
 
 async def write_grammar(writer: Writer, compiler: GrammarCompiler, client: str) -> Grammar:
-    """The grammar of a request, compiled once to see that it can be. Raises `ApiError`: 400, naming the field, for one
-    that cannot be used, 503 when there is no time for it now. `client`: whose turn it is."""
+    """Return the verified grammar of a request. Raises `ApiError`: 400, naming the field, for an unusable grammar; 503
+    if the compilers are busy. `client`: whose turn the compilation uses."""
     field, write = writer
     try:
         text = await asyncio.to_thread(_write, write)
-        return Grammar(field, text, await compiler.prove(text, client))
+        return Grammar(field, text, await compiler.verify(text, client))
     except RequestError as error:
         raise bad_request(f"{field}: {clip(explain(str(error)))}", field, "invalid_grammar") from None
 
@@ -218,21 +218,21 @@ async def write_grammar(writer: Writer, compiler: GrammarCompiler, client: str) 
 def _write(write: Callable[[], str]) -> str:
     text = write()
     if len(text) > MAX_GRAMMAR_CHARS:
-        raise RequestError(f"it has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken")
+        raise RequestError(f"it has {len(text)} characters; the maximum is {MAX_GRAMMAR_CHARS}")
     return text
 
 
 _EXPLAINED = (
-    ("NoExtensionBias", "it describes no finite text (does it refer to itself?)"),
-    ("Too many items", "it is too ambiguous, or too large, to be followed"),
-    ("fuel", "it is too complex to be followed"),
-    ("too many states", "it is too complex to be followed"),
+    ("NoExtensionBias", "it describes no finite text; check for infinite recursion"),
+    ("Too many items", "it is too ambiguous or too large"),
+    ("fuel", "it is too complex"),
+    ("too many states", "it is too complex"),
 )
-"""what the library says, and what that means"""
+"""Messages of the library, and explanations."""
 
 
 def explain(reason: str) -> str:
-    """The library's reason in words that say what to change."""
+    """Explain the library's error in words that help to fix it."""
     for part, meaning in _EXPLAINED:
         if part in reason:
             return meaning

@@ -1,4 +1,4 @@
-"""`TemplateBody`: the fields that say how a conversation becomes a prompt."""
+"""`TemplateBody`: request fields that control how a conversation becomes a prompt."""
 
 from __future__ import annotations
 
@@ -14,33 +14,18 @@ from weft.server.tools.tools import Tool, Tools
 MAX_DOCUMENTS = 1024
 MAX_VARIABLES = 64
 
-_NO_VARIABLES = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
-"""what `chat_template_kwargs` must not set: arguments of the renderer, and what has a field of its own"""
+_NO_VARIABLES = frozenset({
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+    "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+})  # fmt: skip
+"""Names that `chat_template_kwargs` must not set: the renderer's arguments, and separate request fields."""
 
 _SWITCHES = ("enable_thinking", "thinking")
-"""what templates call whether to think: Qwen and GLM, DeepSeek and Granite"""
+"""Template variables that switch reasoning: Qwen and GLM, DeepSeek and Granite."""
 
 _EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
-"""for gpt-oss, which knows low, medium and high"""
+"""Mapping for gpt-oss, which accepts low, medium and high."""
 
 Documents = Annotated[list[dict[str, str]], Field(max_length=MAX_DOCUMENTS)]
 
@@ -51,16 +36,16 @@ class TemplateBody(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
-    """the name of one of the model's own templates"""
+    """Name of one of the model's templates."""
     reasoning_effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$")
-    """a variable of templates that know it; others pass it over"""
+    """A template variable; templates without it ignore it."""
     enable_thinking: bool | None = None
-    """whether the model is to think before it answers, for templates that can say so"""
+    """Whether the model reasons before it answers, if its template supports the switch."""
     chat_template_kwargs: dict[str, Any] = Field({}, max_length=MAX_VARIABLES)
-    """variables of the template, such as `enable_thinking`"""
+    """Template variables, such as `enable_thinking`."""
 
     def _thinking(self, template: str) -> dict[str, Any]:
-        """How much is to be thought, in the variables that templates have for it."""
+        """Return the template variables that control reasoning."""
         given, effort = self.chat_template_kwargs, self.reasoning_effort
         on = self.enable_thinking
         if on is None:
@@ -79,15 +64,12 @@ class TemplateBody(Body):
     def check_template(self) -> None:
         """Raises `ApiError`."""
         if self.continue_final_message and self.add_generation_prompt:
-            raise bad_request(
-                "continue_final_message needs add_generation_prompt: false.",
-                "continue_final_message",
-            )
+            raise bad_request("continue_final_message needs add_generation_prompt: false.", "continue_final_message")
         if taken := _NO_VARIABLES.intersection(self.chat_template_kwargs):
             raise bad_request(f"chat_template_kwargs must not set {clip(min(taken))!r}.", "chat_template_kwargs")
 
     def template_arguments(self, tools: list[Tool] | None = None, template: str = "") -> dict[str, Any]:
-        """For `Tokenizer.render_chat`. `tools`: instead of those offered. `template`: which variables it knows."""
+        """Return arguments for `Tokenizer.render_chat`. `tools`: replaces the offered tools. `template`: its text."""
         offered = self.tools if tools is None else tools
         return {
             **self.chat_template_kwargs,

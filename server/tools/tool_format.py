@@ -1,4 +1,4 @@
-"""What a family's way of writing tool calls has to provide, and what the grammars of all are made of."""
+"""`ToolFormat`, the interface of tool call formats, and helpers for their grammars."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from weft.server.tools.stream import Reader, Steps
 
 Schema = dict[str, Any]
 Tools = Mapping[str, Schema]
-"""JSON schemas of the arguments, by name"""
+"""JSON schemas of the arguments by tool name."""
 
 Marker = Callable[[str], str]
-"""how a grammar names a mark: as one token where the vocabulary has it, as text otherwise"""
+"""Writes a mark for a grammar: as a token if the vocabulary has it, else as text."""
 
 
 class ToolFormat(Protocol):
-    """A family's format."""
+    """The tool call format of a model family."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Tokens that a parser must see although they are special."""
+        """Special tokens that the parser must see."""
         ...
 
     @property
     def markup(self) -> tuple[str, str | None] | None:
-        """What calls stand between, as far as that can be told: the marks of each, or one that all stand behind."""
+        """Marks around calls: those of each call, or one mark before all calls. None if there are none."""
         ...
 
     def new_id(self) -> str: ...
 
     def steps(self, reader: Reader, tools: Tools) -> Steps[None]:
-        """Reads an answer to a request that offers these tools."""
+        """Read an answer to a request that offers these tools."""
         ...
 
     def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
-        """Lark grammar of one call, or of one or more, of these tools. `free`: of text, and then perhaps of calls."""
+        """Return the Lark grammar of one call, or with `several` more. `free`: allow text, then optional calls."""
         ...
 
     def write(self, name: str, arguments: str) -> str:
-        """A call as the model would write it. `arguments`: a JSON object."""
+        """Return a call in the model's format. `arguments`: a JSON object."""
         ...
 
 
@@ -55,11 +55,11 @@ def call_object(name: str, arguments: str, key: str) -> str:
 
 
 def after_mark(rules: str, begin: str, marker: Marker, *, free: bool) -> str:
-    """A grammar from rules, of which `calls` is what stands behind the mark of the first call."""
+    """Return a grammar from `rules`, in which `calls` matches what follows the mark of the first call."""
     mark = marker(begin)
     if not free:
         start = f"start: {mark} calls"
-    elif mark.startswith("<["):  # a token of its own is no text
+    elif mark.startswith("<["):  # a single token is not text
         start = f"start: TEXT? | TEXT? {mark} calls\nTEXT: /(?s:.+)/"
     else:
         start = f"start: PLAIN? | head calls\n{ending('head', begin)}\nPLAIN: {without(begin)}"
@@ -67,32 +67,32 @@ def after_mark(rules: str, begin: str, marker: Marker, *, free: bool) -> str:
 
 
 def at_start(rules: str, opening: str, *, free: bool) -> str:
-    """A grammar from rules, of which `calls` is the whole answer. `opening`: the character that calls begin with, which
-    then no text does."""
+    """Return a grammar from `rules`, in which `calls` is the whole answer. `opening`: characters that start a call;
+    text must not start with them."""
     if not free:
         return f"start: calls\n{rules}"
     return f"start: calls | PLAIN?\nPLAIN: /\\s*[^\\s{opening}](?s:.*)/\n{rules}"
 
 
 def ending(rule: str, mark: str) -> str:
-    """A Lark rule: any text, and this at its first occurrence."""
+    """Return a Lark rule of any text up to the first occurrence of `mark`."""
     return f"{rule}[lazy]: /(?s:.*)/ {literal(mark)}"
 
 
 def through(rule: str, mark: str, marker: Marker) -> list[str]:
-    """Lark: a rule of any text, and this at its first occurrence, which may be a token of its own."""
+    """Return Lark rules of any text up to the first occurrence of `mark`, which may be a single token."""
     if (end := marker(mark)).startswith("<["):
         return [f"{rule}: {rule.upper()}_TEXT? {end}", f"{rule.upper()}_TEXT: /(?s:.+)/"]
     return [ending(rule, mark)]
 
 
 def without(mark: str) -> str:
-    """A Lark terminal: text in which this does not occur."""
+    """Return a Lark terminal of text without `mark`."""
     return f"/(?s:.*)/ & ~(/(?s:.*)/ {literal(mark)} /(?s:.*)/)"
 
 
 def call_rules(tools: Sequence[tuple[str, Schema]], key: str) -> str:
-    """Lark rules: `call` is the object of any of these tools, its arguments under `key`."""
+    """Return Lark rules in which `call` is an object for any of these tools, with its arguments under `key`."""
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for i, (name, _) in enumerate(tools):
         head = "{" + f'"name": {literal(name)}, "{key}": '
@@ -101,12 +101,12 @@ def call_rules(tools: Sequence[tuple[str, Schema]], key: str) -> str:
 
 
 def argument_rules(tools: Sequence[tuple[str, Schema]]) -> str:
-    """Lark rules `arguments_i`. A rule of its own each: a schema's references start at its own root."""
+    """Return Lark rules `arguments_i`, one per tool, because a schema's references start at its root."""
     return "\n".join(f"arguments_{i}: {json_value(schema)}" for i, (_, schema) in enumerate(tools))
 
 
 INPUT_GRAMMAR = "x-weft-input-grammar"
-"""in a schema of arguments that are one text, `input`: the name of the grammar of what it may be, in a JSON string"""
+"""Key in the schema of a custom tool: the name of the grammar of its text `input`, inside a JSON string."""
 
 
 def json_value(schema: Schema) -> str:

@@ -1,4 +1,4 @@
-"""Tool calls as JSON objects, read while they are written: `{"name": …, "arguments": …}`."""
+"""Streaming readers of tool calls as JSON objects: `{"name": …, "arguments": …}`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 _ARGUMENTS = ("arguments", "parameters")
 _FIRST = frozenset({"name", "id", "type", "index", *_ARGUMENTS})
-"""what a call begins with: another object is none, and need not be held back to see its end"""
+"""First keys of a call. An object with another first key is no call and is not held back."""
 _SPACE = " \t\r\n"
 
 
 class JsonValue:
-    """Finds the end of one JSON value in text that comes in pieces. `complete` once the end was seen."""
+    """Finds the end of a JSON value in streamed text. `complete` is set once the end was seen."""
 
     def __init__(self) -> None:
         self.complete = False
@@ -22,7 +22,7 @@ class JsonValue:
         self._escaped = False
 
     def feed(self, text: str, at: int) -> int:
-        """Where the value ends in `text` if it goes on from `at`: the index behind it, or the end of the text."""
+        """Continue the value at `at`. Returns the index after its end, or the end of the text."""
         for i in range(at, len(text)):
             char = text[i]
             if self._in_string:
@@ -42,7 +42,7 @@ class JsonValue:
                 self.complete = self._depth == 0
             elif self._depth == 0:
                 if char in ",}]" or (self._kind and char in _SPACE):
-                    self.complete = True  # a number or a word ends in front of what follows it
+                    self.complete = True  # a number or a word ends before the next character
                     return i
                 if char not in _SPACE:
                     self._kind = char
@@ -52,10 +52,8 @@ class JsonValue:
 
 
 class CallReader:
-    """One call's object. Arguments are handed out as soon as the name is known.
-
-    `name`: None until it is known. `done`: the object has ended. `failed`: this is no call.
-    """
+    """Reads the object of one call. Arguments are available as soon as the name is known. `name`: None until it is
+    known. `done`: the object has ended. `failed`: this is not a call."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -64,17 +62,17 @@ class CallReader:
         self._state = "open"
         self._value = JsonValue()
         self._text = ""
-        """of the key or value being read"""
+        """Text of the current key or value."""
         self._key = ""
         self._arguments = ""
-        """not handed out yet"""
+        """Arguments that were not taken yet."""
         self._any_arguments = False
         self._given = False
-        """the arguments were read to their end"""
+        """Whether the arguments are complete."""
         self._first = True
 
     def feed(self, text: str, at: int = 0) -> int:
-        """Read on, from `at`; returns how much of `text` behind it belongs to the object."""
+        """Read `text` from `at`. Returns the number of characters that belong to the object."""
         begin = at
         while at < len(text) and not (self.done or self.failed):
             if self._state in ("key", "value"):
@@ -85,7 +83,7 @@ class CallReader:
         return at - begin
 
     def take_arguments(self) -> str:
-        """Argument text that has not been handed out; nothing before the name is known."""
+        """Return new argument text; empty before the name is known."""
         if self.name is None:
             return ""
         if self.done and not self._any_arguments:
@@ -95,7 +93,7 @@ class CallReader:
         return out
 
     def _step(self, char: str) -> None:
-        """A character between keys and values."""
+        """Read a character between keys and values."""
         if char in _SPACE or (self._state == "next" and char == ","):
             return
         if self._state == "open" and char == "{":
@@ -132,7 +130,7 @@ class CallReader:
     def _end(self) -> None:
         try:
             value: Any = json.loads(self._text, strict=False)
-        except (ValueError, RecursionError):  # no JSON, or nested too deeply for Python's reader
+        except (ValueError, RecursionError):  # invalid JSON, or nested too deeply for Python's parser
             self.failed = self._state == "key" or self._key == "name"
             value = None
         if self._state == "key":
@@ -146,11 +144,11 @@ class CallReader:
             self.failed = self.name is None
         elif self._key in _ARGUMENTS and not self._given:
             self._given = True
-            if isinstance(value, str):  # arguments as a string of JSON, as OpenAI itself writes them
+            if isinstance(value, str):  # arguments as a string of JSON, in OpenAI's style
                 self._arguments += value.encode("utf-8", "replace").decode()
                 self._any_arguments = True
 
 
 def _is_unicode(text: str) -> bool:
-    """JSON can spell halves of characters."""
+    """Return whether the text has no lone surrogates, which JSON escapes can produce."""
     return not any("\ud800" <= char < "\ue000" for char in text)

@@ -1,4 +1,4 @@
-"""`Literals`: values as Python or Gemma's function calls write them, read while they come, and handed on as JSON."""
+"""`Literals` reads streamed values in the syntax of Python or Gemma's function calls and emits them as JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from weft.server.bodies import parse_json
 from weft.server.tools.stream import SPACE, Reader, Steps, quoted
 
 MAX_DEPTH = 64
-"""of lists in lists"""
+"""Maximum nesting of values."""
 MAX_KEY = 1024
-"""characters"""
+"""Maximum characters of a key."""
 
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\\": "\\", "'": "'", '"': '"'}
 _ESCAPES |= {"/": "/", "\n": ""}
@@ -27,15 +27,15 @@ _NUMBER = re.compile(r"[+-]?(?:0[xXoObB][0-9a-fA-F_]+|[0-9][0-9_]*)")
 
 @dataclass(frozen=True)
 class Literals:
-    """How a family writes values. Nothing is an error: what is no value is a text."""
+    """A family's syntax of values. There are no errors: anything that is not a value becomes text."""
 
     quotes: tuple[str, ...] = ('"""', "'''", '"', "'")
-    """around texts, in which a backslash escapes"""
+    """Quotes around texts with backslash escapes."""
     raw: str = ""
-    """around texts, in which nothing does"""
+    """Quotes around texts without escapes."""
 
     def value(self, reader: Reader, depth: int = 0) -> Steps[bool]:
-        """Hand on a value, up to what follows it. False: the answer ended first."""
+        """Emit a value. Returns False if the answer ended first."""
         yield from reader.space()
         quote = yield from reader.take(*self.quotes, self.raw)
         if quote:
@@ -49,20 +49,20 @@ class Literals:
         return (yield from self._items(reader, _CLOSING[char], depth + 1))
 
     def pairs(self, reader: Reader, equals: str, end: str, depth: int = 0, keys: Sequence[str] = ()) -> Steps[bool]:
-        """Hand on pairs of keys and values as an object, up to the end's mark, which is passed over. `keys`: of values
-        that have none, in their order. False: the answer ended first."""
+        """Emit pairs of keys and values as an object and skip the mark `end`. Returns False if the answer ended first.
+        `keys`: names for positional values, in order."""
         names, count = iter(keys), 0
         while True:
             yield from reader.space(SPACE + ",")
             if (yield from reader.take(end)):
-                reader.argue("}" if count else "{}")
+                reader.emit_arguments("}" if count else "{}")
                 return True
             if not (yield from reader.peek()):
                 return False
             key = yield from self._key(reader, equals)
             if key is None:
                 key = next(names, f"argument_{count}")
-            reader.argue(f"{', ' if count else '{'}{orjson.dumps(key).decode()}: ")
+            reader.emit_arguments(f"{', ' if count else '{'}{orjson.dumps(key).decode()}: ")
             count += 1
             if not (yield from self.value(reader, depth)):
                 return False
@@ -75,11 +75,11 @@ class Literals:
         while True:
             yield from reader.space(SPACE + ",")
             if (yield from reader.take(end)):
-                reader.argue("]" if count else "[]")
+                reader.emit_arguments("]" if count else "[]")
                 return True
             if not (yield from reader.peek()):
                 return False
-            reader.argue(", " if count else "[")
+            reader.emit_arguments(", " if count else "[")
             count += 1
             if not (yield from self.value(reader, depth)):
                 return False
@@ -88,14 +88,14 @@ class Literals:
                 return (yield from self._lost(reader, "]"))
 
     def _lost(self, reader: Reader, closing: str) -> Steps[bool]:
-        """What follows a value is no part of it: it ends here, unless the answer does."""
+        """Close a collection after an unexpected character. Returns False if the answer ended."""
         if not (yield from reader.peek()):
             return False
-        reader.argue(closing)
+        reader.emit_arguments(closing)
         return True
 
     def _key(self, reader: Reader, equals: str) -> Steps[str | None]:
-        """A key and what stands between it and its value, passed over. None and nothing: there is none."""
+        """Skip and return a key and its separator; None without skipping if there is none."""
         reader.attempt()
         key: str | None
         if equals == ":" and (quote := (yield from reader.take(*self.quotes, self.raw))):
@@ -121,15 +121,15 @@ class Literals:
         return key
 
     def _text(self, reader: Reader, quote: str) -> Steps[bool]:
-        reader.argue('"')
+        reader.emit_arguments('"')
         if (yield from self._scan(reader, quote, None)):
-            reader.argue('"')
+            reader.emit_arguments('"')
             return True
         return False
 
     def _scan(self, reader: Reader, quote: str, into: list[str] | None) -> Steps[bool]:
-        """A text up to its closing quote, as the inside of a JSON string."""
-        to = reader.argue if into is None else into.append
+        """Read a text up to its closing quote, escaped for a JSON string."""
+        to = reader.emit_arguments if into is None else into.append
         while True:
             marks = (quote,) if quote == self.raw else (quote, "\\")
             mark = yield from reader.until(*marks, to=lambda text: to(quoted(text)))
@@ -140,7 +140,7 @@ class Literals:
             to((yield from _escape(reader)))
 
     def _bare(self, reader: Reader) -> Steps[bool]:
-        """A number, a word, or whatever else stands up to a comma or a bracket that closes."""
+        """Read a number, a word or other text up to a comma or a closing bracket."""
         text, depth = "", 0
         while True:
             char = yield from reader.peek()
@@ -157,7 +157,7 @@ class Literals:
             text += char
             reader.at += 1
         if char:
-            reader.argue(_bare_json(text.strip(SPACE)))
+            reader.emit_arguments(_bare_json(text.strip(SPACE)))
         return bool(char)
 
 
@@ -177,7 +177,7 @@ def _bare_json(text: str) -> str:
 
 
 def _escape(reader: Reader) -> Steps[str]:
-    """What a backslash stands for, as the inside of a JSON string."""
+    """Read the rest of a backslash escape and return it escaped for a JSON string."""
     char = yield from reader.peek()
     if not char:
         return ""
@@ -189,7 +189,7 @@ def _escape(reader: Reader) -> Steps[str]:
         if len(digits) == _HEX[char] and re.fullmatch(r"[0-9a-fA-F]+", digits) and int(digits, 16) < 0x110000:
             reader.at += len(digits)
             code = int(digits, 16)
-            # Half of a character stays an escape: the other half may follow.
+            # A lone surrogate stays an escape: the other half may follow.
             return f"\\u{code:04x}" if 0xD800 <= code < 0xE000 else quoted(chr(code))
         return quoted("\\" + char)
     return quoted(_ESCAPES.get(char, "\\" + char))

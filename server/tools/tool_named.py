@@ -1,4 +1,4 @@
-"""`NamedFormat`: calls as a name and a JSON object behind it, between marks: DeepSeek, Kimi, Mistral since v11."""
+"""`NamedFormat`: calls as a name followed by a JSON object, between marks: DeepSeek, Kimi, Mistral since v11."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from weft.server.tools.tool_objects import ObjectFormat, read_objects
 @dataclass(frozen=True)
 class NamedFormat:
     begin: str
-    """of a call"""
+    """Mark before a call."""
     name_end: str
     end: str = ""
-    """of a call"""
+    """Mark after a call."""
     section: tuple[str, str] = ("", "")
-    """around all calls"""
+    """Marks around all calls."""
     prefix: str = ""
-    """before the name"""
+    """Text before the name."""
     fence: tuple[str, str] = ("", "")
-    """around the arguments"""
+    """Texts around the arguments."""
     separator: str = ""
-    """between calls"""
+    """Text between calls."""
     numbered: bool = False
-    """the name has a number behind it; both together are the call's id"""
+    """Whether a number follows the name; together they are the call's ID."""
     new_id: Callable[[], str] = short_id
 
     @property
@@ -53,7 +53,7 @@ class NamedFormat:
                 yield from reader.space()
                 yield from reader.take(self.begin)
             open |= yield from self._call(reader)
-            while open:  # what else the model writes is text
+            while open:  # anything else is text
                 reader.attempt()
                 yield from reader.space()
                 if not (yield from reader.take(self.begin)):
@@ -65,7 +65,7 @@ class NamedFormat:
         return self.section[1], self.end
 
     def _call(self, reader: Reader) -> Steps[bool]:
-        """A call, from its name on. False: it is none; it is text."""
+        """Read a call from its name on. Returns False if it is text."""
         yield from reader.space()
         yield from reader.take(self.prefix)
         name, mark = yield from reader.name(self.name_end, "{")
@@ -82,7 +82,7 @@ class NamedFormat:
             reader.give_up()
             return False
         reader.call(name, id if self.numbered and id != name else None)
-        if (yield from reader.json(reader.argue)):
+        if (yield from reader.json(reader.emit_arguments)):
             yield from reader.space()
             if self.fence[1]:
                 yield from reader.take(self.fence[1].strip())
@@ -122,7 +122,7 @@ _NUMBER = re.compile(r":\d+$")
 
 
 def _pieces(text: str, marker: Marker) -> list[str]:
-    """A text as a Lark sequence, the tokens in it as such."""
+    """Return a text as a Lark sequence, with its marks as tokens."""
     out = []
     for piece in re.split(f"({_MARK.pattern})", text):
         if piece:
@@ -140,7 +140,7 @@ class MistralFormat:
     """`[TOOL_CALLS]` and a list of objects, or in newer models `[TOOL_CALLS]name[ARGS]{…}` for each call."""
 
     has_args: bool
-    """the vocabulary has `[ARGS]`, so the model writes the newer form; both are read"""
+    """Whether the vocabulary has `[ARGS]`, so that the model writes the newer form. Both forms are read."""
     markers: tuple[str, ...] = (BEGIN, ARGS, CALL_ID)
     markup: tuple[str, str | None] | None = (BEGIN, None)
     new_id: Callable[[], str] = mistral_id
@@ -154,7 +154,7 @@ class MistralFormat:
                 yield from self._named(reader)
 
     def _named(self, reader: Reader) -> Steps[None]:
-        """There may be an id of the model's own, which is not used."""
+        """Read a call. The model's own ID, if any, is ignored."""
         name, mark = yield from reader.name(ARGS, CALL_ID, "{")
         if mark == CALL_ID:
             _, mark = yield from reader.name(ARGS, "{")
@@ -166,7 +166,7 @@ class MistralFormat:
             reader.give_up()
             return
         reader.call(name)
-        yield from reader.json(reader.argue)
+        yield from reader.json(reader.emit_arguments)
 
     def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
         form = _NAMED if self.has_args else _LIST

@@ -1,5 +1,5 @@
-"""`ObjectFormat`: calls as JSON objects, `{"name": …, "arguments": {…}}`, behind a mark, one each or a list of them;
-`BareObjects`: an answer that is such objects and nothing else."""
+"""`ObjectFormat`: calls as JSON objects, `{"name": …, "arguments": {…}}`, or lists of them, after a mark.
+`BareObjects`: answers that consist of such objects alone."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ from dataclasses import dataclass
 
 from weft.server.tools.call_ids import short_id
 from weft.server.tools.stream import SPACE, Reader, Steps
-from weft.server.tools.tool_format import (
-    Marker,
-    Schema,
-    Tools,
-    after_mark,
-    at_start,
-    call_object,
-    call_rules,
-)
+from weft.server.tools.tool_format import Marker, Schema, Tools, after_mark, at_start, call_object, call_rules
 
 
 @dataclass(frozen=True)
@@ -24,11 +16,11 @@ class ObjectFormat:
     begin: str
     end: str = ""
     listed: bool = False
-    """the model writes a list; both are read"""
+    """Whether the model writes a list. Both forms are read."""
     also: tuple[str, ...] = ()
-    """other marks that begin calls"""
+    """Alternative marks before calls."""
     pad: str = ""
-    """white space between the marks and the object, as the model writes it"""
+    """White space between the marks and the object."""
     new_id: Callable[[], str] = short_id
 
     @property
@@ -66,23 +58,23 @@ class ObjectFormat:
 
 
 def read_objects(reader: Reader, end: str) -> Steps[bool]:
-    """What stands behind a mark: an object, or a list of them, and the mark at its end. False: neither; it is text."""
+    """Read an object, or a list of objects, after a mark. Returns whether the mark `end` is still missing."""
     yield from reader.space()
     listed = yield from reader.take("[")
-    told = False
+    found = False
     while True:
-        if told:
+        if found:
             reader.attempt()
         yield from reader.space(SPACE + "," if listed else SPACE)
         if (yield from reader.peek()) != "{":
             break
         if not (yield from reader.object_call()):
             reader.give_up()
-            return told and bool(end)
-        told = True
+            return found and bool(end)
+        found = True
         if not listed:
             break
-    if not told:
+    if not found:
         reader.give_up()
         return False
     if listed:
@@ -100,8 +92,8 @@ def _text(text: str) -> str:
 
 @dataclass(frozen=True)
 class BareObjects:
-    """Llama 3: one or more `{"name": …, "parameters": …}` with semicolons between them, perhaps behind a tag. Nothing
-    marks a call, so an object is one only when it names a tool that was offered."""
+    """Llama 3: one or more `{"name": …, "parameters": …}` separated by semicolons, optionally after a tag. Nothing
+    marks a call, so an object counts as a call only if it names an offered tool."""
 
     tag: str = "<|python_tag|>"
     key: str = "parameters"
@@ -124,7 +116,7 @@ class BareObjects:
             between = SPACE + ";"
         at_end = not (yield from reader.peek())
         reader.give_up(forget=between if reader.calls and at_end else "")
-        yield from reader.rest()
+        yield from reader.text_to_end()
 
     def grammar(self, tools: Sequence[tuple[str, Schema]], _: Marker, *, several: bool, free: bool = False) -> str:
         more = ' ("; " call)*' if several else ""

@@ -1,4 +1,4 @@
-"""Which family's way of writing calls and thinking a model uses: told by the operator, or read off its template."""
+"""Selects a model's tool and reasoning formats: from the options, or detected from its chat template."""
 
 from __future__ import annotations
 
@@ -7,14 +7,7 @@ from collections.abc import Mapping
 from weft.server.config import ReasoningParserName, ToolParserName
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.call_ids import short_id
-from weft.server.tools.families import (
-    HERMES,
-    LLAMA3,
-    REASONING_FORMATS,
-    REASONING_MARKS,
-    TOOL_FORMATS,
-    TOOL_MARKS,
-)
+from weft.server.tools.families import HERMES, LLAMA3, REASONING_FORMATS, REASONING_MARKS, TOOL_FORMATS, TOOL_MARKS
 from weft.server.tools.reasoning import ReasoningFormat
 from weft.server.tools.stream import Reader, Steps, StreamParser
 from weft.server.tools.tool_format import Schema, ToolFormat
@@ -22,11 +15,11 @@ from weft.server.tools.tool_named import ARGS, MistralFormat
 from weft.server.tools.tool_prompt import knows_tools
 
 UNKNOWN: ToolFormat = LLAMA3
-"""what a model of an unknown family is made to write: it needs no markers"""
+"""Format forced on models of unknown families; it needs no markers."""
 
 
 def detect(tokenizer: Tokenizer) -> ToolParserName:
-    """The family that the model's chat template belongs to; `auto` when it knows no tools."""
+    """Return the format detected from the chat template; `auto` if the template does not support tools."""
     template = tokenizer.chat_template or ""
     if not knows_tools(tokenizer):
         return "auto"
@@ -34,8 +27,8 @@ def detect(tokenizer: Tokenizer) -> ToolParserName:
 
 
 def tool_format(name: ToolParserName, tokenizer: Tokenizer) -> ToolFormat | None:
-    """None when calls cannot be told from text: an unknown family. A template that knows no tools leaves the form to
-    the server (`tool_prompt`)."""
+    """Return the tool format; None for an unknown family, in which calls look like text. If the template does not
+    support tools, the server chooses the format (see `tool_prompt`)."""
     if name == "auto" and not knows_tools(tokenizer):
         return HERMES
     name = detect(tokenizer) if name == "auto" else name
@@ -45,7 +38,7 @@ def tool_format(name: ToolParserName, tokenizer: Tokenizer) -> ToolFormat | None
 
 
 def reasoning_format(name: ReasoningParserName, tokenizer: Tokenizer) -> ReasoningFormat | None:
-    """None when an answer has no thinking in it that can be told apart."""
+    """Return the reasoning format; None if reasoning cannot be separated from the answer."""
     if name != "auto":
         return REASONING_FORMATS.get(name)
     template = tokenizer.chat_template or ""
@@ -56,8 +49,8 @@ def reasoning_format(name: ReasoningParserName, tokenizer: Tokenizer) -> Reasoni
 def answer_parser(
     form: ToolFormat | None, reasoning: ReasoningFormat | None, tools: Mapping[str, Schema], *, inside: bool = False
 ) -> StreamParser:
-    """What tells the parts of one answer apart. `form`: None where it may have no calls. `inside`: it begins in the
-    middle of thinking."""
+    """Return a parser for one answer. `form`: None if calls are not allowed. `inside`: the answer starts inside
+    reasoning."""
 
     def steps(reader: Reader) -> Steps[None]:
         if reasoning is not None and reasoning.channels:
@@ -67,6 +60,6 @@ def answer_parser(
             yield from reasoning.steps(reader, inside=inside)
         if form is not None:
             yield from form.steps(reader, tools)
-        yield from reader.rest()
+        yield from reader.text_to_end()
 
     return StreamParser(steps, short_id if form is None else form.new_id)

@@ -1,5 +1,5 @@
-"""Tools for a model whose chat template knows none: they are described in the system message, calls and results are
-written out as text."""
+"""Tools for a model whose chat template does not support them: the system message describes them, and calls and
+results become text."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from weft.server.tools.tools import Tool
 
 
 def knows_tools(tokenizer: Tokenizer) -> bool:
-    """The model's chat template writes tools itself."""
+    """Return whether the chat template renders tools."""
     return "tools" in (tokenizer.chat_template or "")
 
 
 def write_out(
     messages: Sequence[Any], tools: Sequence[Tool], form: ToolFormat, as_text: Callable[[str], str]
 ) -> list[Any]:
-    """The conversation (of `ChatMessage`) without roles and fields that only tool-aware templates know.
-
-    `as_text`: breaks control tokens in what describes the tools.
-    """
+    """Return the conversation (`ChatMessage`s) without roles and fields that need a tool-aware template. `as_text`:
+    neutralizes control tokens in the description of the tools."""
     out: list[Any] = []
     if tools:
         out.append(_with(messages[0], role="system", content=as_text(describe(tools, form))))
@@ -49,7 +47,7 @@ def write_out(
 
 
 def describe(tools: Sequence[Tool], form: ToolFormat) -> str:
-    """What a model is told of its tools."""
+    """Return the description of the tools for the system message."""
     listed = "\n".join(orjson.dumps(tool.model_dump(exclude_none=True)).decode() for tool in tools)
     example = form.write("NAME", "ARGUMENTS").replace(json.dumps("NAME"), "NAME")
     return (

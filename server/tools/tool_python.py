@@ -1,5 +1,5 @@
-"""`PythonFormat`: a list of calls as Python writes them, `[f(a=1), g()]`, or such calls in a fence; `CallFormat`:
-Gemma's `call:f{a:1}` between marks."""
+"""`PythonFormat`: a list of calls in Python syntax, `[f(a=1), g()]`, or calls in a code fence. `CallFormat`: Gemma's
+`call:f{a:1}` between marks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _PYTHON = Literals()
 @dataclass(frozen=True)
 class PythonFormat:
     begin: str = ""
-    """empty: calls are the whole answer"""
+    """Mark before calls; empty if calls are the whole answer."""
     end: str = ""
     listed: bool = True
-    """the model writes a list; both are read"""
+    """Whether the model writes a list. Both forms are read."""
     pad: str = ""
     new_id: Callable[[], str] = short_id
 
@@ -48,7 +48,7 @@ class PythonFormat:
         else:
             reader.back()
         if not self.begin:
-            yield from reader.rest()
+            yield from reader.text_to_end()
             return
         ends: tuple[str, ...] = ()
         while mark := (yield from reader.text_until(self.begin, *ends)):
@@ -62,15 +62,15 @@ class PythonFormat:
                 reader.give_up()
 
     def _calls(self, reader: Reader, tools: Tools) -> Steps[bool]:
-        """Calls of tools that were offered. False: there are none here."""
+        """Read calls of offered tools. Returns False if there are none."""
         yield from reader.space()
         listed = yield from reader.take("[")
-        told = False
+        found_call = False
         while True:
-            if told:
+            if found_call:
                 reader.attempt()
             yield from reader.space(SPACE + "," if listed else SPACE)
-            if listed and told and (yield from reader.take("]")):
+            if listed and found_call and (yield from reader.take("]")):
                 reader.accept()
                 return True
             wrapped = yield from reader.take("print(")
@@ -81,11 +81,11 @@ class PythonFormat:
                 reader.at = found.end()
             yield from reader.space()
             if name not in tools or not (yield from reader.take("(")):
-                if told:
+                if found_call:
                     reader.back()
-                return told
+                return found_call
             reader.call(name)
-            told = True
+            found_call = True
             order = tools[name].get("properties")
             if not (yield from _PYTHON.pairs(reader, "=", ")", keys=tuple(order) if isinstance(order, dict) else ())):
                 return True
@@ -111,7 +111,7 @@ class PythonFormat:
 
 
 def _py(rule: str, schema: Schema) -> list[str]:
-    """Lark: a value as Python writes it, or as JSON does where that is longer to tell: both are read."""
+    """Return Lark rules of a value in Python syntax, or in JSON for complex values. Both are read."""
     kind = kinds(schema)
     if kind == {"boolean"} and "enum" not in schema:
         return [f'{rule}: "True" | "False"']
@@ -136,8 +136,8 @@ def _arguments(
     marks: tuple[str, str, str, str],
     value: Callable[[str, Schema], list[str]],
 ) -> list[str]:
-    """Lark rules of a call: its parameters in their order, those that must be there and perhaps the others. `marks`:
-    in front of all, behind a key, between two, behind all."""
+    """Return Lark rules of a call: its parameters in order, the optional ones optional. `marks`: texts before all
+    parameters, after a key, between parameters and after all."""
     head, equals, between, close = marks
     properties = schema.get("properties")
     given = [(key, one if isinstance(one, dict) else {}) for key, one in (properties or {}).items()]
@@ -145,7 +145,7 @@ def _arguments(
     shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     rules = [f"{rule}: {literal(head)} {rule}_f0 {literal(close)}"]
     for i, (key, one) in enumerate(given):
-        # `_a`: what may follow where something is written already; `_f`: where nothing is.
+        # `_a`: the parameters that may follow another one; `_f`: those that may come first.
         part = f"{literal(key + equals)} {rule}_{i}"
         follows = f"{literal(between)} {part}"
         must = key in required
@@ -160,7 +160,7 @@ class CallFormat:
     begin: str
     end: str
     quote: str
-    """around texts"""
+    """Mark around texts."""
     head: str = "call:"
     new_id: Callable[[], str] = short_id
     literals: Literals = field(init=False)

@@ -1,5 +1,5 @@
-"""`TagFormat`: calls as tags, a parameter each, whose values become JSON by their schemas: Qwen3-Coder, GLM, MiniMax,
-DeepSeek since V3.2."""
+"""`TagFormat`: calls as tags with one tag per parameter, converted to JSON by their schemas: Qwen3-Coder, GLM,
+MiniMax, DeepSeek since V3.2."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from weft.server.tools.tool_format import Marker, Schema, Tools, after_mark, jso
 @dataclass(frozen=True)
 class TagFormat:
     call: tuple[str, str]
-    """around a call; the name follows the first"""
+    """Marks around a call; the name follows the first."""
     name_end: str
-    """empty: the name ends at the next mark"""
+    """Mark after the name; empty if the next mark ends it."""
     key: tuple[str, str]
     value: tuple[str, str]
     section: tuple[str, str] = ("", "")
-    """around calls"""
+    """Marks around calls."""
     several_in_section: bool = False
     hint: str = ""
-    """between the key and its end, where the model says whether the value is a string: ` string="`"""
+    """Attribute after the key that states whether the value is a string: ` string="`."""
     padded: bool = False
-    """a line break of the format's own stands at both ends of a value"""
+    """Whether the format adds a line break at both ends of a value."""
     tokens: tuple[str, ...] = ()
-    """parts of marks that are tokens"""
+    """Parts of marks that are tokens."""
     line: str = "\n"
-    """between tags, as the model writes it"""
+    """Text between tags."""
     new_id: Callable[[], str] = short_id
 
     @property
@@ -45,7 +45,7 @@ class TagFormat:
     def markup(self) -> tuple[str, str | None] | None:
         return self.section if self.section[0] else self.call
 
-    # -- read
+    # -- reading
 
     def steps(self, reader: Reader, tools: Tools) -> Steps[None]:
         opens = tuple(filter(None, (self.section[0], self.call[0])))
@@ -71,8 +71,8 @@ class TagFormat:
                 yield from self._call(reader, tools, bare=False)
 
     def _call(self, reader: Reader, tools: Tools, *, bare: bool) -> Steps[bool]:
-        """A call, from its name on. False: it is none; it is text. `bare`: without its section, so that it is one only
-        when its tool was offered."""
+        """Read a call from its name on. Returns False if it is text. `bare`: outside its section, where it only counts
+        if its tool was offered."""
         if self.name_end:
             name, _ = yield from reader.name(self.name_end)
         else:
@@ -95,14 +95,14 @@ class TagFormat:
             key, _ = yield from reader.name(self.key[1])
             if not key:
                 break
-            key, told = self._hint(key.strip())
+            key, is_text = self._hint(key.strip())
             if self.value[0]:
                 yield from reader.space()
                 yield from reader.take(self.value[0])
             reader.accept()
-            reader.argue(f"{', ' if count else '{'}{orjson.dumps(key).decode()}: ")
+            reader.emit_arguments(f"{', ' if count else '{'}{orjson.dumps(key).decode()}: ")
             count += 1
-            kind = _of(schema, key) if told is None else {"type": "string"} if told else {}
+            kind = _of(schema, key) if is_text is None else {"type": "string"} if is_text else {}
             if not (yield from self._value(reader, kind)):
                 return True  # cut off
         if closed:
@@ -112,17 +112,17 @@ class TagFormat:
             return True  # cut off
         else:
             reader.give_up()
-        reader.argue("}" if count else "{}")
+        reader.emit_arguments("}" if count else "{}")
         return True
 
     def _hint(self, key: str) -> tuple[str, bool | None]:
         if not self.hint:
             return key, None
-        name, found, told = key.partition(self.hint)
-        return name.rstrip('" '), told.startswith("true") if found else None
+        name, found, flag = key.partition(self.hint)
+        return name.rstrip('" '), flag.startswith("true") if found else None
 
     def _value(self, reader: Reader, schema: Schema) -> Steps[bool]:
-        """A value and the mark behind it. False: the answer ended first."""
+        """Emit a value and skip the mark after it. Returns False if the answer ended first."""
         held = ""
         streams = kinds(schema) == {"string"}
         opened = False
@@ -134,19 +134,19 @@ class TagFormat:
                 held, opened = held.removeprefix("\n"), True
             if streams:
                 keep = 1 if self.padded and held.endswith("\n") else 0
-                reader.argue(quoted(held[: len(held) - keep]))
+                reader.emit_arguments(quoted(held[: len(held) - keep]))
                 held = held[len(held) - keep :]
 
         if streams:
-            reader.argue('"')
+            reader.emit_arguments('"')
         found = yield from reader.until(self.value[1], to=take)
         if streams:
-            reader.argue('"' if found else quoted(held))
+            reader.emit_arguments('"' if found else quoted(held))
         elif found:
-            reader.argue(as_json(held.removesuffix("\n") if self.padded else held, schema))
+            reader.emit_arguments(as_json(held.removesuffix("\n") if self.padded else held, schema))
         return bool(found)
 
-    # -- written
+    # -- writing
 
     def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
         line = literal(self.line) if self.line else ""
@@ -183,8 +183,8 @@ class TagFormat:
             parts.append(part if key in schema.get("required", ()) else f"({part})?")
         return [f"{rule}: {' '.join(parts) or literal('')}", *rules]
 
-    def _open(self, key: str, told: str, marker: Marker) -> str:
-        hint = literal(f'"{self.hint}{told}') if self.hint else ""
+    def _open(self, key: str, is_text: str, marker: Marker) -> str:
+        hint = literal(f'"{self.hint}{is_text}') if self.hint else ""
         value = _mark(self.value[0], marker)
         between = literal(self.line) if self.value[0] and self.line else ""
         return f"{marker(self.key[0])} {key} {hint} {marker(self.key[1])} {between} {value}"
@@ -225,7 +225,7 @@ def _mark(text: str, marker: Marker) -> str:
 
 
 def _of(schema: Schema, key: str) -> Schema:
-    """The schema of a parameter, its references to definitions followed."""
+    """Return the schema of a parameter, with references resolved."""
     properties = schema.get("properties")
     found = properties.get(key) if isinstance(properties, dict) else None
     for _ in range(8):
@@ -240,7 +240,7 @@ def _of(schema: Schema, key: str) -> Schema:
 
 
 def kinds(schema: Schema) -> set[str]:
-    """Types of JSON that a value may have, as far as its schema says; empty: it does not."""
+    """Return the JSON types that a schema allows; empty if it does not say."""
     given = schema.get("type")
     if isinstance(given, str):
         return {given}
@@ -256,7 +256,7 @@ def kinds(schema: Schema) -> set[str]:
 
 
 def choices(schema: Schema) -> list[str]:
-    """The texts that a value must be one of; none: it may be any."""
+    """Return the texts that a value is restricted to; empty for no restriction."""
     given = schema.get("enum", [schema["const"]] if "const" in schema else [])
     return [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
 
@@ -270,7 +270,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def as_json(text: str, schema: Schema) -> str:
-    """What a model wrote between tags, as JSON of one of its schema's types."""
+    """Convert text between tags to JSON of one of the schema's types."""
     allowed = kinds(schema)
     bare = text.strip(SPACE)
     bare = _WORDS.get(bare, bare)
@@ -280,12 +280,12 @@ def as_json(text: str, schema: Schema) -> str:
         return f'"{quoted(text)}"'
     fits = not allowed or kind in allowed or (kind == "integer" and "number" in allowed)
     if kind == "string" and allowed and "string" in allowed:
-        return f'"{quoted(text)}"'  # its quotes are text
+        return f'"{quoted(text)}"'  # the quotes are part of the text
     return bare if fits or "string" not in allowed else f'"{quoted(text)}"'
 
 
 def _plain(properties: dict[str, Any]) -> bool:
-    """A grammar can name each and its own schema."""
+    """Return whether a grammar can spell out each parameter."""
     return all(
         isinstance(given, dict) and not _far(given) and not any(char in key for char in '<>"\n')
         for key, given in properties.items()
@@ -293,7 +293,7 @@ def _plain(properties: dict[str, Any]) -> bool:
 
 
 def _far(schema: Any) -> bool:
-    """Refers to what is not among the definitions."""
+    """Return whether a schema has references outside its definitions."""
     if isinstance(schema, dict):
         path = schema.get("$ref")
         if isinstance(path, str) and not path.startswith(("#/$defs/", "#/definitions/")):

@@ -1,4 +1,4 @@
-"""Tools: the fields that offer them, and the constraint that `tool_choice` puts on an answer."""
+"""Tools: request fields, and the constraint that `tool_choice` puts on an answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from weft.server.tools.tool_format import INPUT_GRAMMAR, Marker, ToolFormat
 MAX_TOOLS = 128
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-"""of a function that says nothing of any"""
+"""Schema of a function without `parameters`."""
 
 _INPUT: dict[str, Any] = {
     "type": "object",
@@ -36,7 +36,7 @@ _INPUT: dict[str, Any] = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""the arguments of a custom tool, which takes a text, as those of a function"""
+"""Schema of a custom tool, which takes one text, as a function."""
 
 FunctionName = Annotated[str, Field(pattern=r"^[^\x00-\x20\x7f\"\\{}\[\]<>]{1,256}$")]
 
@@ -53,19 +53,19 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A function. A custom tool (`{"type": "custom", "custom": {"name": …}}`) is one of a single text, `input`."""
+    """A function. A custom tool (`{"type": "custom", "custom": {"name": …}}`) is a function of one text, `input`."""
 
     type: Literal["function"] = "function"
     function: Function
     custom: SkipJsonSchema[bool] = Field(False, exclude=True)
     grammar: SkipJsonSchema[str | None] = Field(None, exclude=True)
-    """Lark: what the text of a custom tool must be"""
+    """Lark grammar of a custom tool's text."""
     cache_control: CacheControl | None = Field(None, exclude=True)
-    """keep tools and instructions in the cache; no template sees it"""
+    """Retains tools and instructions in the cache; not passed to templates."""
     _sent: dict[str, Any] | None = PrivateAttr(None)
 
     def for_template(self) -> dict[str, Any]:
-        """As the client sent it, in its order and with fields of its own; without what is null."""
+        """Return the tool as the client sent it, with its key order and extra fields, without nulls."""
         sent = self._sent
         if sent is None or not isinstance(sent.get("function"), dict):
             return self.model_dump(exclude_none=True)
@@ -73,7 +73,7 @@ class Tool(Body):
 
     @property
     def strict(self) -> bool:
-        """Its calls are held to their form although none is required: it says so, or its input has a grammar."""
+        """Whether optional calls must follow the schema: if `strict` is set, or the input has a grammar."""
         return bool(self.function.strict) or (self.custom and self.function.parameters != _INPUT)
 
     @model_validator(mode="wrap")
@@ -107,7 +107,7 @@ def _shown(sent: dict[str, Any]) -> dict[str, Any]:
 
 
 def _input_of(form: Any) -> tuple[dict[str, Any], str | None]:
-    """The arguments of a custom tool whose input has this format, and its Lark grammar, which the model is told too."""
+    """Return the schema and Lark grammar of a custom tool's input. The description includes the grammar."""
     if not isinstance(form, dict) or form.get("type", "text") == "text":
         return _INPUT, None
     grammar = form.get("grammar", form)
@@ -130,7 +130,7 @@ class NamedToolChoice(Body):
 
 
 class AllowedTools(NamedTuple):
-    """Some of the tools offered, under auto or required."""
+    """A subset of the offered tools, with mode auto or required."""
 
     mode: Literal["auto", "required"]
     names: frozenset[str]
@@ -139,12 +139,9 @@ class AllowedTools(NamedTuple):
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 _CHOICES = ("none", "auto", "required")
 _NAMED_SCHEMA = {
-    # written out: references of a schema inside another would point nowhere
+    # inlined: references of a nested schema would be dangling
     **{k: v for k, v in NamedToolChoice.model_json_schema().items() if k != "$defs"},
-    "properties": {
-        **NamedToolChoice.model_json_schema()["properties"],
-        "function": FunctionChoice.model_json_schema(),
-    },
+    "properties": {**NamedToolChoice.model_json_schema()["properties"], "function": FunctionChoice.model_json_schema()},
 }
 
 _ALLOWED_SCHEMA = {
@@ -165,7 +162,7 @@ _ALLOWED_SCHEMA = {
 
 
 def _parse_choice(value: Any) -> str | NamedToolChoice | AllowedTools:
-    """By hand: a union names its members in the path of an error."""
+    """Parse by hand: errors of a pydantic union would name its members."""
     if isinstance(value, dict):
         with suppress(ValidationError, AttributeError, KeyError, TypeError, ValueError):
             if value.get("type") == "allowed_tools":
@@ -180,7 +177,7 @@ def _parse_choice(value: Any) -> str | NamedToolChoice | AllowedTools:
 
 
 def _named(value: dict[str, Any]) -> dict[str, Any]:
-    """A function, or a custom tool, as a function."""
+    """Return a function or a custom tool as a function."""
     return {"function": value["custom"]} if value.get("type") == "custom" else value
 
 
@@ -193,7 +190,7 @@ def _parse_allowed(value: dict[str, Any]) -> AllowedTools:
 
 
 def _flat(tool: dict[str, Any]) -> dict[str, Any]:
-    """With the name where a choice has it: some clients write it beside the type."""
+    """Move a name next to the type, which some clients write, to its place."""
     return {"function": {"name": tool["name"]}} if "name" in tool else _named(tool)
 
 
@@ -211,7 +208,7 @@ def names_of(tools: Sequence[Tool]) -> frozenset[str]:
 def required_call(
     tools: Sequence[Tool], choice: ToolChoice, form: ToolFormat, tokenizer: Tokenizer, *, parallel: bool
 ) -> Writer | None:
-    """What writes the grammar that `tool_choice` asks for, or None."""
+    """Return the writer of the grammar that `tool_choice` requires, or None."""
     if choice in ("none", "auto"):
         return None
     if isinstance(choice, NamedToolChoice):
@@ -222,7 +219,7 @@ def required_call(
 def call_of(
     tools: Sequence[Tool], form: ToolFormat, tokenizer: Tokenizer, *, parallel: bool, free: bool = False
 ) -> Writer:
-    """What writes the grammar of answers that call these tools. `free`: of text too, in front of calls or alone."""
+    """Return the writer of a grammar of calls of these tools. `free`: allow text before or without calls."""
     marker = marker_of(tokenizer)
 
     def write() -> str:
@@ -234,7 +231,7 @@ def call_of(
                 schema = {**schema, INPUT_GRAMMAR: name}
             schemas.append((tool.function.name, schema))
         lark = form.grammar(schemas, marker, several=parallel, free=free)
-        # forms with tags or Python literals pass it over
+        # formats with tags or Python literals do not use it
         named = {name: grammar_text.lark(in_json_string(text)) for name, text in inputs.items() if f"@{name} " in lark}
         return grammar_text.joined(lark, named) if named else grammar_text.lark(lark)
 
@@ -242,7 +239,7 @@ def call_of(
 
 
 def marker_of(tokenizer: Tokenizer) -> Marker:
-    """How grammars for this model name marks."""
+    """Return the function that writes marks for this model's grammars."""
 
     def marker(text: str) -> str:
         token_id = tokenizer.token_id(text)

@@ -88,10 +88,10 @@ def compiler(shared: Compiler) -> Compiler:
 
 
 async def test_a_good_grammar_is_tried_once_and_measured(compiler: Compiler) -> None:
-    small = await compiler.prove(grammar_text.regex("[a-z]{3}"), "a")
-    large = await compiler.prove(grammar_text.json_schema({"const": "a" * 50_000}), "a")
+    small = await compiler.verify(grammar_text.regex("[a-z]{3}"), "a")
+    large = await compiler.verify(grammar_text.json_schema({"const": "a" * 50_000}), "a")
     assert large > 2**22 > small
-    assert await compiler.prove(grammar_text.json_schema({"const": "a" * 50_000}), "b") == large
+    assert await compiler.verify(grammar_text.json_schema({"const": "a" * 50_000}), "b") == large
     assert compiler.outcomes == ["compiled", "compiled"]
     assert compiler.seen[1][1] > 0
 
@@ -99,45 +99,45 @@ async def test_a_good_grammar_is_tried_once_and_measured(compiler: Compiler) -> 
 async def test_what_is_no_grammar_says_why_and_is_remembered(compiler: Compiler) -> None:
     for _ in range(2):
         with pytest.raises(RequestError, match="Invalid type: nonsense"):
-            await compiler.prove(grammar_text.json_schema({"type": "nonsense"}), "a")
+            await compiler.verify(grammar_text.json_schema({"type": "nonsense"}), "a")
     with pytest.raises(RequestError, match="Expected token"):
-        await compiler.prove("no grammar at all", "a")
+        await compiler.verify("no grammar at all", "a")
     assert compiler.outcomes == ["invalid", "invalid"]
 
 
 async def test_time_and_memory_are_bounded(compiler: Compiler) -> None:
     for _ in range(2):
         with pytest.raises(RequestError, match=r"more than 0\.5 s"):
-            await compiler.prove(bomb(0), "a")
+            await compiler.verify(bomb(0), "a")
     assert compiler.outcomes == ["too_large"]
     await compiler.settle(0)
     async with compiling() as small:
         small.memory_bytes, small.slow.seconds = 2**24, 240.0
         with pytest.raises(RequestError, match="more than 16 MiB"):
-            await small.prove(grammar_text.json_schema({"type": "integer", "multipleOf": 100003}), "a")
-        assert await small.prove(grammar_text.choice(["yes", "no"]), "a") >= 0
+            await small.verify(grammar_text.json_schema({"type": "integer", "multipleOf": 100003}), "a")
+        assert await small.verify(grammar_text.choice(["yes", "no"]), "a") >= 0
 
 
 async def test_nobody_waits_for_the_bombs_of_another(compiler: Compiler) -> None:
-    bombs = [asyncio.create_task(compiler.prove(bomb(k), "mallory")) for k in range(1, 21)]
+    bombs = [asyncio.create_task(compiler.verify(bomb(k), "mallory")) for k in range(1, 21)]
     await asyncio.sleep(0.05)
     for k in range(5):
-        await compiler.prove(grammar_text.choice(["w", f"v{k}"]), "alice")
+        await compiler.verify(grammar_text.choice(["w", f"v{k}"]), "alice")
     assert sum(task.done() for task in bombs) < 10, "alice's came between"
     for task in bombs:
         task.cancel()
     await asyncio.wait(bombs)
     await compiler.settle(0)
     assert compiler.outcomes.count("abandoned") + compiler.outcomes.count("too_large") == 20
-    assert await compiler.prove(grammar_text.choice(["mallory", "too"]), "mallory") >= 0
+    assert await compiler.verify(grammar_text.choice(["mallory", "too"]), "mallory") >= 0
 
 
 async def test_what_is_small_does_not_wait_behind_ones_own_bombs(compiler: Compiler) -> None:
     compiler.slow.seconds = 60.0
-    bombs = [asyncio.create_task(compiler.prove(bomb(k), "mallory")) for k in range(30, 33)]
+    bombs = [asyncio.create_task(compiler.verify(bomb(k), "mallory")) for k in range(30, 33)]
     while not compiler.slow.running:
         await asyncio.sleep(0.01)
-    assert await compiler.prove(grammar_text.choice(["small"]), "mallory") >= 0
+    assert await compiler.verify(grammar_text.choice(["small"]), "mallory") >= 0
     assert not any(task.done() for task in bombs)
     for task in bombs:
         task.cancel()
@@ -147,7 +147,7 @@ async def test_what_is_small_does_not_wait_behind_ones_own_bombs(compiler: Compi
 
 async def test_a_client_that_leaves_frees_its_seat(compiler: Compiler) -> None:
     compiler.slow.seconds = 60.0
-    first, second = (asyncio.create_task(compiler.prove(bomb(40), client)) for client in "ab")
+    first, second = (asyncio.create_task(compiler.verify(bomb(40), client)) for client in "ab")
     while not compiler.slow.running:
         await asyncio.sleep(0.01)
     await compiler.settle(1)
@@ -171,7 +171,7 @@ async def test_the_time_that_the_tokenizer_takes_is_not_the_grammars(monkeypatch
 
     async with compiling() as compiler:
         compiler._tokenizer = read
-        assert await compiler.prove(grammar_text.regex("[a-z]{4}"), "a")
+        assert await compiler.verify(grammar_text.regex("[a-z]{4}"), "a")
         assert compiler.outcomes == ["compiled"]
 
 
@@ -186,9 +186,9 @@ async def test_a_grammar_that_comes_while_the_tokenizer_is_read_waits_behind_it(
 
     async with compiling() as compiler:
         compiler._tokenizer = read
-        first = asyncio.create_task(compiler.prove(grammar_text.regex("[a-z]{4}"), "a"))
+        first = asyncio.create_task(compiler.verify(grammar_text.regex("[a-z]{4}"), "a"))
         await asyncio.to_thread(reading.wait, 240)
-        second = asyncio.create_task(compiler.prove(grammar_text.regex("[a-z]{5}"), "b"))
+        second = asyncio.create_task(compiler.verify(grammar_text.regex("[a-z]{5}"), "b"))
         await asyncio.sleep(0)  # it has been sent
         came.set()
         assert all(await asyncio.gather(first, second))
@@ -206,7 +206,7 @@ async def test_a_tokenizer_that_is_never_read_is_waited_for_in_bounds(monkeypatc
     async with compiling() as compiler:
         compiler._tokenizer = hang
         with pytest.raises(ApiError) as busy:
-            await compiler.prove(grammar_text.regex("[a-z]{4}"), "a")
+            await compiler.verify(grammar_text.regex("[a-z]{4}"), "a")
         wanted.set()
     assert (busy.value.status, busy.value.code) == (503, "grammar_compilers_busy")
 
@@ -215,13 +215,13 @@ async def test_busy_is_said_with_a_time_to_come_back(compiler: Compiler, monkeyp
     monkeypatch.setattr(grammar_compiler, "WAIT_SECONDS", 0.2)
     compiler.slow.seconds = 60.0
     with pytest.raises(ApiError) as busy:
-        await compiler.prove(bomb(50), "a")
+        await compiler.verify(bomb(50), "a")
     assert (busy.value.status, busy.value.code) == (503, "grammar_compilers_busy")
     assert busy.value.retry_after
     await compiler.settle(0)
     monkeypatch.setattr(grammar_compiler, "MAX_WAITING", 3)
     monkeypatch.setattr(grammar_compiler, "WAIT_SECONDS", 200.0)
-    waiting = [asyncio.create_task(compiler.prove(bomb(k), "a")) for k in range(60, 70)]
+    waiting = [asyncio.create_task(compiler.verify(bomb(k), "a")) for k in range(60, 70)]
     async with asyncio.timeout(240):
         while sum(task.done() for task in waiting) < 5:
             await asyncio.sleep(0.01)
@@ -255,7 +255,7 @@ async def test_a_child_whose_parent_died_before_it_could_say_so_ends() -> None:
 
 async def test_a_process_that_was_killed_is_replaced(compiler: Compiler) -> None:
     compiler.slow.seconds = 60.0
-    waiting = asyncio.create_task(compiler.prove(bomb(80), "a"))
+    waiting = asyncio.create_task(compiler.verify(bomb(80), "a"))
     while not compiler.slow.running:
         await asyncio.sleep(0.01)
     assert compiler._process is not None
@@ -263,7 +263,7 @@ async def test_a_process_that_was_killed_is_replaced(compiler: Compiler) -> None
     with pytest.raises(ApiError) as busy:
         await waiting
     assert busy.value.status == 503
-    assert await compiler.prove(grammar_text.choice(["again"]), "a") >= 0
+    assert await compiler.verify(grammar_text.choice(["again"]), "a") >= 0
     compiler.slow.seconds = 0.5
 
 
@@ -278,12 +278,12 @@ async def test_the_time_that_a_killed_process_takes_to_be_back_is_not_the_gramma
         return VOCABULARY
 
     async with compiling() as compiler:
-        await compiler.prove(grammar_text.regex("[a-z]{3}"), "a")
+        await compiler.verify(grammar_text.regex("[a-z]{3}"), "a")
         compiler.quick.seconds = 60.0
-        bombs = [asyncio.create_task(compiler.prove(bomb(k), "a")) for k in (90, 91)]
+        bombs = [asyncio.create_task(compiler.verify(bomb(k), "a")) for k in (90, 91)]
         await compiler.settle(2)
         monkeypatch.setattr(grammar_compiler, "WAIT_SECONDS", 2.0)
-        behind = asyncio.create_task(compiler.prove(grammar_text.regex("[a-z]{5}"), "b"))
+        behind = asyncio.create_task(compiler.verify(grammar_text.regex("[a-z]{5}"), "b"))
         await asyncio.sleep(0)
         compiler._tokenizer = read
         assert compiler._process is not None
@@ -299,7 +299,7 @@ async def test_a_model_without_a_tokenizer_has_no_grammars() -> None:
     async with compiling("{}") as compiler:
         for text in ("a", "b"):
             with pytest.raises(RequestError, match="tokenizer"):
-                await compiler.prove(grammar_text.regex(text), "a")
+                await compiler.verify(grammar_text.regex(text), "a")
 
 
 CHAIN = "\n".join(f"r{i}: r{i + 1}" for i in range(4000))
@@ -317,10 +317,10 @@ CHAIN = "\n".join(f"r{i}: r{i + 1}" for i in range(4000))
 )
 async def test_hostile_grammars_end_in_an_answer(compiler: Compiler, text: str, usable: bool) -> None:
     if usable:
-        assert await compiler.prove(text, "a") >= 0
+        assert await compiler.verify(text, "a") >= 0
         return
     with pytest.raises(RequestError) as refused:
-        await compiler.prove(text, "a")
+        await compiler.verify(text, "a")
     assert "\n" not in str(refused.value)
 
 

@@ -15,7 +15,7 @@ import pytest
 from weft.engine.errors import ConfigError
 from weft.server.daemon import handover
 from weft.server.daemon.handover import Handover, Predecessor, find
-from weft.server.daemon.listen import inherited, listen, distribute
+from weft.server.daemon.listen import distribute, inherited, listen
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_service_managers_sockets_are_taken() -> None:
         assert child(listener) == f"[(3, {listener.getsockname()[1]}, False)] False"
         assert child(listener, 1) == "[] False"  # meant for another process
     with socket.socket() as idle:
-        assert "no listening TCP socket" in child(idle)
+        assert "is not a listening TCP socket" in child(idle)
 
 
 def test_without_a_service_manager_there_are_none() -> None:

@@ -1,4 +1,4 @@
-"""`lasting`: a conversation so that its next turn begins with the same tokens, or its beginning is in no cache."""
+"""`stable_prefix` rewrites a conversation so that its next turn starts with the same tokens (prefix cache)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 _NONCE = re.compile(r"^[ \t]*x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.MULTILINE | re.IGNORECASE)
-"""lines that clients write into system messages anew with each request: Claude Code's, with a checksum of it"""
+"""Lines in system messages that change with each request, such as Claude Code's checksum."""
 
 
-def lasting(messages: Sequence[Any], *, late_system: bool) -> list[Any]:
-    """The messages (of `ChatMessage`) as templates get them, of a template that writes system messages where they stand
-    (`late_system`) or not."""
+def stable_prefix(messages: Sequence[Any], *, late_system: bool) -> list[Any]:
+    """Return the `ChatMessage`s for the template. `late_system`: whether the template renders later system messages in
+    place."""
     kept = [_without_nonces(message) for message in messages]
     return kept if late_system else _as_users(kept)
 
@@ -24,11 +24,11 @@ def _without_nonces(message: Any) -> Any:
 
 
 def _as_users(messages: Sequence[Any]) -> list[Any]:
-    """System messages that are not the first are what a user says there, with what the user says beside it: a template
-    that refuses them, or puts them before all else, would have the conversation begin anew."""
+    """Turn later system messages into user messages, joined with the user messages next to them. A template that
+    refuses them, or moves them to the front, would change the start of the conversation."""
     out: list[Any] = []
     late = False
-    """the last one of `out` has been a system message, or ends with one"""
+    """Whether the last message of `out` is, or ends with, a system message."""
     for message in messages:
         system = _is_system(message) and any(not _is_system(before) for before in out)
         if system:
