@@ -1,4 +1,4 @@
-"""Which plan file an engine runs: the operator's, a shipped one that fits, or none (the serial plan)."""
+"""Chooses the plan file of an engine: the operator's, a shipped one that fits, or none (the serial plan)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from weft.kernels.common.gpu import gpu
 log = logging.getLogger("weft.engine")
 SHIPPED = Path(__file__).parent
 COLLECTIVES: Collection[str] = (ALL_REDUCE,)
-"""kernels of collectives that an executor runs as operations of a pipeline"""
+"""Collective kernels that executors can run as operations of a pipeline."""
 
 
-def target_of(
-    spec: ModelSpec, device: torch.device, dtype: torch.dtype, pages: torch.dtype | None = None
-) -> Target:  # fmt: skip
-    """What this engine is, as plan files name it. pages: the dtype of K and V, where it is not that of activations."""
+def target_of(spec: ModelSpec, device: torch.device, dtype: torch.dtype, pages: torch.dtype | None = None) -> Target:
+    """Return this engine's target as plan files state it. pages: the dtype of K and V if it differs from `dtype`."""
     here = gpu(device)
     assert here is not None
     name = str(dtype).removeprefix("torch.") + ("+fp8" if spec.quantization is not None else "")
@@ -37,16 +35,16 @@ def target_of(
 def _mismatch(made_for: Target, here: Target) -> str | None:
     for field in Target.__struct_fields__:
         if (theirs := getattr(made_for, field)) != (ours := getattr(here, field)):
-            return f"it was made for {field} {theirs!r}, this is {ours!r}"
+            return f"it was made for {field} {theirs!r}, but this is {ours!r}"
     return None
 
 
 def choose_plan(plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens: int | None) -> Plan | None:
-    """The plan to run, checked; None: the serial plan alone.
+    """Return the plan to run, checked, or None for the serial plan alone.
 
-    plan: `EngineConfig.plan`. max_num_batched_tokens: the operator's; None leaves it to the plan. A file made for
-    something else, or with collectives that no executor runs, is refused with a log line. Raises `ConfigError` when a
-    file that the operator named cannot be read or describes an impossible pipeline.
+    plan: `EngineConfig.plan`. max_num_batched_tokens: the operator's limit; None leaves it to the plan. Ignores, with a
+    warning, a file made for another target or with collectives that no executor runs. Raises `ConfigError` if the
+    operator's file cannot be read or describes an impossible pipeline.
     """
     if plan == "serial":
         return None
@@ -62,11 +60,11 @@ def choose_plan(plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens
         return None
     if not fitting.periods:
         made = f" ({fitting.made})" if fitting.made else ""
-        log.info("a search for this model and GPU%s found no pipeline faster than the serial plan, which runs", made)
+        log.info("a search for this model and GPU%s found no pipeline faster than the serial plan; running that", made)
         return None
     spec = fitting.spec_of(spec)
-    if lacking := [op for op in by_name(spec).values() if op.role is Role.NETWORK and op.kernel not in COLLECTIVES]:
-        names = ", ".join(f"{op.name} ({op.kernel})" for op in lacking)
+    if unsupported := [op for op in by_name(spec).values() if op.role is Role.NETWORK and op.kernel not in COLLECTIVES]:
+        names = ", ".join(f"{op.name} ({op.kernel})" for op in unsupported)
         log.warning("the plan %s is not used: pipelines cannot run %s yet; the serial plan runs", plan, names)
         return None
     for period in fitting.periods:
@@ -74,7 +72,5 @@ def choose_plan(plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens
     most = max_num_batched_tokens or max(p.tokens for p in fitting.periods)
     usable = tuple(p for p in fitting.periods if p.tokens <= most)
     if not usable and plan != "auto":
-        raise ConfigError(
-            f"every pipeline of {plan} is for more than --max-num-batched-tokens {max_num_batched_tokens}"
-        )
+        raise ConfigError(f"every pipeline of {plan} exceeds --max-num-batched-tokens {max_num_batched_tokens}")
     return msgspec.structs.replace(fitting, periods=usable) if usable else None

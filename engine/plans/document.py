@@ -1,4 +1,4 @@
-"""`read_document`: a JSON file of ours that says of itself what it is and of which version."""
+"""`read_document`: reads a JSON file that states its format and version."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def read_document(path: Path, into: type[T], *, form: str, version: int, kind: str, made_by: str) -> T:
-    """The file as a msgspec `into`. Raises `ConfigError`, one line.
+    """Return the file as a msgspec `into`. Raises `ConfigError`, one line.
 
-    form: what its field `format` must say. kind: what such a file is called, made_by: how people get one.
+    form: required value of the field `format`. kind, made_by: the name of such files and how to get one, for errors.
     """
     try:
         raw: Any = msgspec.json.decode(path.read_bytes())

@@ -1,7 +1,7 @@
 """`kernels_digest`: identifies the kernels that a plan was measured with.
 
-A plan's tiles and timings, those of the serial plan it was compared with included, are valid only for the code they were
-measured with. `tests/engine/test_kernel_sources.py` compiles such plans and checks that no kernel is missing here.
+A plan's tiles and timings, and those of the serial plan it was compared with, are valid only for the code that was
+measured. `tests/engine/test_kernel_sources.py` compiles such plans and checks that no kernel is missing here.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ DENSE = (
     "attention/decode_attention", "attention/decode_hopper", "attention/decode_workspace", "attention/output",
     "attention/prefill_attention", "attention/prefill_hopper", "attention/scores", "attention/triton_backend",
     "attention/work_lists", "common/block_sizes", "common/dependent_launch", "common/hopper", "formats/fp8_gluon",
-    "formats/fp8_triton", "matmul/embedding", "matmul/fp8_rows", "matmul/gemm", "matmul/gemm_activations", "matmul/gemm_config",
-    "matmul/gemm_h200.json", "matmul/gemm_hopper", "matmul/gemm_launch", "matmul/gemm_tiles", "matmul/gemm_triton",
-    "matmul/heads", "matmul/mid_config", "matmul/mid_epilogues", "matmul/mid_h200.json", "matmul/mid_hopper",
-    "matmul/mid_projections", "matmul/mid_rule", "matmul/mid_table", "matmul/projections", "matmul/rows",
-    "sampling/resident", "sampling/sampler",
+    "formats/fp8_triton", "matmul/embedding", "matmul/fp8_rows", "matmul/gemm", "matmul/gemm_activations",
+    "matmul/gemm_config", "matmul/gemm_h200.json", "matmul/gemm_hopper", "matmul/gemm_launch", "matmul/gemm_tiles",
+    "matmul/gemm_triton", "matmul/heads", "matmul/mid_config", "matmul/mid_epilogues", "matmul/mid_h200.json",
+    "matmul/mid_hopper", "matmul/mid_projections", "matmul/mid_rule", "matmul/mid_table", "matmul/projections",
+    "matmul/rows", "sampling/resident", "sampling/sampler",
 )  # fmt: skip
 """Every plan depends on these."""
 FP8 = (
@@ -36,7 +36,7 @@ RANKS = ("collectives/peer", "collectives/push_gemm", "collectives/push_gemm_hop
 
 
 def sources(spec: ModelSpec, *, fp8: bool) -> tuple[str, ...]:
-    """Return the modules of `kernels` that a plan for this model depends on. fp8: in its weights or its KV pages."""
+    """Return the modules of `kernels` that a plan for this model depends on. fp8: weights or KV pages are FP8."""
     experts = spec.experts is not None
     return (
         *DENSE,

@@ -1,4 +1,4 @@
-"""`Pipeline`: a period bound to a model: each nano-operation with what it is, and what follows from the roles."""
+"""`Pipeline`: a period bound to a model, with everything that iterations need computed once."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import Edge, NanoOperation, Period, by_name, serial_period
 
 UNREAD_FROM = 129
-"""tokens of a bucket from which on rows that nobody reads leave the last layer: few tokens are one tile of a product,
-which costs what reading its weights does"""
+"""Bucket size from which the last layer drops unread rows: fewer tokens fit one GEMM tile, which costs as much as
+reading the weights."""
 
 
 class Pipeline:
-    """Everything that iterations ask of a period, worked out once."""
-
     def __init__(self, period: Period, spec: ModelSpec) -> None:
         known = by_name(spec)
         self.period = period
         self.num_layers = spec.num_layers
         self.tokens = period.tokens
-        """the token bucket"""
+        """The token bucket."""
         self.operations: tuple[tuple[NanoOperation, Operation], ...] = tuple(
             (nano, known[nano.operation]) for nano in period.operations
         )
@@ -32,31 +30,31 @@ class Pipeline:
         self.lanes = {nano.lane for nano in period.operations}
         self.edges: tuple[Edge, ...] = tuple(period.dependencies(spec))
         self.begins = period.begins
-        """where token ranges begin, in order"""
+        """Where token ranges begin, in order."""
         self.nano_batches = period.nano_batches(spec)
-        """the token ranges that attention is cut into, in token order"""
+        """The token ranges that attention is split into, in token order."""
         decodes = [nano for nano in period.operations if known[nano.operation].role is Role.DECODE_ATTENTION]
         self.decode_sms: tuple[int, ...] = tuple(nano.sms for nano in sorted(decodes, key=lambda nano: nano.begin))
-        """SMs of decode attention for each of the `nano_batches`"""
+        """SMs of decode attention for each of the `nano_batches`."""
         self.gate = next((i for i, op in enumerate(period.operations) if op is period.gate), None)
-        """index of the operation from whose beginning on pages leave for the host"""
-        self.behind = self._behind(spec)
-        """operations of the last layer behind its attention, if rows that nobody reads leave before them; else empty"""
+        """Index of the operation at whose start pages begin to leave for the host."""
+        self.after_drop = self._after_drop(spec)
+        """Operations of the last layer that run after unread rows are dropped; empty if none are dropped."""
 
-    def _behind(self, spec: ModelSpec) -> frozenset[str]:
+    def _after_drop(self, spec: ModelSpec) -> frozenset[str]:
         operations = list(spec.layer_operations())
         first, *others = (i for i, op in enumerate(operations) if op.role.attends)
         roles = {known.role for _, known in self.operations}
-        # Where every row is of a decode all are read; a product beside attention, and a sum over ranks, takes all rows;
-        # `transformers`' code knows no rows.
+        # A batch of decodes reads every row. Projections parallel to attention and all-reduces take all rows, and
+        # `transformers` models cannot drop any.
         if self.tokens < UNREAD_FROM or Role.PREFILL_ATTENTION not in roles:
             return frozenset()
         if first > 1 or not spec.native or spec.shard_of.ranks > 1:
             return frozenset()
         return frozenset(op.name for op in operations[max(first, *others) + 1 :])
 
-    def alone(self, spec: ModelSpec, num_sms: int) -> Pipeline:
-        """This one if it is serial, else a serial one with the configurations of its first token ranges."""
+    def serial(self, spec: ModelSpec, num_sms: int) -> Pipeline:
+        """Return this pipeline if serial, else a serial one with the kernel configurations of its first ranges."""
         if len(self.begins) == 1 and len(self.lanes) == 1:
             return self
         given = {op.operation: op.config for op in self.period.operations if op.begin == 0}
@@ -65,8 +63,8 @@ class Pipeline:
         return Pipeline(msgspec.structs.replace(period, operations=tuple(operations)), spec)
 
     def _by_layer(self, period: Period, spec: ModelSpec) -> list[range]:
-        """Which of the operations are each layer's; where layers differ (some dense, some with experts) those of the
-        other kind are added. Raises `ConfigError` for a pipeline of such a model: it describes one kind alone.
+        """Return the operations of each layer as a range of `operations`, adding those of a second kind of layer (dense
+        or experts). Raises `ConfigError` if the pipeline is not serial and layers differ: it describes only one kind.
         """
         known, last = by_name(spec), spec.num_layers - 1
         kinds = {spec.layer(last).experts: range(len(self.operations))}
@@ -76,7 +74,7 @@ class Pipeline:
             nano = period.operations[0]
             if len(period.begins) > 1 or len({op.lane for op in period.operations}) > 1:
                 raise ConfigError(
-                    "a plan describes layers of one kind; this model has dense ones and ones with experts"
+                    "a plan describes one kind of layer; this model has dense layers and layers with experts"
                 )
             names = {op.operation for op in period.operations}
             others = tuple(
@@ -89,7 +87,7 @@ class Pipeline:
         return [kinds[spec.layer(i).experts] for i in range(spec.num_layers)]
 
     def unrolled(self) -> Iterator[tuple[int, int]]:
-        """(layer, index of the nano-operation) in the order of launch over the whole model."""
+        """Yield (layer, index of the nano-operation) in launch order over the whole model."""
         for turn in range(-1, self.num_layers):
             for i in self._of_layer[max(turn, 0)]:
                 layer = turn + self.operations[i][0].next_layer
@@ -97,6 +95,6 @@ class Pipeline:
                     yield layer, i
 
     @property
-    def alike(self) -> bool:
+    def uniform(self) -> bool:
         """Whether all layers have the same operations."""
         return len(set(self._of_layer)) == 1

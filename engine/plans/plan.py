@@ -1,8 +1,8 @@
-"""`Plan`: how the nano-operations of one layer are assigned to lanes, SMs and time (NanoFlow §4.1). A JSON file.
+"""`Plan`: assigns the nano-operations of one layer to lanes, SMs and time (NanoFlow §4.1). Stored as JSON.
 
-A plan describes one layer period. An operation that is marked `next_layer` already belongs to the layer after, so the
-pipeline wraps around: while one nano-batch is in its attention, another goes through the matrices of this layer and the
-first of the next. Unrolled over the model, everything that a nano-operation needs comes before it in the list.
+A plan describes one layer period. Operations marked `next_layer` belong to the following layer, so the pipeline wraps
+around: while one nano-batch is in attention, another runs the projections of this layer and the first of the next. When
+unrolled over the model, all dependencies of a nano-operation precede it in the list.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from weft.kernels.matmul.gemm_config import GemmConfig
 
 VERSION = 1
 TOKEN_STEP = 128
-"""token ranges begin and end at multiples of this (paper §4.1.2)"""
+"""Token ranges begin and end at multiples of this (paper §4.1.2)."""
 MAX_NANO_BATCHES = 8
 
 Lane = Literal["compute", "memory", "network"]
-"""a stream; the row of the pipeline picture"""
+"""A stream; a row of the pipeline picture."""
 
 
 def by_name(spec: ModelSpec) -> dict[str, Operation]:
-    """The operations of a layer, in order."""
+    """Return the operations of a layer by name, in order."""
     return {o.name: o for o in spec.layer_operations()}
 
 
@@ -39,16 +39,16 @@ class NanoOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     """One operation on one token range."""
 
     operation: str
-    """a name of `ModelSpec.layer_operations`"""
+    """A name from `ModelSpec.layer_operations`."""
     begin: int
     end: int
-    """tokens `[begin, end)` of the dense batch"""
+    """Runs tokens `[begin, end)` of the dense batch."""
     sms: int
-    """SMs it may use"""
+    """SMs that it may use."""
     lane: Lane = "compute"
     next_layer: bool = False
     config: GemmConfig | None = None
-    """kernel configuration of a matrix product; None: the kernel's own choice"""
+    """Kernel configuration of a GEMM; None: the kernel's choice."""
 
     @property
     def label(self) -> str:
@@ -59,30 +59,30 @@ class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """The pipeline for one kind of iteration: at most `tokens` tokens whose decodes read `min_kv_tokens` or more."""
 
     tokens: int
-    """the token bucket: the iteration is padded up to it"""
+    """The token bucket: iterations are padded to it."""
     operations: tuple[NanoOperation, ...]
     waits: tuple[Edge, ...] = ()
-    """orders that no data asks for: operations of two lanes whose SMs do not fit beside each other"""
+    """Orderings without a data dependency: operations of two lanes whose SMs do not fit together."""
     offload: str = ""
-    """a product: full pages leave for the host while it runs, a few in each layer (paper §4.2.2); "": at once"""
+    """A GEMM during which full pages leave for the host, a few per layer (paper §4.2.2); "": at once."""
     min_tokens: int = 1
     min_kv_tokens: int = 0
-    """KV tokens of all decodes together: decodes x mean context, the attention's work"""
+    """KV tokens of all decodes together: decodes x mean context, the work of decode attention."""
     max_kv_tokens: int = 2**62
     figures: dict[str, float] = {}
-    """what the search predicted and measured: milliseconds a layer, joules, gain over the serial plan"""
+    """What the search predicted and measured: milliseconds per layer, joules, gain over the serial plan."""
 
     def ranges(self, operation: str) -> tuple[tuple[int, int], ...]:
-        """The token ranges that an operation is cut into, in token order."""
+        """Return the token ranges of an operation, in token order."""
         return tuple(sorted((o.begin, o.end) for o in self.operations if o.operation == operation))
 
     def nano_batches(self, spec: ModelSpec) -> tuple[tuple[int, int], ...]:
-        """The token ranges that attention is cut into, in token order; all attention of a layer is cut alike."""
+        """Return the token ranges of attention, in token order; all attention of a layer has the same ones."""
         return self.ranges(next((o.name for o in spec.layer_operations() if o.role.attends), ""))
 
     @property
     def gate(self) -> NanoOperation | None:
-        """The first part of the `offload` operation: pages leave for the host from its beginning on."""
+        """The first range of the `offload` operation: pages leave for the host from its start on."""
         return next((o for o in self.operations if o.operation == self.offload and o.begin == 0), None)
 
     @property
@@ -91,10 +91,10 @@ class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         return tuple(sorted({o.begin for o in self.operations}))
 
     def dependencies(self, spec: ModelSpec) -> Iterator[Edge]:
-        """What each operation of the period waits for: parents whose token ranges intersect (paper §4.1.2).
+        """Yield what each operation waits for: parents whose token ranges intersect its own (paper §4.1.2).
 
         Prefill attention also reads keys that earlier tokens of the same iteration wrote, so it waits for the QKV
-        product of every range up to its own end. The first operation waits for the last of the layer before.
+        projection of every range up to its end. The first operation waits for the last of the previous layer.
         """
         known = by_name(spec)
         first, *_, last = known
@@ -105,12 +105,12 @@ class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
                     continue
                 begin = 0 if known[op.operation].role is Role.PREFILL_ATTENTION else op.begin
                 if other.begin < op.end and begin < other.end:
-                    # layers between the two, in periods: 0 when both are of the same unrolled period
+                    # Distance in unrolled periods: 0 when both are in the same one.
                     yield Edge(j, i, int(op.next_layer) - int(other.next_layer) - int(wraps))
         yield from self.waits
 
     def check(self, spec: ModelSpec, num_sms: int | None = None) -> None:
-        """Raise `ConfigError` unless this computes every operation on every token once, in a possible order."""
+        """Raise `ConfigError` unless this computes every operation once for every token, in a possible order."""
         operations = by_name(spec)
         for op in self.operations:
             if op.operation not in operations:
@@ -122,11 +122,11 @@ class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             if op.begin % TOKEN_STEP or (op.end % TOKEN_STEP and op.end != self.tokens):
                 raise ConfigError(f"{op.label}: token ranges must be multiples of {TOKEN_STEP}")
             if op.sms < 1 or (num_sms is not None and op.sms > num_sms):
-                raise ConfigError(f"{op.label}: {op.sms} SMs, the GPU has {num_sms}")
+                raise ConfigError(f"{op.label}: {op.sms} SMs, but the GPU has {num_sms}")
             if op.lane == "network" and operations[op.operation].resource is not Resource.NETWORK:
-                raise ConfigError(f"{op.label}: only operations of the network belong to the network lane")
+                raise ConfigError(f"{op.label}: only network operations belong to the network lane")
         if self.offload and self.offload not in {o.name for o in operations.values() if o.role is Role.PRODUCT}:
-            raise ConfigError(f"a plan copies to the host beside {self.offload!r}, which is no product of this model")
+            raise ConfigError(f"a plan offloads pages during {self.offload!r}, which is not a GEMM of this model")
         for name in operations:
             at = 0
             for begin, end in self.ranges(name):
@@ -138,23 +138,21 @@ class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         if len({self.ranges(o.name) for o in operations.values() if o.role.attends}) > 1:
             raise ConfigError("a plan must cut decode and prefill attention into the same token ranges")
         if len(self.begins) > MAX_NANO_BATCHES:
-            raise ConfigError(
-                f"token ranges begin at {len(self.begins)} places, at most {MAX_NANO_BATCHES} are possible"
-            )
+            raise ConfigError(f"token ranges begin at {len(self.begins)} places; the limit is {MAX_NANO_BATCHES}")
         if any(not 0 <= i < len(self.operations) for edge in self.waits for i in edge[:2]):
             raise ConfigError(f"a plan waits for an operation that it does not have (it has {len(self.operations)})")
         lanes = {op.lane for op in self.operations if operations[op.operation].resource is Resource.NETWORK}
-        if len(lanes) > 1:  # on two, each rank could run another one first, and wait for the others for ever
+        if len(lanes) > 1:  # with two, ranks could start different collectives and wait for each other forever
             raise ConfigError(f"a plan must have all collectives on one lane, not on {' and '.join(sorted(lanes))}")
         for edge in self.dependencies(spec):
             before, after = self.operations[edge.before], self.operations[edge.after]
-            # `distance` periods earlier: always launched before; in the same period: the order of the list decides
+            # An operation of an earlier period is always launched before; in the same period list order decides.
             if edge.distance > 0 or (edge.distance == 0 and edge.before >= edge.after):
                 raise ConfigError(f"a plan launches {after.label} before {before.label}, which it needs")
 
 
 class Edge(NamedTuple):
-    """`operations[after]` needs `operations[before]` of `distance` unrolled periods away (0: the same, -1: before)."""
+    """`operations[after]` needs `operations[before]` from `distance` unrolled periods away (0: same, -1: previous)."""
 
     before: int
     after: int
@@ -167,10 +165,10 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu: str
     sms: int
     model: str
-    """`model_key` of the spec"""
+    """`model_key` of the spec."""
     dtype: str
     kernels: str
-    """digest of the kernels' source: configurations and timings belong to it"""
+    """Digest of the kernel sources, for which configurations and timings are valid."""
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -182,36 +180,35 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int = VERSION
     format: Literal["weft-plan"] = "weft-plan"
     dense_batch: int = 0
-    """tokens of an iteration that the pipelines were made for; the engine's limit unless its operator sets one"""
+    """Iteration size that the pipelines were made for; the engine's token budget unless the operator sets one."""
     made: str = ""
-    """date, versions, seconds of search: for the reader"""
+    """Date, versions and seconds of the search, for readers."""
     sums: dict[str, Way] = {}
-    """all-reduces that are done in another way, in the serial plan too: which weights a rank has may depend on it"""
+    """All-reduces that are replaced, in the serial plan too: the weights that a rank loads may depend on it."""
 
     def spec_of(self, spec: ModelSpec) -> ModelSpec:
-        """The model with this plan's collectives. Raises `ConfigError` where it cannot have them."""
+        """Return the model with this plan's collectives. Raises `ConfigError` if the model cannot have them."""
         bound = replace(spec, sums=tuple(sorted(self.sums.items())))
         try:
             by_name(bound)
         except ModelError as error:
-            raise ConfigError(f"a plan of other collectives: {error}") from None
+            raise ConfigError(f"the plan's collectives do not fit: {error}") from None
         return bound
 
     def period_for(self, tokens: int, kv_tokens: int) -> Period | None:
-        """The period for an iteration of `tokens` tokens whose decodes read `kv_tokens`; None: run the serial plan."""
-        fitting = [
-            p
-            for p in self.periods
-            if p.min_tokens <= tokens <= p.tokens and p.min_kv_tokens <= kv_tokens < p.max_kv_tokens
-        ]
-        return min(fitting, key=lambda p: p.tokens, default=None)
+        """Return the period for an iteration of `tokens` tokens whose decodes read `kv_tokens`; None: serial plan."""
+        return min(
+            (p for p in self.periods
+             if p.min_tokens <= tokens <= p.tokens and p.min_kv_tokens <= kv_tokens < p.max_kv_tokens),
+            key=lambda p: p.tokens, default=None,
+        )  # fmt: skip
 
     def save(self, path: Path) -> None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
 
 
 def model_key(spec: ModelSpec) -> str:
-    """The shapes that a plan depends on, readable: of one rank's part where there are several."""
+    """Return the shapes that a plan depends on, readable; with several ranks those of one shard."""
     e = spec.experts
     experts = "" if e is None else f" experts={e.top}/{e.count}x{e.intermediate_size}+{e.shared_size}"
     ranks = f" ranks={spec.shard_of.ranks}" if spec.shard_of.ranks > 1 else ""
@@ -223,15 +220,13 @@ def model_key(spec: ModelSpec) -> str:
 
 def load_plan(path: Path) -> Plan:
     """Read a plan file. Raises `ConfigError`, one line."""
-    return read_document(
-        path, Plan, form="weft-plan", version=VERSION, kind="plan", made_by="weft search writes them"
-    )  # fmt: skip
+    return read_document(path, Plan, form="weft-plan", version=VERSION, kind="plan", made_by="weft search writes them")
 
 
 def serial_period(spec: ModelSpec, tokens: int, num_sms: int, *, decode_only: bool = False) -> Period:
-    """One nano-batch, one lane, all SMs: the fallback, and the oracle of every other plan.
+    """Return one nano-batch on one lane with all SMs: the fallback, and the reference for every other plan.
 
-    decode_only: for iterations without prefill chunks; the launch of an empty prefill attention costs small batches.
+    decode_only: for iterations without prefill chunks; launching an empty prefill attention slows small batches.
     """
     left_out = Role.PREFILL_ATTENTION if decode_only else None
     names = [o.name for o in spec.layer_operations() if o.role is not left_out]

@@ -265,5 +265,5 @@ class LeadingStore:
         self._own.reset()
 
     def close(self) -> None:
-        """Close this rank's store, possibly on another thread when the tier is disabled. Other ranks keep theirs open."""
+        """Close this rank's store, maybe on another thread when the tier is disabled. Other ranks keep theirs open."""
         self._own.close()

@@ -176,7 +176,7 @@ def test_a_plan_for_another_number_of_ranks_is_for_another_model() -> None:
 
 def test_a_plan_whose_collectives_a_model_cannot_have_is_one_line(tmp_path: Path) -> None:
     plan = Plan(target_for(FOUR), "x", (), sums={"o_reduce": "scatter_gather"})
-    with pytest.raises(ConfigError, match="a plan of other collectives: this model cannot do o_reduce"):
+    with pytest.raises(ConfigError, match="the plan's collectives do not fit: this model cannot do o_reduce"):
         plan.spec_of(LLAMA_70B)
     plan.save(tmp_path / "plan.json")
     text = (tmp_path / "plan.json").read_text().replace("scatter_gather", "ring")

@@ -173,7 +173,7 @@ def test_items_of_the_last_layer_are_some_of_the_others(slots: int, monkeypatch:
             logit_tokens=i[32:]), count_resets=none, prompt_logprobs=(),
     )  # fmt: skip
     pipeline = Pipeline(serial_period(spec, UNREAD_FROM, 132), spec)
-    assert pipeline.behind
+    assert pipeline.after_drop
     inputs.send(hybrid, pipeline, AttentionGrid(spec.num_kv_heads, spec.heads_per_kv, 4, page_size=16))
     (items, count), (left, few) = inputs.prefill_work(0), inputs.left_prefill_work(0)
     assert items.shape == left.shape

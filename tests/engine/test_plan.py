@@ -64,7 +64,7 @@ def test_a_possible_pipeline_passes() -> None:
         (changed(0, operation="embed"), "'embed'; this model has qkv, decode"),
         (changed(0, end=640), r"token range must lie in \[0, 512\)"),
         (changed(0, begin=100), "multiples of 128"),
-        (changed(0, sms=133), "133 SMs, the GPU has 132"),
+        (changed(0, sms=133), "133 SMs, but the GPU has 132"),
         (changed(0, sms=0), "0 SMs"),
         (changed(0, lane="network"), "network lane"),
         (changed(0, end=128), r"compute qkv once for every token; \[128, 256\) is not"),
@@ -74,8 +74,8 @@ def test_a_possible_pipeline_passes() -> None:
         (msgspec.structs.replace(two_halves(), waits=(Edge(0, 99, 0),)), "an operation that it does not have"),
         (msgspec.structs.replace(two_halves(), waits=(Edge(8, 1, 0),)), "before decode.*256:512"),
         (msgspec.structs.replace(two_halves(), operations=two_halves().operations[::-1]), "launches"),
-        (msgspec.structs.replace(two_halves(), offload="ffn"), "copies to the host beside 'ffn'"),
-        (msgspec.structs.replace(two_halves(), offload="decode"), "copies to the host beside 'decode'"),
+        (msgspec.structs.replace(two_halves(), offload="ffn"), "offloads pages during 'ffn'"),
+        (msgspec.structs.replace(two_halves(), offload="decode"), "offloads pages during 'decode'"),
     ],
     ids=lambda v: v[:20] if isinstance(v, str) else "",
 )
@@ -118,7 +118,7 @@ def test_too_many_beginnings_are_refused() -> None:
     operations = [
         NanoOperation(o.name, b, b + 128, 1) for o in SPEC.layer_operations() for b in range(0, 128 * 9, 128)
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match="9 places, at most 8"):
+    with pytest.raises(ConfigError, match="9 places; the limit is 8"):
         Period(128 * 9, tuple(operations)).check(SPEC)
 
 

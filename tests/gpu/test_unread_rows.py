@@ -35,7 +35,7 @@ def said(path: Path, monkeypatch: pytest.MonkeyPatch, *, unread_from: int, **opt
         patch.setattr(pipeline, "UNREAD_FROM", unread_from)
 
         def noted(executor: CudaExecutor, of: pipeline.Pipeline, *rest: Any) -> Any:
-            if of.behind:
+            if of.after_drop:
                 kept.add(int(executor.inputs.count["left"]))
             return behind(executor, of, *rest)
 

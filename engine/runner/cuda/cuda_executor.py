@@ -96,7 +96,7 @@ class CudaExecutor:
         with self._inside(Graph.MODEL):
             self._embed(pipeline)
             parts = self.layers(pipeline, kv, leaving=True, fused=fused)
-            if pipeline.behind:
+            if pipeline.after_drop:
                 parts = one_part(pipeline)
             for launch in self._behind(pipeline, kv, parts):
                 launch()
@@ -126,12 +126,12 @@ class CudaExecutor:
                     self._layers.launch(launch._replace(fused=fused if fuses else None))
 
             for layer, i in pipeline.unrolled():
-                if layer < 2 or layer == last or not pipeline.alike:
+                if layer < 2 or layer == last or not pipeline.uniform:
                     yield partial(launch_one, layer, i)
                     if fuses and pipeline.operations[i][1].role is Role.DECODE_ATTENTION:
                         yield partial(launch_one, layer, i, fused="together")
                         yield partial(launch_one, layer, i, fused="tiles")
-            left_parts = one_part(pipeline) if pipeline.behind else parts
+            left_parts = one_part(pipeline) if pipeline.after_drop else parts
             yield from self._behind(pipeline, kv, left_parts)
             yield partial(self._head, left_parts, pipeline, num_rows)
 
@@ -203,9 +203,9 @@ class CudaExecutor:
     def _head(self, parts: list[int], pipeline: Pipeline, num_rows: int) -> None:
         column, count, spec, weights = self.inputs.column, self.inputs.count, self.spec, self.weights
         layers = self._layers
-        sums = (layers.left if pipeline.behind else layers.whole).sumsq[: same_parts(parts), : pipeline.tokens]
+        sums = (layers.left if pipeline.after_drop else layers.whole).sumsq[: same_parts(parts), : pipeline.tokens]
         rows = self._rows[:num_rows]
-        at = self._rows_in_order if pipeline.behind else column["logit_tokens"]  # those that are sampled come first
+        at = self._rows_in_order if pipeline.after_drop else column["logit_tokens"]  # those that are sampled come first
         final_norm(
             self.states(pipeline)[: pipeline.tokens], sums, at[:num_rows], weights.norm, spec.norm.eps,
             norm_bias=weights.norm_bias, centred=spec.norm.centred, out=rows,
@@ -218,7 +218,7 @@ class CudaExecutor:
 
     def states(self, pipeline: Pipeline) -> Tensor:
         """`[T, H]` the stream behind the last layer, after a run; see `Assignment.left_at`."""
-        return (self._layers.left if pipeline.behind else self._layers.whole).activations["x"]
+        return (self._layers.left if pipeline.after_drop else self._layers.whole).activations["x"]
 
     def hidden(self, pipeline: Pipeline, rows: Tensor) -> Tensor:
         """`[N, H]` states behind the final norm of rows `[N]` of `states`, after a run. Eager: graphs have those of
@@ -256,11 +256,11 @@ class CudaExecutor:
             if only is not None and nano not in only:
                 continue
             if leaving and layer == pipeline.num_layers - 1:
-                if launch.operation.name in pipeline.behind:
+                if launch.operation.name in pipeline.after_drop:
                     if i == pipeline.gate:
                         self.gates[layer].record(main)
                     continue
-                launch = launch._replace(leaving=bool(pipeline.behind))
+                launch = launch._replace(leaving=bool(pipeline.after_drop))
             turn = layer - int(nano.next_layer)
             stream = main if nano.lane == "compute" else self._streams[nano.lane]
             for edge in waits[i]:
@@ -282,10 +282,10 @@ class CudaExecutor:
         """Launches of the last layer behind its attention, on those rows alone that somebody reads, where others leave;
         into `parts` as `layers`. With the tiles of as many rows as there were: no bit of a row changes.
         """
-        if not pipeline.behind:
+        if not pipeline.after_drop:
             return
         if pipeline not in self._alone:
-            self._alone[pipeline] = pipeline.alone(self.spec, self._layers.num_sms)
+            self._alone[pipeline] = pipeline.serial(self.spec, self._layers.num_sms)
         alone, last, left, t = self._alone[pipeline], pipeline.num_layers - 1, self._layers.left, pipeline.tokens
         whole, early = self._layers.whole, len(pipeline.lanes) == 1
 
@@ -305,5 +305,5 @@ class CudaExecutor:
 
         yield gather
         for layer, i in alone.unrolled():
-            if layer == last and alone.operations[i][1].name in pipeline.behind:
+            if layer == last and alone.operations[i][1].name in pipeline.after_drop:
                 yield partial(launch_one, i)

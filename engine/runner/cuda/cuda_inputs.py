@@ -138,7 +138,7 @@ class DeviceInputs:
         host, t = self._host[self._turn], batch.num_tokens
         counts = host["counts"]
         assigned = assign(batch, pipeline.nano_batches, grid.undivided)
-        if pipeline.behind:
+        if pipeline.after_drop:
             assigned = assigned._replace(read=batch.rows_by_reader)
         self._write_tokens(host, batch, pipeline.tokens, assigned)
         self.attention = self._write_attention(host, batch, pipeline, grid, assigned)

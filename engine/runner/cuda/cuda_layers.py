@@ -152,7 +152,7 @@ class CudaLayers:
         if self._fp8 is not None and not self._fp8_apart and self.attention.quantizes:
             operand = self._fp8.operand("a", slice(None))
         whole = rows_of(activations, self.sumsq, self._buffer(width) if operand is None else operand)
-        if not Pipeline(serial_period(spec, tokens, self.num_sms), spec).behind:
+        if not Pipeline(serial_period(spec, tokens, self.num_sms), spec).after_drop:
             return whole, whole
         stays = {**activations, "x": self._buffer(spec.hidden_size)}
         sums = sumsq_buffer(spec.hidden_size, tokens, device)
