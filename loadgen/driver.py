@@ -152,7 +152,7 @@ class Driver:
             index += workload.users
 
     async def _converse(self, first: Planned, due: float) -> float:
-        """Run a conversation, whose turns resend all earlier messages and answers. Return the time it ended."""
+        """Run a conversation; each turn resends all earlier messages and answers. Return the time it ended."""
         workload, target = self.job.workload, self.job.target
         messages: list[dict[str, Any]] = []
         history, said = "", 0

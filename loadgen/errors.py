@@ -8,4 +8,4 @@ class LoadError(Exception):
 
 
 class AnswerTooLong(LoadError):
-    """A server sent more than any valid answer has; the message says what."""
+    """A server sent more than any valid answer has."""

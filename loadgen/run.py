@@ -26,7 +26,7 @@ MAX_LAG = 0.005
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """`warmup`: seconds whose requests are sent but excluded from results. `max_failures`: see `slo.judge`."""
+    """`warmup`: seconds at the start, with requests that are sent but excluded. `max_failures`: see `slo.judge`."""
 
     objectives: tuple[Objective, ...] = ()
     processes: int = 1

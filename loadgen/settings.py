@@ -174,7 +174,7 @@ def read_arrival(a: argparse.Namespace, *, traced: bool) -> ArrivalOptions:
     if traced and (a.arrival is not None or given) and process != "closed":
         raise LoadError("--trace sets the arrivals; omit --arrival and its flags")
     if process == "closed" and a.rate is not None:
-        raise LoadError("--rate does not work with a closed loop, whose users determine the rate")
+        raise LoadError("--rate does not work with a closed loop; its users determine the rate")
     if a.speed is not None and (not traced or a.rate is not None):
         raise LoadError("--speed needs --trace, without --rate")
     duration = _optional(a.duration, "--duration", seconds)

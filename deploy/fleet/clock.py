@@ -14,7 +14,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def evenly(start: float) -> Iterator[float]:
-    """Yield numbers in [0, 1) whose every prefix is evenly spread, so short simulations have the means of long ones."""
+    """Yield numbers in [0, 1), evenly spread after any count, so short simulations keep the means of long ones."""
     return ((start + i * GOLDEN) % 1.0 for i in count())
 
 

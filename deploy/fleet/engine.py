@@ -1,6 +1,6 @@
 """`SimulatedEngine`: the engine's loop, scheduler, pool and prefix index, on a runner and a clock that are simulated.
 
-Iterations take as long as a profile says. Requests that arrive while an iteration is awaited join the next launch.
+A profile determines iteration times. Requests that arrive while an iteration is awaited join the next launch.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from weft.server.api.generate import RETRIES
 from weft.server.errors import ApiError
 from weft.server.observe.counters import Counter, Store
 from weft.server.observe.shared_state import SharedState
-from weft.server.replicas.replicas import PromptPages, Replicas, Ticket, level
+from weft.server.replicas.replicas import PromptPages, Replicas, Ticket, credit_new_engine
 from weft.server.replicas.router import POLICY, Policy
 
 ROW = 1
@@ -131,7 +131,7 @@ class Front:
 
     def restart(self, number: int) -> None:
         self.begin(number)
-        level(self._shared_state, number)
+        credit_new_engine(self._shared_state, number)
 
     def kill(self, number: int) -> None:
         """End an engine and retry its requests."""

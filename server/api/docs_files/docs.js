@@ -42,13 +42,13 @@ for (const form of document.querySelectorAll("form.try")) {
     try {
       return JSON.stringify(JSON.parse(part("body").value));
     } catch (error) {
-      say(`The body is not valid JSON: ${error.message}`, "", true);
+      showStatus(`The body is not valid JSON: ${error.message}`, "", true);
       part("body").focus();
       return null;
     }
   };
 
-  const say = (status, text, bad = false) => {
+  const showStatus = (status, text, bad = false) => {
     part("status").textContent = status;
     part("status").classList.toggle("error", bad);
     part("answer").textContent = text;
@@ -62,7 +62,7 @@ for (const form of document.querySelectorAll("form.try")) {
     running = new AbortController();
     part("stop").hidden = false;
     part("send").disabled = true;
-    say("Waiting …", "");
+    showStatus("Waiting …", "");
     const begun = performance.now();
     const took = () => `${Math.round(performance.now() - begun)} ms`;
     try {
@@ -79,7 +79,7 @@ for (const form of document.querySelectorAll("form.try")) {
         const { done, value } = (await reader?.read()) ?? { done: true };
         if (done) break;
         text += value;
-        if (kind === "text/event-stream") say(status(), text.slice(0, MOST_SHOWN), !answer.ok);
+        if (kind === "text/event-stream") showStatus(status(), text.slice(0, MOST_SHOWN), !answer.ok);
       }
       if (kind === "application/json") {
         try {
@@ -89,12 +89,12 @@ for (const form of document.querySelectorAll("form.try")) {
         }
       }
       const cut = text.length > MOST_SHOWN ? `\n… and ${text.length - MOST_SHOWN} more characters` : "";
-      say(status(), text.slice(0, MOST_SHOWN) + cut, !answer.ok);
+      showStatus(status(), text.slice(0, MOST_SHOWN) + cut, !answer.ok);
       if (answer.status === 401) keyField.focus();
     } catch (error) {
       const shown = part("answer").textContent;
-      if (running.signal.aborted) say(`Stopped after ${took()}`, shown);
-      else say(shown ? "The connection was lost before the answer was complete." : "The server cannot be reached.", shown, true);
+      if (running.signal.aborted) showStatus(`Stopped after ${took()}`, shown);
+      else showStatus(shown ? "The connection was lost before the answer was complete." : "The server cannot be reached.", shown, true);
     }
     running = null;
     part("stop").hidden = true;
@@ -110,6 +110,6 @@ for (const form of document.querySelectorAll("form.try")) {
     if (key.get()) words.push('-H "Authorization: Bearer $WEFT_API_KEY"');
     if (content !== undefined) words.push("-H 'Content-Type: application/json'", "-d", quoted(content));
     else if (form.dataset.method !== "GET") words.push("-X", form.dataset.method);
-    say("Shell command:", words.join(" "));
+    showStatus("Shell command:", words.join(" "));
   });
 }

@@ -192,7 +192,7 @@ class Chat {
     this.list(false);
     $("invalid").textContent = "";
     const plain = $("mode").value === "completion";
-    const asked = this.post("user", question);
+    const posted = this.post("user", question);
     const answer = this.post("assistant", "");
     const words = new Words(answer.firstChild, plain);
     const turn = { role: "user", content: question };
@@ -226,7 +226,7 @@ class Chat {
         if (words.text) this.keep(...turns);
       } else {
         whole("aborted");
-        this.fail(error, answer, asked);
+        this.fail(error, answer, posted);
         if (!$("question").value) $("question").value = question;
         fit();
       }
@@ -275,14 +275,14 @@ class Chat {
   }
 
   /** Show an error; it replaces an empty answer. */
-  fail(error, after, asked) {
+  fail(error, after, posted) {
     if (error.status === 401) askForKey();
     const again = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
     const what = error instanceof TypeError ? "The server cannot be reached." : error.message;
     const node = element("p", { className: "error", role: "alert" }, what + again);
     if (after && !after.firstChild.textContent) {
       after.replaceWith(node);
-      asked?.classList.add("unanswered");
+      posted?.classList.add("unanswered");
     } else {
       $("log").append(node);
     }
@@ -301,7 +301,7 @@ class Chat {
 /** The text of an answer, rendered at most once per frame. */
 class Words {
   text = "";
-  asked = false;
+  scheduled = false;
 
   constructor(place, plain) {
     this.place = place;
@@ -311,8 +311,8 @@ class Words {
 
   add(piece) {
     this.text += piece;
-    if (this.asked) return;
-    this.asked = true;
+    if (this.scheduled) return;
+    this.scheduled = true;
     const soon = this.text.length > 20000 ? (work) => setTimeout(work, 300) : requestAnimationFrame;
     // A hidden page has no frames, but screen readers still need the text.
     if (document.hidden) setTimeout(() => this.show(), 300);
@@ -320,7 +320,7 @@ class Words {
   }
 
   show() {
-    this.asked = false;
+    this.scheduled = false;
     settle(this.place, this.plain ? [document.createTextNode(this.text)] : markdown(this.text));
     follow();
   }
