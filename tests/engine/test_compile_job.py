@@ -45,6 +45,11 @@ def test_a_start_with_everything_in_the_cache_compiles_nothing(
     assert CompileJob.begin(config) is None
 
 
+def test_the_stamp_covers_code_of_runner_plans_model_and_kernels() -> None:
+    assert [folder.name for folder in compile_job.SOURCES] == ["runner", "plans", "model", "kernels"]
+    assert all(any(folder.rglob("*.py")) for folder in compile_job.SOURCES)
+
+
 def test_a_kernel_that_left_the_cache_is_noticed(config: EngineConfig, tmp_path: Path) -> None:
     stamped(config, tmp_path)
     (tmp_path / "triton" / "B").rmdir()

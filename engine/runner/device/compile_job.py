@@ -27,8 +27,8 @@ SERIAL, PIPELINE = "serial", "pipeline"
 """what lines of the job tell of: the kernels of the serial plan are there; those of a pipeline, or why not"""
 PATIENCE_SECONDS = 600
 """for all of them; then the engine goes on and compiles what it lacks itself"""
-HERE = Path(__file__).parent
-SOURCES = (HERE, HERE.parent / "plans", HERE.parent / "model", HERE.parents[1] / "kernels")
+ENGINE = Path(__file__).parents[2]
+SOURCES = (ENGINE / "runner", ENGINE / "plans", ENGINE / "model", ENGINE.parent / "kernels")
 """whose code decides which kernels there are"""
 MATTERS = {
     "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "attention_backend",

@@ -63,7 +63,7 @@ class SleepableMemory:
         self._lost: list[Arena] = []
         """what is in these is not kept"""
 
-    def house(self, tensors: Iterable[Tensor]) -> None:
+    def adopt_weights(self, tensors: Iterable[Tensor]) -> None:
         """Move these, the weights, into an arena: in place, whoever has them sees them there. Once.
 
         Raises `OutOfMemory`. One is moved after the other, so that at most the largest lies in memory twice.
@@ -86,7 +86,7 @@ class SleepableMemory:
                     view.set_(home.untyped_storage(), offset, view.shape, view.stride())
                 at += _aligned(size)
 
-    def room(self, num_bytes: int) -> Tensor:
+    def allocate(self, num_bytes: int) -> Tensor:
         """`[num_bytes]` uint8 of an arena of its own, whose content sleep loses. Raises `OutOfMemory`."""
         self._lost.append(arena := self._make(num_bytes))
         return arena.tensor
