@@ -46,7 +46,7 @@ from weft.engine.wire.messages import (
     ToEngine,
     Wake,
 )
-from weft.engine.wire.preloaded import told
+from weft.engine.wire.preloaded import receive_config
 from weft.engine.wire.stacks import write_stacks_to
 from weft.engine.wire.weight_exchange import COUNT as EXCHANGE_FDS
 from weft.engine.wire.weight_exchange import WeightExchange
@@ -294,7 +294,7 @@ def _announce_compiles(heartbeat: Heartbeat) -> None:
 def main() -> int:
     install()
     headstart = Headstart(ENGINE_MODULES, GPU_MODULES)
-    line, fds = told(socket.socket(fileno=os.dup(0)), 3 + EXCHANGE_FDS)
+    line, fds = receive_config(socket.socket(fileno=os.dup(0)), 3 + EXCHANGE_FDS)
     if not line:
         os._exit(0)  # the daemon found that it needs no engine
     listener_fd, heartbeats_fd, stacks_fd, *exchange_fds = fds

@@ -29,7 +29,7 @@ def configure(config: ServeConfig) -> None:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
     if isinstance(sys.stderr, LogSink):
-        sys.stderr.told = lambda count: handler.format(_dropped(count))
+        sys.stderr.dropped_message = lambda count: handler.format(_dropped(count))
 
 
 def _dropped(count: int) -> logging.LogRecord:

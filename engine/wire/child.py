@@ -1,7 +1,7 @@
-"""A child process of the daemon: what it does before anything else, and whether it has ended.
+"""Child processes of the daemon: their setup, and a check whether one has ended.
 
-Run as `python -m weft.engine.wire.child PARENT MODULE ARGUMENTS` it settles before it imports what MODULE needs: that
-takes seconds, in which a process that is stopped would be left behind by a parent that ends.
+`python -m weft.engine.wire.child PARENT MODULE ARGUMENTS` sets the process up before it runs MODULE. Imports take
+seconds, during which a stopped process would outlive its parent.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from types import FrameType
 from weft.engine.wire.open_files import raise_limit
 
 PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)  # where a process is forked there is no time to look for it
+_libc = ctypes.CDLL(None)  # loaded in advance, because it is used after a fork
 IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
-"""signals that would end a process, and mean nothing to those of a daemon"""
+"""Signals that would end a process and that the daemon's processes ignore."""
 RANK = "weft.engine.ranks.process"
-"""the module that the further ranks of an engine run"""
+"""Module of an engine's follower ranks."""
 STACKS_SIGNAL = signal.SIGUSR2
-"""asks for the stacks of a child's threads (`stacks`)"""
+"""Signal that requests the stacks of a child's threads (see `stacks.py`)."""
 
 
 @contextmanager
 def stacks_signal_blocked() -> Iterator[None]:
-    """Around the start of a child: none of its threads takes `STACKS_SIGNAL` from the one that waits for it.
+    """Block `STACKS_SIGNAL` while a child is started, so that only the child's waiting thread receives it.
 
-    Libraries begin threads where they are imported, before any code of the child could hold them back.
+    Libraries start threads on import, before any code of the child could block the signal.
     """
-    held = STACKS_SIGNAL in signal.pthread_sigmask(signal.SIG_BLOCK, [STACKS_SIGNAL])
+    blocked = STACKS_SIGNAL in signal.pthread_sigmask(signal.SIG_BLOCK, [STACKS_SIGNAL])
     try:
         yield
     finally:
-        if not held:
+        if not blocked:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACKS_SIGNAL])
 
 
 def end_with_parent(parent: int | None = None, signum: int = signal.SIGKILL) -> None:
-    """In the child, also between fork and exec: the kernel sends it this signal when the thread that started it ends.
+    """Have the kernel send this process `signum` when the thread that started it ends. Safe between fork and exec.
 
-    `parent`: process id. Ends the process when that one has gone already, which the kernel does not tell.
+    `parent` is the process id of the parent: if it has ended already, this process exits.
     """
     _libc.prctl(PR_SET_PDEATHSIG, signum)
     if parent is not None and os.getppid() != parent:
@@ -54,43 +54,42 @@ def end_with_parent(parent: int | None = None, signum: int = signal.SIGKILL) -> 
 
 
 def command(parent: int, module: str, *arguments: object) -> tuple[str, ...]:
-    """Of a child that settles first. parent: as of `settle`; 0 for None."""
+    """Return the command line of a child that calls `settle` first. `parent` is as in `settle`, 0 for None."""
     return (sys.executable, "-P", "-m", "weft.engine.wire.child", *map(str, (parent, module, *arguments)))
 
 
 def settle(parent: int | None) -> None:
-    """In the child: it ends with its parent, even when it hangs; signals for the whole group are the daemon's to
-    understand; it may open as many files as it can be allowed, for a connection is one.
+    """Set up a child: it ends with its parent even when it hangs, ignores signals to the process group, which the
+    daemon handles, and raises its limit of open files.
 
-    `parent`: process id of the daemon. Ends the process when that one has gone already. None: it learns of its parent's
-    end in another way.
+    `parent` is the process id of the daemon: if it has ended already, this process exits. Pass None if the child
+    notices the end of its parent in another way.
     """
     if parent is not None:
         end_with_parent(parent)
     raise_limit()
     for signum in (signal.SIGINT, *IGNORED):
         signal.signal(signum, signal.SIG_IGN)
-    # Not SIG_IGN: that would be inherited by programs this process starts, which then could not be ended.
+    # Not SIG_IGN, which programs started by this process would inherit: they could not be ended then.
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(signum, _leave_it_to_the_daemon)
+        signal.signal(signum, _ignore)
     with suppress(AttributeError, OSError, ValueError):  # no stderr
         faulthandler.enable(sys.stderr)
 
 
-def _leave_it_to_the_daemon(_signum: int, _frame: FrameType | None) -> None:
+def _ignore(_signum: int, _frame: FrameType | None) -> None:
     pass
 
 
 def pin_to(cpus: Sequence[int]) -> None:
-    """In the child: all threads, and those to come, run on these cores; on any for none."""
+    """Run all threads of this process, including later ones, on these cores; on any if `cpus` is empty."""
     for thread in os.listdir("/proc/self/task") if cpus else ():
-        with suppress(OSError):  # it has ended, or the system gives none of these: it takes what there is
+        with suppress(OSError):  # the thread has ended, or these cores are unavailable
             os.sched_setaffinity(int(thread), cpus)
 
 
 def has_ended(pid: int) -> bool:
-    """There is no such process, or nobody has taken note of its end yet. False where that cannot be seen, as by a
-    process that has no descriptor left."""
+    """Return whether a process is gone or a zombie. False if unknown, for example if no descriptor is left."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):

@@ -1,7 +1,4 @@
-"""`EngineClient`: a connection to the engine process. Any number of processes may have one each.
-
-No torch is imported.
-"""
+"""`EngineClient`: a connection to the engine process, one per client process. It does not import torch."""
 
 from __future__ import annotations
 
@@ -29,23 +26,23 @@ from weft.engine.wire.messages import (
 from weft.engine.wire.streams import Streams
 
 QUIET_SECONDS = 0.1
-"""without a message from a process that has ended: it had sent no more"""
-LAST_WORDS_SECONDS = 2.0
+"""Seconds without a message after which a process that has ended is assumed to have sent no more."""
+DRAIN_SECONDS = 2.0
 
 
 class EngineClient(Streams):
-    """Connects at once, even before the engine listens. Who watches the engine process tells its end (`mark_dead`)."""
+    """Connects at once, even before the engine listens. The engine's watcher reports its end with `mark_dead`."""
 
     def __init__(self, address: str, number: int, *, pages: bool = False) -> None:
-        """`number`: this client's own among all that the engine ever has. `pages`: as in `Hello`."""
+        """`number` is unique among all clients that the engine ever has. `pages` is as in `Hello`."""
         super().__init__(number)
         self.ready: EngineReady | None = None
         self.failure: str | None = None
-        """why the engine could not start, in its own words"""
+        """Why the engine could not start, as it reported."""
         self._received = 0
-        """messages"""
+        """Number of messages received."""
         self._settled = asyncio.Event()
-        self._resting: asyncio.Future[SleepReply] | None = None
+        self._sleep_reply: asyncio.Future[SleepReply] | None = None
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, identity(number))
@@ -56,10 +53,10 @@ class EngineClient(Streams):
         self._socket.connect(address)
         self._send(Hello(pages))
         self.reader = asyncio.create_task(self._read_loop())
-        """ends only with an error, after which nobody would be answered"""
+        """Ends only with an error, after which no request is answered."""
 
     async def wait_ready(self) -> EngineReady:
-        """Wait for the model to be loaded. Raises `WeftError` when the engine could not start."""
+        """Wait for the model to be loaded. Raises `WeftError` if the engine could not start."""
         await self._settled.wait()
         if self.ready is None:
             raise WeftError(self.failure or self.dead or "the engine did not start")
@@ -70,32 +67,32 @@ class EngineClient(Streams):
         self._send(ClientGone(number))
 
     async def sleep(self) -> SleepReply:
-        """Have the engine give its memory back. No request may be open."""
-        return await self._rest(Sleep())
+        """Have the engine free its memory. No request may be open."""
+        return await self._request_sleep(Sleep())
 
     async def wake(self) -> SleepReply:
-        """Have it serve again."""
-        return await self._rest(Wake())
+        """Have the engine serve again."""
+        return await self._request_sleep(Wake())
 
-    async def _rest(self, message: Sleep | Wake) -> SleepReply:
+    async def _request_sleep(self, message: Sleep | Wake) -> SleepReply:
         if self.dead is not None:
             return SleepReply(why_not=self.dead)
-        self._resting = asyncio.get_running_loop().create_future()
+        self._sleep_reply = asyncio.get_running_loop().create_future()
         self._send(message)
-        return await self._resting
+        return await self._sleep_reply
 
-    def _rested(self, answer: SleepReply) -> None:
-        if self._resting is not None and not self._resting.done():
-            self._resting.set_result(answer)
+    def _resolve_sleep(self, answer: SleepReply) -> None:
+        if self._sleep_reply is not None and not self._sleep_reply.done():
+            self._sleep_reply.set_result(answer)
 
     def mark_dead(self, why: str) -> None:
-        self._rested(SleepReply(why_not=why))
+        self._resolve_sleep(SleepReply(why_not=why))
         super().mark_dead(why)
         self._settled.set()
 
     def _send(self, message: ToEngine) -> None:
         if self.dead is None and not self._socket.closed:
-            # Without a high-water mark zmq takes the message at once: the future is already done.
+            # Without a high-water mark zmq accepts the message at once, so the future is already done.
             self._socket.send(encoder.encode(message))
 
     async def _read_loop(self) -> None:
@@ -110,17 +107,17 @@ class EngineClient(Streams):
                     self.ready = message
                     self._settled.set()
                 case SleepReply():
-                    self._rested(message)
+                    self._resolve_sleep(message)
                 case EngineFailed():
                     self.failure = message.message
 
-    async def last_words(self) -> None:
-        """The process has ended: take in what it had sent. Its end can be known before that has been read."""
-        heard = -1
+    async def drain(self) -> None:
+        """Read what a process that has ended had sent. Its end can be known before these messages are read."""
+        received = -1
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_SECONDS):
-                while heard != self._received and not self.reader.done():
-                    heard = self._received
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while received != self._received and not self.reader.done():
+                    received = self._received
                     await asyncio.sleep(QUIET_SECONDS)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`shares`: which cores each rank of a CPU runs on."""
+"""`shares`: assigns cores to the ranks of a CPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 NODES = Path("/sys/devices/system/node")
 LEAST = 2
-"""cores a rank, for pinning to be worth it: with fewer, whoever else runs takes a rank's only core, and all wait"""
+"""Minimum cores per rank for pinning: with fewer, another process may take a rank's only core, and all ranks wait."""
 
 
 def shares(cpus: set[int], nodes: Mapping[int, int], ranks: int) -> list[set[int]]:
-    """As many cores for each rank, neighbours on one NUMA node as far as they go; empty where they are too few.
+    """Return equally many cores for each rank, on one NUMA node if possible; empty if there are too few.
 
-    nodes: the node of each core.
+    `nodes` gives the node of each core.
     """
     each = len(cpus) // ranks
     if each < LEAST:
@@ -24,7 +24,7 @@ def shares(cpus: set[int], nodes: Mapping[int, int], ranks: int) -> list[set[int
 
 
 def nodes_here() -> dict[int, int]:
-    """The NUMA node of each core; empty where the system does not tell."""
+    """Return the NUMA node of each core; empty if unknown."""
     found: dict[int, int] = {}
     try:
         for node in NODES.glob("node[0-9]*"):
@@ -38,10 +38,10 @@ def nodes_here() -> dict[int, int]:
 
 
 def threads(cores: int, ranks: int) -> int:
-    """of each rank: all cores but one, which is for the scheduler and the API"""
+    """Return the threads per rank: all cores but one, which is left to the scheduler and the API."""
     return max(1, (cores - 1) // ranks)
 
 
 def cores() -> int:
-    """that this process may use"""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))

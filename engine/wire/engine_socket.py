@@ -1,4 +1,4 @@
-"""`Clients`: the API processes connected to the engine process, and which part of an iteration goes to whom."""
+"""`Clients`: the API processes connected to the engine process. Each receives its rows of an iteration."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from weft.engine.wire.messages import HANDLE_BITS, FromEngine, Hello, Outputs, T
 
 
 def identity(client: int) -> bytes:
-    """The routing id of a client's socket."""
+    """Return the routing id of a client's socket."""
     return b"client-%d" % client
 
 
 class Clients:
-    """A bound ROUTER socket. A client is known from its `Hello` until `forget`; what is for others is dropped."""
+    """A bound ROUTER socket. A client is known from its `Hello` until `forget`; messages to others are dropped."""
 
     def __init__(self, context: zmq.Context[Any], listener_fd: int) -> None:
-        """`listener_fd`: of a socket that listens already (`PrivateSocket`)."""
+        """`listener_fd` is the descriptor of a listening socket (`PrivateSocket`)."""
         self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.USE_FD, listener_fd)
-        self._socket.bind(f"ipc:///proc/self/fd/{listener_fd}")  # a name is asked for, and not used
+        self._socket.bind(f"ipc:///proc/self/fd/{listener_fd}")  # zmq requires a name but does not use it
         self._known: set[int] = set()
 
     def receive(self, wait_ms: int) -> list[tuple[int, ToEngine]]:
-        """All messages there are, each with its sender; waits for the first one."""
+        """Return all messages received, each with its sender. Waits up to `wait_ms` for the first one."""
         messages: list[tuple[int, ToEngine]] = []
         if wait_ms:
             self._socket.poll(wait_ms)
@@ -61,7 +61,7 @@ class Clients:
             self._send(client, frame)
 
     def send_outputs(self, outputs: Outputs) -> None:
-        """To each client its own rows, and the statistics to all."""
+        """Send each client its rows, and the statistics to all."""
         parts = split(outputs)
         statistics = b""
         for client in self._known:
@@ -73,7 +73,7 @@ class Clients:
                 self._send(client, encoder.encode(part))
 
     def _send(self, client: int, frame: bytes) -> None:
-        # A ROUTER drops what is for a peer that has gone: nobody waits for it.
+        # A ROUTER drops messages to peers that have gone.
         self._socket.send_multipart((identity(client), frame))
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Clients:
 
 
 def split(outputs: Outputs) -> dict[int, Outputs]:
-    """The rows of each client, by client. Every mapping of `Outputs` is by handle."""
+    """Return the rows of each client, by client. Every mapping of `Outputs` is by handle."""
     handles, tokens, finish = outputs.columns()
     owners = handles >> HANDLE_BITS
     mappings = {

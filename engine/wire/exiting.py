@@ -1,7 +1,7 @@
-"""Processes that are ending: a killed one keeps its exit status to itself until all of its memory is given back.
+"""Detection of processes that are ending: a killed process has no exit status until all of its memory is freed.
 
-That takes seconds where the memory is a GPU's or pinned: 1 to 2 s for four H200s' 126 GiB each. Nothing that it owed
-will come any more, so whoever waits for it is told as soon as the kernel has begun; whoever wants its memory waits.
+For GPU and pinned memory this takes seconds: 1 to 2 s for 126 GiB on each of four H200s. The process sends nothing
+more, so its end is reported as soon as the kernel starts it. Only code that needs the memory waits for the rest.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ import subprocess
 from collections.abc import Callable, Iterable
 
 LOOK_MS = 100
-"""between two looks"""
+"""Milliseconds between checks."""
 GRACE_SECONDS = 0.3
-"""in which most processes get to their end, which tells more: an exit status"""
+"""Seconds in which most processes finish ending, so that their exit status can be reported."""
 _ENDING = 0x4 | 0x8 | 0x200
-"""PF_EXITING, PF_POSTCOREDUMP and PF_DUMPCORE of include/linux/sched.h, of the field `flags` of proc(5)"""
+"""PF_EXITING, PF_POSTCOREDUMP and PF_DUMPCORE of include/linux/sched.h, in the field `flags` of proc(5)."""
 _SIGKILL = 1 << (signal.SIGKILL - 1)
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether a process will not run again. False of one that cannot be seen, as where /proc hides some: whoever asks
-    has a better way to learn that one is gone."""
+    """Return whether a process will not run again. False for one that is not visible, for example if /proc hides it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # the name, the second field, may hold spaces and brackets
+            # the second field, the name, may contain spaces and brackets
             fields = file.read().rpartition(b")")[2].split()
         if len(fields) < 7:
             return False
-        # In a driver's hands (D) it does not even begin, but it will never leave the kernel.
+        # A killed process inside a driver (state D) has not started to end, but will never leave the kernel.
         return bool(int(fields[6]) & _ENDING) or (fields[0] == b"D" and _is_killed(pid))
     except OSError:
         return False
@@ -43,7 +42,7 @@ def _is_killed(pid: int) -> bool:
 
 
 def how_ended(code: int) -> str:
-    """In words: the return code that `subprocess` gives."""
+    """Describe a return code of `subprocess`."""
     if code >= 0:
         return f"exit status {code}"
     try:
@@ -53,26 +52,28 @@ def how_ended(code: int) -> str:
 
 
 def wait_for_end(process: subprocess.Popen[bytes], ending: Callable[[], object]) -> None:
-    """Until a child has ended. ending: called once if it began to, and has not within `GRACE_SECONDS`."""
+    """Wait for a child. `ending` is called once if it has started to end and takes longer than `GRACE_SECONDS`."""
     try:
         pidfd = os.pidfd_open(process.pid)
-    except OSError:  # it has been waited for, or there is no descriptor left
+    except OSError:  # it has been reaped, or no descriptor is left
         process.wait()
         return
-    poll, told = select.poll(), False
+    poll, reported = select.poll(), False
     poll.register(pidfd, select.POLLIN)
     try:
-        while not poll.poll(None if told else LOOK_MS):
+        while not poll.poll(None if reported else LOOK_MS):
             if is_exiting(process.pid) and not poll.poll(int(GRACE_SECONDS * 1e3)):
-                told = True
+                reported = True
                 ending()
     finally:
         os.close(pidfd)
 
 
 def kill_and_hold(pids: Iterable[int], is_one: Callable[[int], bool]) -> list[int]:
-    """Kill processes that are nobody's children any more, where they are still those that are meant. Descriptors of
-    them, for `wait_for_all`. is_one: asked once no other process can have the number."""
+    """Kill orphaned processes and return their descriptors for `wait_for_all`.
+
+    `is_one` checks that a pid still is the intended process; it is called once the number cannot be reused.
+    """
     held = []
     for pid in pids:
         try:
@@ -92,7 +93,7 @@ def kill_and_hold(pids: Iterable[int], is_one: Callable[[int], bool]) -> list[in
 
 
 def wait_for_all(held: Iterable[int]) -> None:
-    """Until all of these processes have ended. Closes the descriptors."""
+    """Wait until all of these processes have ended, and close the descriptors."""
     for pidfd in held:
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)

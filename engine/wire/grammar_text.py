@@ -1,6 +1,6 @@
-"""Grammars as text: how a JSON schema, a regular expression, a choice or a grammar is written for `SamplingParams`.
+"""Converts JSON schemas, regular expressions, choices and grammars to the text form used in `SamplingParams`.
 
-The text is llguidance's serialised form. Nothing here imports torch: API processes check grammars with it.
+The text is llguidance's serialized form. Nothing here imports torch, because API processes check grammars with it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from weft.engine.wire.number_bounds import kept_bounds
 
 MAX_GRAMMAR_CHARS = 64 * 1024
 STACK_BYTES = 256 * 2**20
-"""of a thread that compiles: rules that lead to rules, as long as the text allows, are followed by recursion"""
+"""Stack size of threads that compile: nested rules are followed by recursion, as deep as the text allows."""
 
 WHITESPACE = r" |\r?\n[ \t]{0,24}"
-"""between JSON tokens: a space or a line break with indentation; without a bound a model may fill its output with it"""
+"""Whitespace between JSON tokens: a space, or a line break with indentation. It is bounded because a model could fill
+its output with whitespace."""
 
 LIMITS = LLParserLimits(initial_lexer_fuel=500_000, max_lexer_states=20_000, verbose_errors=False)
-"""bound the work of compiling a grammar, and of every token"""
+"""Limits of the work of compiling a grammar, and of each token."""
 
 _stack_size_lock = threading.Lock()
 
 
 def json_schema(schema: dict[str, Any] | bool, *, lenient: bool = False) -> str:
-    """Values of a JSON schema. lenient: pass over keywords that cannot be enforced instead of refusing them.
+    """Return the grammar of a JSON schema. With `lenient`, keywords that cannot be enforced are ignored, not refused.
 
-    Raises `RequestError` for one without values, or with bounds that cannot be kept.
+    Raises `RequestError` if the schema allows no value, or has bounds that cannot be enforced.
     """
     if schema is False or schema == {"not": {}} or schema == {"not": True}:
         raise RequestError("the schema allows no value", "grammar")
@@ -42,19 +43,19 @@ def json_schema(schema: dict[str, Any] | bool, *, lenient: bool = False) -> str:
 
 
 def json_options(schema: dict[str, Any] | bool, *, lenient: bool) -> dict[str, Any]:
-    """The schema with this server's rules for whitespace and unknown keywords, and with bounds that are kept. Raises
-    `RequestError`."""
+    """Return the schema with this server's rules for whitespace and unknown keywords, and with enforceable bounds.
+    Raises `RequestError`."""
     base = kept_bounds(schema) if isinstance(schema, dict) else {} if schema else {"not": {}}
     return {**base, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
 
 
 def regex(pattern: str) -> str:
-    """Texts that the pattern matches as a whole (syntax of Rust's `regex`: no look-around, no back-references)."""
+    """Return the grammar of texts that match the pattern (Rust `regex` syntax: no look-around or back-references)."""
     return LLMatcher.grammar_from_regex(pattern)
 
 
 def choice(texts: Sequence[str]) -> str:
-    """One of these texts."""
+    """Return the grammar of a choice between texts."""
     return LLMatcher.grammar_from_lark("start: " + " | ".join(map(literal, texts)))
 
 
@@ -63,26 +64,26 @@ def lark(text: str) -> str:
 
 
 def grammar(text: str) -> str:
-    """A context-free grammar in Lark or GBNF syntax. Raises `RequestError` when it is neither."""
+    """Convert a context-free grammar in Lark or GBNF syntax. Raises `RequestError` if it is neither."""
     try:
         return lark(any_to_lark(text))
-    except Exception as error:  # the converter has no error type of its own for everything
+    except Exception as error:  # the converter raises many types
         raise RequestError(f"the grammar cannot be read: {' '.join(str(error).split())}"[:200], "grammar") from None
 
 
 def either(texts: Sequence[str]) -> str:
-    """What any of these grammars allows; each keeps its own names for its rules."""
+    """Return the union of grammars. Each keeps its rule names."""
     first = "start: " + " | ".join(f"@weft_part_{i}" for i in range(len(texts)))
     return joined(first, {f"weft_part_{i}": text for i, text in enumerate(texts)})
 
 
 def within(lark: str, rest: str) -> str:
-    """A Lark grammar that refers to another grammar as `@weft_rest`."""
+    """Return a Lark grammar that refers to another grammar as `@weft_rest`."""
     return joined(lark, {"weft_rest": rest})
 
 
 def joined(lark: str, named: dict[str, str]) -> str:
-    """A Lark grammar that refers to others by their names, as `@name`. The names are of one place in the code alone."""
+    """Return a Lark grammar that refers to others as `@name`. Names must be unique to the calling code."""
     parts = [{"name": "start", "lark_grammar": lark}]
     for name, text in named.items():
         parts += _parts(text, name)
@@ -90,11 +91,11 @@ def joined(lark: str, named: dict[str, str]) -> str:
 
 
 def _parts(text: str, name: str) -> list[dict[str, Any]]:
-    """The parts of a grammar, which may be bare Lark, under this name and names that begin with it."""
+    """Return the parts of a grammar, which may be plain Lark, renamed to `name` and names that start with it."""
     if not text.lstrip().startswith("{"):
         return [{"name": name, "lark_grammar": text}]
     parts = [{k: v for k, v in part.items() if v is not None} for part in json.loads(text)["grammars"]]
-    names = [part["name"] for part in parts[1:]]  # those of `joined`, which has put them here
+    names = [part["name"] for part in parts[1:]]  # added by `joined`
     for part in parts:
         for inner in names:
             if "lark_grammar" in part:
@@ -105,12 +106,12 @@ def _parts(text: str, name: str) -> list[dict[str, Any]]:
 
 
 def literal(text: str) -> str:
-    """A text as a Lark string, in which no control character stands as it is; JSON leaves U+007F."""
+    """Return a text as a Lark string with all control characters escaped; JSON does not escape U+007F."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def compile_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """Threads with a stack that no grammar can use up (`STACK_BYTES`, taken as it is touched)."""
+    """Return threads whose stack no grammar can exhaust (`STACK_BYTES`, allocated on use)."""
     with _stack_size_lock:
         before = threading.stack_size(STACK_BYTES)
         try:

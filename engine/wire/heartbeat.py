@@ -1,8 +1,8 @@
-"""`Heartbeats`: the signs of life of a daemon's processes, in memory that all of them share; `Watch` judges them.
+"""`Heartbeats`: heartbeats of a daemon's processes in shared memory; `Watch` detects missing ones.
 
-A process writes its own row from the loop that does its work, never from a thread beside it, which would go on while
-the loop hangs. Times are of the monotonic clock, which all processes of a machine read alike. Nothing is sent: a heartbeat
-is seen however full a socket is, and without the daemon.
+A process writes its row from its main loop, never from another thread, which would continue while the loop hangs. Times
+are of the monotonic clock, which is the same in all processes. Nothing is sent, so heartbeats work with full sockets
+and without the daemon.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 ENGINE = 0
-"""the first engine's row; those of the others follow, then those of the API processes"""
+"""Row of the first engine. Further engines follow, then API processes."""
 
 HEARTBEAT_SECONDS = 1.0
-"""between two heartbeats of a loop that has nothing to do, at most"""
+"""Maximum seconds between two heartbeats of an idle loop."""
 LATE_SECONDS = 5.0
-"""without a heartbeat: from then on probes are told"""
+"""Seconds without a heartbeat after which probes report the process as late."""
 NAP_SECONDS = 3.0
-"""a watcher that has not looked for so long was asleep itself, and maybe everything else with it"""
+"""A watcher that has not looked for this many seconds was suspended, and perhaps the machine with it."""
 
 _MAX_RANKS = 8
 _RANKS_AT, _RANK_CELLS = 16, 3
@@ -35,7 +35,7 @@ _STEP_TIMEOUT, _START_TIMEOUT = range(2)
 
 
 class LastStep(NamedTuple):
-    """The iteration that the engine waited for last."""
+    """The iteration that the engine last waited for."""
 
     number: int
     requests: int
@@ -53,12 +53,12 @@ class LastStep(NamedTuple):
 
 
 class Heartbeats:
-    """Anonymous shared memory: a row a process, and the bounds that the daemon gives."""
+    """Anonymous shared memory with a row per process, and the daemon's timeouts."""
 
     def __init__(
         self, rows: int = 1, fd: int | None = None, *, step_timeout: float = 600.0, start_timeout: float = 600.0
     ) -> None:
-        """`fd`: of heartbeats made by another process; its bounds hold, and it has so many rows at least."""
+        """`fd` opens the heartbeats of another process, which set the timeouts and has at least `rows` rows."""
         self.rows = rows
         self.fd = os.memfd_create("weft-heartbeats") if fd is None else fd
         size = (rows + 1) * _ROW
@@ -78,74 +78,74 @@ class Heartbeats:
 
     @property
     def step_timeout(self) -> float:
-        """seconds that an iteration may take where its end can be waited for in parts"""
+        """Maximum seconds of an iteration, if its end can be awaited with a timeout."""
         return self._bounds[_STEP_TIMEOUT]
 
     @property
     def start_timeout(self) -> float:
-        """seconds that a stage of a start may take without progress"""
+        """Maximum seconds of a stage of the start without progress."""
         return self._bounds[_START_TIMEOUT]
 
     def of(self, row: int) -> Heartbeat:
-        """For the process that the row belongs to, or the daemon before that one runs."""
+        """Return the row for its process, or for the daemon before the process runs."""
         return Heartbeat(self._cells(row), self._text(row))
 
     def rank(self, row: int, rank: int) -> Heartbeat:
-        """Of a rank of the engine in this row, but the first, whose heartbeats are the engine's."""
+        """Return the heartbeat of a follower rank of the engine in this row. Rank 0 uses the engine's own."""
         begin = _RANKS_AT + rank * _RANK_CELLS
         return Heartbeat(self._cells(row)[begin : begin + _RANK_CELLS], self._text(row, rank))
 
     def ranks(self, row: int) -> list[int]:
-        """The ranks beside the first that the engine in this row has started."""
+        """Return the follower ranks that the engine in this row has started."""
         return [rank for rank in range(_MAX_RANKS) if self.rank(row, rank).at]
 
     def at(self, row: int) -> float:
-        """When the last heartbeat was; 0 before the first one."""
+        """Return the time of the last heartbeat; 0 before the first one."""
         return self._cells(row)[_AT]
 
     def allowed(self, row: int) -> float:
-        """Seconds that may pass before the next one, as announced; 0 when nothing was."""
+        """Return the announced seconds before the next heartbeat; 0 if none were announced."""
         return self._cells(row)[_ALLOWED]
 
     def pid(self, row: int) -> int:
-        """Of the process that wrote the row last; 0 before the first heartbeat."""
+        """Return the process id of the row; 0 before the first heartbeat."""
         return int(self._cells(row)[_PID])
 
     def given_up(self, row: int) -> bool:
-        """The daemon is about to end the process."""
+        """Return whether the daemon is about to end the process."""
         return bool(self._cells(row)[_GIVEN_UP])
 
     def stage(self, row: int, rank: int = 0) -> str:
-        """The long work under way, in words; empty while the process does its usual work."""
+        """Return the name of the long operation that runs; empty in normal operation."""
         text = self._text(row, rank)
         return bytes(text[1 : 1 + text[0]]).decode("utf-8", "replace")
 
     def last_step(self, row: int) -> LastStep | None:
-        """None before the first one."""
+        """Return the last step; None before the first one."""
         step = LastStep(*map(int, self._cells(row)[_STEP : _NANO_BATCHES + 1].tolist()))
         return step if step.number else None
 
 
 class Heartbeat:
-    """A process's own row, or a rank's part of its engine's row: the first cells alone."""
+    """The row of a process, or the cells of a follower rank in its engine's row."""
 
     def __init__(self, cells: memoryview[float], text: memoryview[int]) -> None:
         self._cells = cells
         self._text = text
 
     def __call__(self) -> None:
-        """The loop goes round: nothing long is under way."""
+        """Record a pass of the main loop: no long operation runs."""
         cells = self._cells
         cells[_AT] = time.monotonic()
         cells[_ALLOWED] = 0.0
         self._text[0] = 0
 
     def still(self) -> None:
-        """What was announced, or what is waited for, goes on."""
+        """Record that the announced or awaited operation continues."""
         self._cells[_AT] = time.monotonic()
 
     def stage(self, text: str, seconds: float) -> None:
-        """Something long begins, or has come a step further: the next heartbeat may be so many seconds away."""
+        """Announce a long operation or its progress. The next heartbeat may take up to `seconds`."""
         encoded = text.encode()[:_TEXT_BYTES]
         self._cells[_ALLOWED] = seconds
         self._cells[_AT] = time.monotonic()
@@ -153,17 +153,17 @@ class Heartbeat:
         self._text[0] = len(encoded)
 
     def step(self, step: LastStep) -> None:
-        """An iteration's end is waited for from now on."""
+        """Record that the end of an iteration is awaited."""
         cells = self._cells
         cells[_STEP], cells[_REQUESTS], cells[_TOKENS], cells[_DECODES], cells[_NANO_BATCHES] = step
         cells[_AT] = time.monotonic()
 
     def give_up(self) -> None:
-        """By the daemon: this process is about to be ended, whatever it still shows."""
+        """Record, in the daemon, that this process is about to be ended."""
         self._cells[_GIVEN_UP] = 1.0
 
     def begin(self, stage: str, seconds: float, pid: int = 0) -> None:
-        """A new process: its row is its predecessor's no more."""
+        """Reset the row for a new process."""
         for cell in range(_PID, len(self._cells)):
             self._cells[cell] = 0.0
         self._cells[_PID] = pid
@@ -183,8 +183,8 @@ class Heartbeat:
 
 
 class Watch:
-    """One watcher's view of all rows. What it slept through counts for nobody: a machine that was suspended, or a
-    container that was paused, has no hung processes."""
+    """One watcher's view of all rows. Time during which the watcher was suspended does not count, so that no process
+    looks hung after a machine or container was paused."""
 
     def __init__(self, heartbeats: Heartbeats, clock: Callable[[], float] = time.monotonic) -> None:
         self.heartbeats = heartbeats
@@ -192,25 +192,24 @@ class Watch:
         self._looked = self._awake_since = clock()
 
     def look(self) -> None:
-        """To be called about every second."""
+        """Update the view. Call it about every second."""
         now = self._clock()
         if now - self._looked > NAP_SECONDS:
             self._awake_since = now
         self._looked = now
 
     def age(self, row: int) -> float:
-        """Seconds since the last heartbeat; 0 before the first one."""
+        """Return the seconds since the last heartbeat; 0 before the first one."""
         at = self.heartbeats.at(row)
         return max(0.0, self._clock() - at) if at else 0.0
 
     def rank_age(self, row: int, rank: int) -> float:
-        """Seconds since the last heartbeat of another rank of the engine in this row."""
+        """Return the seconds since the last heartbeat of a follower rank."""
         return max(0.0, self._clock() - self.heartbeats.rank(row, rank).at)
 
     def silent_rank(self, row: int, bound: float) -> tuple[int, float] | None:
-        """A rank of the engine in this row, but the first, whose last heartbeat is more than `bound` seconds away, and more
-        than it announced, and how many they are.
-        """
+        """Return a follower rank whose last heartbeat is older than `bound` seconds and than announced, with its age;
+        None if there is none."""
         for rank in self.heartbeats.ranks(row):
             heartbeat = self.heartbeats.rank(row, rank)
             age = self._clock() - max(heartbeat.at, self._awake_since)
@@ -219,9 +218,9 @@ class Watch:
         return None
 
     def late(self, row: int, bound: float) -> float | None:
-        """Seconds since the last heartbeat if they are more than `bound` and more than was announced, else None.
+        """Return the age of the last heartbeat if it is more than `bound` and than announced, else None.
 
-        An engine is as late as the latest of its ranks.
+        An engine is as late as its latest rank.
         """
         if not (at := self.heartbeats.at(row)):
             return None

@@ -1,8 +1,8 @@
-"""`KvPublisher`: KV-cache events over ZeroMQ, in the form that vLLM published and that routers read.
+"""`KvPublisher`: publishes KV-cache events over ZeroMQ, in vLLM's format, which routers read.
 
 A message has three frames: topic, sequence number (8 bytes, big-endian), and a msgpack array
-`[time, [event, …], rank]`. An event is an array that begins with its name. A second socket sends messages again: asked
-with a sequence number it answers with all messages from there on that are kept, then with the number -1.
+`[time, [event, …], rank]`. An event is an array that starts with its name. A second socket replays messages: it answers
+a sequence number with all kept messages from there on, then with the number -1.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
 
 KEPT_MESSAGES = 10_000
-"""for those who ask for them again"""
+"""Messages kept for replay."""
 KEPT_BYTES = 64 * 2**20
 HIGH_WATER = 100_000
-"""messages that a slow subscriber may be behind, before it loses some"""
+"""Messages queued for a slow subscriber before it loses some."""
 WAITING = 10_000
-"""that may wait for the thread, before all subscribers lose some"""
+"""Messages queued for the thread before all subscribers lose some."""
 POLL_SECONDS = 0.05
 SNAPSHOT_SECONDS = 10.0
-"""between two whole accounts of the index at least"""
+"""Minimum seconds between two snapshots of the index."""
 END = (-1).to_bytes(8, "big", signed=True)
 _OWN = re.compile(r"tcp://(\*|0\.0\.0\.0|127\.[\d.]+|localhost|\[?::1?\]?):|ipc://|inproc://")
-"""addresses to listen at; others belong to somebody who listens there"""
+"""Addresses to listen on. Others are connected to."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored", omit_defaults=True):
-    """Blocks of a chain, each the child of the one before, are kept in a medium from now on."""
+    """A medium now holds these blocks of a chain, each the child of the one before."""
 
     block_hashes: list[int]
-    """64-bit; they name blocks, and are not to be computed by others"""
+    """64-bit names of blocks. Subscribers cannot compute them."""
     parent_block_hash: int | None
-    """of the block before the first one"""
+    """Hash of the block before the first one."""
     token_ids: list[int]
-    """of all blocks: a multiple of `block_size`"""
+    """Token ids of all blocks; a multiple of `block_size`."""
     block_size: int
     lora_id: int | None
     medium: str
     lora_name: str | None
     extra_keys: list[tuple[str, ...] | None] | None = None
-    """what beside tokens and parent makes the block: the salt, for a first block that has one"""
+    """Further parts of a block's key: the salt, for a first block that has one."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemoved", omit_defaults=True):
@@ -58,7 +58,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemov
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
-    """Nothing is kept any more, in no medium."""
+    """All media were cleared."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -71,19 +71,19 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvPublisher:
-    """A thread with the sockets. Listens from the start, so that subscribers are there for the first event."""
+    """A thread with the sockets. It listens from the start, so that subscribers get the first event."""
 
     def __init__(self, endpoint: str, replay_endpoint: str | None, topic: str, rank: int = 0) -> None:
-        """rank: of this engine among those of one daemon; its ports are so many higher. Raises `ConfigError`."""
+        """`rank` is this engine's number in the daemon; it is added to the ports. Raises `ConfigError`."""
         self.wanted = True
-        """somebody misses events that are not kept: a whole account of the index is due"""
+        """A subscriber misses events that are not kept, so a snapshot of the index is due."""
         self._topic, self._rank = topic.encode(), rank
         self._queue: queue.SimpleQueue[Callable[[], Sequence[Event]] | None] = queue.SimpleQueue()
         self._kept: deque[tuple[bytes, bytes]] = deque()
         self._kept_bytes = 0
         self._dropped = False
-        # A later engine begins below all numbers of one before it: a subscriber sees every restart as a number that is
-        # too small, and never takes the one's messages for the other's.
+        # A later engine starts below all numbers of an earlier one, so that subscribers notice every restart and never
+        # confuse the messages of the two.
         self._next = 2**62 - time.time_ns() // 1000
         self._context = zmq.Context()
         try:
@@ -110,7 +110,7 @@ class KvPublisher:
 
     @property
     def address(self) -> str:
-        """Where events are to be had."""
+        """Address of the publishing socket."""
         return self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property
@@ -119,21 +119,22 @@ class KvPublisher:
         return self._replay.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def put(self, make: Callable[[], Sequence[Event]]) -> None:
-        """Publish what this makes, in the thread. When too much waits it is lost, and a whole account is due."""
+        """Publish the events that `make` returns on the thread. If the queue is full they are lost, and a snapshot is
+        due."""
         if self._queue.qsize() >= WAITING:
             self.wanted = True
         else:
             self._queue.put(make)
 
     def close(self) -> None:
-        """What waits still leaves, if somebody takes it soon."""
+        """Close the sockets. Queued events are still sent if subscribers take them soon."""
         self._queue.put(None)
         self._thread.join(1.0)
 
     def _run(self) -> None:
         encode = msgspec.msgpack.Encoder().encode
         while True:
-            self._send_again()
+            self._replay_messages()
             try:
                 make = self._queue.get(timeout=POLL_SECONDS)
             except queue.Empty:
@@ -151,8 +152,8 @@ class KvPublisher:
                 self._dropped = True
         self._context.destroy()
 
-    def _send_again(self) -> None:
-        """Answer those who miss messages. What a peer does not take is dropped, as a router's socket does."""
+    def _replay_messages(self) -> None:
+        """Answer replay requests. A ROUTER drops messages that a peer does not take."""
         while self._replay is not None and self._replay.poll(0):
             frames = self._replay.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
@@ -168,7 +169,7 @@ class KvPublisher:
 
 
 def make_publisher(config: EngineConfig, rank: int = 0) -> KvPublisher | None:
-    """The one that the configuration asks for, if any. Raises `ConfigError`."""
+    """Create the configured publisher; None if events are off. Raises `ConfigError`."""
     if config.kv_events_endpoint is None:
         return None
     topic = config.kv_topic(config.model_name)
@@ -176,7 +177,7 @@ def make_publisher(config: EngineConfig, rank: int = 0) -> KvPublisher | None:
 
 
 def of_rank(endpoint: str, rank: int) -> str:
-    """The endpoint of another engine of the same daemon."""
+    """Return the endpoint of engine number `rank` of the daemon."""
     if not rank or endpoint.endswith("*"):
         return endpoint
     base, colon, port = endpoint.rpartition(":")

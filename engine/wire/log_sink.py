@@ -1,7 +1,7 @@
-"""`LogSink`: stderr and stdout that never make their writer wait: a bounded queue, and a thread that writes.
+"""`LogSink`: stderr and stdout that never block their writer, with a bounded queue and a writing thread.
 
-A process that serves must not stand still because nobody reads its log (a stopped `tee`, a full disk).
-What finds no room is dropped and counted; the next line that gets through is followed by how many were.
+A serving process must not block because nothing reads its log (a stopped `tee`, a full disk). Lines that do not fit
+the queue are dropped and counted, and the count is logged after the next line that is written.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from typing import TextIO
 
 MAX_LINES = 10_000
 MAX_BYTES = 2 * 2**20
-"""of lines that wait; a single longer one waits alone"""
+"""Bytes of queued lines. A single longer line is still queued on its own."""
 CHUNK = 64 * 1024
-"""bytes a write at most: a pipe's size"""
+"""Maximum bytes per write: the size of a pipe."""
 LAST_LINES_SECONDS = 1.0
-"""that the lines of a process that ends get to leave"""
+"""Seconds to write the remaining lines when the process ends."""
 
 
-def told(dropped: int) -> str:
-    """The line that says so."""
-    return f"weft: {dropped} log lines dropped: nobody took them in time"
+def dropped_message(dropped: int) -> str:
+    return f"weft: {dropped} log lines dropped: stderr was not read in time"
 
 
 class LogSink(io.TextIOBase):
     """A text stream onto a file descriptor. Writing appends to a queue, from any thread or signal handler.
 
     Attributes:
-        dropped: lines in all.
-        on_drop: told of each dropped line, under the lock.
-        told: the line about so many dropped ones.
+        dropped: total of dropped lines.
+        on_drop: called for each dropped line, under the lock.
+        dropped_message: formats the line about a number of dropped lines.
     """
 
     encoding = "utf-8"
@@ -47,19 +46,19 @@ class LogSink(io.TextIOBase):
         super().__init__()
         self.dropped = 0
         self.on_drop: Callable[[], None] | None = None
-        self.told: Callable[[int], str] = told
+        self.dropped_message: Callable[[int], str] = dropped_message
         self._fd = fd
         self._max_lines = max_lines
         self._max_bytes = max_bytes
-        self._changed = threading.Condition()  # of an RLock: a signal handler may log while its thread is in here
+        self._changed = threading.Condition()  # an RLock: a signal handler may log while its thread is in here
         self._lines: deque[bytes] = deque()
         self._bytes = 0
-        """of `_lines`"""
+        """Bytes of `_lines`."""
         self._partial = ""
-        """what has no line end yet"""
+        """Text without a line end yet."""
         self._writing = False
-        self._untold = 0
-        """dropped lines that nobody has been told of"""
+        self._unreported = 0
+        """Dropped lines that have not been reported."""
         self._thread: threading.Thread | None = None
 
     # -- the stream
@@ -86,14 +85,14 @@ class LogSink(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Queue what has no line end yet, too. Waits for nothing: `drain` does."""
+        """Queue text without a line end too. Does not wait; `drain` does."""
         with self._changed:
             if self._partial:
                 text, self._partial = self._partial, ""
                 self._put(text)
 
     def drain(self, seconds: float = LAST_LINES_SECONDS) -> bool:
-        """Wait until everything has been written, so long at most; tells whether it has."""
+        """Wait up to `seconds` until everything has been written, and return whether it has."""
         self.flush()
         until = time.monotonic() + seconds
         with self._changed:
@@ -118,7 +117,7 @@ class LogSink(io.TextIOBase):
 
     def _drop(self, count: int) -> None:
         self.dropped += count
-        self._untold += count
+        self._unreported += count
         if self.on_drop is not None:
             for _ in range(count):
                 self.on_drop()
@@ -128,17 +127,17 @@ class LogSink(io.TextIOBase):
             lines = self._take()
             try:
                 self._write_all(b"".join(lines))
-            except OSError:  # a full disk, a reader that has gone: the next lines may fare better
+            except OSError:  # a full disk, or a reader that has gone; later lines may be written
                 with self._changed:
                     self._drop(len(lines))
             else:
-                self._tell_dropped()
+                self._report_dropped()
             with self._changed:
                 self._writing = False
                 self._changed.notify_all()
 
     def _take(self) -> list[bytes]:
-        """The next lines, together about a chunk."""
+        """Return the next lines, up to a chunk."""
         with self._changed:
             while not self._lines:
                 self._changed.wait()
@@ -151,28 +150,28 @@ class LogSink(io.TextIOBase):
             self._writing = True
         return lines
 
-    def _tell_dropped(self) -> None:
+    def _report_dropped(self) -> None:
         with self._changed:
-            count, self._untold = self._untold, 0
+            count, self._unreported = self._unreported, 0
         if count:
             try:
-                self._write_all(f"{self.told(count)}\n".encode(self.encoding, self.errors))
+                self._write_all(f"{self.dropped_message(count)}\n".encode(self.encoding, self.errors))
             except OSError:
                 with self._changed:
-                    self._untold += count
+                    self._unreported += count
 
     def _write_all(self, data: bytes) -> None:
-        """Blocks as long as the reader does. Raises `OSError`."""
+        """Write all data, blocking as long as the reader does. Raises `OSError`."""
         view = memoryview(data)
         while view:
             try:
                 view = view[os.write(self._fd, view[:CHUNK]) :]
-            except BlockingIOError:  # somebody made the terminal non-blocking
+            except BlockingIOError:  # the terminal was made non-blocking
                 select.select([], [self._fd], [], 1.0)
 
 
 def install() -> None:
-    """Make this process's stdout and stderr such streams, unless somebody has put others in their place."""
+    """Replace this process's stdout and stderr, unless they were replaced already."""
     open_standard_files()
     if _is_descriptor(sys.stdout, 1):
         sys.stdout = LogSink(1)
@@ -183,7 +182,7 @@ def install() -> None:
 
 
 def _is_descriptor(stream: TextIO | None, fd: int) -> bool:
-    """Python's own stream onto a descriptor, or None where that was closed."""
+    """Return whether `stream` is Python's own stream of a descriptor, or None because it was closed."""
     if stream is None:
         return True
     try:
@@ -194,12 +193,12 @@ def _is_descriptor(stream: TextIO | None, fd: int) -> bool:
 
 
 def dropped_lines() -> int:
-    """Lines of this process's stderr that were dropped."""
+    """Return the number of dropped lines of this process's stderr."""
     return sys.stderr.dropped if isinstance(sys.stderr, LogSink) else 0
 
 
 def flush_lines() -> None:
-    """Before the end of a process: give its last lines so long to leave."""
+    """Write the last lines before the process ends, for up to `LAST_LINES_SECONDS`."""
     until = time.monotonic() + LAST_LINES_SECONDS
     for stream in (sys.stderr, sys.stdout):
         if isinstance(stream, LogSink):
@@ -207,8 +206,8 @@ def flush_lines() -> None:
 
 
 def open_standard_files() -> None:
-    """Whoever started this process may have closed stdin, stdout or stderr: then a socket would get that number, and
-    what a library prints would go to a client."""
+    """Open stdin, stdout and stderr if they were closed. Otherwise a socket would get their number, and library output
+    would go to a client."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)

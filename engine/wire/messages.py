@@ -1,7 +1,7 @@
-"""What crosses the socket between an API process and the engine process: msgspec structs, tagged, never pickle.
+"""The messages between API processes and the engine process: tagged msgspec structs, never pickle.
 
-Token ids and other per-iteration columns travel as raw little-endian arrays (`bytes`), so that one iteration of a
-thousand requests is one message with a handful of buffers.
+Token ids and other per-iteration columns are raw little-endian arrays (`bytes`), so that an iteration of a thousand
+requests is one message with a few buffers.
 """
 
 from __future__ import annotations
@@ -23,58 +23,58 @@ class Finish(IntEnum):
     LENGTH = 2
     ABORT = 3
     REFUSED = 4
-    """the request itself cannot be served: the fault is the client's"""
+    """The request cannot be served as sent."""
     NONFINITE = 5
-    """the model computed logits that are no numbers (NaN, inf): there is nothing to sample from"""
+    """The model computed logits that are not finite (NaN, inf)."""
     BUSY = 6
-    """not now: nothing was done, and the same request may be served later"""
+    """The request was not served now, but may be later."""
 
 
 HANDLE_BITS = 40
-"""A client's handles are `client << HANDLE_BITS | k`: whose they are can be read off them."""
+"""A client's handles are `client << HANDLE_BITS | k`, so that a handle identifies its client."""
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """A client's first message; answered by `EngineReady` or `EngineFailed`."""
 
     pages: bool = False
-    """it wants to know which pages the engine keeps, now and from now on"""
+    """Whether to send the pages that the engine holds, and their changes."""
 
 
 class ClientGone(msgspec.Struct, tag="client_gone", frozen=True):
-    """From who watches the clients' processes: this one has ended, so drop all its requests."""
+    """Sent by the watcher of client processes when one has ended: its requests are dropped."""
 
     client: int
 
 
 class Retention(msgspec.Struct, frozen=True, array_like=True):
-    """The beginning of a prompt is to be kept."""
+    """A request to retain the first pages of a prompt."""
 
     tokens: int
-    """of the prompt, from its first one on"""
+    """Prompt tokens to retain, from the first one."""
     seconds: float
-    """from when the prompt is computed"""
+    """Seconds to retain them, from when the prompt is computed."""
 
 
 class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
-    """One sequence to generate. `handle` is chosen by the sender, among its own, and unique among its open requests."""
+    """One sequence to generate. The sender chooses a `handle` that is unique among its open requests."""
 
     handle: int
     prompt_token_ids: bytes
-    """int32"""
+    """int32."""
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
     leader: int = -1
-    """handle of a request with the same prompt, sent before: this one waits for its pages instead of computing them"""
+    """Handle of an earlier request with the same prompt, whose pages this one waits for; -1 for none."""
     tenant: int = 0
-    """number of the API key it came with: those of one priority take turns"""
+    """Number of the request's API key. Tenants of one priority share the engine fairly."""
     metered: bool = False
-    """tell what it was charged (`Outputs.joules`)"""
+    """Report the energy charged (`Outputs.joules`)."""
     retention: tuple[Retention, ...] = ()
-    """where they say different times of a page, the longest counts"""
+    """If several cover a page, the longest time counts."""
     names: tuple[bytes, ...] = ()
-    """that the next turn of its conversation may be known by, 16 bytes each"""
+    """Names of the conversation for its next turn, 16 bytes each."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
@@ -86,21 +86,21 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache", frozen=True):
 
 
 class Prefetch(msgspec.Struct, tag="prefetch", frozen=True):
-    """The next turn of a conversation is on its way: have its pages on the device when it comes."""
+    """Load the pages of a conversation to the device before its next turn arrives."""
 
     names: tuple[bytes, ...]
-    """that it may be known by (`AddRequest.names`), the one that says most first"""
+    """Names of the conversation (`AddRequest.names`), most specific first."""
 
 
 class Profile(msgspec.Struct, tag="profile", frozen=True):
-    """Record what the engine process does for some seconds, as a Chrome trace in a new file."""
+    """Record a Chrome trace of the engine process for some seconds, in a new file."""
 
     path: str
     seconds: float
 
 
 class Sleep(msgspec.Struct, tag="sleep", frozen=True):
-    """No request is open: give the memory back, until `Wake`. Answered by `SleepReply`."""
+    """Free the memory until `Wake`; no request is open. Answered by `SleepReply`."""
 
 
 class Wake(msgspec.Struct, tag="wake", frozen=True):
@@ -111,14 +111,14 @@ ToEngine = Hello | ClientGone | AddRequest | AbortRequests | ResetPrefixCache | 
 
 
 class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine holds at most, in bytes: of its process on a CPU, of the device on a GPU."""
+    """An engine's maximum memory in bytes: of its process on a CPU, of the device on a GPU."""
 
     weights: int = 0
     kv_pages: int = 0
     host_pages: int = 0
-    """of the host tier, in host memory on a GPU too"""
+    """Pages of the host tier, which are in host memory for a GPU too."""
     working: int = 0
-    """everything else: libraries, buffers, caches of compiled kernels"""
+    """Everything else: libraries, buffers, caches of compiled kernels."""
 
     @property
     def total(self) -> int:
@@ -126,7 +126,7 @@ class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanStats(msgspec.Struct, frozen=True, array_like=True):
-    """The pipelines of the plan; those that neither serve nor are left out are still compiled, loaded or captured."""
+    """The pipelines of the plan. Those that neither serve nor are left out are still being prepared."""
 
     pipelines: int = 0
     serving: int = 0
@@ -145,29 +145,29 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     page_size: int
     num_pages: int
     max_num_seqs: int
-    """slots: requests that may ever run at once"""
+    """Number of slots: the maximum of requests that run at once."""
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
     load_seconds: float
     slot_limit: int = 0
-    """requests that may run at once at first"""
+    """Initial slot limit."""
     hidden_size: int = 0
-    """numbers of a hidden state"""
+    """Values per hidden state."""
     memory: MemoryBudget = MemoryBudget()
     energy_source: str = ""
-    """whose counter says what is drawn: nvml, rapl; empty: nobody's"""
+    """Source of the energy counter: nvml or rapl; empty if there is none."""
     energy_missing: str = ""
-    """why nobody's"""
+    """Why there is no energy counter."""
     plan: PlanStats = PlanStats()
-    """how far it is at first"""
+    """Progress of the plan at this time."""
     threads: int = 0
-    """that compute, on a CPU"""
+    """Compute threads of a CPU engine."""
     model_id: str = ""
-    """of the root of its pages' keys (`page_keys.root`)"""
+    """Model id in the root of page keys (`page_keys.root`)."""
     pages: bytes = b""
-    """brief keys of the pages in its prefix index, for clients that asked"""
+    """Brief keys of the pages in the prefix index, if the client requested them."""
     prefetches: bool = False
-    """it has tiers from which pages can be fetched ahead (`Prefetch`)"""
+    """The engine has tiers, so `Prefetch` has an effect."""
 
 
 class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
@@ -177,37 +177,37 @@ class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
 
 
 class TierStats(msgspec.Struct, kw_only=True):
-    """A tier of the KV cache; counters are totals since start."""
+    """A tier of the KV cache. Counters are totals since start."""
 
     up: bool = True
     used: int = 0
-    """pages in it, held ones included"""
+    """Pages in the tier, including held ones."""
     capacity: int = 0
     hit_tokens: int = 0
-    """prompt tokens found here and in no faster tier"""
+    """Prompt tokens found here and in no faster tier."""
     missed_tokens: int = 0
-    """prompt tokens found neither here nor in a faster tier"""
+    """Prompt tokens found neither here nor in a faster tier."""
     bytes_in: int = 0
     bytes_out: int = 0
     bytes_saved: int = 0
-    """that packing left out of those stored and loaded"""
+    """Bytes saved by packing, of those stored and loaded."""
     raw_pages: int = 0
-    """stored as they are, because they could not be packed"""
+    """Pages stored unpacked, because they could not be packed."""
     evictions: int = 0
     spilled: int = 0
-    """pages stored here because they lay idle"""
+    """Pages stored here because they were idle."""
     prefetched: int = 0
-    """pages loaded from here before their request could run"""
+    """Pages loaded from here before their request could run."""
     failures: int = 0
-    """pages that could not be stored or loaded, and the failure that switched the tier off"""
+    """Pages that could not be stored or loaded, plus the failure that switched the tier off."""
 
 
 LENGTHS = {"1k": 1024, "4k": 4096, "16k": 16384, "64k": 65536}
-"""prompts of fewer tokens, by name; longer ones are "more"."""
+"""Upper bounds of prompt lengths by name. Longer prompts count as "more"."""
 
 
 class LengthHits(msgspec.Struct, kw_only=True):
-    """Tokens of prompts of some length that were looked up, by where they were found; totals since start."""
+    """Looked-up prompt tokens of one length class, by the tier that held them. Totals since start."""
 
     gpu: int = 0
     host: int = 0
@@ -216,122 +216,122 @@ class LengthHits(msgspec.Struct, kw_only=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler knows; counters are totals since start."""
+    """The scheduler's state. Counters are totals since start."""
 
     running: int = 0
     slot_limit: int = 0
-    """requests that may run at once now"""
+    """Requests that may run at once now."""
     slot_limit_changes: dict[str, int] = {}
-    """by reason (`scheduling.slot_limit.REASONS`), where the number of seats follows an objective"""
+    """Changes of the slot limit by reason (`scheduling.slot_limit.REASONS`), if it follows an objective."""
     waiting: int = 0
     queue: dict[str, int] = {}
-    """requests that cannot be computed yet, by what they wait for: slots, pages, tokens (room in an iteration), sibling
-    (another request computes the same prompt), grammar (compiled), load (KV pages on their way to the GPU)"""
+    """Waiting requests by reason: slots, pages, tokens (no token budget in the iteration), sibling (another request
+    computes the same prompt), grammar (being compiled), load (KV pages being loaded to the GPU)."""
     pages_held: int = 0
     pages_cached: int = 0
     pages_total: int = 0
     retained_pages: int = 0
-    """that are evicted last, because clients asked for it"""
+    """Pages retained for clients, which are evicted last."""
     retentions_displaced: int = 0
-    """pages that lost this before their time, for others"""
+    """Pages released early in favor of other retained pages."""
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     prefix_lengths: dict[str, LengthHits] = {}
-    """by the name of the prompt's length (`LENGTHS`)"""
+    """Hits by the name of the prompt's length class (`LENGTHS`)."""
     tiers: dict[str, TierStats] = {}
-    """by name: gpu, host, ssd, as far as they are on"""
+    """Active tiers by name: gpu, host, ssd."""
     preemptions: int = 0
     displaced: int = 0
-    """preemptions for the seat, in favour of a better priority"""
+    """Preemptions that gave a slot to a better priority."""
     overtaken: int = 0
-    """requests admitted before one whose turn it was, for it lacked pages or a seat"""
+    """Requests admitted ahead of the first in line, which lacked pages or a slot."""
     prompt_tokens: int = 0
     generation_tokens: int = 0
     decode_tokens: int = 0
-    """computed, one for each running request of an iteration"""
+    """Computed tokens of decodes, one per decoding request of an iteration."""
     prefill_tokens: int = 0
-    """computed, after a preemption again"""
+    """Computed prompt tokens, including those computed again after a preemption."""
     attention: dict[str, int] = {}
-    """iterations, by the path that attention took and by what was cut (`runner.attention_path`)"""
+    """Iterations by the path of attention and by what was cut (`runner.iteration.attention_path`)."""
     chunks_cut: dict[str, int] = {}
-    """iterations whose prompts were cut short for the time between tokens, by what decided how far
-    (`scheduling.chunk_limit.BOUNDS`)"""
+    """Iterations whose prompts were cut short for the time between tokens, by reason
+    (`scheduling.chunk_limit.BOUNDS`)."""
     chunks_late: int = 0
-    """of those cut by the limit: that took longer than it all the same"""
+    """Iterations cut by the limit that still took longer."""
     nonfinite_logits: int = 0
-    """requests that ended because their logits, or those of their prompt, were no numbers"""
+    """Requests that ended because logits of their output or prompt were not finite."""
 
 
 class IterationStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The iteration committed last."""
+    """The last committed iteration."""
 
     tokens: int = 0
     requests: int = 0
     seconds: float = 0.0
-    """device time"""
+    """Device time in seconds."""
     idle_seconds: float = 0.0
-    """device idle before it"""
+    """Seconds for which the device was idle before the iteration."""
     schedule_seconds: float = 0.0
-    """CPU time of schedule + commit"""
+    """CPU time of schedule and commit in seconds."""
 
 
 class EnergyStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the device, in joules since start; what is neither at rest nor charged will be soon."""
+    """Energy of the device in joules since start. What is neither idle nor charged is charged soon."""
 
     source: str = ""
     joules: float = 0.0
     idle_joules: float = 0.0
-    """while no request was open"""
+    """Energy drawn while no request was open."""
     charged: float = 0.0
-    """to requests"""
+    """Energy charged to requests."""
 
 
 class PageChanges(msgspec.Struct, frozen=True, array_like=True):
-    """Brief keys (`page_keys.BRIEF` bytes each) of pages that came into a prefix index and that left it."""
+    """Brief keys (`page_keys.BRIEF` bytes each) of pages that entered a prefix index and that left it."""
 
     entered: bytes = b""
     left: bytes = b""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """State after an iteration; counters are totals since start."""
+    """The engine's state after an iteration. Counters are totals since start."""
 
     scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)
     iteration: IterationStats = msgspec.field(default_factory=IterationStats)
     load_seconds: list[tuple[str, float]] = []
-    """(tier, seconds) of page loads that ended since the message before"""
+    """(tier, seconds) of page loads that ended since the last message."""
     iterations: int = 0
     iterations_pipelined: int = 0
-    """of more than one nano-batch"""
+    """Iterations with more than one nano-batch."""
     iterations_idle_seconds: float = 0.0
-    """device idle between iterations while requests were open"""
+    """Seconds for which the device was idle between iterations while requests were open."""
     log_lines_dropped: int = 0
-    """that this process wrote to stderr and nobody took"""
+    """Lines that this process wrote to stderr and that were dropped."""
     energy: EnergyStats | None = None
-    """None: nobody counts it"""
+    """None if there is no energy counter."""
     plan: PlanStats = PlanStats()
     pages: PageChanges = PageChanges()
-    """since the message before, once a client has asked"""
+    """Changes since the last message, once a client has requested them."""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
-    """A request got its first token: what only the engine knows about its beginning."""
+    """Sent with a request's first token: the engine's figures about its start."""
 
     handle: int
     cached_tokens: int
     queue_seconds: float
-    """from arrival in the engine to the first schedule"""
+    """Seconds from arrival in the engine to the first schedule."""
     prefill_seconds: float
-    """from the first schedule to the first token"""
+    """Seconds from the first schedule to the first token."""
     retained_tokens: int = 0
-    """prompt tokens whose pages are kept for it, as it asked"""
+    """Prompt tokens whose pages are retained as requested."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of one sampled (or prompt) token: `ids[0]` is that token, the rest the k best, best first."""
 
     rank: int
-    """1-based rank of the token"""
+    """1-based rank of the token."""
     ids: tuple[int, ...]
     values: tuple[float, ...]
 
@@ -340,22 +340,22 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True, kw_only=True):
     """All tokens of one committed iteration, as parallel columns."""
 
     handles: bytes = b""
-    """int64"""
+    """int64."""
     tokens: bytes = b""
-    """int32 ids of the sampled tokens; -1 for a terminal event that brings none"""
+    """int32 ids of the sampled tokens; -1 for a terminal event without a token."""
     finish: bytes = b""
-    """uint8, `Finish`"""
+    """uint8, `Finish`."""
     started: list[Started] = []
     logprobs: dict[int, TokenLogprobs] = {}
-    """by handle, for the requests that asked"""
+    """By handle, for requests with `logprobs`."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-    """by handle, for positions 1 … of the prompt, sent in order, in parts, before the first token"""
+    """By handle, for prompt positions 1 …, sent in order and in several messages before the first token."""
     pooled: dict[int, bytes] = {}
-    """by handle, with the terminal event of requests for hidden states: float32, as many as a state has"""
+    """By handle, with the terminal event of pooling requests: float32, one hidden state."""
     errors: dict[int, str] = {}
-    """by handle, for `Finish.REFUSED`, `Finish.NONFINITE` and `Finish.BUSY`"""
+    """By handle, for `Finish.REFUSED`, `Finish.NONFINITE` and `Finish.BUSY`."""
     joules: dict[int, float] = {}
-    """by handle, for the requests that asked: charged since they began"""
+    """By handle, for metered requests: joules charged since they started."""
     stats: EngineStats
 
     def columns(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
@@ -367,12 +367,12 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True, kw_only=True):
 
 
 class SleepReply(msgspec.Struct, tag="sleep_reply", frozen=True, kw_only=True):
-    """To who said `Sleep` or `Wake`: it is done."""
+    """The answer to `Sleep` or `Wake`."""
 
     why_not: str = ""
-    """it is not"""
+    """Why it failed; empty if it succeeded."""
     num_bytes: int = 0
-    """of the device's memory, given back or taken"""
+    """Bytes of device memory freed or allocated."""
     seconds: float = 0.0
 
 

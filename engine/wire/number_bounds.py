@@ -1,7 +1,8 @@
-"""`kept_bounds`: a JSON schema with bounds of numbers that llguidance keeps, where it would not keep those given.
+"""`kept_bounds`: replaces number bounds of a JSON schema that llguidance would not enforce.
 
-It reads bounds as doubles, whole ones as 64 bits. And a bound that is whole and excluded is let through when the other
-one has the same whole part: above 0, up to 0.5, it takes 0. What stands in their place allows a little less.
+llguidance reads bounds as doubles, and whole ones as 64-bit integers. It also lets an excluded whole bound through if
+the other bound has the same whole part: for numbers above 0 and up to 0.5 it accepts 0. The replacements are slightly
+stricter.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ from typing import Any, TypeGuard
 from weft.engine.errors import RequestError
 
 MOST = 2**63 - 1024
-"""the largest whole number that is a double and has 64 bits with its sign"""
+"""The largest whole number that is both a double and a signed 64-bit integer."""
 EXACT = 2**53
-"""from here on not every whole number is a double"""
+"""Above this, not every whole number is a double."""
 TINY = 1e-60
-"""in place of an excluded 0"""
+"""Replaces an excluded 0."""
 DIGITS = 15
-"""of a decimal that every reader of doubles reads alike"""
+"""Digits of a decimal that all parsers of doubles read alike."""
 
 _DATA = frozenset({"const", "default", "enum", "example", "examples"})
-"""keywords whose values are no schemas"""
+"""Keywords whose values are not schemas."""
 _NAMES = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
-"""keywords whose keys are none"""
+"""Keywords whose keys are names, not keywords."""
 
 Schema = dict[str, Any]
 
 
 def kept_bounds(schema: Schema) -> Schema:
-    """Every value that follows the new schema follows the one given. Raises `RequestError` for a bound so far from 0
-    that no number beyond it can be written."""
-    # Bounds meet through allOf, $ref and others: any two in the schema may.
+    """Return a schema whose values all satisfy the given one. Raises `RequestError` for a bound so far from 0 that no
+    number beyond it can be written."""
+    # Any two bounds of the schema may apply together, through allOf, $ref and others.
     near: dict[int, set[int]] = {1: set(), -1: set()}
 
     def collect(part: Schema) -> Schema:
@@ -58,7 +59,7 @@ _SIDES = {1: ("minimum", "exclusiveMinimum"), -1: ("maximum", "exclusiveMaximum"
 
 
 def _mapped(node: Any, change: Callable[[Schema], Schema], names: bool = False) -> Any:
-    """With every schema inside changed. names: the node's keys are names of schemas."""
+    """Apply `change` to every schema inside. With `names`, the node's keys are names of schemas."""
     if isinstance(node, list):
         return [_mapped(item, change) for item in node]
     if not isinstance(node, dict):
@@ -70,10 +71,11 @@ def _mapped(node: Any, change: Callable[[Schema], Schema], names: bool = False) 
 
 
 def _inside(part: Schema, sign: int, near: set[int]) -> Schema:
-    """near: whole parts of bounds from the other side, times `sign`, as all bounds are here: they are lower ones."""
+    """Replace the bounds of one side. All values are multiplied by `sign`, so that bounds are lower bounds. `near` are
+    whole parts of bounds of the other side."""
     included, excluded = _SIDES[sign]
     given: list[tuple[float, bool]] = []
-    if _is_number(part.get(included)):  # draft 4 says in a word that it is excluded
+    if _is_number(part.get(included)):  # in draft 4 a boolean marks it as excluded
         given.append((sign * part[included], part.get(excluded) is True))
     if _is_number(part.get(excluded)):
         given.append((sign * part[excluded], True))
@@ -86,15 +88,15 @@ def _inside(part: Schema, sign: int, near: set[int]) -> Schema:
 
 
 def _moved(value: float, excluded: bool, near: set[int]) -> tuple[float, bool]:
-    """A lower bound in place of this one, and whether it is excluded itself."""
+    """Return a replacement of a lower bound, and whether it is excluded."""
     if abs(value) >= EXACT:
         value = max(value, -MOST)
         double = float(value)
-        # Of a double beyond `EXACT` the library writes the digits that tell it from others, and zeros.
+        # Beyond `EXACT` the library writes the shortest digits that identify a double, followed by zeros.
         while (least := min(int(double), int(Decimal(repr(double))))) < value or (excluded and least == value):
             double = math.nextafter(double, math.inf)
         if double > MOST:
-            raise RequestError(f"numbers beyond {MOST} cannot be enforced, as a bound asks ({value})", "grammar")
+            raise RequestError(f"the bound {value} cannot be enforced: it exceeds {MOST}", "grammar")
         return int(double), False
     if not excluded or value not in near or value < 0:
         return value, excluded

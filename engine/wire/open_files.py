@@ -1,4 +1,4 @@
-"""The limit of open files (`ulimit -n`): raised as far as it goes, and what a daemon needs of it."""
+"""The limit of open files (`ulimit -n`): how many files a daemon needs, and raising the limit."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import resource
 from contextlib import suppress
 
 OWN, FOR_RANK, FOR_API = 128, 16, 8
-"""files of any one of a daemon's processes, without connections: for itself (the libraries of a GPU included), and for
-each rank of an engine and each API process that there is"""
+"""Files of each of a daemon's processes, without connections: for itself (including GPU libraries), per rank of an
+engine, and per API process."""
 ENOUGH = 4096
-"""for the connections of an API process, too"""
+"""A limit that is also enough for the connections of an API process."""
 HOW = f"ulimit -Hn {ENOUGH}, LimitNOFILE={ENOUGH} in a systemd unit, --ulimit nofile={ENOUGH} for a container"
 
 
 def needed(ranks: int = 1, api_processes: int = 1) -> int:
-    """How many each of a daemon's processes must be able to open. `ranks`: of all engines, one of each at least."""
+    """Return how many files each of a daemon's processes must be able to open. `ranks` counts those of all engines."""
     return OWN + FOR_RANK * ranks + FOR_API * api_processes
 
 
 def raise_limit() -> float:
-    """Raise this process's soft limit to the hard one, where that can be. Returns what it is then, in files."""
+    """Raise this process's soft limit to the hard limit if possible, and return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

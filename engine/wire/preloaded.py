@@ -1,7 +1,7 @@
-"""`PreloadedProcess`: an engine process that has not been told yet which engine it is: it imports what every engine needs.
+"""`PreloadedProcess`: an engine process without a configuration yet, which already imports what every engine needs.
 
-Imports take seconds, and reading options some tenths of one: so `weft serve` begins one before it does anything else.
-This module itself imports nothing that takes time.
+Imports take seconds, and reading options some tenths of one, so `weft serve` starts one first of all. This module
+itself imports nothing slow.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from pathlib import Path
 from weft.engine.wire.child import command, stacks_signal_blocked
 
 PRIMITIVE_CACHES = {"LRU_CACHE_CAPACITY": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""On a CPU ideep and oneDNN keep a compiled primitive for each shape they have met, a thousand each if let: hundreds of
-megabytes that come with the traffic. Read when torch is loaded. With fewer than some dozens of the second kind they are
-compiled again and again, at twice the processor time"""
+"""Limits of the caches in which ideep and oneDNN keep a compiled primitive per shape on a CPU. The defaults, a thousand
+each, take hundreds of megabytes. Below some dozens of the second kind, recompilation doubles the processor time. They
+are read when torch is loaded."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SYSTEMD = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
-"""variables meant for this process alone"""
+"""Variables meant for this process alone."""
 
-_begun: list[PreloadedProcess] = []
-"""one at most, which nobody has taken yet"""
+_started: list[PreloadedProcess] = []
+"""At most one process, until it is taken."""
 
 
 def environment() -> dict[str, str]:
-    """Of the engine process: this one's, and what bounds its memory."""
+    """Return the environment of the engine process: this process's, plus limits of its memory."""
     own = {name: value for name, value in os.environ.items() if name not in SYSTEMD}
     return {**PRIMITIVE_CACHES, **own, "PYTHONUNBUFFERED": "1"}
 
 
 def gpus() -> list[str]:
-    """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them. Asks no driver."""
+    """Return the GPUs that this process may use, as in `CUDA_VISIBLE_DEVICES`, without a driver call."""
     named = os.environ.get(VISIBLE)
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip()]
@@ -42,10 +42,10 @@ def gpus() -> list[str]:
 
 
 class PreloadedProcess:
-    """A running process, and this process's end of its stdin. Raises `OSError` where none can be started."""
+    """A running process, and this process's end of its stdin. Raises `OSError` if it cannot be started."""
 
     def __init__(self, gpu: str = "") -> None:
-        """`gpu`: the only one that it sees; all by default."""
+        """`gpu` is the only GPU that the process sees; all by default."""
         self.socket, theirs = socket.socketpair()
         with theirs:
             try:
@@ -62,29 +62,29 @@ class PreloadedProcess:
 
     @classmethod
     def begin(cls) -> None:
-        """One for whoever takes it next. By the main thread, with whose end it ends."""
-        with suppress(OSError):  # whoever needs it will tell
-            _begun.append(cls())
+        """Start one for the next `take`. Call it on the main thread: the process ends with the thread."""
+        with suppress(OSError):  # `take` reports the error
+            _started.append(cls())
 
     @classmethod
     def take(cls, gpu: str = "") -> PreloadedProcess:
-        """The one that was begun, if it still lives and may see what it sees, else a new one. Raises `OSError`."""
-        while _begun:
-            blank = _begun.pop()
-            if blank.process.poll() is None and not gpu:
-                return blank
-            blank.socket.close()
+        """Return the process that was started early if it runs and `gpu` is empty, else a new one. Raises `OSError`."""
+        while _started:
+            process = _started.pop()
+            if process.process.poll() is None and not gpu:
+                return process
+            process.socket.close()
         return cls(gpu)
 
-    def tell(self, config: bytes, fds: Sequence[int]) -> None:
-        """Which engine it is: a configuration in one line, and the descriptors it is to have."""
-        with suppress(OSError):  # it has ended, which who waits for that will see
+    def send_config(self, config: bytes, fds: Sequence[int]) -> None:
+        """Send the configuration, one line, and descriptors."""
+        with suppress(OSError):  # it has ended, which its watcher reports
             socket.send_fds(self.socket, [b"\n"], fds)
             self.socket.sendall(config + b"\n")
 
 
-def told(stdin: socket.socket, count: int) -> tuple[bytes, list[int]]:
-    """In the process: its configuration and up to `count` descriptors; empty if the daemon has gone."""
+def receive_config(stdin: socket.socket, count: int) -> tuple[bytes, list[int]]:
+    """In the process, receive the configuration and up to `count` descriptors; empty if the daemon has ended."""
     _, fds, _, _ = socket.recv_fds(stdin, 1, count)
     line = b""
     while not line.endswith(b"\n") and (part := stdin.recv(65536)):

@@ -1,8 +1,8 @@
-"""`SamplingParams`: how a request wants its tokens chosen; `COLUMNS`: what of it follows the request to the sampling.
+"""`SamplingParams`: the sampling fields of a request; `COLUMNS`: the fields that reach the samplers.
 
-`SamplingParams` crosses the socket as is. In the engine its numbers become columns with a row for each running
-request. Slots, batches, the GPU's slab and both runners are made from `COLUMNS`: a new field is declared here, and in
-the HTTP body, and nowhere else; what it does belongs to `engine/runner/device/sampling.py`.
+`SamplingParams` crosses the socket unchanged. In the engine its numbers become columns with a row per running request.
+Slots, batches, the GPU's slab and both runners are built from `COLUMNS`, so a new field is declared only here and in
+the HTTP body. Its effect is implemented in `engine/runner/device/sampling.py`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MAX_STOP_TOKENS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_CHARS = 16_384
-"""of all words together"""
+"""Characters of all bad words together."""
 GREEDY_EPSILON = 1e-5
 MAX_TOP_K = 2**31 - 1
-"""larger ones are taken as this: no vocabulary has more tokens"""
+"""Larger values are clipped: no vocabulary has more tokens."""
 LEAST_REPETITION_PENALTY = 1e-20
-"""smaller ones are taken as this: a logit divided by less would be infinite"""
+"""Smaller values are clipped: a logit divided by less would be infinite."""
 
 
 class Bounds(NamedTuple):
@@ -65,7 +65,7 @@ BOUNDS = {
 
 
 Pooling = Literal["last", "mean"]
-"""which hidden states of a prompt are its embedding: that of its last token, or the mean of all"""
+"""The embedding of a prompt: the hidden state of its last token, or the mean over all tokens."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -75,9 +75,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     max_tokens: int | None = 16
-    """Output tokens at most; None means all that the context leaves."""
+    """Maximum output tokens; None for as many as the context allows."""
     min_tokens: int = 0
-    """No stop token is sampled before this many output tokens."""
+    """Output tokens before which no stop token is sampled."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -93,20 +93,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     """None: off; k: the sampled token's log-probability and the k best."""
     prompt_logprobs: int | None = None
-    """As `logprobs`, for every prompt token but the first; switches prefix reuse off for the request."""
+    """Like `logprobs`, for every prompt token but the first. It turns prefix reuse off for the request."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """No other token is sampled; an end token must be among them for the output to end."""
+    """The only tokens to sample. They must include an end token for the output to end."""
     bad_words: tuple[str, ...] = ()
-    """Texts that do not occur in the output, whatever tokens would spell them."""
+    """Texts that must not occur in the output, however they are tokenized."""
     grammar: str | None = None
-    """What the output must follow, as `grammar_text` writes it; the output ends where the grammar does."""
+    """Grammar of the output, in the form of `grammar_text`. The output ends when the grammar does."""
     pooling: Pooling | None = None
-    """Hidden states of the prompt are wanted, and no output (`max_tokens` 0). For the mean all of them are computed:
-    what other requests had is of no use."""
+    """Return hidden states of the prompt and no output (`max_tokens` 0). The mean needs all of them, so it turns prefix
+    reuse off."""
     thinking: Thinking | None = None
-    """Ends the output's thinking once it is so long."""
+    """Bound on the length of the output's thinking."""
     grammar_bytes: int = 0
-    """What it takes compiled, where that was measured; the engine bounds the sum."""
+    """Measured bytes of the compiled grammar, 0 if unknown. The engine bounds the sum."""
 
     def __post_init__(self) -> None:
         def check(ok: bool, param: str, rule: str) -> None:
@@ -119,7 +119,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check(all(number is None or bounds.hold(number) for number in numbers), name, bounds.rule)
         scores = self.prompt_logprobs is not None or self.pooling is not None
         check(self.max_tokens != 0 or scores, "max_tokens", "at least 1")
-        check(self.pooling is None or self.max_tokens == 0, "max_tokens", "0 where hidden states are pooled")
+        check(self.pooling is None or self.max_tokens == 0, "max_tokens", "0 if hidden states are pooled")
         check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
         check(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
         check(len(self.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", f"at most {MAX_STOP_TOKENS} ids")
@@ -143,15 +143,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One number of each running request. A row that nobody holds is as of a request with default parameters."""
+    """One number per running request. Free rows have the value of default parameters."""
 
     name: str
     dtype: type[np.generic]
     of: Callable[[SamplingParams], float]
-    """its value for a request"""
+    """Value of the column for a request."""
     sampler: bool = False
-    """The samplers in `kernels/` take it as the argument of this name, so it goes to the GPU with every iteration, as
-    int32 or float32. Other columns stay on the host: `runner.sampling` brings the rows over that ask for something."""
+    """The samplers in `kernels/` take the column as the argument of this name, so it is sent to the GPU with every
+    iteration, as int32 or float32. Other columns stay on the host; `runner.device.sampling` sends the rows in use."""
 
     def __post_init__(self) -> None:
         if self.sampler and self.dtype not in (np.int32, np.float32):

@@ -1,4 +1,4 @@
-"""`EngineProcess`: the engine process from the side of the daemon: starts it, knows its end, ends it."""
+"""`EngineProcess`: the daemon's handle of the engine process. It starts, watches and ends the process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from weft.engine.wire.private_socket import PrivateSocket
 from weft.engine.wire.stacks import Stacks
 from weft.engine.wire.weight_exchange import WeightExchange
 
-LAST_WORDS_SECONDS = 0.05
+LAST_MESSAGES_SECONDS = 0.05
+"""Seconds for the last messages of a process to arrive."""
 UNKNOWN_END = "the engine ended (its memory is being released)"
-"""why it ended, while nobody knows better"""
+"""The reason reported until the exit status is known."""
 
 
 class EngineProcess:
@@ -28,28 +29,28 @@ class EngineProcess:
 
     def __init__(
         self,
-        preloaded: PreloadedProcess,
+        process: PreloadedProcess,
         socket: PrivateSocket,
         stacks: Stacks,
         *,
         owns_socket: bool,
         ranks: Callable[[], list[int]] = list,
     ) -> None:
-        """ranks: the processes of its further ranks, by now."""
+        """`ranks` returns the process ids of its follower ranks."""
         self.address = socket.address
         self.stacks = stacks
-        self._process, self._stdin = preloaded.process, preloaded.socket
+        self._process, self._stdin = process.process, process.socket
         self._socket = socket
         self._owns_socket = owns_socket
         self._stopping = False
         self._why = ""
         self._ranks = ranks
         self._code: int | None = None
-        """as `subprocess` gives it, once its memory is given back"""
+        """Return code of `subprocess`, once the process's memory is freed."""
         self._gone = asyncio.Event()
-        """so is that of its ranks"""
+        """Set when the memory of its ranks is freed too."""
         self._ending = asyncio.Event()
-        """it will not run again"""
+        """Set when the process will not run again."""
         self._ended = asyncio.create_task(self._wait())
 
     @classmethod
@@ -60,11 +61,11 @@ class EngineProcess:
         heartbeats: Heartbeats | None = None,
         exchange: WeightExchange | None = None,
     ) -> EngineProcess:
-        """Spawn it. Returns at once; a client's `wait_ready` waits for the model to be loaded.
+        """Start it and return at once; a client's `wait_ready` waits for the model to be loaded.
 
-        `socket`: where it listens, one of its own by default. `heartbeats`: where it shows that it lives, in the row of its
-        number. `exchange`: of the weights that it shares. Raises `ConfigError` where no socket can be made, `OSError`
-        where no process can be started.
+        `socket` is where it listens, by default its own. It writes its heartbeats to the row of its number.
+        `exchange` holds weights shared with other engines. Raises `ConfigError` if no socket can be created, `OSError`
+        if no process can be started.
         """
         owns_socket = socket is None
         socket = socket or PrivateSocket()
@@ -72,16 +73,16 @@ class EngineProcess:
         heartbeats = heartbeats or Heartbeats(row + 1)
         stacks = Stacks()
         heartbeats.of(row).begin("starting", heartbeats.start_timeout)
-        preloaded = PreloadedProcess.take(config.share.gpu)
-        heartbeats.of(row).begin("starting", heartbeats.start_timeout, preloaded.process.pid)
-        # It ends when its stdin closes: it cannot outlive this process.
+        process = PreloadedProcess.take(config.share.gpu)
+        heartbeats.of(row).begin("starting", heartbeats.start_timeout, process.process.pid)
+        # It ends when its stdin closes, so it cannot outlive this process.
         fds = (socket.fd, heartbeats.fd, stacks.fd, *(exchange.fds if exchange is not None else ()))
-        preloaded.tell(config.model_dump_json().encode(), fds)
+        process.send_config(config.model_dump_json().encode(), fds)
 
         def ranks() -> list[int]:
             return [heartbeats.rank(row, rank).pid for rank in heartbeats.ranks(row)]
 
-        return cls(preloaded, socket, stacks, owns_socket=owns_socket, ranks=ranks)
+        return cls(process, socket, stacks, owns_socket=owns_socket, ranks=ranks)
 
     @property
     def pid(self) -> int:
@@ -89,16 +90,16 @@ class EngineProcess:
 
     @property
     def stopping(self) -> bool:
-        """It was asked to end."""
+        """Whether `stop` was called."""
         return self._stopping
 
     async def wait_dead(self) -> str:
-        """Wait until the process has ended and its last messages had time to arrive; tells why it ended. Its memory may
-        not be given back yet."""
+        """Wait until the process has ended and its last messages had time to arrive. Returns why it ended. Its memory
+        may not be freed yet."""
         return await asyncio.shield(self._ended)
 
     async def wait_gone(self) -> str:
-        """Wait until the memory of the process and of its ranks has been given back, too; tells how it ended."""
+        """Wait until the memory of the process and of its ranks is freed too. Returns how it ended."""
         await self._gone.wait()
         return self._how()
 
@@ -109,7 +110,7 @@ class EngineProcess:
     async def _wait(self) -> str:
         self._watch()
         await self._ending.wait()
-        await asyncio.sleep(LAST_WORDS_SECONDS)
+        await asyncio.sleep(LAST_MESSAGES_SECONDS)
         if self._stopping:
             return "the engine was stopped"
         if self._why:
@@ -119,7 +120,7 @@ class EngineProcess:
         return self._how()
 
     def _watch(self) -> None:
-        """See the process end. A thread waits: asyncio knows only processes it has started."""
+        """Wait for the process on a thread, because asyncio can only wait for processes it has started."""
         loop, process = asyncio.get_running_loop(), self._process
         held: list[int] = []
 
@@ -128,12 +129,12 @@ class EngineProcess:
             self._ending.set()
 
         def ending() -> None:
-            # The kernel ends ranks with their parent, but only once that one's memory is given back.
+            # The kernel ends ranks with their parent, but only once the parent's memory is freed.
             held.extend(kill_and_hold(self._ranks(), self._is_rank))
             loop.call_soon_threadsafe(self._ending.set)
 
         def wait() -> None:
-            with suppress(RuntimeError):  # the loop has closed: nobody asks any more
+            with suppress(RuntimeError):  # the loop has closed
                 wait_for_end(process, ending)
                 held.extend(kill_and_hold(self._ranks(), self._is_rank))
                 loop.call_soon_threadsafe(ended, process.wait())
@@ -143,20 +144,20 @@ class EngineProcess:
         threading.Thread(target=wait, name="weft-engine-end", daemon=True).start()
 
     def _is_rank(self, pid: int) -> bool:
-        """Of this engine: the number of one that has ended may be another process's by now. Raises `OSError`."""
+        """Return whether `pid` is a rank of this engine: pids of ended processes are reused. Raises `OSError`."""
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return (str(self.pid).encode(), RANK.encode()) in pairwise(words)
 
     def kill(self, why: str = "") -> None:
-        """`why`: what `wait_dead` then tells, in place of the signal."""
+        """Kill it. `wait_dead` then returns `why` instead of the signal."""
         if self._process.returncode is None:
             self._why = self._why or why
             self._process.kill()
-            # A driver may hold it where it does not even begin to end: nothing comes from it all the same.
+            # A driver may block its end, but it sends nothing more.
             asyncio.get_running_loop().call_later(GRACE_SECONDS, self._ending.set)
 
     async def stop(self, timeout: float = 5.0) -> None:
-        """End it: ask by closing its stdin, kill after `timeout` seconds. Behind it its memory is free."""
+        """End it by closing its stdin, and kill it after `timeout` seconds. Returns once its memory is free."""
         self._stopping = True
         self._stdin.close()
         try:

@@ -1,4 +1,4 @@
-"""`Stacks`: what the threads of a child process are doing, told to the daemon in memory that both have."""
+"""`Stacks`: the stacks of a child process's threads, written to memory shared with the daemon."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from types import FrameType
 
 from weft.engine.wire.child import STACKS_SIGNAL
 
-LAST_WORDS = signal.SIGUSR1
-"""has the stacks written by its handler, whatever runs: frames that change meanwhile may end the process"""
-ASK_SECONDS = 10.0
-"""that a process gets to write its stacks"""
-DOOMED_SECONDS = 2.0
-"""that one gets which is to be killed"""
-ASK_POLL = 0.05
+FINAL_SIGNAL = signal.SIGUSR1
+"""Signal whose handler writes the stacks at once. It may crash the process, because frames may change meanwhile."""
+CAPTURE_SECONDS = 10.0
+"""Seconds for a process to write its stacks."""
+FINAL_SECONDS = 2.0
+"""Seconds for a process that is about to be killed."""
+POLL_SECONDS = 0.05
 STACKS_BYTES = 256 * 1024
-"""of stacks at most that are written by who is asked, and read of all"""
+"""Maximum bytes of stacks to write and to read."""
 END = b"\0"
-"""of what a process writes when it is asked; behind it may be the rest of something longer"""
+"""End of the stacks. Bytes after it may remain from a longer write."""
 
 
 def own_stacks() -> str:
-    """Of all threads of this process, the innermost call last. No source is read: the disk may be what hangs."""
+    """Return the stacks of all threads of this process, innermost call last. It reads no source: the disk may hang."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         "\n".join((f"thread {names.get(ident, ident)}:", *_calls(frame)))
@@ -45,52 +45,52 @@ def _calls(frame: FrameType | None) -> list[str]:
 
 
 def write_stacks_to(stacks_fd: int) -> None:
-    """In a child that was started `stacks_signal_blocked`: it writes its stacks there when asked.
+    """Write the stacks to `stacks_fd` on request, in a child that was started under `stacks_signal_blocked`.
 
-    A thread waits for the question and writes, holding the interpreter's lock: nothing happens to who is asked.
+    A thread waits for the signal and writes while it holds the interpreter lock, which is safe.
     """
-    faulthandler.register(LAST_WORDS, stacks_fd, all_threads=True, chain=False)
+    faulthandler.register(FINAL_SIGNAL, stacks_fd, all_threads=True, chain=False)
 
     def write() -> None:
         while True:
             signal.sigwait([STACKS_SIGNAL])
-            # One call, and nothing is emptied before it: whoever keeps Python's lock may take it again in between, and
-            # last words that were written meanwhile would be lost.
+            # One call, without truncating first: another thread may take the interpreter lock in between, and stacks
+            # written by the other signal would be lost.
             os.pwrite(stacks_fd, (own_stacks().encode("utf-8", "replace") + END)[:STACKS_BYTES], 0)
 
     threading.Thread(target=write, name="weft-stacks", daemon=True).start()
 
 
 class Stacks:
-    """Where a child writes its stacks: anonymous memory, so that it works when pipes are full."""
+    """Anonymous memory to which a child writes its stacks, so that it works when pipes are full."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("weft-stacks")
 
-    async def ask(self, pid: int) -> str:
-        """What the threads of a process are doing: for the kernel, and for Python as far as the process can say so.
+    async def capture(self, pid: int) -> str:
+        """Return the kernel state of a process's threads, and their Python stacks if the process can report them.
 
-        It goes on as it did. One that is stopped, or in which a thread does not let go of Python's lock, tells nothing.
+        The process continues. If it is stopped, or a thread keeps the interpreter lock, there are no Python stacks.
         """
         kernel = threads(pid)
         if " T " in kernel:
-            return _told(kernel, "", "the process is stopped")
-        return _told(kernel, await self._answer(pid, STACKS_SIGNAL, ASK_SECONDS), "the process does not answer")
+            return _report(kernel, "", "the process is stopped")
+        return _report(kernel, await self._request(pid, STACKS_SIGNAL, CAPTURE_SECONDS), "the process does not answer")
 
     async def final_stacks(self, pid: int, *, wake: bool) -> str:
-        """As `ask`, of a process that is to be killed: it is made to tell when it does not do so by itself.
+        """Like `capture`, for a process that is about to be killed: also use the signal that may crash it.
 
-        `wake`: one that was stopped is continued, for it cannot say anything else.
+        `wake` continues a stopped process, which cannot report otherwise.
         """
         kernel = threads(pid)
         if " T " in kernel and not wake:
-            return _told(kernel, "", "the process is stopped")
-        if not (python := await self._answer(pid, STACKS_SIGNAL, DOOMED_SECONDS, wake=wake)):
-            python = await self._answer(pid, LAST_WORDS, DOOMED_SECONDS, wake=wake)
-        return _told(kernel, python, "the process does not answer, or has just begun")
+            return _report(kernel, "", "the process is stopped")
+        if not (python := await self._request(pid, STACKS_SIGNAL, FINAL_SECONDS, wake=wake)):
+            python = await self._request(pid, FINAL_SIGNAL, FINAL_SECONDS, wake=wake)
+        return _report(kernel, python, "the process does not answer, or has just started")
 
-    async def _answer(self, pid: int, signum: int, seconds: float, *, wake: bool = False) -> str:
-        os.lseek(self.fd, 0, os.SEEK_SET)  # of the process too: it has inherited this descriptor
+    async def _request(self, pid: int, signum: int, seconds: float, *, wake: bool = False) -> str:
+        os.lseek(self.fd, 0, os.SEEK_SET)  # also in the process, which inherited this descriptor
         os.ftruncate(self.fd, 0)
         if _expects(pid, signum):
             with suppress(ProcessLookupError):
@@ -101,22 +101,22 @@ class Stacks:
         return os.pread(self.fd, STACKS_BYTES, 0).partition(END)[0].decode("utf-8", "replace").rstrip()
 
     async def _written(self, seconds: float) -> None:
-        """Wait so long until something is there and nothing more comes."""
+        """Wait up to `seconds` until something was written and nothing more follows."""
         size, waited = 0, 0.0
         while waited < seconds:
-            await asyncio.sleep(ASK_POLL)
-            waited += ASK_POLL
+            await asyncio.sleep(POLL_SECONDS)
+            waited += POLL_SECONDS
             now = os.fstat(self.fd).st_size
             if now and now == size:
                 return
             size = now
 
     def __del__(self) -> None:
-        os.close(self.fd)  # the watchman may still be reading what a process wrote that has ended
+        os.close(self.fd)  # the watchdog may still read the stacks of an ended process
 
 
 def threads(pid: int) -> str:
-    """A line a thread: name, state, kernel function it waits in. Empty when the process has gone."""
+    """Return a line per thread: name, state, kernel function it waits in. Empty if the process has ended."""
     lines = []
     with suppress(OSError):
         for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name)):
@@ -132,13 +132,13 @@ def _wait_channel(task: Path) -> str:
     return "-"
 
 
-def _told(kernel: str, python: str, why: str) -> str:
+def _report(kernel: str, python: str, why: str) -> str:
     python = python or f"no Python stacks: {why}"
-    return f"threads (name, state, where in the kernel):\n{kernel}\n{python}"
+    return f"threads (name, state, kernel function):\n{kernel}\n{python}"
 
 
 def _expects(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for a signal, or a thread that waits for it: it would end it otherwise."""
+    """Return whether a process handles a signal or blocks it. Otherwise the signal would end the process."""
     expected = 0
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""The open requests of one client of the engine: submits them, hands each its tokens, tells all of the engine's end."""
+"""`Streams`: the open requests of one client. It submits requests, delivers tokens, and reports the engine's end."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from weft.engine.wire.messages import (
 from weft.engine.wire.sampling import SamplingParams
 
 SLICE = 64
-"""rows delivered at once: with a system call each, hundreds would hold up the event loop for long"""
+"""Rows delivered at once. Each may take a system call, so hundreds would block the event loop."""
 
 
 class Delta(NamedTuple):
-    """What a stream got since it was last read."""
+    """What a stream received since the last read."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
-    """one per token when asked for, else empty"""
+    """One per token if requested, else empty."""
     finish: Finish
     started: Started | None
-    """set in the delta that holds the first token"""
+    """Set in the delta with the first token."""
     prompt_logprobs: list[TokenLogprobs]
     error: str | None
     pooled: bytes | None = None
-    """as in `Outputs`"""
+    """As in `Outputs`."""
 
 
 class TokenStream:
-    """The tokens of one open request. Iterate until a delta has `finish`; `abort()` when nobody listens any more.
+    """The tokens of one open request. Read until a delta has `finish`, or call `abort()` if the client has gone.
 
-    Raises `EngineDead` from `read()` when the engine process ends.
+    `read()` raises `EngineDead` when the engine process ends.
     """
 
     def __init__(self, streams: Streams, handle: int) -> None:
@@ -67,23 +67,24 @@ class TokenStream:
         self._pending = False
         self.closed = False
         self.joules = 0.0
-        """charged so far, of a metered request"""
+        """Joules charged so far, for a metered request."""
         self.sink: Callable[[int, TokenLogprobs | None], bool] | None = None
-        """offered each token but the first and the last one while `read` waits; what it takes is not read"""
+        """Called with each token except the first and the last while `read` waits. If it returns True, the token is
+        not delivered to `read`."""
 
     @property
     def waiting(self) -> bool:
-        """Somebody is in `read`, and there is nothing for them yet."""
+        """Whether `read` waits and nothing is pending."""
         return self._waiter is not None and not self._pending
 
     def wake(self) -> None:
-        """Let `read` return, with nothing when there is nothing new."""
+        """Let `read` return, with an empty delta if there is nothing new."""
         self._pending = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def read(self) -> Delta:
-        """Wait until there is something new; tokens that piled up come together."""
+        """Wait for news and return it. Tokens that have accumulated are returned together."""
         while not self._pending:
             if self._dead is not None:
                 raise EngineDead(self._dead)
@@ -102,7 +103,7 @@ class TokenStream:
         return delta
 
     def abort(self) -> None:
-        """Tell the engine to drop the request. Idempotent; nothing more is delivered."""
+        """Drop the request in the engine. Idempotent; nothing more is delivered."""
         if not self.closed:
             self._streams._forget(self.handle)
             self._streams._send(AbortRequests([self.handle]))
@@ -110,17 +111,17 @@ class TokenStream:
 
 
 class Streams:
-    """Whoever derives from it brings `_send`, and calls `_deliver` and `mark_dead`. Lives on one asyncio loop."""
+    """Base of clients, on one asyncio loop. A subclass implements `_send`, and calls `_deliver` and `mark_dead`."""
 
     def __init__(self, number: int) -> None:
-        """`number`: the client's, of all clients that this engine has had."""
+        """`number` is unique among all clients that the engine ever has."""
         self.loop = asyncio.get_running_loop()
         self.stats = EngineStats()
         self.dead: str | None = None
-        """Why the engine is gone; None while it lives."""
+        """Why the engine has ended; None while it runs."""
         self.on_stats: Callable[[EngineStats], None] | None = None
         self.on_open: Callable[[int], None] | None = None
-        """told the number of open requests when it changes"""
+        """Called with the number of open requests when it changes."""
         self._streams: dict[int, TokenStream] = {}
         self._next_handle = (number << HANDLE_BITS) + 1
 
@@ -148,7 +149,7 @@ class Streams:
         retention: tuple[Retention, ...] = (),
         names: tuple[bytes, ...] = (),
     ) -> TokenStream:
-        """Queue one sequence; options as in `AddRequest`. Raises `EngineDead` when there is no engine."""
+        """Queue one sequence. Options are as in `AddRequest`. Raises `EngineDead` if the engine has ended."""
         if self.dead is not None:
             raise EngineDead(self.dead)
         handle = self._next_handle
@@ -169,28 +170,28 @@ class Streams:
                 names=names,
             )
         )
-        self._tell_open()
+        self._report_open()
         return stream
 
     def prefetch(self, names: tuple[bytes, ...]) -> None:
-        """The next turn of this conversation is on its way."""
+        """Load the pages of a conversation before its next turn arrives."""
         self._send(Prefetch(names))
 
     def reset_prefix_cache(self) -> None:
         self._send(ResetPrefixCache())
 
     def profile(self, path: str, seconds: float) -> None:
-        """Have the engine recorded. The trace is at `path` once it is whole; another call ends this one early."""
+        """Profile the engine. The trace appears at `path` once it is complete. Another call ends this profile early."""
         self._send(Profile(path, seconds))
 
     def give_up(self, why: str) -> None:
-        """All open streams end as if the engine had ended, though it may come back."""
+        """End all open streams as if the engine had ended, although it may recover."""
         for stream in self._streams.values():
             stream._dead = why
             stream.wake()
 
     def mark_dead(self, why: str) -> None:
-        """The engine has ended: so do all streams. Idempotent."""
+        """End all streams, because the engine has ended. Idempotent."""
         if self.dead is not None:
             return
         self.dead = why
@@ -198,15 +199,15 @@ class Streams:
             stream._dead = why
             stream.wake()
         self._streams.clear()
-        self._tell_open()
+        self._report_open()
 
-    def _tell_open(self) -> None:
+    def _report_open(self) -> None:
         if self.on_open is not None:
             self.on_open(len(self._streams))
 
     def _forget(self, handle: int) -> None:
         if self._streams.pop(handle, None) is not None:
-            self._tell_open()
+            self._report_open()
 
     def _deliver(self, outputs: Outputs) -> None:
         for _ in self._delivering(outputs):
@@ -234,7 +235,7 @@ class Streams:
                 yield
             stream = streams.get(handle)
             if stream is None:
-                continue  # aborted here while the engine was still at it
+                continue  # aborted while the engine still computed it
             entry = logprobs.get(handle) if logprobs else None
             if stream.sink is not None and not reason and stream.waiting and stream.sink(token, entry):
                 continue
@@ -250,6 +251,6 @@ class Streams:
                 del streams[handle]
             stream.wake()
         if len(streams) != num_open:
-            self._tell_open()
+            self._report_open()
         if self.on_stats is not None:
             self.on_stats(outputs.stats)

@@ -1,5 +1,4 @@
-"""`Thinking`: a bound on what a model thinks before it answers; `ThoughtCount`: how much it has thought, told by its
-tokens."""
+"""`Thinking`: a bound on a model's thinking before its answer; `ThoughtCount`: counts its thinking tokens."""
 
 from __future__ import annotations
 
@@ -8,26 +7,26 @@ from collections import deque
 import msgspec
 
 PATIENCE = 8
-"""tokens of an answer in which its thinking begins, or there is none"""
+"""Output tokens within which thinking must begin; otherwise there is none."""
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """Once an output has thought for `budget` tokens, it is made to go on with `force`."""
+    """After `budget` thinking tokens, the output is forced to continue with `force`."""
 
     budget: int
     begin: tuple[int, ...]
-    """tokens behind which the thinking begins; none: the output begins with it"""
+    """Tokens after which thinking begins; empty if the output begins with it."""
     end: tuple[int, ...]
-    """tokens that end it"""
+    """Tokens that end thinking."""
     force: tuple[int, ...]
 
 
 class ThoughtCount:
-    """Follows one output. `tokens`: that it has thought, without the marks; `inside`: it thinks; `over`: and will not
-    any more."""
+    """Follows one output. `tokens` counts thinking tokens without the marks, `inside` is True while the output thinks,
+    and `over` once it will not think any more."""
 
     def __init__(self, begin: tuple[int, ...], end: tuple[int, ...], *, again: bool = False) -> None:
-        """`again`: there may be several pieces of thinking."""
+        """With `again`, there may be several sections of thinking."""
         self.tokens = 0
         self.inside = not begin
         self.over = False

@@ -1,9 +1,9 @@
-"""`WeightExchange`: where the engines of one device find the weights that one of them has loaded, and whose end they outlive.
+"""`WeightExchange`: lets the engines of one device share the weights that one of them has loaded.
 
-Memory is a file descriptor here: of a memory file on a CPU, of the driver's on a GPU. It lies in a socket that nobody
-reads: the system keeps what is sent there for as long as somebody has the socket open, the daemon that is, which needs
-no library for it. So no engine owns the weights. Whoever starts looks at what lies there; if nothing does, it loads and
-puts it there. A lock, which the system takes from an engine that ends, makes sure that only one of them loads.
+Memory is passed as a file descriptor: of a memory file on a CPU, of the driver on a GPU. The descriptor stays queued in
+a socket, which the daemon holds open without any GPU library. So the weights outlive the engine that loaded them. An
+engine that starts takes the queued weights, or loads and queues them. A lock, which the system releases when an engine
+ends, ensures that only one engine loads.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import NamedTuple
 
 POLL_SECONDS = 0.05
 COUNT = 3
-"""of its descriptors"""
+"""Number of descriptors of an exchange."""
 
 
 class ExchangedWeights(NamedTuple):
-    """What lies there; both descriptors are the caller's to close."""
+    """The queued weights. The caller must close both descriptors."""
 
     name: str
-    """of the weights"""
+    """Name of the weights."""
     memory: int
     contents: int
-    """a file: where in the memory each tensor is"""
+    """A file with the location of each tensor in the memory."""
 
     def close(self) -> None:
         os.close(self.memory)
@@ -37,9 +37,7 @@ class ExchangedWeights(NamedTuple):
 
 
 class WeightExchange:
-    """Attributes:
-    fds: for those that share it; they make theirs with `WeightExchange.of`.
-    """
+    """`fds` are the descriptors to pass to other processes, which open the exchange with `WeightExchange.of`."""
 
     def __init__(self) -> None:
         """Raises `OSError`."""
@@ -49,7 +47,7 @@ class WeightExchange:
 
     @classmethod
     def of(cls, fds: Sequence[int]) -> WeightExchange:
-        """The one that has these `COUNT` descriptors."""
+        """Open the exchange that has these `COUNT` descriptors."""
         self = cls.__new__(cls)
         self._put, self._take, self._lock = socket.socket(fileno=fds[0]), socket.socket(fileno=fds[1]), fds[2]
         self._begin()
@@ -60,8 +58,9 @@ class WeightExchange:
         self.fds = (self._put.fileno(), self._take.fileno(), self._lock)
 
     @contextmanager
-    def turn(self, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Alone of all processes. waiting: called again and again until then. A process that ends gives its turn up."""
+    def lock(self, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Hold the exchange's lock, which a process also releases when it ends. `waiting` is called repeatedly until
+        the lock is free."""
         while True:
             try:
                 fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,11 +74,11 @@ class WeightExchange:
             fcntl.lockf(self._lock, fcntl.LOCK_UN)
 
     def find(self) -> ExchangedWeights | None:
-        """What was put there last. It stays there."""
+        """Return the queued weights, which stay queued, or None."""
         return self._received(socket.MSG_PEEK)
 
     def put(self, name: str, memory: int, contents: int) -> None:
-        """In place of what lay there, whose memory goes with the last engine that has it."""
+        """Queue weights in place of the current ones, whose memory is freed with the last engine that uses it."""
         self.clear()
         socket.send_fds(self._put, [name.encode()], [memory, contents])
 
@@ -89,7 +88,7 @@ class WeightExchange:
 
     def _received(self, flags: int) -> ExchangedWeights | None:
         fds = array("i")
-        try:  # socket.recv_fds leaves flags out
+        try:  # socket.recv_fds ignores flags
             name, sent, _, _ = self._take.recvmsg(4096, socket.CMSG_SPACE(2 * fds.itemsize), flags)
         except BlockingIOError:
             return None
@@ -98,7 +97,7 @@ class WeightExchange:
         return ExchangedWeights(name.decode(), *fds)
 
     def close(self) -> None:
-        """In this process. Idempotent."""
+        """Close it in this process. Idempotent."""
         if self._put.fileno() >= 0:
             self._put.close()
             self._take.close()

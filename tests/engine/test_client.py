@@ -184,7 +184,7 @@ async def test_the_engine_ends_when_the_daemon_closes_its_stdin(tiny_model: Call
 async def test_what_an_engine_had_sent_before_it_ended_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Totals of an engine that was stopped once lacked its last iteration."""
     monkeypatch.setattr(wire_client, "QUIET_SECONDS", 3.0)  # a machine may stand still for a while
-    monkeypatch.setattr(wire_client, "LAST_WORDS_SECONDS", 240.0)
+    monkeypatch.setattr(wire_client, "DRAIN_SECONDS", 240.0)
     context = zmq.asyncio.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -198,7 +198,7 @@ async def test_what_an_engine_had_sent_before_it_ended_is_taken_in(monkeypatch: 
 
     sending = asyncio.create_task(late())
     client.mark_dead("the engine ended")
-    await client.last_words()
+    await client.drain()
     assert client.stats.iterations == 4
     await sending
     client.close()

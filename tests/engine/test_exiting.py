@@ -104,7 +104,7 @@ def test_an_engine_is_dead_before_its_memory_is_back_and_stopped_behind_that(
         engine = EngineProcess(PreloadedProcess(), Address(), None, owns_socket=False)  # type: ignore[arg-type]
         monkeypatch.setattr(exiting, "is_exiting", lambda pid: pid == child.pid)
         why = await asyncio.wait_for(engine.wait_dead(), 240)
-        assert "memory is being given back" in why
+        assert "memory is being released" in why
         stopping = asyncio.create_task(engine.stop())
         await asyncio.sleep(0.2)
         assert not stopping.done(), "another one would find no memory"

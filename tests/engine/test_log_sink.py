@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.engine.wire.log_sink import LogSink, told
+from weft.engine.wire.log_sink import LogSink, dropped_message
 
 
 class Pipe:
@@ -62,7 +62,7 @@ def test_a_reader_that_stalls_costs_lines_and_no_time(pipe: Pipe) -> None:
     assert sink.dropped == len(counted) >= 1000 - 50 - 64
     dropped = sink.dropped
     text = pipe.read(b"dropped").decode()
-    assert told(dropped) in text
+    assert dropped_message(dropped) in text
     assert sink.drain(240)  # what waited fits the pipe, and the next line finds room behind it
     sink.write("after\n")
     text += pipe.read(b"after").decode()
@@ -94,7 +94,7 @@ def test_a_full_disk_loses_lines_only() -> None:
     os.dup2(writer, fd)
     sink.write("kept\n")
     assert sink.drain(240)
-    assert os.read(reader, 1000).decode() == f"kept\n{told(1)}\n"
+    assert os.read(reader, 1000).decode() == f"kept\n{dropped_message(1)}\n"
 
 
 def test_a_reader_that_has_gone_is_no_error(pipe: Pipe) -> None:

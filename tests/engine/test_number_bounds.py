@@ -106,7 +106,7 @@ def test_bounds_beyond_64_bits_are_drawn_in_or_refused_by_name() -> None:
             assert accepts(start, "-123456789012345678")
             assert accepts(start, "9223372036854770000")
         for schema in ({"minimum": 1e30}, {"maximum": -1e30, "minimum": -1e31}, {"exclusiveMinimum": 2**63}):
-            with pytest.raises(RequestError, match="a bound asks"):
+            with pytest.raises(RequestError, match="cannot be enforced"):
                 grammar_text.json_schema({"type": kind, **schema})
 
 

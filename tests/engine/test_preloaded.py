@@ -15,7 +15,7 @@ from weft.engine.wire import preloaded as preloaded
 from weft.engine.wire.preloaded import PreloadedProcess
 
 
-def test_the_one_that_was_begun_is_taken_once() -> None:
+def test_the_one_that_was_started_is_taken_once() -> None:
     PreloadedProcess.begin()
     first = PreloadedProcess.take()
     second = PreloadedProcess.take()
@@ -30,10 +30,10 @@ def test_the_one_that_was_begun_is_taken_once() -> None:
 
 def test_one_that_has_died_meanwhile_is_replaced() -> None:
     PreloadedProcess.begin()
-    (dead,) = preloaded._begun
+    (dead,) = preloaded._started
     dead.process.kill()
     dead.process.wait()
-    dead.tell(b"{}", ())  # nobody is there: no error
+    dead.send_config(b"{}", ())  # nobody is there: no error
     taken = PreloadedProcess.take()
     taken.socket.close()
     assert taken.process.pid != dead.process.pid

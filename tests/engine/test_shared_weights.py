@@ -93,7 +93,7 @@ def test_memory_outlives_the_process_that_put_it_there(exchange: WeightExchange)
 
 
 def test_an_engine_that_ends_gives_its_turn_up(exchange: WeightExchange) -> None:
-    loading = other(exchange, "turn = exchange.turn(); turn.__enter__()")
+    loading = other(exchange, "lock = exchange.lock(); lock.__enter__()")
     waited = []
 
     def waiting() -> None:
@@ -101,7 +101,7 @@ def test_an_engine_that_ends_gives_its_turn_up(exchange: WeightExchange) -> None
             ended(loading)
         waited.append(1)
 
-    with exchange.turn(waiting):
+    with exchange.lock(waiting):
         assert waited
 
 

@@ -70,7 +70,7 @@ def sleeps(thread: str) -> bool:
 async def test_a_process_that_waits_tells_its_threads(last: bool) -> None:
     stacks = Stacks()
     with child(stacks, WAITS) as process:
-        told = await (stacks.final_stacks(process.pid, wake=False) if last else stacks.ask(process.pid))
+        told = await (stacks.final_stacks(process.pid, wake=False) if last else stacks.capture(process.pid))
         assert "thread MainThread:" in told
         assert "thread other:" in told
         assert f"  {process.pid} python" in told
@@ -84,7 +84,7 @@ async def test_a_busy_process_survives_any_number_of_questions() -> None:
         for _ in range(100):
             os.kill(process.pid, signal.SIGUSR2)
         for _ in range(5):
-            assert "thread MainThread:" in await stacks.ask(process.pid)
+            assert "thread MainThread:" in await stacks.capture(process.pid)
         assert process.poll() is None
 
 
@@ -93,7 +93,7 @@ async def test_only_last_words_are_had_from_one_that_keeps_pythons_lock() -> Non
     with child(stacks, KEEPS_THE_LOCK) as process:
         while not sleeps(threads(process.pid).splitlines()[0]):
             await asyncio.sleep(0.01)  # before that it does not keep the lock
-        told = await stacks.ask(process.pid)
+        told = await stacks.capture(process.pid)
         assert "no Python stacks: the process does not answer" in told
         assert threads(process.pid).split()[0] in told
         assert 'File "<string>", line' in await stacks.final_stacks(process.pid, wake=False)
@@ -104,7 +104,7 @@ async def test_a_stopped_process_tells_when_it_may_go_on() -> None:
     with child(stacks, WAITS) as process:
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert "the process is stopped" in await stacks.ask(process.pid)
+        assert "the process is stopped" in await stacks.capture(process.pid)
         assert "the process is stopped" in await stacks.final_stacks(process.pid, wake=False)
         assert "thread MainThread:" in await stacks.final_stacks(process.pid, wake=True)
 
@@ -114,7 +114,7 @@ async def test_no_more_is_written_than_is_read() -> None:
     with child(stacks, ENDLESS_NAMES) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
-        told = await stacks.ask(process.pid)
+        told = await stacks.capture(process.pid)
         assert len(told.encode()) < STACKS_BYTES + 2000
         assert os.fstat(stacks.fd).st_size == STACKS_BYTES
 
@@ -125,4 +125,4 @@ async def test_one_that_expects_no_question_is_asked_none() -> None:
         assert "no Python stacks" in await stacks.final_stacks(process.pid, wake=True)
         assert process.poll() is None
         process.kill()
-    assert "no Python stacks" in await stacks.ask(process.pid)
+    assert "no Python stacks" in await stacks.capture(process.pid)

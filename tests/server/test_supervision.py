@@ -206,7 +206,7 @@ async def test_an_engine_that_hangs_at_the_first_start_ends_the_daemon(tmp_path:
 
 KNOWS_LATE = """
 from weft.engine.wire import spawn
-spawn.LAST_WORDS_SECONDS = 1.0
+spawn.LAST_MESSAGES_SECONDS = 1.0
 """
 """for `patched`: a daemon that knows of an engine's end a second after it"""
 

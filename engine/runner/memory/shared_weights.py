@@ -47,7 +47,7 @@ def shared_weights(
 
     waiting: called again and again while another engine loads.
     """
-    with exchange.turn(waiting):
+    with exchange.lock(waiting):
         found = exchange.find()
         if found is None or found.name != name:
             if found is not None:
