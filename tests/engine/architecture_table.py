@@ -1,10 +1,10 @@
-"""Writes the table of docs/architectures.md: every decoder of `transformers`, tried on a tiny random checkpoint.
+"""Writes the table of docs/architectures.md by testing a tiny random checkpoint of every decoder in `transformers`.
 
     make architectures
 
-Each runs in a process of its own, under every condition of `architecture_parity`; the exit status is 1 when fewer than
-`ENOUGH` pass. ARGS="--check" writes nothing, and asks that all pass that pass in the table. ARGS="llama opt": those
-alone, nothing is written.
+Each runs in a separate process, under every condition of `architecture_parity`. The exit status is 1 if fewer than
+`ENOUGH` pass. ARGS="--check" writes nothing and fails if an architecture that passes in the table does not pass.
+ARGS="llama opt" tests only these and writes nothing.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 BEGIN = "<!-- made by make architectures -->"
 ENOUGH = 110
 MEMORY_BYTES, SECONDS = 4 << 30, 600
-"""of one architecture"""
+"""Limits per architecture."""
 NATIVE = {name for family in FAMILIES for name in family.architectures}
 
 
-def refusal_of_shape(kind: str) -> str:
-    """Why a configuration as it comes is refused; for those that there is no tiny checkpoint of."""
+def rejection(kind: str) -> str:
+    """Return why the default configuration is rejected, if there is no tiny checkpoint."""
     try:
         spec_of(CONFIG_MAPPING[kind](), CLASSES[kind], (), trusted=False)
     except ModelError as error:
         return str(error)
-    except Exception as error:  # its configuration as it comes is none
-        return f"there is no tiny checkpoint of it to test ({one_line(error)[:80]})"
-    return "there is no tiny checkpoint of it to test"
+    except Exception as error:  # its default configuration is invalid
+        return f"no tiny checkpoint to test ({one_line(error)[:80]})"
+    return "no tiny checkpoint to test"
 
 
-def tried(kind: str) -> tuple[str, str]:
-    """(`broad` or `no`, why not)."""
+def attempt(kind: str) -> tuple[str, str]:
+    """Return (`broad` or `no`, the reason for `no`)."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             with quiet():
                 path = save_architecture(kind, Path(folder))
         except Exception as error:
-            reason = refusal_of_shape(kind)
+            reason = rejection(kind)
             return "no", reason if "(" in reason or "tiny" not in reason else f"{reason} ({one_line(error)[:80]})"
         condition = "loading"
         try:
@@ -66,12 +66,12 @@ def tried(kind: str) -> tuple[str, str]:
         except WeftError as error:
             return "no", str(error).rpartition(" here: ")[2]
         except Exception as error:
-            return "no", f"not the tokens of transformers ({condition}: {type(error).__name__})"
+            return "no", f"tokens differ from transformers ({condition}: {type(error).__name__})"
     return "broad", ""
 
 
-def apart(do: Callable[[], tuple[str, str]]) -> tuple[str, str]:
-    """In a child, which may take so much time and memory."""
+def in_child(do: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """Run in a child process with limited time and memory."""
     receiver, sender = os.pipe()
     if (child := os.fork()) == 0:
         os.close(receiver)
@@ -86,13 +86,13 @@ def apart(do: Callable[[], tuple[str, str]]) -> tuple[str, str]:
         os._exit(0)
     os.close(sender)
     with os.fdopen(receiver, "rb") as pipe:
-        told = pipe.read()
+        result = pipe.read()
     os.waitpid(child, 0)
-    return tuple(json.loads(told)) if told else ("no", "the attempt was killed: too much time or memory")
+    return tuple(json.loads(result)) if result else ("no", "the attempt was killed: too much time or memory")
 
 
 def table(found: dict[str, tuple[str, str]]) -> str:
-    """As the document has it, below `BEGIN`."""
+    """Return the part of the document from `BEGIN` on."""
     native = {kind for kind in found if CLASSES[kind] in NATIVE}
     counts = Counter(how for how, _ in found.values())
     lines = [
@@ -111,7 +111,7 @@ def table(found: dict[str, tuple[str, str]]) -> str:
 
 
 def passing(page: str) -> set[str]:
-    """The `model_type`s that pass in the table of the document."""
+    """Return the `model_type`s that pass in the document's table."""
     rows = [line.strip("| ").split(" | ") for line in page.partition(BEGIN)[2].splitlines() if line.count("|") > 4]
     return {row[0] for row in rows if row[-1] == "yes"}
 
@@ -123,7 +123,7 @@ def main(arguments: list[str]) -> int:
     transformers.utils.logging.disable_progress_bar()
     found: dict[str, Any] = {}
     for kind in chosen or CLASSES:
-        found[kind] = apart(lambda kind=kind: tried(kind))
+        found[kind] = in_child(lambda kind=kind: attempt(kind))
         print(kind, *found[kind], flush=True)
     passed = sum(how == "broad" for how, _ in found.values())
     print(f"{passed} of {len(found)} pass")
@@ -132,7 +132,7 @@ def main(arguments: list[str]) -> int:
     page = PAGE.read_text(encoding="utf-8")
     if "--check" in arguments:
         lost = passing(page) - {kind for kind, (how, _) in found.items() if how == "broad"}
-        print(f"in the table, and pass no more: {', '.join(sorted(lost)) or 'none'}")
+        print(f"pass in the table but not now: {', '.join(sorted(lost)) or 'none'}")
         return 0 if passed >= ENOUGH and not lost else 1
     PAGE.write_text(page.partition(BEGIN)[0] + table(found), encoding="utf-8")
     return 0 if passed >= ENOUGH else 1

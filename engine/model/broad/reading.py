@@ -119,19 +119,19 @@ def _cache_windows(config: Any) -> dict[int, int | None]:
     """Of each layer that keeps keys and values: its window. Raises `ModelError` for a cache of any other kind."""
     try:
         layers = DynamicCache(config=config).layers
-    except Exception as error:  # an architecture with a cache of its own
-        raise ModelError(f"it has a cache of its own: {one_line(error)}") from None
+    except Exception as error:  # an architecture with a custom cache
+        raise ModelError(f"it has a custom cache: {one_line(error)}") from None
     found: dict[int, int | None] = {}
     for index, layer in enumerate(layers):
         kinds = [kind.__name__ for kind in type(layer).__mro__]
         if any("LinearAttention" in kind for kind in kinds):
-            raise ModelError("it has recurrent layers, whose state is no KV page")
+            raise ModelError("it has recurrent layers, and their state does not fit KV pages")
         if any("Indexed" in kind for kind in kinds):
-            raise ModelError("its attention chooses positions by an index (sparse attention)")
+            raise ModelError("it uses indexed (sparse) attention")
         if kinds[0] in ("DynamicLayer", "DynamicSlidingWindowLayer"):
             found[index] = getattr(layer, "sliding_window", None)
         elif kinds[0] != "DummyLayer":
-            raise ModelError(f"it has a cache of its own ({kinds[0]})")
+            raise ModelError(f"it has a custom cache ({kinds[0]})")
     return found
 
 

@@ -29,7 +29,7 @@ def call_of(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: dict[str,
     """What this call asks for. Raises `ModelError` for what the attention back ends do not compute."""
     for name, value in given.items():
         if name not in KNOWN and value is not None and (isinstance(value, Tensor) or name == "position_bias"):
-            raise ModelError(f"its attention is given {name}, which the attention back ends do not take")
+            raise ModelError(f"it passes {name} to its attention, which the attention back ends do not support")
     if q.shape[0] != 1:
         raise ModelError(f"its attention makes {q.shape[0]} batches of one")
     if k.shape[2] != q.shape[2] or v.shape[2] != q.shape[2] or k.shape[3] != q.shape[3]:

@@ -181,6 +181,6 @@ def _compare(alone: Tensor, together: Tensor, dtype: torch.dtype) -> None:
         difference = float(((together - alone).norm(dim=-1) / lengths).median())
     if difference > tolerance:
         raise ModelError(
-            f"its logits differ by {difference:.2g} (of the largest) between a batch of two and generate() alone: it "
-            "would give wrong answers"
+            f"its logits differ by {difference:.2g} of the largest between a batch of two and generate() alone, so "
+            "answers would be wrong"
         )
