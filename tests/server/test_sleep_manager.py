@@ -201,7 +201,7 @@ async def test_nobody_moves_before_the_daemon_has_begun() -> None:
     await asyncio.gather(work, return_exceptions=True)
 
 
-async def test_a_defect_ends_the_dormitory_and_lets_nobody_wait_for_ever() -> None:
+async def test_a_defect_ends_the_sleep_manager_and_lets_nobody_wait_for_ever() -> None:
     made = Daemon([1.0, 1.0], None, 60)
 
     async def breaks(_: int) -> int:
