@@ -25,7 +25,7 @@ from weft.engine.ranks.group import Ranks
 from weft.engine.ranks.loading import Loading
 from weft.engine.runner.device.compile_job import CompileJob
 from weft.engine.runner.device.energy_meter import EnergyMeter, energy_counter
-from weft.engine.runner.iteration.work import Work
+from weft.engine.runner.iteration.work import CostShares
 from weft.engine.runner.options.budget import memory_budget
 from weft.engine.scheduling.arrivals import Arrivals
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
@@ -61,8 +61,8 @@ BLOCKED_SECONDS = 0.005
 class Engine:
     """Loads a model and serves requests one iteration at a time.
 
-    `compiling` and `ranks` are passed if they have been started already; otherwise they are started here if needed.
-    `exchange` holds the weights shared with other engines. The constructor raises `WeftError`, with one clear line, if the
+    Pass `compiling` and `ranks` if they have been started already; otherwise they are started here if needed.
+    `exchange` holds weights shared with other engines. The constructor raises `WeftError`, with one clear line, if the
     model or the options cannot work.
     """
 
@@ -123,7 +123,7 @@ class Engine:
             resolved.packed,
         )
         self.scheduler = self._scheduler_of(pool)
-        self._work = self._work_of(weights.num_bytes)
+        self._work = self._cost_shares(weights.num_bytes)
         self.energy, self._why_unmetered = self._metered()
         self.scheduler.chunk_keeper = self._chunk_keeper()
         self._late = LateLaunch(self._work.costs) if self._launches_late() else None
@@ -165,12 +165,12 @@ class Engine:
             fairness=Fairness(config.fair_prefill_share, preempt=config.priority_preemption),
         )
 
-    def _work_of(self, weight_bytes: int) -> Work:
+    def _cost_shares(self, weight_bytes: int) -> CostShares:
         """`weight_bytes` are those of rank 0's shard."""
         kv = self.resolved.kv
         token_bytes = kv.page_bytes // (kv.page_size * self.spec.num_layers)
         own = self.spec.shard(0, self.config.tensor_parallel_size)
-        return Work(own, weight_bytes, token_bytes, cuda=self.resolved.device.type == "cuda")
+        return CostShares(own, weight_bytes, token_bytes, cuda=self.resolved.device.type == "cuda")
 
     def _chunk_keeper(self) -> ChunkKeeper | None:
         config, resolved = self.config, self.resolved

@@ -1,4 +1,4 @@
-"""Errors that a user can act on. Each message is one line that says what to change."""
+"""Errors that a user can fix. Each message is one line that says what to change."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 LONGEST = 80
-"""characters of a value that are shown"""
+"""Maximum characters of a value in a message."""
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class WeftError(Exception):
-    """Base of every error that weft reports without a traceback."""
+    """Base of all errors that weft reports without a traceback."""
 
 
 class ConfigError(WeftError):
@@ -28,11 +28,11 @@ class ConfigError(WeftError):
 
 
 class ModelError(WeftError):
-    """A model directory cannot be served: unsupported, incomplete or malformed."""
+    """A model directory is unsupported, incomplete or malformed."""
 
 
 class UnknownArchitecture(ModelError):
-    """No family of weft's own has this architecture; `transformers` may."""
+    """weft has no family for this architecture; `transformers` may support it."""
 
 
 class OutOfMemory(WeftError):
@@ -40,7 +40,7 @@ class OutOfMemory(WeftError):
 
 
 class RequestError(WeftError):
-    """A request that can never be served as sent. `param` names the field at fault."""
+    """A request cannot be served as sent. `param` names the invalid field."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -48,27 +48,27 @@ class RequestError(WeftError):
 
 
 class EngineDead(WeftError):
-    """The engine process has ended; no open request will be answered."""
+    """The engine process has ended, and open requests will not be answered."""
 
 
 class RankLost(WeftError):
-    """A process of tensor parallelism has ended or could not start; the others cannot go on. The message names it."""
+    """A tensor-parallel rank has ended or could not start, so the others cannot continue. The message names it."""
 
 
 def one_line(error: BaseException, most: int = 200) -> str:
-    """What another library's error says, in a line of so many characters at most; its type where it says nothing."""
+    """Return the message of another library's error on one line of at most `most` characters; its type if empty."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 def refuse_pointer(file: Path) -> None:
-    """Raises `ModelError` when `file` is what Git LFS leaves in place of a large file that was not downloaded."""
+    """Raise `ModelError` if `file` is a Git LFS pointer to a large file that was not downloaded."""
     with suppress(OSError), file.open("rb") as f:
         if f.read(len(_POINTER)) == _POINTER:
             raise ModelError(f"{file} is a Git LFS pointer, not the file itself: run `git lfs pull` in {file.parent}")
 
 
-def wrong_option(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
-    """The first option of `model` that cannot be what it is, empty where several do not fit together; and why not."""
+def invalid_option(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
+    """Return the first invalid option of `model` and the reason; the name is empty if options conflict."""
     first = error.errors()[0]
     name = str(first["loc"][0]) if first["loc"] else ""
     field = model.model_fields.get(name)
@@ -78,7 +78,7 @@ def wrong_option(error: ValidationError, model: type[BaseModel]) -> tuple[str, s
         return name, "there is no such option"
     if first["type"] == "string_too_short":
         return name, "must not be empty"
-    takes = what_it_takes(field)
+    takes = accepted_values(field)
     if first["type"] == "finite_number":
         takes = takes.replace("a number", "a finite number")
     where = [f"but number {part + 1} is" for part in first["loc"] if isinstance(part, int)]
@@ -86,8 +86,8 @@ def wrong_option(error: ValidationError, model: type[BaseModel]) -> tuple[str, s
     return name, f"must be {takes}{given}"
 
 
-def what_it_takes(field: FieldInfo) -> str:
-    """In words, from its type and bounds; or its title, where those do not say it."""
+def accepted_values(field: FieldInfo) -> str:
+    """Describe the values that a field accepts, from its title, or its type and bounds."""
     return field.title or _of_type(field.annotation, field.metadata)
 
 
@@ -118,7 +118,7 @@ _BOUNDS = ("ge", "gt", "le", "lt", "max_length")
 
 def _range(bounds: dict[str, Any]) -> str:
     low, above, most = bounds.get("ge"), bounds.get("gt"), bounds.get("le")
-    if "lt" in bounds:  # of whole numbers alone
+    if "lt" in bounds:  # only used with whole numbers
         most = bounds["lt"] - 1
     if low is not None:
         return f" of {low} or more" if most is None else f" from {low} to {most}"
@@ -128,6 +128,6 @@ def _range(bounds: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """As it was written: text of a command line in quotes, values of YAML as YAML has them."""
+    """Format a value as the user wrote it: command-line text in quotes, YAML values as in YAML."""
     text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"

@@ -1,4 +1,4 @@
-"""`LLM`: the engine in this process, for scripts and notebooks. Text in, text out."""
+"""`LLM`: runs the engine in this process, for scripts and notebooks. Text in, text out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.engine.errors import ConfigError, ModelError, RequestError, one_line, wrong_option
+from weft.engine.errors import ConfigError, ModelError, RequestError, invalid_option, one_line
 from weft.engine.model.hub import find_model
 from weft.engine.progress import ProgressBar
 from weft.engine.wire.messages import AddRequest, Finish, TokenLogprobs
@@ -29,8 +29,8 @@ _NO_IDS = "a prompt of token ids must be a list, an array or a tensor of 32-bit 
 
 
 class Completion(NamedTuple):
-    """What one prompt brought. `finish_reason` is 'stop' or 'length', or tells what went wrong: 'nonfinite' where the
-    model computed no numbers, 'refused' where its constraints left no token."""
+    """The answer to one prompt. `finish_reason` is 'stop' or 'length', or an error: 'nonfinite' if the model computed
+    NaN or inf, 'refused' if the constraints allowed no token."""
 
     text: str
     token_ids: list[int]
@@ -41,7 +41,7 @@ class Completion(NamedTuple):
 
 
 def _several(prompts: Any) -> Sequence[Any]:
-    """The prompts of what `LLM.generate` takes, each as it came. Raises `RequestError`."""
+    """Return the argument of `LLM.generate` as a sequence of prompts. Raises `RequestError`."""
     prompts = _plain(prompts)
     if isinstance(prompts, str):
         return [prompts]
@@ -53,14 +53,14 @@ def _several(prompts: Any) -> Sequence[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """An array or a tensor as lists of Python's numbers, a single number as one."""
+    """Convert an array or tensor to Python numbers."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic | Tensor) else value
 
 
 def _token_ids(prompt: Any) -> list[int]:
-    """Raises `RequestError`."""
+    """Raises `RequestError` if the ids are not integers."""
     try:
-        # numpy would cut 1.9 to 1, and read "7" as 7
+        # numpy would truncate 1.9 and accept "7".
         return [index(token) for token in _plain(prompt)]
     except TypeError:
         raise RequestError(_NO_IDS, "prompt") from None
@@ -78,16 +78,16 @@ class LLM:
 
         LLM("demo").generate(["1 2 3"], SamplingParams(max_tokens=8, temperature=0))
 
-    `model` is 'demo', a directory, or ORG/NAME on the Hugging Face hub. Keyword arguments are the fields of
-    `EngineConfig`; `progress` shows a bar on stderr while the model loads. Raises `WeftError` with one clear line when
-    the model or an option cannot work.
+    `model` is 'demo', a directory, or ORG/NAME on the Hugging Face hub. Keyword arguments are fields of `EngineConfig`.
+    `progress` shows a bar on stderr while the model loads. Raises `WeftError`, with one clear line, if the model or an
+    option is invalid.
     """
 
     def __init__(self, model: str = "demo", *, progress: bool = True, **options: Any) -> None:
         try:
             config = EngineConfig(model=model, **options)
         except ValidationError as error:
-            raise ConfigError(": ".join(filter(None, wrong_option(error, EngineConfig)))) from None
+            raise ConfigError(": ".join(filter(None, invalid_option(error, EngineConfig)))) from None
         if model != "demo":
             there = find_model(model, config.revision, weights=config.load_format != "dummy")
             config = config.model_copy(update={"model": str(there)})
@@ -119,7 +119,7 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Answer one conversation, or each of several, through the model's chat template."""
+        """Answer one conversation or several, through the model's chat template."""
         conversations = [messages] if len(messages) and isinstance(messages[0], dict) else messages
         ids = [
             self.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=True, return_dict=False)
@@ -142,7 +142,7 @@ class LLM:
                 self.engine.add(AddRequest(handle=handle, prompt_token_ids=_as_bytes(prompt), params=wanted))
             return self._collect(base, ids, progress)
         except BaseException:
-            # A refused prompt, or Ctrl-C: the next call finds an idle engine.
+            # On a refused prompt or Ctrl-C, leave the engine idle for the next call.
             for handle in range(base, base + len(ids)):
                 self.engine.abort(handle)
             while self.engine.has_work:
@@ -150,13 +150,13 @@ class LLM:
             raise
 
     def _collect(self, base: int, ids: list[list[int]], progress: bool) -> list[Completion]:
-        """Step until the requests `base …` have ended."""
+        """Step until the requests from handle `base` on have ended."""
         tokens: list[list[int]] = [[] for _ in ids]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in ids]
         finish = [Finish.RUNNING] * len(ids)
         cached = [0] * len(ids)
         columns = (TextColumn("[progress.description]{task.description}"), BarColumn(), MofNCompleteColumn())
-        # On stderr: stdout is the caller's.
+        # On stderr, because stdout belongs to the caller.
         console = Console(stderr=True)
         shown = progress and (console.is_terminal or console.is_jupyter)
         with Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown, transient=True) as bar:

@@ -1,7 +1,7 @@
-"""The engine process: a thin loop around `Engine`, between its clients and the next iteration.
+"""The engine process: a loop that receives messages, steps the `Engine`, and sends its outputs.
 
-Started by `wire.child` with a socket as stdin, on which an `EngineProcess` sends an `EngineConfig` and descriptors (see
-`wire.blank`). It ends when stdin closes, and with the daemon.
+`wire.child` starts it with a socket as stdin, on which an `EngineProcess` sends an `EngineConfig` and descriptors (see
+`wire.preloaded`). It ends when stdin closes, and with the daemon.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from msgspec.structs import replace
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import RankLost, WeftError
-from weft.engine.progress import ProgressLines, how_far
+from weft.engine.progress import ProgressLines, progress_text
 from weft.engine.ranks.group import Ranks
 from weft.engine.runner.device.compile_job import CompileJob
-from weft.engine.runner.start.warm_start import Headstart
+from weft.engine.runner.start.warm_start import WarmStart
 from weft.engine.wire.child import pin_to
 from weft.engine.wire.engine_socket import Clients
 from weft.engine.wire.heartbeat import ENGINE, HEARTBEAT_SECONDS, Heartbeat, Heartbeats
@@ -57,25 +57,25 @@ if TYPE_CHECKING:
 
 IDLE_POLL_MS = int(1000 * HEARTBEAT_SECONDS)
 HELLO_WAIT_MS = 1000
-"""for the first client to be there, when there is bad news for it"""
+"""Milliseconds to wait for the first client, to report a failed start to it."""
 FLUSH_POLL_MS = 100
-"""with KV tiers: an idle loop also takes in transfers that have ended, and notices the end of stdin in time"""
+"""Idle poll with KV tiers: the loop must process finished transfers, and notice the end of stdin in time."""
 FLUSH_PATIENCE_SECONDS = 4.5
-"""less than the daemon waits for this process to end"""
+"""Seconds to store pages at the end; less than the daemon waits for this process."""
 PROFILE_SECONDS = 300.0
-"""that beginning, or writing, a profile may take"""
+"""Maximum seconds to start or write a profile."""
 COMPILE_SECONDS = 300.0
-"""that a kernel may take to compile which no warm-up has met"""
+"""Maximum seconds to compile a kernel that the warm-up has not compiled."""
 
 ENGINE_MODULES = ("weft.engine.engine",)
 GPU_MODULES = ("weft.engine.runner.cuda.cuda_runner", "weft.kernels.tuning.quick_timer")
-"""what takes seconds to import"""
+"""Modules that take seconds to import."""
 
 
 class _Ending(threading.Thread):
-    """Ends the process when the daemon closes stdin, by choice or by dying.
+    """Ends the process when stdin closes, because the daemon closed it or ended.
 
-    `patience` is how many seconds the loop then has to end by itself: an engine with KV tiers keeps what it can.
+    `patience` is how many seconds the loop then has to end by itself, so that an engine with KV tiers can store pages.
     """
 
     def __init__(self) -> None:
@@ -92,11 +92,11 @@ class _Ending(threading.Thread):
         os._exit(0)
 
 
-class _Loop:
-    """Takes the clients' messages, steps the engine, sends what it says, and shows with each round that it lives."""
+class _MessageLoop:
+    """Receives messages, steps the engine, sends outputs, and records a heartbeat per pass."""
 
     def __init__(
-        self, clients: Clients, ending: _Ending, heartbeats: Heartbeats, row: int, headstart: Headstart
+        self, clients: Clients, ending: _Ending, heartbeats: Heartbeats, row: int, headstart: WarmStart
     ) -> None:
         self._clients = clients
         self._ending = ending
@@ -105,10 +105,10 @@ class _Loop:
         self._row = row
         self._heartbeat = heartbeats.of(row)
         self._open: dict[int, set[int]] = {}
-        """handles by client"""
+        """Open handles by client."""
         self._profiling: Profiling | None = None
-        self._worked = False
-        """the engine was ready: its clients are there"""
+        self._ready = False
+        """The engine has started, so its clients are connected."""
 
     def run(self, config: EngineConfig, stacks_fd: int, exchange_fds: Sequence[int]) -> int:
         self._heartbeat.stage("importing", self._heartbeats.start_timeout)
@@ -142,7 +142,7 @@ class _Loop:
         if engine.tiers is not None:
             self._ending.patience = FLUSH_PATIENCE_SECONDS
         engine.listeners.add(StepHeartbeat(self._heartbeat, self._heartbeats.step_timeout))
-        self._worked = True
+        self._ready = True
         _announce_compiles(self._heartbeat)
         while not self._ending.begun.is_set():
             self._heartbeat()
@@ -161,20 +161,20 @@ class _Loop:
         return 0
 
     def _take_until(self, engine: Engine, at: float) -> None:
-        """Messages that come before then, to the millisecond below."""
+        """Process messages that arrive before `at`, rounded down to a millisecond."""
         while (wait_ms := int(1e3 * (at - time.monotonic()))) > 0 and not self._ending.begun.is_set():
             for client, message in self._clients.receive(wait_ms):
                 self._take(engine, client, message)
 
     def _idle_poll_ms(self, pause: float | None) -> int:
-        """pause: of the engine, in seconds."""
+        """`pause` is `Engine.pause`."""
         longest = FLUSH_POLL_MS if self._ending.patience else IDLE_POLL_MS
         return longest if pause is None else min(longest, int(1000 * pause))
 
     def _take(self, engine: Engine, client: int, message: ToEngine) -> None:
         match message:
             case AddRequest() if client not in self._clients:
-                pass  # what a client had sent can come after the news that it has gone
+                pass  # a message of a client can arrive after its `ClientGone`
             case AddRequest():
                 self._open.setdefault(client, set()).add(message.handle)
                 engine.add_or_refuse(message)
@@ -189,7 +189,7 @@ class _Loop:
                 self._end_profiling()
                 self._begin_profiling(message)
             case Sleep() | Wake():
-                self._clients.send(client, self._rest(engine, message))
+                self._clients.send(client, self._sleep_or_wake(engine, message))
                 self._clients.send_all(Outputs(stats=engine.stats()))
             case Hello():
                 ready = engine.describe()
@@ -198,13 +198,12 @@ class _Loop:
                 self._clients.forget(message.client)
                 self._abort(engine, message.client, self._open.pop(message.client, ()))
 
-    def _rest(self, engine: Engine, message: Sleep | Wake) -> SleepReply:
-        """Sleep or wake. What is still open then ends first: its clients were told, and this may come before their
-        aborts do."""
+    def _sleep_or_wake(self, engine: Engine, message: Sleep | Wake) -> SleepReply:
+        """Before it sleeps, the engine aborts open requests: `Sleep` may arrive before the clients' aborts."""
         begun = time.monotonic()
-        falls = isinstance(message, Sleep)
-        self._heartbeat.stage("falling asleep" if falls else "waking", self._heartbeats.start_timeout)
-        if falls:
+        sleeps = isinstance(message, Sleep)
+        self._heartbeat.stage("falling asleep" if sleeps else "waking", self._heartbeats.start_timeout)
+        if sleeps:
             for client, handles in list(self._open.items()):
                 self._abort(engine, client, list(handles))
             while engine.has_work:
@@ -212,7 +211,7 @@ class _Loop:
                     self._forget_finished(outputs)
                     self._clients.send_outputs(outputs)
         try:
-            size = engine.sleep() if falls else engine.wake()
+            size = engine.sleep() if sleeps else engine.wake()
         except (WeftError, OSError) as error:
             return SleepReply(why_not=str(error))
         finally:
@@ -225,7 +224,7 @@ class _Loop:
         self._heartbeat.stage("beginning a profile", PROFILE_SECONDS)
         try:
             self._profiling = Profiling(Path(message.path), message.seconds)
-        except RuntimeError:  # torch's, where it cannot: whoever asked waits in vain
+        except RuntimeError:  # torch cannot profile; no trace will appear
             traceback.print_exc()
 
     def _end_profiling(self) -> None:
@@ -248,32 +247,32 @@ class _Loop:
             self._open.get(handle >> HANDLE_BITS, set()).discard(handle)
 
     def _fail(self, why: str) -> int:
-        self._clients.receive(0 if self._worked else HELLO_WAIT_MS)
+        self._clients.receive(0 if self._ready else HELLO_WAIT_MS)
         self._clients.send_all(EngineFailed(why))
         return 1
 
 
 class _AnnouncedProgress:
-    """What a start reports, on stderr and as the stage that its heartbeat tells."""
+    """Reports the progress of the start on stderr and as the stage of the heartbeat."""
 
     def __init__(self, heartbeat: Heartbeat, seconds: float) -> None:
-        """`seconds`: that a part may take."""
+        """`seconds` is the maximum time of a part."""
         self._heartbeat = heartbeat
         self._seconds = seconds
         self._lines = ProgressLines()
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        self._heartbeat.stage(how_far(phase, done, total), self._seconds)
+        self._heartbeat.stage(progress_text(phase, done, total), self._seconds)
         self._lines(phase, done, total)
 
 
 def _announce_compiles(heartbeat: Heartbeat) -> None:
-    """A kernel that the loop stops to compile is no hang."""
+    """Announce kernels that the loop compiles, so that they do not look like a hang."""
     if "triton" not in sys.modules:
         return
     from triton.runtime.jit import JITFunction
 
-    # Not Triton's hook: that wants every argument of a kernel as JSON.
+    # Not Triton's hook, which needs all kernel arguments as JSON.
     compile: Callable[..., Any] | None = getattr(JITFunction, "_do_compile", None)
     if compile is None:
         return
@@ -293,10 +292,10 @@ def _announce_compiles(heartbeat: Heartbeat) -> None:
 
 def main() -> int:
     install()
-    headstart = Headstart(ENGINE_MODULES, GPU_MODULES)
+    headstart = WarmStart(ENGINE_MODULES, GPU_MODULES)
     line, fds = receive_config(socket.socket(fileno=os.dup(0)), 3 + EXCHANGE_FDS)
     if not line:
-        os._exit(0)  # the daemon found that it needs no engine
+        os._exit(0)  # the daemon needs no engine
     listener_fd, heartbeats_fd, stacks_fd, *exchange_fds = fds
     write_stacks_to(stacks_fd)
     config = EngineConfig.model_validate_json(line)
@@ -308,16 +307,16 @@ def main() -> int:
     clients = Clients(context, listener_fd)
     try:
         row = ENGINE + config.share.engine
-        code = _Loop(clients, ending, Heartbeats(row + 1, heartbeats_fd), row, headstart).run(
+        code = _MessageLoop(clients, ending, Heartbeats(row + 1, heartbeats_fd), row, headstart).run(
             config, stacks_fd, exchange_fds
         )
     except Exception:
-        # A defect, not a user's mistake: the trace belongs in the log, the daemon tells every client.
+        # A bug, not a user error: log the traceback. The daemon reports the end to all clients.
         traceback.print_exc()
         code = 70
     clients.close()
     context.term()
-    # The runner's thread may be inside torch: leave without waiting for it.
+    # Do not wait for the runner's thread, which may be inside torch.
     flush_lines()
     os._exit(code)
 

@@ -1,4 +1,4 @@
-"""`Profiling`: torch's profiler over the engine process for some seconds."""
+"""`Profiling`: runs torch's profiler over the engine process for some seconds."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.autograd import profiler
 
 
 class Profiling:
-    """Records from its making on. Starting it and ending it hold the engine up for a moment."""
+    """Records from its creation on. Starting and ending it pause the engine for a moment."""
 
     def __init__(self, path: Path, seconds: float) -> None:
-        """`path`: of the Chrome trace; it is there once it is whole."""
+        """`path` is where the Chrome trace appears once it is complete."""
         self._path = path
         self._until = time.monotonic() + seconds
-        # Not torch.profiler, whose start imports the compiler: seconds for nothing. A runner's thread was there before.
+        # Not torch.profiler, which imports the compiler and takes seconds. Runner threads that exist must be included.
         self._profile = profiler.profile(
             use_device="cuda" if torch.cuda.is_available() else None,
             experimental_config=_ExperimentalConfig(profile_all_threads=True),
@@ -29,7 +29,7 @@ class Profiling:
         return time.monotonic() >= self._until
 
     def end(self) -> None:
-        """Write the trace. Raises `OSError` when that is not possible."""
+        """Write the trace. Raises `OSError` if it cannot be written."""
         self._profile.__exit__(None, None, None)
         part = self._path.with_suffix(".part")
         self._profile.export_chrome_trace(str(part))

@@ -1,4 +1,4 @@
-"""What commands show: how far a long start is (loading, compiling, capturing), and their result (`for_stdout`)."""
+"""Output of commands: the progress of a start (loading, compiling, capturing), and results (`for_stdout`)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 REPORT_SECONDS = 2.0
 LOADING = "loading weights"
-"""a phase whose parts are bytes"""
+"""The phase that counts bytes."""
 GIB = 2**30
-WITHOUT_END = 10_000
-"""columns"""
+UNLIMITED_WIDTH = 10_000
+"""Columns of output that is not a terminal."""
 
 
 def for_stdout() -> Console:
-    """What prints a command's result. Only a terminal has an edge: elsewhere nothing is cut or wrapped."""
+    """Return the console for a command's result. Output is wrapped only on a terminal."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else WITHOUT_END)
+    return Console(width=None if sys.stdout.isatty() else UNLIMITED_WIDTH)
 
 
-def how_far(phase: str, done: int, total: int, seconds: float = 0.0) -> str:
-    """In words; with a rate where bytes have come for `seconds`."""
+def progress_text(phase: str, done: int, total: int, seconds: float = 0.0) -> str:
+    """Describe the progress of a phase, with a rate for bytes if `seconds` have passed."""
     if phase != LOADING:
         return f"{phase}, {done} of {total}"
     size, unit = (GIB, "GiB") if total >= GIB else (1 << 20, "MiB")
@@ -36,13 +36,13 @@ def how_far(phase: str, done: int, total: int, seconds: float = 0.0) -> str:
 
 
 class Progress(Protocol):
-    """Told at the beginning of a phase (done = 0) and whenever some of its `total` parts are done."""
+    """Called at the start of a phase (`done` is 0) and when some of its `total` parts are done."""
 
     def __call__(self, phase: str, done: int, total: int) -> None: ...
 
 
 class Phases:
-    """Passes reports on and keeps the seconds of each phase: from its first report to the next phase's, or `end`."""
+    """Forwards reports and measures each phase, from its first report to that of the next phase, or `end`."""
 
     def __init__(self, to: Progress | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._to, self._clock = to, clock
@@ -58,7 +58,7 @@ class Phases:
             self._to(phase, done, total)
 
     def end(self) -> None:
-        """The phase is over, whatever comes next."""
+        """End the current phase."""
         now = self._clock()
         if self._phase is not None:
             self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
@@ -66,28 +66,28 @@ class Phases:
 
 
 class ProgressLines:
-    """Says on stderr, every two seconds, how far a start is that takes longer than a glance. For logs."""
+    """Logs the progress of a start to stderr every two seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._said = self._begun = clock()
+        self._logged = self._begun = clock()
         self._phase: str | None = None
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         now = self._clock()
         if phase != self._phase:
             self._phase, self._begun = phase, now
-        if now - self._said < REPORT_SECONDS:
+        if now - self._logged < REPORT_SECONDS:
             return
-        self._said = now
+        self._logged = now
         left = ""
         if 0 < done < total:
             left = f", about {max(1, round((now - self._begun) / done * (total - done)))} s left"
-        print(f"weft: {how_far(phase, done, total, now - self._begun)}{left}", file=sys.stderr, flush=True)
+        print(f"weft: {progress_text(phase, done, total, now - self._begun)}{left}", file=sys.stderr, flush=True)
 
 
 class ProgressBar:
-    """A bar on stderr while the block runs, gone afterwards; nothing where stderr is no terminal."""
+    """A progress bar on stderr while the block runs, if stderr is a terminal."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         from rich.console import Console
@@ -113,5 +113,5 @@ class ProgressBar:
             for task in self._bar.task_ids:
                 self._bar.remove_task(task)
             self._task, self._phase, self._begun = self._bar.add_task(phase, total=total), phase, time.monotonic()
-        words = how_far(phase, done, total, time.monotonic() - self._begun)
-        self._bar.update(self._task, completed=done, total=total, description=words)
+        text = progress_text(phase, done, total, time.monotonic() - self._begun)
+        self._bar.update(self._task, completed=done, total=total, description=text)

@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue, ValidationError, field_validator, model_v
 
 from weft.engine.config import NO_OPTION, EngineConfig, OptionGroup
 from weft.engine.config.option_groups import BATCHING, DEVICES, INTERNALS, MEMORY, MODEL, OBSERVABILITY, merged
-from weft.engine.errors import wrong_option
+from weft.engine.errors import invalid_option
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 ToolParserName = Literal[
@@ -293,7 +293,7 @@ class ServeConfig(EngineConfig):
             try:
                 found.append(ServeConfig.model_validate({**common, **entry, **lists}))
             except ValidationError as error:
-                name, reason = wrong_option(error, ServeConfig)
+                name, reason = invalid_option(error, ServeConfig)
                 raise ValueError(f"models, number {i + 1}: {name}{': ' if name else ''}{reason}") from None
         return found
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from weft.engine.config import NO_OPTION, OptionGroup
-from weft.engine.errors import ConfigError, wrong_option
+from weft.engine.errors import ConfigError, invalid_option
 
 ENV_PREFIX = "WEFT_"
 HELP_COLUMNS = 110
@@ -222,7 +222,7 @@ def load(model: type[M], flags: dict[str, Any], config_file: Path | None) -> M:
     try:
         return model(**{**from_file, **from_env, **given})
     except ValidationError as error:
-        name, reason = wrong_option(error, model)
+        name, reason = invalid_option(error, model)
         source = _source(name, given, from_env, config_file)
         # Errors about several options name them as fields.
         spelt = re.sub(

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from weft.engine.errors import ConfigError, wrong_option
+from weft.engine.errors import ConfigError, invalid_option
 from weft.server.config import ServeConfig
 
 OWN_OPTIONS = ("host", "port", "handover", "tls_cert", "tls_key", "model", "served_model_name")
@@ -61,7 +61,7 @@ class Model(_Section):
         try:
             self.serve_config()
         except ValidationError as error:
-            name, reason = wrong_option(error, ServeConfig)
+            name, reason = invalid_option(error, ServeConfig)
             raise ValueError(f"options.{name}: {reason}" if name else f"options: {reason}") from None
         return self
 

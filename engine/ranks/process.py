@@ -15,7 +15,7 @@ import traceback
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
-from weft.engine.progress import how_far
+from weft.engine.progress import progress_text
 from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.runner.device.compile_job import use_cache
 from weft.engine.wire.heartbeat import Heartbeat, Heartbeats
@@ -34,7 +34,7 @@ def _serve(config: EngineConfig, links: Links, heartbeat: Heartbeat, start_timeo
     use_cache(config)
 
     def report(phase: str, done: int, total: int) -> None:
-        heartbeat.stage(how_far(phase, done, total), start_timeout)
+        heartbeat.stage(progress_text(phase, done, total), start_timeout)
 
     from weft.engine.memory.model_id import model_id
     from weft.engine.memory.tier_setup import open_store

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from weft.engine.config import EngineConfig
-from weft.engine.errors import ConfigError, what_it_takes
+from weft.engine.errors import ConfigError, accepted_values
 from weft.server.config import ServeConfig
 from weft.server.daemon.cli import main
 from weft.server.options import add_flags, load, options_of, unknown_variables
@@ -199,7 +199,7 @@ def test_a_value_of_another_kind_in_a_file_is_told_as_it_stands_there(tmp_path: 
 
 def test_no_option_is_told_in_the_words_of_a_library() -> None:
     for name, field in options_of(ServeConfig).items():
-        takes = what_it_takes(field)
+        takes = accepted_values(field)
         assert takes.startswith(("a ", "'", "true", "tcp://")), f"{name}: {takes}"
 
 

@@ -26,7 +26,7 @@ from weft.autosearch.advisor import curve as curves
 from weft.autosearch.advisor.curve import Curve
 from weft.autosearch.options import OneLineParser
 from weft.engine.config import EngineConfig
-from weft.engine.errors import ConfigError, WeftError, wrong_option
+from weft.engine.errors import ConfigError, WeftError, invalid_option
 from weft.tools.papers.paper_table import markdown, table_iv
 
 MODELS = ("opt-1.3b", "opt-2.7b", "llama-2-7b", "llama-2-13b")
@@ -43,7 +43,7 @@ def config_of(name: str, device: str, max_num_seqs: int | None) -> EngineConfig:
             {**model, "device": device, "prefix_caching": False, "max_num_seqs": max_num_seqs}
         )
     except ValidationError as error:
-        raise ConfigError(": ".join(filter(None, wrong_option(error, EngineConfig)))) from None
+        raise ConfigError(": ".join(filter(None, invalid_option(error, EngineConfig)))) from None
 
 
 def points_file(out: Path, name: str) -> Path:
