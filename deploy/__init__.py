@@ -1,1 +1,1 @@
-"""What stands around daemons. `fleet/` and `ray/` are packages; the rest are files for other programs."""
+"""Deployment files. `fleet/` and `ray/` are packages; everything else configures other programs."""
