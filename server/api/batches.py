@@ -69,13 +69,13 @@ async def create_batch(body: BatchBody, folder: FolderOf, owner: OwnerOf) -> dic
         raise ApiError(429, message, code="too_many_batches", retry_after=60) from None
     except OSError as error:
         raise disk_error(error) from None
-    return batch.shown()
+    return batch.to_json()
 
 
 @router.get(PATH, summary="List batches")
 async def batches(folder: FolderOf, owner: OwnerOf, limit: Limit = 20, after: str | None = None) -> dict[str, Any]:
-    found = await asyncio.to_thread(folder.batches.of, owner)
-    return page([batch.shown() for batch in found], limit, "desc", after)
+    found = await asyncio.to_thread(folder.batches.owned_by, owner)
+    return page([batch.to_json() for batch in found], limit, "desc", after)
 
 
 async def _get(folder: FolderOf, id: str, owner: str) -> Batch:
@@ -87,7 +87,7 @@ async def _get(folder: FolderOf, id: str, owner: str) -> Batch:
 
 @router.get(PATH + "/{id}", summary="Retrieve a batch")
 async def retrieve_batch(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
-    return (await _get(folder, id, owner)).shown()
+    return (await _get(folder, id, owner)).to_json()
 
 
 @router.post(PATH + "/{id}/cancel", summary="Cancel a batch; finished answers are kept")
@@ -96,4 +96,4 @@ async def cancel_batch(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, A
     if batch.ended:
         raise ApiError(409, f"Batch {id} has already ended ({batch.status}).", param="id", code="batch_ended")
     await asyncio.to_thread(folder.batches.cancel, id)
-    return (await _get(folder, id, owner)).shown()
+    return (await _get(folder, id, owner)).to_json()

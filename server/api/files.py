@@ -106,7 +106,7 @@ def kept_seconds(anchor: str | None, seconds: object, param: str) -> int:
 async def create_file(request: Request, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
     body = UploadBody(request)
     try:
-        return (await _create(request.headers.get("content-type", ""), body, folder.files, owner)).shown()
+        return (await _create(request.headers.get("content-type", ""), body, folder.files, owner)).to_json()
     except StoreFull as error:
         raise ApiError(413, str(error), param="file", code="files_full") from None
     except OSError as error:
@@ -142,8 +142,8 @@ async def files(
     order: Literal["asc", "desc"] = "desc",
     purpose: str | None = None,
 ) -> dict[str, Any]:
-    found = await asyncio.to_thread(folder.files.of, owner)
-    return page([file.shown() for file in found if purpose in (None, file.purpose)], limit, order, after)
+    found = await asyncio.to_thread(folder.files.owned_by, owner)
+    return page([file.to_json() for file in found if purpose in (None, file.purpose)], limit, order, after)
 
 
 async def _get(folder: Folder, id: str, owner: str) -> StoredFile:
@@ -155,7 +155,7 @@ async def _get(folder: Folder, id: str, owner: str) -> StoredFile:
 
 @router.get(PATH + "/{id}", summary="Retrieve a file's metadata")
 async def retrieve_file(id: str, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
-    return (await _get(folder, id, owner)).shown()
+    return (await _get(folder, id, owner)).to_json()
 
 
 @router.get(PATH + "/{id}/content", summary="Download a file", response_class=FileResponse)

@@ -42,7 +42,7 @@ class StoredFile(msgspec.Struct, kw_only=True):
     owner: str
     """Only the owner sees the file."""
 
-    def shown(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As clients see it."""
         fields = msgspec.structs.asdict(self)
         del fields["owner"]
@@ -138,7 +138,7 @@ class Files:
             return None
         return file
 
-    def of(self, owner: str) -> list[StoredFile]:
+    def owned_by(self, owner: str) -> list[StoredFile]:
         """All files of an owner, oldest first."""
         found = (self.get(path.stem, owner) for path in self._root.glob("*.json"))
         return sorted((f for f in found if f is not None), key=lambda f: (f.created_at, f.id))

@@ -73,7 +73,7 @@ class Batch(msgspec.Struct, kw_only=True):
         self.status = status
         setattr(self, f"{status}_at", int(time.time()))
 
-    def shown(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As clients see it."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _INTERNAL}
         errors = None if self.errors is None else {"object": "list", "data": self.errors}
@@ -132,7 +132,7 @@ class Batches:
             batch.status, batch.cancelling_at = "cancelling", asked
         return batch
 
-    def of(self, owner: str) -> list[Batch]:
+    def owned_by(self, owner: str) -> list[Batch]:
         """All batches of an owner, oldest first."""
         found = (self.get(path.stem, owner) for path in self.root.glob("batch_*.json"))
         return sorted((b for b in found if b is not None), key=lambda b: (b.created_at, b.id))

@@ -207,7 +207,7 @@ class Replicas:
         return Ticket(replica, self._load, prefill, output, pages.keys(replica.ready))
 
 
-def level(shared_state: SharedState, engine: int, others: Sequence[int] | None = None) -> None:
+def credit_new_engine(shared_state: SharedState, engine: int, others: Sequence[int] | None = None) -> None:
     """Credit a new engine with the mean work of the others, so that it does not get all requests until it catches up.
 
     `others`: the engines of its model, by default all.

@@ -19,7 +19,7 @@ from weft.engine.wire.messages import EngineReady, EngineStats, PageChanges
 from weft.engine.wire.page_keys import BRIEF, page_keys, root
 from weft.server.observe.shared_state import SharedState
 from weft.server.replicas.cached_pages import CachedPages
-from weft.server.replicas.replicas import Replicas, level
+from weft.server.replicas.replicas import Replicas, credit_new_engine
 
 PAGE = 16
 
@@ -128,7 +128,7 @@ def test_closed_stalled_and_dead_engines_get_nothing() -> None:
 def test_an_engine_that_comes_back_is_not_given_everything() -> None:
     shared_state = SharedState(1, engines=3)
     shared_state.given[:] = [[900, 9], [1100, 11], [100, 1]]
-    level(shared_state, 2)
+    credit_new_engine(shared_state, 2)
     assert shared_state.given.tolist() == [[900, 9], [1100, 11], [1000, 10]]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.server.api.responses.items import messages_of, read_input, seal, unseal
+from weft.server.api.responses.items import read_input, seal, to_messages, unseal
 from weft.server.api.responses.output import Output
 from weft.server.api.turn_parser import Parts
 from weft.server.tools.stream import Call
@@ -17,7 +17,7 @@ RESULT = {"type": "function_call_output", "call_id": "c1", "output": "done"}
 
 
 def said(input: Any, instructions: str | None = None) -> list[dict[str, Any]]:
-    messages = messages_of(instructions, read_input(input))
+    messages = to_messages(instructions, read_input(input))
     return [message.model_dump(exclude_none=True) for message in messages]
 
 
@@ -133,7 +133,7 @@ def test_reasoning_is_an_item_before_the_text(as_summary: bool) -> None:
         "output_item.added", f"{part_name}.added", f"{delta}.delta", f"{delta}.delta", f"{delta}.done",
         f"{part_name}.done", "output_item.done",
     ]  # fmt: skip
-    assert messages_of(None, read_input(output.items))[0].reasoning_content == "let me"
+    assert to_messages(None, read_input(output.items))[0].reasoning_content == "let me"
 
 
 def test_white_space_between_calls_is_no_message() -> None:

@@ -11,7 +11,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from weft.server.api.field_types import INT32, bounded
 from weft.server.api.protocol import ChatBody, SamplingFields
-from weft.server.api.responses.items import Item, full_name, messages_of
+from weft.server.api.responses.items import Item, full_name, to_messages
 from weft.server.bodies import Body
 from weft.server.errors import bad_request, clip
 from weft.server.tools.structured import Schema
@@ -190,7 +190,7 @@ class ResponseBody(SamplingFields):
 
     def as_chat(self, items: Sequence[Item], tools: OfferedTools) -> ChatBody:
         """The equivalent chat request over these items. Raises `ApiError` and `RequestValidationError`."""
-        messages = messages_of(self.instructions, items)
+        messages = to_messages(self.instructions, items)
         if not messages or (not items and all(message.role in ("system", "developer") for message in messages)):
             raise bad_request("input: must have at least one item to answer.", "input")
         given = {name: getattr(self, name) for name in SamplingFields.model_fields if name in self.model_fields_set}

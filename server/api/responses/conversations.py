@@ -13,7 +13,7 @@ from weft.server.api.files import page
 from weft.server.api.responses.body import Metadata
 from weft.server.api.responses.endpoints import Limit, Order, RecordsOf
 from weft.server.api.responses.items import MAX_ITEMS, Item, read_item
-from weft.server.api.responses.records import Records, numbered
+from weft.server.api.responses.records import Records, with_ids
 from weft.server.api.routing import JsonRoute
 from weft.server.bodies import Body
 from weft.server.errors import ApiError, bad_request, clip
@@ -117,7 +117,7 @@ def _read(value: list[Any]) -> list[Item]:
 
 async def _append(records: Records, id: str, items: list[Item]) -> list[Item]:
     """Append items and return them as stored. Raises `ApiError`."""
-    kept = numbered(items, uuid.uuid4().hex)
+    kept = with_ids(items, uuid.uuid4().hex)
     if not await records.append(id, kept):
         raise bad_request(f"items: a conversation has at most {MAX_ITEMS} items.", "items")
     return kept

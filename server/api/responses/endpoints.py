@@ -20,7 +20,7 @@ from weft.server.api.responses.background import Background, follow
 from weft.server.api.responses.body import OfferedTools, ResponseBody
 from weft.server.api.responses.dialect import ResponseDialect
 from weft.server.api.responses.items import Item, read_input
-from weft.server.api.responses.records import OPEN, Records, numbered
+from weft.server.api.responses.records import OPEN, Records, with_ids
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.api.service import Service
 from weft.server.api.turn import Turn, begin_turn
@@ -52,7 +52,7 @@ async def create_response(body: ResponseBody, request: Request, service: Service
     background: Background = request.app.state.background
     _settle_storing(body, records)
     hex_id = uuid.uuid4().hex
-    new = numbered(read_input(body.input), hex_id)
+    new = with_ids(read_input(body.input), hex_id)
     context = await records.context(body.previous_response_id, body.conversation, new)
     new = context[len(context) - len(new) :]
     tools = OfferedTools.of(body.tools)

@@ -187,7 +187,7 @@ def unseal(text: str) -> str:
 # -- as messages
 
 
-def messages_of(instructions: str | None, items: Sequence[Item]) -> list[ChatMessage]:
+def to_messages(instructions: str | None, items: Sequence[Item]) -> list[ChatMessage]:
     """Translate items to chat messages.
 
     Instructions come first, joined with leading system messages; later system messages keep their position. Consecutive

@@ -20,7 +20,7 @@ _ITEM_ID = re.compile(r"[a-z]{1,8}_([0-9a-f]{32})(i?)([0-9a-f]{4})")
 _PREFIXES = {"message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
 
 
-def numbered(items: Sequence[Item], hex_id: str) -> list[Item]:
+def with_ids(items: Sequence[Item], hex_id: str) -> list[Item]:
     """Input items with ids: the client's, or one that encodes the item's position."""
     return [
         item if "id" in item else {"id": f"{_PREFIXES.get(item['type'], 'item')}_{hex_id}i{i:04x}", **item}
