@@ -75,7 +75,7 @@ def test_a_way_is_that_of_the_ranks_or_a_baseline_that_leaves_the_stream_alone()
 
     class Own:
         rank, ranks = 0, 2
-        take = all_gather = end_waiting = inside = None
+        take = all_gather = abort_waits = inside = None
 
         def use(self, steps: dict[int, Steps], *, apart: bool) -> None:
             asked.append((steps, apart))
@@ -160,7 +160,10 @@ def test_what_cannot_be_gone_with_few_tokens_can_with_more(tmp_path: Path) -> No
         (["--seconds", "nan"], "--seconds must be more than 0"),
         (["--tuning-seconds", "-1"], "--tuning-seconds 0 or more"),
         (["--workload", "9999999999:9"], "a context of 20000000008 tokens would take"),
-        (["--device", "cuda", "--tensor-parallel-size", "4"], "--tensor-parallel-size 4: a rank has a GPU, and there "),
+        (
+            ["--device", "cuda", "--tensor-parallel-size", "4"],
+            "--tensor-parallel-size 4 needs one GPU per rank, and this machine has ",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(
