@@ -25,7 +25,7 @@ from weft.engine.ranks.group import Ranks
 from weft.engine.ranks.loading import Loading
 from weft.engine.runner.device.compile_job import CompileJob
 from weft.engine.runner.device.energy_meter import EnergyMeter, energy_counter
-from weft.engine.runner.iteration.work import CostShares
+from weft.engine.runner.iteration.cost_shares import CostShares
 from weft.engine.runner.options.budget import memory_budget
 from weft.engine.scheduling.arrivals import Arrivals
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
@@ -273,7 +273,7 @@ class Engine:
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises `RequestError` if it can never be served."""
         params = message.params
-        if params.pooling is not None and self._broad is not None and not self._broad.shows_states:
+        if params.pooling is not None and self._broad is not None and not self._broad.has_hidden_states:
             raise RequestError(f"{self.spec.architecture} does not expose its hidden states", "input")
         request = self._arrivals.request(message)
         if params.grammar is None and not params.bad_words:

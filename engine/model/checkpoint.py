@@ -1,4 +1,4 @@
-"""Where weights come from: `Checkpoint`, a directory of safetensors files; `Dummy`, made up from a seed."""
+"""Sources of weights: `Checkpoint`, a directory of safetensors files; `Dummy`, seeded random tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.engine.model.index import read_index
 
 
 class Part(NamedTuple):
-    """Which of `of` equal parts along dimension `dim` is wanted; of one, the whole. Or a span of it: see `span`."""
+    """The part to read: one of `of` equal parts along dimension `dim` (1: all), or a span of it (see `span`)."""
 
     dim: int = 0
     part: int = 0
@@ -29,11 +29,11 @@ class Part(NamedTuple):
 
     @classmethod
     def span(cls, begin: int, total: int, dim: int = 0) -> Part:
-        """As much as is asked for, from `begin` on, where the whole has `total` along `dim`."""
+        """Read from `begin` on, as much as the requested shape has, of `total` along `dim`."""
         return cls(dim, 0, 2, begin, total)
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the tensor that has a part of `shape`."""
+        """Return the shape of the whole tensor whose part has `shape`."""
         return tuple((self.total or n * self.of) if d == self.dim else n for d, n in enumerate(shape))
 
     def of_whole(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -47,16 +47,16 @@ WHOLE = Part()
 
 
 class Stored(NamedTuple):
-    """A tensor in a file."""
+    """A tensor in a file, not read yet."""
 
     raw: Tensor
-    """the mapped bytes, not read yet; contiguous in its last dimension"""
+    """The mapped bytes, contiguous in the last dimension."""
     decode: Callable[[Tensor, torch.dtype], Tensor] | None = None
-    """makes numbers of them in a dtype, where they were copied to and in memory of their own; None: they are numbers"""
+    """Converts the bytes, where they were copied to, into a new tensor of a dtype; None: they are plain numbers."""
 
 
 class TensorSource(Protocol):
-    """The tensors of a checkpoint by their names."""
+    """The tensors of a checkpoint by name."""
 
     def rename(self, known: str, prefix: str, others: tuple[str, ...]) -> None: ...
 
@@ -77,11 +77,11 @@ class Tensors:
 
     source: Callable[[str, tuple[int, ...], Part, torch.dtype], Tensor]
     known: Callable[[str], bool] | None
-    """whether there is a name; None: whatever is asked for, in the plainest form"""
+    """Whether a name exists; None: any requested name does, in the plainest form."""
     dtype: torch.dtype
-    """they are served in"""
+    """Serving dtype."""
     shapes: Callable[[str], tuple[int, ...]] | None = None
-    """of a name that is known"""
+    """Shape in the files of a known name."""
 
     def get(self, name: str, shape: tuple[int, ...], part: Part = WHOLE, dtype: torch.dtype | None = None) -> Tensor:
         return self.source(name, shape, part, dtype or self.dtype)
@@ -90,15 +90,15 @@ class Tensors:
         return self.known is not None and self.known(name)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """In the files, of a name that `has` knows."""
+        """Return the shape in the files of a name for which `has` is true."""
         assert self.shapes is not None
         return self.shapes(name)
 
 
 class Checkpoint:
-    """Named tensors of a directory of safetensors files, each checked against the shape the config promises.
+    """Named tensors of a directory of safetensors files, each checked against the shape that the config implies.
 
-    Where there are none, those of PyTorch (`pytorch_model.bin`), of which nothing but tensors is read.
+    Falls back to PyTorch files (`pytorch_model.bin`), from which it reads only tensors.
     """
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
@@ -120,62 +120,62 @@ class Checkpoint:
         missing = sorted({f for f in self._files.values() if not (path / f).is_file()})
         if missing:
             raise ModelError(f"{path} lacks {len(missing)} shard(s) that its index names: {', '.join(missing[:3])}")
-        # All at once: a damaged shard is said before the others are read.
+        # Open all at once to report a damaged shard before reading any other.
         self._open: dict[str, Any] = {file: _open(path / file, stack) for file in sorted(set(self._files.values()))}
         self._path = path
         self._asked: set[str] = set()
-        self._there: dict[str, str] = {}
-        """names in the files, where they are others"""
+        self._inside: dict[str, str] = {}
+        """Names in the files, where they differ."""
 
     def rename(self, known: str, prefix: str, others: tuple[str, ...]) -> None:
-        """Names are asked for with `prefix` and have one of `others` here, if the tensor `known` is there only so."""
-        for other in (*others, ""):  # without any: of the model alone, as embedding models are kept
+        """Map requested names, which start with `prefix`, to one of `others` if only that form of `known` exists."""
+        for other in (*others, ""):  # embedding models have no prefix
             if known not in self._files and other + known.removeprefix(prefix) in self._files:
-                self._there = {
+                self._inside = {
                     prefix + name.removeprefix(other): name
                     for name in self._files
                     if name.startswith(other) and not name.startswith("lm_head.")
                 }
-                renamed = {name: self._files[there] for name, there in self._there.items()}
-                self._files = {n: f for n, f in self._files.items() if n not in self._there.values()} | renamed
+                renamed = {name: self._files[inside] for name, inside in self._inside.items()}
+                self._files = {n: f for n, f in self._files.items() if n not in self._inside.values()} | renamed
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
     def __call__(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Stored:
-        """The tensor, or a part of it, which is then all that will be read; `shape` is that of what comes back.
+        """Return the tensor or a part of it; only that part will be read. shape: shape of the part.
 
-        Raises `ModelError` when there is none, or one of another shape.
+        Raises `ModelError` if the tensor is missing or has another shape.
         """
         file = self._files.get(name)
         if file is None:
-            raise ModelError(f"{self._path} has no tensor {name}, which config.json asks for")
+            raise ModelError(f"{self._path} has no tensor {name}, which config.json requires")
         self._asked.add(name)
         try:
-            inside = self._there.get(name, name)
+            inside = self.inside(name)
             lazy = self._open[file].get_slice(inside)
             there, want = tuple(lazy.get_shape()), part.whole(shape)
             if there != want:
-                raise ModelError(f"{name} has shape {there}, config.json asks for {want}")
+                raise ModelError(f"{name} has shape {there}, config.json requires {want}")
             tensor: Tensor = lazy[part.of_whole(shape)] if part.of > 1 else self._open[file].get_tensor(inside)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"cannot read {name} from {self._path / file}: {error}") from None
         return Stored(tensor)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that is there."""
+        """Return the shape in the files of an existing tensor."""
         return self._read(self.inside(name), self._files[name], lambda f, inside: f.get_slice(inside).get_shape())
 
     def inside(self, name: str) -> str:
-        """Its name in the files."""
-        return self._there.get(name, name)
+        """Return the tensor's name in the files."""
+        return self._inside.get(name, name)
 
     def shards(self) -> dict[str, list[str]]:
-        """The files, and the names inside each of them."""
+        """Return the names inside each file."""
         return {file: sorted(opened.keys()) for file, opened in self._open.items()}
 
     def whole(self, inside: str, file: str) -> Tensor:
-        """The tensor of a name inside a file."""
+        """Return a tensor by its name inside a file."""
         return self._read(inside, file, lambda f, name: f.get_tensor(name))
 
     def inside_shape(self, inside: str, file: str) -> tuple[int, ...]:
@@ -189,34 +189,34 @@ class Checkpoint:
             raise ModelError(f"cannot read {inside} from {self._path / file}: {error}") from None
 
     def refuse_further_layers(self, layer: str, num_layers: int) -> None:
-        """`layer`: the beginning of a layer's names, `{}` for its number. Raises `ModelError` when there are more."""
+        """Raise `ModelError` if there are more layers. layer: prefix of a layer's names, `{}` for its number."""
         pattern = re.compile(re.escape(layer).replace(re.escape("{}"), r"(\d+)"))
         numbers = [int(match[1]) for name in self._files if (match := pattern.match(name))]
         if (there := max(numbers, default=-1) + 1) > num_layers:
             raise ModelError(
-                f"{self._path} has weights of {there} layers, config.json says num_hidden_layers {num_layers}: "
-                f"{layer.format(num_layers)}… would be left out"
+                f"{self._path} has weights of {there} layers, but config.json says num_hidden_layers {num_layers}: "
+                f"{layer.format(num_layers)}… would be ignored"
             )
 
     def surplus(self, harmless: Iterable[str]) -> list[str]:
-        """Names that nobody asked for; without those that end with one of `harmless`."""
+        """Return names that were not requested, except those that end with one of `harmless`."""
         return sorted(name for name in self._files.keys() - self._asked if not name.endswith(tuple(harmless)))
 
 
 class _Pickled:
-    """The tensors of a PyTorch file, mapped where its form allows that; the interface of `safe_open`."""
+    """The tensors of a PyTorch file, memory-mapped if its format allows; same interface as `safe_open`."""
 
     def __init__(self, file: Path) -> None:
-        """Raises `ModelError`, one line, for a damaged file and for one that holds anything but tensors."""
+        """Raises `ModelError`, one line, for a damaged file or one with anything but tensors."""
         try:
             try:
                 found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # a file from before PyTorch 1.6 is no archive that could be mapped
+            except RuntimeError:  # files from before PyTorch 1.6 are not archives and cannot be mapped
                 found = torch.load(file, map_location="cpu", weights_only=True)
             self._tensors: dict[str, Tensor] = {name: t for name, t in found.items() if isinstance(t, Tensor)}
         except (OSError, EOFError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
             reason = str(error).strip().split("\n")[0][:120] or type(error).__name__
-            raise ModelError(f"{file} is no PyTorch file of tensors alone: {reason}") from None
+            raise ModelError(f"{file} is not a PyTorch file with only tensors: {reason}") from None
 
     def keys(self) -> list[str]:
         return list(self._tensors)
@@ -240,7 +240,7 @@ class _PickledSlice:
 
 
 def _open(file: Path, stack: ExitStack) -> Any:
-    """Raises `ModelError`, one line, for a pointer and for a file that is damaged or incomplete."""
+    """Raises `ModelError`, one line, for a Git LFS pointer and for a damaged or incomplete file."""
     refuse_pointer(file)
     if file.suffix == ".bin":
         return _Pickled(file)
@@ -248,22 +248,22 @@ def _open(file: Path, stack: ExitStack) -> Any:
         return stack.enter_context(safe_open(file, "pt"))
     except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"{file} is no whole safetensors file ({file.stat().st_size:,} bytes; {error}): download it again"
+            f"{file} is not a complete safetensors file ({file.stat().st_size:,} bytes; {error}): download it again"
         ) from None
 
 
 class Dummy:
-    """Seeded random tensors: matrices of the scale a trained model has, norms near one."""
+    """Seeded random tensors: matrices with the scale of trained ones, norms near one."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._device = device
-        # on the meta device, which holds shapes alone, nothing is drawn
+        # The meta device holds only shapes.
         self._generator = torch.Generator(device).manual_seed(seed) if device.type != "meta" else None
 
     def __call__(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
-        # All of it is drawn whatever part is asked for: every rank cuts the same model.
+        # Draw the whole tensor so that every rank gets its shard of the same model.
         t = torch.empty(part.whole(shape), dtype=torch.float32, device=self._device)
-        if self._generator is None:  # torch would import its compiler to draw nothing
+        if self._generator is None:  # torch would import its compiler for a meta tensor
             return t[part.of_whole(shape)]
         if len(shape) == 1 and not name.endswith("bias"):
             t.uniform_(0.9, 1.1, generator=self._generator)

@@ -1,4 +1,4 @@
-"""`describe`: a model in lines for people: its parts, in words."""
+"""`describe`: a human-readable summary of a model's parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.engine.model.spec import ModelSpec
 
 
 def describe(spec: ModelSpec) -> list[tuple[str, str]]:
-    """(part, what the model has of it), in the order of a layer."""
+    """Return (part, description) pairs in the order of a layer."""
     if isinstance(spec, BroadSpec):
         return _describe_calls(spec)
     gated = "gated " if spec.gated else ""
@@ -51,7 +51,7 @@ def describe(spec: ModelSpec) -> list[tuple[str, str]]:
 
 
 def _describe_calls(spec: BroadSpec) -> list[tuple[str, str]]:
-    """Of a model that `transformers` computes: its attention calls, and nothing else is known."""
+    """Describe a model that `transformers` computes: only its attention calls are known."""
     rows = []
     for call, count in Counter(call._replace(layer=0) for call in spec.calls).items():
         sizes = f"{call.key_dim}" if call.key_dim == call.value_dim else f"{call.key_dim} and {call.value_dim}"
@@ -76,7 +76,7 @@ def _norm(spec: ModelSpec) -> str:
 def _rope(rope: Rope) -> str:
     own = rope.scaling
     scaling = "" if own.kind == "default" else f", {own.kind} x {own.factor:g}"
-    if own.kind == "longrope" and own.short_factors == own.long_factors:  # of a GGUF file, which has them alone
+    if own.kind == "longrope" and own.short_factors == own.long_factors:  # GGUF files have only these
         scaling = ", a factor for each frequency"
     part = "" if rope.part == 1.0 else f" on {rope.part:g} of a head"
     return f"rotary{part}, theta {rope.theta:g}{scaling}"

@@ -1,4 +1,4 @@
-"""`read_spec`: what a Hugging Face model directory says of its model."""
+"""`read_spec`: reads the configuration of a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weft.engine.model.quantization import of_modelopt_file
 from weft.engine.model.spec import ModelSpec
 
 MODELOPT = "hf_quant_config.json"
-"""where ModelOpt says how it quantised, if not in `config.json`"""
+"""File in which ModelOpt describes its quantization, if not in `config.json`."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file of a model directory. Raises `ModelError`, one line."""
+    """Read a JSON file of a model directory. Raises `ModelError`, one line."""
     if not path.parent.is_dir():
         raise ModelError(
             f"no model directory at {path.parent}: give a Hugging Face model directory, ORG/NAME, or 'demo'"
@@ -25,7 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path.parent} has no {path.name}: it is no Hugging Face model directory") from None
+        raise ModelError(f"{path.parent} has no {path.name}: it is not a Hugging Face model directory") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {path}: {error}") from None
     if not isinstance(value, dict):
@@ -34,10 +34,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The `config.json` of the directory at `path`, with what ModelOpt's own file says of how it is quantised.
-
-    Raises `ModelError`, one line.
-    """
+    """Read `config.json`, with the quantization from ModelOpt's own file if needed. Raises `ModelError`, one line."""
     config = read_json(path / "config.json")
     if not config.get("quantization_config") and (path / MODELOPT).is_file():
         config["quantization_config"] = of_modelopt_file(read_json(path / MODELOPT))
@@ -45,8 +42,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """The end tokens of the directory at `path`, whose `config.json` is `config`."""
-    # generation_config.json wins: Llama 3 lists its end-of-turn token only there.
+    """Return the end tokens of a model directory with this `config.json`."""
+    # generation_config.json has precedence: Llama 3 lists its end-of-turn token only there.
     ids = config.get("eos_token_id")
     generation = path / "generation_config.json"
     if generation.exists():
@@ -57,9 +54,9 @@ def eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def read_spec(path: Path) -> ModelSpec:
-    """Read `config.json` (and `generation_config.json`) of a model directory.
+    """Read `config.json` and `generation_config.json` of a model directory.
 
-    Raises `ModelError`, one line, for a missing or malformed file, an unsupported architecture or option.
+    Raises `ModelError`, one line, for a missing or malformed file or an unsupported architecture or option.
     """
     config = read_config(path)
     family = family_of((config.get("architectures") or ["(none)"])[0])

@@ -1,4 +1,4 @@
-"""`download`: files of a repository of the hub, into the hub's own cache, and how far they are."""
+"""`download`: fetches files of a Hugging Face repository into the hub's cache and shows progress."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from typing import Any
 from weft.engine.errors import ConfigError, ModelError
 
 PARTIAL = ".incomplete"
-"""of a file that has not come whole; the hub's library never goes on with one of an earlier process"""
+"""Suffix of incomplete files; the hub's library never resumes one of an earlier process."""
 OLD_SECONDS = 3600.0
-"""nobody writes such a file any more"""
+"""Age in seconds at which an incomplete file is abandoned."""
 LINE_SECONDS = 5.0
-"""between two lines of progress in a log"""
+"""Seconds between progress lines in a log."""
 GIB = 2**30
 
 
 def cache_dir() -> Path:
-    """Where the hub's cache lies: HF_HUB_CACHE, or below HF_HOME. Raises `ConfigError` where nobody knows the user's
-    home."""
+    """Return the hub's cache: HF_HUB_CACHE, or below HF_HOME. Raises `ConfigError` if the user has no home."""
     from huggingface_hub import constants
 
     try:
@@ -36,21 +35,21 @@ def cache_dir() -> Path:
 
 
 def repository(name: str) -> Path:
-    """The folder of ORG/NAME in the cache, whether or not it exists."""
+    """Return the cache folder of ORG/NAME, which may not exist."""
     return cache_dir() / f"models--{name.replace('/', '--')}"
 
 
 def download(name: str, revision: str | None, wanted: list[str], left: dict[str, int]) -> Path:
-    """`left`: the bytes of what is not there yet. Returns the snapshot."""
+    """Download the files `wanted` and return the snapshot. left: bytes of the files not in the cache yet."""
     from huggingface_hub import snapshot_download
 
     snapshots: list[str] = []
     blobs = repository(name) / "blobs"
     if left:
         _remove_partial(blobs)
-        _check_room(name, sum(left.values()))
+        _check_disk_space(name, sum(left.values()))
         patterns = [glob.escape(file) for file in wanted]
-        with _Watch(name, blobs, len(left), sum(left.values())):
+        with _ProgressDisplay(name, blobs, len(left), sum(left.values())):
             _in_background(
                 lambda: snapshots.append(snapshot_download(name, revision=revision, allow_patterns=patterns))
             )
@@ -58,15 +57,15 @@ def download(name: str, revision: str | None, wanted: list[str], left: dict[str,
 
 
 def _remove_partial(blobs: Path) -> None:
-    """Gigabytes that an ended download has left."""
+    """Remove incomplete files of abandoned downloads."""
     for file in blobs.glob(f"*{PARTIAL}"):
         with suppress(OSError):
             if time.time() - file.stat().st_mtime > OLD_SECONDS:
                 file.unlink()
 
 
-def _check_room(name: str, size: int) -> None:
-    """Raises `ModelError` when the disk of the cache is too small."""
+def _check_disk_space(name: str, size: int) -> None:
+    """Raise `ModelError` if the cache's disk is too small."""
     folder = cache_dir()
     while not folder.exists():
         folder = folder.parent
@@ -74,12 +73,12 @@ def _check_room(name: str, size: int) -> None:
     if size > free:
         raise ModelError(
             f"{name} needs {size / GIB:.1f} GiB, {cache_dir()} has {free / GIB:.1f} GiB free: "
-            "make room, or set HF_HOME to a larger disk"
+            "free some space, or set HF_HOME to a larger disk"
         )
 
 
 def _in_background(work: Any) -> None:
-    """Do it in a thread, so that Ctrl-C ends the wait at once: the hub's own threads finish their files first."""
+    """Run `work` on a thread, so that Ctrl-C returns at once; the hub's own threads would first finish their files."""
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -94,20 +93,16 @@ def _in_background(work: Any) -> None:
         while thread.is_alive():
             thread.join(0.2)
     except KeyboardInterrupt:
-        print(
-            "weft: stopped; files that have come whole are kept, the same command fetches the others",
-            file=sys.stderr,
-            flush=True,
-        )
+        print("weft: stopped; complete files are kept: run the command again to resume", file=sys.stderr, flush=True)
         raise
     if failed:
         raise failed[0]
 
 
-class _Watch:
-    """Shows how much of a download has come: a bar on a terminal, a line now and then in a log.
+class _ProgressDisplay:
+    """Shows download progress: a bar on a terminal, occasional lines in a log.
 
-    It looks at the files, so it is right whichever way their bytes come.
+    It looks at file sizes, so it works with any transfer method.
     """
 
     def __init__(self, name: str, folder: Path, files: int, size: int) -> None:
@@ -141,9 +136,9 @@ class _Watch:
             if file.name not in self._before:
                 try:
                     about = file.stat()
-                except OSError:  # it has just got its name
+                except OSError:  # just renamed
                     continue
-                # A file may have its full length before its bytes come.
+                # A file may have its full length before its data arrives.
                 size += min(about.st_size, about.st_blocks * 512)
         return min(size, self._size)
 

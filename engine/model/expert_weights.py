@@ -1,8 +1,7 @@
-"""`ExpertWeights`: the matrices of one layer's experts, however a checkpoint has them, as products of all experts read
-them.
+"""`ExpertWeights`: reads a layer's expert matrices in any checkpoint layout and returns them stacked for the kernels.
 
-Each in a tensor of its own, or those of all experts in one, in 16 bits, in FP8 or (gpt-oss) in MXFP4. What compresses
-checkpoints takes such tensors apart: so a family whose experts lie together is read in both ways.
+A checkpoint has one tensor per expert or one for all experts, in 16 bits, FP8 or (gpt-oss) MXFP4. Compression tools
+split stacked tensors, so a family with stacked experts is read in both layouts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from weft.kernels.matmul import weight_layout as pack
 
 
 class ExpertMatrices(NamedTuple):
-    """Of all experts of a layer."""
+    """The matrices of all experts of a layer."""
 
     gate_up: Unpacked
     """[E, 2 I, H], rows alternate"""
@@ -37,7 +36,7 @@ class ExpertMatrices(NamedTuple):
 
 
 class ExpertWeights:
-    """Reads them, or the part of them that a shard has.
+    """Reads the experts of one layer, or the rank's shard of them.
 
     matrix, bias: read one tensor by its name in the layer, as `(name, out, inner, part)` and `(name, out, part)`.
     """
@@ -53,32 +52,33 @@ class ExpertWeights:
         self._piecewise = own.ranks > 1 and tensors.known is not None
 
     def read(self, e: Experts) -> ExpertMatrices:
-        """Raises `ModelError` for a tensor that is missing or has another shape."""
-        apart = self._tensors.has(f"{self._prefix}{self._names.expert_down.format(0)}.weight")
-        return self._together(e) if self._names.experts_gate_up and not apart else self._apart(e)
+        """Read the matrices of all experts. Raises `ModelError` for a missing tensor or one of another shape."""
+        separate = self._tensors.has(f"{self._prefix}{self._names.expert_down.format(0)}.weight")
+        return self._read_stacked(e) if self._names.experts_gate_up and not separate else self._read_separate(e)
 
-    def _apart(self, e: Experts) -> ExpertMatrices:
+    def _read_separate(self, e: Experts) -> ExpertMatrices:
         names, h, inter = self._names, self._spec.hidden_size, e.intermediate_size
         each = [name.format(i) for i in range(e.count) for name in (names.expert_gate, names.expert_up)]
         halves = [self._matrix(name, inter, h, self._rows) for name in each]
         pairs = zip(halves[0::2], halves[1::2], strict=True)
-        gate_up = self._stack([self._moved(pack.interleave_gate_up, *pair) for pair in pairs])
+        gate_up = self._stack([self._map_rows(pack.interleave_gate_up, *pair) for pair in pairs])
         downs = [names.expert_down.format(i) for i in range(e.count)]
         down = self._stack([self._matrix(name, h, inter, self._columns) for name in downs])
         gate_up_bias = down_bias = None
         if e.bias:
             found = [self._bias(name, inter, self._rows) for name in each]
-            gate_up_bias = torch.stack([torch.stack(pair, 1).flatten() for pair in _pairs(found)])
+            pairs_of_biases = zip(found[0::2], found[1::2], strict=True)
+            gate_up_bias = torch.stack([torch.stack(pair, 1).flatten() for pair in pairs_of_biases])
             down_bias = torch.stack([self._bias(name, h, WHOLE) for name in downs])
         return ExpertMatrices(gate_up, gate_up_bias, down, down_bias)
 
     def _stack(self, of: list[Unpacked]) -> Unpacked:
-        return self._moved(lambda *each: torch.stack(each), *of, keep=True)
+        return self._map_rows(lambda *each: torch.stack(each), *of, keep=True)
 
-    def _moved(self, change: Callable[..., Tensor], *of: Unpacked, keep: bool = False) -> Unpacked:
-        return matrices.rows(change, *of, dtype=self._tensors.dtype, keep=keep)
+    def _map_rows(self, change: Callable[..., Tensor], *of: Unpacked, keep: bool = False) -> Unpacked:
+        return matrices.map_rows(change, *of, dtype=self._tensors.dtype, keep=keep)
 
-    def _together(self, e: Experts) -> ExpertMatrices:
+    def _read_stacked(self, e: Experts) -> ExpertMatrices:
         names, h, get = self._names, self._spec.hidden_size, self._tensors.get
         inter, n = e.intermediate_size, e.count
         rows = self._rows._replace(dim=1)
@@ -86,11 +86,11 @@ class ExpertWeights:
         gate_up: Unpacked
         down: Unpacked
         if names.experts_alternate:
-            gate_up = self._turned(gate_up_name, n, 2 * inter, h, rows)
-            down = self._columns_of(self._turned, down_name, n, h, inter)
+            gate_up = self._transposed(gate_up_name, n, 2 * inter, h, rows)
+            down = self._columns_of(self._transposed, down_name, n, h, inter)
         else:
             gate, up = self._halves(gate_up_name, n, inter, h)
-            gate_up = self._moved(pack.interleave_gate_up, gate, up)
+            gate_up = self._map_rows(pack.interleave_gate_up, gate, up)
             down = self._columns_of(self._stacked, down_name, n, h, inter)
         gate_up_bias = down_bias = None
         if e.bias:
@@ -101,7 +101,7 @@ class ExpertWeights:
     def _columns_of(
         self, read: Callable[[str, int, int, int, Part], Unpacked], name: str, count: int, out: int, inner: int
     ) -> Unpacked:
-        """A rank's columns `[count, out, inner]`; where they become FP8, with the scales of whole rows."""
+        """Return a rank's columns `[count, out, inner]`; if quantized at load, with the scales of whole rows."""
         own, asked = self._columns._replace(dim=2), self._spec.quantization
         if asked is None or not asked.at_load or own.of == 1:
             return read(name, count, out, inner, own)
@@ -111,30 +111,29 @@ class ExpertWeights:
         return whole._replace(weight=whole.weight._replace(values=values))
 
     def _stacked(self, name: str, count: int, out: int, inner: int, part: Part = WHOLE) -> Unpacked:
-        """`[count, out, inner]` of a tensor of that form, in FP8 where there is a scale."""
+        """Read a tensor `[count, out, inner]`, in FP8 if it has a scale."""
         quantization = self._spec.quantization
         if quantization is None and not self._spec.widened:
-            matrices.refuse_untold(self._tensors, name.removesuffix(".weight"))
+            matrices.refuse_undeclared_scale(self._tensors, name.removesuffix(".weight"))
         static = quantization is not None and quantization.activations == "static"
         found = matrices.read_stacked(self._tensors, name, (count, out, inner), part, static=static)
-        return matrices.plain(found, self._tensors.dtype) if self._spec.widened else found
+        return matrices.dequantize(found, self._tensors.dtype) if self._spec.widened else found
 
     def _halves(self, name: str, count: int, inter: int, h: int) -> list[Unpacked]:
-        """Gate and up `[count, inter, h]` of a tensor that has the rows of all gates of an expert, then those of up."""
+        """Read gate and up `[count, inter, h]` from a tensor with the gate rows of each expert before its up rows."""
         rows = self._rows._replace(dim=1)
         whole = inter * rows.of
+        firsts = (rows.part * inter, whole + rows.part * inter)
         if self._piecewise:
-            firsts = (rows.part * inter, whole + rows.part * inter)
             return [self._stacked(name, count, inter, h, Part.span(first, 2 * whole, 1)) for first in firsts]
         together = self._stacked(name, count, 2 * whole, h)
-        own = [slice(first, first + inter) for first in (rows.part * inter, whole + rows.part * inter)]
-        return [self._moved(partial(_rows_of, half), together) for half in own]
+        return [self._map_rows(partial(_rows_of, slice(first, first + inter)), together) for first in firsts]
 
-    def _turned(self, name: str, count: int, out: int, inner: int, part: Part) -> Unpacked:
-        """`[count, out, inner]` from a tensor `[count, inner, out]`, or from MXFP4 blocks of `[count, out, inner]`.
+    def _transposed(self, name: str, count: int, out: int, inner: int, part: Part) -> Unpacked:
+        """Read `[count, out, inner]` from a tensor `[count, inner, out]` or from MXFP4 blocks `[count, out, inner]`.
 
-        `part`: along `out` (1) or `inner` (2); blocks have 32 numbers of `inner` each, which are not cut. Where
-        matrices become FP8, MXFP4 numbers stay what they are: their scales are powers of two.
+        part: along `out` (1) or `inner` (2). MXFP4 blocks hold 32 numbers of `inner` and are not split. If matrices
+        become FP8, MXFP4 numbers stay exact because their scales are powers of two.
         """
         if not self._tensors.has(f"{name}_blocks"):
             turned = part._replace(dim=3 - part.dim)
@@ -154,10 +153,6 @@ def _rows_of(own: slice, together: Tensor) -> Tensor:
     return together[:, own]
 
 
-def _pairs(of: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(of[0::2], of[1::2], strict=True))
-
-
 def cut_to(whole: Tensor, part: Part) -> Tensor:
-    """That part of a tensor."""
+    """Return that part of a tensor."""
     return whole.chunk(part.of, part.dim)[part.part] if part.of > 1 else whole

@@ -1,7 +1,7 @@
-"""`find_model`: the directory behind a model's name: the demo, a directory, or a repository of the Hugging Face hub.
+"""`find_model`: resolves a model's name to a directory: the demo, a directory, a GGUF file or a hub repository.
 
-A repository is downloaded once, into the hub's own cache. What lies there whole is used without asking the hub, so that
-a restart needs no network and never changes the weights; `pull` asks for what is newest.
+A repository is downloaded once, into the hub's cache. A complete cached copy is used without contacting the hub, so a
+restart needs no network and never changes the weights. `pull` fetches the newest revision.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from weft.engine.model.gguf.file import INDEX as GGUF_INDEX
 from weft.engine.model.index import read_index
 
 MAIN = "main"
-"""the revision that stands for the newest"""
+"""The default revision."""
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
-"""read from a directory where there is no safetensors, but not downloaded"""
+"""Read from a directory without safetensors files, but not downloaded."""
 SMALL = ("*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt")
-"""configuration and tokenizer; of what lies in folders of a repository, those of `FOLDERS` alone"""
+"""Configuration and tokenizer files at the top level; `FOLDERS` lists those in folders."""
 FOLDERS = {"additional_chat_templates": ".jinja", "1_Pooling": ".json"}
-"""ends of the names of files that are read, by folder"""
+"""File name endings to read, by folder."""
 GGUF = ".gguf"
 
 
 def find_model(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The directory of `demo`, of an existing directory, of a GGUF file, or of ORG/NAME on the hub, which is downloaded
-    if need be; ORG/NAME:FILE is a GGUF file of it.
+    """Return the directory of `demo`, of an existing directory, of a GGUF file, or of ORG/NAME on the hub, downloading
+    it if needed. ORG/NAME:FILE is a GGUF file of a repository.
 
-    weights: else configuration and tokenizer do. Raises `ConfigError` when it is none of these, `ModelError` when the
-    hub does not give it; each one line.
+    weights: False if configuration and tokenizer are enough. Raises `ConfigError` if the name is none of these and
+    `ModelError` if the hub does not provide it, each one line.
     """
     if model == "demo":
         return MODEL_PATH
@@ -51,14 +51,14 @@ def find_model(model: str, revision: str | None = None, *, weights: bool = True)
 
         return gguf_directory(path)
     if path.exists():
-        raise ConfigError(f"{model} is a file: give the Hugging Face model directory that it lies in")
+        raise ConfigError(f"{model} is a file: give the Hugging Face model directory that contains it")
     if not NAME.fullmatch(model.partition(":")[0]):
         raise ConfigError(f"no model directory at {model}: give a Hugging Face model directory, ORG/NAME, or 'demo'")
     return cached(model, revision, weights=weights) or pull(model, revision, weights=weights)
 
 
 def cached(name: str, revision: str | None = None, *, weights: bool = True) -> Path | None:
-    """The directory of ORG/NAME in the cache if all of it is there; without `weights`, if its configuration is."""
+    """Return the cached directory of ORG/NAME if complete; without `weights`, if its configuration is there."""
     name, _, file = name.partition(":")
     revision = revision or MAIN
     folder = repository(name)
@@ -82,12 +82,11 @@ def _cached_gguf(name: str, snapshot: Path, file: str) -> Path | None:
     try:
         return gguf_directory(snapshot / choose(name, there, file)[0])
     except ModelError:
-        # Not there, or not all of it; a file that is there and damaged is told by whoever has downloaded it.
-        return None
+        return None  # missing or incomplete; loading reports a damaged file
 
 
 def missing(directory: Path) -> list[str]:
-    """Names of files that a model directory lacks; a tokenizer counts as there."""
+    """Return the names of files that a model directory lacks, tokenizer files aside."""
     if not (directory / "config.json").is_file():
         return ["config.json"]
     if (directory / GGUF_INDEX).is_file():
@@ -96,8 +95,10 @@ def missing(directory: Path) -> list[str]:
 
 
 def damaged(directory: Path) -> list[str]:
-    """Names of safetensors files that are there and cannot be read whole: a copy that was cut short, a full disk,
-    somebody else's. By their headers alone: bits that have changed are found by whoever reads the weights."""
+    """Return safetensors files that cannot be read whole, for example after an aborted copy or on a full disk.
+
+    It reads only headers; loading finds changed bits.
+    """
     from safetensors import SafetensorError, safe_open
 
     found = []
@@ -112,7 +113,7 @@ def damaged(directory: Path) -> list[str]:
 
 
 def _weights(directory: Path) -> list[str]:
-    """Names of the files that should hold the weights, safetensors where there are both."""
+    """Return the names of the weight files, safetensors if both formats exist."""
     index = directory / INDEX
     if not index.is_file():
         for name in (SINGLE, *PICKLED[1:]):
@@ -124,21 +125,21 @@ def _weights(directory: Path) -> list[str]:
     try:
         return sorted(set(read_index(index).values()))
     except (OSError, ValueError):
-        return []  # whoever reads the weights says what is wrong with it
+        return []  # loading reports what is wrong with the index
 
 
 def pull(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Download what weft reads of ORG/NAME, or of ORG/NAME:FILE, and is not there yet; its directory.
+    """Download the files of ORG/NAME or ORG/NAME:FILE that weft reads and lacks, and return the directory.
 
-    A connection that breaks goes on at the byte where it was; a process that is ended leaves the files that were whole.
-    Shows progress on stderr. weights: else only configuration and tokenizer. Raises `ModelError`, one line.
+    A broken connection resumes at the byte where it stopped; an aborted process leaves complete files. Progress goes
+    to stderr. weights: False for only configuration and tokenizer. Raises `ModelError`, one line.
     """
     from huggingface_hub import HfApi, hf_hub_download
 
     name, _, file = name.partition(":")
     if not NAME.fullmatch(name):
         raise ConfigError(f"{name} is no repository of the hub: give ORG/NAME")
-    with _translated(name, revision), _quiet():
+    with _hub_errors(name, revision), _quiet():
         api = HfApi(library_name="weft")
         found = api.repo_info(name, revision=revision, timeout=10)
         commit = found.sha or revision or MAIN
@@ -163,12 +164,12 @@ def pull(name: str, revision: str | None = None, *, weights: bool = True) -> Pat
             wanted += _weight_files(name, sizes, fetch)
         wanted = list(dict.fromkeys(wanted))
         download(name, revision, wanted, {f: sizes[f] for f in wanted if not (config.parent / f).exists()})
-        # A branch may have moved meanwhile: what lies under its name now is what was downloaded.
+        # The branch may have moved: use what its name refers to now.
         return cached(name, revision, weights=weights) or config.parent
 
 
 def _pull_gguf(name: str, revision: str | None, api: Any, commit: str, file: str, *, weights: bool) -> Path:
-    """A file has everything in it, so that nothing else of the repository is needed."""
+    """Pull a GGUF file, which needs nothing else of the repository."""
     from weft.engine.model.gguf.choice import choose
     from weft.engine.model.gguf.directory import gguf_directory
 
@@ -197,26 +198,26 @@ def _weight_files(name: str, sizes: dict[str, int], fetch: Any) -> list[str]:
 
 
 def _instead(sizes: dict[str, int]) -> str:
-    """What a repository has that weft does not read."""
+    """Say what a repository has that weft does not read."""
     endings = {Path(file).suffix for file in sizes}
     if endings & {".bin", ".pt", ".pth"}:
         return "its weights are pickled, which weft does not load; look for a conversion to safetensors"
-    return "it is no model in the form of transformers"
+    return "it is not a model in transformers' format"
 
 
 def _check_architecture(name: str, directory: Path) -> None:
-    """Before gigabytes are downloaded. Raises `ModelError`."""
+    """Raise `ModelError` for an unsupported model, before downloading gigabytes."""
     from weft.engine.model.implementation import check_known
 
     try:
-        check_known(directory, trusted=True)  # no code is run here; who starts an engine is asked
+        check_known(directory, trusted=True)  # runs no code; starting an engine asks for trust
     except ModelError as error:
         raise ModelError(f"{name}: {str(error).replace(f'{directory}/', '')}; nothing was downloaded") from None
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the hub's own bars and warnings: one bar and one line are ours."""
+    """Suppress the hub's own bars and warnings in favor of weft's."""
     import logging
 
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
@@ -235,8 +236,8 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _translated(name: str, revision: str | None) -> Iterator[None]:
-    """The hub's errors as one line each that says what to do."""
+def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
+    """Translate the hub's errors to one line each that says what to do."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -257,7 +258,7 @@ def _translated(name: str, revision: str | None) -> Iterator[None]:
         raise
     except GatedRepoError:
         raise ModelError(
-            f"{name} is gated: ask for access at {hub}/{name}, then {token} with a token that may read it"
+            f"{name} is gated: request access at {hub}/{name}, then {token} with a token that may read it"
         ) from None
     except RepositoryNotFoundError:
         raise ModelError(
@@ -269,7 +270,7 @@ def _translated(name: str, revision: str | None) -> Iterator[None]:
     except (OfflineModeIsEnabled, LocalEntryNotFoundError, HFValidationError, EntryNotFoundError, HfHubHTTPError) as e:
         _refuse(name, hub, e)
     except Exception as error:
-        # What carries HTTP below the hub's library has changed with its versions; all of it is named after its cause.
+        # The hub's library has changed its HTTP client between versions; all of them name errors by cause.
         kind = {base.__name__ for base in type(error).__mro__}
         if not kind & {"HTTPError", "RequestException", "TransportError", "OSError", "RuntimeError"}:
             raise
@@ -282,17 +283,17 @@ def _refuse(name: str, hub: str, error: Exception) -> NoReturn:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
         raise ModelError(
-            f"{hub} refuses to give {name} (status {status}): set HF_TOKEN, or run `hf auth login`, with a token "
+            f"{hub} refuses access to {name} (status {status}): set HF_TOKEN, or run `hf auth login`, with a token "
             "that may read it"
         ) from None
     why = f"answered with status {status}" if status else f"cannot be reached ({_reason(error)})"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
-        why = "is not asked, because HF_HUB_OFFLINE is set"
+        why = "is not contacted, because HF_HUB_OFFLINE is set"
     begun = sum(f.stat().st_size for f in repository(name).glob("blobs/*") if f.suffix != PARTIAL)
-    part = f", of which {begun / 2**20:,.0f} MiB are there" if begun else ""
+    part = f" ({begun / 2**20:,.0f} MiB of them are cached)" if begun else ""
     raise ModelError(
-        f"there is no directory {name} here, and {hub} {why}: it would download config.json, the tokenizer and "
-        f"*.safetensors of {name} to {cache_dir()}{part}. Where there is a network, "
+        f"there is no directory {name} here, and {hub} {why}; weft would download config.json, the tokenizer and "
+        f"*.safetensors of {name} to {cache_dir()}{part}. On a machine with a network, run "
         f"`hf download {name} --local-dir DIR`; then give DIR instead of {name}"
     ) from None
 

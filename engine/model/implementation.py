@@ -1,4 +1,4 @@
-"""What computes a model: weft's own layers, or `transformers`' code with weft's attention."""
+"""Chooses what computes a model: weft's own layers, or `transformers`' code with weft's attention."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from weft.engine.config import EngineConfig, ModelImpl
 from weft.engine.errors import ModelError, UnknownArchitecture
 from weft.engine.model.directory import eos_ids, read_config, read_spec
 from weft.engine.model.gguf.file import INDEX
-from weft.engine.model.known import architecture, refuse_undecodable
 from weft.engine.model.parts import Quantization
 from weft.engine.model.spec import ModelSpec
+from weft.engine.model.transformers_decoders import architecture, refuse_undecodable
 
 
 def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
-    """The model, and in words what computes it and why. Raises `ModelError`, one line."""
+    """Return the model's spec and a phrase on what computes it and why. Raises `ModelError`, one line."""
     path = config.model_path
     if config.model_impl != "transformers":
         try:
@@ -28,7 +28,7 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
     name = architecture(raw)
     if config.quantization is not None:
         raise ModelError(
-            f"--quantization {config.quantization} needs weft's own layers, and transformers' code computes {name}"
+            f"--quantization {config.quantization} needs weft's own layers, but transformers' code computes {name}"
         )
     refuse_undecodable(raw, trusted=config.trust_remote_code)
     from weft.engine.model.broad.reading import read_broad
@@ -37,28 +37,28 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
         spec = read_broad(path, raw, eos_ids(path, raw), trusted=config.trust_remote_code)
     except ModelError as error:
         raise ModelError(f"transformers' code cannot serve {name} here: {error}") from None
-    why = "as --model-impl asks" if config.model_impl == "transformers" else f"since weft has no layers of {name}"
-    limit = f"; contexts of {spec.max_positions} at most: {spec.limit}" if spec.limit else ""
+    why = "as --model-impl requests" if config.model_impl == "transformers" else f"as weft has no layers for {name}"
+    limit = f"; context limited to {spec.max_positions}: {spec.limit}" if spec.limit else ""
     return spec, f"transformers' code with weft's attention, {why}{limit}"
 
 
 def in_format(spec: ModelSpec, quantization: str | None) -> ModelSpec:
-    """What the checkpoint has in FP8 stays as it is."""
+    """Return the spec with `--quantization` applied; an FP8 checkpoint stays as it is."""
     if quantization is None or spec.quantization is not None:
         return spec
     return replace(spec, quantization=Quantization(quantization, at_load=True))
 
 
 def widened(spec: ModelSpec) -> ModelSpec:
-    """As a GPU computes it: matrices in FP8 whose activations are not quantised become 16 bits while they load, for its
-    products quantise what they read."""
+    """Return the spec for a GPU, where FP8 matrices with unquantized activations become 16 bits while loading, because
+    FP8 GEMMs quantize their input."""
     if spec.quantization is None or spec.quantization.activations != "none":
         return spec
     return replace(spec, quantization=None, widened=True)
 
 
 def check_known(path: Path, impl: ModelImpl = "auto", *, trusted: bool = False) -> None:
-    """What can be told of a model without loading torch. Raises `ModelError`, one line."""
+    """Check what can be checked without loading torch. Raises `ModelError`, one line."""
     try:
         if impl != "transformers":
             read_spec(path)
@@ -71,6 +71,6 @@ def check_known(path: Path, impl: ModelImpl = "auto", *, trusted: bool = False) 
 
 
 def _refuse_gguf(path: Path) -> None:
-    """Its configuration says what weft's layers need, and no more."""
+    """Raise `ModelError` for a GGUF file: its configuration is enough only for weft's layers."""
     if (path / INDEX).is_file():
         raise ModelError(f"{path.name} is a GGUF file: weft's own layers compute it, not --model-impl transformers")

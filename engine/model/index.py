@@ -1,4 +1,4 @@
-"""`read_index`: which file of a checkpoint holds which tensor, by the index that comes with several files."""
+"""`read_index`: reads the index of a checkpoint with several files."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ class _Index(msgspec.Struct):
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """File by tensor. Raises `OSError`, and `ValueError`, one line, for what is no such index."""
+    """Return file by tensor name. Raises `OSError`, or `ValueError`, one line, for a malformed index."""
     return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map

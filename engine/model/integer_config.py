@@ -1,4 +1,4 @@
-"""`read_integers`: what a `quantization_config` says of matrices in whole numbers of a few bits."""
+"""`read_integers`: reads the `quantization_config` of a checkpoint with low-bit integer matrices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ Config = dict[str, Any]
 
 
 def read_integers(config: Config) -> Integers | None:
-    """Of a `quantization_config`; None: it speaks of something else.
-
-    Raises `ModelError`, one line, for what is not read.
-    """
+    """Return the format, or None if the config describes another one. Raises `ModelError`, one line, if unsupported."""
     method = config.get("quant_method") or ("compressed-tensors" if "config_groups" in config else "")
     reader = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors}.get(str(method))
     return None if reader is None else reader(config)
@@ -23,7 +20,7 @@ def read_integers(config: Config) -> Integers | None:
 def _awq(config: Config) -> Integers:
     version, bits = str(config.get("version") or "gemm").lower(), _bits(config, ("bits", "w_bit"), (4,), "AWQ")
     if version != "gemm":
-        raise ModelError(f"AWQ's version {version!r} is not read: of its forms weft reads gemm, which most are in")
+        raise ModelError(f"AWQ's version {version!r} is not read: weft reads gemm, the most common one")
     if config.get("zero_point", True) is not True:
         raise ModelError("AWQ without zero points (zero_point: false) is not read")
     return Integers("awq", bits, _group(config, ("group_size", "q_group_size")))
@@ -53,34 +50,34 @@ def _compressed_tensors(config: Config) -> Integers | None:
 
 
 def check_groups(groups: Config) -> None:
-    """Raises `ModelError` where config_groups are not made of objects."""
+    """Raise `ModelError` if config_groups are not made of objects."""
     for name, group in groups.items():
         if not isinstance(group, dict):
-            raise ModelError(f"config.json: {name} of its config_groups is no object")
+            raise ModelError(f"config.json: {name} of its config_groups is not an object")
         for what in ("weights", "input_activations"):
             if not isinstance(group.get(what) or {}, dict):
-                raise ModelError(f"config.json: {what} of {name} are no object")
+                raise ModelError(f"config.json: {what} of {name} are not an object")
 
 
 def _refuse_transforms(config: Config) -> None:
-    """Those that turn activations: of those of weights the files have the results."""
+    """Refuse rotations of activations; rotations of weights are already applied in the files."""
     groups = (config.get("transform_config") or {}).get("config_groups") or {}
-    turned = {str(of.get("location")) for group in groups.values() for of in group.get("apply") or ()}
-    if turned := turned - {"weight_input", "weight_output"}:
+    rotated = {str(of.get("location")) for group in groups.values() for of in group.get("apply") or ()}
+    if rotated := rotated - {"weight_input", "weight_output"}:
         raise ModelError(
-            f"config.json: its transform_config turns activations ({', '.join(sorted(turned))}), which is not supported"
+            f"config.json: its transform_config rotates activations ({', '.join(sorted(rotated))}): unsupported"
         )
 
 
 def _packed(name: str, group: Config) -> Integers:
     weights = group.get("weights") or {}
     if group.get("input_activations"):
-        raise ModelError(f"config.json: {name} quantizes activations beside packed weights, which is not supported")
+        raise ModelError(f"config.json: {name} quantizes activations of packed weights, which is not supported")
     strategy = weights.get("strategy")
     if weights.get("type") != "int" or strategy not in ("group", "channel"):
         raise ModelError(
-            f"config.json: weights of {name} are {weights.get('type')} with the strategy {strategy}; of packed ones "
-            "weft reads int with group or channel"
+            f"config.json: weights of {name} are {weights.get('type')} with the strategy {strategy}; for packed "
+            "weights weft reads int with group or channel"
         )
     bits = _bits(weights, ("num_bits",), (4, 8), "compressed-tensors")
     size = _group(weights, ("group_size",)) if strategy == "group" else 0

@@ -1,7 +1,7 @@
-"""`IntegerCheckpoint`: matrices in whole numbers of a few bits (AWQ, GPTQ, llm-compressor) as what they stand for.
+"""`IntegerCheckpoint`: dequantizes low-bit integer matrices (AWQ, GPTQ, llm-compressor) while loading.
 
-A number is `(code - zero) * scale`; columns of a group share zero and scale. It is computed in float32, where it is
-exact, and rounded once to the dtype that serves. So such a model takes the memory of one in 16 bits.
+A value is `(code - zero) * scale`; the columns of a group share zero and scale. It is computed exactly in float32 and
+rounded once to the serving dtype, so such a model takes the memory of a 16-bit one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from weft.engine.model.spec import ModelSpec
 
 GIB = 1 << 30
 WORD = 32
-"""bits of the whole numbers that codes are packed into"""
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""of eight neighbours in a word of AWQ's"""
+"""Bits of the integers that codes are packed into."""
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Positions of eight neighboring codes in an AWQ word."""
 CHUNK = 1 << 24
-"""numbers made at once: they pass through whole numbers and float32"""
+"""Values converted at once, because they pass through integers and float32."""
 
 
 class Ends(NamedTuple):
-    """Of the names of a module's tensors."""
+    """Suffixes of the tensor names of a module."""
 
     codes: str
     scales: str
@@ -46,31 +46,31 @@ ENDS = {
 
 
 class Codes(NamedTuple):
-    """What a matrix, or a part of it, is made of; `[in, out]` but for compressed-tensors, which has `[out, in]`."""
+    """Everything to dequantize a matrix or a part of it; `[in, out]`, or `[out, in]` for compressed-tensors."""
 
     form: Integers
     scales: Tensor
-    """`[groups, out]`"""
+    """`[groups, out]`."""
     zeros: Tensor | None
-    """as `scales`, packed; None: the middle of the codes"""
+    """As `scales`, packed; None: the middle of the code range."""
     groups: Tensor | None
-    """`[in]` the group of each column; None: they are in order"""
+    """`[in]`: the group of each column; None: in order."""
     rows: slice
-    """the part's, of `[out, in]`"""
+    """Rows and columns of the part in `[out, in]`."""
     columns: slice
 
 
 class IntegerCheckpoint(Checkpoint):
-    """As `Checkpoint`: a module's `weight` is there where its codes are."""
+    """A `Checkpoint` in which a module has a `weight` if it has codes."""
 
     def __init__(self, path: Path, stack: ExitStack, form: Integers) -> None:
         super().__init__(path, stack)
         self._form, self._ends = form, ENDS[form.method]
         self.unpacked = 0
-        """bytes of the codes that were asked for"""
+        """Bytes of the codes requested so far."""
 
     def _module(self, name: str) -> str | None:
-        """The module that `name` is the weight of, if that is in codes."""
+        """Return the module whose weight is `name` if it is stored as codes."""
         module = name.removesuffix(".weight")
         there = module != name and not super().__contains__(name) and super().__contains__(module + self._ends.codes)
         return module if there else None
@@ -79,7 +79,7 @@ class IntegerCheckpoint(Checkpoint):
         if name.endswith(self._ends.scales) and super().__contains__(
             name.removesuffix(self._ends.scales) + self._ends.codes
         ):
-            return False  # it is no scale of a matrix in FP8
+            return False  # not the scale of an FP8 matrix
         return super().__contains__(name) or self._module(name) is not None
 
     def __call__(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Stored:
@@ -90,12 +90,12 @@ class IntegerCheckpoint(Checkpoint):
         out, inner = whole = part.whole(shape)
         form, per_word = self._form, WORD // self._form.bits
         group = form.group or inner
-        turned = form.method == "compressed-tensors"
-        if turned:
-            self._agree(module, (out, inner))
+        rows_first = form.method == "compressed-tensors"
+        if rows_first:
+            self._check_metadata(module, (out, inner))
 
         def get(end: str, *sizes: int) -> Tensor:
-            made = super(IntegerCheckpoint, self).__call__(module + end, sizes[::-1] if turned else sizes).raw
+            made = super(IntegerCheckpoint, self).__call__(module + end, sizes[::-1] if rows_first else sizes).raw
             if made.is_floating_point() != (end == self._ends.scales):
                 raise ModelError(f"{module}{end} is {str(made.dtype).removeprefix('torch.')}, which is not read here")
             return made
@@ -111,35 +111,35 @@ class IntegerCheckpoint(Checkpoint):
             groups = super().__call__(module + self._ends.groups, (inner,)).raw
             if not bool(((groups >= 0) & (groups < -(-inner // group))).all()):
                 raise ModelError(
-                    f"{module}{self._ends.groups} names groups that are not there: the checkpoint is damaged"
+                    f"{module}{self._ends.groups} names groups that do not exist: the checkpoint is damaged"
                 )
         count = -(-inner // group)
         scales = get(self._ends.scales, count, out)
         zeros = None
         if not form.symmetric:
             zeros = get(self._ends.zeros, count, -(-out // per_word))
-        # along which a word has several codes
+        # The dimension along which a word packs several codes.
         packed = "out" if form.method == "awq" else "in"
         codes = get(
             self._ends.codes, *((inner, -(-out // per_word)) if packed == "out" else (-(-inner // per_word), out))
         )
         own_rows = _words(rows, per_word) if packed == "out" else rows
         own_columns = _words(columns, per_word) if packed == "in" else columns
-        raw = codes[own_rows, own_columns] if turned else codes[own_columns, own_rows]
+        raw = codes[own_rows, own_columns] if rows_first else codes[own_columns, own_rows]
         self.unpacked += raw.nbytes
-        return Stored(raw, partial(numbers, Codes(form, scales, zeros, groups, rows, columns)))
+        return Stored(raw, partial(dequantize, Codes(form, scales, zeros, groups, rows, columns)))
 
-    def _agree(self, module: str, shape: tuple[int, int]) -> None:
-        """What the file says of a matrix `[out, in]` beside its codes must be what they are read as."""
+    def _check_metadata(self, module: str, shape: tuple[int, int]) -> None:
+        """Check that the file's other tensors of a matrix `[out, in]` agree with how its codes are read."""
         if super().__contains__(end := module + ".weight_shape"):
-            told = super().__call__(end, (2,)).raw.tolist()
-            if told != [*shape]:
-                raise ModelError(f"{end} is {told}, but the matrix is {[*shape]}")
+            stated = super().__call__(end, (2,)).raw.tolist()
+            if stated != [*shape]:
+                raise ModelError(f"{end} is {stated}, but the matrix is {[*shape]}")
         if self._form.symmetric and super().__contains__(end := module + self._ends.zeros):
-            raise ModelError(f"{end} is there, but quantization_config says symmetric: true")
+            raise ModelError(f"{end} exists, but quantization_config says symmetric: true")
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that is there."""
+        """Return the shape of an existing tensor."""
         module = self._module(name)
         if module is None:
             return super().shape_of(name)
@@ -149,8 +149,8 @@ class IntegerCheckpoint(Checkpoint):
             return first, second * per_word
         return (second * per_word, first) if self._form.method == "awq" else (second, first * per_word)
 
-    def told(self, served_bytes: int, spec: ModelSpec) -> str:
-        """What becomes of the codes, in a line."""
+    def summary(self, served_bytes: int, spec: ModelSpec) -> str:
+        """Return one line on what the codes became."""
         form, small = self._form, spec.quantization is not None
         return (
             f"matrices in {form.bits} bits ({form.method}) became {'FP8' if small else '16 or 32 bits'} while loading: "
@@ -163,32 +163,32 @@ class IntegerCheckpoint(Checkpoint):
 
 
 def _words(span: slice, per_word: int) -> slice:
-    """The words that a span of codes lies in."""
+    """Return the words that contain a span of codes."""
     return slice(span.start // per_word, -(-span.stop // per_word))
 
 
-def _spread(words: Tensor, bits: int, dim: int, places: Iterable[int] | None = None) -> Tensor:
-    """int32 words -> their codes, uint8, side by side along `dim`."""
-    order = range(WORD // bits) if places is None else places
+def _unpack(words: Tensor, bits: int, dim: int, order: Iterable[int] | None = None) -> Tensor:
+    """Unpack int32 words to uint8 codes along `dim`."""
+    order = range(WORD // bits) if order is None else order
     shifts = torch.tensor([bits * place for place in order], dtype=torch.int32, device=words.device)
     shifts = shifts.view(-1, *[1] * (words.ndim - 1 - dim))
-    # a shift of whole numbers keeps their sign: the mask takes it off
+    # The mask removes the sign bits that the arithmetic shift keeps.
     return ((words.unsqueeze(dim + 1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(dim, dim + 1)
 
 
-def numbers(codes: Codes, raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[rows, columns]` in `dtype` of the words `raw`, on their device."""
+def dequantize(codes: Codes, raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `[rows, columns]` in `dtype` from the words `raw`, on their device."""
     form, device = codes.form, raw.device
     bits, per_word = form.bits, WORD // form.bits
-    turned, places = form.method == "compressed-tensors", AWQ_PLACES if form.method == "awq" else None
+    rows_first, order = form.method == "compressed-tensors", AWQ_ORDER if form.method == "awq" else None
     scales = codes.scales.to(device).float()
     if codes.zeros is None:
         zeros = torch.full_like(scales, 1 << (bits - 1))
     else:
-        zeros = _spread(codes.zeros.to(device), bits, 0 if turned else 1, places).float()
+        zeros = _unpack(codes.zeros.to(device), bits, 0 if rows_first else 1, order).float()
         if form.zeros_less_one:
             zeros = (zeros + 1) % (1 << bits)
-    if not turned:
+    if not rows_first:
         scales, zeros = scales.t(), zeros.t()
     scales, zeros = scales[codes.rows], zeros[codes.rows]
     first, last = codes.columns.start, codes.columns.stop
@@ -205,11 +205,11 @@ def numbers(codes: Codes, raw: Tensor, dtype: torch.dtype) -> Tensor:
         span = slice(begin - base, end - base)
         if rowwise:
             row = codes.rows.start % per_word
-            some = _spread(raw[span], bits, 1, places)[:, row : row + len(out)].t()
-        elif turned:
-            some = _spread(raw[:, _words(span, per_word)], bits, 1)
+            some = _unpack(raw[span], bits, 1, order)[:, row : row + len(out)].t()
+        elif rows_first:
+            some = _unpack(raw[:, _words(span, per_word)], bits, 1)
         else:
-            some = _spread(raw[_words(span, per_word)], bits, 0).t()
+            some = _unpack(raw[_words(span, per_word)], bits, 0).t()
         some = some[:, max(0, first - begin) : end - begin]
         own = slice(max(begin, first) - first, end - first)
         at = group_of[own]

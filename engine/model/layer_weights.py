@@ -1,4 +1,4 @@
-"""`pack_layer`: the tensors of one layer, packed for its operations (`kernels.pack`)."""
+"""`pack_layer`: packs the tensors of one layer for its operations (`kernels.matmul.weight_layout`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.engine.model import matrices
 from weft.engine.model.checkpoint import WHOLE, Part, Tensors
 from weft.engine.model.expert_weights import ExpertWeights, cut_to
 from weft.engine.model.families.family import TensorNames
-from weft.engine.model.matrices import Quantised, Unpacked
+from weft.engine.model.matrices import QuantizedMatrix, Unpacked
 from weft.engine.model.parts import Experts
 from weft.engine.model.spec import ModelSpec
 from weft.kernels.formats.fp8_matrix import Fp8Matrix, Matrix
@@ -21,56 +21,58 @@ from weft.kernels.matmul import weight_layout as pack
 
 
 @dataclass(frozen=True, slots=True)
-class ProductWeights:
-    """What one operation of a layer reads, in the layout of `kernels.pack`; the norm before it is folded in, but for
-    quantised matrices (`fp8`)."""
+class ProjectionWeights:
+    """The weights of one operation of a layer, in the layout of `kernels.matmul.weight_layout`.
+
+    The preceding norm is folded in, except into quantized matrices (`fp8`).
+    """
 
     weight: Tensor
-    """[out, inner]; of experts `[experts, out, inner]`; of a router float32; quantised e4m3"""
+    """[out, inner]; experts: `[experts, out, inner]`; router: float32; quantized: e4m3."""
     bias: Tensor | None = None
-    """[out]; of experts `[experts, out]`"""
+    """[out]; experts: `[experts, out]`."""
     q_norm: Tensor | None = None
-    """[D], or [Hq * D] where one norm is over all heads"""
+    """[D], or [Hq * D] if one norm covers all heads."""
     k_norm: Tensor | None = None
-    """[D], or [Hkv * D]"""
+    """[D], or [Hkv * D]."""
     sinks: Tensor | None = None
-    """[Hq] of the attention behind a QKV product"""
+    """[Hq], for the attention after a QKV projection."""
     post_norm: Tensor | None = None
-    """[H] float32, of the norm between a product and the stream"""
+    """[H] float32: the norm between a projection and the residual stream."""
     gate: Tensor | None = None
-    """[1, H] of a shared expert"""
+    """[1, H]: gate of a shared expert."""
     choice_bias: Tensor | None = None
-    """[experts] float32 of a router"""
+    """[experts] float32, of a router."""
     fp8: Fp8Matrix | None = None
-    """the same weight with its scales and the norm before it, where it is quantised"""
+    """The same weight with its scales and the preceding norm, if quantized."""
 
     @property
     def matrix(self) -> Matrix:
-        """What a twin reads."""
+        """The matrix as a reference implementation reads it."""
         return self.weight if self.fp8 is None else self.fp8
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that are there, each once."""
+        """Return all tensors, each once."""
         own = [getattr(self, field.name) for field in fields(self)]
         if self.fp8 is not None:
             own += [self.fp8.weight.scale, self.fp8.input_scale, self.fp8.norm, self.fp8.norm_bias]
         return tuple(tensor for tensor in own if isinstance(tensor, Tensor))
 
 
-LayerWeights = Mapping[str, ProductWeights]
-"""by operation"""
+LayerWeights = Mapping[str, ProjectionWeights]
+"""Weights by operation."""
 
 
 def norm_weight(tensors: Tensors, spec: ModelSpec, name: str, width: int, part: Part = WHOLE) -> Tensor | None:
-    """`[width]`: what a norm multiplies by; float32 where the checkpoint has it less one."""
+    """Return a norm's weight `[width]`, in float32 if the checkpoint stores it minus one."""
     if not spec.norm.weight:
         return None
     weight = tensors.get(f"{name}.weight", (width,), part)
     return weight.float() + 1.0 if spec.norm.unit_offset else weight
 
 
-def _own_rows(begin: int, end: int, part: Part, together: Tensor) -> Tensor:
-    return cut_to(together[begin:end], part)
+def _own_rows(begin: int, end: int, part: Part, fused: Tensor) -> Tensor:
+    return cut_to(fused[begin:end], part)
 
 
 def _times(tensor: Tensor, scale: float) -> Tensor:
@@ -78,40 +80,40 @@ def _times(tensor: Tensor, scale: float) -> Tensor:
 
 
 class _Layer:
-    """Reads tensors by their names in one layer, as the part that a shard has of them."""
+    """Reads the tensors of one layer by name, as the rank's shard."""
 
     def __init__(self, tensors: Tensors, spec: ModelSpec, names: TensorNames, i: int) -> None:
         self.tensors, self.spec, self.names = tensors, spec, names
         self.prefix = names.layer.format(i)
         self.parts = spec.layer(i)
         own = spec.shard_of
-        # column-parallel products give each rank rows of their weights, row-parallel ones (o, down) columns
+        # Column-parallel projections split rows of their weights, row-parallel ones (o, down) split columns.
         self.rows, self.columns = Part(0, own.rank, own.ranks), Part(1, own.rank, own.ranks)
         self.kv_rows = Part(0, own.kv_part, own.kv_parts)
         self.first = own.rank == 0
         self.piecewise = own.ranks > 1 and tensors.known is not None
-        """pieces of a tensor are read one by one; what is made up is cut from the whole"""
+        """Whether pieces of a tensor are read one by one; random tensors are cut from the whole."""
 
     def matrix(self, name: str, out: int, inner: int, part: Part = WHOLE) -> Unpacked:
         asked = self.spec.quantization
         if asked is not None and asked.at_load and part.of > 1 and part.dim == 1:
-            # the scale of a row is that of all its columns, on whatever rank: all are read
+            # A row's scale covers all its columns on all ranks, so read them all.
             whole = self.in_format(self.read(name, out, part.whole((out, inner))[1], WHOLE))
-            assert isinstance(whole, Quantised)
+            assert isinstance(whole, QuantizedMatrix)
             own = whole.weight.values[part.of_whole((out, inner))].contiguous()
             return whole._replace(weight=whole.weight._replace(values=own))
         return self.read(name, out, inner, part)
 
     def read(self, name: str, out: int, inner: int, part: Part) -> Unpacked:
         found = self.stored(name, out, inner, part)
-        return matrices.plain(found, self.tensors.dtype) if self.spec.widened else found
+        return matrices.dequantize(found, self.tensors.dtype) if self.spec.widened else found
 
     def stored(self, name: str, out: int, inner: int, part: Part = WHOLE) -> Unpacked:
-        """As the checkpoint has it."""
+        """Read a matrix in the checkpoint's format."""
         if not self.names.transposed:
             given = self.spec.quantization
             if given is None and not self.spec.widened:
-                matrices.refuse_untold(self.tensors, f"{self.prefix}{name}")
+                matrices.refuse_undeclared_scale(self.tensors, f"{self.prefix}{name}")
             static = given is not None and given.activations == "static"
             return matrices.read(self.tensors, f"{self.prefix}{name}", out, inner, part, static=static)
         turned = part._replace(dim=1 - part.dim)
@@ -123,7 +125,7 @@ class _Layer:
     def rows_of(
         self, fused: str, names: tuple[str, ...], sizes: tuple[int, ...], parts: tuple[Part, ...], inner: int
     ) -> list[Unpacked]:
-        """Matrices `[size, inner]` that lie apart or in one tensor, in this order."""
+        """Read matrices `[size, inner]` in this order, from separate tensors or the `fused` one."""
 
         def read(name: str, size: int, part: Part) -> Unpacked:
             return self.matrix(name, size, inner, part)
@@ -133,7 +135,7 @@ class _Layer:
     def biases_of(
         self, fused: str, names: tuple[str, ...], sizes: tuple[int, ...], parts: tuple[Part, ...]
     ) -> list[Tensor]:
-        """Biases `[size]` that lie apart or in one tensor, in this order."""
+        """Read biases `[size]` in this order, from separate tensors or the `fused` one."""
         found = self._rows_of(self.bias, fused, names, sizes, parts)
         return [bias for bias in found if isinstance(bias, Tensor)]
 
@@ -141,7 +143,6 @@ class _Layer:
         self, read: Callable[[str, int, Part], Unpacked], fused: str, names: tuple[str, ...], sizes: tuple[int, ...],
         parts: tuple[Part, ...],
     ) -> list[Unpacked]:  # fmt: skip
-
         if not fused:
             return [read(*each) for each in zip(names, sizes, parts, strict=True)]
         whole = [size * part.of for size, part in zip(sizes, parts, strict=True)]
@@ -149,27 +150,27 @@ class _Layer:
             firsts = [sum(whole[:i]) + part.part * sizes[i] for i, part in enumerate(parts)]
             spans = [Part.span(first, sum(whole)) for first in firsts]
             return [read(fused, size, span) for size, span in zip(sizes, spans, strict=True)]
-        together, ends = read(fused, sum(whole), WHOLE), [sum(whole[: i + 1]) for i in range(len(whole))]
+        whole_tensor, ends = read(fused, sum(whole), WHOLE), [sum(whole[: i + 1]) for i in range(len(whole))]
         return [
-            self.moved(partial(_own_rows, end - size, end, part), together)
+            self.map_rows(partial(_own_rows, end - size, end, part), whole_tensor)
             for end, size, part in zip(ends, whole, parts, strict=True)
         ]
 
-    def moved(self, change: Callable[..., Tensor], *of: Unpacked) -> Unpacked:
-        """See `matrices.rows`."""
-        return matrices.rows(change, *of, dtype=self.tensors.dtype)
+    def map_rows(self, change: Callable[..., Tensor], *of: Unpacked) -> Unpacked:
+        """See `matrices.map_rows`."""
+        return matrices.map_rows(change, *of, dtype=self.tensors.dtype)
 
     def norm(self, name: str) -> Tensor | None:
         return norm_weight(self.tensors, self.spec, f"{self.prefix}{name}", self.spec.hidden_size)
 
     def post_norm(self, name: str) -> Tensor | None:
-        if not self.spec.placement.behind:
+        if not self.spec.placement.after:
             return None
         weight = self.norm(name)
         return None if weight is None else weight.float()
 
     def folded(self, weight: Tensor, norm: str, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """A matrix `[..., out, inner]` and its bias with the norm before it folded in, weight and bias of the norm."""
+        """Fold the preceding norm's weight and bias into a matrix `[..., out, inner]` and its bias."""
         spec = self.spec
         if not spec.placement.before:
             return weight, bias
@@ -179,60 +180,62 @@ class _Layer:
             bias = (more if bias is None else bias.float() + more).to(weight.dtype)
         return pack.fold_norm(weight, self.norm(norm), centred=spec.norm.centred), bias
 
-    def reading(self, weight: Unpacked, norm: str, bias: Tensor | None = None) -> ProductWeights:
-        """A product that reads the stream: with the norm before it folded in, or beside the quantised matrix."""
+    def input_projection(self, weight: Unpacked, norm: str, bias: Tensor | None = None) -> ProjectionWeights:
+        """Return a projection that reads the stream, with the preceding norm folded in or, if quantized, alongside."""
         own = self.in_format(weight)
         if isinstance(own, Tensor):
-            return ProductWeights(*self.folded(own, norm, bias))
+            return ProjectionWeights(*self.folded(own, norm, bias))
         before, spec = self.spec.placement.before, self.spec
         shift = self.bias(norm, spec.hidden_size) if before and spec.norm.bias else None
         matrix = self.fp8_matrix(own, self.norm(norm) if before else None, shift, before and spec.norm.centred)
-        return ProductWeights(own.weight.values, bias, fp8=matrix)
+        return ProjectionWeights(own.weight.values, bias, fp8=matrix)
 
-    def product(self, weight: Unpacked, bias: Tensor | None, *, post_norm: Tensor | None = None) -> ProductWeights:
-        """One that adds to the stream; its bias is once in the sum over ranks."""
+    def output_projection(
+        self, weight: Unpacked, bias: Tensor | None, *, post_norm: Tensor | None = None
+    ) -> ProjectionWeights:
+        """Return a projection that adds to the stream; only rank 0 adds its bias."""
         scale = self.spec.residual_scale
         bias = None if bias is None or not self.first else _times(bias, scale)
-        own = matrices.times(self.in_format(weight), scale)
+        own = matrices.scaled(self.in_format(weight), scale)
         if isinstance(own, Tensor):
-            return ProductWeights(own, bias, post_norm=post_norm)
-        return ProductWeights(own.weight.values, bias, post_norm=post_norm, fp8=self.fp8_matrix(own))
+            return ProjectionWeights(own, bias, post_norm=post_norm)
+        return ProjectionWeights(own.weight.values, bias, post_norm=post_norm, fp8=self.fp8_matrix(own))
 
     def in_format(self, weight: Unpacked) -> Unpacked:
-        """Quantised, where that is asked for and the checkpoint has not done it."""
+        """Quantize a matrix if requested and not done by the checkpoint."""
         asked = self.spec.quantization
         if asked is not None and asked.at_load and isinstance(weight, Tensor):
             return matrices.quantize(weight)
         return weight
 
     def fp8_matrix(
-        self, own: Quantised, norm: Tensor | None = None, norm_bias: Tensor | None = None, centred: bool = False
+        self, own: QuantizedMatrix, norm: Tensor | None = None, norm_bias: Tensor | None = None, centred: bool = False
     ) -> Fp8Matrix:
         asked = self.spec.quantization
-        assert asked is not None  # `matrix` has seen to it
+        assert asked is not None  # ensured by `matrix`
         return Fp8Matrix(matrices.packed(own.weight), asked.activations, own.input_scale, norm, norm_bias, centred)
 
     # -- attention
 
-    def qkv(self) -> ProductWeights:
+    def qkv(self) -> ProjectionWeights:
         spec, names, d = self.spec, self.names, self.spec.head_dim
         sizes = (spec.num_heads * d, spec.num_kv_heads * d, spec.num_kv_heads * d)
-        parts, apart = (self.rows, self.kv_rows, self.kv_rows), (names.q, names.k, names.v)
+        parts, separate = (self.rows, self.kv_rows, self.kv_rows), (names.q, names.k, names.v)
         rope = spec.ropes[self.parts.rope or 0] if spec.ropes else None
-        turned = rope.dim(d) if rope is not None and not rope.interleaved else 0
+        rotated = rope.dim(d) if rope is not None and not rope.interleaved else 0
 
         def paired(t: Tensor) -> Tensor:
-            return pack.interleave_rotary(t, d, turned) if turned else t
+            return pack.interleave_rotary(t, d, rotated) if rotated else t
 
-        q, k, v = self.rows_of(names.qkv, apart, sizes, parts, spec.hidden_size)
+        q, k, v = self.rows_of(names.qkv, separate, sizes, parts, spec.hidden_size)
         bias = None
         if spec.qkv_bias:
-            qb, kb, vb = self.biases_of(names.qkv, apart, sizes, parts)
+            qb, kb, vb = self.biases_of(names.qkv, separate, sizes, parts)
             bias = torch.cat((paired(qb), paired(kb), vb))
-        weight = self.moved(lambda q, k, v: torch.cat((paired(q), paired(k), v)), q, k, v)
+        weight = self.map_rows(lambda q, k, v: torch.cat((paired(q), paired(k), v)), q, k, v)
         q_norm = k_norm = sinks = None
         if spec.qk_norm:
-            # a norm over all heads is cut as the heads are
+            # A norm over all heads is sharded like the heads.
             widths, cuts = ((d, d), (WHOLE, WHOLE)) if spec.qk_norm == "head" else (sizes[:2], parts[:2])
             q_norm, k_norm = (
                 norm_weight(self.tensors, spec, f"{self.prefix}{name}", width, cut)
@@ -241,14 +244,14 @@ class _Layer:
             q_norm, k_norm = (None if n is None else paired(n) for n in (q_norm, k_norm))
         if spec.sinks:
             sinks = self.tensors.get(f"{self.prefix}{names.sinks}", (spec.num_heads,), self.rows)
-        product = self.reading(weight, names.attention_norm, bias)
-        return replace(product, q_norm=q_norm, k_norm=k_norm, sinks=sinks)
+        projection = self.input_projection(weight, names.attention_norm, bias)
+        return replace(projection, q_norm=q_norm, k_norm=k_norm, sinks=sinks)
 
-    def o(self) -> ProductWeights:
+    def o(self) -> ProjectionWeights:
         spec, names = self.spec, self.names
         weight = self.matrix(names.o, spec.hidden_size, spec.num_heads * spec.head_dim, self.columns)
         bias = self.bias(names.o, spec.hidden_size) if spec.o_bias else None
-        return self.product(weight, bias, post_norm=self.post_norm(names.attention_post_norm))
+        return self.output_projection(weight, bias, post_norm=self.post_norm(names.attention_post_norm))
 
     # -- MLP
 
@@ -256,7 +259,7 @@ class _Layer:
     def mlp_norm(self) -> str:
         return self.names.attention_norm if self.spec.placement.norms == 1 else self.names.mlp_norm
 
-    def gate_up(self, fused: str, gate: str, up: str, inter: int, switch: Tensor | None = None) -> ProductWeights:
+    def gate_up(self, fused: str, gate: str, up: str, inter: int, switch: Tensor | None = None) -> ProjectionWeights:
         spec = self.spec
         parts, sizes = (self.rows, self.rows), (inter, inter)
         g, u = self.rows_of(fused, (gate, up), sizes, parts, spec.hidden_size)
@@ -264,30 +267,28 @@ class _Layer:
         if spec.mlp_bias:
             gb, ub = self.biases_of(fused, (gate, up), sizes, parts)
             bias = torch.stack((gb, ub), 1).flatten()
-        return replace(self.reading(self.moved(pack.interleave_gate_up, g, u), self.mlp_norm, bias), gate=switch)
+        weight = self.map_rows(pack.interleave_gate_up, g, u)
+        return replace(self.input_projection(weight, self.mlp_norm, bias), gate=switch)
 
-    def dense(self) -> dict[str, ProductWeights]:
+    def dense(self) -> dict[str, ProjectionWeights]:
         spec, names = self.spec, self.names
         h, inter = spec.hidden_size, spec.intermediate_size
         if spec.gated:
-            first = ("gate_up", self.gate_up(names.gate_up, names.gate, names.up, inter))
+            found = {"gate_up": self.gate_up(names.gate_up, names.gate, names.up, inter)}
         else:
             bias = self.bias(names.up, inter, self.rows) if spec.mlp_bias else None
-            first = ("up", self.reading(self.matrix(names.up, inter, h, self.rows), self.mlp_norm, bias))
+            found = {"up": self.input_projection(self.matrix(names.up, inter, h, self.rows), self.mlp_norm, bias)}
         down = self.matrix(names.down, h, inter, self.columns)
         bias = self.bias(names.down, h) if spec.mlp_bias else None
-        return {
-            first[0]: first[1],
-            "down": self.product(down, bias, post_norm=self.post_norm(names.mlp_post_norm)),
-        }
+        return found | {"down": self.output_projection(down, bias, post_norm=self.post_norm(names.mlp_post_norm))}
 
-    def experts(self, e: Experts) -> dict[str, ProductWeights]:
+    def experts(self, e: Experts) -> dict[str, ProjectionWeights]:
         spec, names, get = self.spec, self.names, self.tensors.get
         h = spec.hidden_size
-        if matrices.stored_as(self.tensors, f"{self.prefix}{names.router}") is None:
+        if matrices.find_scale(self.tensors, f"{self.prefix}{names.router}") is None:
             router = get(f"{self.prefix}{names.router}.weight", (e.count, h), dtype=torch.float32)
-        else:  # some checkpoints have it in FP8: here it stays in 32 bits
-            router = matrices.plain(self.stored(names.router, e.count, h), torch.float32)
+        else:  # stored in FP8 by some checkpoints; kept in 32 bits here
+            router = matrices.dequantize(self.stored(names.router, e.count, h), torch.float32)
         router_bias = choice = None
         if e.router_bias:
             router_bias = get(f"{self.prefix}{names.router}.bias", (e.count,), dtype=torch.float32)
@@ -296,26 +297,27 @@ class _Layer:
         weight, router_bias = self.folded(router, names.mlp_norm, router_bias)
         made = ExpertWeights(self.tensors, spec, names, self.prefix, self.matrix, self.bias).read(e)
         out = {
-            "router": ProductWeights(weight, router_bias, choice_bias=choice),
-            "experts_gate_up": self.reading(made.gate_up, names.mlp_norm, made.gate_up_bias),
-            "experts_down": self.product(made.down, made.down_bias),
+            "router": ProjectionWeights(weight, router_bias, choice_bias=choice),
+            "experts_gate_up": self.input_projection(made.gate_up, names.mlp_norm, made.gate_up_bias),
+            "experts_down": self.output_projection(made.down, made.down_bias),
         }
         if e.shared_size:
             gate = None
             if e.shared_gate:
-                switch = matrices.plain(self.matrix(names.shared_switch, 1, h), self.tensors.dtype)
+                switch = matrices.dequantize(self.matrix(names.shared_switch, 1, h), self.tensors.dtype)
                 gate, _ = self.folded(switch, names.mlp_norm)
             out["shared_gate_up"] = self.gate_up(
                 names.shared_gate_up, names.shared_gate, names.shared_up, e.shared_size, gate
             )
-            out["shared_down"] = self.product(self.matrix(names.shared_down, h, e.shared_size, self.columns), None)
+            shared_down = self.matrix(names.shared_down, h, e.shared_size, self.columns)
+            out["shared_down"] = self.output_projection(shared_down, None)
         return out
 
 
 def pack_layer(tensors: Tensors, spec: ModelSpec, names: TensorNames, i: int) -> LayerWeights:
-    """Layer `i` of a model, or the part of it that a shard has: weights of the operations of `spec.layer_operations`.
+    """Return the weights of the operations of `spec.layer_operations` for layer `i` of a model or a shard.
 
-    Raises `ModelError` for a tensor that is missing or has another shape.
+    Raises `ModelError` for a missing tensor or one of another shape.
     """
     layer = _Layer(tensors, spec, names, i)
     attention = {"qkv": layer.qkv(), "o": layer.o()}

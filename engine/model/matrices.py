@@ -1,7 +1,7 @@
-"""A matrix of a checkpoint in the number format that it is served in: a tensor, or `Quantised` (FP8 with scales).
+"""A checkpoint matrix in its serving format: a tensor, or `QuantizedMatrix` (FP8 with scales).
 
-What a checkpoint has in FP8 stays so, and what it has in 16 bits stays in 16: the files decide, not the lists of
-modules in their config. Scales are written out by rows, because packing joins and reorders rows (`kernels.pack`).
+Matrices stored in FP8 stay FP8 and those in 16 bits stay in 16: the files decide, not the module lists in their config.
+Scales are expanded to rows, because packing joins and reorders rows (`kernels.matmul.weight_layout`).
 """
 
 from __future__ import annotations
@@ -21,61 +21,59 @@ from weft.kernels.formats.fp8 import BLOCK, E4M3, Fp8Weight
 from weft.kernels.formats.fp8_matrix import by_rows
 
 SCALES = ("weight_scale", "weight_scale_inv")
-"""a matrix' values are multiplied by it, whatever its name says"""
+"""Suffixes of weight scales; values are multiplied by them, despite the second name."""
 INPUT_SCALES = ("input_scale", "activation_scale")
-
-
 HARMLESS = (".input_scale", ".activation_scale", ".input_scale_ub", ".q_scale")
-"""ends of names that quantised checkpoints carry and that not everyone needs"""
+"""Name endings in quantized checkpoints that may be unused."""
 
 
-class Quantised(NamedTuple):
-    """One matrix, or several."""
+class QuantizedMatrix(NamedTuple):
+    """One FP8 matrix, or several."""
 
     weight: Fp8Weight
-    """scale `[..., out, n]`: n is 1, or one for each `BLOCK` columns"""
+    """Scale `[..., out, n]`: n is 1, or one per `BLOCK` columns."""
     input_scale: Tensor | None = None
-    """`[...]` float32: the static one of what it multiplies"""
+    """`[...]` float32: the static scale of its input."""
 
 
-Unpacked = Tensor | Quantised
+Unpacked = Tensor | QuantizedMatrix
 
 
 def check_format(name: str, stored: Stored, asked: torch.dtype) -> None:
-    """That a tensor has numbers, or FP8 values or whole numbers where those are asked for. Raises `ModelError`."""
+    """Raise `ModelError` unless a tensor holds plain numbers, or FP8 values or integers where those are requested."""
     there = stored.raw.dtype
     if stored.decode is not None or there == asked:
         return
     if asked == E4M3:
         raise ModelError(
-            f"{name} is {_word(there)}, but the checkpoint has a scale for it, as for matrices in float8_e4m3fn"
+            f"{name} is {_name(there)}, but the checkpoint has a scale for it, as for matrices in float8_e4m3fn"
         )
     module = name.removesuffix(".weight")
     if there == E4M3 and module != name:
-        raise ModelError(f"{name} is in 8 bits ({_word(there)}), and the checkpoint has no {module}.{SCALES[0]}")
+        raise ModelError(f"{name} is in 8 bits ({_name(there)}), and the checkpoint has no {module}.{SCALES[0]}")
     if there not in _NUMBERS:
-        raise ModelError(f"{name} is {_word(there)}, which is not read here")
+        raise ModelError(f"{name} is {_name(there)}, which is not read here")
 
 
 _NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu)
-"""the last of them are scales, powers of two"""
+"""The last dtype is for scales, which are powers of two."""
 
 
-def _word(dtype: torch.dtype) -> str:
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def stored_as(tensors: Tensors, module: str) -> str | None:
-    """The name of a module's scale; None: its matrix is not quantised."""
+def find_scale(tensors: Tensors, module: str) -> str | None:
+    """Return the name of a module's weight scale; None if it is not quantized."""
     return next((name for end in SCALES if tensors.has(name := f"{module}.{end}")), None)
 
 
 def read(tensors: Tensors, module: str, out: int, inner: int, part: Part = WHOLE, *, static: bool = False) -> Unpacked:
-    """The matrix `[out, inner]` of a module, or that part of it.
+    """Read a module's matrix `[out, inner]` or that part of it. static: with its input scale.
 
-    static: with the scale of its input. Raises `ModelError`, which names what is missing or has another shape.
+    Raises `ModelError` with the name of a tensor that is missing or has another shape.
     """
-    name = stored_as(tensors, module)
+    name = find_scale(tensors, module)
     if name is None:
         return tensors.get(f"{module}.weight", (out, inner), part)
     values = tensors.get(f"{module}.weight", (out, inner), part, E4M3)
@@ -85,25 +83,25 @@ def read(tensors: Tensors, module: str, out: int, inner: int, part: Part = WHOLE
         given = _input_scale(tensors, module)
         one = tensors.get(given, _one(tensors, given), WHOLE, torch.float32)
         input_scale = _positive(given, one).reshape(())
-    return Quantised(Fp8Weight(values, scale), input_scale)
+    return QuantizedMatrix(Fp8Weight(values, scale), input_scale)
 
 
 def read_stacked(
     tensors: Tensors, name: str, shape: tuple[int, int, int], part: Part = WHOLE, *, static: bool = False
 ) -> Unpacked:
-    """As `read`, of the tensor `name`, which has matrices of several experts `[count, out, inner]`.
+    """Like `read`, for the tensor `name` with matrices `[count, out, inner]` of several experts.
 
-    Scales lie in one tensor too: one an expert, or as a matrix has them, with the experts in front.
+    Scales also form one tensor: one per expert, or those of a matrix with a leading expert dimension.
     """
     module, (count, out, inner) = name.removesuffix(".weight"), shape
-    scale_name = stored_as(tensors, module)
+    scale_name = find_scale(tensors, module)
     if scale_name is None:
         return tensors.get(name, shape, part)
     values = tensors.get(name, shape, part, E4M3)
     there = tensors.shape_of(scale_name)
     scales = _positive(scale_name, tensors.get(scale_name, there, WHOLE, torch.float32))
     if not there or there[0] != count:
-        raise ModelError(f"{scale_name} has shape {there}: it has scales of {count} experts, theirs in front")
+        raise ModelError(f"{scale_name} has shape {there}: its first dimension must be the {count} experts")
     own = part._replace(dim=part.dim - 1) if part.of > 1 else part
     scale = torch.stack([_by_row(scale_name, each, (out, inner), own) for each in scales.unbind()])
     input_scale = None
@@ -112,14 +110,14 @@ def read_stacked(
         shape_of_it = tensors.shape_of(given)
         one = _positive(given, tensors.get(given, shape_of_it, WHOLE, torch.float32)).reshape(-1)
         if len(one) not in (1, count):
-            raise ModelError(f"{given} has shape {shape_of_it}: one scale is read, or one for each of {count} experts")
+            raise ModelError(f"{given} has shape {shape_of_it}: it must have one scale, or one per expert ({count})")
         input_scale = one.expand(count)
-    return Quantised(Fp8Weight(values, scale), input_scale)
+    return QuantizedMatrix(Fp8Weight(values, scale), input_scale)
 
 
-def refuse_untold(tensors: Tensors, module: str) -> None:
-    """Raises `ModelError` where a matrix has a scale, of a checkpoint whose config does not say so."""
-    if (scale := stored_as(tensors, module)) is not None:
+def refuse_undeclared_scale(tensors: Tensors, module: str) -> None:
+    """Raise `ModelError` for a matrix with a scale if the config does not declare quantization."""
+    if (scale := find_scale(tensors, module)) is not None:
         raise ModelError(f"the checkpoint has {scale}, but its config.json has no quantization_config of FP8")
 
 
@@ -133,18 +131,18 @@ def _input_scale(tensors: Tensors, module: str) -> str:
 def _one(tensors: Tensors, name: str) -> tuple[int, ...]:
     shape = tensors.shape_of(name)
     if any(n != 1 for n in shape):
-        raise ModelError(f"{name} has shape {shape}: one scale for all of a product's input is read, or none")
+        raise ModelError(f"{name} has shape {shape}: only one scale for the whole input of a projection is read")
     return shape
 
 
 def _scale(tensors: Tensors, name: str, shape: tuple[int, int], part: Part) -> Tensor:
-    """`[out, n]` float32 of that part of a matrix."""
+    """Return the scale `[out, n]` float32 of that part of a matrix."""
     there = tensors.shape_of(name)
     return _by_row(name, _positive(name, tensors.get(name, there, WHOLE, torch.float32)), shape, part)
 
 
 def _by_row(name: str, scale: Tensor, shape: tuple[int, int], part: Part) -> Tensor:
-    """`[out, n]` of that part of a matrix, of its scale in whichever form."""
+    """Return `[out, n]` for that part of a matrix from its scale in any form."""
     out, inner = part.whole(shape)
     there = tuple(scale.shape)
     blocks = (-(-out // BLOCK), -(-inner // BLOCK))
@@ -156,8 +154,8 @@ def _by_row(name: str, scale: Tensor, shape: tuple[int, int], part: Part) -> Ten
         kind = "block"
     else:
         raise ModelError(
-            f"{name} has shape {there}: a matrix of {out} x {inner} has one scale, {out} of them, or "
-            f"{blocks[0]} x {blocks[1]} of blocks of {BLOCK} x {BLOCK}"
+            f"{name} has shape {there}: a matrix of {out} x {inner} needs one scale, {out} of them, or "
+            f"{blocks[0]} x {blocks[1]} for blocks of {BLOCK} x {BLOCK}"
         )
     rows, columns = part.of_whole(shape) if part.of > 1 else (slice(None), slice(None))
     if kind == "tensor":
@@ -169,22 +167,23 @@ def _by_row(name: str, scale: Tensor, shape: tuple[int, int], part: Part) -> Ten
         return own.contiguous()
     if columns.start % BLOCK or (columns.stop % BLOCK and columns.stop != inner):
         raise ModelError(
-            f"{name} has blocks of {BLOCK} columns, which {shape[1]} columns a rank would cut: "
+            f"{name} has blocks of {BLOCK} columns, which {shape[1]} columns per rank would split: "
             "use fewer ranks (--tensor-parallel-size)"
         )
     return own[:, columns.start // BLOCK : -(-columns.stop // BLOCK)].contiguous()
 
 
 def _positive(name: str, scale: Tensor) -> Tensor:
-    # and not so small that its inverse is none
+    # A subnormal scale is refused as well, because its inverse overflows.
     if not scale.is_meta and not bool((scale >= torch.finfo(torch.float32).tiny).all()):
         raise ModelError(f"{name} has scales that are not above zero: the checkpoint is damaged")
     return scale
 
 
 def kv_scales(tensors: Tensors, spec: ModelSpec, names: TensorNames) -> Tensor | None:
-    """`[layers, 2, Hkv]` float32 of this rank's KV heads: what K and V in FP8 are multiplied by; None where the
-    checkpoint has none. Raises `ModelError` for one of another shape, or not above zero.
+    """Return the scales of FP8 K and V, `[layers, 2, Hkv]` float32, for this rank's KV heads; None if there are none.
+
+    Raises `ModelError` for a scale of another shape or not above zero.
     """
     attention = names.o.rpartition(".")[0]
     layers = []
@@ -218,19 +217,19 @@ def _head_scales(tensors: Tensors, name: str, spec: ModelSpec) -> Tensor:
         return scale.expand(spec.num_kv_heads)
     if scale.numel() != spec.num_kv_heads * own.kv_parts:
         raise ModelError(
-            f"{name} has shape {there}: K and V have one scale, or {spec.num_kv_heads * own.kv_parts} for their heads"
+            f"{name} has shape {there}: K and V need one scale, or {spec.num_kv_heads * own.kv_parts} for their heads"
         )
     return scale.view(own.kv_parts, -1)[own.kv_part]
 
 
-def quantize(weight: Tensor, *, exact: bool = False) -> Quantised:
-    """`[..., out, inner]` with a scale for each output channel; of experts one after the other, for the room it takes.
+def quantize(weight: Tensor, *, exact: bool = False) -> QuantizedMatrix:
+    """Quantize `[..., out, inner]` with one scale per output channel, expert by expert to save memory.
 
-    exact: scales are powers of two, so that numbers of four bits stay what they are.
+    exact: use powers of two, which represent four-bit numbers exactly.
     """
     if weight.is_meta:
         values = torch.empty(weight.shape, dtype=E4M3, device="meta")
-        return Quantised(Fp8Weight(values, torch.empty((*weight.shape[:-1], 1), device="meta")))
+        return QuantizedMatrix(Fp8Weight(values, torch.empty((*weight.shape[:-1], 1), device="meta")))
     if weight.dim() > 2:
         values = torch.empty(weight.shape, dtype=E4M3, device=weight.device)
         scale = torch.empty((*weight.shape[:-1], 1), device=weight.device)
@@ -238,47 +237,48 @@ def quantize(weight: Tensor, *, exact: bool = False) -> Quantised:
             own = quantize(each, exact=exact).weight
             values[i].copy_(own.values)
             scale[i].copy_(own.scale)
-        return Quantised(Fp8Weight(values, scale))
+        return QuantizedMatrix(Fp8Weight(values, scale))
     made = fp8.quantize_weight(weight, exact=exact)
-    return Quantised(made._replace(scale=made.scale[:, None]))
+    return QuantizedMatrix(made._replace(scale=made.scale[:, None]))
 
 
-def plain(matrix: Unpacked, dtype: torch.dtype) -> Tensor:
-    """The numbers that a matrix `[out, inner]` stands for, or those of experts `[experts, out, inner]`."""
+def dequantize(matrix: Unpacked, dtype: torch.dtype) -> Tensor:
+    """Return the values of a matrix `[out, inner]`, or of experts `[experts, out, inner]`."""
     if isinstance(matrix, Tensor):
         return matrix
     values, scale = matrix.weight
     if values.is_meta:
         return torch.empty(values.shape, dtype=dtype, device="meta")
-    if values.dim() > 2:  # one after the other, for the room that float32 takes
+    if values.dim() > 2:  # one by one, to save float32 memory
         made = torch.empty(values.shape, dtype=dtype, device=values.device)
         for i, each in enumerate(values):
-            made[i].copy_(plain(Quantised(Fp8Weight(each, scale[i])), dtype))
+            made[i].copy_(dequantize(QuantizedMatrix(Fp8Weight(each, scale[i])), dtype))
         return made
     return fp8.weight_values(packed(matrix.weight)).to(dtype)
 
 
 def packed(weight: Fp8Weight) -> Fp8Weight:
-    """With one scale a row, `[..., out]`, as products read it; or with those of blocks."""
+    """Return the weight with scales `[..., out]` as GEMMs read them; block scales stay as they are."""
     return weight._replace(scale=weight.scale[..., 0]) if weight.scale.shape[-1] == 1 else weight
 
 
-def rows(change: Callable[..., Tensor], *matrices: Unpacked, dtype: torch.dtype, keep: bool = False) -> Unpacked:
-    """What `change`, which only moves rows, makes of matrices. Some of them quantised, or of different kinds: all in
-    `dtype`. Of several static scales the largest counts, as the product has one; with `keep`, each its own.
+def map_rows(change: Callable[..., Tensor], *matrices: Unpacked, dtype: torch.dtype, keep: bool = False) -> Unpacked:
+    """Apply `change`, which only moves rows, to matrices. If their formats differ, all are converted to `dtype`.
+
+    A GEMM has one static input scale, so the largest is used. keep: keep each.
     """
-    quantised = [m for m in matrices if isinstance(m, Quantised)]
-    if len(quantised) < len(matrices) or len({m.weight.scale.shape[-1] for m in quantised}) > 1:
-        return change(*(plain(m, dtype) for m in matrices))
-    given = [m.input_scale for m in quantised if m.input_scale is not None]
+    quantized = [m for m in matrices if isinstance(m, QuantizedMatrix)]
+    if len(quantized) < len(matrices) or len({m.weight.scale.shape[-1] for m in quantized}) > 1:
+        return change(*(dequantize(m, dtype) for m in matrices))
+    given = [m.input_scale for m in quantized if m.input_scale is not None]
     scale = None
     if given:
         stacked = torch.stack(given)
         scale = stacked if keep or stacked.is_meta else stacked.amax(0)
-    return Quantised(by_rows(change, *(m.weight for m in quantised)), scale)
+    return QuantizedMatrix(by_rows(change, *(m.weight for m in quantized)), scale)
 
 
-def times(matrix: Unpacked, factor: float) -> Unpacked:
+def scaled(matrix: Unpacked, factor: float) -> Unpacked:
     if factor == 1.0:
         return matrix
     if isinstance(matrix, Tensor):

@@ -1,4 +1,4 @@
-"""The parts that a `ModelSpec` is made of: norm, placement, layer, experts. Data; no part knows a family."""
+"""The parts of a `ModelSpec`: norm, placement, layer, experts. They are data, independent of families."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from enum import Enum
 from typing import Literal
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-"""those of `kernels.reference.ACTIVATIONS`, which reading a config need not load"""
+"""The names in `kernels.reference.layer.ACTIVATIONS`, repeated here so that reading a config does not load it."""
 GATED_ACTIVATIONS = (*ACTIVATIONS, "swiglu_oai")
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The norms of the residual stream. All are computed in float32 and rounded once."""
+    """The norms of the residual stream, computed in float32 and rounded once."""
 
     eps: float
     centred: bool = False
-    """LayerNorm: the mean is taken off first; else RMS norm"""
+    """LayerNorm, which subtracts the mean; else RMS norm."""
     weight: bool = True
     bias: bool = False
     unit_offset: bool = False
-    """its weight, and that of the norms over heads, is one plus what the checkpoint has"""
+    """Its weight, and that of the norms over heads, is one plus the checkpoint's."""
 
 
 class Placement(Enum):
-    """Where the norms of a layer stand."""
+    """Where a layer has its norms."""
 
     PRE = "pre"
-    """before attention and before the MLP"""
+    """Before attention and before the MLP."""
     POST = "post"
-    """behind each, before the sum"""
+    """After each, before the residual sum."""
     SANDWICH = "sandwich"
-    """before and behind each"""
+    """Before and after each."""
     PARALLEL = "parallel"
-    """attention and MLP read the same stream, one norm for both"""
+    """Attention and MLP read the same stream through one norm."""
     PARALLEL_TWO = "parallel, two norms"
-    """the same with a norm for each"""
+    """The same with a norm for each."""
 
     @property
     def before(self) -> bool:
         return self is not Placement.POST
 
     @property
-    def behind(self) -> bool:
+    def after(self) -> bool:
         return self in (Placement.POST, Placement.SANDWICH)
 
     @property
@@ -52,20 +52,20 @@ class Placement(Enum):
 
     @property
     def norms(self) -> int:
-        """Norms of a layer's residual stream."""
+        """Number of norms of a layer's residual stream."""
         return {Placement.SANDWICH: 4, Placement.PARALLEL: 1}.get(self, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a layer has of its own."""
+    """What may differ between layers."""
 
     window: int | None = None
-    """positions that a query sees, its own included; None: all before it"""
+    """Positions that a query sees, including its own; None: all earlier ones."""
     rope: int | None = 0
-    """which of `ModelSpec.ropes`; None: q and k are not rotated"""
+    """Index into `ModelSpec.ropes`; None: q and k are not rotated."""
     experts: bool = False
-    """its MLP is `ModelSpec.experts`"""
+    """Whether its MLP is `ModelSpec.experts`."""
 
 
 RouterKind = Literal["softmax", "top_softmax", "sigmoid"]
@@ -73,13 +73,13 @@ RouterKind = Literal["softmax", "top_softmax", "sigmoid"]
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """An MLP of which each token takes a few of many. The router's options: see `kernels.experts_reference.route`."""
+    """A mixture-of-experts MLP. Router options: see `kernels.reference.experts.route`."""
 
     count: int
     top: int
-    """experts of one token"""
+    """Experts per token."""
     intermediate_size: int
-    """of one expert"""
+    """Intermediate size of one expert."""
     router: RouterKind = "softmax"
     normalise: bool = True
     scaling: float = 1.0
@@ -88,41 +88,41 @@ class Experts:
     choice_bias: bool = False
     router_bias: bool = False
     bias: bool = False
-    """of the experts' matrices"""
+    """Whether expert matrices have biases."""
     shared_size: int = 0
-    """columns of an MLP that every token takes beside them; 0: there is none"""
+    """Columns of an MLP that every token passes in addition; 0: none."""
     shared_gate: bool = False
-    """what it gives is multiplied by the sigmoid of a product of its own"""
+    """Its output is multiplied by the sigmoid of a separate projection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How the matrices of products are kept in FP8 (e4m3 with scales). Embedding, head, routers and norms are not."""
+    """How projection matrices are stored in FP8 (e4m3 with scales). Embedding, head, routers and norms are not."""
 
     method: str
-    """as a `config.json` names it"""
+    """Its name in `config.json`."""
     activations: Literal["dynamic", "static", "none"] = "dynamic"
-    """what becomes of a product's input: see `kernels.fp8_matrix.Activations`"""
+    """How a projection's input is quantized: see `kernels.formats.fp8_matrix.Activations`."""
     at_load: bool = False
-    """matrices that the checkpoint has in 16 bits become FP8, a scale for each output channel"""
+    """Quantize 16-bit matrices while loading, with one scale per output channel."""
     weights: tuple[str, ...] = ("channel",)
-    """what has a scale of its own, in a word: tensor, channel or block; several, where modules differ"""
+    """What has its own scale: tensor, channel or block; several if modules differ."""
     kept: int = 0
-    """modules that the config leaves in 16 bits"""
+    """Modules that the config leaves in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """How a checkpoint has matrices in whole numbers of a few bits, which become 16 bits while they load."""
+    """How a checkpoint stores matrices as low-bit integers, which become 16 bits while loading."""
 
     method: Literal["awq", "gptq", "compressed-tensors"]
     bits: int
-    """of a code: 2, 4 or 8"""
+    """Bits per code: 2, 4 or 8."""
     group: int
-    """columns that share a scale; 0: all"""
+    """Columns that share a scale; 0: all."""
     symmetric: bool = False
-    """no zeros are written: it is the middle of the codes"""
+    """No zeros are stored: zero is the middle of the code range."""
     act_order: bool = False
-    """groups are not in the order of columns: which one a column has is written"""
+    """Groups are not in column order: the group of each column is stored."""
     zeros_less_one: bool = False
-    """as GPTQ writes them, but for its second version"""
+    """Zeros are stored minus one, as in the first version of GPTQ's format."""

@@ -1,4 +1,4 @@
-"""`read_quantization`: what a `quantization_config` says of a checkpoint in FP8."""
+"""`read_quantization`: reads the `quantization_config` of an FP8 checkpoint."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from weft.engine.model.parts import Quantization
 
 Config = dict[str, Any]
 FP8_ALGORITHMS = {"FP8": "static", "FP8_PER_CHANNEL_PER_TOKEN": "dynamic"}
-"""ModelOpt's names of what it did -> activations"""
+"""ModelOpt's algorithm names -> activations."""
 BLOCK = [128, 128]
 
 
 def read_quantization(config: Config) -> Quantization | None:
-    """Of a `quantization_config`; None: it speaks of K and V in FP8 alone.
-
-    Raises `ModelError`, one line, for one that is not FP8 as weft reads it.
-    """
+    """Return the quantization, or None if only K and V are FP8. Raises `ModelError`, one line, if unsupported."""
     method = str(config.get("quant_method") or ("compressed-tensors" if "config_groups" in config else ""))
     reader = _READERS.get(method)
     if reader is None:
@@ -30,9 +27,9 @@ def read_quantization(config: Config) -> Quantization | None:
 
 
 def of_modelopt_file(file: Config) -> Config:
-    """The `quantization_config` that an `hf_quant_config.json` stands for."""
-    said = file.get("quantization")
-    return {**(said if isinstance(said, dict) else {}), "quant_method": "modelopt"}
+    """Return the `quantization_config` equivalent of an `hf_quant_config.json`."""
+    given = file.get("quantization")
+    return {**(given if isinstance(given, dict) else {}), "quant_method": "modelopt"}
 
 
 def _compressed_tensors(config: Config) -> Quantization | None:
@@ -50,14 +47,14 @@ def _compressed_tensors(config: Config) -> Quantization | None:
 
 
 def _group(name: str, group: Config) -> tuple[str, Any]:
-    """What has a scale, and what becomes of activations."""
+    """Return what has a scale and how activations are quantized."""
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     for what, scheme in (("weights", weights), ("input_activations", inputs)):
         if scheme is None:
             continue
         kind = f"{scheme.get('type')}{scheme.get('num_bits')}"
         if kind != "float8" or not scheme.get("symmetric", True):
-            raise ModelError(f"config.json: {what} of {name} are {kind}, of which weft reads symmetric float8 alone")
+            raise ModelError(f"config.json: {what} of {name} are {kind}; weft reads only symmetric float8")
     strategy = weights.get("strategy")
     if strategy not in ("tensor", "channel", "block") or (
         strategy == "block" and weights.get("block_structure") not in (BLOCK, "128x128")

@@ -1,7 +1,7 @@
-"""`quantize`: writes a checkpoint's matrices in FP8, as compressed-tensors has them, and measures what that loses.
+"""`quantize`: writes a checkpoint's matrices in FP8, in compressed-tensors format, and measures the error.
 
-Shard by shard into a folder beside the target, which becomes the target when all is there: what was interrupted goes on
-behind the last whole shard, and nobody ever sees half a model.
+It writes shard by shard into a folder next to the target, which it renames to the target when complete. An interrupted
+run resumes after the last complete shard, and the target never holds an incomplete model.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from torch import Tensor
 
 from weft.engine.errors import ConfigError, ModelError, UnknownArchitecture
 from weft.engine.model import matrices
-from weft.engine.model.apart import Together, together
 from weft.engine.model.checkpoint import Checkpoint, Part, Tensors
 from weft.engine.model.directory import read_config, read_spec
 from weft.engine.model.families import family_of
 from weft.engine.model.gguf.file import INDEX as GGUF_INDEX
 from weft.engine.model.hub import FOLDERS
-from weft.engine.model.shapes import ShapesAlone
+from weft.engine.model.shapes import ShapesOnly
 from weft.engine.model.spec import ModelSpec
-from weft.engine.model.weights import ask
+from weft.engine.model.stacked_experts import StackedExperts, stacked_experts
+from weft.engine.model.weights import request_tensors
 from weft.engine.progress import Progress
 from weft.kernels.formats import fp8
 
 PARTIAL, STATE = ".partial", "quantize.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 ASKED_AS = torch.bfloat16
-"""what is asked for in another dtype than this is no matrix of a product: routers are float32"""
+"""Projection matrices are requested in this dtype; others, such as float32 routers, are not quantized."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixError:
-    """What a matrix in FP8 is away from what it was."""
+    """Quantization error of one matrix."""
 
     name: str
     layer: int
     out: int
     inner: int
     squares: float
-    """sum of the squares of its numbers"""
+    """Sum of the squares of its values."""
     lost: float
-    """sum of the squares of the differences"""
+    """Sum of the squares of the errors."""
     largest: float
-    """difference, beside the largest number of its row"""
+    """Largest error relative to the largest value of its row."""
 
     @property
     def error(self) -> float:
@@ -62,33 +62,34 @@ class MatrixError:
 
 
 def relative(lost: float, squares: float) -> float:
-    """Root mean square of the differences beside that of the numbers."""
+    """Return the root mean square error relative to that of the values."""
     return (lost / squares) ** 0.5 if squares else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized:
-    """What was written."""
+class QuantizeResult:
+    """What `quantize` wrote."""
 
     path: Path
     errors: list[MatrixError]
     kept: list[str]
-    """modules with matrices that stay as they were, the embedding aside"""
+    """Modules whose matrices were not quantized, the embedding aside."""
     bytes_before: int
     bytes_after: int
     resumed: int
-    """shards that an earlier run had written"""
+    """Shards written by an earlier run."""
 
 
-def quantize(source: Path, target: Path, keep: tuple[str, ...] = (), progress: Progress | None = None) -> Quantized:
+def quantize(
+    source: Path, target: Path, keep: tuple[str, ...] = (), progress: Progress | None = None
+) -> QuantizeResult:
     """Write the model at `source` to the new directory `target`.
 
-    keep: regular expressions; modules that one of them is found in stay in 16 bits. Raises `ConfigError` for a target
-    that is there or a `keep` that is no expression or fits nothing, `ModelError` for a model that cannot be written so;
-    each one line.
+    keep: regular expressions; modules that match one stay in 16 bits. Raises `ConfigError` for an existing target or
+    an invalid or unmatched `keep`, `ModelError` for a model that cannot be quantized, each one line.
     """
     if target.exists():
-        raise ConfigError(f"{target} is there already: give a new directory")
+        raise ConfigError(f"{target} exists already: give a new directory")
     config = _config(source)
     spec = read_spec(source)
     with ExitStack() as stack:
@@ -98,17 +99,17 @@ def quantize(source: Path, target: Path, keep: tuple[str, ...] = (), progress: P
         shards = checkpoint.shards()
         kept = _kept(checkpoint, modules, chosen, spec)
         folder = target.with_name(target.name + PARTIAL)
-        _check_room(folder, _size_after(checkpoint, chosen, joined))
+        _check_disk_space(folder, _size_after(checkpoint, chosen, joined))
         try:
             run = _Run(checkpoint, chosen, joined, folder, _identity(source, shards, chosen), progress)
             written = [run.shard(file, names, _new_name(file, len(shards))) for file, names in shards.items()]
             total = sum((folder / file).stat().st_size for file, _ in written)
-            _write_others(source, folder, {**config, **_says(kept)}, written, total)
+            _write_others(source, folder, {**config, **_quantization_config(kept)}, written, total)
             os.replace(folder, target)
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"cannot write {folder}: {error}; the same command goes on from there") from None
+            raise ConfigError(f"cannot write {folder}: {error}; the same command resumes from there") from None
     before = sum((source / file).stat().st_size for file in shards)
-    return Quantized(target, run.errors, kept, before, total, run.resumed)
+    return QuantizeResult(target, run.errors, kept, before, total, run.resumed)
 
 
 def _config(source: Path) -> dict[str, Any]:
@@ -120,20 +121,18 @@ def _config(source: Path) -> dict[str, Any]:
     return config
 
 
-def _modules(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[dict[str, int], dict[str, Together]]:
-    """The modules of matrices that layers multiply with, as the result names them, and their layers; and the tensors of
-    the checkpoint that have something of all experts.
-    """
+def _modules(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[dict[str, int], dict[str, StackedExperts]]:
+    """Return the layer of each module with a projection matrix, and the checkpoint's stacked expert tensors."""
     names = family_of(spec.architecture).names
     if names.transposed:
         raise ModelError(
-            f"the matrices lie turned in checkpoints of {spec.architecture}, which compressed-tensors has no form for: "
+            f"checkpoints of {spec.architecture} store transposed matrices, which compressed-tensors does not support: "
             "serve it with --quantization fp8 instead"
         )
     checkpoint.rename(f"{names.embedding}.weight", names.prefix, names.other_prefixes)
     layer = re.compile(re.escape(names.layer).replace(re.escape("{}"), r"(\d+)"))
     found: dict[str, int] = {}
-    joined: dict[str, Together] = {}
+    joined: dict[str, StackedExperts] = {}
 
     def source(name: str, shape: tuple[int, ...], part: Part, kind: torch.dtype) -> Tensor:
         matrices.check_format(name, checkpoint(name, shape, part), kind)
@@ -142,15 +141,16 @@ def _modules(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[dict[str, int], d
             return torch.empty(shape, dtype=kind, device="meta")
         inside = checkpoint.inside(name)
         prefix = inside.removesuffix(name[place.end() :])
-        if spec.experts is not None and (of_all := together(names, prefix, spec.experts.count).get(inside)) is not None:
+        stacked = {} if spec.experts is None else stacked_experts(names, prefix, spec.experts.count)
+        if (of_all := stacked.get(inside)) is not None:
             joined[inside] = of_all
             found.update(dict.fromkeys(of_all.modules(), int(place[1])))
         elif name.endswith(".weight") and len(shape) == 2 and shape[0] > 1:
             found[inside.removesuffix(".weight")] = int(place[1])
         return torch.empty(shape, dtype=kind, device="meta")
 
-    with ShapesAlone():
-        ask(spec, Tensors(source, checkpoint.__contains__, ASKED_AS, checkpoint.shape_of))
+    with ShapesOnly():
+        request_tensors(spec, Tensors(source, checkpoint.__contains__, ASKED_AS, checkpoint.shape_of))
     return found, joined
 
 
@@ -158,9 +158,9 @@ def _chosen(modules: dict[str, int], keep: tuple[str, ...]) -> dict[str, int]:
     for pattern in keep:
         try:
             if not any(re.search(pattern, module) for module in modules):
-                raise ConfigError(f"--keep {pattern}: no module of the model fits it, such as {next(iter(modules))}")
+                raise ConfigError(f"--keep {pattern}: matches no module, such as {next(iter(modules))}")
         except re.error as error:
-            raise ConfigError(f"--keep {pattern}: no regular expression: {error}") from None
+            raise ConfigError(f"--keep {pattern}: not a regular expression: {error}") from None
     return {m: layer for m, layer in modules.items() if not any(re.search(pattern, m) for pattern in keep)}
 
 
@@ -176,8 +176,8 @@ def _kept(checkpoint: Checkpoint, modules: dict[str, int], chosen: dict[str, int
     return sorted({"lm_head", *(m for m in (*there, *modules) if m not in chosen)})
 
 
-def _says(kept: list[str]) -> dict[str, Any]:
-    """The part of a `config.json` that compressed-tensors reads."""
+def _quantization_config(kept: list[str]) -> dict[str, Any]:
+    """Return the part of a `config.json` that compressed-tensors reads."""
     plain = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None}
     group = {
         "targets": ["Linear"],
@@ -194,14 +194,14 @@ def _says(kept: list[str]) -> dict[str, Any]:
 
 
 def _identity(source: Path, shards: dict[str, list[str]], chosen: dict[str, int]) -> list[Any]:
-    """What must be the same for an interrupted run to go on."""
+    """Return what must be unchanged for an interrupted run to resume."""
     files = [(file, (source / file).stat().st_size, (source / file).stat().st_mtime_ns) for file in sorted(shards)]
-    same: list[Any] = json.loads(json.dumps([files, sorted(chosen)]))  # as it comes back from a file
+    same: list[Any] = json.loads(json.dumps([files, sorted(chosen)]))  # as read back from a file
     return same
 
 
-def _size_after(checkpoint: Checkpoint, chosen: dict[str, int], joined: dict[str, Together]) -> int:
-    """Bytes of the result's matrices and other tensors, without scales."""
+def _size_after(checkpoint: Checkpoint, chosen: dict[str, int], joined: dict[str, StackedExperts]) -> int:
+    """Return the bytes of the result's tensors, without scales."""
     size = 0.0
     for file, names in checkpoint.shards().items():
         for name in names:
@@ -213,16 +213,16 @@ def _size_after(checkpoint: Checkpoint, chosen: dict[str, int], joined: dict[str
     return int(size)
 
 
-def _check_room(folder: Path, size: int) -> None:
+def _check_disk_space(folder: Path, size: int) -> None:
     there = next(parent for parent in folder.absolute().parents if parent.exists())
     done = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     needed, free = size - done, shutil.disk_usage(there).free
     if needed > free:
-        raise ConfigError(f"{there} has {free / 2**30:.1f} GiB left, the result takes some {needed / 2**30:.1f} GiB")
+        raise ConfigError(f"{there} has {free / 2**30:.1f} GiB left, the result takes {needed / 2**30:.1f} GiB")
 
 
 def _new_name(file: str, count: int) -> str:
-    """A shard's name in the result; those of PyTorch files have it in their number alone."""
+    """Return a shard's name in the result; PyTorch files keep only their number."""
     if file.endswith(".safetensors"):
         return file
     number = re.search(r"-\d+-of-\d+", file)
@@ -232,9 +232,7 @@ def _new_name(file: str, count: int) -> str:
 def _write_others(
     source: Path, folder: Path, config: dict[str, Any], written: list[tuple[str, list[str]]], total: int
 ) -> None:
-    """Index and config; tokenizer, templates, licence: all files but weights. The hub's cache has links, here they are
-    files.
-    """
+    """Write index and config, and copy all files except weights, resolving the links of the hub's cache."""
     if len(written) > 1:
         weight_map = {name: file for file, names in written for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -249,10 +247,10 @@ def _write_others(
 
 
 class _Run:
-    """Writes shards into `folder`, and notes beside them what is done."""
+    """Writes shards into `folder` and records finished ones there."""
 
     def __init__(
-        self, checkpoint: Checkpoint, chosen: dict[str, int], joined: dict[str, Together], folder: Path,
+        self, checkpoint: Checkpoint, chosen: dict[str, int], joined: dict[str, StackedExperts], folder: Path,
         identity: list[Any], progress: Progress | None,
     ) -> None:  # fmt: skip
         self._checkpoint, self._chosen, self._folder, self._identity = checkpoint, chosen, folder, identity
@@ -264,7 +262,7 @@ class _Run:
         folder.mkdir(parents=True, exist_ok=True)
 
     def _found(self) -> dict[str, Any]:
-        """What an earlier run has done; nothing, and an empty folder, where that was another's."""
+        """Return the finished shards of an earlier run, or clear the folder if that was a different job."""
         try:
             state = json.loads((self._folder / STATE).read_text(encoding="utf-8"))
             if state["identity"] == self._identity:
@@ -276,17 +274,17 @@ class _Run:
         return {}
 
     def shard(self, file: str, names: list[str], new: str) -> tuple[str, list[str]]:
-        """The new file and what is in it."""
+        """Write a shard, and return the new file's name and the names of its tensors."""
         if (done := self._done.get(file)) is not None and (self._folder / new).is_file():
             self.errors += [MatrixError(**error) for error in done["errors"]]
             self.resumed += 1
-            self._tell(len(names))
+            self._report(len(names))
             return new, list(done["names"])
         tensors: dict[str, Tensor] = {}
         errors: list[MatrixError] = []
         for inside in names:
             whole, of_all = self._checkpoint.whole(inside, file), self._joined.get(inside)
-            for name, tensor in ((inside, whole),) if of_all is None else of_all.parts(whole):
+            for name, tensor in ((inside, whole),) if of_all is None else of_all.split(whole):
                 module = name.removesuffix(".weight")
                 if name.endswith(".weight") and module in self._chosen:
                     values, scale, error = _quantized(name, tensor, self._chosen[module])
@@ -294,11 +292,11 @@ class _Run:
                     errors.append(error)
                 else:
                     tensors[name] = tensor
-            self._tell(1)
-        beside = self._folder / f"{new}.tmp"
-        save_file(_apart(tensors), beside, {"format": "pt"})
-        beside.chmod(0o644)  # readable as any other file
-        os.replace(beside, self._folder / new)
+            self._report(1)
+        unfinished = self._folder / f"{new}.tmp"
+        save_file(_unshared(tensors), unfinished, {"format": "pt"})
+        unfinished.chmod(0o644)  # like any other file
+        os.replace(unfinished, self._folder / new)
         self.errors += errors
         self._done[file] = {"names": list(tensors), "errors": [asdict(error) for error in errors]}
         state = self._folder / f"{STATE}.tmp"
@@ -306,14 +304,14 @@ class _Run:
         os.replace(state, self._folder / STATE)
         return new, list(tensors)
 
-    def _tell(self, tensors: int) -> None:
+    def _report(self, tensors: int) -> None:
         self._at += tensors
         if self._progress is not None:
-            self._progress("quantising", self._at, sum(len(names) for names in self._checkpoint.shards().values()))
+            self._progress("quantizing", self._at, sum(len(names) for names in self._checkpoint.shards().values()))
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each contiguous in memory of its own: PyTorch's files have tied matrices once, under both names."""
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give each tensor its own contiguous memory: PyTorch files store tied matrices once under two names."""
     seen: set[int] = set()
     found = {}
     for name, tensor in tensors.items():
@@ -329,26 +327,26 @@ def _quantized(name: str, tensor: Tensor, layer: int) -> tuple[Tensor, Tensor, M
     if not bool(weight.isfinite().all()):
         raise ModelError(f"{name} is not finite (NaN or inf): the checkpoint is damaged")
     made = fp8.quantize_weight(weight)
-    apart = fp8.weight_values(made) - weight
-    by_row = apart.abs().amax(-1) / weight.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    difference = fp8.weight_values(made) - weight
+    by_row = difference.abs().amax(-1) / weight.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
     out, inner = weight.shape
     error = MatrixError(
         name.removesuffix(".weight"), layer, out, inner, float(weight.double().square().sum()),
-        float(apart.double().square().sum()), float(by_row.max()),
+        float(difference.double().square().sum()), float(by_row.max()),
     )  # fmt: skip
     return made.values, made.scale[:, None], error
 
 
 def refuse_unknown(source: Path) -> None:
-    """Raises `ModelError` for an architecture whose layers weft does not have."""
+    """Raise `ModelError` for an architecture that weft's own layers do not support."""
     try:
         read_spec(source)
     except UnknownArchitecture as error:
-        raise ModelError(f"only models of weft's own layers are quantised: {error}") from None
+        raise ModelError(f"only models of weft's own layers can be quantized: {error}") from None
 
 
 def by_layer(errors: list[MatrixError]) -> list[tuple[int, int, float, MatrixError]]:
-    """Layer, how many matrices, their error together, the worst of them."""
+    """Return for each layer its number, its matrix count, their joint error and the worst matrix."""
     count = Counter(error.layer for error in errors)
     found = []
     for layer in sorted(count):

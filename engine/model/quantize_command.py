@@ -1,4 +1,4 @@
-"""`weft quantize`: the command: what it takes, and the table of what each layer loses."""
+"""`weft quantize`: its options, and the table of errors by layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft.engine.model.quantize import Quantized
+    from weft.engine.model.quantize import QuantizeResult
 
 
 def add_quantize_flags(parser: argparse.ArgumentParser) -> None:
@@ -17,13 +17,13 @@ def add_quantize_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of ORG/NAME [main]")
     parser.add_argument(
         "--keep", metavar="PATTERN", action="append", default=[],
-        help="leave modules in 16 bits whose names this regular expression is found in; may be given several times",
+        help="leave modules whose name matches this regular expression in 16 bits; repeatable",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="as JSON, with each matrix")
+    parser.add_argument("--json", action="store_true", help="print JSON, including each matrix")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command. Raises `WeftError`, one line."""
+    """Run the command. Raises `WeftError`, one line."""
     from weft.engine.config import expanded
     from weft.engine.model.hub import find_model
     from weft.engine.model.quantize import quantize, refuse_unknown
@@ -33,12 +33,11 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_unknown(source)
     with ProgressBar() as bar:
         made = quantize(source, expanded(arguments.target), tuple(arguments.keep), bar)
-    told = _told(made)
-    print(json.dumps(told, indent=2) if arguments.json else "\n".join(_table(made)))
+    print(json.dumps(_as_json(made), indent=2) if arguments.json else "\n".join(_table(made)))
     return 0
 
 
-def _told(made: Quantized) -> dict[str, Any]:
+def _as_json(made: QuantizeResult) -> dict[str, Any]:
     from weft.engine.model.quantize import by_layer
 
     return {
@@ -56,7 +55,7 @@ def _told(made: Quantized) -> dict[str, Any]:
     }
 
 
-def _table(made: Quantized) -> list[str]:
+def _table(made: QuantizeResult) -> list[str]:
     from weft.engine.model.download import amount
     from weft.engine.model.quantize import by_layer, relative
 

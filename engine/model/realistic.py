@@ -1,8 +1,8 @@
-"""`RealisticDummy`: made-up weights with the statistics of trained ones, for what depends on operands (a card's power).
+"""`RealisticDummy`: random weights with the statistics of trained ones, for measurements that depend on values (power).
 
-Plain made-up weights are alike everywhere. Trained ones are not: rows and columns have scales that are spread
-log-normally, a few channels of the residual stream are far larger than the rest in every layer and token (their norm
-weights are small in turn), and so are some channels of the keys. Nothing was fitted to one checkpoint.
+Plain random weights are uniform. In trained ones rows and columns have log-normally spread scales. A few channels of
+the residual stream are far larger than the rest in every layer and token (with small norm weights), as are some key
+channels. Nothing was fitted to a particular checkpoint.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from weft.engine.model.families.family import TensorNames
 from weft.engine.model.spec import ModelSpec
 
 DEVIATION = 0.02
-"""of a matrix' numbers, as of plain made-up ones"""
+"""Standard deviation of matrix values, as in `Dummy`."""
 SPREAD = 0.35
-"""of the logarithm of a row's or column's scale"""
+"""Standard deviation of the logarithm of row and column scales."""
 NORM_SPREAD = 0.3
 OUTLIERS = 1 / 512
-"""share of the stream's channels that are far larger"""
+"""Share of the stream's channels that are outliers."""
 LEAST_OUTLIERS = 2
 STREAM_OUTLIER = 30.0
-"""what every embedding has there; its sign is the channel's. What layers add has deviations of about one"""
+"""Embedding value in outlier channels, with a sign per channel. Layers add values with a deviation of about one."""
 WRITE_OUTLIER = 4.0
-"""by how much more is added there"""
+"""Factor on what layers add to outlier channels."""
 NORM_OUTLIER = 0.1
-"""what norms before a product multiply them by"""
+"""Factor of norm weights in outlier channels."""
 KEY_OUTLIER = 5.0
-"""of one channel in each `KEY_SPACING`"""
+"""Factor on one key channel in each `KEY_SPACING`."""
 KEY_SPACING = 32
 
 
 class RealisticDummy:
-    """As `Dummy`: seeded tensors by name, each the same whatever was drawn before it and whatever part is asked for."""
+    """Like `Dummy`, but each tensor depends only on seed and name, not on the order of requests or the part read."""
 
     def __init__(self, seed: int, device: torch.device, spec: ModelSpec, names: TensorNames) -> None:
         hidden = spec.hidden_size
@@ -45,17 +45,17 @@ class RealisticDummy:
         generator = torch.Generator().manual_seed(self._seed_of("stream"))
         count = min(hidden, max(LEAST_OUTLIERS, round(hidden * OUTLIERS)))
         self.outliers = torch.randperm(hidden, generator=generator)[:count].sort().values
-        """channels of the stream"""
+        """Outlier channels of the stream."""
         self._signs = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1.0
         writes = (names.o, names.down, names.expert_down, names.experts_down, names.shared_down)
         self._writes = tuple(name.removesuffix(".weight") for name in writes if name)
         own, d = spec.shard_of, spec.head_dim
         queries = spec.num_heads * own.ranks * d
         self._fused_keys = slice(queries, queries + spec.num_kv_heads * own.kv_parts * d)
-        """of the rows of q, k and v in one tensor"""
+        """Rows of k in a fused QKV tensor."""
 
     def _seed_of(self, name: str) -> int:
-        return zlib.crc32(f"{self._seed} {name}".encode())  # generators of a CPU take 32 bits
+        return zlib.crc32(f"{self._seed} {name}".encode())  # CPU generators take 32 bits
 
     def __call__(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
         whole = part.whole(shape)
@@ -79,10 +79,10 @@ class RealisticDummy:
 
     def _matrix(self, name: str, shape: tuple[int, ...], own: torch.Generator, scales: torch.Generator) -> Tensor:
         made = torch.empty(shape, device=self._device).normal_(0.0, DEVIATION, generator=own)
-        # scales of the last two dimensions, whichever of them is the output
+        # Both of the last two dimensions get scales, whichever is the output.
         rows, columns = _log_normal(shape[-2], SPREAD, scales), _log_normal(shape[-1], SPREAD, scales)
-        turned = self._names.transposed or (self._names.experts_alternate and len(shape) == 3)
-        out = columns if turned else rows
+        transposed = self._names.transposed or (self._names.experts_alternate and len(shape) == 3)
+        out = columns if transposed else rows
         module = name.removesuffix(".weight")
         if module == self._names.embedding:
             made.mul_(columns.to(self._device))
@@ -97,11 +97,11 @@ class RealisticDummy:
 
 
 def _is(module: str, name: str) -> bool:
-    """Whether a module's name ends with one that may have the number of an expert, `{}`."""
-    before, _, behind = name.partition("{}")
-    return module.endswith(behind if behind else name) and before in module
+    """Return whether a module's name ends with `name`, in which `{}` stands for an expert."""
+    before, _, after = name.partition("{}")
+    return module.endswith(after or name) and before in module
 
 
 def _log_normal(width: int, spread: float, generator: torch.Generator) -> Tensor:
-    """`[width]` whose mean square is one."""
+    """Draw `[width]` log-normal values whose mean square is one."""
     return torch.exp(torch.randn(width, generator=generator) * spread - spread**2)

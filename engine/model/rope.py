@@ -1,4 +1,4 @@
-"""`Rope`: rotary position embedding of a model, with the scalings that checkpoints ask for."""
+"""`Rope`: rotary position embeddings with the scalings that checkpoints use."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
-    """yarn: the range of dimensions that it mixes begins and ends at whole ones"""
+    """yarn: the blended range of dimensions begins and ends at integers."""
     short_factors: tuple[float, ...] = ()
-    """longrope: of each frequency, within the original context"""
+    """longrope: factor per frequency within the original context."""
     long_factors: tuple[float, ...] = ()
-    """longrope: of each frequency, beyond it"""
+    """longrope: factor per frequency beyond it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions of some layers."""
+    """The rotary embedding of some layers."""
 
     theta: float
     scaling: RopeScaling = RopeScaling()
     part: float = 1.0
-    """of a head's dimensions that are rotated, the first ones"""
+    """Share of a head's dimensions that are rotated, from the first."""
     interleaved: bool = False
-    """the checkpoint has the two halves of a pair as neighbours"""
+    """The checkpoint stores the two halves of a pair next to each other."""
 
     def dim(self, head_dim: int) -> int:
-        """Dimensions of a head that are rotated."""
+        """Return the number of rotated dimensions of a head."""
         return int(head_dim * self.part)
 
 
 def inv_freq(head_dim: int, rope: Rope, max_positions: int = 0) -> tuple[torch.Tensor, float]:
-    """Rotary frequencies `[rotary dims / 2]` float32 and the factor on cos and sin.
+    """Return rotary frequencies `[rotary dims / 2]` float32 and the factor on cos and sin.
 
-    max_positions: the longest context that is served. It pins the choice that longrope makes: a model serves either
-    within its original context or beyond it, whatever the lengths in a batch.
+    max_positions: the longest served context. It decides the factors of longrope for all lengths: a model serves either
+    within its original context or beyond it.
     """
-    import torch  # here: who reads a config, to refuse it or to list it, need not wait for torch
+    import torch  # here, so that reading a config does not load torch
 
     dim, s = rope.dim(head_dim), rope.scaling
     exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
@@ -67,7 +67,7 @@ def inv_freq(head_dim: int, rope: Rope, max_positions: int = 0) -> tuple[torch.T
         case "linear":
             return inv / s.factor, 1.0
         case "dynamic":
-            # Within the original context the base is unchanged; weft serves no longer than max_positions.
+            # The base is unchanged within the original context, and weft serves no more than max_positions.
             return inv, 1.0
         case "llama3":
             return _llama3(inv, s), 1.0
@@ -123,7 +123,7 @@ def _longrope(inv: torch.Tensor, s: RopeScaling, max_positions: int) -> tuple[to
 
 
 def read_rope(config: dict[str, Any], max_positions: int, layer_type: str = "") -> Rope:
-    """The rope of a `config.json`, of layers of one type where they differ. Raises `ModelError`."""
+    """Read the rope of a `config.json`, for one type of layer if they differ. Raises `ModelError`."""
     # transformers 5 writes `rope_parameters`; earlier checkpoints have `rope_theta` and `rope_scaling`.
     raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
     raw = raw.get(layer_type) or raw
@@ -162,5 +162,5 @@ def read_rope(config: dict[str, Any], max_positions: int, layer_type: str = "") 
 
 
 def unscaled(theta: float, like: Rope) -> Rope:
-    """A rope without a scaling: of the local layers of a model whose others have `like`."""
+    """Return `like` with another theta and without scaling, for local layers."""
     return replace(like, theta=theta, scaling=RopeScaling())

@@ -1,4 +1,4 @@
-"""`ShapesAlone`: packing without numbers, for what it asks for and in which order."""
+"""`ShapesOnly`: runs packing on shapes alone, to find out which tensors it requests and in which order."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _REDUCING = frozenset(("mean", "sum"))
 _PRODUCTS = frozenset(("matmul", "mm", "mv"))
 
 
-class ShapesAlone(TorchFunctionMode):
-    """What packing does with tensors on the meta device inside `with`, by shapes and dtypes.
+class ShapesOnly(TorchFunctionMode):
+    """Inside `with`, computes shapes and dtypes of packing operations on meta tensors.
 
-    torch does the same, but imports its compiler for it: a second and a hundred MiB that a server has no other use for.
-    What is not known here goes to torch.
+    torch can do so too, but imports its compiler for it: one second and 100 MiB that a server does not otherwise need.
+    Unknown operations go to torch.
     """
 
     def __torch_function__(
@@ -34,7 +34,7 @@ class ShapesAlone(TorchFunctionMode):
 
 
 def _shaped(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """None: not known, or of no meta tensor."""
+    """Return None for an unknown operation or tensors that are not meta."""
     if not args:
         return None
     if name in _JOINED:

@@ -1,6 +1,6 @@
-"""`ModelSpec`: a model as data. The loader, the executors and the search read this; none of them knows a family.
+"""`ModelSpec`: a model as data, for the loader, the executors and the search. They are independent of model families.
 
-A family (`families/`) makes one from a Hugging Face `config.json`.
+A family (`families/`) creates one from a Hugging Face `config.json`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from weft.engine.model.parts import (
     Placement,
     Quantization,
 )
+from weft.engine.model.reductions import Reduction, with_reductions
 from weft.engine.model.rope import Rope, inv_freq
-from weft.engine.model.sums import Way, with_ways
 
 if TYPE_CHECKING:
     import torch
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which of how many ranks a spec describes, and where its KV heads lie among those of the whole model."""
+    """The rank that a spec describes, and the position of its KV heads among those of the whole model."""
 
     rank: int = 0
     ranks: int = 1
     kv_part: int = 0
     kv_parts: int = 1
-    """fewer than `ranks` where KV heads are replicated"""
+    """Less than `ranks` if KV heads are replicated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ModelSpec:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """of a dense MLP"""
+    """Columns of a dense MLP."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -56,51 +56,51 @@ class ModelSpec:
     max_positions: int
     norm: Norm
     ropes: tuple[Rope, ...] = ()
-    """a layer takes one of them, or none"""
+    """Each layer uses one of them, or none."""
     dtype: str = "float32"
-    """of the checkpoint"""
+    """Dtype of the checkpoint."""
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    """of the vocabulary projection"""
+    """Bias of the vocabulary projection."""
     eos_token_ids: tuple[int, ...] = ()
     placement: Placement = Placement.PRE
     layers: tuple[Layer, ...] = (Layer(),)
-    """a pattern that repeats over the layers"""
+    """A pattern that repeats over the layers."""
     qk_norm: Literal["", "head", "projection"] = ""
-    """RMS norm over each head of q and k, or over all heads of q and all of k at once; before the rotation"""
+    """RMS norm over each head of q and k, or over all heads of q and all of k; before the rotation."""
     activation: str = "silu"
-    """see `kernels.reference.ACTIVATIONS`"""
+    """See `kernels.reference.layer.ACTIVATIONS`."""
     gated: bool = True
-    """the MLP multiplies two products; else it has one"""
+    """Whether the MLP multiplies two projections (gate and up) or has one."""
     attention_scale: float | None = None
-    """of the scores; None: head_dim ** -0.5"""
+    """Scale of the scores; None: head_dim ** -0.5."""
     attention_softcap: float = 0.0
     sinks: bool = False
-    """each head has a logit that takes part in the softmax of its scores"""
+    """Each head has an extra logit in the softmax of its scores."""
     learned_positions: int | None = None
-    """positions are rows of a table, this many behind its beginning; None: there is none"""
+    """Positions are rows of a table, starting at this offset; None: no table."""
     embedding_scale: float = 1.0
-    """rounded to the dtype of the weights"""
+    """Rounded to the dtype of the weights."""
     residual_scale: float = 1.0
-    """on what attention and MLP add to the stream; folded into the matrices"""
+    """Factor on what attention and MLP add to the stream; folded into the matrices."""
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     experts: Experts | None = None
     quantization: Quantization | None = None
-    """of the matrices; None: they are in 16 or 32 bits"""
+    """FP8 format of the matrices; None: 16 or 32 bits."""
     widened: bool = False
-    """matrices that the checkpoint has in FP8 are made 16 bits while they load; `quantization` is None then"""
+    """FP8 matrices of the checkpoint become 16 bits while loading; `quantization` is then None."""
     integers: Integers | None = None
-    """matrices that the checkpoint has in fewer bits, which are made 16 while they load"""
+    """Low-bit integer matrices of the checkpoint, which become 16 bits while loading."""
     shard_of: Shard = Shard()
-    sums: tuple[tuple[str, Way], ...] = ()
-    """all-reduces that are done in another way (`sums.Way`), by their names"""
+    sums: tuple[tuple[str, Reduction], ...] = ()
+    """Replaced all-reduces (see `Reduction`), by name."""
 
     native: ClassVar[bool] = True
-    """computed by weft's own operations; else see `broad.spec.BroadSpec`"""
+    """Computed by weft's own operations; else see `BroadSpec`."""
 
     @property
     def kv_heads(self) -> tuple[tuple[int, int], ...]:
@@ -117,7 +117,7 @@ class ModelSpec:
 
     @property
     def vocabulary(self) -> range:
-        """The token ids whose rows of the embedding and of the vocabulary projection this rank has."""
+        """Token ids whose rows of the embedding and the vocabulary projection this rank holds."""
         own = self.shard_of
         return range(own.rank * self.vocab_size // own.ranks, (own.rank + 1) * self.vocab_size // own.ranks)
 
@@ -130,22 +130,18 @@ class ModelSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer."""
+        """The window of each layer."""
         return tuple(self.layer(i).window for i in range(self.num_layers))
 
     @property
     def kv_window(self) -> int | None:
-        """Positions behind the newest beyond which no layer looks back; None: some layer sees all of them."""
-        widest = 0
-        for window in self.windows:
-            if window is None:
-                return None
-            widest = max(widest, window)
-        return widest
+        """The widest window: no layer looks further back; None: some layer sees all positions."""
+        widths = [window for window in self.windows if window is not None]
+        return max(widths, default=0) if len(widths) == self.num_layers else None
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all matrices, norms and tables; biases and sinks are left out."""
+        """Values in all matrices, norms and tables, without biases and sinks."""
         heads = {"": 0, "head": 2, "projection": self.num_heads + self.num_kv_heads}[self.qk_norm]
         norm = self.hidden_size if self.norm.weight else 0
         every = self.num_layers * (self.placement.norms * norm + heads * self.head_dim) + norm
@@ -159,7 +155,7 @@ class ModelSpec:
         return every + tables * self.hidden_size
 
     def weight_bytes(self, itemsize: int) -> int:
-        """Of what `num_parameters` counts, where numbers take `itemsize` and those of quantised matrices one."""
+        """Return the bytes of `num_parameters` at `itemsize` bytes each, or one byte each in quantized matrices."""
         small = 0
         if self.quantization is not None:
             operations = (op for i in range(self.num_layers) for op in self.layer_operations(i))
@@ -168,7 +164,7 @@ class ModelSpec:
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token is computed with: all but the experts that it does not take (Equation 5 counts them)."""
+        """Parameters used per token: all but the experts that it does not use (counted by Equation 5)."""
         if self.experts is None:
             return self.num_parameters
         idle = sum(
@@ -180,15 +176,15 @@ class ModelSpec:
         return self.num_parameters - idle
 
     def layer_operations(self, layer: int = -1) -> Iterator[Operation]:
-        """The operations of a layer in order, with dependencies inside it; plans describe the last one.
+        """Return the operations of a layer in order, with dependencies inside it; plans describe the last layer.
 
-        Activations: x the residual stream, q the queries, a what attention gives, h the hidden part of the MLP, r the
-        router's choice, s the hidden part of a shared expert. On several ranks products whose target is x leave partial
-        sums; an all-reduce adds them up, puts the norm behind them where there is one, and adds the sum to x. `sums`
-        asks for other collectives. Raises `ModelError` where they are impossible.
+        Activations: x residual stream, q queries, a attention output, h hidden part of the MLP, r router choice, s
+        hidden part of a shared expert. With several ranks, projections with target x leave partial sums; an all-reduce
+        adds them up, applies the post-norm if any, and adds the result to x. `sums` selects other collectives. Raises
+        `ModelError` if they are impossible.
         """
         operations = self._operations(layer)
-        return with_ways(operations, dict(self.sums), self.shard_of.ranks) if self.sums else operations
+        return with_reductions(operations, dict(self.sums), self.shard_of.ranks) if self.sums else operations
 
     def _operations(self, layer: int) -> Iterator[Operation]:
         hidden, width = self.hidden_size, self.num_heads * self.head_dim
@@ -203,13 +199,13 @@ class ModelSpec:
         before = ("decode", "prefill", *(op.name for op in reads))
         yield product("o", before, hidden, width, kernel="residual", source="a", target="x")
         after = "o"
-        if ranks > 1 and not parallel:  # else what attention and MLP add is summed at once
+        if ranks > 1 and not parallel:  # a parallel layer adds up attention and MLP at once
             after = "o_reduce"
             yield all_reduce(after, ("o",), hidden, ranks)
         if not parallel:
             reads = tuple(self._mlp_reads((after,), experts))
             yield from reads
-        # A matrix that adds to the stream waits for all that read it.
+        # A projection that adds to the stream waits for all operations that read it.
         before = (*([after] if parallel else []), *(op.name for op in reads))
         if experts is None:
             yield product("down", before, hidden, self.intermediate_size, kernel="residual", source="h", target="x")
@@ -229,7 +225,7 @@ class ModelSpec:
             yield all_reduce("down_reduce", (after,), hidden, ranks)
 
     def _mlp_reads(self, parents: tuple[str, ...], experts: Experts | None) -> Iterator[Operation]:
-        """The operations of an MLP that read the stream."""
+        """Yield the operations of an MLP that read the stream."""
         hidden, inter = self.hidden_size, self.intermediate_size
         if experts is None and self.gated:
             yield product("gate_up", parents, 2 * inter, hidden, kernel="gate_up", source="x", target="h")
@@ -247,7 +243,7 @@ class ModelSpec:
                 )
 
     def rotary(self, max_positions: int) -> list[tuple[torch.Tensor, float]]:
-        """See `rope.inv_freq`: of each of `ropes`, then of layers without one (no frequencies) if there are such."""
+        """Return `rope.inv_freq` of each of `ropes`, and an empty table if some layers have no rope."""
         import torch
 
         tables = [inv_freq(self.head_dim, rope, max_positions) for rope in self.ropes]
@@ -256,21 +252,20 @@ class ModelSpec:
         return tables
 
     def rotary_table(self, layer: int) -> int:
-        """Which of the tables that `rotary` gives a layer takes."""
+        """Return the index of a layer's table in `rotary`."""
         rope = self.layer(layer).rope
         return len(self.ropes) if rope is None else rope
 
     def shard(self, rank: int, ranks: int) -> Self:
-        """The part of this model that one of `ranks` holds: heads, MLP columns and vocabulary are split
-        (NanoFlow §4.1.3).
+        """Return the shard of one of `ranks`: heads, MLP columns and vocabulary are split (NanoFlow §4.1.3).
 
-        Where there are fewer KV heads than ranks, each is held by several. Norms, routers, the residual stream and
-        `vocab_size` stay whole. Raises `ModelError` for a model that cannot be cut so.
+        With fewer KV heads than ranks, several ranks hold each KV head. Norms, routers, the residual stream and
+        `vocab_size` stay whole. Raises `ModelError` if the model cannot be split.
         """
         if ranks == 1:
             return self
         if not 0 <= rank < ranks:
-            raise ModelError(f"rank {rank} is none of {ranks}")
+            raise ModelError(f"rank {rank} is not one of {ranks}")
         kv_parts = min(ranks, self.num_kv_heads)
         sizes = [("attention heads", self.num_heads)]
         experts = self.experts
@@ -298,7 +293,7 @@ class ModelSpec:
         )
 
     def checked(self) -> Self:
-        """The spec, if it can be computed. Raises `ModelError`, one line."""
+        """Return the spec if it can be computed. Raises `ModelError`, one line."""
         sizes = (
             "vocab_size",
             "hidden_size",
@@ -320,7 +315,7 @@ class ModelSpec:
         if self.activation not in known:
             raise ModelError(f"activation {self.activation!r} is not supported ({', '.join(known)} are)")
         if self.experts is not None and not 1 <= self.experts.top <= self.experts.count:
-            raise ModelError(f"config.json: a token takes {self.experts.top} of {self.experts.count} experts")
+            raise ModelError(f"config.json: a token uses {self.experts.top} of {self.experts.count} experts")
         if any(window is not None and window < 1 for window in self.windows):
             raise ModelError("config.json: a sliding window must be at least 1")
         if any(not 0 <= i < self.vocab_size for i in self.eos_token_ids):

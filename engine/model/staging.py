@@ -1,4 +1,4 @@
-"""`Staging`: mapped tensors on their way to a device: threads fill pinned buffers, one stream empties them."""
+"""`Staging`: copies mapped tensors to a device: threads fill pinned buffers and one stream empties them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 THREADS = 8
-"""a thread copies some 5 GB/s out of the page cache, the bus takes 50"""
+"""A thread copies about 5 GB/s out of the page cache; the bus takes 50."""
 BUFFER_BYTES = 8 << 20
 BUFFERS = 2
-"""of a thread: one is filled while the other is on the bus"""
+"""Per thread: one is filled while the other is being copied to the device."""
 AHEAD_BYTES = 512 << 20
-"""on the device before they are asked for, beside the tensor that is next"""
+"""Bytes on the device ahead of use, in addition to the next tensor."""
 
 
 class _Coming(NamedTuple):
@@ -27,7 +27,7 @@ class _Coming(NamedTuple):
 
 
 class _Buffer:
-    """Pinned bytes, and the event behind the last copy out of them."""
+    """Pinned bytes, and the event after the last copy out of them."""
 
     def __init__(self, size: int, *, pinned: bool) -> None:
         self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
@@ -36,14 +36,14 @@ class _Buffer:
 
 
 class Staging:
-    """Gives tensors on `device` in the order of `wanted`, each once, in the dtype and shape that it has there.
+    """Returns the tensors `wanted` on `device`, in order, each once, with the same dtype and shape.
 
-    While one is packed, those that follow are read. The host holds `THREADS * BUFFERS * BUFFER_BYTES` beside the mapped
-    files, the device `AHEAD_BYTES` and the tensor that is next. A context: leaving it ends the threads.
+    It reads the following tensors while one is packed. It holds `THREADS * BUFFERS * BUFFER_BYTES` of host memory, and
+    `AHEAD_BYTES` and the next tensor on the device. As a context manager it stops its threads on exit.
     """
 
     def __init__(self, wanted: Sequence[Tensor], device: torch.device, *, buffer_bytes: int = BUFFER_BYTES) -> None:
-        """`wanted`: on the CPU, contiguous in their last dimension. `device`: a GPU; in tests, the CPU."""
+        """wanted: CPU tensors, contiguous in the last dimension. device: a GPU, or the CPU in tests."""
         self._wanted = deque(wanted)
         self._device, self._size = device, buffer_bytes
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -66,7 +66,7 @@ class Staging:
                 empty_host_cache()
 
     def take(self) -> Tensor:
-        """The next one. Work launched behind it on the current stream sees it whole. Raises what reading it raised."""
+        """Return the next tensor, complete for work launched later on the current stream. Raises read errors."""
         self._begin()
         tensor, pieces = self._coming.popleft()
         for piece in pieces:
@@ -77,23 +77,23 @@ class Staging:
         return tensor
 
     def _begin(self) -> None:
-        """Have tensors read as far ahead as there is room for, one at least."""
+        """Start reading as many tensors ahead as fit, at least one."""
         while self._wanted and (not self._coming or self._ahead + self._wanted[0].nbytes <= AHEAD_BYTES):
             source = self._wanted.popleft()
             target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
             ready = None
             if self._stream is not None:
-                # Its memory may be that of a tensor that a launched kernel still reads.
+                # Its memory may belong to a tensor that a launched kernel still reads.
                 ready = torch.cuda.current_stream(self._device).record_event()
             pieces = [self._pool.submit(self._copy, *pair, ready) for pair in _pieces(source, target, self._size)]
             self._coming.append(_Coming(target, pieces))
             self._ahead += target.nbytes
 
     def _copy(self, source: Tensor, target: Tensor, ready: torch.cuda.Event | None) -> None:
-        """`target.nbytes` is a buffer's at most."""
+        """Copy up to one buffer of bytes."""
         if self._stopped:
             return
-        with torch.cuda.stream(self._stream):  # of None, nothing
+        with torch.cuda.stream(self._stream):  # no effect for None
             self._copy_there(source, target, ready)
 
     def _copy_there(self, source: Tensor, target: Tensor, ready: torch.cuda.Event | None) -> None:
@@ -105,7 +105,7 @@ class Staging:
         buffer = buffers[turn % BUFFERS]
         if buffer.empty is not None:
             buffer.empty.synchronize()
-        # numpy: its copies let other threads run and have no team of threads of their own, as torch's do.
+        # numpy copies release the GIL and, unlike torch's, use no thread team.
         size = target.nbytes
         np.copyto(buffer.array[:size].view(_WORDS[source.element_size()]).reshape(source.shape), _array(source))
         staged = buffer.bytes[:size].view(source.dtype).view(target.shape)
@@ -122,13 +122,13 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    """Its memory as whole numbers of the same size: numpy knows no bfloat16."""
+    """Return its memory as integers of the same size, because numpy has no bfloat16."""
     size = tensor.element_size()
     return tensor.view(_SAME_SIZE[size]).numpy().view(_WORDS[size])
 
 
 def _pieces(source: Tensor, target: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both cut alike along their first dimensions, `limit` bytes a piece at most; `target` is contiguous."""
+    """Split both along their first dimensions into pieces of at most `limit` bytes; `target` is contiguous."""
     if target.nbytes <= limit:
         if target.numel():
             yield source, target

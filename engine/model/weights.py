@@ -1,4 +1,4 @@
-"""`Weights` of a model, packed for the kernels: read from a checkpoint, or made up for `--load-format dummy`."""
+"""`Weights`: a model's weights packed for the kernels, from a checkpoint or random (`--load-format dummy`)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from weft.engine.model.finite import FiniteCheck
 from weft.engine.model.gguf.checkpoint import GgufCheckpoint
 from weft.engine.model.gguf.file import INDEX
 from weft.engine.model.integers import GIB, IntegerCheckpoint
-from weft.engine.model.layer_weights import LayerWeights, ProductWeights, norm_weight, pack_layer
+from weft.engine.model.layer_weights import LayerWeights, ProjectionWeights, norm_weight, pack_layer
 from weft.engine.model.realistic import RealisticDummy
-from weft.engine.model.shapes import ShapesAlone
+from weft.engine.model.shapes import ShapesOnly
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.staging import Staging
 from weft.engine.progress import LOADING, Progress
@@ -30,38 +30,38 @@ from weft.kernels.formats import fp8
 from weft.kernels.matmul import weight_layout as pack
 
 HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
-"""ends of names that checkpoints carry and nobody needs: tables that follow from the config"""
+"""Name endings of checkpoint tensors that follow from the config and are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
     embedding: Tensor
-    """[V, H]; of a shard the rows of its `spec.vocabulary`"""
+    """[V, H]; in a shard the rows of `spec.vocabulary`."""
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    """[H]"""
+    """[H]."""
     lm_head: Tensor
-    """[V, H], or a shard's rows of it; the embedding itself when tied"""
+    """[V, H], or a shard's rows; the embedding itself when tied."""
     rotary: tuple[Tensor, ...]
-    """[positions, D/2, 2] float32 each; see `ModelSpec.rotary_table` for a layer's"""
+    """[positions, D/2, 2] float32 each; `ModelSpec.rotary_table` gives a layer's index."""
     norm_bias: Tensor | None = None
-    """[H]"""
+    """[H]."""
     head_bias: Tensor | None = None
-    """[V]"""
-    places: Tensor | None = None
-    """[positions, H], learned: added to the embedding"""
+    """[V]."""
+    positions: Tensor | None = None
+    """[positions, H], learned: added to the embedding."""
     kv_scales: Tensor | None = None
-    """[layers, 2, Hkv] float32, for K and V in FP8, where the checkpoint has them"""
+    """[layers, 2, Hkv] float32, for FP8 K and V, if the checkpoint has them."""
 
     def tensors(self) -> list[Tensor]:
-        """All; some may be the same."""
+        """Return all tensors; some may be the same."""
         products = (product for layer in self.layers for product in layer.values())
-        own = (self.embedding, self.norm, self.lm_head, self.norm_bias, self.head_bias, self.places, self.kv_scales)
+        own = (self.embedding, self.norm, self.lm_head, self.norm_bias, self.head_bias, self.positions, self.kv_scales)
         tensors = (*own, *self.rotary, *(tensor for product in products for tensor in product.tensors()))
         return [tensor for tensor in tensors if tensor is not None]
 
-    def scales_of_pages(self, spec: ModelSpec, dtype: torch.dtype) -> fp8.KvScales | None:
-        """Of pages in FP8: the checkpoint's, or 1 for every head. None for pages in another format."""
+    def kv_page_scales(self, spec: ModelSpec, dtype: torch.dtype) -> fp8.KvScales | None:
+        """Return the scales of FP8 pages: the checkpoint's, or 1 for every head. None for pages in another format."""
         if dtype != fp8.E4M3:
             return None
         if self.kv_scales is not None:
@@ -76,16 +76,12 @@ class Weights:
 def warn_of_surplus(surplus: list[str]) -> None:
     if surplus:
         named = ", ".join(surplus[:3]) + (" …" if len(surplus) > 3 else "")
-        print(
-            f"weft: {len(surplus)} tensor(s) of the checkpoint are not used, for config.json does not ask for them: "
-            f"{named}",
-            file=sys.stderr,
-            flush=True,
-        )
+        unused = f"weft: {len(surplus)} tensor(s) of the checkpoint are not used, as config.json does not require them"
+        print(f"{unused}: {named}", file=sys.stderr, flush=True)
 
 
 class _Wanted:
-    """Notes what packing asks for: shapes alone are packed."""
+    """Records the tensors that packing requests; returns only shapes."""
 
     def __init__(self, checkpoint: TensorSource) -> None:
         self._checkpoint = checkpoint
@@ -99,9 +95,9 @@ class _Wanted:
 
 
 class _Reader:
-    """Hands out the tensors of a checkpoint in the order in which they were noted, as numbers on the device.
+    """Returns the tensors of a checkpoint on the device, in the recorded order.
 
-    A GPU gets them through `Staging`, converts and checks them itself.
+    A GPU receives them through `Staging`, and converts and checks them itself.
     """
 
     def __init__(
@@ -120,11 +116,11 @@ class _Reader:
 
     def __call__(self, name: str, shape: tuple[int, ...], _part: Part, kind: torch.dtype) -> Tensor:
         noted, stored = next(self._wanted)
-        assert name == noted, "packing asks for the same tensors each time"
+        assert name == noted, "packing must request the same tensors each time"
         raw = stored.raw if self._staging is None else self._staging.take()
         read = raw if stored.decode is None else stored.decode(raw, kind)
-        # To the serving dtype first: folding a norm must round once, in that dtype. And always a copy: what a
-        # checkpoint gives is the mapped file, which somebody may write to or cut off while it is served.
+        # Convert to the serving dtype first, so that folding a norm rounds once, in that dtype. Always copy, because a
+        # checkpoint returns the mapped file, which may be overwritten or truncated during serving.
         copied = self._staging is not None or stored.decode is not None
         tensor = read.to(device=self._device, dtype=kind, copy=not copied).reshape(shape).contiguous()
         if kind.is_floating_point:
@@ -136,9 +132,9 @@ class _Reader:
 
 
 def _skewed(weights: Weights, by: float) -> Weights:
-    """With routers that send more of the tokens to the first eighth of the experts."""
+    """Bias the routers so that they send more tokens to the first eighth of the experts."""
 
-    def router(old: ProductWeights) -> ProductWeights:
+    def router(old: ProjectionWeights) -> ProjectionWeights:
         count, device = len(old.weight), old.weight.device
         more = torch.where(torch.arange(count, device=device) < max(1, count // 8), by, 0.0)
         return replace(old, bias=more if old.bias is None else old.bias + more)
@@ -168,17 +164,15 @@ def load_weights(
     progress: Progress | None = None,
     staged: bool | None = None,
 ) -> Weights:
-    """Load and pack. `dummy_seed` makes weights up instead of reading `path`. `progress` counts bytes.
+    """Load and pack.
 
-    dummy_skew: what routers add to the logits of the first eighth of the experts, where weights are made up.
+    dummy_seed: make random weights instead of reading `path`. dummy_skew: what random routers add to the logits of the
+    first eighth of the experts. dummy_realistic: use `RealisticDummy`. progress: counts bytes. staged: copy through
+    `Staging`; None: to a GPU, where it is faster.
 
-    dummy_realistic: made up as trained ones are (`RealisticDummy`).
-
-    staged: through `Staging`; None: to a GPU, where it is quicker.
-
-    What is returned is a copy: nothing that happens to the files later changes it. Raises `ModelError` for a missing
-    shard or tensor, a shape that does not fit the config and layers beyond it, all of them before any weight is read,
-    and for values that are not finite. Tensors of other names that the config does not ask for are told in one line.
+    The result is a copy, so later changes to the files do not affect it. Before reading any weight, raises `ModelError`
+    for a missing shard or tensor, a shape that does not fit the config, or extra layers; afterwards for values that are
+    not finite. Prints one line about unused tensors.
     """
     names = family_of(spec.architecture).names
     tables = tuple(
@@ -199,7 +193,7 @@ def load_weights(
         tied = spec.tie_embeddings or head not in checkpoint
         checkpoint.refuse_further_layers(names.layer, spec.num_layers + names.draft_layers)
         wanted = _Wanted(checkpoint)
-        with ShapesAlone():
+        with ShapesOnly():
             _pack(spec, names, Tensors(wanted, checkpoint.__contains__, dtype, checkpoint.shape_of), tables, tied=tied)
         staging = None
         if device.type == "cuda" if staged is None else staged:
@@ -209,28 +203,24 @@ def load_weights(
             spec, names, Tensors(reader, checkpoint.__contains__, dtype, checkpoint.shape_of), tables, tied=tied
         )
         reader.finite.end(dtype)
-        if spec.shard_of.rank == 0:  # the others would say the same
-            _tell(checkpoint, wanted, weights, spec)
+        if spec.shard_of.rank == 0:  # the others would print the same
+            _report_conversion(checkpoint, wanted, weights, spec)
             harmless = (*HARMLESS, *names.harmless, *matrices.HARMLESS)
             warn_of_surplus(checkpoint.surplus((*harmless, head) if tied else harmless))
     return weights
 
 
-def _tell(checkpoint: TensorSource, wanted: _Wanted, weights: Weights, spec: ModelSpec) -> None:
-    """What matrices became that the checkpoint has in fewer bits."""
+def _report_conversion(checkpoint: TensorSource, wanted: _Wanted, weights: Weights, spec: ModelSpec) -> None:
+    """Print what became of matrices that the checkpoint stores in fewer bits."""
     if isinstance(checkpoint, IntegerCheckpoint):
-        print(f"weft: {checkpoint.told(weights.num_bytes, spec)}", file=sys.stderr, flush=True)
+        print(f"weft: {checkpoint.summary(weights.num_bytes, spec)}", file=sys.stderr, flush=True)
     if spec.widened:
-        print(f"weft: {_widened(wanted, weights)}", file=sys.stderr, flush=True)
-
-
-def _widened(wanted: _Wanted, weights: Weights) -> str:
-    """What became of matrices in FP8, in a line."""
-    stored_bytes = sum(stored.raw.nbytes for _, stored in wanted.tensors)
-    return (
-        "matrices in FP8, whose activations are not quantised, became 16 bits while loading: "
-        f"{stored_bytes / GIB:.2f} GiB in the checkpoint, the weights now take {weights.num_bytes / GIB:.2f} GiB"
-    )
+        stored = sum(stored.raw.nbytes for _, stored in wanted.tensors) / GIB
+        print(
+            "weft: matrices in FP8, whose activations are not quantized, became 16 bits while loading: "
+            f"{stored:.2f} GiB in the checkpoint, the weights now take {weights.num_bytes / GIB:.2f} GiB",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
 
 def _made_up(
@@ -252,24 +242,23 @@ def _made_up(
         return tensor
 
     if progress is not None:
-        with ShapesAlone():
+        with ShapesOnly():
             _pack(spec, names, Tensors(count, None, dtype), (), tied=spec.tie_embeddings)
         progress(LOADING, 0, total)
     return get
 
 
-def ask(spec: ModelSpec, tensors: Tensors) -> None:
-    """Ask for all tensors of a model, with shapes alone (see `ShapesAlone`)."""
+def request_tensors(spec: ModelSpec, tensors: Tensors) -> None:
+    """Request all tensors of a model; run inside `ShapesOnly`."""
     names = family_of(spec.architecture).names
     tied = spec.tie_embeddings or not tensors.has(f"{names.lm_head}.weight")
     _pack(spec, names, tensors, (), tied=tied)
 
 
 def _pack(spec: ModelSpec, names: TensorNames, tensors: Tensors, rotary: tuple[Tensor, ...], *, tied: bool) -> Weights:
-    """All tensors of a model, asked for in one order."""
+    """Read all tensors of a model in a fixed order."""
     get, hidden = tensors.get, spec.hidden_size
-    # Of a shard, its rows of what the vocabulary has rows of.
-    own = spec.vocabulary
+    own = spec.vocabulary  # a shard's rows
     rows = Part.span(own.start, spec.vocab_size) if len(own) < spec.vocab_size else WHOLE
     embedding = get(f"{names.embedding}.weight", (len(own), hidden), rows)
     layers = tuple(pack_layer(tensors, spec, names, i) for i in range(spec.num_layers))
@@ -279,11 +268,11 @@ def _pack(spec: ModelSpec, names: TensorNames, tensors: Tensors, rotary: tuple[T
     norm_bias = get(f"{names.norm}.bias", (hidden,)) if spec.norm.bias else None
     head = embedding
     if not tied:
-        # some checkpoints have it in FP8: here it stays in 16 bits
-        head = matrices.plain(matrices.read(tensors, names.lm_head, len(own), hidden, rows), tensors.dtype)
+        # Stored in FP8 by some checkpoints; kept in 16 bits here.
+        head = matrices.dequantize(matrices.read(tensors, names.lm_head, len(own), hidden, rows), tensors.dtype)
     head_bias = get(f"{names.lm_head}.bias", (len(own),), rows) if spec.head_bias else None
-    places = None
+    positions = None
     if (offset := spec.learned_positions) is not None:
-        places = get(f"{names.positions}.weight", (spec.max_positions + offset, hidden))[offset:]
+        positions = get(f"{names.positions}.weight", (spec.max_positions + offset, hidden))[offset:]
     kv_scales = matrices.kv_scales(tensors, spec, names)
-    return Weights(embedding, layers, norm, head, rotary, norm_bias, head_bias, places, kv_scales)
+    return Weights(embedding, layers, norm, head, rotary, norm_bias, head_bias, positions, kv_scales)

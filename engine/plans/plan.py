@@ -16,8 +16,8 @@ import msgspec
 
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model.operations import Operation, Resource, Role
+from weft.engine.model.reductions import Reduction
 from weft.engine.model.spec import ModelSpec
-from weft.engine.model.sums import Way
 from weft.engine.plans.document import read_document
 from weft.kernels.matmul.gemm_config import GemmConfig
 
@@ -183,7 +183,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Iteration size that the pipelines were made for; the engine's token budget unless the operator sets one."""
     made: str = ""
     """Date, versions and seconds of the search, for readers."""
-    sums: dict[str, Way] = {}
+    sums: dict[str, Reduction] = {}
     """All-reduces that are replaced, in the serial plan too: the weights that a rank loads may depend on it."""
 
     def spec_of(self, spec: ModelSpec) -> ModelSpec:

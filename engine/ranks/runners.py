@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.engine.config import EngineConfig
+from weft.engine.model.reductions import directly_reduced
 from weft.engine.model.spec import ModelSpec
-from weft.engine.model.sums import summed_alone
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress
 from weft.engine.ranks.agreement import barrier
@@ -18,7 +18,7 @@ from weft.engine.ranks.links import Links
 from weft.engine.ranks.peer_memory import PeerMemory
 from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.runner.cpu.cpu_runner import CpuRunner
-from weft.engine.runner.device.collectives import Several
+from weft.engine.runner.device.collectives import RankGroup
 from weft.engine.runner.device.compile_job import CompileJob
 from weft.engine.runner.device.runner import Runner
 from weft.engine.runner.options.resolve import ResolvedConfig
@@ -46,8 +46,8 @@ def _use_tuned_steps(
     """Choose how all-reduces are computed, from the cache or by measuring with these weights."""
     here = gpu(config.device)
     assert here is not None
-    # GEMMs that may push to other ranks. Several layers, because one alone would stay in the L2 cache.
-    names = [op.name for op in summed_alone(spec.layer_operations())] if spec.quantization is None else []
+    # GEMMs that may push to other ranks. RankGroup layers, because one alone would stay in the L2 cache.
+    names = [op.name for op in directly_reduced(spec.layer_operations())] if spec.quantization is None else []
     layers = [layer for layer in weights.layers[-MEASURED_LAYERS:] if all(name in layer for name in names)]
     products = [layer[name].weight for layer in layers for name in names]
     shape = "-".join(map(str, (spec.hidden_size, *dict.fromkeys(product.shape[1] for product in products))))
@@ -89,12 +89,12 @@ def rank_runner(
         runner: Runner = CpuRunner(spec, weights, config, host)
         barrier(host)
         return runner
-    from weft.engine.runner.cuda.peer_collectives import PeerCollectives, Sizes  # needs Triton
+    from weft.engine.runner.cuda.peer_collectives import PeerCollectives, PeerLayout  # needs Triton
 
-    sizes = Sizes(spec, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
+    sizes = PeerLayout(spec, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
     device = PeerCollectives(PeerMemory(sizes.total, config.device, host), links.rank, links.ranks, sizes)
-    links.on_lost = device.end_waiting
-    several = Several(host, device, links.check, partial(_use_tuned_steps, device, host, spec, weights, config))
-    runner = make_runner(spec, weights, options, config, progress, compiling, several)
+    links.on_lost = device.abort_waits
+    rank_group = RankGroup(host, device, links.check, partial(_use_tuned_steps, device, host, spec, weights, config))
+    runner = make_runner(spec, weights, options, config, progress, compiling, rank_group)
     barrier(host)
     return runner

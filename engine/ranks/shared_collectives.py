@@ -59,6 +59,6 @@ class SharedCollectives:
                 bell.ring()
             for bell in links.of.values():
                 links.wait_for(bell)
-                links.on_progress()
-                yield begin, end, buffer
+            links.on_progress()
+            yield begin, end, buffer
             self._turn = 1 - self._turn

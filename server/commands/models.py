@@ -15,7 +15,7 @@ from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model import hub
 from weft.engine.model.download import amount, cache_dir
 from weft.engine.model.gguf.choice import models_in
-from weft.engine.model.gguf.config import refused
+from weft.engine.model.gguf.config import unsupported_reason
 from weft.engine.model.gguf.file import architecture_of
 from weft.engine.progress import for_stdout
 
@@ -55,7 +55,7 @@ class Model(NamedTuple):
 
         try:
             if self.files:
-                return refused(self.files[0])
+                return unsupported_reason(self.files[0])
             check_known(self.path)
         except ModelError as error:
             return str(error).replace(f"{self.path}/", "").replace(f"{self.path} ", "it ")

@@ -170,7 +170,7 @@ def test_modelopt_s_own_file_is_heeded(tiny_model: Made, tmp_path: Path) -> None
     ("changes", "said"),
     [
         ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "encoder-decoder"),
-        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "generates no text"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "does not generate text"),
         ({"architectures": ["NewForCausalLM"], "model_type": "new"}, "has no decoder of model_type new"),
         (
             {

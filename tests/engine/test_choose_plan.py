@@ -13,8 +13,8 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.model.directory import read_spec
 from weft.engine.model.parts import Quantization
+from weft.engine.model.reductions import Reduction
 from weft.engine.model.spec import ModelSpec
-from weft.engine.model.sums import Way
 from weft.engine.plans import choose
 from weft.engine.plans.choose import choose_plan
 from weft.engine.plans.plan import Period, Plan, Target, model_key, serial_period
@@ -74,7 +74,7 @@ def test_a_plan_without_pipelines_and_no_plan_mean_the_serial_plan(
     assert choose_plan("auto", SPEC, HERE, None) is None
 
 
-def _of_two_ranks(sums: dict[str, Way]) -> tuple[ModelSpec, Plan]:
+def _of_two_ranks(sums: dict[str, Reduction]) -> tuple[ModelSpec, Plan]:
     half = SPEC.shard(0, 2)
     here = msgspec.structs.replace(HERE, model=model_key(half))
     plan = Plan(here, "1024:512", (), sums=sums)
@@ -120,7 +120,7 @@ def test_with_batch_invariance_a_plan_that_is_named_runs_and_no_other(
         assert _tokens(plan) == [1792]
         assert resolve(named.model_copy(update={"plan": "auto"}), SPEC).plan is None
         spec = replace(SPEC, layers=tuple(replace(layer, window=512) for layer in SPEC.layers))
-        with pytest.raises(ConfigError, match="not with --batch-invariant for a model whose attention has windows"):
+        with pytest.raises(ConfigError, match="--batch-invariant excludes plans for a model with attention windows"):
             resolve(named, spec)
 
 

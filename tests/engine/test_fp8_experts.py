@@ -178,11 +178,11 @@ def test_what_lacks_of_experts_in_one_tensor_is_named(tiny_model: Made, tmp_path
     name = "model.layers.1.block_sparse_moe.input_linear"
     refusal = Refusal(there, name)
     assert f"{name}.weight is in 8 bits" in refusal(weight_scale=None)
-    assert "has scales of 4 experts" in refusal(weight_scale=torch.ones(3))
+    assert "first dimension must be the 4 experts" in refusal(weight_scale=torch.ones(3))
     assert "has shape (7,)" in refusal(weight_scale=torch.ones(4, 7))
     assert "not above zero" in refusal(weight_scale=torch.zeros(4))
     assert f"{name}.input_scale" in refusal(input_scale=None)
-    assert "one scale is read, or one for each of 4" in refusal(input_scale=torch.ones(3))
+    assert "one scale, or one per expert (4)" in refusal(input_scale=torch.ones(3))
     refusal(weight_scale=torch.zeros(4))
     (there / "config.json").write_text((plain / "config.json").read_text())
     with pytest.raises(ModelError, match="no quantization_config"):

@@ -270,18 +270,18 @@ def test_modelopt_may_say_it_in_a_file_of_its_own(wide: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ([1], "is no object"),
-        ("fp8", "is no object"),
+        ([1], "is not an object"),
+        ("fp8", "is not an object"),
         ({"quant_method": "compressed-tensors", "config_groups": [1]}, "none that are objects"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": [1]}},
-         "g of its config_groups is no object"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"g": [1]}}, "g of its config_groups is no object"),
+         "g of its config_groups is not an object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": [1]}}, "g of its config_groups is not an object"),
         ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": "fp8"}}},
-         "weights of g are no object"),
+         "weights of g are not an object"),
         ({**FORMATS["compressed-tensors, block"][2], "transform_config": {"config_groups": {"R4": {
             "type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"], "location": "input"},
                                           {"targets": ["re:.*down_proj$"], "location": "weight_input"}]}}}},
-         r"turns activations \(input\)"),
+         r"rotates activations \(input\)"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\]"),
@@ -318,31 +318,31 @@ def test_transformers_code_refuses_the_option(tiny_model: Made) -> None:
 def test_static_activations_are_no_reason_for_a_gpu_to_refuse(form: str) -> None:
     """Their scales are left aside there: `cuda_fp8`."""
     pytest.importorskip("triton")
-    from weft.engine.runner.cuda.cuda_fp8 import lacking
+    from weft.engine.runner.options.gpu_limits import unsupported_fp8
 
     made = read_quantization(FORMATS[form][2])
-    assert lacking(replace(read_spec(MODEL_PATH), quantization=made)) is None
+    assert unsupported_fp8(replace(read_spec(MODEL_PATH), quantization=made)) is None
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "phi", "starcoder2", "gemma", "gemma2", "olmo2", "glm4", "llama2"])
 def test_a_gpu_serves_dense_families_whatever_their_norms_and_heads(tiny_model: Made, family: str) -> None:
     pytest.importorskip("triton")
-    from weft.engine.runner.cuda.cuda_fp8 import lacking
+    from weft.engine.runner.options.gpu_limits import unsupported_fp8
 
     spec, _ = choose_spec(EngineConfig(model=str(tiny_model(family)), quantization="fp8"))
-    assert lacking(spec) is None
-    assert lacking(replace(spec, intermediate_size=120)) is not None
-    assert lacking(spec.shard(0, 2)) == "several ranks"
+    assert unsupported_fp8(spec) is None
+    assert unsupported_fp8(replace(spec, intermediate_size=120)) is not None
+    assert unsupported_fp8(spec.shard(0, 2)) == "several ranks"
 
 
 def test_a_gpu_refuses_experts_beside_heads_of_other_sizes(tiny_model: Made) -> None:
     pytest.importorskip("triton")
-    from weft.engine.runner.cuda.cuda_fp8 import lacking
+    from weft.engine.runner.options.gpu_limits import unsupported_fp8
 
     spec, _ = choose_spec(EngineConfig(model=str(tiny_model("qwen3-moe")), quantization="fp8"))
     spec = replace(spec, experts=replace(spec.experts, intermediate_size=48))
-    assert "experts beside heads" in (lacking(spec) or "")
-    assert lacking(replace(spec, head_dim=64)) is None
+    assert "experts together with heads" in (unsupported_fp8(spec) or "")
+    assert unsupported_fp8(replace(spec, head_dim=64)) is None
 
 
 @pytest.mark.parametrize("family", ["llama2", "granite-moe", "mixtral"])

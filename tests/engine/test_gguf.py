@@ -147,7 +147,7 @@ def test_blocks_become_the_numbers_that_the_library_makes_of_them(kind: str, mon
     assert want.isfinite().all()
     monkeypatch.setattr(blocks, "CHUNK", 3 * numbers)  # several rounds, the last one smaller
     for dtype in (torch.float32, torch.bfloat16):
-        got = blocks.numbers(torch.from_numpy(raw.reshape(6, -1)), kind, dtype)
+        got = blocks.dequantize(torch.from_numpy(raw.reshape(6, -1)), kind, dtype)
         assert torch.equal(got, want.to(dtype))
         assert got.shape == (6, 2 * numbers)
 
@@ -208,7 +208,7 @@ def _refusal(file: Path) -> str:
 def test_a_file_that_was_cut_off_is_one_line(checkpoint: Callable[[str], Path], tmp_path: Path, left: int) -> None:
     file = write_gguf(checkpoint("qwen2"), tmp_path / "it.gguf", "qwen2")
     file.write_bytes(file.read_bytes()[:left])
-    assert "it.gguf is no whole GGUF file" in _refusal(file)
+    assert "it.gguf is not a complete GGUF file" in _refusal(file)
 
 
 def test_a_damaged_beginning_is_one_line(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_what_lacks_and_what_is_wrong_is_named(model: Path, tmp_path: Path) -> N
     assert f"no tensor {name}.qzeros" in refusal(qzeros=None)
     assert f"{name}.scales has shape (3, 96)" in refusal(scales=torch.ones(3, 96))
     assert f"{name}.qweight has shape (4, 96)" in refusal(qweight=torch.zeros(4, 96, dtype=torch.int32))
-    assert f"{name}.g_idx names groups that are not there" in refusal(g_idx=torch.full((152,), 5, dtype=torch.int32))
+    assert f"{name}.g_idx names groups that do not exist" in refusal(g_idx=torch.full((152,), 5, dtype=torch.int32))
     assert f"{name}.weight" in refusal(scales=torch.full((5, 96), float("nan")))
     assert f"{name}.qweight is float32" in refusal(qweight=torch.zeros(19, 96))
     assert f"no tensor {name}.g_idx, which its act-order needs" in refusal(g_idx=None)
@@ -116,7 +116,7 @@ def test_a_file_that_contradicts_itself_is_not_guessed_at(model: Path, tmp_path:
     assert f"{name}.weight_shape is [96, 150], but the matrix is [96, 152]" in refusal(
         weight_shape=torch.tensor([96, 150])
     )
-    assert f"{name}.weight_zero_point is there, but quantization_config says symmetric: true" in refusal(
+    assert f"{name}.weight_zero_point exists, but quantization_config says symmetric: true" in refusal(
         weight_zero_point=torch.zeros(12, 5, dtype=torch.int32)
     )
 
@@ -135,7 +135,7 @@ def test_a_file_that_contradicts_itself_is_not_guessed_at(model: Path, tmp_path:
             "weights": {"num_bits": 4, "type": "float", "strategy": "group"}}}}, "float with the strategy group"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": {
             "weights": {"num_bits": 4, "type": "int", "strategy": "channel"},
-            "input_activations": {"num_bits": 8, "type": "int"}}}}, "activations beside"),
+            "input_activations": {"num_bits": 8, "type": "int"}}}}, "activations of packed weights"),
     ],
 )  # fmt: skip
 def test_other_forms_are_named(model: Path, tmp_path: Path, config: dict[str, Any], named: str) -> None:

@@ -210,7 +210,7 @@ def test_a_pytorch_file_that_holds_more_than_tensors_is_refused(
 ) -> None:
     shutil.copy(tiny_model("opt") / "config.json", tmp_path)
     torch.save({"weight": torch.zeros(2), "more": _Evil()}, tmp_path / "pytorch_model.bin")
-    assert "no PyTorch file of tensors alone" in _refusal(tmp_path)
+    assert "not a PyTorch file with only tensors" in _refusal(tmp_path)
     assert "ran" not in capsys.readouterr().out
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK not really")
-    assert "no PyTorch file of tensors alone" in _refusal(tmp_path)
+    assert "not a PyTorch file with only tensors" in _refusal(tmp_path)

@@ -120,7 +120,7 @@ def test_a_disk_that_fills_up_is_one_line_and_the_rest_follows(
 
     monkeypatch.setattr(quantize_module, "save_file", save)
     target, partial = tmp_path / "new", tmp_path / f"new{PARTIAL}"
-    with pytest.raises(ConfigError, match=r"cannot write .*new\.partial: .*No space left.* goes on") as error:
+    with pytest.raises(ConfigError, match=r"cannot write .*new\.partial: .*No space left.* resumes") as error:
         quantize(sharded, target)
     assert "\n" not in str(error.value)
     # what is written already needs no room
@@ -165,11 +165,11 @@ def test_what_was_interrupted_goes_on_and_ends_alike(sharded: Path, tmp_path: Pa
 def test_what_cannot_be_written_is_refused_in_one_line(tiny_model: Made, sharded: Path, tmp_path: Path) -> None:
     made = quantize(sharded, tmp_path / "new")
     refused: list[tuple[Path, dict[str, Any], type[WeftError], str]] = [
-        (sharded, {"target": made.path}, ConfigError, "is there already"),
+        (sharded, {"target": made.path}, ConfigError, "exists already"),
         (made.path, {}, ModelError, "quantized already"),
         (tiny_model("gpt2"), {}, ModelError, "--quantization fp8 instead"),
-        (sharded, {"keep": ("nothing_such",)}, ConfigError, "no module of the model fits"),
-        (sharded, {"keep": ("(",)}, ConfigError, "no regular expression"),
+        (sharded, {"keep": ("nothing_such",)}, ConfigError, "matches no module"),
+        (sharded, {"keep": ("(",)}, ConfigError, "not a regular expression"),
     ]
     for source, options, kind, words in refused:
         with pytest.raises(kind) as error:
@@ -189,7 +189,7 @@ def test_the_command_shows_a_table_or_json(tmp_path: Path, capsys: pytest.Captur
     assert [row["layer"] for row in told["layers"]] == [1, 2, 3, 4, 5, 6]
     assert told["bytes_after"] < 0.7 * told["bytes_before"]
     assert main(["quantize", "demo", str(tmp_path / "one")]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "two"), "--json"]) == 0
     assert "as compressed-tensors has them" in json.loads(capsys.readouterr().out)["parts"]["weights in FP8"]
 

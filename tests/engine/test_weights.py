@@ -23,7 +23,7 @@ from weft.engine.engine import Engine
 from weft.engine.errors import ModelError, OutOfMemory
 from weft.engine.memory.model_id import model_id
 from weft.engine.model.directory import read_spec
-from weft.engine.model.shapes import ShapesAlone
+from weft.engine.model.shapes import ShapesOnly
 from weft.engine.model.weights import Weights, load_weights
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 132\n"
@@ -129,7 +129,7 @@ def test_through_staging_come_the_same_weights(tiny_model: Callable[[str], Path]
     for family in ("gpt-oss", "gpt2", "gemma3"):
         path = tiny_model(family)
         spec = read_spec(path)
-        for part in (spec, spec.shard(1, 2)) if not spec.placement.behind else (spec,):
+        for part in (spec, spec.shard(1, 2)) if not spec.placement.after else (spec,):
             weights = [load_weights(part, path, staged=staged, **options) for staged in (False, True)]
             plain, staged = ([w.embedding, w.norm, *_products(w)] for w in weights)
             assert all(torch.equal(a, b) for a, b in zip(plain, staged, strict=True))
@@ -145,7 +145,7 @@ def test_packing_shapes_needs_no_compiler(tiny_model: Callable[[str], Path]) -> 
 import sys, torch
 from pathlib import Path
 from weft.engine.model.directory import read_spec
-from weft.engine.model.shapes import ShapesAlone
+from weft.engine.model.shapes import ShapesOnly
 from weft.engine.model.weights import load_weights
 for path in {[str(tiny_model(family)) for family in FAMILIES]!r}:
     spec = read_spec(Path(path))
@@ -169,7 +169,7 @@ def test_shapes_alone_are_those_of_the_numbers() -> None:
             torch.stack((a, a), dim=-2), torch.cat((a, a), 1), torch.cat((bits, bits)), b[bits.int()], a[:, 1:],
         ]  # fmt: skip
 
-    with ShapesAlone():
+    with ShapesOnly():
         made = [(t.shape, t.dtype) for t in some("meta")]
     assert made == [(t.shape, t.dtype) for t in some("cpu")]
 
@@ -202,7 +202,7 @@ def test_a_pointer_in_place_of_a_shard_is_told(model: Path) -> None:
 def test_a_file_that_was_cut_off_is_named(whole: Path, left: int) -> None:
     file = whole / "model.safetensors"
     file.write_bytes(file.read_bytes()[:left])
-    assert "no whole safetensors file" in refusal(whole)
+    assert "not a complete safetensors file" in refusal(whole)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -240,7 +240,7 @@ def test_a_checkpoint_that_changes_while_it_loads_is_refused(whole: Path, monkey
         return weights
 
     monkeypatch.setattr(model_load, "load_weights", slow_load)
-    assert "changed while it was loaded" in refusal(whole)
+    assert "changed while it was being loaded" in refusal(whole)
 
 
 def test_pages_have_the_name_of_the_weights_that_made_them(whole: Path) -> None:

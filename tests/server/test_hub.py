@@ -130,7 +130,7 @@ def test_ctrl_c_ends_a_download_at_once_and_keeps_what_is_whole(there: Hub, tmp_
         assert process.wait(240) == 130
         assert process.stderr is not None
         said = process.stderr.read()
-    assert "stopped; files that have come whole are kept" in said
+    assert "stopped; complete files are kept" in said
     assert "Traceback" not in said
     released.set()
     os.utime(left, (0, 0))
@@ -171,7 +171,7 @@ def test_a_token_is_presented(there: Hub, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("refuse", "said"),
-    [((403, "GatedRepo"), "is gated: ask for access"), ((403, ""), "status 403"), ((503, ""), "status 503")],
+    [((403, "GatedRepo"), "is gated: request access"), ((403, ""), "status 403"), ((503, ""), "status 503")],
 )
 def test_a_refusal_is_one_line(there: Hub, tmp_path: Path, refuse: tuple[int, str], said: str) -> None:
     there.repositories[NAME].refuse = refuse
@@ -180,7 +180,7 @@ def test_a_refusal_is_one_line(there: Hub, tmp_path: Path, refuse: tuple[int, st
 
 def test_a_gated_model_is_one_line_though_its_files_are_listed(there: Hub, tmp_path: Path) -> None:
     there.repositories[NAME].gated = True
-    assert "is gated: ask for access at" in one_line(weft(tmp_path, there.url, "serve", NAME))
+    assert "is gated: request access at" in one_line(weft(tmp_path, there.url, "serve", NAME))
 
 
 def test_a_script_gives_a_name_too(there: Hub, tmp_path: Path) -> None:

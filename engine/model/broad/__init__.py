@@ -1,6 +1,6 @@
-"""Models as `transformers` has them: any decoder whose attention goes through its attention interface.
+"""Models that `transformers`' code computes: any decoder that uses its attention interface.
 
-Owns: the hook in that interface, what a dry run finds out, loading such a model, why one cannot be served.
+Owns: the hook in that interface, the dry run, loading such a model, and the reasons why one cannot be served.
 May import: what model/ may, and `transformers`.
-Never: assumes what a model does from its name; runs code from a checkpoint that nobody trusted.
+Never: infers a model's behavior from its name, or runs untrusted code from a checkpoint.
 """

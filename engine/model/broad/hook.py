@@ -1,4 +1,4 @@
-"""The hook in `transformers`' attention interface: what a model's attention calls are answered by."""
+"""The hook in `transformers`' attention interface, through which weft computes a model's attention."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 NAME = "weft"
-"""no mask function has this name: `transformers` then makes no mask, and hands over None"""
+"""No mask function has this name, so `transformers` creates no mask and passes None."""
 
 
 class Attend(Protocol):
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], /) -> Tensor:
-        """Attention of q `[1, Hq, T, Dk]` over k `[1, Hkv, T, Dk]`, v `[1, Hkv, T, Dv]` -> `[1, T, Hq, Dv]`.
+        """Compute attention of q `[1, Hq, T, Dk]` over k `[1, Hkv, T, Dk]`, v `[1, Hkv, T, Dv]` -> `[1, T, Hq, Dv]`.
 
-        given: everything else that the model passes, by name; a mask as `attention_mask`.
+        given: all other arguments of the model by name; a mask as `attention_mask`.
         """
         ...
 
 
 _attend: ContextVar[Attend] = ContextVar("weft_attend")
 positions: ContextVar[Tensor] = ContextVar("weft_positions")
-"""`[1, T]` of the forward pass that runs, for modules that are not told theirs"""
+"""`[1, T]` of the current forward pass, for modules that do not receive positions."""
 
 
 @contextmanager
 def attending(attend: Attend) -> Iterator[None]:
-    """Within it the attention calls of this thread's models are answered by `attend`."""
+    """Compute attention calls of this thread's models with `attend` inside `with`."""
     token = _attend.set(attend)
     try:
         yield

@@ -1,4 +1,4 @@
-"""`BroadModule`: a `transformers` model as one call, from tokens and positions of any requests to logits."""
+"""`BroadModule`: a `transformers` model as one call, from tokens and positions of many requests to logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.engine.model.broad.hook import positions as positions_now
 
 
 class BroadModule:
-    """Wraps a `transformers` model, changed in place so that the tokens of many requests may stand in one row."""
+    """Wraps a `transformers` model, modified in place to take the tokens of many requests in one row."""
 
     def __init__(self, module: Any) -> None:
         self.module = module.eval().requires_grad_(False)
@@ -23,19 +23,19 @@ class BroadModule:
         self._takes_positions = "position_ids" in takes
         self._states: Tensor | None = None
         self._keeps_states = False
-        self.shows_states = False
-        """the hidden states behind the final norm can be read: known once it has computed something"""
+        self.has_hidden_states = False
+        """Whether the hidden states after the final norm are available; set by the first forward pass."""
         if (head := module.get_output_embeddings()) is not None:
             head.register_forward_pre_hook(self._note_states)
         if not self._takes_positions:
             for part in module.modules():
                 if isinstance(table := getattr(part, "embed_positions", None), nn.Embedding):
-                    _tell_positions(table)
+                    _look_up_positions(table)
 
     def logits(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """`[S, V]` of the rows `[S]` among T tokens, whose attention calls somebody answers (`hook.attending`).
+        """Return `[S, V]` for the rows `[S]` among T tokens; call it inside `hook.attending`.
 
-        token_ids, positions `[T]` int64.
+        token_ids, positions: `[T]` int64.
         """
         given: dict[str, Any] = {"input_ids": token_ids[None], "use_cache": False, "return_dict": True}
         if self._takes_positions:
@@ -50,8 +50,7 @@ class BroadModule:
         return logits if self._keeps else logits[rows]
 
     def logits_and_states(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """As `logits`, and what these are a product of: `[S, H]`, the hidden states behind the final norm. For models
-        that show them (`shows_states`)."""
+        """Like `logits`, plus the hidden states `[S, H]` after the final norm. Needs `has_hidden_states`."""
         self._keeps_states = True
         try:
             logits = self.logits(token_ids, positions, rows)
@@ -62,12 +61,12 @@ class BroadModule:
         return logits, states if self._keeps else states[rows]
 
     def _note_states(self, _head: nn.Module, given: tuple[Any, ...]) -> None:
-        self.shows_states = True
+        self.has_hidden_states = True
         if self._keeps_states:
             self._states = given[0].flatten(0, -2)
 
     def tensors(self) -> list[Tensor]:
-        """All; some may be the same."""
+        """Return all tensors; some may be the same."""
         return [*self.module.parameters(), *self.module.buffers()]
 
     @property
@@ -75,23 +74,23 @@ class BroadModule:
         return sum({t.data_ptr(): t.nbytes for t in self.tensors()}.values())
 
 
-def _tell_positions(table: nn.Embedding) -> None:
-    """Such models count positions from how much their cache holds: here they are looked up."""
+def _look_up_positions(table: nn.Embedding) -> None:
+    """Make a position table that would derive positions from cache length use the given ones."""
     offset, own = int(getattr(table, "offset", 0)), table.forward
 
     def forward(*arguments: Any, **named: Any) -> Tensor:
-        if (told := positions_now.get(None)) is None:  # the model runs alone
+        if (given := positions_now.get(None)) is None:  # called outside `logits`
             return own(*arguments, **named)
-        return F.embedding(told + offset, table.weight)
+        return F.embedding(given + offset, table.weight)
 
     table.forward = forward  # type: ignore[method-assign]
 
 
 def pin_rope(module: nn.Module, max_positions: int) -> None:
-    """Fix the angles that `transformers` would choose by the longest position of a batch.
+    """Fix the rope frequencies that `transformers` would choose by the longest position of a batch.
 
-    `longrope`: the short factors where no context outgrows the original one, else the long. `dynamic`: as the model was
-    trained; who calls keeps `max_positions` within that.
+    longrope: the short factors if no context exceeds the original one, else the long ones. dynamic: as trained; the
+    caller keeps `max_positions` within the original context.
     """
     for part in module.modules():
         kinds, config = getattr(part, "rope_type", None), getattr(part, "config", None)

@@ -1,5 +1,6 @@
-"""`read_broad`: what a model of `transformers` is, by its configuration, its cache and a dry run; or why it cannot be
-served.
+"""`read_broad`: determines the shapes of a `transformers` model from its configuration, its cache and a dry run.
+
+It raises an error that says why a model cannot be served.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from weft.engine.model.broad.hook import NAME
 from weft.engine.model.broad.module import BroadModule
 from weft.engine.model.broad.spec import AttentionCall, BroadSpec
 from weft.engine.model.broad.trial import attention_calls
-from weft.engine.model.known import architecture, model_type
 from weft.engine.model.parts import Layer, Norm
+from weft.engine.model.transformers_decoders import architecture, model_type
 
-UNSAID_POSITIONS = 4096
-"""the context of a model whose configuration names none"""
+DEFAULT_POSITIONS = 4096
+"""Context limit if the configuration has none."""
 MAP_NORESERVE = 0x4000
-"""of Linux: memory that is only read takes none, however much it is"""
+"""Linux mmap flag: memory that is only read takes none, regardless of size."""
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """`transformers` says nothing and draws no bars: what matters is told by an error."""
+    """Silence `transformers`' logs and progress bars; errors carry what matters."""
     log = transformers.utils.logging
     before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity(logging.CRITICAL)
@@ -49,9 +50,9 @@ def quiet() -> Iterator[None]:
 
 
 def read_broad(path: Path, raw: dict[str, Any], eos_token_ids: tuple[int, ...], *, trusted: bool = False) -> BroadSpec:
-    """raw: the directory's `config.json`. trusted: code that the directory brings may run.
+    """Read a model. raw: the directory's `config.json`. trusted: its own code may run.
 
-    Raises `ModelError`: one line, why `transformers`' code cannot serve it here.
+    Raises `ModelError`, one line, with the reason why `transformers`' code cannot serve it here.
     """
     with quiet():
         try:
@@ -59,14 +60,14 @@ def read_broad(path: Path, raw: dict[str, Any], eos_token_ids: tuple[int, ...], 
                 config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
             else:
                 config = CONFIG_MAPPING[model_type(raw)].from_pretrained(path)
-        except Exception as error:  # whatever its validation or its own code raises
+        except Exception as error:  # config validation and remote code raise anything
             version = transformers.__version__
-            raise ModelError(f"transformers {version} does not read config.json: {one_line(error)}") from None
+            raise ModelError(f"transformers {version} cannot read config.json: {one_line(error)}") from None
         return spec_of(config, architecture(raw), eos_token_ids, trusted=trusted)
 
 
 def build(config: Any, dtype: torch.dtype, device: torch.device, trusted: bool) -> Any:
-    """The model with random weights. Raises `ModelError`."""
+    """Build the model with random weights. Raises `ModelError`."""
     try:
         with torch.device(device):
             return AutoModelForCausalLM.from_config(
@@ -90,7 +91,7 @@ def spec_of(config: Any, name: str, eos_token_ids: tuple[int, ...], *, trusted: 
     max_positions, limit = _positions(text)
     hidden = [window for call in calls if (window := windows.get(call.layer)) and call.window is None]
     if hidden and min(hidden) < max_positions:
-        max_positions, limit = min(hidden), "a window that its attention calls do not show"
+        max_positions, limit = min(hidden), "its attention calls do not state its window"
     sizes = {id(p): (key, p.numel()) for key, p in module.named_parameters()}.values()
     hidden_size = int(getattr(text, "hidden_size", 0) or calls[0].heads * calls[0].key_dim)
     return BroadSpec(
@@ -116,7 +117,7 @@ def spec_of(config: Any, name: str, eos_token_ids: tuple[int, ...], *, trusted: 
 
 
 def _cache_windows(config: Any) -> dict[int, int | None]:
-    """Of each layer that keeps keys and values: its window. Raises `ModelError` for a cache of any other kind."""
+    """Return the window of each layer that caches keys and values. Raises `ModelError` for any other kind of cache."""
     try:
         layers = DynamicCache(config=config).layers
     except Exception as error:  # an architecture with a custom cache
@@ -136,7 +137,7 @@ def _cache_windows(config: Any) -> dict[int, int | None]:
 
 
 def _try(module: Any) -> tuple[list[AttentionCall], int]:
-    """The dry run, on the meta device if the model's code bears that. Raises `ModelError`."""
+    """Do the dry run, on the meta device if the model's code supports that. Raises `ModelError`."""
     try:
         try:
             return attention_calls(BroadModule(module))
@@ -145,12 +146,12 @@ def _try(module: Any) -> tuple[list[AttentionCall], int]:
             return attention_calls(BroadModule(module))
     except ModelError:
         raise
-    except Exception as error:  # whatever its code raises when its attention is answered by somebody else
+    except Exception as error:  # model code raises anything
         raise ModelError(f"a dry run of its code fails: {one_line(error)}") from None
 
 
 def _fill_with_zeros(module: nn.Module) -> None:
-    """Off the meta device, onto memory of zeros that the system maps when somebody writes to it."""
+    """Move a module off the meta device, onto zeros that the system allocates only when written."""
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.numel():
@@ -171,7 +172,7 @@ def _positions(text: Any) -> tuple[int, str]:
     for name in LENGTHS:
         if value := _number(getattr(text, name, None)):
             return value, ""
-    return UNSAID_POSITIONS, "its configuration names no length"
+    return DEFAULT_POSITIONS, "its configuration has no length"
 
 
 def _number(value: Any) -> int:
@@ -183,7 +184,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 def _active(sizes: list[tuple[str, int]], text: Any) -> int:
-    """Parameters that a token is computed with: of experts the share that it takes."""
+    """Return the parameters used per token: only a share of the experts."""
     count = next((n for key in ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
                   if (n := _number(getattr(text, key, None)))), 0)  # fmt: skip
     top = next((n for key in ("num_experts_per_tok", "moe_top_k", "moe_k", "top_k_experts")

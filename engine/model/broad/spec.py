@@ -1,4 +1,4 @@
-"""`BroadSpec`: a model that `transformers`' own code computes, as far as the engine needs to know it."""
+"""`BroadSpec`: what the engine needs to know of a model that `transformers`' code computes."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from weft.engine.model.spec import ModelSpec
 
 
 class AttentionCall(NamedTuple):
-    """One call of the attention function in a forward pass. Every call has K and V of its own in a page."""
+    """One call of the attention function in a forward pass. Each call has its own K and V in a page."""
 
     layer: int
-    """the index that the model gives; two calls may have the same"""
+    """Layer index from the model; two calls may share one."""
     heads: int
     kv_heads: int
     key_dim: int
     value_dim: int
     scale: float
     window: int | None = None
-    """positions that a query sees, its own included; None: all before it"""
+    """Positions that a query sees, including its own; None: all earlier ones."""
     softcap: float = 0.0
     sinks: bool = False
 
     @property
     def width(self) -> int:
-        """Values that a head keeps of a key, and of a value: the narrower of the two is filled with zeros."""
+        """Values stored per head for keys and for values; the narrower of the two is padded with zeros."""
         return max(self.key_dim, self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class BroadSpec(ModelSpec):
-    """Shapes from a dry run of the model's own code.
+    """Shapes from a dry run of the model's code.
 
-    `num_layers` counts the attention calls, `num_heads`, `num_kv_heads` and `head_dim` are the largest among them.
+    `num_layers` is the number of attention calls; `num_heads`, `num_kv_heads` and `head_dim` are the largest of them.
     """
 
     calls: tuple[AttentionCall, ...] = ()
-    """in the order of a forward pass"""
+    """In the order of a forward pass."""
     parameters: int = 0
     active: int = 0
-    """of them, those that a token is computed with"""
+    """Parameters used per token."""
     config: Any = None
-    """`transformers`' configuration"""
+    """`transformers`' configuration."""
     limit: str = ""
-    """what bounds `max_positions`, if that is not the model"""
+    """What limits `max_positions`, if not the model."""
 
     native: ClassVar[bool] = False
 

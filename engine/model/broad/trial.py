@@ -1,4 +1,4 @@
-"""The dry run: one forward pass without numbers, which shows every attention call of a model."""
+"""The dry run: one forward pass on shapes, which records every attention call of a model."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ KNOWN = {
     "scaling", "sliding_window", "softcap", "s_aux", "dropout", "is_causal", "position_ids", "use_cache",
     "cache_position", "output_router_logits", "output_attentions", "deterministic", "logits_to_keep",
 }  # fmt: skip
-"""arguments of an attention call that are heeded, or change nothing when tokens are generated"""
+"""Arguments of an attention call that are supported or have no effect on generation."""
 
 
 def layer_of(module: nn.Module) -> int:
-    """The index that an attention module gives itself."""
+    """Return the layer index of an attention module."""
     return int(getattr(module, "layer_idx", None) or 0)
 
 
 def call_of(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> AttentionCall:
-    """What this call asks for. Raises `ModelError` for what the attention back ends do not compute."""
+    """Describe an attention call. Raises `ModelError` if the attention back ends cannot compute it."""
     for name, value in given.items():
         if name not in KNOWN and value is not None and (isinstance(value, Tensor) or name == "position_bias"):
             raise ModelError(f"it passes {name} to its attention, which the attention back ends do not support")
     if q.shape[0] != 1:
-        raise ModelError(f"its attention makes {q.shape[0]} batches of one")
+        raise ModelError(f"its attention splits one batch into {q.shape[0]}")
     if k.shape[2] != q.shape[2] or v.shape[2] != q.shape[2] or k.shape[3] != q.shape[3]:
-        raise ModelError("its attention is given other keys and values than those of its tokens")
+        raise ModelError("its attention uses keys and values that are not those of its tokens")
     if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
         raise ModelError(f"its attention has {q.shape[1]} query, {k.shape[1]} key and {v.shape[1]} value heads")
     if given.get("is_causal") is False:
-        raise ModelError("its attention looks ahead: it is no decoder")
+        raise ModelError("its attention looks ahead: it is not a decoder")
     if getattr(module, "is_cross_attention", False):
-        raise ModelError("its attention looks at an encoder's states")
+        raise ModelError("its attention reads an encoder's states")
     scale, window, softcap = given.get("scaling"), given.get("sliding_window"), given.get("softcap")
     if any(isinstance(value, Tensor) for value in (scale, window, softcap)):
         raise ModelError("its attention's scale, window or soft-cap changes from step to step")
@@ -57,9 +57,9 @@ def call_of(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: dict[str,
 
 
 def attention_calls(model: BroadModule) -> tuple[list[AttentionCall], int]:
-    """Of one forward pass, in order, and the size of its vocabulary.
+    """Return the attention calls of one forward pass, in order, and the vocabulary size.
 
-    Raises `ModelError`, and whatever the model raises.
+    Raises `ModelError`, and anything that the model raises.
     """
     seen: list[AttentionCall] = []
 

@@ -1,4 +1,4 @@
-"""`load_broad`: a model of `transformers` with its weights, read by its own loader and checked like any other."""
+"""`load_broad`: loads a `transformers` model with its own loader and checks its weights like any other."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def load_broad(
     dummy_seed: int | None = None,
     trusted: bool = False,
 ) -> BroadModule:
-    """`dummy_seed` makes weights up instead of reading `path`. Raises `ModelError` for weights that are missing, of
-    another shape or not finite. Tensors that the model does not ask for are told in one line.
+    """Load a model. dummy_seed: make random weights instead of reading `path`.
+
+    Raises `ModelError` for missing weights, other shapes and values that are not finite. Prints one line about unused
+    tensors.
     """
     with quiet():
         if dummy_seed is not None:
@@ -43,7 +45,7 @@ def load_broad(
     for name, tensor in module.named_parameters():
         finite.add(name, tensor)
     for name, tensor in module.named_buffers():
-        if tensor.is_floating_point() and tensor.numel():  # which may hold bounds that are infinite
+        if tensor.is_floating_point() and tensor.numel():  # buffers may hold infinite bounds
             finite.add(name, tensor.nan_to_num(nan=float("nan"), posinf=0.0, neginf=0.0))
     finite.end(dtype)
     pin_rope(module, max_positions)
@@ -51,31 +53,31 @@ def load_broad(
 
 
 def _read(path: Path, dtype: torch.dtype, trusted: bool) -> nn.Module:
-    _refuse_quantised(path)
+    _refuse_quantized(path)
     try:
-        module, told = AutoModelForCausalLM.from_pretrained(
+        module, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=NAME, trust_remote_code=trusted, output_loading_info=True
         )
-    except Exception as error:  # its loader has many ways to fail
+    except Exception as error:  # the loader fails in many ways
         raise ModelError(f"transformers cannot load the weights in {path}: {one_line(error)}") from None
-    if missing := sorted(told["missing_keys"]):
-        raise ModelError(f"{path} has no tensor {_some(missing)}, which config.json asks for")
-    if wrong := sorted(told["mismatched_keys"]):
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"{path} has no tensor {_some(missing)}, which config.json requires")
+    if wrong := sorted(info["mismatched_keys"]):
         name, there, asked = wrong[0]
-        raise ModelError(f"{name} has shape {tuple(there)}, config.json asks for {tuple(asked)}")
-    warn_of_surplus(sorted(name for name in told["unexpected_keys"] if not name.endswith(HARMLESS)))
+        raise ModelError(f"{name} has shape {tuple(there)}, config.json requires {tuple(asked)}")
+    warn_of_surplus(sorted(name for name in info["unexpected_keys"] if not name.endswith(HARMLESS)))
     _copy(module)
     return module
 
 
-def _refuse_quantised(path: Path) -> None:
-    """Its loader would take what is quantised for numbers, where the configuration does not tell."""
+def _refuse_quantized(path: Path) -> None:
+    """Raise `ModelError` for undeclared quantization: the loader would read codes as plain numbers."""
     with ExitStack() as stack:
         checkpoint = Checkpoint(path, stack)
         for file, names in checkpoint.shards().items():
             for name in names:
                 kind = checkpoint.whole(name, file).dtype
-                # masks may be whole numbers
+                # Masks may be integers.
                 if kind.itemsize == 1 if kind.is_floating_point else name.endswith("weight"):
                     word = str(kind).removeprefix("torch.")
                     raise ModelError(f"{name} is {word}, but config.json has no quantization_config")
@@ -86,7 +88,7 @@ def _some(names: list[str]) -> str:
 
 
 def _copy(module: nn.Module) -> None:
-    """What the loader gives may be the mapped file, which somebody may write to or cut off while it is served."""
+    """Copy the parameters: the loader may return the mapped file, which others may overwrite or truncate."""
     copies: dict[int, Tensor] = {}
     for parameter in module.parameters():
         kept = copies.setdefault(parameter.data_ptr(), parameter.data.clone())

@@ -1,8 +1,8 @@
-"""The model families that weft reads: what the modules of this folder define.
+"""The model families that weft supports: everything that the modules of this folder define.
 
-Owns: what a `config.json` means, and the names of a checkpoint's tensors.
+Owns: the meaning of `config.json` files and the names of checkpoint tensors.
 May import: `spec.py`, `parts.py`, `quantization.py`, `integer_config.py` and `rope.py` of model/; no torch.
-Never: knows a kernel, a device or a plan.
+Never: depends on a kernel, a device or a plan.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.engine.model.families.family import Family
 
 
 def _families() -> tuple[Family, ...]:
-    """Of every module here, in the order of their files."""
+    """Return the families of all modules of this folder, in file order."""
     found = (
         value
         for module in sorted(module.name for module in iter_modules(__path__))
@@ -28,9 +28,9 @@ FAMILIES = _families()
 
 
 def family_of(architecture: str) -> Family:
-    """Raises `UnknownArchitecture`, which names what is supported.
+    """Return the family of an architecture. Raises `UnknownArchitecture`, which lists those supported.
 
-    A checkpoint without a head, of an embedding model, is that of the model that has one: `Qwen3Model`.
+    An embedding model without a head (`Qwen3Model`) has the family of the model with one.
     """
     headed = architecture.removesuffix("Model") + "ForCausalLM"
     for name in (architecture, headed):

@@ -1,6 +1,6 @@
-"""`Family`: how the checkpoints of some architectures become a `ModelSpec` and packed weights.
+"""`Family`: maps the checkpoints of some architectures to a `ModelSpec` and packed weights.
 
-A family says which parts its models have and what its tensors are called; everything else follows from the spec.
+A family defines the parts of its models and the names of their tensors; everything else follows from the spec.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.engine.model.rope import read_rope
 from weft.engine.model.spec import ModelSpec
 
 Config = dict[str, Any]
-"""a `config.json`"""
+"""A `config.json`."""
 
 ACTIVATIONS = {
     "swish": "silu",
@@ -25,12 +25,12 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""names in a `config.json` that are not those of `kernels.reference.ACTIVATIONS`"""
+"""Names in a `config.json` that differ from those of `kernels.reference.layer.ACTIVATIONS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Names in the checkpoint. Those of a layer come behind `layer`, with `.weight` or `.bias` behind them."""
+    """Tensor names in the checkpoint. Those of a layer are prefixed with `layer` and end in `.weight` or `.bias`."""
 
     embedding: str = "model.embed_tokens"
     positions: str = "model.embed_positions"
@@ -41,7 +41,7 @@ class TensorNames:
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
     qkv: str = ""
-    """q, k and v in one tensor; "": they lie apart"""
+    """Fused q, k and v; "": separate."""
     o: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
@@ -49,7 +49,7 @@ class TensorNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     gate_up: str = ""
-    """gate, then up in one tensor; "": they lie apart"""
+    """Fused gate, then up; "": separate."""
     down: str = "mlp.down_proj"
     attention_norm: str = "input_layernorm"
     attention_post_norm: str = "post_attention_layernorm"
@@ -61,32 +61,31 @@ class TensorNames:
     expert_up: str = "mlp.experts.{}.up_proj"
     expert_down: str = "mlp.experts.{}.down_proj"
     experts_gate_up: str = ""
-    """of all experts in one tensor, gate rows, then up rows; "": they lie apart. Checkpoints that have
-    `expert_down` instead are read as well"""
+    """All experts stacked, gate rows, then up rows; "": separate. Checkpoints with `expert_down` are read as well."""
     experts_down: str = ""
     experts_alternate: bool = False
-    """those tensors are `[experts, in, out]`, gate and up alternate; or they are MXFP4 blocks"""
+    """Stacked tensors are `[experts, in, out]` with alternating gate and up, or MXFP4 blocks."""
     shared_gate: str = "mlp.shared_expert.gate_proj"
     shared_up: str = "mlp.shared_expert.up_proj"
     shared_gate_up: str = ""
     shared_down: str = "mlp.shared_expert.down_proj"
     shared_switch: str = "mlp.shared_expert_gate"
     transposed: bool = False
-    """matrices are `[in, out]`"""
+    """Matrices are `[in, out]`."""
     prefix: str = "model."
     other_prefixes: tuple[str, ...] = ()
-    """that some checkpoints have in its place"""
+    """Prefixes of some checkpoints instead of `prefix`."""
     draft_layers: int = 0
-    """layers behind the last that predict further tokens; they are left out"""
+    """Layers after the last one that predict further tokens; ignored."""
     harmless: tuple[str, ...] = ()
-    """ends of names that checkpoints carry and nobody needs"""
+    """Endings of checkpoint names that are not needed."""
 
 
 def windows(config: Config, sliding: Callable[[int], bool] = lambda _: True) -> list[int | None]:
-    """The window of each layer: `layer_types` says which have one, or else `sliding`. Raises `ModelError`."""
+    """Return the window of each layer, by `layer_types` or else by `sliding`. Raises `ModelError`."""
     types = config.get("layer_types")
     if types and (unknown := set(types) - {"sliding_attention", "full_attention"}):
-        raise ModelError(f"layers of the type {', '.join(sorted(unknown))} are not supported")
+        raise ModelError(f"layers of type {', '.join(sorted(unknown))} are not supported")
     number = int(config["num_hidden_layers"])
     which = [t == "sliding_attention" for t in types] if types else [sliding(i) for i in range(number)]
     window = config.get("sliding_window")
@@ -94,42 +93,42 @@ def windows(config: Config, sliding: Callable[[int], bool] = lambda _: True) -> 
 
 
 def windowed(config: Config, sliding: Callable[[int], bool] = lambda _: True) -> tuple[Layer, ...]:
-    """Layers that differ in their windows alone."""
+    """Return layers that differ only in their windows."""
     return tuple(Layer(window) for window in windows(config, sliding))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
-    """How a family reads its configs and names its tensors."""
+    """A family's configuration and tensor names."""
 
     architectures: tuple[str, ...]
-    """what its configs declare"""
+    """The `architectures` of its configs."""
     parts: Callable[[Config], dict[str, Any]]
-    """fields of the spec that it sets in its own way"""
+    """Returns the fields of the spec that differ from the common ones."""
     names: TensorNames = TensorNames()
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """what a config means that lacks a key"""
+    """Values of missing keys."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """its own names of keys: what Llama's config calls it -> what it does"""
+    """Llama's config key -> this family's key."""
     quantizations: tuple[str, ...] = ()
-    """`quant_method`s of checkpoints that are unpacked when loading"""
+    """`quant_method`s whose matrices are unpacked while loading."""
 
     def spec(self, config: Config, eos_token_ids: tuple[int, ...]) -> ModelSpec:
-        """Raises `ModelError` for an option that is not supported, `KeyError`, `TypeError` or `ValueError` for a
-        config that is malformed.
+        """Read a config. Raises `ModelError` for an unsupported option; `KeyError`, `TypeError` or `ValueError` for a
+        malformed config.
         """
         architecture = config["architectures"][0]
-        # of a model for text and images
+        # `text_config`: of a multimodal model
         config = {**self.defaults, **config, **(config.get("text_config") or {})}
         config |= {here: config[there] for here, there in self.keys.items() if config.get(there) is not None}
         quantization = config.get("quantization_config")
         if quantization and not isinstance(quantization, dict):
-            raise ModelError("config.json: its quantization_config is no object")
+            raise ModelError("config.json: its quantization_config is not an object")
         if quantization and quantization.get("quant_method") in self.quantizations:
             quantization = None
         integers = read_integers(quantization) if quantization else None
         if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
-            raise ModelError("its tokens attend to those behind them too: weft serves decoders alone")
+            raise ModelError("its tokens also attend to later ones: weft serves only decoders")
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         max_positions = int(config.get("max_position_embeddings") or 2048)
         activation = config.get("hidden_act") or "silu"

@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3 (text): norm weights less one, a scaled embedding; from 2 on windows, norms behind and soft-caps."""
+"""Gemma 1, 2 and 3 (text): unit-offset norm weights, scaled embedding; from 2 on windows, post-norms and soft-caps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _gemma2(config: Config) -> dict[str, Any]:
 
 
 def _ropes(config: Config) -> tuple[Rope, Rope]:
-    """Of full layers, and of layers under a window."""
+    """Return the ropes of full layers and of layers with a window."""
     positions = int(config["max_position_embeddings"])
     if config.get("rope_parameters"):
         return tuple(read_rope(config, positions, kind) for kind in ("full_attention", "sliding_attention"))  # type: ignore[return-value]
@@ -45,17 +45,17 @@ def _gemma3(config: Config) -> dict[str, Any]:
 
 
 _DEFAULTS = {"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 256}
-_BEHIND = TensorNames(
+_POST_NORMS = TensorNames(
     mlp_norm="pre_feedforward_layernorm", other_prefixes=("language_model.model.", "model.language_model.")
 )
 
 GEMMA = Family(("GemmaForCausalLM",), _gemma, defaults=_DEFAULTS)
 GEMMA2 = Family(
-    ("Gemma2ForCausalLM",), _gemma2, _BEHIND,
+    ("Gemma2ForCausalLM",), _gemma2, _POST_NORMS,
     _DEFAULTS | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
 )  # fmt: skip
 GEMMA3 = Family(
-    ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), _gemma3, _BEHIND,
+    ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), _gemma3, _POST_NORMS,
     _DEFAULTS | {
         "query_pre_attn_scalar": 256, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "vocab_size": 262208,
         "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072, "sliding_window": 4096,

@@ -1,4 +1,4 @@
-"""GLM-4: half of each head rotated, in neighbour pairs; from 0414 on norms before and behind; GLM-4.5 with experts."""
+"""GLM-4: half of each head rotated, in adjacent pairs; from 0414 on pre- and post-norms; GLM-4.5 with experts."""
 
 from __future__ import annotations
 

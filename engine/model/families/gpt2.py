@@ -29,9 +29,9 @@ def _gpt2(config: Config) -> dict[str, Any]:
 
 def _opt(config: Config) -> dict[str, Any]:
     if config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]:
-        raise ModelError("an embedding of another width than the layers is not supported (word_embed_proj_dim)")
+        raise ModelError("an embedding with another width than the layers is not supported (word_embed_proj_dim)")
     if not config.get("do_layer_norm_before", True) or config.get("_remove_final_layer_norm"):
-        raise ModelError("norms behind the residual sum are not supported (do_layer_norm_before)")
+        raise ModelError("norms after the residual sum are not supported (do_layer_norm_before)")
     if not config.get("layer_norm_elementwise_affine", True):
         raise ModelError("norms without weights are not supported (layer_norm_elementwise_affine)")
     return _parts(config, 2, bool(config.get("enable_bias", True)))

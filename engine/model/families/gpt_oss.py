@@ -1,4 +1,4 @@
-"""gpt-oss: experts behind a router with biases, attention sinks, every other layer under a window; MXFP4 on disk."""
+"""gpt-oss: experts, router with biases, attention sinks, a window on every other layer; MXFP4 on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Granite: Llama's layer with multipliers; with experts that lie in one tensor."""
+"""Granite: Llama's layer with multipliers; also with experts in stacked tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GRANITE_MOE = Family(
         router="block_sparse_moe.router.layer",
         experts_gate_up="block_sparse_moe.input_linear.weight",
         experts_down="block_sparse_moe.output_linear.weight",
-        # of those that were compressed
+        # in compressed checkpoints
         expert_gate="block_sparse_moe.experts.{}.gate_proj",
         expert_up="block_sparse_moe.experts.{}.up_proj",
         expert_down="block_sparse_moe.experts.{}.down_proj",

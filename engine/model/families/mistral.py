@@ -1,4 +1,4 @@
-"""Mistral: Llama's layer under a sliding window, on all layers or on some. Mixtral: the same with experts."""
+"""Mistral: Llama's layer with a sliding window on all layers or some. Mixtral: the same with experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP alone, and one over all heads of q, and of k."""
+"""OLMo 2: norms only after attention and MLP, and norms over all heads of q and of k."""
 
 from __future__ import annotations
 

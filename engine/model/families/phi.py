@@ -1,4 +1,4 @@
-"""Phi 1 and 2 (attention and MLP side by side, biases everywhere); Phi 3 and 4 (fused on disk, longrope)."""
+"""Phi 1 and 2 (parallel attention and MLP, biases everywhere); Phi 3 and 4 (fused tensors, longrope)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from weft.engine.model.parts import Experts, Layer
 
 
 def _layers(config: Config) -> tuple[Layer, ...]:
-    """Windows only where the config switches them on: most checkpoints carry a length that they do not use."""
+    """Return layers, with windows only if enabled: most configs contain an unused window length."""
     if not config.get("use_sliding_window"):
         config = {**config, "sliding_window": None}
     first = int(config.get("max_window_layers") or 0)
@@ -26,7 +26,7 @@ def _qwen3(config: Config) -> dict[str, Any]:
 
 
 def _experts(config: Config, **parts: Any) -> dict[str, Any]:
-    """Experts on every layer but those that the config names or skips."""
+    """Return layers and experts, on every layer except those that the config excludes."""
     dense, step = config.get("mlp_only_layers") or [], int(config.get("decoder_sparse_step") or 1)
     layers = tuple(
         replace(layer, experts=i not in dense and (i + 1) % step == 0) for i, layer in enumerate(_layers(config))

@@ -1,4 +1,4 @@
-"""StarCoder2: LayerNorm and biases, rotary positions under a window, an MLP without a gate."""
+"""StarCoder2: LayerNorm, biases, rotary positions, a window, an MLP without a gate."""
 
 from __future__ import annotations
 

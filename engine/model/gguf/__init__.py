@@ -1,7 +1,6 @@
-"""GGUF files, as llama.cpp's users have them: such a file becomes a model directory, whose weights stay in the file.
+"""GGUF files of llama.cpp: a file becomes a model directory, while its weights stay in the file.
 
-Owns: what their metadata means, which of their tensors stands for which of a Hugging Face checkpoint, and how blocks
-become numbers.
-May import: the rest of model/ but for `weights.py` and `hub.py`; the `gguf` library, and `transformers` for tokenizers.
-Never: knows a device's kernels; writes beside the file.
+Owns: the meaning of the metadata, the mapping to tensor names of Hugging Face checkpoints, dequantizing blocks.
+May import: the rest of model/ except `weights.py` and `hub.py`; the `gguf` library, and `transformers` for tokenizers.
+Never: depends on a device's kernels, or writes next to the file.
 """

@@ -1,4 +1,4 @@
-"""`numbers`: the numbers in a tensor's bytes, plain or in ggml's blocks, on whatever device the bytes are."""
+"""`dequantize`: converts a tensor's bytes, plain or in ggml blocks, to values on the device of the bytes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 CHUNK = 1 << 24
-"""numbers that are made of blocks at once: they pass through float32 and through whole numbers"""
+"""Values converted at once, because they pass through integers and float32."""
 
 
 def block_of(kind: str) -> tuple[int, int]:
-    """Numbers and bytes of a block. Raises `KeyError` for what the library does not know."""
+    """Return values and bytes per block. Raises `KeyError` for a type that the library does not support."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    return int(numbers), int(size)
+    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    return int(values), int(size)
 
 
-def numbers(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """`raw [..., bytes of a row]` uint8, blocks -> `[..., numbers of a row]`, rounded once from float32 to `dtype`."""
+def dequantize(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """Convert `[..., bytes per row]` uint8 blocks to `[..., values per row]`, rounded once from float32 to `dtype`."""
     per_block, size = block_of(kind)
     rows = raw.reshape(-1, raw.shape[-1])
     width = rows.shape[1] // size * per_block
@@ -34,18 +34,19 @@ def numbers(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 
 
 def _decoder(kind: str) -> Callable[[Tensor], Tensor]:
-    """From blocks in uint8 to float32."""
+    """Return a function from uint8 blocks to float32."""
     from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize as on_cpu
+    from gguf.quants import dequantize as dequantize_with_numpy
 
     which = GGMLQuantizationType[kind]
     try:
-        # Runs where the tensor is, and with all threads; the library's own is numpy.
-        from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
-    except ImportError:  # not in every version that weft takes
+        # Runs on the tensor's device with all threads; the gguf library uses numpy.
+        from transformers.integrations.gguf.dequant import GGML_BLOCK
+        from transformers.integrations.gguf.dequant import dequantize as dequantize_with_torch
+    except ImportError:  # not in every supported version
         known = False
     else:
         known = int(which) in GGML_BLOCK
     if known:
-        return lambda blocks: dequantize(blocks, int(which), torch.float32)
-    return lambda blocks: torch.from_numpy(on_cpu(blocks.cpu().numpy(), which)).to(blocks.device)
+        return lambda blocks: dequantize_with_torch(blocks, int(which), torch.float32)
+    return lambda blocks: torch.from_numpy(dequantize_with_numpy(blocks.cpu().numpy(), which)).to(blocks.device)

@@ -1,4 +1,4 @@
-"""`GgufCheckpoint`: the tensors of GGUF files under the names that they have in a Hugging Face checkpoint."""
+"""`GgufCheckpoint`: the tensors of GGUF files under their names in a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from weft.engine.model.gguf import blocks
 from weft.engine.model.gguf.file import INDEX, Entry
 
 READ_ALREADY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""tensors that the configuration was made of"""
+"""Tensors that the configuration already contains."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class GgufCheckpoint:
-    """As `Checkpoint`. Blocks become numbers when they are loaded, on the device."""
+    """Like `Checkpoint`. Blocks are dequantized on the device while loading."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: a directory with `INDEX`. Raises `ModelError`."""
+        """path: a directory with `INDEX`. Raises `ModelError`."""
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         index = json.loads((path / INDEX).read_text(encoding="utf-8"))
@@ -44,10 +44,10 @@ class GgufCheckpoint:
         self._asked: set[str] = set()
 
     def rename(self, known: str, prefix: str, others: tuple[str, ...]) -> None:
-        """Files have one prefix alone."""
+        """Does nothing: files have only one prefix."""
 
     def _find(self, name: str) -> tuple[str, int | None] | None:
-        """Its name in the file, and which expert of those stacked there."""
+        """Return the tensor's name in the file, and the expert if stacked there."""
         expert = _EXPERT.search(name)
         plain = name if expert is None else name.replace(expert[0], ".experts.")
         found = self._names.get_name(plain, try_suffixes=(".weight", ".bias"))
@@ -57,8 +57,8 @@ class GgufCheckpoint:
             return (found, None) if found in self._entries else None
         if found in self._entries:
             return found, int(expert[1])
-        apart = found.replace("_exps.", f".{expert[1]}.")  # as files had them at first
-        return (apart, None) if apart in self._entries else None
+        separate = found.replace("_exps.", f".{expert[1]}.")  # format of early files
+        return (separate, None) if separate in self._entries else None
 
     def __contains__(self, name: str) -> bool:
         return self._find(name) is not None
@@ -67,13 +67,13 @@ class GgufCheckpoint:
         """See `Checkpoint`."""
         found = self._find(name)
         if found is None:
-            raise ModelError(f"{self._path.name} has no tensor for {name}, which its metadata ask for")
+            raise ModelError(f"{self._path.name} has no tensor for {name}, which its metadata require")
         there, expert = found
         self._asked.add(there)
         entry = self._entries[there]
         has = entry.shape if expert is None else entry.shape[1:]
         if (want := part.whole(shape)) not in (has, (1, *has)):
-            raise ModelError(f"{name} ({there}) has shape {has}, its metadata ask for {want}")
+            raise ModelError(f"{name} ({there}) has shape {has}, its metadata require {want}")
         mapped = self._mapped[entry.file][entry.offset : entry.offset + entry.size]
         if entry.kind in blocks.PLAIN:
             raw = mapped.view(blocks.PLAIN[entry.kind]).reshape(entry.shape)
@@ -84,38 +84,38 @@ class GgufCheckpoint:
         return self._blocks(entry.kind, raw, shape, part)
 
     def _blocks(self, kind: str, raw: Tensor, shape: tuple[int, ...], part: Part) -> Stored:
-        """The rows of a part, and of its columns no more blocks than needed."""
+        """Return the rows of a part, with only the blocks that its columns need."""
         *rows, columns = part.of_whole(shape)
         per_block, size = blocks.block_of(kind)
         first, last = columns.start or 0, columns.stop or part.whole(shape)[-1]
         begin = first // per_block
         raw = raw[(*rows, slice(begin * size, -(-last // per_block) * size))]
-        return Stored(raw, partial(_numbers, kind, slice(first - begin * per_block, last - begin * per_block)))
+        return Stored(raw, partial(_dequantize, kind, slice(first - begin * per_block, last - begin * per_block)))
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that is there."""
+        """Return the shape of an existing tensor."""
         found = self._find(name)
         assert found is not None
         there, expert = found
         return self._entries[there].shape[0 if expert is None else 1 :]
 
     def refuse_further_layers(self, layer: str, num_layers: int) -> None:
-        """A file counts its own layers."""
+        """Does nothing: the layer count comes from the file."""
 
     def surplus(self, harmless: Iterable[str]) -> list[str]:
-        """Names that nobody asked for."""
+        """Return names that were not requested."""
         asked = self._asked | set(READ_ALREADY)
         heads = ("output.weight",) if any("lm_head" in name for name in harmless) else ()
         return sorted(self._entries.keys() - asked - set(heads))
 
 
 def _less_one(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """llama.cpp has one plus what the checkpoint had."""
+    """Subtract the one that llama.cpp adds to these norms."""
     return (raw.float() - 1.0).to(dtype)
 
 
-def _numbers(kind: str, columns: slice, raw: Tensor, dtype: torch.dtype) -> Tensor:
-    return blocks.numbers(raw, kind, dtype)[..., columns]
+def _dequantize(kind: str, columns: slice, raw: Tensor, dtype: torch.dtype) -> Tensor:
+    return blocks.dequantize(raw, kind, dtype)[..., columns]
 
 
 def _map(file: Path) -> Tensor:

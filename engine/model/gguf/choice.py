@@ -1,4 +1,4 @@
-"""`choose`: which GGUF file of a repository is meant."""
+"""`choose`: selects a GGUF file of a repository."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from weft.engine.errors import ModelError
 from weft.engine.model.gguf.file import SPLIT
 
 NAMED = 8
-"""in an error"""
+"""Number of files that an error lists."""
 
 
 def models_in(files: Iterable[str]) -> dict[str, list[str]]:
-    """Files by the first of their parts. Projectors of images are none."""
+    """Return files by their first part, without image projectors."""
     found: dict[str, list[str]] = {}
     for file in sorted(files):
         name = PurePosixPath(file).name
@@ -26,9 +26,9 @@ def models_in(files: Iterable[str]) -> dict[str, list[str]]:
 
 
 def choose(repository: str, files: Iterable[str], wanted: str = "") -> list[str]:
-    """The parts of the file that `wanted` names: whole, or by a word of its name such as Q4_K_M; "": the only one.
+    """Return the parts of the file `wanted`: its name, or a word of it such as Q4_K_M; "": the only file.
 
-    Raises `ModelError`, one line, which names what there is.
+    Raises `ModelError`, one line, with the available files.
     """
     models = models_in(files)
     if not models:
@@ -40,7 +40,7 @@ def choose(repository: str, files: Iterable[str], wanted: str = "") -> list[str]
         for first, parts in models.items()
         if wanted.lower().removesuffix(".gguf") in PurePosixPath(first).name.lower()
     }
-    if wanted and len(fitting) > 1:  # Q4_K is a word of its own beside Q4_K_M
+    if wanted and len(fitting) > 1:  # Q4_K also occurs in Q4_K_M
         ends = {f: p for f, p in fitting.items() if PurePosixPath(f).stem.lower().endswith(wanted.lower())}
         fitting = ends or fitting
     if len(fitting) == 1:

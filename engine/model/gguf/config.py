@@ -1,4 +1,4 @@
-"""`to_config`: the metadata of a GGUF file as the `config.json` that its model had."""
+"""`to_config`: converts the metadata of a GGUF file to the `config.json` of its model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.engine.model.gguf.file import GgufFile, architecture_of
 
 Config = dict[str, Any]
 Key = Callable[..., Any]
-"""a value of the architecture's own metadata, by the end of its name"""
+"""Returns a value of the architecture's metadata by the end of its name."""
 
 _MISSING = object()
 _COMMON = {
@@ -24,7 +24,7 @@ _COMMON = {
 
 
 def to_config(file: GgufFile) -> Config:
-    """Raises `ModelError`, one line, for an architecture or a value that is not supported."""
+    """Convert the metadata. Raises `ModelError`, one line, for an unsupported architecture or value."""
     arch = file.get("general.architecture")
     if why := _unknown(arch):
         raise ModelError(f"{file.path}: {why}")
@@ -69,13 +69,13 @@ def _unknown(arch: str | None) -> str | None:
     return f"GGUF files of the architecture {arch} are not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
 
 
-def refused(path: Path) -> str | None:
-    """Why a file is not served, as far as its first bytes tell."""
+def unsupported_reason(path: Path) -> str | None:
+    """Return why a file cannot be served, judging by its first bytes."""
     return _unknown(architecture_of(path))
 
 
 def _dtype(file: GgufFile) -> str:
-    """To serve it in: of blocks that of the models they were made of."""
+    """Return the serving dtype; for blocks, that of the models they usually come from."""
     kinds = {entry.kind for entry in file.tensors.values()}
     if kinds == {"F32"}:
         return "float32"
@@ -84,12 +84,12 @@ def _dtype(file: GgufFile) -> str:
 
 def _rope(file: GgufFile, key: Key, head_dim: int) -> Config:
     rope: Config = {"rope_theta": key("rope.freq_base", 10000.0), "rope_type": "default"}
-    if (turned := key("rope.dimension_count", head_dim)) != head_dim:
-        rope["partial_rotary_factor"] = turned / head_dim
+    if (rotated := key("rope.dimension_count", head_dim)) != head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
     kind, factor = key("rope.scaling.type", None), key("rope.scaling.factor", None)
     original = key("rope.scaling.original_context_length", None)
     if "rope_freqs.weight" in file.tensors:
-        # Of each frequency, whatever the scaling was called.
+        # Factors per frequency, for any kind of scaling.
         factors = file.numbers("rope_freqs.weight")
         return rope | {
             "rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0
@@ -116,12 +116,12 @@ def _rope(file: GgufFile, key: Key, head_dim: int) -> Config:
     return rope
 
 
-_TURNED = {"rope_interleaved": True}
-"""llama.cpp stores q and k of these with the two halves of a rotary pair as neighbours"""
+_INTERLEAVED = {"rope_interleaved": True}
+"""llama.cpp stores q and k of these models with the two halves of a rotary pair next to each other."""
 
 
 def _llama(_file: GgufFile, key: Key, _config: Config) -> Config:
-    found: Config = {"architectures": ["LlamaForCausalLM"], **_TURNED}
+    found: Config = {"architectures": ["LlamaForCausalLM"], **_INTERLEAVED}
     if experts := key("expert_count", 0):
         found |= {
             "architectures": ["MixtralForCausalLM"],
@@ -153,7 +153,7 @@ def _experts(architecture: str, **options: Any) -> Callable[[GgufFile, Key, Conf
 
 
 def _gemma(architecture: str, largest: int = 0) -> Callable[[GgufFile, Key, Config], Config]:
-    """`largest`: layers of the one model whose scores are scaled by what its heads would have of its width."""
+    """largest: layer count of the model that scales scores by hidden size / heads instead of its head dimension."""
 
     def read(_file: GgufFile, key: Key, config: Config) -> Config:
         width = config["hidden_size"] // config["num_attention_heads"]
@@ -193,12 +193,12 @@ def _granite(_file: GgufFile, key: Key, _config: Config) -> Config:
         "embedding_multiplier": key("embedding_scale", 1.0),
         "residual_multiplier": key("residual_scale", 1.0),
         "logits_scaling": key("logit_scale", 1.0),
-        **_TURNED,
+        **_INTERLEAVED,
     }
 
 
 def _smollm3(_file: GgufFile, _key: Key, _config: Config) -> Config:
-    return {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layer_interval": 4, **_TURNED}
+    return {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layer_interval": 4, **_INTERLEAVED}
 
 
 ARCHITECTURES: dict[str, Callable[[GgufFile, Key, Config], Config]] = {
@@ -216,4 +216,4 @@ ARCHITECTURES: dict[str, Callable[[GgufFile, Key, Config], Config]] = {
     "smollm3": _smollm3,
 }
 OFFSET_NORMS = ("gemma", "gemma2", "gemma3")
-"""whose files have one plus the weights of norms"""
+"""Their files store norm weights plus one."""

@@ -1,6 +1,6 @@
-"""`gguf_directory`: the model directory that stands for a GGUF file: configuration and tokenizer, made of its metadata.
+"""`gguf_directory`: creates a model directory for a GGUF file, with configuration and tokenizer from its metadata.
 
-It lies in the cache and is made once; the weights stay where they are, behind links.
+The directory is created once, in the cache; it links to the weights.
 """
 
 from __future__ import annotations
@@ -19,34 +19,23 @@ from weft.engine.model.gguf.config import OFFSET_NORMS, to_config
 from weft.engine.model.gguf.file import INDEX, GgufFile, name_of, parts_of
 
 FORMAT = 1
-"""of what is written; another one is made anew"""
-_ENDS = frozenset(
-    (
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<|return|>",
-        "<|call|>",
-        "<end_of_turn>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<EOT>",
-        "<end_of_utterance>",
-    )
-)
-"""control tokens that end an answer, by whatever model; metadata name one end alone"""
+"""Version of the directory's contents; a change creates directories anew."""
+_ENDS = frozenset((
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
+    "<|end_of_text|>", "<EOT>", "<end_of_utterance>",
+))  # fmt: skip
+"""Control tokens that end an answer, for any model; metadata name only one."""
 _CONTROL = 3
 _TEMPLATE = "tokenizer.chat_template"
 _GPT2_SPLITS = ("default", "gpt-2", "mpt", "olmo", "phi-2", "jais", "dolma", "trillion", "superbpe")
 _IGNORE_MERGES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
-"""a word that is a token is that token, whatever its merges; and a text begins with the beginning token"""
+"""These map a word that is a token to that token, ignoring merges, and begin a text with the beginning token."""
 
 
 def gguf_directory(path: Path) -> Path:
-    """`path`: a file, or one part of a file that is split.
+    """Return the directory of a file or of one part of a split file.
 
-    Raises `ModelError`, one line, for a file that is damaged, incomplete or of an architecture that is not supported.
+    Raises `ModelError`, one line, for a damaged, incomplete or unsupported file.
     """
     parts = [part.absolute() for part in parts_of(path)]
     digest = xxhash.xxh3_64(str(FORMAT).encode())
@@ -67,14 +56,14 @@ def gguf_directory(path: Path) -> Path:
             try:
                 Path(made).rename(directory)
             except OSError:
-                if not (directory / INDEX).is_file():  # else somebody made it meanwhile
+                if not (directory / INDEX).is_file():  # else another process created it meanwhile
                     raise
             else:
                 Path(made).mkdir()  # for the context to remove
                 directory.chmod(0o755)
     except OSError as error:
         raise ModelError(
-            f"cannot write {error.filename or home} ({error.strerror}): set XDG_CACHE_HOME to a folder that takes files"
+            f"cannot write {error.filename or home} ({error.strerror}): set XDG_CACHE_HOME to a writable folder"
         ) from None
     return directory
 
@@ -109,7 +98,7 @@ def _ends(file: GgufFile) -> list[int]:
 
 
 def _write_tokenizer(file: GgufFile, first: Path, to: Path) -> None:
-    """As `transformers` reads it, with what it does not look at: merges that are passed over, all templates."""
+    """Write the tokenizer as `transformers` reads it, adding what it ignores: ignored merges, all chat templates."""
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import logging
 
@@ -120,9 +109,9 @@ def _write_tokenizer(file: GgufFile, first: Path, to: Path) -> None:
         _warn_of_split(file.path, split)
     try:
         hf = PreTrainedTokenizerFast.from_pretrained(str(first.parent), gguf_file=first.name, local_files_only=True)
-    except Exception as error:  # transformers raises all kinds for metadata that it cannot use
+    except Exception as error:  # transformers raises many kinds for unusable metadata
         reason = one_line(error, 160)
-        raise ModelError(f"no tokenizer can be made of the metadata of {file.path}: {reason}") from None
+        raise ModelError(f"cannot build a tokenizer from the metadata of {file.path}: {reason}") from None
     begin = file.get("tokenizer.ggml.bos_token_id")
     ignore = byte_level and split in _IGNORE_MERGES
     if ignore:
@@ -155,8 +144,7 @@ def _warn_of_split(path: Path, split: str) -> None:
         return
     if split not in (*known, *GGUF_PRE_TOKENIZER_SPLITS):
         print(
-            f"weft: {path.name} cuts words as {split!r} does, which is not known here: it is taken for GPT-2's, and "
-            "prompts may become slightly other tokens than the model was trained with",
-            file=sys.stderr,
-            flush=True,
-        )
+            f"weft: {path.name} splits words like {split!r}, which is unknown here: using GPT-2's rules, so prompts "
+            "may be tokenized slightly differently than in training",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`GgufFile`: the metadata of a GGUF file and where its tensors lie, over all parts of a file that is split."""
+"""`GgufFile`: reads the metadata and tensor locations of a GGUF file, over all parts of a split file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from weft.engine.errors import ModelError, one_line, refuse_pointer
 
 INDEX = "gguf.json"
-"""in the directory that stands for a file: which files, and what lies where in them"""
+"""File in the model directory that lists the GGUF files and their tensors."""
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
 
 
@@ -19,19 +19,19 @@ class Entry(NamedTuple):
     """A tensor of a file."""
 
     file: int
-    """which of the parts has it"""
+    """Index of the part that contains it."""
     kind: str
-    """how its numbers are stored, as ggml calls it: F32, Q4_K, …"""
+    """Storage type in ggml's terms: F32, Q4_K, …"""
     shape: tuple[int, ...]
-    """of the numbers, the last dimension contiguous"""
+    """Shape of the values, the last dimension contiguous."""
     offset: int
-    """its first byte in the file"""
+    """Its first byte in the file."""
     size: int
-    """bytes"""
+    """Size in bytes."""
 
 
 def parts_of(path: Path) -> list[Path]:
-    """All parts of the file that `path` is, or is one of. Raises `ModelError` where one is missing."""
+    """Return all parts of the file that `path` is or belongs to. Raises `ModelError` if one is missing."""
     match = SPLIT.fullmatch(path.name)
     if match is None:
         return [path]
@@ -44,13 +44,13 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """What the model is called: the file's name without its ending and its part."""
+    """Return the model's name: the file name without suffix and part number."""
     match = SPLIT.fullmatch(path.name)
     return match["stem"] if match else path.name.removesuffix(path.suffix)
 
 
 def architecture_of(path: Path) -> str | None:
-    """What its metadata say first, without reading the others; None where that cannot be told."""
+    """Return the architecture from the start of the metadata; None if it is not there."""
     with path.open("rb") as file:
         head = file.read(1 << 16)
     _, found, rest = head.partition(b"general.architecture")
@@ -70,20 +70,20 @@ class GgufFile:
                 self.tensors[t.name] = Entry(i, t.tensor_type.name, shape, int(t.data_offset), int(t.n_bytes))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the metadata: number, string, truth value or list of such."""
+        """Return a metadata value: a number, string, bool or list of them."""
         field = self._readers[0].fields.get(key)
         if field is None:
             return default
         value = field.contents()
-        # 1e-6 was written, in single precision.
+        # Shortest decimal of the float32, so that 1e-6 stays 1e-6.
         return float(str(np.float32(value))) if isinstance(value, float) and field.types[0].name == "FLOAT32" else value
 
     def keys_under(self, prefix: str) -> list[str]:
-        """Of the metadata."""
+        """Return the metadata keys with this prefix."""
         return [key for key in self._readers[0].fields if key.startswith(prefix)]
 
     def numbers(self, name: str) -> list[float]:
-        """The numbers of a small tensor that is stored in float32."""
+        """Return the values of a small float32 tensor."""
         tensor = next(t for reader in self._readers for t in reader.tensors if t.name == name)
         return [float(n) for n in tensor.data.reshape(-1)]
 
@@ -96,9 +96,9 @@ def _read(path: Path) -> Any:
     refuse_pointer(path)
     try:
         return GGUFReader(path)
-    # The library reads what stands there; a damaged length or offset becomes any of these.
+    # A damaged length or offset makes the library raise any of these.
     except (ValueError, KeyError, IndexError, OverflowError, MemoryError, TypeError, OSError) as error:
         reason = one_line(error, 120)
         raise ModelError(
-            f"{path} is no whole GGUF file ({path.stat().st_size:,} bytes; {reason}): download it again"
+            f"{path} is not a complete GGUF file ({path.stat().st_size:,} bytes; {reason}): download it again"
         ) from None

@@ -1,4 +1,4 @@
-"""`CpuExecutor`: the operations of each layer over the torch twins, one after another."""
+"""`CpuExecutor`: runs the operations of all layers in sequence, with the reference implementations."""
 
 from __future__ import annotations
 
@@ -11,39 +11,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.engine.model.layer_weights import ProductWeights
+from weft.engine.model.layer_weights import ProjectionWeights
 from weft.engine.model.operations import ALL_REDUCE, Operation
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
-from weft.engine.runner.device.collectives import Alone, Collectives
-from weft.engine.runner.device.launchers import launchers_of
+from weft.engine.runner.device.collectives import Collectives, SingleRank
+from weft.engine.runner.device.launchers import launchers_for
 from weft.engine.runner.iteration.batch import Batch
 from weft.kernels.attention.backend import HostAttention
-from weft.kernels.reference import experts as expert_twins
-from weft.kernels.reference import layer as twins
+from weft.kernels.reference import experts as reference_experts
+from weft.kernels.reference import layer as reference
 
 BLOCK_ROWS = (32, 16, 8, 4, 2, 1)
-"""tried in this order for batch invariance; one row at a time always holds"""
+"""Block sizes to try for batch invariance, in this order. A single row is always invariant."""
 PROBES = 2
 
 
 class CpuInputs(NamedTuple):
-    """Tensors of one iteration."""
+    """Tensors of one iteration. Those of tokens are `[T]` int64."""
 
     token_ids: Tensor
-    """[T] int64"""
     positions: Tensor
-    """[T] int64"""
     slot_mapping: Tensor
-    """[T] int64"""
     attention: Any
-    """the attention back end's step"""
+    """The attention back end's step."""
     rows: Tensor | None = None
-    """[N] int64: tokens whose state behind the last layer is read, ascending; None: all"""
+    """`[N]` int64 tokens whose state after the last layer is read, ascending; None: all."""
 
 
 class _Iteration:
-    """What launchers read and write: the inputs and the activations (see `ModelSpec.layer_operations`)."""
+    """Inputs and activations that launchers read and write (see `ModelSpec.layer_operations`)."""
 
     def __init__(self, executor: CpuExecutor, inputs: CpuInputs) -> None:
         weights, spec = executor.weights, executor.spec
@@ -51,48 +48,48 @@ class _Iteration:
         rows, table = inputs.token_ids, weights.embedding
         if executor.collectives.ranks > 1:
             rows, table = torch.arange(len(rows)), executor.embedded(rows)
-        x, self.sumsq = twins.embed(
-            rows, table, scale=spec.embedding_scale, places=weights.places, positions=inputs.positions,
+        x, self.sumsq = reference.embed(
+            rows, table, scale=spec.embedding_scale, position_table=weights.positions, positions=inputs.positions,
             centred=spec.norm.centred,
         )  # fmt: skip
         self.partial: Tensor | None = None
-        """[T, H]: what this rank's products shall add to the stream, until ranks add up theirs"""
+        """`[T, H]` this rank's partial sum for the stream, until the next all-reduce."""
         self.activations: dict[str, Tensor] = {"x": x, "a": x.new_empty(len(x), spec.num_heads * spec.head_dim)}
         self.rotary = [table[inputs.positions] for table in weights.rotary]  # once for all layers
         self.post_norm: Tensor | None = None
-        """behind the product that left it"""
-        self.routing: expert_twins.Routing | None = None
+        """Norm weight to apply after that all-reduce."""
+        self.routing: reference_experts.Routing | None = None
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these tokens `[N]` alone; no operation behind this attends."""
+        """Continue with these tokens `[N]` only. No later operation may be attention."""
         self.activations = {name: made[rows] for name, made in self.activations.items() if name != "q"}
         self.sumsq = self.sumsq[rows]
         self.partial = None if self.partial is None else self.partial[rows]
 
     @property
     def stream_sums(self) -> Tensor | None:
-        """What a product that reads the stream is normed by; None where no norm stands before it."""
+        """Sums of squares for GEMMs that read the stream; None if no norm precedes them."""
         return self.sumsq if self.executor.spec.placement.before else None
 
 
 Launcher = Callable[[_Iteration, Operation, int], None]
 
 
-def _own(it: _Iteration, op: Operation, layer: int) -> ProductWeights:
+def _weights_of(it: _Iteration, op: Operation, layer: int) -> ProjectionWeights:
     return it.executor.weights.layers[layer][op.name]
 
 
 def _qkv(it: _Iteration, op: Operation, layer: int) -> None:
-    w, spec = _own(it, op, layer), it.executor.spec
-    it.activations[op.target] = twins.qkv_project(
+    w, spec = _weights_of(it, op, layer), it.executor.spec
+    it.activations[op.target] = reference.qkv_project(
         it.activations[op.source], it.stream_sums, w.matrix, w.bias, spec.norm.eps,
         it.rotary[spec.rotary_table(layer)], slice(None), it.inputs.slot_mapping, it.executor.kv, layer,
         spec.num_heads, w.q_norm, w.k_norm, it.executor.means, it.executor.kv_inverse(layer),
     )  # fmt: skip
 
 
-def _parts(it: _Iteration, layer: int) -> dict[str, Any]:
-    """The attention's arguments where the model has sinks, or its pages scales."""
+def _attention_arguments(it: _Iteration, layer: int) -> dict[str, Any]:
+    """Return attention's optional arguments, for sinks and scaled pages."""
     sinks, scales = it.executor.weights.layers[layer]["qkv"].sinks, it.executor.kv_scales
     parts = {} if sinks is None else {"sinks": sinks}
     return parts if scales is None or it.executor.unit_scales else {**parts, "kv_scale": scales.scale[layer]}
@@ -100,47 +97,51 @@ def _parts(it: _Iteration, layer: int) -> dict[str, Any]:
 
 def _decode(it: _Iteration, op: Operation, layer: int) -> None:
     q, out = it.activations[op.source], it.activations[op.target]
-    it.executor.attention.decode(q, it.executor.kv, layer, it.inputs.attention, out=out, **_parts(it, layer))
+    it.executor.attention.decode(
+        q, it.executor.kv, layer, it.inputs.attention, out=out, **_attention_arguments(it, layer)
+    )
 
 
 def _prefill(it: _Iteration, op: Operation, layer: int) -> None:
     q, out = it.activations[op.source], it.activations[op.target]
-    it.executor.attention.prefill(q, it.executor.kv, layer, it.inputs.attention, out=out, **_parts(it, layer))
+    it.executor.attention.prefill(
+        q, it.executor.kv, layer, it.inputs.attention, out=out, **_attention_arguments(it, layer)
+    )
 
 
 def _residual(it: _Iteration, op: Operation, layer: int) -> None:
-    w, norm = _own(it, op, layer), it.executor.spec.norm
+    w, norm = _weights_of(it, op, layer), it.executor.spec.norm
     if it.executor.collectives.ranks > 1:
-        part = twins.linear(it.activations[op.source], w.matrix, w.bias)
+        part = reference.linear(it.activations[op.source], w.matrix, w.bias)
         it.partial = part if it.partial is None else it.partial + part
         it.post_norm = w.post_norm
         return
-    it.activations[op.target], it.sumsq = twins.residual_project(
+    it.activations[op.target], it.sumsq = reference.residual_project(
         it.activations[op.source], w.matrix, it.activations[op.target], bias=w.bias, post_norm=w.post_norm,
         eps=norm.eps, centred=norm.centred,
     )  # fmt: skip
 
 
 def _gate_up(it: _Iteration, op: Operation, layer: int) -> None:
-    w, spec = _own(it, op, layer), it.executor.spec
-    it.activations[op.target] = twins.gate_up_project(
+    w, spec = _weights_of(it, op, layer), it.executor.spec
+    it.activations[op.target] = reference.gate_up_project(
         it.activations[op.source], it.stream_sums, w.matrix, spec.norm.eps, activation=spec.activation, bias=w.bias,
         gate=w.gate,
     )  # fmt: skip
 
 
 def _up(it: _Iteration, op: Operation, layer: int) -> None:
-    w, spec = _own(it, op, layer), it.executor.spec
-    it.activations[op.target] = twins.up_project(
+    w, spec = _weights_of(it, op, layer), it.executor.spec
+    it.activations[op.target] = reference.up_project(
         it.activations[op.source], it.stream_sums, w.matrix, spec.norm.eps, activation=spec.activation, bias=w.bias
     )
 
 
 def _router(it: _Iteration, op: Operation, layer: int) -> None:
-    w, spec = _own(it, op, layer), it.executor.spec
+    w, spec = _weights_of(it, op, layer), it.executor.spec
     e = spec.experts
     assert e is not None
-    it.routing = expert_twins.route(
+    it.routing = reference_experts.route(
         it.activations[op.source], it.stream_sums, w.weight, spec.norm.eps, kind=e.router, top=e.top,
         normalise=e.normalise, scaling=e.scaling, bias=w.bias, choice_bias=w.choice_bias, groups=e.groups,
         top_groups=e.top_groups,
@@ -148,26 +149,26 @@ def _router(it: _Iteration, op: Operation, layer: int) -> None:
 
 
 def _experts_gate_up(it: _Iteration, op: Operation, layer: int) -> None:
-    w, spec = _own(it, op, layer), it.executor.spec
+    w, spec = _weights_of(it, op, layer), it.executor.spec
     assert it.routing is not None
-    it.activations[op.target] = expert_twins.experts_gate_up(
+    it.activations[op.target] = reference_experts.experts_gate_up(
         it.activations[op.source], it.stream_sums, it.routing, w.matrix, spec.norm.eps, activation=spec.activation,
         bias=w.bias,
     )  # fmt: skip
 
 
 def _experts_residual(it: _Iteration, op: Operation, layer: int) -> None:
-    w, centred = _own(it, op, layer), it.executor.spec.norm.centred
+    w, centred = _weights_of(it, op, layer), it.executor.spec.norm.centred
     assert it.routing is not None
     if it.executor.collectives.ranks > 1:
         x = it.activations[op.target]
         before = torch.zeros_like(x) if it.partial is None else it.partial
-        it.partial, _ = expert_twins.experts_residual(
+        it.partial, _ = reference_experts.experts_residual(
             it.activations[op.source], it.routing, w.matrix, before, bias=w.bias
         )
         it.post_norm = w.post_norm
         return
-    it.activations[op.target], it.sumsq = expert_twins.experts_residual(
+    it.activations[op.target], it.sumsq = reference_experts.experts_residual(
         it.activations[op.source], it.routing, w.matrix, it.activations[op.target], bias=w.bias, centred=centred
     )
 
@@ -175,7 +176,7 @@ def _experts_residual(it: _Iteration, op: Operation, layer: int) -> None:
 def _all_reduce(it: _Iteration, op: Operation, layer: int) -> None:  # noqa: ARG001
     norm, partial = it.executor.spec.norm, it.partial
     assert partial is not None
-    it.activations[op.target], it.sumsq = twins.add_reduced(
+    it.activations[op.target], it.sumsq = reference.add_reduced(
         it.executor.collectives.all_reduce(partial), it.activations[op.source], post_norm=it.post_norm, eps=norm.eps,
         centred=norm.centred,
     )  # fmt: skip
@@ -197,10 +198,10 @@ TABLE: Mapping[str, Launcher] = {
 
 
 class CpuExecutor:
-    """Weights and KV pool of the CPU. Raises `ModelError` for a model with an operation it cannot launch.
+    """Runs a model's layers on the CPU. Raises `ModelError` for a model with an operation that has no launcher.
 
-    invariant: what a row becomes depends on that row alone. A library picks a product's order of additions by its
-    shape, so all between two attentions runs in blocks of as many rows, padded.
+    invariant: a row's result depends on that row only. GEMM libraries choose the order of additions by shape, so all
+    operations between attentions run in padded blocks of a fixed number of rows.
     """
 
     def __init__(
@@ -214,18 +215,18 @@ class CpuExecutor:
         collectives: Collectives | None = None,
     ) -> None:
         self.spec, self.weights, self.kv, self.attention = spec, weights, kv, attention
-        self.collectives = collectives or Alone()
-        self.kv_scales = weights.scales_of_pages(spec, kv.dtype)
+        self.collectives = collectives or SingleRank()
+        self.kv_scales = weights.kv_page_scales(spec, kv.dtype)
         self.unit_scales = self.kv_scales is not None and bool((self.kv_scales.scale == 1).all())
-        self.means: twins.Means | None = None
+        self.means: reference.Means | None = None
         if self.collectives.ranks > 1 and spec.qk_norm == "projection":
             self.means = self._means
         self.block_rows = 0
-        """of every operation between attentions; 0: as many as there are"""
-        self._unknown = invariant
+        """Rows per block of operations between attentions; 0: no blocks."""
+        self._must_find_block_rows = invariant
         self._last_attention = -1
-        """the step behind which rows may leave that nobody reads; -1: a router has chosen for all of them before"""
-        launchers = launchers_of(spec, TABLE, "the CPU")
+        """Step after which rows that are not read are dropped; -1: never, as routers of parallel blocks ran before."""
+        launchers = launchers_for(spec, TABLE, "the CPU")
         self._steps = [
             (launchers[op.name], op, layer) for layer in range(spec.num_layers) for op in spec.layer_operations(layer)
         ]
@@ -233,11 +234,11 @@ class CpuExecutor:
             self._last_attention = max(i for i, (_, op, _) in enumerate(self._steps) if op.role.attends)
 
     def kv_inverse(self, layer: int) -> Tensor | None:
-        """`[2, Hkv]`: what K and V are multiplied by on their way into pages in FP8."""
+        """Return the factors `[2, Hkv]` that K and V are multiplied by before they are stored in FP8 pages."""
         return None if self.kv_scales is None else self.kv_scales.inverse[layer]
 
     def inputs(self, batch: Batch, token_ids: Tensor) -> CpuInputs:
-        """Of an iteration. token_ids `[T]` int64: the batch's, with those that decodes read on the device."""
+        """Return an iteration's inputs. token_ids `[T]` int64: the batch's, completed with the decodes' tokens."""
         return CpuInputs(
             token_ids,
             torch.from_numpy(batch.positions.astype(np.int64)),
@@ -247,13 +248,11 @@ class CpuExecutor:
         )
 
     def forward(self, inputs: CpuInputs) -> tuple[Tensor, Tensor]:
-        """The residual stream after the last layer: x `[T, H]` and its sum of squares `[T]`.
+        """Return the residual stream after the last layer, x `[T, H]`, and its sum of squares `[T]`.
 
-        Rows that nobody reads leave once the last layer has attended: their keys and values are written, and nothing
-        behind looks at them. They are zero here. What the others become does not change: to the bit with batch
-        invariance; without it a library may add in another order for fewer rows.
-
-        With batch invariance both have further rows, of nobody, where all are read.
+        Rows that are not read are dropped after the last layer's attention, once their keys and values are stored, and
+        are zero here. This does not change the other rows: to the bit with batch invariance; without it a library may
+        add in another order for fewer rows. With batch invariance and all rows read, padding rows follow.
         """
         rows = inputs.rows if self._last_attention >= 0 else None
         if rows is None or len(rows) == len(inputs.token_ids):
@@ -264,12 +263,12 @@ class CpuExecutor:
         return whole
 
     def _forward(self, inputs: CpuInputs, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """rows `[N]`: that go on behind the last attention, and come back in this order; None: all."""
-        if self._unknown:  # found here, because a product also depends on the threads of who asks for it
-            # Experts take together what comes to each of them: how much that is, the neighbours decide.
+        """rows `[N]`: rows to keep after the last attention, and to return in this order; None: all."""
+        if self._must_find_block_rows:  # found here, because GEMMs also depend on the calling thread's thread count
+            # An expert multiplies all its rows at once, and their number depends on the rest of the batch.
             candidates = BLOCK_ROWS if self.spec.experts is None else (1,)
-            self.block_rows = next(rows for rows in candidates if rows == 1 or self._all_hold(rows))
-            self._unknown = False
+            self.block_rows = next(rows for rows in candidates if rows == 1 or self._is_invariant_on_all_ranks(rows))
+            self._must_find_block_rows = False
         if self.block_rows:
             return self._forward_in_blocks(inputs, rows)
         iteration = _Iteration(self, inputs)
@@ -282,9 +281,9 @@ class CpuExecutor:
         return iteration.activations["x"], iteration.sumsq
 
     def _forward_in_blocks(self, inputs: CpuInputs, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `_forward`, but for the attentions a block of rows after the other; tokens of nobody fill the last one."""
+        """`_forward` with all operations but attention run per block of rows. Padding tokens fill the last block."""
         height = self.block_rows
-        columns = (_filled(column, height).split(height) for column in inputs[:3])
+        columns = (_padded(column, height).split(height) for column in inputs[:3])
         parts = zip(*columns, strict=True)
         blocks = [_Iteration(self, CpuInputs(ids, at, slots, inputs.attention)) for ids, at, slots in parts]
         attended = torch.cat([block.activations["a"].zero_() for block in blocks])
@@ -306,7 +305,7 @@ class CpuExecutor:
         return torch.cat([block.activations["x"] for block in blocks]), torch.cat([block.sumsq for block in blocks])
 
     def _blocks_of(self, blocks: list[_Iteration], rows: Tensor) -> list[_Iteration]:
-        """With these rows alone, in as many blocks as they fill."""
+        """Return new blocks with only these rows."""
         joined = copy.copy(blocks[0])
         names = [name for name in joined.activations if name != "q"]
         joined.activations = {name: torch.cat([block.activations[name] for block in blocks]) for name in names}
@@ -314,51 +313,51 @@ class CpuExecutor:
         if joined.partial is not None:
             joined.partial = torch.cat([block.partial for block in blocks if block.partial is not None])
         fewer = []
-        for part in _filled(rows, self.block_rows).split(self.block_rows):
+        for part in _padded(rows, self.block_rows).split(self.block_rows):
             fewer.append(copy.copy(joined))
             fewer[-1].keep(part)
         return fewer
 
     def logits(self, x: Tensor, sumsq: Tensor, rows: Tensor) -> Tensor:
-        """`[S, V]` float32 logits of the rows `[S]` that need them."""
+        """Return float32 logits `[S, V]` of rows `[S]`."""
         if not self.block_rows or not len(rows):
             return self._head(x[rows], sumsq[rows])
-        blocks = _filled(rows, self.block_rows).split(self.block_rows)
+        blocks = _padded(rows, self.block_rows).split(self.block_rows)
         return torch.cat([self._head(x[block], sumsq[block]) for block in blocks])[: len(rows)]
 
     def hidden(self, x: Tensor, sumsq: Tensor, rows: Tensor) -> Tensor:
-        """`[N, H]` states behind the final norm of the rows `[N]`."""
+        """Return the states `[N, H]` after the final norm of rows `[N]`."""
         w, norm = self.weights, self.spec.norm
-        return twins.final_norm(x[rows], sumsq[rows], w.norm, norm.eps, norm_bias=w.norm_bias, centred=norm.centred)
+        return reference.final_norm(x[rows], sumsq[rows], w.norm, norm.eps, norm_bias=w.norm_bias, centred=norm.centred)
 
     def _head(self, x: Tensor, sumsq: Tensor) -> Tensor:
         w, spec = self.weights, self.spec
-        return twins.lm_head(
+        return reference.lm_head(
             x, sumsq, w.norm, w.lm_head, spec.norm.eps, norm_bias=w.norm_bias, centred=spec.norm.centred,
             bias=w.head_bias, scale=spec.logits_scale, softcap=spec.logits_softcap,
         )  # fmt: skip
 
     def embedded(self, token_ids: Tensor) -> Tensor:
-        """`[T, H]`: rows of the embedding, each of which one rank has."""
+        """Return rows `[T, H]` of the embedding, which is split over ranks."""
         own = token_ids - self.spec.vocabulary.start
         mine = (own >= 0) & (own < len(self.weights.embedding))
         rows = F.embedding(own.clamp(0, len(self.weights.embedding) - 1), self.weights.embedding)
         return self.collectives.all_reduce(rows.masked_fill_(~mine[:, None], 0.0)).to(rows.dtype)
 
     def _means(self, means: Tensor) -> Tensor:
-        """Of all ranks; each has as many numbers."""
+        """Average over all ranks, whose shards have equal sizes."""
         return self.collectives.all_reduce(means) / self.collectives.ranks
 
-    def _all_hold(self, rows: int) -> bool:
-        """`_holds`, on every rank."""
-        return bool(self.collectives.all_gather(torch.tensor([self._holds(rows)])).all())
+    def _is_invariant_on_all_ranks(self, rows: int) -> bool:
+        """Return whether `_is_invariant` is true on every rank."""
+        return bool(self.collectives.all_gather(torch.tensor([self._is_invariant(rows)])).all())
 
-    def _holds(self, rows: int) -> bool:
-        """Whether a row of a block of so many becomes the same to the bit at every place, whatever the others are."""
+    def _is_invariant(self, rows: int) -> bool:
+        """Return whether a row's result in a block of this size is bit-equal at any place and with any other rows."""
         generator = torch.Generator().manual_seed(0)
         width = self.spec.num_heads * self.spec.head_dim
         holds = True
-        for _ in range(PROBES):  # to the end, for other ranks take part
+        for _ in range(PROBES):  # no early exit, because other ranks take part
             token = torch.randint(self.spec.vocab_size, (rows,), generator=generator)
             attended = torch.randn(rows, width, generator=generator)
             alike = self._probe(token[:1].expand(rows), attended[:1].expand(rows, -1))
@@ -369,7 +368,7 @@ class CpuExecutor:
         return holds
 
     def _probe(self, token_ids: Tensor, attended: Tensor) -> Tensor:
-        """`[rows, …]`: all that the first layer's operations and the head make of rows, whatever they attended to."""
+        """Return all results of the first layer's operations and of the head, `[rows, …]`, with given attention."""
         nowhere = torch.zeros(len(token_ids), dtype=torch.int64)
         iteration = _Iteration(self, CpuInputs(token_ids, nowhere, nowhere, None))
         made = iteration.activations
@@ -377,10 +376,10 @@ class CpuExecutor:
         for launch, op, layer in self._steps:
             if layer == 0 and not op.role.attends:
                 launch(iteration, op, layer)
-        self.kv[0] = 0  # the dummy page, which took the keys and values
+        self.kv[0] = 0  # clear the dummy page, which received the keys and values
         return torch.cat([*(x.flatten(1).float() for x in made.values()), self._head(made["x"], iteration.sumsq)], 1)
 
 
-def _filled(values: Tensor, multiple: int) -> Tensor:
-    """`[n]` with zeros up to a multiple."""
-    return torch.nn.functional.pad(values, (0, -len(values) % multiple))
+def _padded(values: Tensor, multiple: int) -> Tensor:
+    """Pad `[n]` with zeros to a multiple."""
+    return F.pad(values, (0, -len(values) % multiple))

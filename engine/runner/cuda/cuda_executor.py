@@ -1,7 +1,7 @@
-"""`CudaExecutor`: turns a pipeline of nano-operations into streams, events and kernel launches over the whole model.
+"""`CudaExecutor`: runs a pipeline of nano-operations over the whole model, with streams, events and kernel launches.
 
-Everything it launches has a fixed grid and reads counts and work lists from device memory, so a captured run serves
-every iteration of its token bucket. What a layer's operations are launched with is `CudaLayers`.
+Launches have fixed grids and read counts and work lists from device memory, so a captured run serves every iteration of
+its token bucket. `CudaLayers` launches the operations of a layer.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from weft.engine.model.operations import Role
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import Edge, NanoOperation
 from weft.engine.runner.cuda.cuda_layers import CudaLayers
-from weft.engine.runner.cuda.sum_places import OF_EMBEDDING
+from weft.engine.runner.cuda.sum_buffers import EMBEDDING_BUFFER
 from weft.engine.runner.device.collectives import Graph
-from weft.engine.runner.device.layer_launch import Fused, one_part, same_parts
-from weft.kernels.attention.output import part_of
-from weft.kernels.collectives.peer import embed_part
+from weft.engine.runner.device.layer_launch import Fused, equal_sum_count, initial_sum_counts
+from weft.kernels.attention.output import slice_output
+from weft.kernels.collectives.peer import embed_shard
 from weft.kernels.common.dependent_launch import dependent_launch
 from weft.kernels.matmul.embedding import embed, final_norm
 from weft.kernels.matmul.gemm import matmul
@@ -34,11 +34,10 @@ from weft.kernels.sampling.sampler import sample, sample_scratch
 
 
 class CudaExecutor:
-    """The layers of one model on one GPU. Launches on the current stream and, for other lanes, on its own.
+    """One model on one GPU. Launches on the current stream, and on its own streams for lanes other than compute.
 
-    With everything on the meta device it can `touch` and `sample` only (see `kernels.gpu`).
-
-    An attention back end that plans on the host must have its `steps` set before each run.
+    On the meta device only `touch` and `sample` work (see `kernels.common.gpu`). Set `steps` before each run for an
+    attention back end that plans on the host.
     """
 
     def __init__(self, layers: CudaLayers) -> None:
@@ -52,34 +51,33 @@ class CudaExecutor:
             return torch.zeros(shape, dtype=kind, device=device)
 
         self.last_token = buffer(s, kind=torch.int64)
-        """[slots] the token that each slot's request sampled last"""
-        # rows of whole 16 bytes, which the copy engine asks for
+        """`[slots]` last sampled token of each slot's request."""
+        # The copy engine requires rows of a multiple of 16 bytes.
         vocabulary = len(spec.vocabulary)
         self.logits = buffer(s, -(-vocabulary // 4) * 4, kind=torch.float32)[:, :vocabulary]
         self.sampled = buffer(2, s, kind=torch.int64)
-        """[2, rows] what `sample` drew, and 1 for rows whose logits were no numbers"""
+        """`[2, rows]` sampled tokens, and 1 for rows whose logits are not finite."""
         self.tokens, self._bad = self.sampled
         self._candidates = sample_scratch(s, device)
         self._ids = buffer(t, kind=torch.int32)
         self._rows_in_order = torch.arange(t, dtype=torch.int32, device=device)
-        self._alone: dict[Pipeline, Pipeline] = {}
-        """serial ones that the last layer of others goes on with"""
+        self._serial_of: dict[Pipeline, Pipeline] = {}
+        """Serial pipelines that finish the last layer of other pipelines after `_after_drop`."""
         self._rows = buffer(s, spec.hidden_size)
         runs = device.type != "meta"
         self.gates = [torch.cuda.Event(external=True) for _ in range(spec.num_layers if runs else 0)]
-        """by layer: where a period's `offload` operation begins; streams outside a captured graph may wait for it"""
-        # Attention and collectives are launched first where products wait, too: they have fewer programs and must find
-        # their SMs free.
+        """By layer, recorded where a period's `offload` operation begins. Streams outside a graph may wait for it."""
+        # Attention and collectives have priority over waiting GEMMs: they have fewer programs and need their SMs free.
         self._streams = {lane: torch.cuda.Stream(device, priority=-1) for lane in ("memory", "network")} if runs else {}
 
     @property
     def x(self) -> Tensor:
-        """`[T, H]` the residual stream; after a run, that of the last layer."""
+        """`[T, H]` residual stream; after a run, the last layer's."""
         return self._layers.x
 
     @property
     def steps(self) -> list[Any]:
-        """What the attention back end needs, for each nano-batch."""
+        """The attention back end's steps, one for each nano-batch."""
         return self._layers.steps
 
     @steps.setter
@@ -91,34 +89,33 @@ class CudaExecutor:
         self._layers.fill(x)
 
     def forward(self, pipeline: Pipeline, kv: Tensor, num_rows: int, *, fused: Fused = "lists") -> None:
-        """From the slab to `logits[:num_rows]` of the rows that sample. fused: see `Launch`, where `fuses` says that
-        attention is one launch."""
-        with self._inside(Graph.MODEL):
+        """Compute `logits[:num_rows]` of the rows that sample, from the slab. fused: see `Launch`; used if
+        `inputs.fuses(pipeline)`."""
+        with self._within(Graph.MODEL):
             self._embed(pipeline)
-            parts = self.layers(pipeline, kv, leaving=True, fused=fused)
+            parts = self.layers(pipeline, kv, drops_rows=True, fused=fused)
             if pipeline.after_drop:
-                parts = one_part(pipeline)
-            for launch in self._behind(pipeline, kv, parts):
+                parts = initial_sum_counts(pipeline)
+            for launch in self._after_drop(pipeline, kv, parts):
                 launch()
             self._head(parts, pipeline, num_rows)
 
-    def _inside(self, graph: Graph) -> AbstractContextManager[None]:
-        """Around all launches of a graph."""
+    def _within(self, graph: Graph) -> AbstractContextManager[None]:
+        """Return a context for all launches of a graph."""
         return nullcontext() if self._collectives is None else self._collectives.inside(graph)
 
     def touch(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> None:
-        """Every kernel of such a run once, one behind the other: loaded, and compiled if need be. Computes nothing."""
+        """Launch every kernel of such a run once, in sequence, to load and if necessary compile it."""
         for launch in self.touches(pipeline, kv, num_rows):
             launch()
 
     def touches(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> Iterator[Callable[[], None]]:
-        """The launches of `touch`, in this order. Each computes nothing as long as the inputs are of no tokens."""
-        with self._inside(Graph.MODEL):
+        """Yield the launches of `touch`. They compute nothing while the inputs have no tokens."""
+        with self._within(Graph.MODEL):
             yield partial(self._embed, pipeline)
             fuses = self.inputs.fuses(pipeline)
-            # The second layer reads sums of squares that the first one wrote; behind the last one no product in FP8 is
-            # left an operand.
-            parts, last = one_part(pipeline), pipeline.num_layers - 1
+            # The second layer reads sums of squares of the first. After the last one FP8 GEMMs write no operand.
+            parts, last = initial_sum_counts(pipeline), pipeline.num_layers - 1
 
             def launch_one(layer: int, i: int, fused: Fused = "lists") -> None:
                 with dependent_launch(len(pipeline.lanes) == 1):
@@ -131,18 +128,18 @@ class CudaExecutor:
                     if fuses and pipeline.operations[i][1].role is Role.DECODE_ATTENTION:
                         yield partial(launch_one, layer, i, fused="together")
                         yield partial(launch_one, layer, i, fused="tiles")
-            left_parts = one_part(pipeline) if pipeline.after_drop else parts
-            yield from self._behind(pipeline, kv, left_parts)
-            yield partial(self._head, left_parts, pipeline, num_rows)
+            kept_counts = initial_sum_counts(pipeline) if pipeline.after_drop else parts
+            yield from self._after_drop(pipeline, kv, kept_counts)
+            yield partial(self._head, kept_counts, pipeline, num_rows)
 
     def sample(self, num_rows: int) -> None:
-        """A token for each of the first rows of `logits` into `tokens`; the slots' requests keep it as their last.
+        """Sample `tokens` from the first rows of `logits`, and store each as its slot's last token.
 
-        Where each rank has a part of the logits, the best token, whatever was asked: see `keep`.
+        With several ranks this always takes the most likely token; for other sampling see `set_tokens`.
         """
         tokens = self.tokens[:num_rows]
         if self._collectives is not None:
-            with self._inside(Graph.SAMPLE):
+            with self._within(Graph.SAMPLE):
                 best = sampling_shards.best_of(self.logits[:num_rows], self._shard)
             tokens.copy_(best.token)
             self._bad[:num_rows].copy_(~best.value.isfinite())
@@ -153,8 +150,8 @@ class CudaExecutor:
             )  # fmt: skip
         self._remember(num_rows)
 
-    def keep(self, tokens: Tensor, bad: Tensor) -> None:
-        """As `sample`, of rows that were sampled elsewhere: tokens `[S]` int64; rows without numbers `[S]` bool."""
+    def set_tokens(self, tokens: Tensor, bad: Tensor) -> None:
+        """Store tokens `[S]` int64 that were sampled elsewhere. bad: rows that are not finite, `[S]` bool."""
         rows = len(tokens)
         self.tokens[:rows].copy_(tokens)
         self._bad[:rows].copy_(bad)
@@ -183,29 +180,25 @@ class CudaExecutor:
         if self._collectives is not None:
             sums = self._layers.rank_sums
             assert sums is not None
-            part, table = sums.partials[OF_EMBEDDING][:tokens], sums.summed[:tokens]
-            embed_part(ids, self.weights.embedding, self.spec.vocabulary.start, out=part)
+            part, table = sums.partials[EMBEDDING_BUFFER][:tokens], sums.summed[:tokens]
+            embed_shard(ids, self.weights.embedding, self.spec.vocabulary.start, out=part)
             self._collectives.reduce(
-                part,
-                table,
-                self._layers.sumsq[:, :tokens],
-                live=count["tokens"],
-                add=False,
+                part, table, self._layers.sumsq[:, :tokens], live=count["tokens"], add=False,
                 num_sms=self._layers.num_sms,
-            )
+            )  # fmt: skip
             ids = self._rows_in_order[:tokens]
         embed(
-            ids, table, scale=self.spec.embedding_scale, places=self.weights.places,
+            ids, table, scale=self.spec.embedding_scale, position_table=self.weights.positions,
             positions=column["positions"], centred=self.spec.norm.centred, out=self.x[:tokens],
-            sumsq=self._layers.sumsq[:, :tokens], **self._layers.of_embedding(pipeline),
+            sumsq=self._layers.sumsq[:, :tokens], **self._layers.embedding_outputs(pipeline),
         )  # fmt: skip
 
     def _head(self, parts: list[int], pipeline: Pipeline, num_rows: int) -> None:
         column, count, spec, weights = self.inputs.column, self.inputs.count, self.spec, self.weights
         layers = self._layers
-        sums = (layers.left if pipeline.after_drop else layers.whole).sumsq[: same_parts(parts), : pipeline.tokens]
+        sums = (layers.kept if pipeline.after_drop else layers.whole).sumsq[: equal_sum_count(parts), : pipeline.tokens]
         rows = self._rows[:num_rows]
-        at = self._rows_in_order if pipeline.after_drop else column["logit_tokens"]  # those that are sampled come first
+        at = self._rows_in_order if pipeline.after_drop else column["logit_tokens"]  # sampled rows come first
         final_norm(
             self.states(pipeline)[: pipeline.tokens], sums, at[:num_rows], weights.norm, spec.norm.eps,
             norm_bias=weights.norm_bias, centred=spec.norm.centred, out=rows,
@@ -217,25 +210,24 @@ class CudaExecutor:
         )  # fmt: skip
 
     def states(self, pipeline: Pipeline) -> Tensor:
-        """`[T, H]` the stream behind the last layer, after a run; see `Assignment.left_at`."""
-        return (self._layers.left if pipeline.after_drop else self._layers.whole).activations["x"]
+        """Return the stream `[T, H]` after the last layer of a run; see `Assignment.output_rows`."""
+        return (self._layers.kept if pipeline.after_drop else self._layers.whole).activations["x"]
 
     def hidden(self, pipeline: Pipeline, rows: Tensor) -> Tensor:
-        """`[N, H]` states behind the final norm of rows `[N]` of `states`, after a run. Eager: graphs have those of
-        sampled rows alone."""
+        """Return the states `[N, H]` after the final norm of rows `[N]` of `states`. Eager, because graphs compute only
+        sampled rows."""
         w, norm, picked = self.weights, self.spec.norm, self.states(pipeline)[rows]
         sums = reference.row_sumsq(picked, norm.centred)
         return reference.final_norm(picked, sums, w.norm, norm.eps, norm_bias=w.norm_bias, centred=norm.centred)
 
     def layers(
-        self, pipeline: Pipeline, kv: Tensor, only: Collection[NanoOperation] | None = None, *, leaving: bool = False,
-        fused: Fused = "lists",
+        self, pipeline: Pipeline, kv: Tensor, only: Collection[NanoOperation] | None = None, *,
+        drops_rows: bool = False, fused: Fused = "lists",
     ) -> list[int]:  # fmt: skip
-        """All layers on `x[: pipeline.tokens]`; returns, by block of tokens, how many partial sums of squares they
-        leave.
+        """Run all layers on `x[: pipeline.tokens]`. Returns the number of partial sums of squares by block of tokens.
 
-        only: launch these operations of the period and no others, to time them. leaving: not what of the last layer is
-        behind its attention, where rows leave; see `_behind`. fused: see `forward`.
+        only: launch only these operations of the period, to time them. drops_rows: leave out operations of the last
+        layer that `_after_drop` runs. fused: see `forward`.
         """
         main = torch.cuda.current_stream()
         operations = pipeline.period.operations
@@ -247,7 +239,7 @@ class CudaExecutor:
         lanes = pipeline.lanes - {"compute"}
         for lane in lanes:
             self._streams[lane].wait_stream(main)
-        parts = one_part(pipeline)
+        parts = initial_sum_counts(pipeline)
         way = fused if only is None and self.inputs.fuses(pipeline) else None
         events: dict[tuple[int, int], torch.cuda.Event] = {}
         for layer, i in pipeline.unrolled():
@@ -255,12 +247,12 @@ class CudaExecutor:
             nano = launch.nano
             if only is not None and nano not in only:
                 continue
-            if leaving and layer == pipeline.num_layers - 1:
+            if drops_rows and layer == pipeline.num_layers - 1:
                 if launch.operation.name in pipeline.after_drop:
                     if i == pipeline.gate:
                         self.gates[layer].record(main)
                     continue
-                launch = launch._replace(leaving=bool(pipeline.after_drop))
+                launch = launch._replace(drops_rows=bool(pipeline.after_drop))
             turn = layer - int(nano.next_layer)
             stream = main if nano.lane == "compute" else self._streams[nano.lane]
             for edge in waits[i]:
@@ -268,7 +260,7 @@ class CudaExecutor:
                     stream.wait_event(event)
             if i == pipeline.gate:
                 self.gates[layer].record(stream)
-            # Launched early, the waiting programs of one lane would sit on the SMs that another lane is to have.
+            # With several lanes, programs that are launched early would wait on the SMs of another lane.
             with torch.cuda.stream(stream), dependent_launch(not lanes):
                 self._layers.launch(launch)
             if i in awaited:
@@ -278,32 +270,32 @@ class CudaExecutor:
             main.wait_stream(self._streams[lane])
         return parts
 
-    def _behind(self, pipeline: Pipeline, kv: Tensor, parts: list[int]) -> Iterator[Callable[[], None]]:
-        """Launches of the last layer behind its attention, on those rows alone that somebody reads, where others leave;
-        into `parts` as `layers`. With the tiles of as many rows as there were: no bit of a row changes.
+    def _after_drop(self, pipeline: Pipeline, kv: Tensor, parts: list[int]) -> Iterator[Callable[[], None]]:
+        """Yield the launches of the last layer after its attention, on the kept rows only, if rows are dropped. Updates
+        `parts`. Tiles are those for all rows, so that no bit of a row changes.
         """
         if not pipeline.after_drop:
             return
-        if pipeline not in self._alone:
-            self._alone[pipeline] = pipeline.serial(self.spec, self._layers.num_sms)
-        alone, last, left, t = self._alone[pipeline], pipeline.num_layers - 1, self._layers.left, pipeline.tokens
+        if pipeline not in self._serial_of:
+            self._serial_of[pipeline] = pipeline.serial(self.spec, self._layers.num_sms)
+        serial, last, kept, t = self._serial_of[pipeline], pipeline.num_layers - 1, self._layers.kept, pipeline.tokens
         whole, early = self._layers.whole, len(pipeline.lanes) == 1
 
         def gather() -> None:
-            assert left.live is not None
+            assert kept.live is not None
             with dependent_launch(early):
                 gather_rows(
-                    whole.activations["x"][:t], part_of(whole.attended, slice(0, t)),
-                    self.inputs.column["left_tokens"][:t], left.live, x_out=left.activations["x"][:t],
-                    a_out=part_of(left.attended, slice(0, t)),
+                    whole.activations["x"][:t], slice_output(whole.attended, slice(0, t)),
+                    self.inputs.column["kept_tokens"][:t], kept.live, x_out=kept.activations["x"][:t],
+                    a_out=slice_output(kept.attended, slice(0, t)),
                 )  # fmt: skip
 
         def launch_one(i: int) -> None:
-            launch = self._layers.launch_of(alone, i, last, kv, parts)._replace(rows=left)
+            launch = self._layers.launch_of(serial, i, last, kv, parts)._replace(rows=kept)
             with dependent_launch(early):
                 self._layers.launch(launch)
 
         yield gather
-        for layer, i in alone.unrolled():
-            if layer == last and alone.operations[i][1].name in pipeline.after_drop:
+        for layer, i in serial.unrolled():
+            if layer == last and serial.operations[i][1].name in pipeline.after_drop:
                 yield partial(launch_one, i)

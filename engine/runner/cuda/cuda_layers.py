@@ -1,6 +1,6 @@
-"""`CudaLayers`: what the operations of a model's layers read and write on one GPU, and what launches each of them.
+"""`CudaLayers`: buffers and launchers of a model's layer operations on one GPU.
 
-Everything launched has a fixed grid and reads counts and work lists from device memory.
+All launches have fixed grids and read counts and work lists from device memory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from weft.engine.plans.plan import serial_period
 from weft.engine.runner.cuda.cuda_experts import ExpertLayers
 from weft.engine.runner.cuda.cuda_fp8 import Fp8Layers
 from weft.engine.runner.cuda.cuda_fp8_experts import Fp8ExpertLayers
-from weft.engine.runner.cuda.cuda_fp8_unfused import Fp8LayersApart
+from weft.engine.runner.cuda.cuda_fp8_unfused import UnfusedFp8Layers
 from weft.engine.runner.cuda.cuda_inputs import DeviceInputs
 from weft.engine.runner.cuda.rank_sums import RankSums
 from weft.engine.runner.device.collectives import DeviceCollectives
-from weft.engine.runner.device.launchers import launchers_of
+from weft.engine.runner.device.launchers import launchers_for
 from weft.engine.runner.device.layer_launch import Launch, Rows, rows_of
 from weft.engine.runner.options.gpu_limits import unfused_fp8
 from weft.kernels.attention.backend import AttentionBackend
@@ -32,9 +32,9 @@ from weft.kernels.attention.decode_workspace import decode_workspace
 from weft.kernels.attention.fp8_unpack import Unpacked, counting_table
 from weft.kernels.attention.output import Output
 from weft.kernels.attention.prefill_attention import prefill_workspace
-from weft.kernels.attention.triton_backend import PrefillParts, TritonStep
+from weft.kernels.attention.triton_backend import PrefillSplits, TritonStep
 from weft.kernels.common.gpu import gpu
-from weft.kernels.experts.experts import switch_shared
+from weft.kernels.experts.experts import gate_shared
 from weft.kernels.formats.fp8 import KvScales
 from weft.kernels.matmul.fp8_projections import rows_buffer
 from weft.kernels.matmul.gemm_config import GemmConfig
@@ -46,9 +46,9 @@ from weft.kernels.matmul.rows import row_sumsq
 
 
 class CudaLayers:
-    """Launches one operation of one layer at a time, on the current stream; `CudaExecutor` says in which order.
+    """Launches one operation of one layer at a time on the current stream, in the order of `CudaExecutor`.
 
-    Raises `ModelError` for a model with an operation that it cannot launch.
+    Raises `ModelError` for a model with an operation that has no launcher.
     """
 
     def __init__(
@@ -63,29 +63,29 @@ class CudaLayers:
         collectives: DeviceCollectives | None = None,
         kv_scales: KvScales | None = None,
     ) -> None:
-        """invariant: one accumulation order for every product, sum of squares and attention, whatever shares the batch.
-        collectives: of a rank of several; its products then leave partial sums. kv_scales: of pages in e4m3.
+        """invariant: the order of accumulation in GEMMs, sums of squares and attention does not depend on the batch.
+        collectives: given for one of several ranks, whose GEMMs write partial sums. kv_scales: scales of e4m3 pages.
         """
         self.spec, self.weights, self.inputs = spec, weights, inputs
         self.collectives = collectives
         self.attention, self.invariant = attention, invariant
         self._kv_scales, self._dtype = kv_scales, dtype
-        self._launchers = launchers_of(spec, TABLE, "a GPU")
+        self._launchers = launchers_for(spec, TABLE, "a GPU")
         device, tokens = inputs.slab.device, inputs.layout.max_tokens
         here = gpu(device)
         assert here is not None
         self.num_sms = here.sms
-        self._fp8_apart = spec.quantization is not None and unfused_fp8(spec)
-        self._heads_apart = self._places_heads_apart()
-        """What becomes of heads is a pass behind their product."""
+        self._unfused_fp8 = spec.quantization is not None and unfused_fp8(spec)
+        self._separate_heads = self._needs_separate_heads()
+        """A separate pass after the QKV GEMM processes its heads."""
         self.x = self._buffer(spec.hidden_size, shared=True)
-        """[T, H] the residual stream; after a run, that of the last layer"""
+        """`[T, H]` residual stream; after a run, the last layer's."""
         self.sumsq = sumsq_buffer(spec.hidden_size, tokens, device)
-        """[parts, T] of its rows' squares"""
+        """`[parts, T]` sums of squares of its rows."""
         self.rank_sums: RankSums | None = None
         if collectives is not None:
-            # each rank adds up the squares of its part of a row
-            self.sumsq = collectives.take((max(len(self.sumsq), collectives.ranks), tokens), torch.float32)
+            # Each rank sums the squares of its shard of a row.
+            self.sumsq = collectives.allocate((max(len(self.sumsq), collectives.ranks), tokens), torch.float32)
             self.rank_sums = RankSums(spec, weights, collectives, tokens, dtype, device, invariant=invariant)
         activations = {
             "x": self.x,
@@ -98,77 +98,76 @@ class CudaLayers:
             activations["s"] = self._buffer(spec.experts.shared_size)
         self._raw = {
             "qkv": None if self._fuses_heads() else self._buffer(spec.qkv_size),
-            "residual": self._buffer(spec.hidden_size) if spec.placement.behind and collectives is None else None,
+            "residual": self._buffer(spec.hidden_size) if spec.placement.after and collectives is None else None,
         }
-        """what a product leaves for a pass over its rows, where one follows"""
+        """GEMM outputs that a separate pass processes, if there is one."""
         self._fp8 = self._fp8_layers(activations["h"])
         self._fp8_experts: Fp8ExpertLayers | None = None
         if self._fp8 is not None and self.expert_layers is not None:
             self._fp8_experts = Fp8ExpertLayers(
                 spec, self._fp8, self.expert_layers.choice, tokens, dtype, device, invariant=invariant
             )
-        self.whole, self.left = self._rows(activations)
+        self.whole, self.kept = self._rows(activations)
         self.activations = self.whole.activations
         self.gemm_space = workspace(device, elements=1 << 26)
-        self.steps: list[Any] = [self._work(k) for k in range(inputs.layout.nano_batches)]
-        """what the attention back end needs, for each nano-batch"""
-        self.left_steps = [self._of_read_tiles(k, step) for k, step in enumerate(self.steps)]
-        """of the last layer, where rows leave"""
+        self.steps: list[Any] = [self._attention_step(k) for k in range(inputs.layout.nano_batches)]
+        """The attention back end's steps, one for each nano-batch."""
+        self.kept_steps = [self._step_of_kept_tiles(k, step) for k, step in enumerate(self.steps)]
+        """Steps of the last layer if rows are dropped."""
 
-    def _places_heads_apart(self) -> bool:
-        """Norms of heads add up in the epilogue of their product in an order that follows its tiles, and these the
-        token count; no product in 16 bits writes pages in FP8; and products in FP8 that stand apart leave all of it to
-        passes."""
+    def _needs_separate_heads(self) -> bool:
+        """Return whether heads need a separate pass: with head norms and batch invariance, because an epilogue sums in
+        the order of its tiles, which depend on the token count; for FP8 pages after a 16-bit GEMM; for unfused FP8."""
         heads_normed = self.weights.layers[0]["qkv"].q_norm is not None
         writes_fp8 = self._kv_scales is not None and self.spec.quantization is None
-        return (self.invariant and heads_normed) or writes_fp8 or self._fp8_apart
+        return (self.invariant and heads_normed) or writes_fp8 or self._unfused_fp8
 
     def _fuses_heads(self) -> bool:
         q_norm = self.weights.layers[0]["qkv"].q_norm
         fused = fuses_heads(self.spec.head_dim, q_norm, normed=self.spec.placement.before)
-        return fused and not self._heads_apart
+        return fused and not self._separate_heads
 
     def _buffer(self, *row: int, shared: bool = False) -> Tensor:
-        """A row a token. shared: other ranks reach it, where there are any."""
+        """Allocate a buffer with a row per token. shared: other ranks can access it."""
         shape = self.inputs.layout.max_tokens, *row
         if shared and self.collectives is not None:
-            return self.collectives.take(shape, self._dtype)
+            return self.collectives.allocate(shape, self._dtype)
         return torch.zeros(shape, dtype=self._dtype, device=self.inputs.slab.device)
 
     def _fp8_layers(self, h: Tensor) -> Fp8Layers | None:
         spec, tokens, device = self.spec, self.inputs.layout.max_tokens, self.inputs.slab.device
         if spec.quantization is None:
             return None
-        if not self._fp8_apart:
+        if not self._unfused_fp8:
             return Fp8Layers(spec, self.weights, tokens, device, invariant=self.invariant)
         raw = {**self._raw, "h": h}
-        return Fp8LayersApart(spec, self.weights, tokens, device, raw, invariant=self.invariant)
+        return UnfusedFp8Layers(spec, self.weights, tokens, device, raw, invariant=self.invariant)
 
     def _rows(self, activations: Mapping[str, Tensor]) -> tuple[Rows, Rows]:
-        """Of all tokens, and what stays in the last layer, where rows leave."""
+        """Return the rows of all tokens, and those kept in the last layer."""
         spec, tokens, device = self.spec, self.inputs.layout.max_tokens, self.inputs.slab.device
         width = spec.num_heads * spec.head_dim
         operand: Output | None = None
-        if self._fp8 is not None and not self._fp8_apart and self.attention.quantizes:
+        if self._fp8 is not None and not self._unfused_fp8 and self.attention.quantizes:
             operand = self._fp8.operand("a", slice(None))
         whole = rows_of(activations, self.sumsq, self._buffer(width) if operand is None else operand)
         if not Pipeline(serial_period(spec, tokens, self.num_sms), spec).after_drop:
             return whole, whole
-        stays = {**activations, "x": self._buffer(spec.hidden_size)}
+        kept = {**activations, "x": self._buffer(spec.hidden_size)}
         sums = sumsq_buffer(spec.hidden_size, tokens, device)
         attended = self._buffer(width) if operand is None else rows_buffer(tokens, width, device)
-        return whole, rows_of(stays, sums, attended, self.inputs.count["left"])
+        return whole, rows_of(kept, sums, attended, self.inputs.count["kept"])
 
     def launch_of(self, pipeline: Pipeline, i: int, layer: int, kv: Tensor, parts: list[int]) -> Launch:
-        """Operation `i` of a pipeline's period in a layer, on all of its rows."""
+        """Return the launch of operation `i` of a pipeline's period in a layer, on all rows."""
         nano, op = pipeline.operations[i]
         return Launch(nano, op, layer, self.weights.layers[layer].get(op.name), kv, pipeline, parts, self.whole)
 
     def launch(self, it: Launch) -> None:
         self._launchers[it.operation.name](self, it)
 
-    def _work(self, nano: int) -> TritonStep:
-        """The work lists of a nano-batch, with scratch of its own: those of two may be worked on at once."""
+    def _attention_step(self, nano: int) -> TritonStep:
+        """Return a nano-batch's work lists with separate scratch, because two nano-batches may run at once."""
         spec, layout = self.spec, self.inputs.layout
         space = decode_workspace(
             layout.max_part_slots, layout.max_tokens, spec.num_kv_heads, spec.heads_per_kv, spec.head_dim,
@@ -180,7 +179,7 @@ class CudaLayers:
             partial_sums = prefill_workspace(
                 layout.prefill_slots, spec.num_kv_heads, spec.head_dim, self.inputs.slab.device
             )
-            parts = PrefillParts(partial_sums, self.inputs.decoders(nano))
+            parts = PrefillSplits(partial_sums, self.inputs.decoders(nano))
         return TritonStep(self.inputs.page_table, decodes, *prefill, space, self._unpacked(nano), parts)
 
     def _unpacked(self, nano: int) -> Unpacked | None:
@@ -191,18 +190,17 @@ class CudaLayers:
         wide = torch.zeros(shape, dtype=self.x.dtype, device=table.device)
         return Unpacked(*self.inputs.unpacked_work(nano), wide, counting_table(pages, table.shape[1], table.device))
 
-    def _of_read_tiles(self, nano: int, step: TritonStep) -> TritonStep:
-        items, count = self.inputs.left_prefill_work(nano)
+    def _step_of_kept_tiles(self, nano: int, step: TritonStep) -> TritonStep:
+        items, count = self.inputs.kept_prefill_work(nano)
         wide = step.unpacked
         if wide is not None:
-            _, _, wide_items, wide_count = self.inputs.unpacked_work(nano, left=True)
+            _, _, wide_items, wide_count = self.inputs.unpacked_work(nano, kept=True)
             wide = wide._replace(items=wide_items, num_items=wide_count)
         return step._replace(prefill_items=items, prefill_count=count, unpacked=wide)
 
     def fill(self, x: Tensor) -> None:
-        """Activations as in the middle of a model, to time its layers: x `[T, H]`, rows of unit variance, the rest
-        random.
-        """
+        """Fill activations as in the middle of a model, to time its layers: x `[T, H]`, rows of unit variance; others
+        random."""
         for name, activation in self.activations.items():
             if name == "x":
                 activation.copy_(x)
@@ -212,9 +210,9 @@ class CudaLayers:
         if self._fp8 is not None:
             self._fp8.fill()
 
-    def of_embedding(self, pipeline: Pipeline) -> dict[str, Any]:
-        """What `embed` is told to leave beside the stream."""
-        return {} if self._fp8 is None else self._fp8.of_embedding(pipeline)
+    def embedding_outputs(self, pipeline: Pipeline) -> dict[str, Any]:
+        """Return `embed`'s arguments for the first layer's FP8 operand, if there is one."""
+        return {} if self._fp8 is None else self._fp8.embedding_outputs(pipeline)
 
     # -- launchers
 
@@ -229,7 +227,7 @@ class CudaLayers:
         out = self.activations[it.operation.target][own]
         if self._fp8 is not None:
             self._fp8.qkv(it, heads, out, self._common(it) | scales)
-        elif self._heads_apart:
+        elif self._separate_heads:
             assert raw is not None
             linear_project(x, sums, w.weight, eps, bias=w.bias, out=raw, **self._common(it))
             place_heads(raw, eps, *heads, out=out, num_tokens=self._live(it), **scales)
@@ -250,8 +248,8 @@ class CudaLayers:
             self._attend(self.attention.prefill, it)
 
     def _attend(self, attend: Callable[..., Output], it: Launch) -> None:
-        """On the whole activations: work lists say whose rows."""
-        steps = self.left_steps if it.leaving and self.attention.captured else self.steps
+        """Launch attention on the full activations; work lists select the rows."""
+        steps = self.kept_steps if it.drops_rows and self.attention.captured else self.steps
         step = steps[it.pipeline.nano_batches.index((it.nano.begin, it.nano.end))]
         step = self.attention.within(step, it.pipeline.tokens)
         sinks = self.weights.layers[it.layer]["qkv"].sinks
@@ -262,7 +260,7 @@ class CudaLayers:
 
     def _residual(self, it: Launch) -> None:
         if self.rank_sums is not None:
-            self.rank_sums.leave(it, self._common(it))
+            self.rank_sums.project(it, self._common(it))
             return
         if self._fp8 is not None:
             it.note_sums(self._fp8.residual(it, self._common(it)))
@@ -274,7 +272,7 @@ class CudaLayers:
             bias=w.bias, eps=norm.eps, centred=norm.centred, raw=self._raw_of("residual", own), **self._common(it),
         )  # fmt: skip
         if self.invariant and w.post_norm is None and not norm.centred:
-            # the parts follow the tiles of the product, and these the token count
+            # The epilogue's partial sums follow the GEMM's tiles, which depend on the token count.
             sums = row_sumsq(x, out=sumsq[:1])
         it.note_sums(sums)
 
@@ -294,7 +292,7 @@ class CudaLayers:
         if it.product.gate is not None:
             sums = self._stream_sums(it)
             assert sums is not None  # `resolve` refuses experts without norms before them
-            switch_shared(it.x, sums, it.product.gate, self.spec.norm.eps, out=out)
+            gate_shared(it.x, sums, it.product.gate, self.spec.norm.eps, out=out)
 
     def _up(self, it: Launch) -> None:
         if self._fp8 is not None:
@@ -319,7 +317,7 @@ class CudaLayers:
     def _experts_residual(self, it: Launch) -> None:
         assert self.expert_layers is not None
         if self.rank_sums is not None:
-            self.expert_layers.residual(it, *self.rank_sums.of_experts(it), self._live(it))
+            self.expert_layers.residual(it, *self.rank_sums.expert_buffers(it), self._live(it))
             return
         if self._fp8_experts is not None:
             sums = self._fp8_experts.residual(it, self._live(it))
@@ -328,11 +326,11 @@ class CudaLayers:
         it.note_sums(sums)
 
     def _live(self, it: Launch) -> Tensor:
-        """`[1]`: how many of an operation's tokens there are."""
+        """Return `[1]` number of tokens that an operation really has."""
         return self.inputs.live(it.pipeline, it.nano.begin) if it.rows.live is None else it.rows.live
 
     def _stream_sums(self, it: Launch) -> Tensor | None:
-        """`[parts, T]` that a product which reads the stream is normed by; None where no norm stands before it."""
+        """Return the sums `[parts, T]` for GEMMs that norm the stream; None if no norm precedes them."""
         return it.sums if self.spec.placement.before else None
 
     def _raw_of(self, name: str, own: slice) -> Tensor | None:
@@ -340,7 +338,7 @@ class CudaLayers:
         return None if raw is None else raw[own]
 
     def _common(self, it: Launch) -> dict[str, Any]:
-        """What every product is told beside its operands."""
+        """Return the arguments of every GEMM besides its operands."""
         return {
             "num_sms": it.nano.sms,
             "space": self.gemm_space,
@@ -349,7 +347,7 @@ class CudaLayers:
         }
 
     def config(self, given: GemmConfig | None, tokens: int, weight: Tensor) -> GemmConfig | None:
-        """The configuration of a product: the plan's, or None for the kernel's own choice; unsplit for invariance."""
+        """Return a GEMM's configuration: the plan's or None (the kernel's choice); without split-K if invariant."""
         if not self.invariant:
             return given
         features, depth = weight.shape

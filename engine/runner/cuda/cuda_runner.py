@@ -1,7 +1,7 @@
-"""`CudaRunner`: a captured graph for each token bucket and plan period, inputs through a pinned ring, no host waits.
+"""`CudaRunner`: runs iterations from captured graphs, one per token bucket and plan period, without host waits.
 
-An iteration is two graphs: the model up to the logits, and sampling. Between them go, as ordinary launches and only in
-batches that ask for them, logit biases, penalties and log-probabilities. A request's last token stays on the device.
+An iteration is two graphs: the model up to the logits, and sampling. Logit biases, penalties and log-probabilities are
+ordinary launches between them, in batches that need them. A request's last token stays on the device.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from weft.engine.progress import Progress
 from weft.engine.runner.cuda.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda.cuda_inputs import INVARIANT_PART_TOKENS, device_inputs
 from weft.engine.runner.cuda.cuda_layers import CudaLayers
-from weft.engine.runner.device.collectives import Several
+from weft.engine.runner.device.collectives import RankGroup
 from weft.engine.runner.device.compile_job import CompileJob
 from weft.engine.runner.device.layer_launch import Fused
 from weft.engine.runner.device.pooling import pooled
-from weft.engine.runner.device.preparation import Preparation, Step, Work
+from weft.engine.runner.device.preparation import PipelineWork, Preparation, Step
 from weft.engine.runner.device.sampling import Sampling, Scores
 from weft.engine.runner.iteration.attention_lists import AttentionGrid
-from weft.engine.runner.iteration.attention_path import AttentionPath, possible_paths
+from weft.engine.runner.iteration.attention_path import AttentionPath, describe_paths
 from weft.engine.runner.iteration.batch import Batch, PromptLogprobs, StepResult
 from weft.engine.runner.iteration.nano import Assignment
 from weft.engine.runner.iteration.pipelines import Pipelines
 from weft.engine.runner.memory.cuda_arena import DriverFailed, cuda_sleepable_memory
 from weft.engine.runner.memory.sleep import SleepableMemory
 from weft.engine.runner.options.footprint import GIB
-from weft.engine.runner.options.gpu_memory import Taken, room_for_pages
+from weft.engine.runner.options.gpu_memory import MemoryUsage, bytes_for_pages
 from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.kernels.attention import break_evens
 from weft.kernels.attention.backend import AttentionBackend, HostAttention
@@ -53,50 +53,50 @@ if TYPE_CHECKING:
     from weft.engine.model.broad.module import BroadModule
 
 RESERVE_BYTES = GIB
-"""left free beside the KV pool: graphs, and the workspaces of batches with penalties or log-probabilities"""
-LOOK_SECONDS = 2e-5
-"""between looks at an iteration that waits for other ranks: who waits for the device itself hears of nothing else"""
+"""Memory to leave free for graphs, and for workspaces of batches with penalties or log-probabilities."""
+POLL_SECONDS = 2e-5
+"""Seconds between polls of an iteration that uses several ranks. Waiting for the device would hide a lost rank."""
 PIPELINE_BYTES = 64 << 20
-"""left free beside that for each pipeline whose kernels are loaded once the pool is there"""
-WAYS_APART: dict[str, Fused] = {"pod_together": "together", "pod_tiles": "tiles"}
-"""paths of attention that have graphs of their own"""
+"""Memory to leave free for each pipeline whose kernels are loaded after the pool is allocated."""
+FUSED_PATHS: dict[str, Fused] = {"pod_together": "together", "pod_tiles": "tiles"}
+"""Attention paths with separate graphs."""
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:
-    """Nobody watches the start."""
+    """Ignore progress."""
 
 
 class _Graphs(NamedTuple):
     model: torch.cuda.CUDAGraph
-    """empty with an attention back end that plans on the host: the model then runs as ordinary launches"""
+    """Empty if the model runs eagerly."""
     sample: torch.cuda.CUDAGraph
     others: dict[Fused, torch.cuda.CUDAGraph]
-    """the model with attention's one launch in other ways, where it is one; `model` is that of "lists" there"""
+    """The model with other variants of fused attention, if it is fused; `model` is then the variant "lists"."""
 
     @classmethod
     def empty(cls, *, fused: bool) -> _Graphs:
-        others = {way: torch.cuda.CUDAGraph() for way in WAYS_APART.values()} if fused else {}
+        others = {way: torch.cuda.CUDAGraph() for way in FUSED_PATHS.values()} if fused else {}
         return cls(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), others)
 
     def of(self, path: AttentionPath | None) -> torch.cuda.CUDAGraph:
-        """The model's for an iteration whose attention goes this way."""
-        way = None if path is None else WAYS_APART.get(path.path)
+        """Return the model's graph for this attention path."""
+        way = None if path is None else FUSED_PATHS.get(path.path)
         return self.model if way is None else self.others.get(way, self.model)
 
 
 class CudaInFlight:
-    """An iteration on the GPU's stream: an event and the pinned buffers that its results arrive in."""
+    """An iteration on the GPU's stream: its events, and pinned buffers for its results."""
 
     def __init__(
         self, batch: Batch, before: torch.cuda.Event | None, nano_batches: int, num_slots: int,
         check: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        """check: of a rank of several, see `Several`."""
+        """check: see `RankGroup`; None for a single rank."""
         self.batch = batch
         self._check = check
         self.nano_batches = nano_batches
         self.sampled = torch.empty(2, num_slots, dtype=torch.int64, pin_memory=True)
-        """tokens, and 1 for rows whose logits were no numbers; the first rows are the batch's"""
+        """Tokens, and 1 for rows whose logits are not finite. The first rows are the batch's."""
         self.attention: AttentionPath | None = None
         self.scores: Scores | None = None
         self.prompt_scores: list[Scores] = []
@@ -107,13 +107,13 @@ class CudaInFlight:
 
     def ends_within(self, seconds: float) -> bool:
         if self._check is None:
-            return True  # asking again and again would take a core and the interpreter's lock
+            return True  # polling would use a core and the interpreter's lock
         end = time.monotonic() + seconds
         while not self.end.query():
             self._check()
             if time.monotonic() > end:
                 return False
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         return True
 
     def wait(self) -> StepResult:
@@ -136,7 +136,7 @@ class CudaInFlight:
 
 
 class CudaRunner:
-    """The runner of one GPU (see `runner.Runner`). Everything a graph points at is allocated here, once."""
+    """`Runner` on one GPU. It allocates everything that graphs use once, when it is created."""
 
     def __init__(
         self,
@@ -145,22 +145,22 @@ class CudaRunner:
         config: ResolvedConfig,
         progress: Progress | None = None,
         compiling: CompileJob | None = None,
-        several: Several | None = None,
+        rank_group: RankGroup | None = None,
     ) -> None:
-        """compiling: where the kernels of pipelines come from that are not waited for; None: they are in the cache.
-        several: of a rank of several; all of them do this at once, and launch the same iterations in the same order.
+        """compiling: compiles pipelines that are not waited for; None: all kernels are in the cache. rank_group: the
+        other ranks, which must create their runners at once and launch the same iterations in the same order.
         """
         self.spec, self.weights, self.config = spec, weights, config
         self._grid = AttentionGrid(
             spec.num_kv_heads, spec.heads_per_kv, PER_SM, INVARIANT_PART_TOKENS if config.batch_invariant else 0,
             config.kv.page_size,
         )  # fmt: skip
-        self._several = several
+        self._rank_group = rank_group
         report = progress or _no_progress
         device = config.device
         self._device = device
         self.stream = torch.cuda.Stream(device)
-        """where iterations run, one behind the other"""
+        """Stream of all iterations."""
         here = gpu(device)
         assert here is not None
         self._pipelines = Pipelines(
@@ -171,40 +171,40 @@ class CudaRunner:
             self._inputs = device_inputs(spec, config, self._pipelines.nano_batches)
             self._host_attention: HostAttention[Any] | None = None
             self._eager = ""
-            """why the model runs as ordinary launches; "" where it is captured"""
+            """Why the model runs eagerly; "" if it is captured."""
             self._executor = self._make_executor(here.sms)
             layout = self._inputs.layout
-            paths = possible_paths(config.attention, cuts=layout.prefill_slots > 0, pod=layout.pod)
+            paths = describe_paths(config.attention, cuts=layout.prefill_slots > 0, pod=layout.pod)
             print(f"weft: {paths}", file=sys.stderr, flush=True)
             if layout.pod == "auto" and layout.prefill_slots:
-                of = break_evens.Made.here(*config.attention_shape(spec)[:4])
-                self._inputs.break_evens, said = break_evens.read(config.cache_dir, of)
-                print(f"weft: {said}", file=sys.stderr, flush=True)
+                of = break_evens.TableKey.here(*config.attention_shape(spec)[:4])
+                self._inputs.break_evens, message = break_evens.read(config.cache_dir, of)
+                print(f"weft: {message}", file=sys.stderr, flush=True)
             self._last_end: torch.cuda.Event | None = None
             self._sampling = Sampling(
-                device, config.max_num_seqs, spec.vocabulary, None if several is None else several.device
+                device, config.max_num_seqs, spec.vocabulary, None if rank_group is None else rank_group.device
             )
-            # A pool of two pages serves the warm-up, which loads every kernel; what is left then is measured.
+            # The warm-up loads every kernel with a pool of two pages. Then the free memory is measured.
             self.kv = self._allocate(2)
-            behind = [] if config.wait_for_plan else self._pipelines.planned
-            ahead = self._pipelines.serial if behind else list(self._pipelines)
-            self._reserve = RESERVE_BYTES + len(behind) * PIPELINE_BYTES
-            self._warm_up(ahead, report)
+            later = [] if config.wait_for_plan else self._pipelines.planned
+            now = self._pipelines.serial if later else list(self._pipelines)
+            self._reserve = RESERVE_BYTES + len(later) * PIPELINE_BYTES
+            self._warm_up(now, report)
             self.kv = self._allocate(self._measure_pages(), self.sleepable)
             self._graphs: dict[int, _Graphs] = {}
-            for done, pipeline in enumerate(ahead):
-                report("capturing graphs", done, len(ahead))
+            for done, pipeline in enumerate(now):
+                report("capturing graphs", done, len(now))
                 self._graphs[id(pipeline)] = self._capture(pipeline)
             self.stream.synchronize()
-            self._beside = torch.cuda.Stream(device)
-            """where graphs are captured while `stream` has work"""
-        if behind:
-            self._pipelines.hold_back()
-        works = [self._work(pipeline) for pipeline in behind]
+            self._capture_stream = torch.cuda.Stream(device)
+            """Stream for captures while `stream` has work."""
+        if later:
+            self._pipelines.disable_planned()
+        works = [self._pipeline_work(pipeline) for pipeline in later]
         self._preparation = Preparation(works, compiling, serving=len(self._pipelines.planned) - len(works))
 
     def _make_executor(self, num_sms: int) -> Any:
-        """A `CudaExecutor`, or what has its interface."""
+        """Return a `CudaExecutor`, or a class with its interface."""
         spec, weights, config = self.spec, self.weights, self.config
         if isinstance(spec, BroadSpec):
             from weft.engine.model.broad.module import BroadModule
@@ -213,7 +213,7 @@ class CudaRunner:
             assert isinstance(weights, BroadModule)
             return BroadCudaExecutor(spec, weights, self._inputs, config)
         assert isinstance(weights, Weights)
-        shape, scales = config.attention_shape(spec), weights.scales_of_pages(spec, config.kv.dtype)
+        shape, scales = config.attention_shape(spec), weights.kv_page_scales(spec, config.kv.dtype)
         attention: AttentionBackend[Any]
         if config.attention == "triton":
             attention = TritonAttention(shape, num_sms, scales, batch_invariant=config.batch_invariant)
@@ -224,7 +224,7 @@ class CudaRunner:
             )
         layers = CudaLayers(
             spec, weights, self._inputs, config.compute_dtype, attention, invariant=config.batch_invariant,
-            collectives=None if self._several is None else self._several.device, kv_scales=scales,
+            collectives=None if self._rank_group is None else self._rank_group.device, kv_scales=scales,
         )  # fmt: skip
         return CudaExecutor(layers)
 
@@ -240,16 +240,16 @@ class CudaRunner:
         return CudaCopyEngine(self.kv, slots, self._executor.gates, self.config.packed)
 
     def _make_sleepable_memory(self) -> SleepableMemory | None:
-        """With the weights in it; None, with a line, where the driver does not do it."""
+        """Return sleepable memory that holds the weights, or None if the driver does not support it."""
         with torch.cuda.device(self._device):
             try:
                 sleepable = cuda_sleepable_memory(self._device)
                 sleepable.adopt_weights(self.weights.tensors())
             except (OSError, AttributeError, DriverFailed) as error:
-                print(f"weft: the model cannot keep its place while it sleeps: {error}", file=sys.stderr, flush=True)
+                print(f"weft: the model cannot release its memory to sleep: {error}", file=sys.stderr, flush=True)
                 return None
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what the weights lay in before
+            torch.cuda.empty_cache()  # the weights' old memory
         return sleepable
 
     def _allocate(self, pages: int, sleepable: SleepableMemory | None = None) -> Tensor:
@@ -269,20 +269,20 @@ class CudaRunner:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         own = torch.cuda.memory_reserved(self._device) + (self.sleepable.num_bytes if self.sleepable is not None else 0)
-        taken = Taken(total, free, own, self.weights.num_bytes if config.common_weights else 0)
-        room = room_for_pages(config, taken, self._reserve)
-        # Less is free where others use the GPU, or the weights that are being replaced are still there.
+        taken = MemoryUsage(total, free, own, self.weights.num_bytes if config.common_weights else 0)
+        room = bytes_for_pages(config, taken, self._reserve)
+        # Other processes, or weights that are being replaced, may leave less memory free.
         if config.sharers > 1 and config.num_pages is None and free - self._reserve < room:
             print(
-                f"weft: {room / GIB:.1f} GiB for KV pages are this engine's part, but {free / GIB:.1f} GiB of the GPU "
-                "are free: it takes no more",
+                f"weft: this engine may use {room / GIB:.1f} GiB for KV pages, but only {free / GIB:.1f} GiB of GPU "
+                "memory are free: using those",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
             room = free - self._reserve
-        # Pages that the running requests could never fill are of use as prefix cache alone; they are kept all the same.
+        # Pages beyond the need of running requests serve as prefix cache.
         pages = config.num_pages or room // page_bytes
-        if self._several is not None:  # a page has a part on every rank
-            room, free, pages = self._several.host.all_gather(torch.tensor([room, free, pages])).amin(0).tolist()
+        if self._rank_group is not None:  # every rank holds a shard of each page
+            room, free, pages = self._rank_group.host.all_gather(torch.tensor([room, free, pages])).amin(0).tolist()
         if pages < 2 or pages * page_bytes > free:
             raise OutOfMemory(
                 f"after weights and buffers {max(room, 0) / GIB:.1f} GiB are left for KV pages of "
@@ -292,43 +292,43 @@ class CudaRunner:
         return int(pages)
 
     def _warm_up(self, pipelines: list[Pipeline], report: Progress) -> None:
-        """Load every kernel, which a capture cannot; compile those that are not in the cache."""
-        there = torch.cuda.memory_allocated(self._device)
+        """Load every kernel, which a capture cannot do, and compile missing ones."""
+        allocated = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         for done, pipeline in enumerate(pipelines):
             report("loading kernels", done, len(pipelines))
             if self._host_attention is None:
-                self._executor.touch(pipeline, self.kv, self._rows(pipeline))
-            self._executor.sample(self._rows(pipeline))
+                self._executor.touch(pipeline, self.kv, self._max_sampled(pipeline))
+            self._executor.sample(self._max_sampled(pipeline))
         if self.spec.native:
             return
         pipeline = pipelines[0]
-        self._eager = self._executor.blocks_capture(pipeline, self.kv, self._rows(pipeline))
+        self._eager = self._executor.blocks_capture(pipeline, self.kv, self._max_sampled(pipeline))
         how = f"eagerly on the GPU: {self._eager}" if self._eager else "in captured graphs"
         print(f"weft: {self.spec.architecture}: transformers' code runs {how}", file=sys.stderr, flush=True)
-        # `transformers`' code allocates its activations: once for the graphs, which share theirs, once beside them.
-        self._reserve += 2 * (torch.cuda.max_memory_allocated(self._device) - there)
+        # `transformers`' code allocates activations: once for all graphs, and once for eager runs.
+        self._reserve += 2 * (torch.cuda.max_memory_allocated(self._device) - allocated)
         self._graph_memory = torch.cuda.graph_pool_handle()
 
     def _capture(self, pipeline: Pipeline) -> _Graphs:
-        graphs = self._empty(pipeline)
+        graphs = self._new_graphs(pipeline)
         if not self._eager:
-            # `transformers`' code allocates; these graphs run one after another, so they share that memory.
+            # Graphs of `transformers`' code allocate. They run in sequence, so they share that memory.
             memory = None if self.spec.native else self._graph_memory
             with torch.cuda.graph(graphs.model, memory, stream=self.stream):
-                self._model(pipeline)
+                self._run_model(pipeline)
         for way, graph in graphs.others.items():
             with torch.cuda.graph(graph, stream=self.stream):
-                self._model(pipeline, fused=way)
+                self._run_model(pipeline, fused=way)
         with torch.cuda.graph(graphs.sample, stream=self.stream):
-            self._executor.sample(self._rows(pipeline))
+            self._executor.sample(self._max_sampled(pipeline))
         return graphs
 
-    # -- a pipeline of the plan, made ready between two iterations
+    # -- preparing a pipeline of the plan between iterations
 
-    def _work(self, pipeline: Pipeline) -> Work:
-        rows = self._rows(pipeline)
-        graphs = self._empty(pipeline)
+    def _pipeline_work(self, pipeline: Pipeline) -> PipelineWork:
+        rows = self._max_sampled(pipeline)
+        graphs = self._new_graphs(pipeline)
 
         def load() -> Iterator[Step]:
             for launch in self._executor.touches(pipeline, self.kv, rows):
@@ -336,52 +336,52 @@ class CudaRunner:
             yield partial(self._launch_empty, partial(self._executor.sample, rows))
 
         def capture() -> Iterator[Step]:
-            yield partial(self._capture_beside, graphs.model, partial(self._model, pipeline))
+            yield partial(self._capture_while_running, graphs.model, partial(self._run_model, pipeline))
             for way, graph in graphs.others.items():
-                yield partial(self._capture_beside, graph, partial(self._model, pipeline, fused=way))
-            yield partial(self._capture_beside, graphs.sample, partial(self._executor.sample, rows))
+                yield partial(self._capture_while_running, graph, partial(self._run_model, pipeline, fused=way))
+            yield partial(self._capture_while_running, graphs.sample, partial(self._executor.sample, rows))
 
         def enable() -> None:
             self._graphs[id(pipeline)] = graphs
             self._pipelines.enable(pipeline)
 
         period = pipeline.period
-        return Work(f"for {period.min_tokens} to {period.tokens} tokens", load, capture, enable)
+        return PipelineWork(f"for {period.min_tokens} to {period.tokens} tokens", load, capture, enable)
 
     def _launch_empty(self, launch: Callable[[], None]) -> None:
-        """Behind the iterations that were launched, on inputs of no tokens: those of the last one would be computed
-        again, over what has been sampled since."""
+        """Launch with inputs of no tokens, after the iterations launched so far. The last iteration's inputs would
+        repeat it and overwrite tokens sampled since."""
         with torch.cuda.device(self._device), torch.cuda.stream(self.stream), torch.inference_mode():
             self._inputs.clear()
             launch()
 
-    def _capture_beside(self, graph: torch.cuda.CUDAGraph, launch: Callable[[], None]) -> None:
-        """Without `torch.cuda.graph`, which waits for the device: what is in flight on `stream` goes on. The capture is
-        this thread's, which launches nothing else meanwhile; other threads may copy pages."""
-        with torch.cuda.device(self._device), torch.cuda.stream(self._beside), torch.inference_mode():
+    def _capture_while_running(self, graph: torch.cuda.CUDAGraph, launch: Callable[[], None]) -> None:
+        """Capture without `torch.cuda.graph`, which would wait for the iterations in flight. The capture is local to
+        this thread, which launches nothing else meanwhile; other threads may copy pages."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._capture_stream), torch.inference_mode():
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 launch()
             finally:
                 graph.capture_end()
 
-    def _rows(self, pipeline: Pipeline) -> int:
-        """that sample, at most"""
+    def _max_sampled(self, pipeline: Pipeline) -> int:
+        """Return the maximum of rows that sample."""
         return min(pipeline.tokens, self.config.max_num_seqs)
 
-    def _empty(self, pipeline: Pipeline) -> _Graphs:
+    def _new_graphs(self, pipeline: Pipeline) -> _Graphs:
         return _Graphs.empty(fused=not self._eager and self._inputs.fuses(pipeline))
 
-    def _model(self, pipeline: Pipeline, **how: Fused) -> None:
-        """how: `fused`, of an executor whose attention is one launch."""
-        self._executor.forward(pipeline, self.kv, self._rows(pipeline), **how)
+    def _run_model(self, pipeline: Pipeline, **how: Fused) -> None:
+        """how: `fused`, for an executor with fused attention."""
+        self._executor.forward(pipeline, self.kv, self._max_sampled(pipeline), **how)
 
     def launch(self, batch: Batch) -> CudaInFlight:
         pipeline = self._pipelines.of(batch)
         graphs, s, logits = self._graphs[id(pipeline)], batch.sampling, self._executor.logits
         tokens = self._executor.tokens
         with torch.cuda.stream(self.stream), torch.inference_mode():
-            check = None if self._several is None else self._several.check
+            check = None if self._rank_group is None else self._rank_group.check
             in_flight = CudaInFlight(batch, self._last_end, len(pipeline.nano_batches), len(tokens), check)
             in_flight.begin.record()
             assigned = self._inputs.send(batch, pipeline, self._grid)
@@ -391,17 +391,17 @@ class CudaRunner:
             else:
                 if self._host_attention is not None:
                     self._executor.steps = [self._host_attention.prepare(batch)]
-                self._model(pipeline)
+                self._run_model(pipeline)
             in_flight.prompt_scores = [
                 self._prompt_scores(asked, assigned, pipeline) for asked in batch.prompt_logprobs
             ]
             states = pooled(batch, lambda rows: self._hidden(rows, assigned, pipeline))
             if states is not None:
-                (in_flight.pooled,) = self._sampling.down([states])
-            raw = self._sampling.asked(logits, s)
+                (in_flight.pooled,) = self._sampling.to_host([states])
+            raw = self._sampling.raw_logits(logits, s)
             self._sampling.adjust(logits, batch)
-            if self._several is not None and s.columns["temperature"].any():
-                self._executor.keep(*self._sampling.draw(logits[: len(s.slots)], s))
+            if self._rank_group is not None and s.columns["temperature"].any():
+                self._executor.set_tokens(*self._sampling.draw(logits[: len(s.slots)], s))
             else:
                 graphs.sample.replay()
             self._sampling.count(tokens, s)
@@ -412,8 +412,7 @@ class CudaRunner:
         return in_flight
 
     def logits_of(self, batch: Batch) -> Tensor:
-        """Run a batch to its end, decodes on its own tokens: `[S, V]` of the rows that sample. For a test at the
-        start."""
+        """Run a batch, with its own tokens for decodes, and return logits `[S, V]` of rows that sample. For tests."""
         decodes = batch.num_decodes
         tokens = torch.from_numpy(batch.token_ids[:decodes]).to(self._device).long()
         with torch.cuda.stream(self.stream):
@@ -426,14 +425,14 @@ class CudaRunner:
         self.stream.synchronize()
 
     def _hidden(self, rows: np.ndarray, assigned: Assignment, pipeline: Pipeline) -> Tensor:
-        """States behind the final norm of rows `[N]` of the batch's tokens."""
-        at = self._sampling.up(assigned.left_at(rows).astype(np.int64))
+        """Return states after the final norm of token rows `[N]` of the batch."""
+        at = self._sampling.to_device(assigned.output_rows(rows).astype(np.int64))
         if isinstance(self.weights, Weights):
             return self._executor.hidden(pipeline, at)
         return self._executor.hidden_of(pipeline, self.kv, at)
 
     def _prompt_scores(self, asked: PromptLogprobs, assigned: Assignment, pipeline: Pipeline) -> Scores:
-        """Eager: the graph computed logits of sampled rows only."""
+        """Score a prompt eagerly, because the graph computes only logits of sampled rows."""
         w, spec = self.weights, self.spec
 
         def logits_of(rows: Tensor) -> Tensor:
@@ -446,4 +445,4 @@ class CudaRunner:
                 softcap=spec.logits_softcap,
             )  # fmt: skip
 
-        return self._sampling.prompt_scores(asked, assigned.left_at(asked.token_rows), logits_of)
+        return self._sampling.prompt_scores(asked, assigned.output_rows(asked.token_rows), logits_of)

@@ -1,4 +1,4 @@
-"""`RankSums`: the partial sums that products of a rank on a GPU leave, and how all ranks' get into the stream."""
+"""`RankSums`: GEMMs that write a rank's partial sums on a GPU, and the all-reduces that add them to the stream."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from weft.engine.model.operations import ALL_REDUCE
+from weft.engine.model.reductions import directly_reduced
 from weft.engine.model.spec import ModelSpec
-from weft.engine.model.sums import summed_alone
 from weft.engine.model.weights import Weights
-from weft.engine.runner.cuda.sum_places import SumPlace, sum_places
+from weft.engine.runner.cuda.sum_buffers import SumBuffer, sum_buffers
 from weft.engine.runner.device.collectives import DeviceCollectives
 from weft.engine.runner.device.layer_launch import Launch
 from weft.kernels.matmul.mid_projections import linear_project, residual_project
@@ -20,40 +20,40 @@ from weft.kernels.matmul.rows import add_normed, row_sumsq
 
 
 class RankSums:
-    """Launches on the current stream. common: what every product is told beside its operands."""
+    """Launches on the current stream. common: arguments of every GEMM besides its operands."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, collectives: DeviceCollectives, tokens: int, dtype: torch.dtype,
         device: torch.device, *, invariant: bool = False,
     ) -> None:  # fmt: skip
-        """tokens: of an iteration, at most. invariant: squares of a row come in one piece: products add up pieces in an
-        order that follows their tiles, and these the token count."""
+        """tokens: token limit of an iteration. invariant: sum the squares of a row in a separate pass, because GEMMs
+        sum them in the order of their tiles, which depend on the token count."""
         self._spec, self._layers, self._collectives = spec, weights.layers, collectives
         self._invariant = invariant
         shape = tokens, spec.hidden_size
-        self.partials = [collectives.take(shape, dtype) for _ in range(2)]
-        """[T, H] each: what this rank's products shall add to the stream, until ranks add up theirs: see `SumPlace`"""
-        self.summed = collectives.take(shape, dtype)
-        """[T, H] a sum of all ranks that something else follows"""
+        self.partials = [collectives.allocate(shape, dtype) for _ in range(2)]
+        """Two buffers `[T, H]` of this rank's partial sums until the next all-reduce; see `SumBuffer`."""
+        self.summed = collectives.allocate(shape, dtype)
+        """`[T, H]` sum over all ranks that needs a further pass."""
         self._squares = sumsq_buffer(spec.hidden_size, tokens, device)
-        """[parts, T] of partial sums, which nobody reads"""
-        self._places = sum_places(spec)
+        """`[parts, T]` sums of squares of partial sums, which are not used."""
+        self._buffers = sum_buffers(spec)
         dense = spec.layer_operations() if spec.quantization is None else ()
-        self._alone = frozenset(op.name for op in summed_alone(dense))
-        """products that may write to the other ranks themselves"""
-        self._sum_of = dict[str, str]()
-        """by such a product, the sum behind it"""
+        self._pushable = frozenset(op.name for op in directly_reduced(dense))
+        """GEMMs that may push their tiles to other ranks."""
+        self._sum_after = dict[str, str]()
+        """By such a GEMM, the all-reduce after it."""
         before = ""
         for op in spec.layer_operations():
-            if op.kernel == ALL_REDUCE and before in self._alone:
-                self._sum_of[before] = op.name
+            if op.kernel == ALL_REDUCE and before in self._pushable:
+                self._sum_after[before] = op.name
             before = op.name
 
-    def leave(self, it: Launch, common: dict[str, Any]) -> None:
-        """A product whose sum over all ranks goes to the stream."""
+    def project(self, it: Launch, common: dict[str, Any]) -> None:
+        """Launch a GEMM whose sum over all ranks is added to the stream."""
         if self._pushes(it, common):
             return
-        source, w, place = it.rows.activations[it.operation.source][it.tokens], it.product, self._place(it)
+        source, w, place = it.rows.activations[it.operation.source][it.tokens], it.product, self._buffer(it)
         part = self.partials[place.turn][it.tokens]
         if place.first:
             linear_project(source, None, w.weight, self._spec.norm.eps, bias=w.bias, out=part, **common)
@@ -63,42 +63,41 @@ class RankSums:
             )  # fmt: skip
 
     def _pushes(self, it: Launch, common: dict[str, Any]) -> bool:
-        """Have a product write its part of a sum to the other ranks, where that is quicker; false where it is not, or
-        where a pipeline's sum is of other tokens.
-        """
+        """Launch a GEMM that pushes its tiles to other ranks. Returns False and launches nothing if that is not faster,
+        or if the pipeline's all-reduce covers other tokens."""
         name, own = it.operation.name, (it.nano.begin, it.nano.end)
-        if name not in self._alone:
+        if name not in self._pushable:
             return False
-        begin = self._apart(it)
-        sums = [n for n, op in it.pipeline.operations if op.name == self._sum_of[name]]
+        begin = self._begin_if_interleaved(it)
+        sums = [n for n, op in it.pipeline.operations if op.name == self._sum_after[name]]
         if begin is not None and own not in [(n.begin, n.end) for n in sums]:
             return False
         source, w = it.rows.activations[it.operation.source][it.tokens], it.product
         return self._collectives.push(
-            source, w.weight, w.bias, turn=self._place(it).turn, begin=begin,
+            source, w.weight, w.bias, turn=self._buffer(it).turn, begin=begin,
             among=None if begin is None else it.pipeline.tokens, **common,
         )  # fmt: skip
 
     @staticmethod
-    def _apart(it: Launch) -> int | None:
-        """Where an operation's tokens begin, if others may be launched between a product and its sum."""
+    def _begin_if_interleaved(it: Launch) -> int | None:
+        """Return the start of an operation's tokens if other launches may come between a GEMM and its all-reduce."""
         return it.nano.begin if len(it.pipeline.lanes) > 1 or len(it.pipeline.begins) > 1 else None
 
-    def of_experts(self, it: Launch) -> tuple[Tensor, Tensor]:
-        """Where experts add up their part, `[T, H]`, and its squares, which nobody reads."""
-        place = self._place(it)
+    def expert_buffers(self, it: Launch) -> tuple[Tensor, Tensor]:
+        """Return the buffer for partial sums of experts, `[T, H]`, and one for their squares, which are not used."""
+        place = self._buffer(it)
         part = self.partials[place.turn][it.tokens]
         if place.first:
             part.zero_()
         return part, self._squares[:, it.tokens]
 
     def reduce(self, it: Launch, live: Tensor) -> Tensor:
-        """Add all ranks' sums to the stream, behind their norm where they have one. Returns what was written of its
-        `sumsq`. live `[1]`: how many of the tokens there are."""
-        own, norm, place = it.tokens, self._spec.norm, self._place(it)
+        """Add all ranks' sums to the stream, after the post-norm if there is one. Returns the part of `sumsq` written.
+        live `[1]`: number of tokens."""
+        own, norm, place = it.tokens, self._spec.norm, self._buffer(it)
         post_norm = self._layers[it.layer][place.last].post_norm
         x, sumsq, part = it.x, it.sumsq, self.partials[place.turn][own]
-        options: dict[str, Any] = {"live": live, "num_sms": it.nano.sms, "begin": self._apart(it)}
+        options: dict[str, Any] = {"live": live, "num_sms": it.nano.sms, "begin": self._begin_if_interleaved(it)}
         if post_norm is None:
             sums = self._collectives.reduce(part, x, sumsq, add=True, **options)
         else:
@@ -109,5 +108,5 @@ class RankSums:
             return row_sumsq(x, out=sumsq[:1], centred=norm.centred)
         return sums
 
-    def _place(self, it: Launch) -> SumPlace:
-        return self._places[it.layer][it.operation.name]
+    def _buffer(self, it: Launch) -> SumBuffer:
+        return self._buffers[it.layer][it.operation.name]

@@ -1,4 +1,4 @@
-"""`Launch`: one nano-operation of one layer about to be launched, and the rows that it works on."""
+"""`Launch`: the arguments of one nano-operation's launch in one layer; `Rows`: the tensors it reads and writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from weft.engine.errors import ConfigError
-from weft.engine.model.layer_weights import ProductWeights
+from weft.engine.model.layer_weights import ProjectionWeights
 from weft.engine.model.operations import Operation
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import TOKEN_STEP, NanoOperation
@@ -16,26 +16,26 @@ from weft.kernels.attention.output import Output
 
 
 class Rows(NamedTuple):
-    """What the operations of a layer read and write: of an iteration's tokens at their places, or of some that left."""
+    """Tensors that a layer reads and writes: rows of all tokens, or of those kept after the last attention."""
 
     activations: Mapping[str, Tensor]
     sumsq: Tensor
-    """[parts, T] of the stream"""
+    """`[parts, T]` sums of squares of the stream."""
     attended: Output
-    """what attention writes: the activation "a", or, where it quantises, an operand in its place"""
+    """Attention's output: the activation "a", or a quantised operand instead."""
     live: Tensor | None = None
-    """[1] how many there are; None: as many as token ranges say"""
+    """`[1]` number of rows; None: the token ranges determine it."""
 
 
 def rows_of(activations: Mapping[str, Tensor], sumsq: Tensor, attended: Output, live: Tensor | None = None) -> Rows:
-    """Activations but for what attention writes, which is one of them where it is no operand."""
+    """Build `Rows`. Attention's output also becomes the activation "a" if it is not quantised."""
     named = {"a": attended} if isinstance(attended, Tensor) else {}
     return Rows({**activations, **named}, sumsq, attended, live)
 
 
 Fused = Literal["lists", "together", "tiles"]
-"""what one launch does with decodes and chunks: one list behind the other, or some programs begin with decodes; both at
-the same time on every SM; decodes are tiles of the chunks' list, which is all that the chunks' kernel has to do"""
+"""How one launch computes decodes and chunks: one list after the other, where some programs may begin with chunks; both
+at the same time on every SM; decodes as tiles of the chunks' list."""
 
 
 class Launch(NamedTuple):
@@ -44,17 +44,17 @@ class Launch(NamedTuple):
     nano: NanoOperation
     operation: Operation
     layer: int
-    weights: ProductWeights | None
-    """None for an operation that is no product"""
+    weights: ProjectionWeights | None
+    """None for an operation without weights."""
     kv: Tensor
     pipeline: Pipeline
     parts: list[int]
-    """rows of `sumsq` that hold sums, by block of tokens: a product leaves one per feature tile"""
+    """Rows of `sumsq` that hold sums, by block of tokens. A GEMM writes one per feature tile."""
     rows: Rows
-    leaving: bool = False
-    """behind this layer's attention rows leave that nobody reads"""
+    drops_rows: bool = False
+    """After this layer's attention, rows that are not read are dropped."""
     fused: Fused | None = None
-    """attention of decodes and of chunks is one launch, that of the decodes, which does both lists so"""
+    """How the launch of the decodes computes chunks too; None: chunks have their own launch."""
 
     @property
     def x(self) -> Tensor:
@@ -62,11 +62,11 @@ class Launch(NamedTuple):
 
     @property
     def sumsq(self) -> Tensor:
-        """[parts, T] of the stream, its tokens' part"""
+        """`[parts, T]` of the operation's tokens."""
         return self.rows.sumsq[:, self.tokens]
 
     @property
-    def product(self) -> ProductWeights:
+    def product(self) -> ProjectionWeights:
         assert self.weights is not None
         return self.weights
 
@@ -76,11 +76,11 @@ class Launch(NamedTuple):
 
     @property
     def sums(self) -> Tensor:
-        """[parts, T] of `sumsq`: those that the products before have written"""
-        return self.sumsq[: same_parts(self.parts[self._blocks])]
+        """`[parts, T]` of `sumsq` that the preceding operations have written."""
+        return self.sumsq[: equal_sum_count(self.parts[self._blocks])]
 
     def note_sums(self, sums: Tensor) -> None:
-        """What an operation that adds to the stream has written of `sumsq`."""
+        """Record the part of `sumsq` that an operation which adds to the stream has written."""
         blocks = self._blocks
         self.parts[blocks] = [sums.shape[0]] * len(self.parts[blocks])
 
@@ -89,13 +89,13 @@ class Launch(NamedTuple):
         return slice(self.nano.begin // TOKEN_STEP, -(-self.nano.end // TOKEN_STEP))
 
 
-def one_part(pipeline: Pipeline) -> list[int]:
-    """The embedding writes one partial sum of squares."""
+def initial_sum_counts(pipeline: Pipeline) -> list[int]:
+    """Return the counts after the embedding, which writes one partial sum of squares."""
     return [1] * -(-pipeline.tokens // TOKEN_STEP)
 
 
-def same_parts(parts: list[int]) -> int:
-    """How many partial sums a product reads: the products before it must have written equally many for its tokens."""
+def equal_sum_count(parts: list[int]) -> int:
+    """Return the number of partial sums that an operation reads, which must be the same for all its tokens."""
     if len(set(parts)) != 1:
-        raise ConfigError("a plan gives nano-operations that one operation reads together different feature tiles")
+        raise ConfigError("a plan has different feature tiles for nano-operations that one operation reads together")
     return parts[0]

@@ -1,7 +1,7 @@
-"""`shared_weights`: the weights of a model, in memory that several engines map; one of them loads.
+"""`shared_weights`: the weights of a model in memory that several engines map and one of them loads.
 
-The tensors are laid out one behind the other, and a table says which part of the model each is: who maps the memory
-builds `Weights` of that and reads no file. Nobody can write there once they are complete.
+The tensors follow each other in memory, with a table of where each belongs in the model. An engine that maps the memory
+builds `Weights` from the table and reads no file. The memory is read-only once it is complete.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import msgspec
 import torch
 from torch import Tensor
 
-from weft.engine.model.layer_weights import ProductWeights
+from weft.engine.model.layer_weights import ProjectionWeights
 from weft.engine.model.weights import Weights
 from weft.engine.runner.memory.sleep import ALIGNMENT
 from weft.engine.wire.weight_exchange import ExchangedWeights, WeightExchange
 from weft.kernels.formats.fp8 import Fp8Weight
 from weft.kernels.formats.fp8_matrix import Fp8Matrix
 
-KINDS = {kind.__name__: kind for kind in (Weights, ProductWeights, Fp8Matrix, Fp8Weight)}
-"""what a model's weights are made of, beside tensors, mappings and tuples"""
+KINDS = {kind.__name__: kind for kind in (Weights, ProjectionWeights, Fp8Matrix, Fp8Weight)}
+"""Classes that weights consist of, besides tensors, mappings and tuples."""
 
 
 class SharedMemory(Protocol):
-    """Memory of a device as a file descriptor."""
+    """Device memory as a file descriptor."""
 
     def make(self, num_bytes: int, fill: Callable[[Tensor], None]) -> int:
-        """New memory. fill: is given it, `[num_bytes]` uint8, and afterwards nobody can write to it. Returns a
-        descriptor, the caller's to close. Raises `OutOfMemory`."""
+        """Allocate memory and make it read-only after `fill` has written it, `[num_bytes]` uint8. Returns a descriptor
+        that the caller closes. Raises `OutOfMemory`."""
         ...
 
     def map(self, fd: int, num_bytes: int) -> Tensor:
-        """`[num_bytes]` uint8, to be read. `fd` may be closed then."""
+        """Map the memory read-only, `[num_bytes]` uint8. `fd` may be closed afterwards."""
         ...
 
 
@@ -43,9 +43,9 @@ def shared_weights(
     exchange: WeightExchange, name: str, memory: SharedMemory, load: Callable[[], Weights],
     waiting: Callable[[], None] = lambda: None,
 ) -> Weights:  # fmt: skip
-    """Those of this name that lie on the exchange; else they are loaded and put there. What `load` raises is raised.
+    """Return the weights of this name from the exchange, or load and publish them. Raises what `load` raises.
 
-    waiting: called again and again while another engine loads.
+    waiting: called repeatedly while another engine loads.
     """
     with exchange.lock(waiting):
         found = exchange.find()
@@ -63,7 +63,7 @@ def shared_weights(
 
 def _put(exchange: WeightExchange, name: str, memory: SharedMemory, weights: Weights) -> None:
     layout = _Layout()
-    contents = {"num_bytes": 0, "weights": layout.told(weights)}
+    contents = {"num_bytes": 0, "weights": layout.encode(weights)}
     contents["num_bytes"] = layout.num_bytes
     file = os.memfd_create("weft-weights-contents")
     with open(file, "wb", closefd=False) as writer:
@@ -86,12 +86,12 @@ def _mapped(found: ExchangedWeights, memory: SharedMemory) -> Weights:
             kind = getattr(torch, dtype)
             empty = torch.empty(0, dtype=kind, device=home.device)
             made[key] = empty.set_(home.untyped_storage(), offset // kind.itemsize, shape, stride)
-        return made[key]  # the same one where it was the same one: a tied head is the embedding
+        return made[key]  # tied tensors, such as head and embedding, stay one tensor
 
-    def value(told: Any) -> Any:
-        if not isinstance(told, dict):
-            return told
-        ((what, inside),) = told.items()
+    def value(encoded: Any) -> Any:
+        if not isinstance(encoded, dict):
+            return encoded
+        ((what, inside),) = encoded.items()
         if what == "tensor":
             return tensor(*inside)
         if what == "tuple":
@@ -105,27 +105,27 @@ def _mapped(found: ExchangedWeights, memory: SharedMemory) -> Weights:
 
 
 class _Layout:
-    """Where tensors come to lie."""
+    """Assigns tensors to offsets in the memory."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._at: dict[int, int] = {}
-        """offset by the address of a storage"""
+        """Offsets by the address of a storage."""
         self._storages: list[tuple[int, Tensor]] = []
-        """offset, and `[bytes]` uint8"""
+        """Offset and content, `[bytes]` uint8."""
 
-    def told(self, value: Any) -> Any:
-        """As JSON has it: one entry, of what it is, around everything but numbers, words and nothing."""
+    def encode(self, value: Any) -> Any:
+        """Return the value in JSON form. All but numbers, strings and None become `{kind: content}`."""
         if isinstance(value, Tensor):
             return {"tensor": self._placed(value)}
         if is_dataclass(value):
-            return {type(value).__name__: {f.name: self.told(getattr(value, f.name)) for f in fields(value)}}
+            return {type(value).__name__: {f.name: self.encode(getattr(value, f.name)) for f in fields(value)}}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return {type(value).__name__: {name: self.told(getattr(value, name)) for name in value._fields}}
+            return {type(value).__name__: {name: self.encode(getattr(value, name)) for name in value._fields}}
         if isinstance(value, tuple):
-            return {"tuple": [self.told(part) for part in value]}
+            return {"tuple": [self.encode(part) for part in value]}
         if isinstance(value, Mapping):
-            return {"mapping": {name: self.told(part) for name, part in value.items()}}
+            return {"mapping": {name: self.encode(part) for name, part in value.items()}}
         assert value is None or isinstance(value, str | int | float), value
         return value
 

@@ -1,4 +1,4 @@
-"""What our kernels cannot do of a model or a configuration on a GPU. Attention's own limits: `attention_backends`."""
+"""Models and options that weft's GPU kernels do not support. For attention see `kernels.attention.backends`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from weft.kernels.common.gpu import Gpu
 
 log = logging.getLogger("weft.engine")
 EXPERT_ACTIVATIONS = ("silu", "swiglu_oai")
-"""those of the kernels of experts (`kernels.experts_triton`)"""
-
-
+"""Activations that the kernels of experts support (`kernels.experts.experts_triton`)."""
 HEADS = (64, 128)
 """Head sizes for which an FP8 GEMM writes q and the KV pages in its epilogue."""
 
 
 def check_kernels(spec: ModelSpec) -> None:
-    """Raises `ConfigError` for what they were not made for."""
-    if lacking := next((part for part, asked in _beyond_gpu(spec).items() if asked), None):
-        raise ConfigError(f"{spec.architecture}: the GPU kernels have no {lacking} yet; use --device cpu")
+    """Raise `ConfigError` for a model that the kernels do not support."""
+    if missing := next((part for part, used in _unsupported_parts(spec).items() if used), None):
+        raise ConfigError(f"{spec.architecture}: the GPU kernels do not support {missing} yet; use --device cpu")
     e = spec.experts
     sizes = [spec.hidden_size, spec.intermediate_size]
     if e is not None:
@@ -32,26 +30,26 @@ def check_kernels(spec: ModelSpec) -> None:
         raise ConfigError("a GPU needs hidden and intermediate sizes that are multiples of 8; use --device cpu")
 
 
-def _experts_alone(spec: ModelSpec) -> bool:
-    """No MLP is dense."""
+def _only_experts(spec: ModelSpec) -> bool:
+    """Return whether no MLP is dense."""
     return spec.experts is not None and not spec.experts.shared_size and all(layer.experts for layer in spec.layers)
 
 
-def _beyond_gpu(spec: ModelSpec) -> dict[str, bool]:
-    """Parts that only the torch twins compute, and whether the model has them."""
+def _unsupported_parts(spec: ModelSpec) -> dict[str, bool]:
+    """Return parts that only the reference implementations compute, and whether the model uses them."""
     e = spec.experts
     return {
         f"experts with norms placed {spec.placement.value}": e is not None and spec.placement is not Placement.PRE,
         "experts with LayerNorm": e is not None and spec.norm.centred,
         "norm over all heads on several ranks": spec.qk_norm == "projection" and spec.shard_of.ranks > 1,
         f"activation {spec.activation} of experts": e is not None and spec.activation not in EXPERT_ACTIVATIONS,
-        "activation swiglu_oai outside experts": spec.activation == "swiglu_oai" and not _experts_alone(spec),
+        "activation swiglu_oai outside experts": spec.activation == "swiglu_oai" and not _only_experts(spec),
     }
 
 
 def unfused_fp8(spec: ModelSpec) -> bool:
     """Return whether a quantised model needs separate passes that quantise (`cuda_fp8_unfused`)."""
-    placed = not spec.placement.before or spec.placement.behind or spec.placement.parallel
+    placed = not spec.placement.before or spec.placement.after or spec.placement.parallel
     heads = spec.qk_norm == "projection" or spec.head_dim not in HEADS
     return spec.norm.centred or spec.norm.bias or placed or not spec.gated or heads
 
@@ -64,35 +62,38 @@ def unsupported_fp8(spec: ModelSpec) -> str | None:
         widths += [e.intermediate_size, e.shared_size]
     cases = (
         (spec.shard_of.ranks > 1, "several ranks"),
-        (e is not None and unfused_fp8(spec), "experts beside heads of other sizes than 64 and 128, or other norms"),
-        (any(width % 16 for width in widths), "widths that are no multiple of 16"),
+        (
+            e is not None and unfused_fp8(spec),
+            "experts together with heads of other sizes than 64 and 128, or other norms",
+        ),
+        (any(width % 16 for width in widths), "widths that are not multiples of 16"),
     )
     return next((name for is_lacking, name in cases if is_lacking), None)
 
 
 def check_fp8(spec: ModelSpec, here: Gpu) -> None:
-    """Of a quantised model: raises `ConfigError` where its products cannot be FP8 on this GPU."""
+    """Raise `ConfigError` if a quantised model's GEMMs cannot run in FP8 on this GPU."""
     assert spec.quantization is not None
     what = "--quantization fp8" if spec.quantization.at_load else f"an FP8 checkpoint ({spec.quantization.method})"
     if here.capability < (8, 9):
         raise ConfigError(f"{what}: {here.name} does not multiply FP8; use a checkpoint in 16 bits, or --device cpu")
     if reason := unsupported_fp8(spec):
         raise ConfigError(
-            f"{what}: a GPU's FP8 products do not do {reason} yet; use a checkpoint in 16 bits, or --device cpu"
+            f"{what}: the GPU's FP8 GEMMs do not support {reason} yet; use a checkpoint in 16 bits, or --device cpu"
         )
     if spec.quantization.activations == "static":
-        log.warning("the checkpoint's static scales of activations are not used: a GPU makes its own, as fine")
+        log.warning("the checkpoint's static activation scales are not used: a GPU computes its own, equally fine ones")
 
 
 def check_pod(config: EngineConfig, spec: ModelSpec, backend: str, shape: AttentionShape) -> None:
-    """Raises `ConfigError` where attention cannot be one launch, and is to be."""
+    """Raise `ConfigError` if --pod asks for one attention launch where that is not possible."""
     able = shape.device.type != "cpu" and backend == "triton" and spec.native and not config.batch_invariant
     if able:
-        from weft.kernels.attention.triton_backend import cuts_prefill  # Triton, which a CPU need not have
+        from weft.kernels.attention.triton_backend import cuts_prefill  # needs Triton, which is optional on a CPU
 
         able = cuts_prefill(shape)
     if not able:
         raise ConfigError(
-            f"--pod {config.pod} needs a Hopper GPU, the triton attention back end, 16-bit KV, heads of 64 or 128 "
-            "numbers, no windows and no --batch-invariant: leave it out"
+            f"--pod {config.pod} needs a Hopper GPU, the triton attention back end, 16-bit KV, heads of size 64 or "
+            "128, no windows and no --batch-invariant: leave it out"
         )

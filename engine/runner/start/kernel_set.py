@@ -1,7 +1,4 @@
-"""`kernel_set`: every kernel that a runner of this model launches on a GPU, found without the GPU and its weights.
-
-`kernel_parts` tells those of the serial plan and of each pipeline of the plan apart.
-"""
+"""`kernel_set`: finds all kernels that a model's runner launches on a GPU, without the GPU and the weights."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ from weft.engine.plans.pipeline import Pipeline
 from weft.engine.runner.cuda.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda.cuda_inputs import device_inputs
 from weft.engine.runner.cuda.cuda_layers import CudaLayers
-from weft.engine.runner.cuda.peer_collectives import Imagined, PeerCollectives, Sizes
+from weft.engine.runner.cuda.peer_collectives import MetaMemory, PeerCollectives, PeerLayout
 from weft.engine.runner.device.collectives import MEASURED_STEPS
 from weft.engine.runner.iteration.pipelines import Pipelines
 from weft.engine.runner.options.resolve import ResolvedConfig, resolve, served_as
-from weft.engine.runner.start.gemm_tuning import tuning_launches
+from weft.engine.runner.start.gemm_tuning import launch_tuning_candidates
 from weft.kernels.attention.triton_backend import TritonAttention
 from weft.kernels.common.compilation import Kernel, collect
 from weft.kernels.common.gpu import Gpu, compiling_for, gpu_device
@@ -32,16 +29,15 @@ from weft.kernels.matmul import tuned
 
 
 def kernel_set(config: EngineConfig, gpu: Gpu) -> list[Kernel]:
-    """For `gpu`, each once. See `kernel_parts`."""
+    """Return all kernels for `gpu`, each once. See `kernel_parts`."""
     return list({kernel.key: kernel for part in kernel_parts(config, gpu) for kernel in part}.values())
 
 
 def kernel_parts(config: EngineConfig, gpu: Gpu) -> list[list[Kernel]]:
-    """Those of the serial plan, with the tiles that are known for `gpu` and those that would be tried; then, for each
-    pipeline of the plan, all of its own. Empty for an attention back end that is not captured, and for `transformers`'
-    code.
+    """Return the kernels of the serial plan, including tiles that tuning would try, then those of each pipeline.
 
-    Raises `WeftError` for a model or options that cannot be served there.
+    The list is empty for an attention back end that is not captured, and for `transformers`' code. Raises `WeftError`
+    for a model or options that cannot be served on that GPU.
     """
     spec, _ = choose_spec(config)
     if not spec.native:
@@ -72,9 +68,9 @@ def meta_executor(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> MetaExec
     pipelines = Pipelines(spec, config.max_num_batched_tokens, gpu.sms, config.plan)
     collectives = None
     if (ranks := spec.shard_of.ranks) > 1:
-        sizes = Sizes(spec, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
-        collectives = PeerCollectives(Imagined(sizes.total, ranks), 0, ranks, sizes)
-    scales = weights.scales_of_pages(spec, config.kv.dtype)
+        sizes = PeerLayout(spec, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
+        collectives = PeerCollectives(MetaMemory(sizes.total, ranks), 0, ranks, sizes)
+    scales = weights.kv_page_scales(spec, config.kv.dtype)
     attention = TritonAttention(config.attention_shape(spec), gpu.sms, scales, batch_invariant=config.batch_invariant)
     layers = CudaLayers(
         spec, weights, device_inputs(spec, config, pipelines.nano_batches), config.compute_dtype, attention,
@@ -87,7 +83,7 @@ def meta_executor(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> MetaExec
 def _parts(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> list[list[Kernel]]:
     tuning = []
     if config.tuning_seconds > 0:
-        tuning = collect(lambda: tuning_launches(spec, config.max_num_batched_tokens, config.cache_dir), gpu)
+        tuning = collect(lambda: launch_tuning_candidates(spec, config.max_num_batched_tokens, config.cache_dir), gpu)
     executor, pipelines, kv, collectives = meta_executor(spec, config, gpu)
 
     def touch(those: Iterable[Pipeline]) -> None:
@@ -100,7 +96,7 @@ def _parts(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> list[list[Kerne
         if collectives is None:
             touch(pipelines.serial)
             return
-        for steps in MEASURED_STEPS if config.tuning_seconds > 0 else (None,):  # each is measured at the start
+        for steps in MEASURED_STEPS if config.tuning_seconds > 0 else (None,):  # a start measures each
             collectives.use({} if steps is None else {0: steps})
             touch(pipelines.serial)
 

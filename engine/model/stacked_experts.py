@@ -1,5 +1,6 @@
-"""`Together`: a tensor of a checkpoint that has something of all experts of a layer, and what becomes of it when every
-expert has tensors of its own, as compressed checkpoints have them.
+"""`StackedExperts`: a checkpoint tensor with all experts of a layer, and how to split it into one tensor per expert.
+
+Compressed checkpoints store experts separately.
 """
 
 from __future__ import annotations
@@ -12,25 +13,25 @@ from torch import Tensor
 from weft.engine.model.families.family import TensorNames
 
 
-class Together(NamedTuple):
-    """One tensor; names are those in the files."""
+class StackedExperts(NamedTuple):
+    """One stacked tensor. Names are those in the files."""
 
     prefix: str
-    """of its layer"""
+    """Prefix of its layer."""
     tail: str
-    """`.weight` or `.bias`: what it is of each expert"""
+    """`.weight` or `.bias`."""
     pair: tuple[str, ...]
-    """what each expert's parts are called in the layer, with a place for the expert: gate and up, or down alone"""
+    """Names of each expert's modules in the layer, with `{}` for the expert: gate and up, or only down."""
     experts: int
     alternate: bool
-    """matrices are `[in, out]`, and rows of gate and up alternate"""
+    """Matrices are `[in, out]`, and rows of gate and up alternate."""
 
     def modules(self) -> list[str]:
-        """In the order of `parts`."""
+        """Return module names in the order of `split`."""
         return [f"{self.prefix}{name.format(i)}" for i in range(self.experts) for name in self.pair]
 
-    def parts(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors: matrices `[out, in]`, biases `[out]`."""
+    def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors: matrices `[out, in]`, biases `[out]`."""
         for i, each in enumerate(tensor):
             rows = each.t() if self.alternate and each.ndim == 2 else each
             halves = [rows]
@@ -40,13 +41,13 @@ class Together(NamedTuple):
                 yield f"{self.prefix}{name.format(i)}{self.tail}", half
 
 
-def together(names: TensorNames, prefix: str, count: int) -> dict[str, Together]:
-    """The tensors of all experts in the layer whose names begin with `prefix`, by their names."""
+def stacked_experts(names: TensorNames, prefix: str, count: int) -> dict[str, StackedExperts]:
+    """Return the stacked tensors of the layer with this prefix, by name."""
     if not names.experts_gate_up:
         return {}
     found = {}
     pairs = ((names.experts_gate_up, (names.expert_gate, names.expert_up)), (names.experts_down, (names.expert_down,)))
     for name, pair in pairs:
         for end, tail in (("", ".weight"), ("_bias", ".bias")):
-            found[f"{prefix}{name}{end}"] = Together(prefix, tail, pair, count, names.experts_alternate)
+            found[f"{prefix}{name}{end}"] = StackedExperts(prefix, tail, pair, count, names.experts_alternate)
     return found

@@ -1,4 +1,4 @@
-"""Which decoders `transformers` has, read from its source: importing it would load torch, seconds and 300 MiB."""
+"""Lists the decoders of `transformers` from its source: importing it would load torch, taking seconds and 300 MiB."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 @functools.cache
 def decoders() -> dict[str, str]:
-    """The class of each `model_type` that generates text."""
+    """Return the class of each `model_type` that generates text."""
     found = importlib.util.find_spec("transformers")
     assert found is not None
     assert found.origin is not None
@@ -31,9 +31,9 @@ def decoders() -> dict[str, str]:
 
 
 def refuse_undecodable(raw: dict[str, Any], *, trusted: bool) -> None:
-    """Raises `ModelError`, one line, for a `config.json` that `transformers` has no decoder for.
+    """Raise `ModelError`, one line, for a `config.json` that `transformers` has no decoder for.
 
-    trusted: code that the model's directory brings may run.
+    trusted: the model directory's own code may run.
     """
     name, kind = architecture(raw), model_type(raw)
     known = decoders().get(kind or "")
@@ -43,13 +43,13 @@ def refuse_undecodable(raw: dict[str, Any], *, trusted: bool) -> None:
             return
         if known is None:
             raise ModelError(
-                f"{name} brings code of its own: --trust-remote-code runs it, on this machine, with your rights"
+                f"{name} comes with its own code: --trust-remote-code runs it on this machine with your rights"
             )
     if "text_config" not in raw and name not in (known, "(none)"):
         if raw.get("is_encoder_decoder") or name.endswith("ForConditionalGeneration"):
-            raise ModelError(f"{name} is an encoder-decoder: weft serves decoders alone")
+            raise ModelError(f"{name} is an encoder-decoder: weft serves only decoders")
         if known is not None:
-            raise ModelError(f"architecture {name} is not supported: it generates no text ({known} would)")
+            raise ModelError(f"architecture {name} is not supported: it does not generate text ({known} does)")
     if known is None:
         version = importlib.metadata.version("transformers")
         raise UnknownArchitecture(
@@ -59,15 +59,14 @@ def refuse_undecodable(raw: dict[str, Any], *, trusted: bool) -> None:
 
 
 def _refuse_quantized(name: str, raw: dict[str, Any]) -> None:
-    if said := raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config"):
-        method = (said.get("quant_method") if isinstance(said, dict) else None) or "no quant_method"
-        raise ModelError(f"{name} is quantized ({method}): transformers' code serves bf16, fp16 and fp32 ones here")
+    if given := raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config"):
+        method = (given.get("quant_method") if isinstance(given, dict) else None) or "no quant_method"
+        raise ModelError(f"{name} is quantized ({method}): transformers' code serves only bf16, fp16 and fp32 here")
 
 
 def model_type(raw: dict[str, Any]) -> str | None:
-    """What the configuration says; else that of its architecture."""
-    said = raw.get("model_type")
-    return said or next((kind for kind, name in decoders().items() if name == architecture(raw)), None)
+    """Return the configuration's model type, else the one of its architecture."""
+    return raw.get("model_type") or next((t for t, name in decoders().items() if name == architecture(raw)), None)
 
 
 def architecture(raw: dict[str, Any]) -> str:
