@@ -60,12 +60,12 @@ class Slowdown(NamedTuple):
         """Return the factor. luck: uniform in [0, 1), larger is slower; None: the mean."""
         if not self.known:
             return self._equal(jobs)
-        seen = min(max(jobs, 1), len(self.known))
-        slower = self.known[seen - 1]
+        measured = min(max(jobs, 1), len(self.known))
+        slower = self.known[measured - 1]
         if self.spread and luck is not None:
-            shares = self.spread[seen - 1]
+            shares = self.spread[measured - 1]
             slower *= shares[int(luck * len(shares))]
-        return slower if jobs <= seen else slower * self._equal(jobs) / self._equal(seen)
+        return slower if jobs <= measured else slower * self._equal(jobs) / self._equal(measured)
 
     def _equal(self, jobs: int) -> float:
         return max(1.0, jobs * self.threads / self.cores)

@@ -22,7 +22,7 @@ Places = Sequence[tuple[int, Tensor]]
 
 class _Buffer:
     def __init__(self, form: PackedPage, device: torch.device) -> None:
-        pages = max(1, min(kernels.MOST_PAGES, STAGED_BYTES // form.nbytes))
+        pages = max(1, min(kernels.PAGES_PER_LAUNCH, STAGED_BYTES // form.nbytes))
         self.memory = torch.zeros(pages, form.nbytes, dtype=torch.uint8, device=device)
         self.cells = list(self.memory)
         self.full, self.empty = torch.cuda.Event(), torch.cuda.Event()

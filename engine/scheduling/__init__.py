@@ -1,7 +1,7 @@
-"""Requests and the decision what the next iteration computes.
+"""Requests, and the choice of what each iteration computes.
 
 Owns: requests and their grammars, the waiting queue, slots, admission, preemption, fences, prefix reuse, `Scheduler`,
-what is told of it.
-May import: runner/ (batches), memory/, wire/ and what lies below them.
-Never: touches a tensor of a device; frees a page or slot before its fence has passed; knows text.
+the engine's `Loop`, and the features that listen to it.
+May import: ranks/ and runner/ (batches), memory/, wire/ and what lies below them.
+Never: touches a device tensor; frees a page or slot before its fence has passed; handles text.
 """

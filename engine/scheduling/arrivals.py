@@ -1,4 +1,4 @@
-"""`Arrivals`: makes requests of the messages that ask for them."""
+"""`Arrivals`: converts messages into requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.engine.wire.messages import AddRequest
 
 
 class Arrivals:
-    """Numbers an engine's requests as they come, and gives a seed to those that bring none."""
+    """Numbers an engine's requests in arrival order, and assigns seeds to those without one."""
 
     def __init__(
         self, pool: PagePool, *, max_model_len: int, vocab_size: int, eos_token_ids: tuple[int, ...], seed: int
@@ -27,7 +27,7 @@ class Arrivals:
         self._count = 0
 
     def request(self, message: AddRequest) -> Request:
-        """Raises `RequestError` for what can never be served."""
+        """Return the request of a message. Raises `RequestError` if it can never be served."""
         params = message.params
         token_ids = np.frombuffer(message.prompt_token_ids, np.int32)
         max_total_tokens = check_request(

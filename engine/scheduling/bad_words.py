@@ -1,8 +1,7 @@
 """`BadWords`: texts that must not occur in a request's output, and the tokens that would complete one of them.
 
-A word may be spelled by any tokens, begin in the middle of one and end in the middle of another. So an automaton
-follows the bytes of the output (Aho and Corasick's): its state is the longest end of the output that begins a word,
-and every state knows the tokens that would go on to the end of a word.
+A word may start and end in the middle of tokens. So an Aho-Corasick automaton follows the bytes of the output. Its
+state is the longest end of the output that begins a word, and each state has the tokens that would complete a word.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from llguidance import LLTokenizer
 from weft.engine.scheduling.grammar import Mask
 
 KEPT_STATES = 256
-"""whose tokens are remembered"""
+"""States whose tokens are cached."""
 
 TokenIds = npt.NDArray[np.int32]
 
 
 class Vocabulary:
-    """The bytes of every token, to be searched. Tokens that the vocabulary calls special have none."""
+    """The searchable bytes of every token. Special tokens have none."""
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
         self.bytes = [
@@ -37,28 +36,28 @@ class Vocabulary:
         self._text = b"".join(self._sorted)
         self._ends = np.cumsum([len(data) for data in self._sorted])
 
-    def that_begin(self, prefix: bytes) -> TokenIds:
-        """Tokens that begin with this."""
+    def starting_with(self, prefix: bytes) -> TokenIds:
+        """Return the tokens that start with `prefix`."""
         low = bisect_left(self._sorted, prefix)
-        behind = prefix.rstrip(b"\xff")
-        high = bisect_left(self._sorted, behind[:-1] + bytes([behind[-1] + 1])) if behind else len(self._sorted)
+        stem = prefix.rstrip(b"\xff")
+        high = bisect_left(self._sorted, stem[:-1] + bytes([stem[-1] + 1])) if stem else len(self._sorted)
         return self._ids[low:high]
 
-    def that_contain(self, word: bytes) -> TokenIds:
-        """Tokens in which this occurs."""
+    def containing(self, word: bytes) -> TokenIds:
+        """Return the tokens that contain `word`."""
         found, at = [], self._text.find(word)
         while at >= 0:
             token = int(np.searchsorted(self._ends, at, "right"))
             end = int(self._ends[token])
             if at + len(word) <= end:
                 found.append(token)
-                at = end - 1  # one is enough
+                at = end - 1  # one match per token is enough
             at = self._text.find(word, at + 1)
         return self._ids[found]
 
 
 class BadWords:
-    """Shared by requests with the same words; a request has a `state`, 0 at first."""
+    """The automaton, shared by requests with the same words. Each request has a state, initially 0."""
 
     def __init__(self, words: Sequence[str], vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -66,17 +65,17 @@ class BadWords:
         self._next: list[dict[int, int]] = [{}]
         self._depth = [0]
         self._range = [(0, len(self._words))]
-        """of the words that go through a state"""
+        """By state, the range of words that pass through it."""
         for i, word in enumerate(self._words):
             self._insert(i, word)
         self._shorter = self._link()
-        """of each state: that of the longest shorter end of the output that begins a word"""
+        """By state, the state of the next shorter end of the output that begins a word."""
         self._banned: OrderedDict[int, TokenIds] = OrderedDict()
         allowed = np.ones(vocabulary.size, np.bool_)
         for word in self._words:
-            allowed[vocabulary.that_contain(word)] = False
+            allowed[vocabulary.containing(word)] = False
         self.allowed = as_mask(allowed)
-        """tokens that no word occurs in"""
+        """Mask of the tokens that contain no word."""
 
     def _insert(self, i: int, word: bytes) -> None:
         state = 0
@@ -107,13 +106,13 @@ class BadWords:
         return self._next[state][byte]
 
     def after(self, state: int, token: int) -> int:
-        """The state behind this token."""
+        """Return the state after `token`."""
         for byte in self._vocabulary.bytes[token] if token < len(self._vocabulary.bytes) else b"":
             state = self._step(self._shorter, state, byte)
         return state
 
     def banned(self, state: int) -> TokenIds:
-        """Tokens that would complete a word which the output has begun."""
+        """Return the tokens that would complete a word that the output has begun."""
         known = self._banned.get(state)
         if known is None:
             known = self._banned[state] = self._completing(state)
@@ -126,14 +125,14 @@ class BadWords:
         while state:
             low, high = self._range[state]
             for word in self._words[low:high]:
-                if rest := word[self._depth[state] :]:
-                    found.append(self._vocabulary.that_begin(rest))
+                if end := word[self._depth[state] :]:
+                    found.append(self._vocabulary.starting_with(end))
             state = self._shorter[state]
         return np.unique(np.concatenate(found))
 
 
 def as_mask(allowed: npt.NDArray[np.bool_]) -> Mask:
-    """`allowed [V]` as a mask."""
+    """Convert `allowed [V]` to a mask."""
     words = -(-len(allowed) // 32)
     padded = np.zeros(32 * words, np.bool_)
     padded[: len(allowed)] = allowed
@@ -141,14 +140,14 @@ def as_mask(allowed: npt.NDArray[np.bool_]) -> Mask:
 
 
 def only(token_ids: Sequence[int], vocab_size: int) -> Mask:
-    """The mask of these tokens."""
+    """Return the mask of these tokens."""
     allowed = np.zeros(vocab_size, np.bool_)
     allowed[np.asarray(token_ids, np.int64)] = True
     return as_mask(allowed)
 
 
 def without(mask: Mask, token_ids: TokenIds) -> Mask:
-    """A copy of the mask without these tokens."""
+    """Return a copy of the mask without these tokens."""
     out = mask.copy()
     bits = np.left_shift(np.uint32(1), (token_ids & 31).astype(np.uint32))
     np.bitwise_and.at(out.view(np.uint32), token_ids >> 5, ~bits)

@@ -1,4 +1,4 @@
-"""FairQueue a scheduling decision into the arrays of a `Batch`: vector operations over slots."""
+"""Builds the arrays of a `Batch` from a scheduling decision, with vector operations over slots."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from weft.engine.scheduling import constraints
 from weft.engine.scheduling.slots import Phase, SlotTable
 
 SUPPRESSED = -1e30
-"""on stop tokens before min_tokens. Not -inf: a grammar may leave no other token"""
+"""Bias of stop tokens before `min_tokens`. It is not -inf, because a grammar may allow no other token."""
 
 Chunk = tuple[int, int]
-"""(slot, tokens) of a prefill"""
+"""(slot, tokens) of a prefill."""
 
 
 def build_batch(
     s: SlotTable, page_size: int, step: int, decodes: I32, chunks: Sequence[Chunk], count_resets: Sequence[CountReset]
 ) -> Batch:
-    """The arrays of iteration `step`; advances the slots' `scheduled` and `in_flight` counters."""
+    """Build the batch of iteration `step`. Advances the slots' `scheduled` and `in_flight` counters."""
     num_decodes = len(decodes)
     rows = np.concatenate((decodes, np.array([c[0] for c in chunks], np.int32)))
     query_len = np.ones(len(rows), np.int32)
@@ -40,14 +40,14 @@ def build_batch(
     positions[:num_decodes] = start[:num_decodes]
     token_rows = np.repeat(np.arange(len(rows), dtype=np.int32), query_len)
     at = num_decodes
-    asked: list[PromptLogprobs] = []
+    scored: list[PromptLogprobs] = []
     pooled: list[Pooled] = []
     for row, (slot, length) in enumerate(chunks, start=num_decodes):
         first = int(start[row])
         token_ids[at : at + length] = s.token_ids[slot, first : first + length]
         positions[at : at + length] = np.arange(first, first + length, dtype=np.int32)
         if s.prompt_logprobs[slot] >= 0 and (part := _prompt_logprobs(s, row, slot, first, length, at)):
-            asked.append(part)
+            scored.append(part)
         if (pooling := s.pooling[slot]) is not None:
             before = at if pooling == "mean" else at + length - 1
             if pooling == "mean" or first + length == s.target[slot]:
@@ -58,7 +58,7 @@ def build_batch(
     s.scheduled[rows] = end
     s.in_flight[rows] += query_len
     s.last_step[rows] = step
-    # A chunk that completes the prefill samples the next token, unless no output was asked for.
+    # A chunk that completes the prefill samples the next token, unless the request has no output.
     target = s.target.take(rows)
     samples = (np.arange(len(rows)) < num_decodes) | ((end == target) & (target < s.max_total_tokens.take(rows)))
     sampled_rows = np.flatnonzero(samples).astype(np.int32)
@@ -77,13 +77,14 @@ def build_batch(
         sampled_rows=sampled_rows,
         sampling=_sampling(s, rows[sampled_rows], (np.cumsum(query_len) - 1)[sampled_rows], end[sampled_rows]),
         count_resets=tuple(count_resets),
-        prompt_logprobs=tuple(asked),
+        prompt_logprobs=tuple(scored),
         pooled=tuple(pooled),
     )
 
 
 def _prompt_logprobs(s: SlotTable, row: int, slot: int, first: int, length: int, at: int) -> PromptLogprobs | None:
-    """Position p predicts prompt token p + 1; positions delivered before a preemption are not sent again."""
+    """Return the positions of a chunk to score: p predicts prompt token p + 1. Positions delivered before a preemption
+    are skipped."""
     request = s.request[slot]
     assert request is not None
     low = max(first, request.prompt_logprobs_sent)
@@ -95,7 +96,7 @@ def _prompt_logprobs(s: SlotTable, row: int, slot: int, first: int, length: int,
 
 
 def _sampling(s: SlotTable, slots: I32, logit_tokens: np.ndarray, index: I32) -> SamplingInputs:
-    """`index [S]`: the index that each new token will have in its request."""
+    """`index [S]` is the index of each new token in its request."""
     bias_rows: list[np.ndarray] = []
     bias_ids: list[np.ndarray] = []
     bias_values: list[np.ndarray] = []

@@ -10,7 +10,7 @@ import numpy as np
 
 from weft.engine.config import Objective
 from weft.engine.runner.iteration.batch import I32, Batch, StepResult
-from weft.engine.runner.iteration.work import Costs
+from weft.engine.runner.iteration.cost_shares import Costs
 from weft.engine.scheduling.chunk_limit import BOUNDS, ChunkLimit, Headroom
 from weft.engine.scheduling.iteration_cost import IterationCost, Load, load_of
 from weft.engine.scheduling.listeners import Listener

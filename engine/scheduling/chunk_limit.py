@@ -15,7 +15,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from weft.engine.config import Objective
-from weft.engine.runner.iteration.work import Costs
+from weft.engine.runner.iteration.cost_shares import Costs
 from weft.engine.scheduling.iteration_cost import IterationCost, Load
 
 BOUNDS = ("slo", "least", "waited")

@@ -1,8 +1,8 @@
-"""What the scheduler asks of the constraints on requests in its slots: may they decode, what may come, and what came.
+"""Constraints of requests in slots: which slots may decode, which tokens are allowed, and updates with new tokens.
 
-A constraint is a grammar, words that must not occur, tokens that alone may come, a bound on thinking, or several of
-these. Tokens alone need no look at the output; a request with one of the others waits for its newest token, one that
-thinks only near its bound.
+A constraint is a grammar, bad words, allowed tokens, a bound on thinking, or several of these. Allowed tokens do not
+depend on the output. A request with one of the others waits for its newest token; with bounded thinking, only near the
+bound.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.messages import Finish
 
-STUCK = "allowed_token_ids, bad_words and the structured output leave no token between them"
+STUCK = "allowed_token_ids, bad_words and the structured output together allow no token"
 
 
 def may_decode(s: SlotTable, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Rows of `slots` that can be launched again: nothing in them depends on the last token, or that is known."""
+    """Return the rows of `slots` that can be launched: those whose constraints do not depend on unknown tokens."""
     free = ~s.constrained[slots]
     for i in np.flatnonzero(~free).tolist():
         request, in_flight = _request(s, slots[i]), int(s.in_flight[slots[i]])
@@ -32,7 +32,7 @@ def may_decode(s: SlotTable, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.boo
 
 
 def masks(s: SlotTable, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """`[n, ceil(V / 32)]`: what may come next in these slots."""
+    """Return the masks `[n, ceil(V / 32)]` of the next tokens of these slots."""
     return np.stack([_mask(_request(s, slot)) for slot in slots.tolist()])
 
 
@@ -51,7 +51,7 @@ def _mask(request: Request) -> Mask:
     if request.bad_words is not None:
         mask = without(mask, request.bad_words.banned(request.words_state))
     if not mask.any():
-        # Something must be sampled; what it is is not told.
+        # A token must be sampled; it is not reported.
         request.stuck = True
         mask = ~mask
     return mask
@@ -60,10 +60,10 @@ def _mask(request: Request) -> Mask:
 def advance(
     s: SlotTable, slots: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], finish: npt.NDArray[np.uint8]
 ) -> dict[int, str]:
-    """Tell constraints their requests' new tokens; requests whose grammar is at its end stop (`finish` is written, and
-    `tokens` where one must not be told).
+    """Update constraints with new tokens. Requests whose grammar ends stop: `finish` is written, and `tokens` where a
+    token must not be reported.
 
-    Returns errors by handle: of grammars that went beyond a limit while they ran, of constraints that left nothing.
+    Returns errors by handle: grammars that exceeded a limit, and constraints that allowed no token.
     """
     errors: dict[int, str] = {}
     going: list[Grammar] = []

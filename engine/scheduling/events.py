@@ -1,4 +1,4 @@
-"""`Events`: what a commit has to tell the world, and how log-probabilities get into it."""
+"""`Events`: what a commit reports, including log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOT_FINITE = "the model's logits are not finite (NaN or inf): its weights or thi
 
 
 class Events(NamedTuple):
-    """What one commit has to tell the world; columns as in `messages.Outputs`."""
+    """The reports of one commit, in columns as in `messages.Outputs`."""
 
     handles: np.ndarray
     tokens: np.ndarray
@@ -31,7 +31,7 @@ class Events(NamedTuple):
         return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.uint8), [], {}, {}, {}, {})
 
     def ended(self, handles: list[int], reason: Finish) -> Events:
-        """With a terminal event, without a token, for each of `handles`."""
+        """Return the events plus a terminal event without a token for each of `handles`."""
         n = len(handles)
         if not n:
             return self
@@ -43,21 +43,21 @@ class Events(NamedTuple):
 
 
 def nonfinite_rows(result: StepResult) -> np.ndarray:
-    """`[R]` bool: rows of the batch whose logits, sampled or scored, were no numbers."""
+    """Return `[R]` bool: rows of the batch whose sampled or scored logits are not finite."""
     batch = result.batch
-    spoilt = np.zeros(batch.num_requests, np.bool_)
+    nonfinite = np.zeros(batch.num_requests, np.bool_)
     if result.nonfinite is not None:
-        spoilt[batch.sampled_rows[result.nonfinite]] = True
+        nonfinite[batch.sampled_rows[result.nonfinite]] = True
     for asked, columns in zip(batch.prompt_logprobs, result.prompt_logprobs, strict=True):
-        spoilt[asked.row] |= bool(np.isnan(columns.values).any())
+        nonfinite[asked.row] |= bool(np.isnan(columns.values).any())
     if result.pooled is not None:
         for of, total in zip(batch.pooled, result.pooled, strict=True):
-            spoilt[of.row] |= not np.isfinite(total).all()
-    return spoilt
+            nonfinite[of.row] |= not np.isfinite(total).all()
+    return nonfinite
 
 
 def add_pooled(slots: SlotTable, result: StepResult, live: np.ndarray) -> None:
-    """To what rows that are `live [R]` have of their hidden states."""
+    """Add hidden states to the requests of rows that are `live [R]`."""
     if result.pooled is None:
         return
     for of, total in zip(result.batch.pooled, result.pooled, strict=True):
@@ -68,14 +68,14 @@ def add_pooled(slots: SlotTable, result: StepResult, live: np.ndarray) -> None:
 
 
 def embedding(request: Request) -> bytes:
-    """Of a prompt that was computed to its end, float32."""
+    """Return the embedding, float32, of a prompt that was computed to its end."""
     assert request.pooled is not None
     count = request.prompt_len if request.params.pooling == "mean" else 1
     return (request.pooled / count).astype(np.float32).tobytes()
 
 
 def token_logprobs(slots: SlotTable, result: StepResult, sampled: np.ndarray) -> dict[int, TokenLogprobs]:
-    """By handle, for sampled rows that are live (`sampled [S]`) and asked for them."""
+    """Return log-probabilities by handle, for live sampled rows (`sampled [S]`) that requested them."""
     columns, sampling = result.logprobs, result.batch.sampling
     if columns is None:
         return {}
@@ -92,7 +92,7 @@ def token_logprobs(slots: SlotTable, result: StepResult, sampled: np.ndarray) ->
 
 
 def prompt_logprobs(slots: SlotTable, result: StepResult, live: np.ndarray) -> dict[int, list[TokenLogprobs]]:
-    """By handle, for rows that are `live [R]`; counts what is delivered, so that nothing is sent twice."""
+    """Return prompt log-probabilities by handle, for rows that are `live [R]`, and count them as delivered."""
     out: dict[int, list[TokenLogprobs]] = {}
     for asked, columns in zip(result.batch.prompt_logprobs, result.prompt_logprobs, strict=True):
         if not live[asked.row]:

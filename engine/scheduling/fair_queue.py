@@ -1,11 +1,11 @@
-"""`FairQueue`: whose request is next when several tenants wait: start-time fair queueing over tokens.
+"""`FairQueue`: chooses the next tenant when several wait, by start-time fair queueing over tokens.
 
-A tenant's account is the service, in tokens, that it has had. Its first request gets a tag, the account of that moment,
-and the lowest tag is next. A tag never rises: what else the tenant gets meanwhile, out of turn, is paid by its requests
-behind. A tenant that comes back from a pause begins where those who waited are, so nobody saves up turns. Tenants that
-pause and are not ahead are forgotten.
+A tenant's account counts the tokens of service it has received. Its first waiting request gets a tag, the account at
+that moment, and the lowest tag is next. A tag never rises: service out of turn is charged to the tenant's later
+requests. A tenant that returns from a pause starts level with those that waited, so that pauses earn nothing. Paused
+tenants that are not ahead are dropped.
 
-The bound: between two turns of a tenant each other tenant has `MAX_AHEAD` tokens and two requests, at most.
+The bound: between two turns of a tenant, each other tenant receives at most `MAX_AHEAD` tokens and two requests.
 """
 
 from __future__ import annotations
@@ -13,30 +13,32 @@ from __future__ import annotations
 import heapq
 
 MAX_AHEAD = 65_536
-"""tokens of service out of turn that are held against a tenant, at most"""
+"""Maximum tokens of service out of turn that count against a tenant."""
 MAX_PAUSED = 1024
-"""tenants that do not wait and are remembered because they are ahead"""
+"""Maximum paused tenants that are kept because they are ahead."""
 KEPT_PAUSED = MAX_PAUSED // 2
-"""those furthest ahead, when there are more"""
+"""Paused tenants to keep, furthest ahead first, when there are more."""
 
 
 class FairQueue:
+    """The accounts and tags of the tenants of one priority."""
+
     def __init__(self) -> None:
         self._now = 0.0
-        """the tag of whoever was served last in turn"""
+        """Tag of the tenant that was last served in turn."""
         self._accounts: dict[int, float] = {}
         self._tags: dict[int, tuple[float, int]] = {}
-        """of each tenant that waits: the tag of its first request, and the arrival number of the request with which it
-        joined: the first of equal tags goes first"""
+        """By waiting tenant: the tag of its first request, and the arrival number with which it joined, which orders
+        equal tags."""
         self._heap: list[tuple[float, int, int]] = []
-        """(tag, arrival, tenant); an entry holds while the tag is the tenant's"""
+        """(tag, arrival, tenant). An entry is valid while the tenant has this tag."""
 
-    def joins(self, tenant: int, order: int) -> None:
-        """The tenant begins to wait."""
+    def join(self, tenant: int, order: int) -> None:
+        """Add a tenant that starts to wait."""
         self._tag(tenant, order)
 
-    def leaves(self, tenant: int) -> None:
-        """The tenant waits for nothing any more."""
+    def leave(self, tenant: int) -> None:
+        """Remove a tenant that has no waiting requests."""
         del self._tags[tenant]
         if len(self._accounts) > len(self._tags) + MAX_PAUSED:
             ahead = sorted((t for t in self._accounts if t not in self._tags), key=self._accounts.__getitem__)
@@ -44,13 +46,13 @@ class FairQueue:
             self._accounts = {t: self._accounts[t] for t in (*self._tags, *kept)}
 
     def first(self) -> int:
-        """The tenant whose turn it is; there must be one that waits."""
-        while not self._holds(self._heap[0]):
+        """Return the tenant whose turn it is. At least one must wait."""
+        while not self._is_valid(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][2]
 
     def serve(self, tenant: int, cost: float) -> None:
-        """The first request of the tenant is taken, in its turn or out of it."""
+        """Charge a tenant whose first request is taken, in its turn or out of it."""
         tag, order = self._tags[tenant]
         if tenant == self.first():
             self._now = max(self._now, tag)
@@ -60,7 +62,7 @@ class FairQueue:
         self._tag(tenant, order)
 
     def charge(self, tenant: int, cost: float) -> None:
-        """Service out of turn, or more (or less) of it than was charged. A tenant that is not known pays nothing."""
+        """Charge service out of turn, or a correction of an earlier charge. Unknown tenants are ignored."""
         account = self._accounts.get(tenant)
         if account is None or not cost:
             return
@@ -76,5 +78,5 @@ class FairQueue:
             self._heap = [(*tag_order, t) for t, tag_order in self._tags.items()]
             heapq.heapify(self._heap)
 
-    def _holds(self, entry: tuple[float, int, int]) -> bool:
+    def _is_valid(self, entry: tuple[float, int, int]) -> bool:
         return self._tags.get(entry[2]) == entry[:2]

@@ -1,4 +1,4 @@
-"""`Fairness`: who may go before the first in line, and how often."""
+"""`Fairness`: decides which requests may run ahead of the first in line, and how often."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from weft.engine.scheduling.slots import SlotTable
 from weft.engine.scheduling.waiting import Blocked
 
 MAX_PASSED = 8
-"""requests that may pass one that it is the turn of and that lacks pages or a seat"""
+"""Requests that may overtake the first in line while it lacks pages or a slot."""
 MAX_DISPLACED = 3
-"""times that a request gives up its seat for a better priority"""
-SEATS_AT_ONCE = 4
-"""seats that may be on their way to a better priority"""
+"""Times that a request may lose its slot to a better priority."""
+SLOTS_AT_ONCE = 4
+"""Slots that may be freed at once for a better priority."""
 
 
 class Fairness:
-    """Policy only: whoever asks does what it says, and tells it what was done."""
+    """The policy alone. The caller carries out its decisions and reports them back."""
 
     def __init__(self, prefill_share: float = 0.25, *, preempt: bool = True) -> None:
-        """`prefill_share`: of an iteration's prefill tokens, and of seats that are short, for the shortest prompts.
+        """`prefill_share` is the share of prefill tokens, and of scarce slots, for the shortest prompts.
 
-        `preempt`: a better priority takes the seat of a worse one.
+        With `preempt`, a better priority takes the slot of a worse one.
         """
         self._share = prefill_share
         self._preempt = preempt
         self._credit = 0.0
-        """a seat for the shortest prompt, when seats are short, is due at 1: each seat that is given adds the share"""
+        """At 1, the shortest prompt gets the next scarce slot. Each slot given adds the share."""
         self.overtaken = 0
-        """requests admitted before one whose turn it was"""
+        """Requests admitted ahead of the first in line."""
         self.displaced = 0
-        """seats given up for a better priority"""
+        """Slots given up for a better priority."""
 
     def share(self, budget: int, chunk_step: int) -> int:
-        """Prefill tokens of `budget` for the shortest; what is left is room for a chunk of the first in line."""
+        """Return the prefill tokens of `budget` for the shortest prompts. It leaves a chunk for the first in line."""
         return max(0, min(int(self._share * budget), budget - chunk_step))
 
     def may_pass(self, head: Request, blocked: Blocked) -> bool:
-        """May another request be admitted before the head, given what the head lacked?
+        """Return whether another request may be admitted ahead of the head, given what the head lacks.
 
-        While it only waits for room in an iteration that others were promised, that takes nothing from it.
+        A head that only waits for tokens loses nothing.
         """
         if blocked == "tokens":
             return True
         return head.passed < MAX_PASSED and (blocked == "pages" or self._credit >= 1)
 
     def passes(self, head: Request, blocked: Blocked) -> None:
-        """Another request was admitted before the head."""
+        """Record that another request was admitted ahead of the head."""
         if blocked == "tokens":
             return
         head.passed += 1
@@ -55,18 +55,18 @@ class Fairness:
         if blocked == "slots":
             self._credit -= 1 - self._share
 
-    def seated(self) -> None:
-        """The first in line was admitted."""
+    def admitted(self) -> None:
+        """Record that the first in line was admitted."""
         self._credit = min(1.0, self._credit + self._share)
 
     def slots_wanted(self, waiting: int) -> int:
-        """Seats to be free, or on their way, when so many wait whose priority may take them."""
-        return min(waiting, SEATS_AT_ONCE) if self._preempt else 0
+        """Return how many slots to free, given the waiting requests of a better priority."""
+        return min(waiting, SLOTS_AT_ONCE) if self._preempt else 0
 
     def victim(self, s: SlotTable, head: Request) -> int | None:
-        """The slot that gives way to the head: of the worst priority, the youngest; None when nobody has to."""
+        """Return the slot to free for the head: the youngest request of the worst priority; None if there is none."""
         if int(s.priority.max()) <= head.priority:
-            return None  # what is quickly seen, in most iterations; rows without a request may say otherwise
+            return None  # the fast path; stale values of free rows may skip it
         running = s.running()
         worse = running[s.priority[running] > head.priority]
         for slot in worse[np.lexsort((s.order[worse], s.priority[worse]))][::-1].tolist():
@@ -77,7 +77,7 @@ class Fairness:
         return None
 
     def displaces(self, head: Request, request: Request) -> None:
-        """`request` gives up its seat. Nobody passes the one that it was taken for."""
+        """Record that `request` lost its slot to the head, which no other may overtake."""
         request.displaced += 1
         head.passed = MAX_PASSED
         self.displaced += 1

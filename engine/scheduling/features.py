@@ -124,7 +124,7 @@ class EnergyCharges(Listener):
 
     def on_sleep(self) -> None:
         if self._shares_device:
-            self._ledger.leave()
+            self._ledger.suspend()
 
     def on_wake(self) -> None:
         self._ledger.resume()

@@ -1,4 +1,4 @@
-"""`Fences`: pages and slots that a launched step may still touch, freed once it has completed (docs/pitfalls.md 1)."""
+"""`Fences`: frees pages and slots once the last step that may touch them has completed (docs/pitfalls.md 1)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.engine.scheduling.slots import SlotTable
 class _Fence(NamedTuple):
     step: int
     slot: int
-    """-1: pages only"""
+    """The slot to free, or -1 for pages only."""
     pages: Pages
 
 
@@ -35,14 +35,14 @@ class Fences:
         return sum(len(f.pages) for f in self._waiting)
 
     def references(self) -> Pages:
-        """`[pages]`: how many references to each page the fences hold."""
+        """Return `[pages]`: the references to each page that fences hold."""
         held = np.zeros(self._pool.num_pages, np.int32)
         for fence in self._waiting:
             np.add.at(held, fence.pages, 1)
         return held
 
     def release_after(self, step: int, slot: int, pages: Pages) -> None:
-        """Free pages and slot once step `step`, the last launched one that can touch them, has completed."""
+        """Free pages and a slot once `step`, the last launched one that can touch them, has completed."""
         if step <= self._completed_step:
             self._pool.release(pages)
             if slot >= 0:
@@ -54,7 +54,7 @@ class Fences:
         self._completed_step = step
 
     def open(self) -> None:
-        """Release what lies behind completed steps."""
+        """Free everything whose step has completed."""
         passed = [f for f in self._waiting if f.step <= self._completed_step]
         if passed:
             self._waiting = [f for f in self._waiting if f.step > self._completed_step]

@@ -1,7 +1,7 @@
-"""`Grammar`: where one request stands in what its output must follow; llguidance works out which tokens may come next.
+"""`Grammar`: the state of one request in its grammar. llguidance computes which tokens are allowed next.
 
-A grammar must know a token before it can say what may follow, so a request with one is launched again only when its
-last step is committed and the mask for the next is there. Requests without a grammar never wait for one.
+A grammar needs a token before it can compute the mask after it. So a request with a grammar is launched again only when
+its last step is committed and the next mask is ready. Requests without a grammar never wait.
 """
 
 from __future__ import annotations
@@ -15,27 +15,24 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 Mask = npt.NDArray[np.int32]
-"""`[ceil(V / 32)]`, bit i of word w: token 32 w + i is allowed"""
+"""`[ceil(V / 32)]` int32: bit i of word w is set if token 32 w + i is allowed."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Compiled:
-    """A grammar at its beginning. Shared: requests copy the matcher, which shares what was compiled."""
+    """A grammar in its initial state. Requests copy the matcher; copies share the compiled grammar."""
 
     matcher: LLMatcher
     first: Mask
 
 
 class Grammar:
-    """One request's copy of a grammar.
-
-    compute: starts to work out the next masks of several grammars at once, beside the iterations.
-    """
+    """One request's copy of a grammar. `compute` starts to compute the next masks of several grammars on threads."""
 
     def __init__(self, compiled: Compiled, compute: Callable[[Sequence[Grammar]], None]) -> None:
         self.compute = compute
         self._compiled = compiled
-        """held: what it takes is counted for as long as a request uses it"""
+        """A reference that keeps its memory counted while a request uses it."""
         self.matcher = compiled.matcher.deep_copy()
         self._allowed = compiled.first
         self._computing: Future[None] | None = None
@@ -45,7 +42,7 @@ class Grammar:
         return self._computing is None or self._computing.done()
 
     def allowed(self) -> Mask:
-        """The mask of the next token; waits for it when it is still being computed."""
+        """Return the mask of the next token, waiting for it if needed."""
         if self._computing is not None:
             self._computing.result()
             self._computing = None

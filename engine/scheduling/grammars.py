@@ -1,4 +1,4 @@
-"""`Grammars`: prepares the constraints of requests that wait (grammars, words), and computes masks, on threads."""
+"""`Grammars`: compiles grammars and bad words of waiting requests, and computes masks, on threads."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from weft.engine.wire.grammar_text import LIMITS, compile_threads
 from weft.engine.wire.messages import Finish
 
 COMPILE_SECONDS = 10.0
-"""A request waits for its grammar at most. The work itself cannot be stopped: API processes send only grammars that
-they have tried within bounds."""
+"""Maximum seconds that a request waits for its grammar. Compilation cannot be stopped, so API processes only send
+grammars that they have compiled within limits."""
 
 GRAMMAR_BYTES = 512 * 2**20
-"""of all grammars that are compiled: those in use, and those kept for the next request"""
+"""Maximum bytes of compiled grammars, in use and cached."""
 
 CACHED_GRAMMARS = 1024
 CACHED_WORDS = 16
-"""lists of bad words"""
+"""Cached lists of bad words."""
 COMPILE_THREADS = 2
 MASK_THREADS = 2
 
@@ -40,33 +40,33 @@ MASK_THREADS = 2
 class _Waiting(NamedTuple):
     request: Request
     text: str | None
-    """of its grammar"""
+    """Text of the grammar."""
     words: Future[BadWords] | None
     deadline: float
 
 
 class _Entry:
-    """A grammar that is compiled, or will be."""
+    """A grammar that is compiled or queued."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.compiled: Future[Compiled] | None = None
-        """None: there is no room for it yet"""
+        """The compiled grammar; None while memory for it is not available."""
 
 
 class Grammars:
-    """Works on threads of its own. Otherwise used by one thread, the engine's."""
+    """Compiles on separate threads. Its methods are called on the engine's thread only."""
 
     def __init__(self, model_path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """Starts to read the model's tokenizer; a model without one has no grammars."""
+        """Starts to read the model's tokenizer. A model without one has no grammars."""
         self._vocab_size = vocab_size
         self._compilers = compile_threads(COMPILE_THREADS, "weft-grammar")
         self._masks = ThreadPoolExecutor(1, thread_name_prefix="weft-masks")
         self._parallel = LLExecutor(MASK_THREADS)
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        """by text, the one used last at the end"""
+        """Entries by text, most recently used last."""
         self._used: dict[int, int] = {}
-        """bytes of what is compiled, or being compiled, by number; written by several threads"""
+        """Bytes of compiled and compiling grammars by number. Several threads write it."""
         self._numbers = itertools.count()
         self._words: OrderedDict[tuple[str, ...], Future[BadWords]] = OrderedDict()
         self._vocabulary: Vocabulary | None = None
@@ -81,11 +81,11 @@ class Grammars:
 
     @property
     def num_bytes(self) -> int:
-        """Of all grammars that are compiled, or being compiled."""
+        """Bytes of all compiled and compiling grammars."""
         return sum(list(self._used.values()))
 
     def begin(self, request: Request) -> None:
-        """Prepare a request's grammar, and the words that it must not say. It comes back from `compiled()`."""
+        """Start to compile a request's grammar and bad words. `compiled()` returns the request."""
         text, words = request.params.grammar, request.params.bad_words
         prepared = self._prepare_words(words) if words else None
         self._waiting[request.handle] = _Waiting(request, text, prepared, time.monotonic() + COMPILE_SECONDS)
@@ -93,10 +93,10 @@ class Grammars:
             return
         entry = self._entries.get(text)
         if entry is None:
-            # Measured where somebody has tried it; else of the order of what schemas and choices take.
+            # Use the measured size, or else an estimate for schemas and choices.
             entry = self._entries[text] = _Entry(request.params.grammar_bytes or 2**16 + 512 * len(text))
         self._entries.move_to_end(text)
-        self._make_room(text, entry)
+        self._compile_if_fits(text, entry)
 
     def _prepare_words(self, words: tuple[str, ...]) -> Future[BadWords]:
         found = self._words.pop(words, None) or self._compilers.submit(self._read_words, words)
@@ -111,8 +111,8 @@ class Grammars:
                 self._vocabulary = Vocabulary(self._tokenizer.result(), self._vocab_size)
         return BadWords(words, self._vocabulary)
 
-    def _make_room(self, text: str, entry: _Entry) -> None:
-        """Begin to compile it, if it fits; others that nobody uses are forgotten for it."""
+    def _compile_if_fits(self, text: str, entry: _Entry) -> None:
+        """Start to compile a grammar if memory allows it. Drops unused grammars to make space."""
         if entry.compiled is not None:
             return
         wanted = {waiting.text for waiting in self._waiting.values()}
@@ -129,7 +129,7 @@ class Grammars:
             entry.compiled.add_done_callback(partial(self._count, number))
 
     def _count(self, number: int, compiled: Future[Compiled]) -> None:
-        """It is compiled, or will not be: what it takes counts for as long as anybody holds it."""
+        """Count a compiled grammar's memory for as long as it is referenced."""
         if compiled.cancelled() or compiled.exception() is not None:
             self._used.pop(number, None)
         else:
@@ -141,7 +141,7 @@ class Grammars:
             entry.compiled.cancel()
 
     def compiled(self) -> list[tuple[Request, str | None, Finish]]:
-        """Requests whose grammar is there, and those that must be refused, each with the reason and how it ends."""
+        """Return requests whose constraints are ready (reason None), or that must be refused, with the reason."""
         if not self._waiting:
             return []
         out: list[tuple[Request, str | None, Finish]] = []
@@ -161,17 +161,17 @@ class Grammars:
         return out
 
     def _compiled_of(self, text: str | None) -> Future[Compiled] | None:
-        """A grammar that is compiled or on its way, begun now if there is room at last."""
+        """Return the future of a grammar, and start to compile it if memory allows it now."""
         if text is None:
             return None
         entry = self._entries[text]
         if entry.compiled is None:
-            self._make_room(text, entry)
+            self._compile_if_fits(text, entry)
         return entry.compiled
 
     def _give(self, request: Request, compiled: Future[Compiled] | None, words: Future[BadWords] | None) -> str | None:
-        """Give a request what was prepared for it, or say why it must be refused."""
-        # Not raised here: a traceback would hold this frame, and with it the grammars of others.
+        """Attach the compiled constraints to a request, or return why it must be refused."""
+        # Errors are not raised here: a traceback would keep this frame, and with it other grammars, alive.
         for prepared in (compiled, words):
             if prepared is not None and isinstance(error := prepared.exception(), RequestError):
                 return str(error)
@@ -180,13 +180,13 @@ class Grammars:
             allowed = request.bad_words.allowed
             request.allowed = allowed if request.allowed is None else request.allowed & allowed
             if not request.allowed.any():
-                return "bad_words leave no token"
+                return "bad_words allow no token"
         if compiled is not None:
             request.grammar = Grammar(compiled.result(), self.compute)
         return None
 
     def take(self, handle: int) -> Request | None:
-        """Stop waiting for a request's grammar. Nobody else waits for it either: what has not begun will not."""
+        """Stop waiting for a request's grammar, and cancel the compilation if no other request needs it."""
         waiting = self._waiting.pop(handle, None)
         if waiting is None:
             return None
@@ -200,7 +200,7 @@ class Grammars:
         return any(waiting.text == text for waiting in self._waiting.values())
 
     def compute(self, grammars: Sequence[Grammar]) -> None:
-        """Start to compute the next masks of these."""
+        """Start to compute the next masks of these grammars."""
         masks = np.zeros((len(grammars), -(-self._vocab_size // 32)), np.int32)
         rows = [(grammar.matcher, i) for i, grammar in enumerate(grammars)]
 
@@ -213,16 +213,16 @@ class Grammars:
             grammar.expect(mask, computing)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until something is done that was started here; False when nothing is under way."""
+        """Wait until a compilation or mask is done. Returns False if none is running."""
         waited = [self._entries[w.text].compiled for w in self._waiting.values() if w.text is not None]
-        begun = [*waited, *(w.words for w in self._waiting.values())]
-        started: list[Future[Any]] = [*self._computing, *(future for future in begun if future is not None)]
-        under_way = {future for future in started if not future.done()}
-        if under_way:
-            wait(under_way, seconds, FIRST_COMPLETED)
+        compiling = [*waited, *(w.words for w in self._waiting.values())]
+        started: list[Future[Any]] = [*self._computing, *(future for future in compiling if future is not None)]
+        running = {future for future in started if not future.done()}
+        if running:
+            wait(running, seconds, FIRST_COMPLETED)
         elif self._waiting:
-            time.sleep(seconds)  # for room
-        return bool(under_way or self._waiting)
+            time.sleep(seconds)  # until memory is available
+        return bool(running or self._waiting)
 
     def close(self) -> None:
         self._compilers.shutdown(wait=False, cancel_futures=True)
@@ -241,7 +241,7 @@ class Grammars:
 
 
 def load_tokenizer(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
-    """The vocabulary as grammars see it. Raises `RequestError` when the model has none that can be used."""
+    """Load the vocabulary for grammars. Raises `RequestError` if the model has no usable tokenizer."""
     try:
         if (path / "tokenizer.json").exists():
             source = str(path / "tokenizer.json")
@@ -250,5 +250,5 @@ def load_tokenizer(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) 
 
             source = AutoTokenizer.from_pretrained(str(path), local_files_only=True).backend_tokenizer.to_str()
         return LLTokenizer(source, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
-    except Exception as error:  # every library on the way has types of its own
+    except Exception as error:  # each library raises its own types
         raise RequestError(f"grammars need the model's tokenizer: {one_line(error, 150)}", "grammar") from error

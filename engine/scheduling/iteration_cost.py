@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from weft.engine.plans.plan import Plan
 from weft.engine.runner.iteration.batch import Batch
-from weft.engine.runner.iteration.work import Costs
+from weft.engine.runner.iteration.cost_shares import Costs
 
 PRIOR = (1.0, 0.1, 1.0, 0.0, 1.0, 1.0)
 """Multipliers before the first measurement, in seconds per byte."""

@@ -14,7 +14,7 @@ import time
 from collections import deque
 
 from weft.engine.runner.iteration.batch import Batch, StepResult
-from weft.engine.runner.iteration.work import Costs
+from weft.engine.runner.iteration.cost_shares import Costs
 from weft.engine.scheduling.iteration_cost import IterationCost, load_of
 from weft.engine.scheduling.listeners import Listener
 

@@ -1,4 +1,4 @@
-"""`Prefills`: which prompts an iteration computes, and how far: a share for the shortest, the rest as they came."""
+"""`Prefills`: chooses the chunks of an iteration: a share for the shortest prompts, the rest in order."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ class Prefills:
         admit: Callable[[Request], int | None],
         chunk_step: int,
     ) -> None:
-        """`admit` gives a waiting request a slot, or says None. Prompts are cut at multiples of `chunk_step`."""
+        """`admit` gives a waiting request a slot, or returns None. Prompts are cut at multiples of `chunk_step`."""
         self._slots = slots
         self._waiting = waiting
         self._fairness = fairness
         self._admit = admit
         self._chunk_step = chunk_step
         self._chunks: dict[int, int] = {}
-        """tokens by slot, of the iteration that is being formed"""
+        """Tokens by slot of the iteration being formed."""
         self._cut: Cut | None = None
-        """what bounds it beside the budget"""
+        """A further limit besides the budget."""
 
     def in_turn(self) -> list[Request]:
-        """Prompts under way, the first in line first; without those that began before their turn, until it has come."""
+        """Return prompts under way, first in line first. Prompts that started early are left out until their turn."""
         going = sorted(self._requests(self._slots.prefilling().tolist()), key=SORT_KEY)
         head = self._waiting.head()
         return [r for r in going if not r.early] or [r for r in going if head is None or r.sort_key < head.sort_key]
 
     def schedule(self, budget: int, cut: Cut | None = None) -> list[Chunk]:
-        """(slot, tokens) chunks until `budget` tokens are used up, or `cut` gives no more: a share of it for the
-        shortest prompts, then running prefills, then new requests, among which those that began before their turn have
-        theirs.
+        """Return (slot, tokens) chunks until `budget` is used up or `cut` allows no more.
+
+        A share goes to the shortest prompts, then come running prefills, then new requests. Prompts that started early
+        continue at their turn among the new requests.
         """
         s, queue = self._slots, self._waiting
         self._chunks, self._cut = {}, cut
@@ -69,7 +70,7 @@ class Prefills:
                 continue
             if head is None:
                 break
-            admitted = self._seat(head) or self._pass(head)
+            admitted = self._admit_head(head) or self._overtake(head)
             if admitted is None:
                 stuck = True
             elif admitted.loading is None:
@@ -79,9 +80,9 @@ class Prefills:
         return list(self._chunks.items())
 
     def _shortest_first(self, going: list[int], share: int) -> int:
-        """Give at most `share` tokens to the shortest prompts of the best priority; returns how many.
+        """Give at most `share` tokens to the shortest prompts of the best priority, and return how many.
 
-        Slots that are admitted for it are added to `going`.
+        Newly admitted slots are added to `going`.
         """
         s, left = self._slots, share
         if share <= 0:
@@ -117,27 +118,27 @@ class Prefills:
         return int(self._slots.target[slot]) - int(self._slots.scheduled[slot])
 
     def _admit_early(self, request: Request) -> bool:
-        """Admit the request, whoever's turn it is."""
+        """Admit a request ahead of its turn."""
         head, blocked = self._waiting.head(), self._waiting.blocked
         assert head is not None
         if request is head:
-            return self._seat(request) is not None
+            return self._admit_head(request) is not None
         if not self._fairness.may_pass(head, blocked) or self._admit(request) is None:
             return False
         self._fairness.passes(head, blocked)
         request.early = True
         return True
 
-    def _seat(self, head: Request) -> Request | None:
-        """Admit the one whose turn it is; None when it must wait."""
+    def _admit_head(self, head: Request) -> Request | None:
+        """Admit the first in line. Returns None if it must wait."""
         if self._admit(head) is None:
             return None
-        self._fairness.seated()
+        self._fairness.admitted()
         head.early = False
         return head
 
-    def _pass(self, head: Request) -> Request | None:
-        """Admit one for which there are pages while there are too few for the head."""
+    def _overtake(self, head: Request) -> Request | None:
+        """Admit a request that fits the free pages, while the head does not."""
         for request in self._waiting.shortest_by_priority():
             if request is head or not self._fairness.may_pass(head, "pages") or self._admit(request) is None:
                 continue
@@ -147,13 +148,13 @@ class Prefills:
         return None
 
     def _take(self, slot: int, budget: int) -> int:
-        """Add to the slot's chunk all that is left of its prefill, or up to a multiple of `chunk_step`."""
+        """Extend the slot's chunk to its prefill's end or a multiple of `chunk_step`. Returns the tokens added."""
         taken, cut = self._chunks.get(slot, 0), self._cut
         done, target = int(self._slots.scheduled[slot]) + taken, int(self._slots.target[slot])
         length = target - done
-        room = budget if cut is None else cut.most(done, min(length, budget))
-        if length > room:
-            length = max(0, (done + room) // self._chunk_step * self._chunk_step - done)
+        allowed = budget if cut is None else cut.most(done, min(length, budget))
+        if length > allowed:
+            length = max(0, (done + allowed) // self._chunk_step * self._chunk_step - done)
         if length:
             self._chunks[slot] = taken + length
             if cut is not None:

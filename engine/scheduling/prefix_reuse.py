@@ -1,4 +1,4 @@
-"""`Prefixes`: what requests take from the cached prefixes when they start, and give to them as they go."""
+"""`Prefixes`: lets requests reuse cached prefixes when they start, and publishes their pages as they run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from weft.engine.scheduling.slots import Phase, SlotTable
 
 
 class Found(NamedTuple):
-    """A cached beginning of a request, in whatever tiers. Nothing is pinned yet: use it at once or not at all."""
+    """The cached beginning of a request, in any tiers. Nothing is pinned yet, so use it at once or drop it."""
 
     entries: list[PrefixEntry]
     num_fresh: int
-    """pages to allocate for its prompt: those that are neither on the GPU nor on their way to it for another request"""
+    """Pages to allocate for the prompt: those neither on the GPU nor being loaded for another request."""
     num_idle: int
-    """pages that are on the GPU and referenced by nobody"""
+    """Pages that are on the GPU without references."""
 
 
 class Prefixes:
@@ -33,21 +33,21 @@ class Prefixes:
         self._slots, self._pool, self._fences, self._tiers = slots, pool, fences, tiers
         self._enabled = enabled
         self.stats = PrefixStats()
-        self.recall = ConversationPages(pool.index)
+        self.conversations = ConversationPages(pool.index)
 
     def reusable(self, request: Request) -> bool:
-        """Can another request's pages be of use to this one?"""
+        """Return whether the request may use pages of other requests."""
         computes_all = request.params.prompt_logprobs is not None or request.params.pooling == "mean"
         may = self._enabled and not computes_all
         return may and len(request.token_ids) > self._pool.page_size
 
     def find(self, request: Request) -> Found:
-        """The part of the request's beginning that is cached, and worth loading where it is not on the GPU."""
+        """Return the cached beginning of the request, as far as it is on the GPU or worth loading."""
         pages = -(-len(request.token_ids) // self._pool.page_size)
         if not self.reusable(request):
             return Found([], pages, 0)
         index, page_size, ref = self._pool.index, self._pool.page_size, self._pool.ref
-        # At least one token is left to compute: its logits are what the request came for.
+        # At least one token must be computed, because the request needs its logits.
         reusable = (len(request.token_ids) - 1) // page_size
         if not request.keys:
             request.keys = index.keys(request.token_ids[: reusable * page_size], page_size, request.salt)
@@ -62,13 +62,13 @@ class Prefixes:
         return self._tiers.coming(entry) if self._tiers is not None else None
 
     def _busy_tokens(self) -> int:
-        """Prompt tokens that admitted requests have still to compute."""
+        """Return the prompt tokens that admitted requests still have to compute."""
         s = self._slots
         ahead = (s.phase == Phase.PREFILL) | (s.phase == Phase.LOADING)
         return int((s.target[ahead] - s.scheduled[ahead]).sum())
 
     def attach(self, request: Request, found: Found) -> int:
-        """Give the request a slot with its prefix and fresh pages; what is in lower tiers starts to load."""
+        """Give the request a slot with its prefix and fresh pages, and start to load pages from lower tiers."""
         pool, entries = self._pool, found.entries
         pool.pin([e for e in entries if e.page != NOWHERE])
         loads = [self._coming(e) if e.page == NOWHERE else None for e in entries]
@@ -77,13 +77,13 @@ class Prefixes:
                 pool.hold(load.page)
         fresh = pool.allocate(found.num_fresh)
         to_load = [e for e, load in zip(entries, loads, strict=True) if e.page == NOWHERE and load is None]
-        targets, rest = fresh[: len(to_load)].tolist(), fresh[len(to_load) :]
+        targets, others = fresh[: len(to_load)].tolist(), fresh[len(to_load) :]
         prefix, unused = np.zeros(len(entries), np.int32), iter(targets)
         for i, (entry, load) in enumerate(zip(entries, loads, strict=True)):
             prefix[i] = entry.page if entry.page != NOWHERE else load.page if load is not None else next(unused)
         slot = self._slots.assign(request, prefix, len(entries) * pool.page_size)
-        self._slots.page_table[slot, len(entries) : len(entries) + len(rest)] = rest
-        self._slots.num_pages[slot] += len(rest)
+        self._slots.page_table[slot, len(entries) : len(entries) + len(others)] = others
+        self._slots.num_pages[slot] += len(others)
         pool.index.use(entries)
         request.last_entry = entries[-1] if entries else None
         request.last_key = entries[-1].key if entries else pool.index.root(request.salt)
@@ -100,9 +100,9 @@ class Prefixes:
         return slot
 
     def fetch(self, entries: list[PrefixEntry]) -> None:
-        """Bring a chain to the GPU ahead of a request: as far as half of the pages that could be had now hold it.
+        """Load a chain to the GPU before its request runs, with at most half of the available pages.
 
-        Nobody waits for it. Its pages are cached when they have come, and the most recently used.
+        No request waits for it. Once loaded, its pages are cached as the most recently used.
         """
         pool, tiers = self._pool, self._tiers
         if tiers is None or all(e.page != NOWHERE for e in entries):
@@ -119,19 +119,19 @@ class Prefixes:
         pool.release(there)
 
     def loaded(self, request: Request, waiting: Loading) -> None:
-        """All loads that the request waited for have succeeded."""
+        """Start the prefill of a request whose loads have all succeeded."""
         s, pool, slot = self._slots, self._pool, waiting.slot
         for i, entry in enumerate(waiting.entries):
             page = int(s.page_table[slot, i])
             if entry.page not in (NOWHERE, page):
-                # Another request computed the page meanwhile.
+                # Another request has computed the page meanwhile.
                 s.page_table[slot, i] = pool.pin([entry])[0]
                 pool.release(np.array([page], np.int32))
         request.loading = None
         s.phase[slot] = Phase.PREFILL
 
     def publish(self, slots: I32) -> None:
-        """Enter pages that became full and confirmed into the prefix index."""
+        """Add pages that became full and confirmed to the prefix index."""
         s, pool, page_size = self._slots, self._pool, self._pool.page_size
         for slot in slots[s.confirmed.take(slots) // page_size > s.published.take(slots)].tolist():
             request = s.request[slot]
@@ -152,7 +152,7 @@ class Prefixes:
                 if entry.page == NOWHERE:
                     pool.adopt(entry, page)
                 elif entry.page != page:
-                    # Another request computed the same page first: hold that one, and let ours go behind the fence.
+                    # Another request computed the same page first: use that one, and free ours after the fence.
                     s.page_table[slot, i] = pool.pin([entry])[0]
                     self._fences.release_after(int(s.last_step[slot]), -1, np.array([page], np.int32))
                 entry.used = pool.index.clock
@@ -161,20 +161,20 @@ class Prefixes:
                 request.last_entry, request.last_key = entry, key
 
     def retain(self, request: Request, now: float) -> None:
-        """The request's prompt is computed: keep the beginning of it for as long as it asked. `now`: monotonic."""
+        """Retain the first pages of a computed prompt as requested. `now` is in monotonic seconds."""
         page_size, index = self._pool.page_size, self._pool.index
         chain = chain_of(request.last_entry)[: request.prompt_len // page_size]
-        # Of a model whose layers all have windows the beginning may be gone.
+        # If all layers have windows, the first pages may have been dropped.
         chain = chain[: next((i for i, entry in enumerate(chain) if not index.contains(entry)), len(chain))]
         until: list[float] = []
-        for retain in sorted(request.retention, key=lambda retain: retain.tokens):
-            seconds = max(p.seconds for p in request.retention if p.tokens >= retain.tokens)
-            until += [now + seconds] * (min(retain.tokens // page_size, len(chain)) - len(until))
+        for part in sorted(request.retention, key=lambda part: part.tokens):
+            seconds = max(p.seconds for p in request.retention if p.tokens >= part.tokens)
+            until += [now + seconds] * (min(part.tokens // page_size, len(chain)) - len(until))
         request.retained_tokens = self._pool.retain(chain[: len(until)], until) * self._pool.page_size
 
 
 def chain_of(entry: PrefixEntry | None) -> list[PrefixEntry]:
-    """The entries of the pages up to this one, first page first."""
+    """Return the entries of the pages up to this one, first page first."""
     chain: list[PrefixEntry] = []
     while entry is not None:
         chain.append(entry)

@@ -1,7 +1,7 @@
-"""`Scheduler`: chooses what each iteration computes, one step ahead of what it knows, and commits what came back.
+"""`Scheduler`: chooses what each iteration computes, one step ahead of the known results, and commits results.
 
-Decodes first, then prefill chunks that fill the token budget exactly. Lengths are optimistic: a request that sampled
-an end token in the iteration still in flight is scheduled once more; the result of that step is dropped as stale.
+Decodes come first, then prefill chunks fill the token budget. Lengths are optimistic: a request that samples an end
+token in the iteration in flight is scheduled once more, and that result is dropped as stale.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from weft.engine.wire.messages import Finish, SchedulerStats, Started
 
 
 class Scheduler:
-    """Owns the waiting queue, the slot table and the page pool. Not thread-safe: one caller."""
+    """Owns the waiting queue, the slot table and the page pool. Not thread-safe."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class Scheduler:
         self.nonfinite_logits = 0
         self.attention = PathCounts()
         self.slot_limit_changes: dict[str, int] = {}
-        """of whoever calls `limit_running` for a reason"""
+        """Changes of the slot limit by reason, set by `SlotLimitKeeper`."""
         self.chunk_keeper: ChunkKeeper | None = None
-        """who keeps prompts as small as the time between tokens asks for; None: nobody"""
+        """Limits chunks for the time between tokens; None if there is no objective."""
 
-    # -- what comes in
+    # -- requests
 
     def add(self, request: Request) -> None:
         self._requests[request.handle] = request
@@ -89,12 +89,12 @@ class Scheduler:
             self._waiting.push(request)
 
     def prefetch(self, names: tuple[bytes, ...]) -> None:
-        """The next turn of a conversation with one of these names is on its way: send for its pages."""
+        """Load the pages of a conversation with one of these names before its next turn arrives."""
         if self.prefix_caching:
-            self.prefixes.fetch(self.prefixes.recall.chain(names))
+            self.prefixes.fetch(self.prefixes.conversations.chain(names))
 
     def abort(self, handle: int) -> None:
-        """End a request. Idempotent; an unknown handle is ignored. Its pages are freed behind the fence."""
+        """End a request. Idempotent; unknown handles are ignored. Its pages are freed after a fence."""
         request = self._requests.get(handle)
         if request is None:
             return
@@ -112,7 +112,7 @@ class Scheduler:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not had their terminal event."""
+        """Number of requests without a terminal event so far."""
         return len(self._requests)
 
     @property
@@ -121,30 +121,29 @@ class Scheduler:
 
     @property
     def short_of_slots(self) -> bool:
-        """Somebody waits for a seat and for nothing else."""
+        """A request waits only for a slot."""
         return self.num_waiting > 0 and self._waiting.blocked == "slots"
 
     @property
     def has_headroom(self) -> bool:
-        """The next iteration has a seat and tokens for one who comes now, behind all who run and wait."""
+        """The next iteration has a slot and tokens for a request that arrives now, after all others."""
         s, queue = self.slots, self._waiting
         if s.num_open <= len(queue) or (len(queue) and queue.blocked == "pages"):
             return False
         if self.chunk_keeper is not None and self.chunk_keeper.cuts:
             return False
-        going = s.prefilling()
-        prompts = int((s.target[going] - s.scheduled[going]).sum()) + queue.num_tokens
+        slots = s.prefilling()
+        prompts = int((s.target[slots] - s.scheduled[slots]).sum()) + queue.num_tokens
         return len(s.decoding()) + prompts < self.max_num_batched_tokens
 
-    def limit_running(self, seats: int) -> None:
-        """So many requests may run at once from now on. Nobody is preempted for it: seats that are given back stay
-        empty until fewer run.
+    def limit_running(self, limit: int) -> None:
+        """Set the slot limit. No request is preempted for it: freed slots stay empty until fewer requests run.
 
-        Raises `ValueError` for less than one or more than there are slots.
+        Raises `ValueError` if the limit is less than one or more than the number of slots.
         """
-        if not 1 <= seats <= self.slots.num_slots:
-            raise ValueError(f"{seats} seats: there are 1 to {self.slots.num_slots}")
-        self.slots.limit = seats
+        if not 1 <= limit <= self.slots.num_slots:
+            raise ValueError(f"the slot limit must be 1 to {self.slots.num_slots}, not {limit}")
+        self.slots.limit = limit
 
     def has_events(self) -> bool:
         return bool(self._aborted)
@@ -152,7 +151,7 @@ class Scheduler:
     # -- forming an iteration
 
     def schedule(self, step: int) -> Batch | None:
-        """The batch of iteration `step`, or None when nothing can run now."""
+        """Return the batch of iteration `step`, or None if nothing can run now."""
         self._take_loaded()
         self.pool.retention.expire(time.monotonic())
         self._free_slots()
@@ -170,14 +169,14 @@ class Scheduler:
         return batch
 
     def _fetch_for_head(self) -> None:
-        """What the next request will need comes while it waits for something else than memory."""
+        """Load the pages of the first request in line, unless it waits for memory."""
         head = self._waiting.head() if self.tiers is not None else None
         if head is not None and not head.fetched and self._waiting.blocked != "pages":
             head.fetched = True
             self.prefixes.fetch(self.prefixes.find(head).entries)
 
     def _schedule_decodes(self) -> I32:
-        """Slots that decode one token each, their pages grown; preempts when memory is short."""
+        """Return the slots that decode one token each, with their pages grown. Preempts if memory is short."""
         s, page_size = self.slots, self.pool.page_size
         ready = s.decoding().astype(np.int32)
         ready = ready[constraints.may_decode(s, ready)]
@@ -187,7 +186,7 @@ class Scheduler:
         needs = s.scheduled.take(ready) >= s.num_pages.take(ready) * page_size
         while (short := int(needs.sum()) - self.pool.num_available) > 0:
             if short <= self._num_coming():
-                # Pages are about to come back: the youngest wait one iteration instead of preempting more.
+                # Enough pages are about to be freed: the youngest wait one iteration, and no more are preempted.
                 growing = np.flatnonzero(needs)
                 youngest = np.lexsort((s.order[ready[growing]], s.priority[ready[growing]]))[-short:]
                 keep = np.ones(len(ready), np.bool_)
@@ -203,13 +202,13 @@ class Scheduler:
         return ready
 
     def _preempt_one(self) -> int:
-        """Preempt the running request of the lowest priority, the youngest among those; returns its slot."""
+        """Preempt the youngest running request of the lowest priority, and return its slot."""
         s = self.slots
         running = s.running()
         return self._preempt(int(running[np.lexsort((s.order[running], s.priority[running]))[-1]]))
 
     def _preempt(self, victim: int) -> int:
-        """Send the request in this slot back to the queue."""
+        """Return the request in this slot to the queue."""
         s = self.slots
         request = s.request[victim]
         assert request is not None
@@ -221,11 +220,11 @@ class Scheduler:
         return victim
 
     def _free_slots(self) -> None:
-        """Where all seats are taken, those of worse priorities go to a better one that waits."""
+        """Free slots of worse priorities for a waiting better one, if all slots are in use."""
         if self.slots.num_open or (head := self._waiting.head()) is None:
             return
         wanted = self.fairness.slots_wanted(self._waiting.num_of_priority(head))
-        # More may run than there are seats now: then nobody gives one up, for nobody would get it.
+        # More requests may run than the current limit allows. Then no slot is freed, as none could be used.
         while 0 <= self.slots.limit - self.num_running < wanted:
             victim = self.fairness.victim(self.slots, head)
             if victim is None:
@@ -236,7 +235,7 @@ class Scheduler:
             self._preempt(victim)
 
     def _num_coming(self) -> int:
-        """Pages that come back by themselves: only fences and transfers hold them."""
+        """Return the pages about to be freed: those that only fences and transfers hold."""
         held = self._references_beside_requests()
         return int(((held > 0) & (held == self.pool.ref)).sum())
 
@@ -247,11 +246,11 @@ class Scheduler:
         return held
 
     def _admit(self, request: Request) -> int | None:
-        """Reserve pages for the whole prompt, attach its cached prefix, give it a slot; None when it must wait.
+        """Give a request pages for the whole prompt, its cached prefix and a slot. Returns None if it must wait.
 
-        A prefix that is not all on the GPU starts to load; the slot is LOADING until it is there.
+        If part of the prefix is not on the GPU, it starts to load, and the slot is LOADING until then.
         """
-        found = self._room_for(request)
+        found = self._find_if_fits(request)
         if found is None:
             return None
         expected = 0.0 if request.charged else request.prompt_len + self.output_lengths.expected(request)
@@ -265,8 +264,8 @@ class Scheduler:
             self._begin(request)
         return slot
 
-    def _room_for(self, request: Request) -> Found | None:
-        """What is cached of it, when there is memory for the rest; None when it must wait for memory."""
+    def _find_if_fits(self, request: Request) -> Found | None:
+        """Return the cached prefix of a request if memory suffices for the rest, else None."""
         pool, found = self.pool, self.prefixes.find(request)
         # Pinning makes idle pages unavailable.
         taken = found.num_fresh + found.num_idle
@@ -278,7 +277,7 @@ class Scheduler:
         return found
 
     def _begin(self, request: Request) -> None:
-        """The request can be computed from now on: account for it once."""
+        """Count a request once, when it can be computed."""
         if request.scheduled_at:
             return
         request.scheduled_at = time.monotonic()
@@ -288,7 +287,7 @@ class Scheduler:
             self.prefixes.stats.add(request.prompt_len, request.hits)
 
     def _take_loaded(self) -> None:
-        """Loads have ended: their requests can be scheduled, or go back to the queue and find a shorter prefix."""
+        """Process finished loads: their requests can be scheduled, or return to the queue with a shorter prefix."""
         for waiting in self.tiers.pump() if self.tiers is not None else ():
             request = self.slots.request[waiting.slot] if waiting.slot >= 0 else None
             if request is None:
@@ -301,7 +300,7 @@ class Scheduler:
                 self._begin(request)
 
     def reset_cache(self) -> None:
-        """Forget every cached prefix, in every tier. Pages in use stay with their requests."""
+        """Drop every cached prefix in all tiers. Pages in use stay with their requests."""
         self.pool.index.clear()
         self.pool.forget()
         if self.tiers is not None:
@@ -310,7 +309,7 @@ class Scheduler:
     # -- committing an iteration
 
     def commit(self, result: StepResult) -> Events:
-        """Take in what iteration `result.batch.step` computed. Rows of requests that ended meanwhile are dropped."""
+        """Commit the result of an iteration and return its events. Rows of requests that have ended are dropped."""
         s, batch = self.slots, result.batch
         self.attention.add(result.attention or AttentionPath.of(batch.num_decodes, batch.num_chunks))
         self.fences.completed(batch.step)
@@ -324,8 +323,8 @@ class Scheduler:
         index = s.known.take(token_slots)
         s.token_ids[token_slots, index] = tokens
         s.known[token_slots] = index + 1
-        spoilt = nonfinite_rows(result) & live
-        bad = spoilt[batch.sampled_rows][sampled]
+        nonfinite = nonfinite_rows(result) & live
+        bad = nonfinite[batch.sampled_rows][sampled]
         tokens = np.where(bad, np.int32(-1), tokens)
         self.generation_tokens += len(tokens) - int(bad.sum())
         self.decode_tokens += batch.num_decodes
@@ -341,8 +340,8 @@ class Scheduler:
         scored_prompts = prompt_logprobs(s, result, live)
         add_pooled(s, result, live)
         logprobs = token_logprobs(s, result, sampled)
-        spoilt_slots = batch.slots[spoilt]
-        ends_spoilt = self._spoil(spoilt_slots, token_slots[bad], scored_prompts, errors)
+        nonfinite_slots = batch.slots[nonfinite]
+        nonfinite_handles = self._drop_nonfinite(nonfinite_slots, token_slots[bad], scored_prompts, errors)
         if self.prefix_caching:
             self.prefixes.publish(slots)
         started = [self._start(int(slot)) for slot in token_slots[index == s.prompt_len.take(token_slots)]]
@@ -350,9 +349,9 @@ class Scheduler:
             self.fences.release_after(int(s.last_step[slot]), -1, s.give_back(slot))
         for slot in token_slots[(finish != 0) & ~bad].tolist():
             self._finish(slot)
-        for slot in spoilt_slots.tolist():
+        for slot in nonfinite_slots.tolist():
             self._give_up(slot)
-        scored = self._scored(slots, spoilt_slots)
+        scored = self._scored(slots, nonfinite_slots)
         ends, pooled = s.handle[scored], dict[int, bytes]()
         for slot in scored.tolist():
             started.append(self._start(slot))
@@ -362,25 +361,27 @@ class Scheduler:
                 pooled[request.handle] = embedding(request)
             self._finish(slot)
         events = Events(handles, tokens, finish, started, logprobs, scored_prompts, errors, pooled)
-        events = events.ended(ends_spoilt, Finish.NONFINITE)
+        events = events.ended(nonfinite_handles, Finish.NONFINITE)
         self.fences.open()
         if self.tiers is not None:
             full = 2 * batch.num_tokens >= self.max_num_batched_tokens
             self.tiers.speeds.computed(batch.num_tokens, result.seconds, full)
         return self._with_aborts(events.ended(ends.tolist(), Finish.LENGTH))
 
-    def _scored(self, slots: I32, spoilt: I32) -> I32:
-        """Those whose prompt is scored, or pooled (max_tokens 0): they end with their prefill, without a token."""
+    def _scored(self, slots: I32, nonfinite: I32) -> I32:
+        """Return slots with a scored or pooled prompt (max_tokens 0), which end with their prefill, without a token."""
         s = self.slots
         scored = slots[s.max_total_tokens.take(slots) == s.prompt_len.take(slots)]
         if len(scored):
-            scored = scored[(s.confirmed[scored] >= s.target[scored]) & ~np.isin(scored, spoilt)]
+            scored = scored[(s.confirmed[scored] >= s.target[scored]) & ~np.isin(scored, nonfinite)]
         return scored
 
-    def _spoil(self, slots: I32, told: I32, scored_prompts: dict[int, Any], errors: dict[int, str]) -> list[int]:
-        """The logits of these requests were no numbers: nothing of this iteration is kept or shown of them.
+    def _drop_nonfinite(
+        self, slots: I32, reported: I32, scored_prompts: dict[int, Any], errors: dict[int, str]
+    ) -> list[int]:
+        """Drop this iteration's results of requests whose logits are not finite.
 
-        `told`: those whose row of the events says so. Returns the handles of the others, which need an event.
+        `reported` are those whose row of the events reports it. Returns the handles of the others, which need an event.
         """
         if not len(slots):
             return []
@@ -389,14 +390,14 @@ class Scheduler:
         for slot in slots.tolist():
             request = s.request[slot]
             assert request is not None
-            request.publishable = False  # its pages may hold what spoilt it
+            request.publishable = False  # its pages may contain the values that caused this
             scored_prompts.pop(request.handle, None)
             errors[request.handle] = NOT_FINITE
-        others: list[int] = s.handle[slots[~np.isin(slots, told)]].tolist()
+        others: list[int] = s.handle[slots[~np.isin(slots, reported)]].tolist()
         return others
 
     def _give_up(self, slot: int) -> None:
-        """End a running request whose terminal event is told elsewhere."""
+        """End a running request whose terminal event is reported elsewhere."""
         request = self.slots.request[slot]
         assert request is not None
         self._end(request)
@@ -404,7 +405,7 @@ class Scheduler:
         self._waiting.release_siblings(request)
 
     def idle_events(self) -> Events:
-        """Terminal events that wait for no iteration (aborts)."""
+        """Return terminal events that need no iteration (aborts)."""
         return self._with_aborts(Events.none())
 
     def _with_aborts(self, events: Events) -> Events:
@@ -430,17 +431,17 @@ class Scheduler:
     def _finish(self, slot: int) -> None:
         request = self.slots.request[slot]
         assert request is not None
-        if request.params.max_tokens != 0:  # what has no output says nothing of how long outputs are
+        if request.params.max_tokens != 0:  # requests without output do not count
             self.output_lengths.add(int(self.slots.known[slot]) - request.prompt_len)
         self._end(request)
         self._retire(slot)
 
     def _end(self, request: Request) -> None:
-        """Its terminal event is due; what it holds is given back by the caller."""
+        """Mark a request as ended. The caller frees its slot and pages."""
         request.ended = True
         del self._requests[request.handle]
         if request.slot >= 0:
-            # The tenant pays for the tokens that there were, not for those expected.
+            # Charge the tenant for the actual tokens, not for the expected ones.
             self._waiting.settle(request, int(self.slots.known[request.slot]) - request.charged)
 
     def _retire(self, slot: int) -> None:
@@ -448,18 +449,18 @@ class Scheduler:
         assert request is not None
         request.slot = -1
         if request.loading is not None:
-            # What is on its way goes on: the transfers hold their pages themselves.
+            # Loads continue: the transfers hold references to their pages.
             request.loading.slot, request.loading = -1, None
         if request.names and request.last_entry is not None:
-            self.prefixes.recall.remember(request.names, chain_of(request.last_entry))
+            self.prefixes.conversations.remember(request.names, chain_of(request.last_entry))
         step = int(self.slots.last_step[slot])
         self._count_resets = [r for r in self._count_resets if r.slot != slot]
         self.fences.release_after(step, slot, self.slots.retire(slot))
 
-    # -- what is true now
+    # -- state
 
     def stats(self, compiling: int = 0) -> SchedulerStats:
-        """`compiling`: requests that are not here yet, because their grammar is not."""
+        """`compiling` is the number of requests whose grammar is being compiled."""
         pool, loading = self.pool, int((self.slots.phase == Phase.LOADING).sum())
         return SchedulerStats(
             running=self.num_running,

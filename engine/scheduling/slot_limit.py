@@ -1,9 +1,11 @@
-"""`SlotLimitControl`: how many requests may run at once so that the time between tokens stays what was promised.
+"""`SlotLimitControl`: adapts the number of requests that may run at once to the objective on the time between tokens.
 
-No clock and no I/O: it is told what a second of serving was like, and says how many seats there are from then on.
-It moves on what it has measured: up to where the line through two measured bounds meets the limit, never further than
-the limit would allow if throughput stood still; down to where the line to a bound that kept the limit meets it. What
-was measured is forgotten when the same bound suddenly behaves otherwise.
+No clock and no I/O: it gets measured windows of about a second and returns the slot limit. It only moves on
+measurements. A raise goes to where the line through two measured limits meets the objective, and never further than the
+objective would allow at constant throughput. A cut goes to where the line to a limit that kept the objective meets it.
+Measurements are dropped when the same limit suddenly behaves differently.
+
+"Level" is what was measured at one limit; "strain" is the time between tokens divided by the objective.
 """
 
 from __future__ import annotations
@@ -13,72 +15,72 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 START = 16
-"""seats before anything is known"""
+"""Initial slot limit."""
 MARGIN = 3.0
-"""standard deviations of a window that the mean keeps below the limit: one window in 700 is above it"""
+"""Standard deviations of a window between the mean and the objective: one window in 700 is above it."""
 GUARD = 0.003
-"""and so much beside that"""
+"""Further distance of the mean from the objective, a logarithm."""
 NOISE, NOISE_WEIGHT, LEAST_NOISE = 0.02, 4.0, 0.004
-"""what a window's deviation is believed to be, as much as so many windows say, and never less than this"""
+"""Prior of a window's deviation, its weight in windows, and the minimum deviation."""
 GROWTH = 2.0
-"""most seats at once, times those that there are; half as many at least"""
+"""Maximum factor of one raise, and of one cut."""
 DEADBAND = 0.02
-"""a smaller raise is none"""
+"""Relative size below which a raise is skipped."""
 SUDDEN = ((0.05, 3), (0.12, 2), (0.5, 1))
-"""a change of the logarithm that is no noise: how large, and how often in a row it must be seen"""
+"""(size, count) of a change that is not noise: a deviation of the logarithm, in so many windows in a row."""
 FAR = 0.5
-"""so far below the limit, in the logarithm, one window is enough to know that there is room"""
+"""Distance below the objective, a logarithm, at which one window suffices for a raise."""
 BACKOFF = 60
-"""windows until a bound that was late is tried again; twice as many each time"""
+"""Windows until a limit that was late is tried again. Doubles each time."""
 MEMORY = 30
-"""windows of one bound after which an old one counts as little as a new one"""
+"""Windows over which the mean of a level is taken."""
 LONG = 100
-"""windows in which a bound may be above the limit once"""
+"""Windows in which a level may be late once."""
 REACH = 4.0
-"""seats are not what makes it late where so many times fewer are about as late"""
+"""If a limit smaller by this factor is about as late, the number of slots is not the cause."""
 PATIENCE = 120
-"""windows until that is tried again"""
+"""Windows until a smaller limit is tried again after that."""
 WORSE, SURE = 0.93, 2.0
-"""throughput behind a raise, of that before: more seats did harm. It is less by more than so many standard errors, too:
-requests that begin together end together, and a second of their prompts has few tokens"""
+"""Throughput after a raise, relative to before, below which the raise did harm, and the standard errors it must differ
+by. Requests that start together end together, and a second with their prompts has few tokens."""
 JUDGED = 12
-"""windows behind a raise in which that is asked: later, the load may be another one"""
+"""Windows after a raise in which it can be judged. Later, the load may have changed."""
 
 REASONS = ("room", "late", "shift", "worse", "out_of_reach")
-"""why the bound changed: there was room below the limit; the limit was passed; a bound does something else all at once;
-more seats meant less throughput; fewer seats did not help"""
+"""Reasons of changes: headroom below the objective; the objective was missed; a limit suddenly behaves differently;
+more slots reduced throughput; fewer slots did not help."""
 
 
 class Window(NamedTuple):
-    """A second of serving, or as long as it takes to know something."""
+    """Measurements of about a second of serving."""
 
     strain: float
-    """time between tokens, as the objective takes it, divided by its limit: at most 1 is kept; NaN: too few tokens"""
+    """The objective's statistic of the time between tokens, divided by its limit; NaN if there are too few tokens."""
     running: float
-    """requests, mean"""
+    """Mean of running requests."""
     rate: float
-    """tokens a second"""
+    """Tokens per second."""
     short: bool
-    """requests waited for a seat and for nothing else"""
+    """Requests waited only for a slot."""
 
 
 @dataclass
 class _Level:
-    """What a bound was measured to do."""
+    """Measurements at one slot limit."""
 
     mean: float
-    """of the logarithm of the strain"""
+    """Mean of log(strain)."""
     rate: float
     n: int = 1
     late: int = 0
-    """windows above the limit, of the last LONG"""
+    """Late windows, of about the last `LONG`."""
     failed: int = 0
-    """times that it was left because it was late"""
+    """Times that it was left because it was late."""
     barred: bool = False
-    """its throughput was less than that of fewer seats"""
+    """Its throughput was lower than with fewer slots."""
 
     def add(self, x: float, rate: float) -> float:
-        """Returns how far the mean went."""
+        """Add a window, and return the change of the mean."""
         self.n += 1
         weight = 1 / min(self.n, MEMORY)
         step = weight * (x - self.mean)
@@ -88,7 +90,7 @@ class _Level:
 
 
 class SlotLimitControl:
-    """Between 1 and `capacity` seats; `seats` is how many there are now, `changes` how often that changed, and why."""
+    """Keeps `limit` between 1 and `capacity`. `changes` counts its changes by reason."""
 
     def __init__(self, capacity: int, start: int = START) -> None:
         self.capacity = capacity
@@ -98,35 +100,35 @@ class SlotLimitControl:
         self._variance = NOISE * NOISE
         self._samples = NOISE_WEIGHT
         self._rate_variance, self._rate_samples = NOISE * NOISE, NOISE_WEIGHT
-        """of the logarithm of throughput, window by window"""
+        """Variance of log(throughput) between windows."""
         self._settling = 1
-        """windows to come that show how the bound changed, not what it does"""
+        """Windows to skip after a change, while the number of running requests adapts."""
         self._odd: list[float] = []
-        """windows in a row that do not fit what the bound was measured to do"""
+        """Consecutive windows that do not fit the level."""
         self._raised_from = 0
-        """seats before the last change, if that was a raise"""
+        """The limit before the last change if that was a raise, else 0."""
         self._over = 0
-        """windows in a row above the limit with seats to spare"""
+        """Consecutive late windows with free slots."""
         self._quiet = 0
-        """windows that taught something since the last change"""
+        """Windows learned from since the last change."""
         self._remembered: _Level | None = None
-        """what these seats had been measured to do before"""
+        """The earlier level of the current limit."""
         self._resigned = 0
-        """windows for which fewer seats are not tried"""
+        """Windows for which no smaller limit is tried."""
 
     def observe(self, window: Window) -> int:
-        """Take in what the last window was like; returns the seats from now on."""
+        """Process a window, and return the slot limit from now on."""
         self._resigned = max(0, self._resigned - 1)
         if math.isnan(window.strain) or window.strain <= 0:
             return self.limit
         if window.running > self.limit * 1.02 + 0.5:
-            return self.limit  # nobody is preempted: fewer run only when some have ended
+            return self.limit  # still above the limit: requests are not preempted
         if self._settling:
             self._settling -= 1
             return self.limit
         x = math.log(window.strain)
         if not window.short and window.running < 0.95 * self.limit:
-            return self._with_seats_to_spare(x, window)
+            return self._with_free_slots(x, window)
         self._over = 0
         if (level := self._learn(x, window.rate)) is None:
             return self.limit
@@ -138,11 +140,11 @@ class SlotLimitControl:
 
     @property
     def _target(self) -> float:
-        """What the mean of the logarithm may be."""
+        """Maximum mean of log(strain)."""
         return -MARGIN * self._noise - GUARD
 
-    def _with_seats_to_spare(self, x: float, window: Window) -> int:
-        """More seats would be of no use. Where it is late all the same, there are no more of them than run."""
+    def _with_free_slots(self, x: float, window: Window) -> int:
+        """Process a window with free slots: a raise is useless. If late, cut the limit to the running requests."""
         self._over = self._over + 1 if x > 0 else 0
         running = max(1, round(window.running))
         if self._over >= 2 and not self._resigned and running < self.limit:
@@ -151,7 +153,7 @@ class SlotLimitControl:
         return self.limit
 
     def _learn(self, x: float, rate: float) -> _Level | None:
-        """The level of the seats that there are, with this window; None while it does not fit and may be a hiccup."""
+        """Return the level of the current limit with this window added; None while the window may be an outlier."""
         level = self._levels.get(self.limit)
         if level is None:
             self._odd = []
@@ -183,14 +185,14 @@ class SlotLimitControl:
             if abs(level.mean - remembered.mean) > max(SUDDEN[0][0], 3 * self._noise):
                 self._forget(level)
         level.late = max(0, level.late + int(x > 0) - int(level.n % LONG == 0))
-        if known:  # what drifts here drifts there
-            for seats, other in self._levels.items():
-                if seats != self.limit:
+        if known:  # other levels drift likewise
+            for limit, other in self._levels.items():
+                if limit != self.limit:
                     other.mean += step
         return level
 
     def _forget(self, level: _Level | None = None) -> None:
-        """The same seats do something else now: what was measured says nothing any more, but for `level`."""
+        """Drop all measurements except `level`: the same limit behaves differently now."""
         self._levels = {} if level is None else {self.limit: level}
         self._resigned = 0
         self.changes["shift"] += 1
@@ -218,61 +220,61 @@ class SlotLimitControl:
         return level.rate < before.rate * min(WORSE, math.exp(-SURE * error))
 
     def _more(self, level: _Level) -> int:
-        """As many as the limit allows by what is known."""
-        # What was seen of these seats is not all that they may do.
-        limit = math.exp(self._target - self._noise / math.sqrt(level.n))
+        """Raise the limit as far as the measurements allow."""
+        # Allow for the uncertainty of this level's mean.
+        objective = math.exp(self._target - self._noise / math.sqrt(level.n))
         at, strain = self.limit, math.exp(level.mean)
-        if strain >= limit or at >= self.capacity:
+        if strain >= objective or at >= self.capacity:
             return at
-        above = [seats for seats in self._levels if seats > at]
+        above = [limit for limit in self._levels if limit > at]
         if above:
             nearest = min(above)
             over = self._levels[nearest]
             if over.barred or self._quiet < BACKOFF * 2 ** min(over.failed, 6) // 2:
                 return at
-            wanted = min(nearest, _crossing(at, strain, nearest, math.exp(over.mean), limit))
+            wanted = min(nearest, _crossing(at, strain, nearest, math.exp(over.mean), objective))
         else:
-            wanted = at * limit / strain  # where throughput does not fall by it, this is within the limit
-            below = [seats for seats in self._levels if seats < at]
+            wanted = at * objective / strain  # keeps the objective unless throughput falls
+            below = [limit for limit in self._levels if limit < at]
             if below:
-                line = _crossing(max(below), math.exp(self._levels[max(below)].mean), at, strain, limit)
+                line = _crossing(max(below), math.exp(self._levels[max(below)].mean), at, strain, objective)
                 wanted = max(wanted, at + 0.6 * (line - at), at + 1 if line >= at + 1 else 0)
             wanted = min(wanted, GROWTH * at)
         more = min(int(wanted), self.capacity)
-        least = 1.1 if level.n < 10 else 1 + DEADBAND  # what is only just worth it is known better first
+        least = 1.1 if level.n < 10 else 1 + DEADBAND  # small raises need more measurements
         return self._move(more, "room") if more >= min(at * least, at + 1) and more >= at * (1 + DEADBAND) else at
 
     def _fewer(self, level: _Level) -> int:
-        at, strain, limit = self.limit, math.exp(level.mean), math.exp(self._target)
-        if level.n >= 12:  # it was not late for long: what else was measured is as old
+        at, strain, objective = self.limit, math.exp(level.mean), math.exp(self._target)
+        if level.n >= 12:  # it has become late after a long time, so other measurements are outdated
             self._forget(level)
         many = [
-            seats for seats, other in self._levels.items() if seats >= REACH * at and other.mean < level.mean + 0.15
+            limit for limit, other in self._levels.items() if limit >= REACH * at and other.mean < level.mean + 0.15
         ]
         if many or at == 1:
             self._resigned = PATIENCE
             level.late = 0
             return self._move(max([*many, at]), "out_of_reach")
-        kept = [seats for seats, other in self._levels.items() if seats < at and other.mean <= self._target]
+        kept = [limit for limit, other in self._levels.items() if limit < at and other.mean <= self._target]
         if kept:
-            wanted = max(max(kept), _crossing(max(kept), math.exp(self._levels[max(kept)].mean), at, strain, limit))
+            wanted = max(max(kept), _crossing(max(kept), math.exp(self._levels[max(kept)].mean), at, strain, objective))
         else:
-            wanted = max(at * limit / strain, at / GROWTH)
+            wanted = max(at * objective / strain, at / GROWTH)
         level.failed += 1
-        level.mean = max(level.mean, self._target + self._noise)  # it was too many, whatever its mean
+        level.mean = max(level.mean, self._target + self._noise)  # it was late, even if its mean was not
         return self._move(max(1, min(at - 1, int(wanted))), "late")
 
-    def _move(self, seats: int, why: str) -> int:
-        if seats != self.limit or why == "out_of_reach":
+    def _move(self, limit: int, why: str) -> int:
+        if limit != self.limit or why == "out_of_reach":
             self.changes[why] += 1
-        self._raised_from = self.limit if seats > self.limit else 0
-        self.limit, self._settling, self._odd, self._over = seats, 1, [], 0
+        self._raised_from = self.limit if limit > self.limit else 0
+        self.limit, self._settling, self._odd, self._over = limit, 1, [], 0
         self._quiet = 0
-        self._remembered = self._levels.pop(seats, None)  # it is measured anew
-        return seats
+        self._remembered = self._levels.pop(limit, None)  # it is measured again
+        return limit
 
 
-def _crossing(a: int, of_a: float, b: int, of_b: float, limit: float) -> float:
-    """Where the line through (a, of_a) and (b, of_b) is at `limit`; a < b; without end where it does not rise."""
+def _crossing(a: int, of_a: float, b: int, of_b: float, objective: float) -> float:
+    """Return where the line through (a, of_a) and (b, of_b), a < b, reaches `objective`; infinite if it never does."""
     slope = (of_b - of_a) / (b - a)
-    return math.inf if slope <= 0 else a + (limit - of_a) / slope
+    return math.inf if slope <= 0 else a + (objective - of_a) / slope

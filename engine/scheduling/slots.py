@@ -1,12 +1,12 @@
 """`SlotTable`: the running requests as rows of numpy arrays.
 
-Scheduling, input building and committing are vector operations over rows; Python touches a request only when it
-starts, finishes or is preempted (docs/design.md, "The life of an iteration"). A slot's counters are KV positions:
+Scheduling, input building and committing are vector operations over rows. Python code handles single requests only
+when they start, finish or are preempted (docs/design.md, "The life of an iteration"). Counters are KV positions:
 
     scheduled == confirmed + in_flight
 
-`scheduled` counts positions whose step is launched or done, `in_flight` those launched and not yet committed,
-`confirmed` those committed. `known` counts token ids the host knows: after a committed sample it is confirmed + 1.
+`scheduled` counts positions whose step is launched or done, `in_flight` those launched and not committed, `confirmed`
+those committed. `known` counts token ids on the host: after a committed sample it is confirmed + 1.
 """
 
 from __future__ import annotations
@@ -20,75 +20,75 @@ from weft.engine.wire.sampling import COLUMNS, Pooling, SamplingParams
 
 
 class Phase(IntEnum):
-    """Of a row, and so of the request that holds it (see `Request`): LOADING -> PREFILL -> DECODE -> ENDING -> FREE."""
+    """The phase of a row and of its request (see `Request`): LOADING -> PREFILL -> DECODE -> ENDING -> FREE."""
 
     FREE = 0
     PREFILL = 1
     DECODE = 2
     ENDING = 3
-    """Ended or preempted; the row is reused once the last step that touched it is done."""
+    """Ended or preempted. The row is reused once the last step that uses it is done."""
     LOADING = 4
-    """Admitted; its cached prefix is still on its way to the GPU."""
+    """Admitted. The cached prefix is still being loaded to the GPU."""
 
 
 class SlotTable:
-    """`num_slots` rows. Created once; nothing grows later but the width of `stop_ids`.
+    """`num_slots` rows, allocated once; only the width of `stop_ids` grows later.
 
-    window: positions that a query sees at most, its own included, where every layer has such a bound.
+    `window` is the maximum of positions that a query sees, including its own, if every layer has a window.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, page_size: int, window: int | None = None) -> None:
         n = self.num_slots = num_slots
         self.page_size, self.window = page_size, window
         self.limit = num_slots
-        """rows that may be taken at once; when that gets less nobody loses a row, but those given back stay free"""
+        """Slot limit: rows that may be in use at once. Lowering it takes no rows away; freed rows stay free."""
         max_pages = -(-max_model_len // page_size)
         self.request: list[Request | None] = [None] * n
         self.phase = np.zeros(n, np.uint8)
-        """`Phase`: the one place that says how far a request with a slot is"""
+        """`Phase` of each row, the only record of a request's progress."""
         self.handle = np.zeros(n, np.int64)
         self.epoch = np.zeros(n, np.int32)
-        """bumped when the row's request ends or is preempted: results of an older epoch are stale"""
+        """Incremented when the row's request ends or is preempted: results of an older epoch are stale."""
         self.priority = np.zeros(n, np.int64)
         self.order = np.zeros(n, np.int64)
         self.prompt_len = np.zeros(n, np.int32)
         self.target = np.zeros(n, np.int32)
-        """tokens to prefill before the next sample"""
+        """Tokens to prefill before the next sample."""
         self.max_total_tokens = np.zeros(n, np.int32)
         self.known = np.zeros(n, np.int32)
         self.scheduled = np.zeros(n, np.int32)
         self.in_flight = np.zeros(n, np.int32)
         self.confirmed = np.zeros(n, np.int32)
         self.published = np.zeros(n, np.int32)
-        """pages of the row entered in the prefix index (or found there)"""
+        """Pages of the row that are in the prefix index."""
         self.last_step = np.zeros(n, np.int64)
-        # Only what is written takes memory: pages of zeros are mapped on first touch.
+        # Zero pages are mapped on first write, so unused rows take no memory.
         self.token_ids = np.zeros((n, max_model_len), np.int32)
         self.page_table = np.zeros((n, max_pages), np.int32)
         self.num_pages = np.zeros(n, np.int32)
-        """entries of the row of the page table"""
+        """Entries in the row of the page table."""
         self.given_back = np.zeros(n, np.int32)
-        """how many of them, the first ones, lie behind the window and are nobody's any more"""
+        """How many of them, from the first, are outside the window and were freed."""
         none = SamplingParams()
         self.columns = {column.name: np.full(n, column.of(none), column.dtype) for column in COLUMNS}
-        """what follows each request to the sampling, by name"""
+        """Sampling fields of each request, by name (`COLUMNS`)."""
         self.biased = np.zeros(n, np.bool_)
         self.masked = np.zeros(n, np.bool_)
-        """may have some tokens only"""
+        """Only some tokens are allowed."""
         self.constrained = np.zeros(n, np.bool_)
-        """which ones depends on its newest token: it has a grammar, words that must not occur, or bounded thinking"""
+        """The allowed tokens depend on the newest token: it has a grammar, bad words or bounded thinking."""
         self.seed = np.zeros(n, np.uint64)
         self.joules = np.zeros(n)
-        """charged so far"""
+        """Joules charged so far."""
         self.metered = np.zeros(n, np.bool_)
-        """whoever sent it wants to know that"""
+        """Report the joules charged."""
         self.prompt_logprobs = np.full(n, -1, np.int32)
         self.pooling: list[Pooling | None] = [None] * n
         self.exact_output = np.zeros(n, np.bool_)
-        """cannot stop before `max_total_tokens` (ignore_eos and no stop token): its length needs no prediction"""
+        """It cannot stop before `max_total_tokens` (ignore_eos and no stop token), so its length is known."""
         self.stop_ids = np.full((n, 4), -1, np.int32)
         self.min_total = np.zeros(n, np.int32)
-        """no stop token is sampled at an index below this"""
+        """Index below which no stop token is sampled."""
         self._free = list(range(n - 1, -1, -1))
 
     @property
@@ -97,24 +97,24 @@ class SlotTable:
 
     @property
     def num_open(self) -> int:
-        """Rows that a request may be given now."""
+        """Number of rows that requests may get now."""
         return max(0, self.limit - (self.num_slots - len(self._free)))
 
     def running(self) -> np.ndarray:
-        """Slots that belong to a request: in LOADING, PREFILL or DECODE."""
+        """Return slots with a request: in LOADING, PREFILL or DECODE."""
         return np.flatnonzero((self.phase != Phase.FREE) & (self.phase != Phase.ENDING))
 
     def prefilling(self) -> np.ndarray:
-        """Slots with prompt tokens still to be scheduled."""
+        """Return slots with prompt tokens to schedule."""
         return np.flatnonzero((self.phase == Phase.PREFILL) & (self.scheduled < self.target))
 
     def decoding(self) -> np.ndarray:
-        """Slots that want another token. scheduled + 1 tokens exist once all launched steps are done: at the limit the
-        request needs no more."""
+        """Return slots that need another token. Once all launched steps are done there are scheduled + 1 tokens, which
+        are enough at the limit."""
         return np.flatnonzero((self.phase == Phase.DECODE) & (self.scheduled + 1 < self.max_total_tokens))
 
     def assign(self, request: Request, cached_pages: np.ndarray, cached_tokens: int) -> int:
-        """Give the request a row; its first `cached_tokens` positions are confirmed already."""
+        """Give the request a row and return it. Its first `cached_tokens` positions are already confirmed."""
         slot = self._free.pop()
         params, known = request.params, len(request.token_ids)
         request.slot = slot
@@ -151,7 +151,7 @@ class SlotTable:
         return slot
 
     def retire(self, slot: int) -> np.ndarray:
-        """End the row's request: results in flight become stale. Returns its pages, to be freed behind a fence."""
+        """End the row's request: results in flight become stale. Returns its pages, to be freed after a fence."""
         pages = self.page_table[slot, self.given_back[slot] : self.num_pages[slot]].copy()
         self.page_table[slot, : self.num_pages[slot]] = 0
         self.phase[slot] = Phase.ENDING
@@ -162,28 +162,28 @@ class SlotTable:
         self.request[slot] = None
         return pages
 
-    def _behind(self, slots: np.ndarray) -> np.ndarray:
-        """How many pages of each row no query sees that is not confirmed yet."""
+    def _outside_window(self, slots: np.ndarray) -> np.ndarray:
+        """Return how many first pages of each row no unconfirmed query sees."""
         assert self.window is not None
         return np.maximum(self.confirmed[slots] + 1 - self.window, 0) // self.page_size
 
     def outgrown(self, slots: np.ndarray) -> list[int]:
-        """Those rows that hold pages behind their window."""
+        """Return the rows that hold pages outside their window."""
         if self.window is None:
             return []
-        found: list[int] = slots[self._behind(slots) > self.given_back[slots]].tolist()
+        found: list[int] = slots[self._outside_window(slots) > self.given_back[slots]].tolist()
         return found
 
     def give_back(self, slot: int) -> np.ndarray:
-        """Take the pages behind the window out of the row, to be freed behind a fence."""
-        first, last = int(self.given_back[slot]), int(self._behind(np.array(slot)))
+        """Remove the pages outside the window from the row, and return them, to be freed after a fence."""
+        first, last = int(self.given_back[slot]), int(self._outside_window(np.array(slot)))
         pages = self.page_table[slot, first:last].copy()
         self.page_table[slot, first:last] = 0
         self.given_back[slot] = last
         return pages
 
     def release(self, slot: int) -> None:
-        """The fence has passed: the row may be reused."""
+        """Free the row: its fence has passed."""
         self.phase[slot] = Phase.FREE
         self.in_flight[slot] = 0
         self._free.append(slot)

@@ -1,7 +1,7 @@
-"""`ThinkingBound`: ends the thinking of one request after so many tokens, by leaving no other token to sample.
+"""`ThinkingBound`: ends the thinking of one request after its token budget, by allowing only the end tokens.
 
-Within its budget a request is launched ahead as any other is; beyond, until it has ended, it waits for its newest
-token.
+Within its budget a request is launched ahead like any other. After that it waits for its newest token until thinking
+has ended.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weft.engine.wire.thinking import Thinking, ThoughtCount
 
 
 class ThinkingBound:
-    """Knows the confirmed output. `settled`: nothing is left to do; `mask`: what alone may come next, if that is so."""
+    """Follows the confirmed output. `settled` is True once nothing is left to do, `mask` is set to force a token."""
 
     def __init__(self, thinking: Thinking, vocab_size: int) -> None:
         self.settled = not thinking.force
@@ -21,28 +21,28 @@ class ThinkingBound:
         self._vocab_size = vocab_size
         self._count = ThoughtCount(thinking.begin, thinking.end)
         self._forced = 0
-        """tokens that were forced"""
-        self._look()
+        """Number of forced tokens."""
+        self._update()
 
     def may_run_ahead(self, in_flight: int) -> bool:
-        """Whether the token after those in flight is within the budget whatever they are."""
+        """Return whether the token after those in flight is within the budget in any case."""
         return self.settled or (self.mask is None and self._count.tokens + in_flight < self._thinking.budget)
 
     def see(self, token: int) -> None:
-        """The output's next token."""
+        """Process the output's next token."""
         if self.settled:
             return
         if self.mask is None:
             self._count.see(token)
         else:
             self._forced += 1
-        self._look()
+        self._update()
 
     def give_up(self) -> None:
-        """What is to be forced is not allowed."""
+        """Stop forcing tokens, because another constraint forbids them."""
         self.settled, self.mask = True, None
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         force, count = self._thinking.force, self._count
         if self.settled or (count.over and not self._forced) or self._forced == len(force):
             self.give_up()

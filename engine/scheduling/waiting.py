@@ -1,7 +1,7 @@
-"""`WaitingQueue`: requests without a slot: by priority, then tenants in turn, then first come, first served.
+"""`WaitingQueue`: requests without a slot, ordered by priority, then fairly by tenant, then by arrival.
 
-Every operation costs the logarithm of what waits: requests that left are dropped from a heap when they reach its top,
-or when they are most of it.
+Every operation is logarithmic in the number of waiting requests. Requests that have left are dropped from a heap when
+they reach its top, or when they are most of it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from weft.engine.scheduling.fair_queue import FairQueue
 from weft.engine.scheduling.request import Request
 
 Blocked = Literal["slots", "pages", "tokens"]
-PASSING_RANKS = 4
-"""priorities, best first, among which one is looked for that fits where the head does not"""
+OVERTAKING_PRIORITIES = 4
+"""Best priorities that are searched for a request that fits while the head does not."""
 
 
-class _Line:
-    """Waiting requests by a number, least first."""
+class _RequestHeap:
+    """Waiting requests ordered by a number, smallest first."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Request]] = []
-        """(number, ticket, request); one that left has another ticket now"""
+        """(number, ticket, request). A request that has left has another ticket."""
         self.size = 0
 
     def push(self, number: int, request: Request) -> None:
@@ -38,63 +38,63 @@ class _Line:
         return self._heap[0][2]
 
     def left(self) -> None:
-        """One of them has another ticket, or none, from now on."""
+        """Record that one of the requests has left."""
         self.size -= 1
         if len(self._heap) > 2 * self.size + 64:
             self._heap = [entry for entry in self._heap if entry[1] == entry[2].ticket]
             heapq.heapify(self._heap)
 
 
-class _Rank:
+class _Priority:
     """The waiting requests of one priority."""
 
     def __init__(self) -> None:
-        self.turns = FairQueue()
-        self.shortest = _Line()
-        self._tenants: dict[int, _Line] = {}
+        self.fair = FairQueue()
+        self.shortest = _RequestHeap()
+        self._tenants: dict[int, _RequestHeap] = {}
 
     def push(self, request: Request) -> None:
-        line = self._tenants.get(request.tenant)
-        if line is None:
-            line = self._tenants[request.tenant] = _Line()
-            self.turns.joins(request.tenant, request.order)
-        line.push(request.order, request)
+        heap = self._tenants.get(request.tenant)
+        if heap is None:
+            heap = self._tenants[request.tenant] = _RequestHeap()
+            self.fair.join(request.tenant, request.order)
+        heap.push(request.order, request)
         self.shortest.push(len(request.token_ids), request)
 
     def head(self) -> Request:
-        return self._tenants[self.turns.first()].first()
+        return self._tenants[self.fair.first()].first()
 
     def pay(self, request: Request, cost: float) -> None:
-        """The tenant of a request that is about to leave is charged."""
+        """Charge the tenant of a request that is about to leave."""
         if request is self._tenants[request.tenant].first():
-            self.turns.serve(request.tenant, cost)
+            self.fair.serve(request.tenant, cost)
         else:
-            self.turns.charge(request.tenant, cost)
+            self.fair.charge(request.tenant, cost)
 
     def remove(self, request: Request) -> None:
         self.shortest.left()
-        line = self._tenants[request.tenant]
-        line.left()
-        if not line.size:
+        heap = self._tenants[request.tenant]
+        heap.left()
+        if not heap.size:
             del self._tenants[request.tenant]
-            self.turns.leaves(request.tenant)
+            self.fair.leave(request.tenant)
 
 
 class WaitingQueue:
-    """Siblings are held beside the queue until the prompt that they share is computed."""
+    """The waiting requests. Siblings are held outside the queue until the prompt that they share is computed."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, _Rank] = {}
-        """by priority; none is empty"""
+        self._queues: dict[int, _Priority] = {}
+        """By priority; none is empty."""
         self._priorities: list[int] = []
         self._tickets = 0
         self.num_requests = 0
-        """held ones included"""
+        """Waiting requests, including held ones."""
         self.num_held = 0
         self.num_tokens = 0
-        """to compute for them, if nothing is cached; without held ones"""
+        """Tokens to compute for them if nothing is cached, without held ones."""
         self.blocked: Blocked = "tokens"
-        """what the head lacked when it was last looked at: a slot, pages, or room in the iteration"""
+        """What the head lacked at the last schedule: a slot, pages, or tokens of the iteration."""
 
     def __len__(self) -> int:
         return self.num_requests - self.num_held
@@ -107,49 +107,49 @@ class WaitingQueue:
         self._tickets += 1
         self.num_tokens += len(request.token_ids)
         request.ticket = self._tickets
-        rank = self._ranks.get(request.priority)
-        if rank is None:
-            rank = self._ranks[request.priority] = _Rank()
+        queue = self._queues.get(request.priority)
+        if queue is None:
+            queue = self._queues[request.priority] = _Priority()
             insort(self._priorities, request.priority)
-        rank.push(request)
+        queue.push(request)
 
     def hold(self, request: Request, leader: Request) -> None:
-        """Queue the request once the leader's prompt is computed."""
+        """Hold the request until the leader's prompt is computed."""
         leader.siblings.append(request)
         request.held = True
         self.num_held += 1
         self.num_requests += 1
 
     def head(self) -> Request | None:
-        """Whose turn it is; None: nobody waits."""
-        return self._ranks[self._priorities[0]].head() if self._priorities else None
+        """Return the first in line; None if no request waits."""
+        return self._queues[self._priorities[0]].head() if self._priorities else None
 
     def shortest(self) -> Request | None:
-        """The shortest of the best priority; None: nobody waits."""
-        return self._ranks[self._priorities[0]].shortest.first() if self._priorities else None
+        """Return the shortest request of the best priority; None if no request waits."""
+        return self._queues[self._priorities[0]].shortest.first() if self._priorities else None
 
     def num_of_priority(self, request: Request) -> int:
-        """How many of the waiting request's priority wait, itself included."""
-        return self._ranks[request.priority].shortest.size
+        """Return how many requests of this request's priority wait, including itself."""
+        return self._queues[request.priority].shortest.size
 
     def shortest_by_priority(self) -> Iterator[Request]:
-        """The shortest of each of the best few priorities."""
-        for priority in islice(self._priorities, PASSING_RANKS):
-            yield self._ranks[priority].shortest.first()
+        """Yield the shortest request of each of the best few priorities."""
+        for priority in islice(self._priorities, OVERTAKING_PRIORITIES):
+            yield self._queues[priority].shortest.first()
 
     def take(self, request: Request, cost: float) -> None:
-        """A request leaves to be computed; `cost`, in tokens, is what its tenant is charged."""
-        self._ranks[request.priority].pay(request, cost)
+        """Remove a request to be computed, and charge its tenant `cost` tokens."""
+        self._queues[request.priority].pay(request, cost)
         self._remove(request)
 
     def settle(self, request: Request, cost: float) -> None:
-        """A request that was taken has cost its tenant so much more (or less) than it was charged."""
-        rank = self._ranks.get(request.priority)
-        if rank is not None:
-            rank.turns.charge(request.tenant, cost)
+        """Charge the tenant of a taken request the difference to its actual cost."""
+        queue = self._queues.get(request.priority)
+        if queue is not None:
+            queue.fair.charge(request.tenant, cost)
 
     def end(self, request: Request) -> None:
-        """A waiting request has ended."""
+        """Remove a waiting request that has ended."""
         if request.held:
             self._leave(request)
         else:
@@ -158,10 +158,10 @@ class WaitingQueue:
     def _remove(self, request: Request) -> None:
         request.ticket = 0
         self.num_tokens -= len(request.token_ids)
-        rank = self._ranks[request.priority]
-        rank.remove(request)
-        if not rank.shortest.size:
-            del self._ranks[request.priority]
+        queue = self._queues[request.priority]
+        queue.remove(request)
+        if not queue.shortest.size:
+            del self._queues[request.priority]
             del self._priorities[bisect_left(self._priorities, request.priority)]
         self._leave(request)
 
@@ -171,7 +171,7 @@ class WaitingQueue:
         request.held = False
 
     def release_siblings(self, request: Request) -> None:
-        """Queue those held for this prompt: all once it is computed, else one that the others are held for."""
+        """Queue the requests held for this prompt: all if it is computed, else one that the others then wait for."""
         siblings = [s for s in request.siblings if s.waiting]
         request.siblings = []
         if siblings and not request.begun:
@@ -183,7 +183,7 @@ class WaitingQueue:
         self.num_held -= len(siblings)
 
     def by_reason(self) -> dict[str, int]:
-        """Requests by what they wait for. Few overtake the head, so all behind it wait for what it lacks."""
+        """Return waiting requests by reason. Few requests overtake the head, so all count as lacking what it lacks."""
         counts = dict.fromkeys(("slots", "pages", "tokens"), 0)
         counts[self.blocked] = self.num_requests - self.num_held
         return {**counts, "sibling": self.num_held}

@@ -19,7 +19,7 @@ from list_device import ListEngine
 from weft.engine.config import EngineConfig
 from weft.engine.demo import MODEL_PATH
 from weft.engine.runner.iteration.batch import Batch, StepResult
-from weft.engine.runner.iteration.work import Costs
+from weft.engine.runner.iteration.cost_shares import Costs
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.iteration_cost import Load
 from weft.engine.scheduling.pace import Pace

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from weft.engine.config import EngineConfig, Objective
 from weft.engine.demo import MODEL_PATH
 from weft.engine.runner.iteration.batch import StepResult
-from weft.engine.runner.iteration.work import Costs
+from weft.engine.runner.iteration.cost_shares import Costs
 from weft.engine.scheduling.chunk_keeper import LEAST_SHARE, ChunkKeeper
 from weft.engine.scheduling.chunk_limit import ChunkLimit
 from weft.engine.scheduling.iteration_cost import SUDDEN, IterationCost, Load

@@ -130,7 +130,7 @@ def test_an_added_column_reaches_the_sampling_of_the_cpu_runner(
 
     def lifted(self: Sampling, logits: torch.Tensor, batch: Batch) -> None:
         adjust(self, logits, batch)
-        logits[:, -1] += self.up(batch.sampling.columns["lift"])
+        logits[:, -1] += self.to_device(batch.sampling.columns["lift"])
 
     def watched(logits: torch.Tensor, *, top_n: torch.Tensor, **rest: Any) -> torch.Tensor:
         seen.append(top_n.tolist())

@@ -20,7 +20,7 @@ from weft.engine.engine import Engine
 from weft.engine.model.directory import read_spec
 from weft.engine.runner.device.energy_meter import EnergyMeter, RaplCounter, Reading, energy_counter
 from weft.engine.runner.iteration.batch import Batch
-from weft.engine.runner.iteration.work import Work
+from weft.engine.runner.iteration.cost_shares import CostShares
 from weft.engine.scheduling.energy_ledger import EnergyLedger
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.messages import AddRequest
@@ -80,7 +80,7 @@ def test_a_counter_that_fails_later_ends_the_meter_and_keeps_what_it_read(capsys
     meter = EnergyMeter(Failing(), period=0.001)
     meter._thread.join(240)
     assert (meter.why, meter.latest.joules) == ("the driver has gone", 10.0)
-    assert capsys.readouterr().err == "weft: joules are not counted any more: the driver has gone\n"
+    assert capsys.readouterr().err == "weft: energy is no longer measured: the driver has gone\n"
     meter.close()
 
 
@@ -120,12 +120,12 @@ def batch(slots: list[int], query: list[int], kv: list[int]) -> Batch:
 
 
 @pytest.fixture(scope="module")
-def work(tiny_model: Callable[[str], Path]) -> Work:
+def work(tiny_model: Callable[[str], Path]) -> CostShares:
     spec = read_spec(tiny_model("llama2"))
-    return Work(spec, spec.num_parameters * 4, 256, cuda=False)
+    return CostShares(spec, spec.num_parameters * 4, 256, cuda=False)
 
 
-def ledger_on(plant: Plant, work: Work, slots: int = 64) -> EnergyLedger:
+def ledger_on(plant: Plant, work: CostShares, slots: int = 64) -> EnergyLedger:
     table = SlotTable(slots, 64, 16)
     table.metered[:] = True
     table.handle[:] = np.arange(slots)
@@ -133,7 +133,7 @@ def ledger_on(plant: Plant, work: Work, slots: int = 64) -> EnergyLedger:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_requests_and_rest_add_up_to_the_counter(work: Work, seed: int) -> None:
+def test_requests_and_rest_add_up_to_the_counter(work: CostShares, seed: int) -> None:
     """Ten minutes of bursts and pauses, iterations of 2 ms to 3 s, gaps between them, and power that drifts."""
     rng, plant = random.Random(seed), Plant()
     ledger = ledger_on(plant, work)
@@ -156,7 +156,7 @@ def test_requests_and_rest_add_up_to_the_counter(work: Work, seed: int) -> None:
     assert float(ledger._slots.joules.sum()) == pytest.approx(stats.charged)
 
 
-def test_a_device_that_only_rests_charges_nobody(work: Work) -> None:
+def test_a_device_that_only_rests_charges_nobody(work: CostShares) -> None:
     plant = Plant()
     ledger = ledger_on(plant, work)
     plant.passes(30, False)
@@ -165,7 +165,7 @@ def test_a_device_that_only_rests_charges_nobody(work: Work) -> None:
     assert ledger.stats().charged == 0
 
 
-def test_a_pause_between_two_readings_is_at_rest_by_the_power_seen_then(work: Work) -> None:
+def test_a_pause_between_two_readings_is_at_rest_by_the_power_seen_then(work: CostShares) -> None:
     plant = Plant()
     ledger = ledger_on(plant, work)
     plant.passes(5, False)
@@ -181,10 +181,10 @@ def test_a_pause_between_two_readings_is_at_rest_by_the_power_seen_then(work: Wo
     assert ledger.drawn_at_work == pytest.approx(690 * 10, rel=0.02)
 
 
-def test_what_others_draw_while_an_engine_has_left_its_device_is_not_its_own(work: Work) -> None:
+def test_what_others_draw_while_an_engine_has_left_its_device_is_not_its_own(work: CostShares) -> None:
     plant = Plant()
     ledgers = [ledger_on(plant, work), ledger_on(plant, work)]
-    ledgers[1].leave()
+    ledgers[1].suspend()
     for turn in range(6):
         here, away = ledgers[turn % 2], ledgers[1 - turn % 2]
         here.working(plant.now, True)
@@ -194,7 +194,7 @@ def test_what_others_draw_while_an_engine_has_left_its_device_is_not_its_own(wor
             away.settle()
         here.working(plant.now, False)
         plant.passes(1, False)
-        here.leave()
+        here.suspend()
         away.resume()
     stats = [ledger.stats() for ledger in ledgers]
     assert sum(s.joules for s in stats) == pytest.approx(plant.total)
@@ -203,14 +203,14 @@ def test_what_others_draw_while_an_engine_has_left_its_device_is_not_its_own(wor
         assert s.charged + s.idle_joules == pytest.approx(s.joules, rel=0.05)
 
 
-def test_work_divides_by_tokens_and_context(work: Work) -> None:
+def test_work_divides_by_tokens_and_context(work: CostShares) -> None:
     shares = work.shares(batch([0, 1, 2, 3], [1, 1, 1, 40], [10, 10, 100, 40]))
     assert shares.sum() == pytest.approx(1)
     assert shares[0] == shares[1] < shares[2] < shares[3]
 
 
 def test_work_behind_a_window_costs_nothing(tiny_model: Callable[[str], Path]) -> None:
-    windowed = Work(read_spec(tiny_model("mistral")), 1000, 256, cuda=False)
+    windowed = CostShares(read_spec(tiny_model("mistral")), 1000, 256, cuda=False)
     shares = windowed.shares(batch([0, 1], [1, 1], [24, 60]))
     assert shares[0] == pytest.approx(shares[1])
 

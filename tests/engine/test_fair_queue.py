@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.engine.scheduling import turns as turns_module
+from weft.engine.scheduling import fair_queue
 from weft.engine.scheduling.fair_queue import MAX_AHEAD, MAX_PAUSED, FairQueue
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.waiting import WaitingQueue
@@ -19,7 +19,7 @@ from weft.engine.wire.sampling import SamplingParams
 def test_tenants_that_all_wait_differ_by_one_cost_at_most(costs: list[int], tenants: int) -> None:
     turns = FairQueue()
     for tenant in range(tenants):
-        turns.joins(tenant, tenant)
+        turns.join(tenant, tenant)
     service = [0] * tenants
     for cost in costs:
         tenant = turns.first()
@@ -31,7 +31,7 @@ def test_tenants_that_all_wait_differ_by_one_cost_at_most(costs: list[int], tena
 def test_the_first_come_of_equals_goes_first() -> None:
     turns = FairQueue()
     for tenant, order in ((1, 9), (2, 3), (3, 5)):
-        turns.joins(tenant, order)
+        turns.join(tenant, order)
     got = []
     while len(got) < 3:
         got.append(turns.first())
@@ -41,10 +41,10 @@ def test_the_first_come_of_equals_goes_first() -> None:
 
 def test_a_pause_saves_up_no_turns() -> None:
     turns = FairQueue()
-    turns.joins(1, 1)
+    turns.join(1, 1)
     for _ in range(100):
         turns.serve(1, 10)
-    turns.joins(2, 2)
+    turns.join(2, 2)
     got = []
     for _ in range(6):
         got.append(turns.first())
@@ -54,11 +54,11 @@ def test_a_pause_saves_up_no_turns() -> None:
 
 def test_a_pause_forgives_nothing_that_was_served_ahead() -> None:
     turns = FairQueue()
-    turns.joins(1, 1)
-    turns.joins(2, 2)
+    turns.join(1, 1)
+    turns.join(2, 2)
     turns.serve(1, 100)
-    turns.leaves(1)
-    turns.joins(1, 3)
+    turns.leave(1)
+    turns.join(1, 3)
     for _ in range(10):
         assert turns.first() == 2
         turns.serve(2, 10)
@@ -68,8 +68,8 @@ def test_a_pause_forgives_nothing_that_was_served_ahead() -> None:
 
 def test_what_is_paid_back_brings_the_turn_forward() -> None:
     turns = FairQueue()
-    turns.joins(1, 1)
-    turns.joins(2, 2)
+    turns.join(1, 1)
+    turns.join(2, 2)
     turns.serve(1, 100)
     turns.serve(2, 50)
     turns.charge(1, -60)
@@ -83,8 +83,8 @@ def test_what_is_paid_back_brings_the_turn_forward() -> None:
 
 def test_service_out_of_turn_is_paid_by_the_requests_behind() -> None:
     turns = FairQueue()
-    turns.joins(1, 1)
-    turns.joins(2, 2)
+    turns.join(1, 1)
+    turns.join(2, 2)
     turns.charge(1, 100)
     assert turns.first() == 1, "the first in line keeps its tag"
     turns.serve(1, 10)
@@ -96,8 +96,8 @@ def test_service_out_of_turn_is_paid_by_the_requests_behind() -> None:
 
 def test_no_more_is_held_against_a_tenant_than_the_limit() -> None:
     turns = FairQueue()
-    turns.joins(1, 1)
-    turns.joins(2, 2)
+    turns.join(1, 1)
+    turns.join(2, 2)
     for _ in range(100):
         turns.charge(1, MAX_AHEAD)
     turns.serve(1, 1)
@@ -105,8 +105,8 @@ def test_no_more_is_held_against_a_tenant_than_the_limit() -> None:
     assert turns.first() == 2
     turns.serve(2, 2)
     assert turns.first() == 1
-    turns.leaves(2)
-    turns.joins(2, 3)
+    turns.leave(2)
+    turns.join(2, 3)
     assert turns.first() == 1, "what was had in turn is held against it, however much"
 
 
@@ -120,17 +120,17 @@ def test_between_two_turns_others_have_what_the_module_says_at_most(
     """Whatever is charged out of turn, and however often a tenant goes and comes back."""
     turns, limit, largest = FairQueue(), 500, 400
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns_module, "MAX_AHEAD", limit)
+        patch.setattr(fair_queue, "MAX_AHEAD", limit)
         for tenant in range(4):
-            turns.joins(tenant, tenant)
+            turns.join(tenant, tenant)
         others = {tenant: [0] * 4 for tenant in range(4)}
         for k, (early, tenant, cost) in enumerate(served):
             if early:
                 turns.charge(tenant, cost)
                 continue
             if tenant == pauses:
-                turns.leaves(tenant)
-                turns.joins(tenant, 10 + k)
+                turns.leave(tenant)
+                turns.join(tenant, 10 + k)
                 others[tenant] = [0] * 4
             first = turns.first()
             turns.serve(first, cost)
@@ -142,11 +142,11 @@ def test_between_two_turns_others_have_what_the_module_says_at_most(
 
 def test_tenants_without_end_take_no_memory_without_end() -> None:
     turns = FairQueue()
-    turns.joins(-1, 0)
+    turns.join(-1, 0)
     for tenant in range(10 * MAX_PAUSED):
-        turns.joins(tenant, tenant)
+        turns.join(tenant, tenant)
         turns.serve(tenant, 5)
-        turns.leaves(tenant)
+        turns.leave(tenant)
         turns.charge(-1, 1)
         assert len(turns._accounts) <= MAX_PAUSED + 2
         assert len(turns._heap) <= 68
@@ -223,13 +223,13 @@ def test_requests_that_left_through_the_other_door_are_not_kept() -> None:
     for handle in range(1, 5000):
         queue.push(request(handle, 0, 5, 0))
         queue.take(queue.shortest(), 5.0)  # type: ignore[arg-type]
-    rank = queue._ranks[0]
+    rank = queue._queues[0]
     assert len(rank._tenants[0]._heap) <= 66
     assert len(rank.shortest._heap) <= 66
     for handle in range(5000, 9000):
         queue.push(request(handle, 0, 1000, 0))
         queue.take(queue.head(), 5.0)  # type: ignore[arg-type]
-    assert len(queue._ranks[0].shortest._heap) <= 66
+    assert len(queue._queues[0].shortest._heap) <= 66
 
 
 def test_only_a_few_priorities_are_looked_through() -> None:

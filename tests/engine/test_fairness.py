@@ -14,7 +14,7 @@ from list_device import ListEngine
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.runner.iteration.batch import StepResult
-from weft.engine.scheduling import turns as turns_module
+from weft.engine.scheduling import fair_queue
 from weft.engine.scheduling.admission import OutputLengths
 from weft.engine.scheduling.fairness import MAX_DISPLACED, MAX_PASSED, Fairness
 from weft.engine.scheduling.request import Request
@@ -392,7 +392,7 @@ def longest_wait(clock: Clock, there: list[Arrival], tracked: Arrival, stream: l
     each = 2 * (math.ceil(max(p for p, _, _ in everybody) / in_turn) + 2 * max(o for _, o, _ in everybody) + 2)
     turns = 1 + sum(tenant == tracked[2] for _, _, tenant in there)
     others = len({tenant for _, _, tenant in everybody} - {tracked[2]})
-    tokens = turns_module.MAX_AHEAD + 2 * max(p + o for p, o, _ in everybody)
+    tokens = fair_queue.MAX_AHEAD + 2 * max(p + o for p, o, _ in everybody)
     return turns * (1 + others * math.ceil(tokens / min(p for p, _, _ in everybody))) * (1 + MAX_PASSED) * each
 
 
@@ -416,7 +416,7 @@ def test_every_request_ends_while_others_keep_arriving(
         clock.add(prompt, output, tenant=tenant)
     request = clock.add(*tracked[:2], tenant=tracked[2])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns_module, "MAX_AHEAD", 200)
+        patch.setattr(fair_queue, "MAX_AHEAD", 200)
         for k in range(longest_wait(clock, there, tracked, stream, share)):
             if request.ended:
                 return

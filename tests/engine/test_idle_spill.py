@@ -203,7 +203,7 @@ def test_a_conversation_is_known_as_far_as_its_pages_are_kept() -> None:
     engine = ListEngine(12)
     engine.add(PROMPT, 1, names=(b"a" * 16, b"b" * 16))
     engine.run()
-    recall, chain = engine.scheduler.prefixes.recall, entries(engine)
+    recall, chain = engine.scheduler.prefixes.conversations, entries(engine)
     assert recall.chain((b"c" * 16, b"b" * 16)) == chain
     engine.pool.release(engine.pool.allocate(10))  # the last page goes
     assert recall.chain((b"a" * 16,)) == chain[:2]

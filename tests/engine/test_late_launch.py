@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from weft.engine.config import EngineConfig
 from weft.engine.demo import MODEL_PATH
 from weft.engine.llm import LLM
-from weft.engine.runner.iteration.work import Costs
+from weft.engine.runner.iteration.cost_shares import Costs
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.late_launch import KNOWN, MARGINS, LateLaunch
 

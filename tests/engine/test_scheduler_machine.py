@@ -149,10 +149,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         head = queue.head()
         if head is not None and s.num_open:
-            assert scheduler._room_for(head) is None, "the first in line waits beside room for it"
+            assert scheduler._find_if_fits(head) is None, "the first in line waits beside room for it"
             if head.passed < MAX_PASSED:
                 for request in queue.shortest_by_priority():
-                    assert scheduler._room_for(request) is None, "one that fits waits beside room for it"
+                    assert scheduler._find_if_fits(request) is None, "one that fits waits beside room for it"
         return chunks
 
     @rule()

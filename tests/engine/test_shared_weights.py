@@ -67,7 +67,7 @@ def ended(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
-def test_what_lies_on_the_shelf_stays_there_and_is_replaced(exchange: WeightExchange) -> None:
+def test_queued_weights_stay_and_are_replaced(exchange: WeightExchange) -> None:
     assert exchange.find() is None
     assert len(exchange.fds) == COUNT
     for name in ("first", "second"):
@@ -92,7 +92,7 @@ def test_memory_outlives_the_process_that_put_it_there(exchange: WeightExchange)
     found.close()
 
 
-def test_an_engine_that_ends_gives_its_turn_up(exchange: WeightExchange) -> None:
+def test_an_engine_that_ends_releases_the_lock(exchange: WeightExchange) -> None:
     loading = other(exchange, "lock = exchange.lock(); lock.__enter__()")
     waited = []
 

@@ -220,7 +220,7 @@ def test_more_seats_are_taken_at_once() -> None:
 
 @pytest.mark.parametrize("seats", [0, 7])
 def test_seats_that_are_not_there_are_refused(seats: int) -> None:
-    with pytest.raises(ValueError, match="there are 1 to 6"):
+    with pytest.raises(ValueError, match="must be 1 to 6"):
         ListEngine(40, slots=6).scheduler.limit_running(seats)
 
 
