@@ -193,7 +193,7 @@ def test_a_terminal_that_closes_ends_what_was_started_on_it(tmp_path: Path, nohu
         until(lambda: b"try:" in (tmp_path / "stdout").read_bytes(), 120)
         os.close(terminal)
         if nohup:
-            until(lambda: "SIGHUP: 0 API keys" in (tmp_path / "stderr").read_text())
+            until(lambda: "SIGHUP: reloaded 0 API keys" in (tmp_path / "stderr").read_text())
             assert os.waitpid(pid, os.WNOHANG) == (0, 0)
             os.kill(pid, signal.SIGTERM)
         _, status = os.waitpid(pid, 0)
