@@ -19,7 +19,7 @@ from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
 from weft.engine.plans.document import read_document
 from weft.engine.runner.iteration.batch import Batch
-from weft.engine.runner.iteration.work import GPU_TILE, Costs
+from weft.engine.runner.iteration.cost_shares import GPU_TILE, Costs
 
 VERSION = 1
 SHIPPED = Path(__file__).with_name("profiles")

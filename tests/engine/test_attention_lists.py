@@ -14,7 +14,7 @@ from weft.engine.runner.iteration.attention_lists import (
     whole_decodes,
     whole_tiles,
 )
-from weft.kernels.attention.work_lists import decode_items, prefill_items, prefill_parts
+from weft.kernels.attention.work_lists import decode_items, prefill_items, prefill_splits
 
 
 @given(
@@ -24,11 +24,11 @@ from weft.kernels.attention.work_lists import decode_items, prefill_items, prefi
     st.sampled_from([0, 1000, 1024]),
 )
 def test_requests_are_taken_for_whole_only_where_none_is_cut(
-    requests: list[int], kv_heads: int, programs: int, part_tokens: int
+    requests: list[int], kv_heads: int, programs: int, split_tokens: int
 ) -> None:
     lengths = np.array(requests, np.int32)
-    if _all_whole(lengths, programs, AttentionGrid(kv_heads, 4, 4, part_tokens)):
-        options = {"num_kv_heads": kv_heads, "num_programs": programs, "part_tokens": part_tokens}
+    if _all_whole(lengths, programs, AttentionGrid(kv_heads, 4, 4, split_tokens)):
+        options = {"num_kv_heads": kv_heads, "num_programs": programs, "split_tokens": split_tokens}
         assert whole_decodes(lengths).tolist() == decode_items(lengths, max_slots=16, **options).tolist()
 
 
@@ -49,5 +49,5 @@ def test_tiles_of_few_keys_are_taken_for_whole_only_where_none_is_cut(
     first = np.cumsum(queries) - queries
     tiles = prefill_items(first, queries, context, np.arange(len(chunks)), group=4)
     if _too_short(tiles):
-        parts = prefill_parts(tiles, num_kv_heads=kv_heads, num_programs=programs, max_slots=64)
+        parts = prefill_splits(tiles, num_kv_heads=kv_heads, num_programs=programs, max_slots=64)
         assert whole_tiles(tiles).tolist() == parts.tolist()

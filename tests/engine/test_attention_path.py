@@ -18,11 +18,11 @@ from weft.engine.plans.pipeline import UNREAD_FROM, Pipeline
 from weft.engine.plans.plan import serial_period
 from weft.engine.runner.cuda.cuda_inputs import RING, DeviceInputs
 from weft.engine.runner.iteration.attention_lists import AttentionGrid
-from weft.engine.runner.iteration.attention_path import PARTS, PATHS, AttentionPath, PathCounts, possible_paths
+from weft.engine.runner.iteration.attention_path import PARTS, PATHS, AttentionPath, PathCounts, describe_paths
 from weft.engine.runner.iteration.batch import Batch, SamplingInputs
 from weft.engine.runner.iteration.input_layout import Layout
 from weft.engine.runner.options.resolve import resolve
-from weft.kernels.attention.break_evens import BreakEvens, Even, Made, read
+from weft.kernels.attention.break_evens import BreakEven, BreakEvens, TableKey, read
 from weft.kernels.common.gpu import KNOWN, compiling_for
 from weft.server.observe.engine_metrics import ATTENTION, ATTENTION_PARTS
 
@@ -69,20 +69,20 @@ NEAR, ELSEWHERE = (32, 2000, 1, 2000), (4096, 20000, 64, 20000)
         (64, "off", None, AttentionPath("serial", split_decodes=True, cut_chunks=True)),
         (64, "on", None, TOGETHER),
         (64, "auto", None, TOGETHER),
-        (64, "auto", Even(*NEAR, "half", 66), AttentionPath("pod", split_decodes=True, cut_chunks=True)),
-        (64, "auto", Even(*NEAR, "all", 132), AttentionPath("pod_in_turn", split_decodes=True, cut_chunks=True)),
-        (64, "auto", Even(*NEAR, "whole", 132), AttentionPath("pod_in_turn", split_decodes=True)),
-        (64, "auto", Even(*NEAR, "tiles", 0), AttentionPath("pod_tiles", split_decodes=True, cut_chunks=True)),
-        (64, "auto", Even(*ELSEWHERE, "half", 66), TOGETHER),
-        (64, "auto", Even(*NEAR, "together", 132), TOGETHER),
-        (64, "on", Even(*NEAR, "tiles", 0), TOGETHER),
-        (64, "on", Even(*NEAR, "whole", 132), TOGETHER),
-        (64, "off", Even(*NEAR, "whole", 132), AttentionPath("serial", split_decodes=True, cut_chunks=True)),
-        (0, "auto", Even(*NEAR, "half", 66), AttentionPath("serial", split_decodes=True)),
+        (64, "auto", BreakEven(*NEAR, "half", 66), AttentionPath("pod", split_decodes=True, cut_chunks=True)),
+        (64, "auto", BreakEven(*NEAR, "all", 132), AttentionPath("pod_in_turn", split_decodes=True, cut_chunks=True)),
+        (64, "auto", BreakEven(*NEAR, "whole", 132), AttentionPath("pod_in_turn", split_decodes=True)),
+        (64, "auto", BreakEven(*NEAR, "tiles", 0), AttentionPath("pod_tiles", split_decodes=True, cut_chunks=True)),
+        (64, "auto", BreakEven(*ELSEWHERE, "half", 66), TOGETHER),
+        (64, "auto", BreakEven(*NEAR, "together", 132), TOGETHER),
+        (64, "on", BreakEven(*NEAR, "tiles", 0), TOGETHER),
+        (64, "on", BreakEven(*NEAR, "whole", 132), TOGETHER),
+        (64, "off", BreakEven(*NEAR, "whole", 132), AttentionPath("serial", split_decodes=True, cut_chunks=True)),
+        (0, "auto", BreakEven(*NEAR, "half", 66), AttentionPath("serial", split_decodes=True)),
     ],
 )
 def test_the_slab_of_a_gpu_says_which_way_it_is(
-    slots: int, pod: Any, row: Even | None, path: AttentionPath, monkeypatch: pytest.MonkeyPatch
+    slots: int, pod: Any, row: BreakEven | None, path: AttentionPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decode behind 2,000 tokens and 32 of a prompt behind 2,000: too little for a hundred programs unless cut."""
     spec, zeros = read_spec(MODEL_PATH), torch.zeros
@@ -121,9 +121,9 @@ def test_an_engine_looks_for_the_break_evens_that_the_bench_keeps(model: str, tm
     with compiling_for(KNOWN["h200"]):
         assert bench_attention._keep(tmp_path, [row], print)
         resolved = resolve(config, spec)
-        table, said = read(resolved.cache_dir, Made.here(*resolved.attention_shape(spec)[:4]))
+        table, said = read(resolved.cache_dir, TableKey.here(*resolved.attention_shape(spec)[:4]))
     assert table is not None, said
-    assert table.rows == (Even(512, 8192, 32, 8192, "all", 132),)
+    assert table.rows == (BreakEven(512, 8192, 32, 8192, "all", 132),)
 
 
 @pytest.mark.parametrize(("slots", "pod"), [(0, "off"), (64, "off"), (64, "auto")])
@@ -175,7 +175,7 @@ def test_items_of_the_last_layer_are_some_of_the_others(slots: int, monkeypatch:
     pipeline = Pipeline(serial_period(spec, UNREAD_FROM, 132), spec)
     assert pipeline.after_drop
     inputs.send(hybrid, pipeline, AttentionGrid(spec.num_kv_heads, spec.heads_per_kv, 4, page_size=16))
-    (items, count), (left, few) = inputs.prefill_work(0), inputs.left_prefill_work(0)
+    (items, count), (left, few) = inputs.prefill_work(0), inputs.kept_prefill_work(0)
     assert items.shape == left.shape
     tiles, kept = items[: int(count)].tolist(), left[: int(few)].tolist()
     assert kept
@@ -184,10 +184,10 @@ def test_items_of_the_last_layer_are_some_of_the_others(slots: int, monkeypatch:
 
 
 def test_the_log_says_what_may_be() -> None:
-    assert possible_paths("torch", cuts=False, pod="off").endswith("torch, decodes and chunks one after the other")
-    assert "one after the other, tiles" in possible_paths("triton", cuts=True, pod="off")
-    assert "in one launch (--pod auto), tiles" in possible_paths("triton", cuts=True, pod="auto")
-    assert possible_paths("triton", cuts=False, pod="off").endswith("one after the other")
+    assert describe_paths("torch", cuts=False, pod="off").endswith("torch, decodes and chunks in sequence")
+    assert "in sequence, tiles" in describe_paths("triton", cuts=True, pod="off")
+    assert "in one launch (--pod auto), tiles" in describe_paths("triton", cuts=True, pod="auto")
+    assert describe_paths("triton", cuts=False, pod="off").endswith("in sequence")
 
 
 def test_an_engine_counts_every_iteration_once() -> None:

@@ -19,7 +19,14 @@ import torch
 
 from weft.engine.config import EngineConfig
 from weft.engine.runner.device import compile_job
-from weft.engine.runner.device.compile_job import MATTERS, SERIAL, CompileJob, is_compiled, stamp_file, write_stamp
+from weft.engine.runner.device.compile_job import (
+    KERNEL_OPTIONS,
+    SERIAL,
+    CompileJob,
+    is_compiled,
+    stamp_file,
+    write_stamp,
+)
 from weft.engine.wire.child import has_ended
 
 
@@ -91,7 +98,7 @@ def test_options_that_do_not_are_not(config: EngineConfig, tmp_path: Path) -> No
 
 def test_of_every_option_it_is_decided_whether_it_matters() -> None:
     """One that was forgotten has a start believe that all is compiled, and compile a kernel at a time: 60 s for 10."""
-    decided = MATTERS | {
+    decided = KERNEL_OPTIONS | {
         "model", "model_preset", "revision", "load_format", "dummy_weights", "dummy_skew", "slo", "itl_slo",
         "itl_slo_patience", "kv_cache_gib", "gpu_memory_utilization", "num_pages", "prefix_caching",
         "pinned_cache_share", "host_kv_gib", "idle_spill_seconds", "ssd_kv_path", "tier_kv_format", "ssd_kv_gib",
@@ -132,7 +139,7 @@ def test_a_job_that_cannot_work_lets_the_engine_go_on(config: EngineConfig, monk
 
 
 def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_job, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(compile_job, "TIMEOUT_SECONDS", 0.3)
     words = ("sh", "-c", "sleep 250 & echo 1 2; wait")
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert select.select([process.stdout], [], [], 240)[0]  # it has begun before its time begins
@@ -175,7 +182,7 @@ def test_an_engine_that_does_not_wait_begins_with_the_serial_plan_and_is_told_of
     assert heard(job, 2) == ""
     assert job.outcome(3) is None
     end()
-    assert heard(job, 3) == "the process that compiles has ended"
+    assert heard(job, 3) == "the compiling process has ended"
     assert job.outcome(1) == ""
     job.stop()
 
@@ -186,7 +193,7 @@ def test_one_that_waits_waits_for_all() -> None:
     end()
     job.wait()
     assert job.outcome(0) == ""
-    assert job.outcome(1) == "the process that compiles has ended"
+    assert job.outcome(1) == "the compiling process has ended"
 
 
 def test_a_serial_plan_in_the_cache_is_not_waited_for() -> None:
@@ -195,13 +202,13 @@ def test_a_serial_plan_in_the_cache_is_not_waited_for() -> None:
     say("pipeline 0\n")
     assert heard(job, 0) == ""
     job.stop()
-    assert job.outcome(1) == "the process that compiles has ended"
+    assert job.outcome(1) == "the compiling process has ended"
 
 
 def test_a_background_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_job, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(compile_job, "TIMEOUT_SECONDS", 0.2)
     job, _, _ = echoing(waits_for_plan=False, serial=True)
-    assert heard(job, 0) == "the process that compiles has ended"
+    assert heard(job, 0) == "the compiling process has ended"
 
 
 COMPILES_FOR_EVER = """
@@ -295,11 +302,11 @@ def test_tuned_tiles_bring_another_job(config: EngineConfig, tmp_path: Path, mon
     assert is_compiled(config, SERIAL)
     assert not is_compiled(config)
     job, _, _ = echoing(waits_for_plan=False, serial=True)
-    assert CompileJob.renewed(job, config) is job
+    assert CompileJob.after_tuning(job, config) is job
     (tmp_path / "cache" / "gemm-0.json").write_text("{}")
-    assert CompileJob.renewed(job, config) is None
+    assert CompileJob.after_tuning(job, config) is None
     assert begun == [config]
-    assert job.outcome(0) == "the process that compiles has ended"
+    assert job.outcome(0) == "the compiling process has ended"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from test_plan import SPEC
 
 from weft.engine.model.spec import Shard
 from weft.engine.runner.cuda import peer_collectives
-from weft.engine.runner.cuda.peer_collectives import PeerCollectives, Sizes
+from weft.engine.runner.cuda.peer_collectives import PeerCollectives, PeerLayout
 from weft.engine.runner.device.collectives import Graph, Steps
 from weft.kernels.collectives.push_gemm import Inbox, Pushed, width_of
 
@@ -50,13 +50,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def collectives_of(ranks: int = 2) -> PeerCollectives:
     spec = replace(SPEC, hidden_size=HIDDEN, num_layers=2, shard_of=Shard(0, ranks))
-    sizes = Sizes(spec, TOKENS, 8, torch.float16)
+    sizes = PeerLayout(spec, TOKENS, 8, torch.float16)
     return PeerCollectives(Own(sizes.total, ranks), 0, ranks, sizes)
 
 
 def test_what_nano_batches_of_a_sum_send_does_not_overlap(launched: list[dict[str, Any]]) -> None:
     c = collectives_of()
-    c.use({0: Steps(1, 1), 128: Steps(1, 2)}, apart=True)  # so few tokens go another way than so many
+    c.use({0: Steps(1, 1), 128: Steps(1, 2)}, push_nano_batches=True)  # so few tokens go another way than so many
     cuts = (0, 64), (64, TOKENS)
     weight = torch.empty(HIDDEN, 64, dtype=torch.float16)
     with c.inside(Graph.MODEL):

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from weft.engine.runner.cpu.cpu_runner import CpuRunner
-from weft.engine.runner.device.preparation import BUSY_SHARE, COMPILER_POLL_SECONDS, Preparation, Stage, Step, Work
+from weft.engine.runner.device.preparation import (
+    BUSY_SHARE,
+    COMPILER_POLL_SECONDS,
+    PipelineWork,
+    Preparation,
+    Stage,
+    Step,
+)
 from weft.engine.wire.messages import PlanStats
 
 
@@ -47,7 +54,7 @@ class Pipelines:
         self.done: list[tuple[str, int]] = []
         self.failing: set[tuple[str, int]] = set()
         self.works = [
-            Work(f"of {i}", lambda i=i: self._steps("load", i, loads), lambda i=i: self._steps("capture", i, captures),
+            PipelineWork(f"of {i}", lambda i=i: self._steps("load", i, loads), lambda i=i: self._steps("capture", i, captures),
                  lambda i=i: self._take("enable", i))  # type: ignore[misc]
             for i in range(count)
         ]  # fmt: skip
@@ -118,7 +125,7 @@ def test_a_step_that_fails_leaves_its_pipeline_out_and_no_other(what: str, capsy
     assert lines[0] == "weft: the serial plan serves; plan: 0 of 3 pipelines"
     assert lines[1] == "weft: plan: 1 of 3 pipelines"
     why = f"RuntimeError: no {what}"
-    assert lines[2] == f"weft: plan: the pipeline of 1 is left out, the serial plan serves there: {why}"
+    assert lines[2] == f"weft: plan: the pipeline of 1 is left out and the serial plan serves instead: {why}"
     assert lines[3].startswith("weft: plan: 2 of 3 pipelines, ")
     assert len(lines) == 4
 
@@ -131,7 +138,7 @@ def test_a_pipeline_whose_kernels_do_not_compile_is_left_out(capsys: pytest.Capt
     finish(preparation)
     assert pipelines.done == pipelines.whole(1)
     assert preparation.stats == PlanStats(pipelines=2, serving=1, left_out=1)
-    assert "serves there: product_kernel did not compile" in capsys.readouterr().err
+    assert "serves instead: product_kernel did not compile" in capsys.readouterr().err
 
 
 def test_who_calls_it_is_told_of_every_end_once() -> None:

@@ -31,7 +31,7 @@ from weft.engine.ranks.links import OPERATIONS, SLOT_BYTES, Descriptors, Links
 from weft.engine.ranks.ring import Kind, RingReader, RingWriter
 from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.runner.cpu.cpu_runner import CpuRunner
-from weft.engine.runner.device.collectives import Alone
+from weft.engine.runner.device.collectives import SingleRank
 from weft.engine.runner.iteration.batch import Batch, CountReset, PromptLogprobs, SamplingInputs
 from weft.engine.runner.start import load
 from weft.engine.wire import cores
@@ -403,7 +403,7 @@ def test_copies_wait_for_the_iterations_before_them_on_this_rank_too(
     monkeypatch.setattr(follower, "batch_of", lambda arrays: arrays)
     links: Any = SimpleNamespace(rank=1, outcomes=lambda: outcomes)
     runner: Any = kind_of_runner()
-    one = follower.Follower(links, runner, Alone(), None, 1)
+    one = follower.Follower(links, runner, SingleRank(), None, 1)
     thread = threading.Thread(target=one.run, args=(lambda: None,), daemon=True)
     thread.start()
 

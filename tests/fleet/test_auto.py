@@ -14,7 +14,7 @@ from weft.deploy.fleet.engine import EngineOptions, SimulatedEngine, SimulatedOu
 from weft.deploy.fleet.profile import load_profile
 from weft.engine.config import Objective
 from weft.engine.runner.iteration.batch import StepResult
-from weft.engine.runner.iteration.work import GPU_TILE
+from weft.engine.runner.iteration.cost_shares import GPU_TILE
 from weft.engine.scheduling.iteration_cost import Load
 from weft.engine.scheduling.listeners import Listener
 from weft.engine.scheduling.pace import Pace

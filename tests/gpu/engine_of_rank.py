@@ -22,8 +22,8 @@ from weft.engine.model.weights import load_weights
 from weft.engine.ranks import loading
 from weft.engine.runner.cuda import peer_collectives
 from weft.engine.runner.cuda.cuda_runner import CudaRunner
-from weft.engine.runner.cuda.peer_collectives import PeerCollectives, Sizes
-from weft.engine.runner.device.collectives import Alone, Several, Steps
+from weft.engine.runner.cuda.peer_collectives import PeerCollectives, PeerLayout
+from weft.engine.runner.device.collectives import RankGroup, SingleRank, Steps
 from weft.engine.runner.options.resolve import resolve
 from weft.kernels.collectives import peer as kernels
 
@@ -62,14 +62,14 @@ def main() -> None:
         weights = load_weights(
             own, Path(model), device=config.device, dtype=config.weight_dtype, max_positions=config.max_model_len
         )
-        sizes = Sizes(own, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
+        sizes = PeerLayout(own, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
         assert sizes.total <= ARENA
         device = PeerCollectives(File(sys.argv[3], rank, ranks, 0), rank, ranks, sizes)
         products = [layer[name].weight for layer in weights.layers for name in ("o", "down")]
         for steps in (Steps(1), Steps(2), Steps(1, 1)):  # what measures leaves nothing behind
             assert device.microseconds(2, steps, own.hidden_size, config.compute_dtype, products) > 0
         device.use({0: Steps(2), 8: Steps(1, 1)})  # prompts by one way, decodes by another
-        return CudaRunner(own, weights, config, several=Several(Alone(), device, lambda: None))
+        return CudaRunner(own, weights, config, rank_group=RankGroup(SingleRank(), device, lambda: None))
 
     monkeypatch = pytest.MonkeyPatch()
     with interpreted_gpu(monkeypatch):

@@ -70,8 +70,8 @@ def exact_dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
 
 def _capture(runner: cuda_runner.CudaRunner, pipeline: Pipeline) -> Any:
     return cuda_runner._Graphs(
-        Replayed(lambda: runner._model(pipeline)),  # type: ignore[arg-type]
-        Replayed(lambda: runner._executor.sample(runner._rows(pipeline))),  # type: ignore[arg-type]
+        Replayed(lambda: runner._run_model(pipeline)),  # type: ignore[arg-type]
+        Replayed(lambda: runner._executor.sample(runner._max_sampled(pipeline))),  # type: ignore[arg-type]
         {},
     )
 

@@ -22,10 +22,10 @@ from weft.engine.model.operations import Role
 from weft.engine.model.parts import Norm, Placement
 from weft.engine.model.spec import ModelSpec, Shard
 from weft.engine.plans.plan import NanoOperation, Period, serial_period
-from weft.engine.runner.cuda.peer_collectives import PeerCollectives, Sizes
+from weft.engine.runner.cuda.peer_collectives import PeerCollectives, PeerLayout
 from weft.engine.runner.device.collectives import Graph, Steps
 from weft.kernels.collectives import peer as kernels
-from weft.kernels.collectives.peer import part_width
+from weft.kernels.collectives.peer import shard_width
 from weft.kernels.common.gpu import gpu
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.projections import linear_project
@@ -84,7 +84,7 @@ def collectives_of(
 ) -> PeerCollectives:
     """fields: of the model, if others."""
     spec = replace(models()["llama"], shard_of=Shard(rank, ranks), **fields)
-    found = PeerCollectives(memory, rank, ranks, Sizes(spec, max_tokens, 64, torch.float16))
+    found = PeerCollectives(memory, rank, ranks, PeerLayout(spec, max_tokens, 64, torch.float16))
     found.use({0: steps})
     return found
 
@@ -92,8 +92,8 @@ def collectives_of(
 def sums(c: PeerCollectives) -> list[Tensor]:
     """x and the squares of its parts, twice over, by one graph that is launched three times; then what was gathered."""
     partial, stream = partial_sums(c.rank)
-    places = [c.take(SUMS, torch.float16) for _ in range(2)]
-    x, sumsq = c.take(SUMS, torch.float16), c.take((c.ranks, SUMS[0]), torch.float32)
+    places = [c.allocate(SUMS, torch.float16) for _ in range(2)]
+    x, sumsq = c.allocate(SUMS, torch.float16), c.allocate((c.ranks, SUMS[0]), torch.float32)
     live = torch.tensor([SUMS[0] - 2], dtype=torch.int32)
     found = []
     for launch in range(3):
@@ -128,8 +128,8 @@ def pushed(c: PeerCollectives, *, want: bool) -> list[Tensor]:
     want: that they do.
     """
     tokens, hidden, _ = PRODUCT
-    places = [c.take((tokens, hidden), torch.float16) for _ in range(2)]
-    x, sumsq = c.take((tokens, hidden), torch.float16), c.take((c.ranks, tokens), torch.float32)
+    places = [c.allocate((tokens, hidden), torch.float16) for _ in range(2)]
+    x, sumsq = c.allocate((tokens, hidden), torch.float16), c.allocate((c.ranks, tokens), torch.float32)
     live = torch.tensor([tokens - 1], dtype=torch.int32)
     found = []
     for launch in range(2):
@@ -193,7 +193,7 @@ def planned(c: PeerCollectives) -> list[Tensor]:
 
     c.push = counted  # type: ignore[method-assign]
     for steps in (Steps(2, 1), Steps(1, 2)):
-        c.use({0: steps}, apart=True)
+        c.use({0: steps}, push_nano_batches=True)
         sent.clear()
         found.append(machine.logits(pipeline))
         # o's two halves of each layer; the sums of down, which is one product, are of halves
@@ -213,7 +213,7 @@ def main() -> None:
             found[f"sums in {steps.sums}"] = sums(collectives_of(memory, rank, ranks, steps))
         for index, steps in enumerate((Steps(1), Steps(1, 1), Steps(1, 2)), 2):
             c = collectives_of(File(sys.argv[3], rank, ranks, index), rank, ranks, steps, 32, hidden_size=PRODUCT[1])
-            whole = part_width(PRODUCT[1], ranks) % TILES.features == 0  # a tile has one owner
+            whole = shard_width(PRODUCT[1], ranks) % TILES.features == 0  # a tile has one owner
             found[f"products {steps.pushed}"] = pushed(c, want=steps.pushed == 1 or (steps.pushed == 2 and whole))
         if ranks == 2:
             for index, name in enumerate(models(), 5):

@@ -122,7 +122,7 @@ SMALL: dict[str, Any] = {
     "device": "cuda", "dtype": "bfloat16", "max_num_seqs": 64, "max_num_batched_tokens": 256, "page_size": 16,
     "prefix_caching": False, "kv_cache_gib": 0.5,
 }  # fmt: skip
-PATIENCE_SECONDS = 240
+TIMEOUT_SECONDS = 240
 on_a_gpu = pytest.mark.skipif(not HERE, reason="needs a CUDA device")
 
 
@@ -156,7 +156,7 @@ class Talk:
         """Ask while the plan comes; how many times. share: of the answers that must be right."""
         begun, times = time.monotonic(), 0
         while harness.engine.pause is not None:
-            assert time.monotonic() - begun < PATIENCE_SECONDS
+            assert time.monotonic() - begun < TIMEOUT_SECONDS
             same = sum(a == b for a, b in zip(self.ask(harness), right, strict=True))
             assert same >= share * len(right), f"{same} of {len(right)}, {harness.engine.stats().plan}"
             times += 1
@@ -236,7 +236,7 @@ def test_from_an_empty_cache_to_the_whole_plan_no_token_changes(
     begun = time.monotonic()
     while harness.engine.pause is not None:
         harness.step()
-        assert time.monotonic() - begun < PATIENCE_SECONDS
+        assert time.monotonic() - begun < TIMEOUT_SECONDS
     print(f"from the cache, without requests: {time.monotonic() - begun:.2f} s")
     assert harness.engine.stats().plan == PlanStats(3, 3, 0)
     assert talk.ask(harness) == before
@@ -326,7 +326,7 @@ def test_a_daemon_tells_how_far_its_plan_is_and_ends_in_the_middle(plan: str, tm
     with running(tmp_path, *options) as daemon:
         begun = time.monotonic()
         while "plan" in (told := ask(f"{daemon.url}/ready")):
-            assert time.monotonic() - begun < PATIENCE_SECONDS, told
+            assert time.monotonic() - begun < TIMEOUT_SECONDS, told
             time.sleep(0.1)
         print(f"the plan was whole {time.monotonic() - begun:.1f} s after the engine was ready")
         assert ask(f"{daemon.url}/v1/completions", body)["choices"][0]["text"] == serial

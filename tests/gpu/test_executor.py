@@ -117,14 +117,14 @@ class Machine:
         self._kv = kv.to(dtype).contiguous()
         self.executor.last_token.copy_(torch.arange(load.tokens) % spec.vocab_size)
 
-    def logits(self, period: Period, part_tokens: int = 2048) -> Tensor:
-        """`[requests, V]`. part_tokens: where decode attention is cut."""
+    def logits(self, period: Period, split_tokens: int = 2048) -> Tensor:
+        """`[requests, V]`. split_tokens: where decode attention is cut."""
         period.check(self.spec, self.sms)
         kv, inputs, pipeline = self._kv.clone(), self.executor.inputs, Pipeline(period, self.spec)
         inputs._sent_pages[:] = 0
         inputs.page_table.zero_()
         inputs.send(
-            self.batch, pipeline, AttentionGrid(self.spec.num_kv_heads, self.spec.heads_per_kv, PER_SM, part_tokens)
+            self.batch, pipeline, AttentionGrid(self.spec.num_kv_heads, self.spec.heads_per_kv, PER_SM, split_tokens)
         )
         rows = len(self.batch.sampled_rows)
         self.executor.logits.fill_(float("nan"))
@@ -322,7 +322,7 @@ def test_where_the_order_of_sums_differs_logits_are_near(device: str) -> None:
     want = machine.logits(_serial(spec, 256, machine.sms, SMALL))
     other = GemmConfig(64, 128, 64, 3, 4, 8)
     for got in (
-        machine.logits(_serial(spec, 256, machine.sms, SMALL), part_tokens=128),
+        machine.logits(_serial(spec, 256, machine.sms, SMALL), split_tokens=128),
         machine.logits(_serial(spec, 256, machine.sms, other)),
     ):
         assert float((got - want).norm() / want.norm()) < 2e-2
@@ -398,11 +398,11 @@ def test_a_product_is_asked_to_send_its_partial_sums_where_their_sum_is_of_the_s
         return True
 
     sums: Any = SimpleNamespace(
-        _alone={"o"},
-        _sum_of={"o": "o_reduce"},
+        _pushable={"o"},
+        _sum_after={"o": "o_reduce"},
         _collectives=SimpleNamespace(push=push),
-        _place=lambda _: SimpleNamespace(turn=1),
-        _apart=RankSums._apart,
+        _buffer=lambda _: SimpleNamespace(turn=1),
+        _begin_if_interleaved=RankSums._begin_if_interleaved,
     )
     rows = SimpleNamespace(activations={"a": torch.zeros(256, 4)})
     names = [o.name for o in spec.layer_operations()]

@@ -123,7 +123,7 @@ def test_operands_that_attention_leaves_are_those_of_a_pass_over_its_rows(
         for quantizes in (True, False):
             with monkeypatch.context() as patch:
                 patch.setattr(TritonAttention, "quantizes", quantizes)
-                patch.setattr(cuda_inputs, "pays", lambda _: "kv_cache_dtype" in formats)
+                patch.setattr(cuda_inputs, "unpacking_is_faster", lambda _: "kv_cache_dtype" in formats)
                 patch.setattr(cuda_inputs, "UNPACKED_TOKENS", (0, 0))
                 tokens, known = served(path, prompts, **options)
                 found.append((tokens, [[list(one.values) for one in logged] for logged in known]))
@@ -142,7 +142,7 @@ APART: dict[str, dict[str, Any]] = {
     "glm4": {"hidden_size": 144, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
     "phi3": {"hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1},
 }
-"""families whose products stand apart (`cuda_fp8_apart`), each with sizes that its norms, heads and widths show in:
+"""families with unfused FP8 GEMMs (`cuda_fp8_unfused`), each with sizes that its norms, heads and widths show in:
 two blocks of activations, the second not full; heads of 80, 96, 256"""
 MORE: dict[str, Any] = {"intermediate_size": 144, "initializer_range": 0.05}
 
@@ -279,7 +279,7 @@ def test_a_checkpoint_with_static_scales_is_served_with_scales_made_on_the_way(
         monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
     with contextlib.nullcontext() if HERE else interpreted_gpu(monkeypatch):
         got, mine = served(path, prompts, device="cuda", dtype="float16", tuning_seconds=0)
-    assert "static scales of activations are not used" in caplog.text
+    assert "static activation scales are not used" in caplog.text
     assert float(mine[0][0].values[0]) == pytest.approx(float(known[0][0].values[0]), abs=0.15)
     assert got[0][0] == want[0][0]
 
@@ -324,9 +324,9 @@ def test_chunks_read_pages_in_16_bits_as_far_as_there_is_room(
 
     if not HERE:
         monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
-    monkeypatch.setattr(cuda_inputs, "pays", lambda _: False)
+    monkeypatch.setattr(cuda_inputs, "unpacking_is_faster", lambda _: False)
     tokens, known = told()
-    monkeypatch.setattr(cuda_inputs, "pays", lambda _: True)
+    monkeypatch.setattr(cuda_inputs, "unpacking_is_faster", lambda _: True)
     monkeypatch.setattr(cuda_inputs, "UNPACKED_TOKENS", (16 * room - 32, 16 * room - 32))
     monkeypatch.setattr(DeviceInputs, "send", noted)
     same, mine = told()

@@ -36,7 +36,7 @@ def said(path: Path, monkeypatch: pytest.MonkeyPatch, *, unread_from: int, **opt
 
         def noted(executor: CudaExecutor, of: pipeline.Pipeline, *rest: Any) -> Any:
             if of.after_drop:
-                kept.add(int(executor.inputs.count["left"]))
+                kept.add(int(executor.inputs.count["kept"]))
             return behind(executor, of, *rest)
 
         if not torch.cuda.is_available():  # where a graph is captured once
@@ -89,7 +89,7 @@ def test_no_bit_changes(
     if formats:
         path = tmp_path / "model"
         make_tiny(family, **SIZES | (WIDE if wide else {})).save_pretrained(path)
-        monkeypatch.setattr(cuda_inputs, "pays", lambda _: True)  # tiles of both lists leave
+        monkeypatch.setattr(cuda_inputs, "unpacking_is_faster", lambda _: True)  # tiles of both lists leave
     if not gpu:
         monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
     with contextlib.nullcontext() if gpu else interpreted_gpu(monkeypatch):

@@ -19,13 +19,13 @@ class SumsOfBench:
         self._own, self.rank, self.ranks = own, own.rank, own.ranks
         self._way: Way | None = None
         self._vendor = Vendor(own.rank, own.ranks, "nccl")
-        self.take, self.all_gather, self.end_waiting = own.take, own.all_gather, own.end_waiting
+        self.take, self.all_gather, self.abort_waits = own.take, own.all_gather, own.abort_waits
 
     def use(self, name: str) -> None:
         """Select a way. Every rank calls this at once. Raises `ConfigError`."""
         self._way, folder = way_of(name)
         if self._way.steps is not None:
-            self._own.use({0: self._way.steps}, apart=self._way.overlapped)
+            self._own.use({0: self._way.steps}, push_nano_batches=self._way.overlapped)
         elif self._way.vendor:
             self._vendor.open(folder)
 

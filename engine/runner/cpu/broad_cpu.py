@@ -1,4 +1,4 @@
-"""`BroadCpuExecutor`: a `transformers` model on the CPU, its attention over our pages; as `CpuExecutor`."""
+"""`BroadCpuExecutor`: runs a `transformers` model on the CPU, with attention over weft's pages."""
 
 from __future__ import annotations
 
@@ -20,26 +20,22 @@ from weft.kernels.attention.backends import make_host_attention
 
 
 class BroadInputs(NamedTuple):
-    """Tensors of one iteration."""
+    """Tensors of one iteration. Those of tokens are `[T]` int64."""
 
     token_ids: Tensor
-    """[T] int64"""
     positions: Tensor
-    """[T] int64"""
     slot_mapping: Tensor
-    """[T] int64"""
     steps: list[Any]
-    """of each attention back end"""
+    """One for each attention back end."""
     rows: Tensor
-    """int64: rows whose logits, or states, may be asked for"""
+    """Rows whose logits or states are needed, int64."""
     states: bool
-    """the states of some are"""
+    """Whether the states of any row are needed."""
 
 
 class BroadCpuExecutor:
-    """See `CpuExecutor`. The model's own code ends with the logits, so those that will be asked for are computed in
-    the forward pass, and what it hands over is these and where each row's are.
-    """
+    """Has the interface of `CpuExecutor`. The model's code computes logits in its forward pass, so `forward` returns
+    the logits of all rows that need them, and the place of each row's."""
 
     def __init__(self, spec: BroadSpec, model: BroadModule, kv: Tensor, config: ResolvedConfig) -> None:
         self._model, self._kv = model, kv
@@ -51,7 +47,7 @@ class BroadCpuExecutor:
 
         self._calls = PagedCalls(spec, config, make)
         self._states: Tensor | None = None
-        """of the last iteration that was asked for some"""
+        """States of the last iteration that needed any."""
 
     def inputs(self, batch: Batch, token_ids: Tensor) -> BroadInputs:
         scored = (asked.token_rows for asked in batch.prompt_logprobs)
@@ -66,7 +62,7 @@ class BroadCpuExecutor:
         )
 
     def forward(self, inputs: BroadInputs) -> tuple[Tensor, Tensor]:
-        """Logits `[rows, V]` float32, and which of them is each row's `[T]` int64."""
+        """Return logits `[rows, V]` float32, and the index of each token's row among them, `[T]` int64."""
         self._calls.begin(self._kv, inputs.slot_mapping, inputs.steps)
         with attending(self._calls):
             given = inputs.token_ids, inputs.positions, inputs.rows
@@ -80,10 +76,10 @@ class BroadCpuExecutor:
         return logits.float(), place
 
     def logits(self, x: Tensor, place: Tensor, rows: Tensor) -> Tensor:
-        """`[S, V]` float32 logits of the rows `[S]`, a copy."""
+        """Return a copy of the float32 logits `[S, V]` of rows `[S]`."""
         return x[place[rows]]
 
     def hidden(self, _x: Tensor, place: Tensor, rows: Tensor) -> Tensor:
-        """`[N, H]` states behind the final norm of the rows `[N]` of the iteration computed last."""
+        """Return the states `[N, H]` after the final norm of rows `[N]` of the last iteration."""
         assert self._states is not None
         return self._states[place[rows]]

@@ -1,7 +1,7 @@
-"""`CpuRunner`: runs iterations on the torch twins, in order, on a thread of its own.
+"""`CpuRunner`: runs iterations in order on a worker thread, with the reference implementations.
 
-`launch` returns at once. On the CPU the worker thread plays the part of the GPU's stream, so that scheduling really
-overlaps with computing; torch releases the interpreter lock inside its kernels.
+The worker thread acts as the GPU's stream: `launch` returns at once and scheduling overlaps with computing, because
+torch releases the interpreter lock inside its kernels.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 
 def _allocate(config: ResolvedConfig, sleepable: SleepableMemory | None) -> Tensor:
-    """The pool, zeroed. Raises `OutOfMemory`."""
+    """Allocate the KV pool, zeroed. Raises `OutOfMemory`."""
     assert config.num_pages is not None
     size = config.num_pages * config.kv.page_bytes
     if sleepable is not None:
         return config.kv.view(sleepable.allocate(size))
     try:
-        # Pages of zeros that the system maps on first touch: starting costs nothing, idle memory is not taken.
+        # The system maps zeroed pages on first touch, so this takes no time, and unused pages take no memory.
         return config.kv.view(torch.from_numpy(np.zeros(size, np.uint8)))
-    except (MemoryError, ValueError):  # ValueError: more than an address can say
+    except (MemoryError, ValueError):  # ValueError: exceeds the address space
         raise OutOfMemory(f"{size / GIB:.1f} GiB of KV pages do not fit: lower --kv-cache-gib or --num-pages") from None
 
 
@@ -81,7 +81,7 @@ class CpuInFlight:
 
 
 class CpuRunner:
-    """The runner of a CPU (see `runner.Runner`), or of one rank of several."""
+    """`Runner` on a CPU, also for one of several ranks."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class CpuRunner:
             self.sleepable.adopt_weights(weights.tensors())
         self.kv = _allocate(config, self.sleepable)
         self._executor: Any
-        """a `CpuExecutor`, or what has its interface"""
+        """A `CpuExecutor`, or a class with its interface."""
         if isinstance(spec, BroadSpec):
             from weft.engine.model.broad.module import BroadModule
             from weft.engine.runner.cpu.broad_cpu import BroadCpuExecutor
@@ -118,7 +118,7 @@ class CpuRunner:
         self._queue: queue.SimpleQueue[CpuInFlight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="weft-runner", daemon=True)
         self._thread.start()
-        # A thread inside torch while the interpreter shuts down aborts the process: let it finish first.
+        # A thread inside torch during interpreter shutdown aborts the process, so it must end first.
         weakref.finalize(self, _finish, self._queue, self._thread)
 
     @property
@@ -142,8 +142,8 @@ class CpuRunner:
         _finish(self._queue, self._thread)
 
     def _work(self) -> None:
-        # The thread count belongs to the calling thread. This must be the only team: OpenMP lets the threads of several
-        # teams sleep between operations, and waking them costs as much as a small operation.
+        # The thread count applies to the calling thread. This must be the only OpenMP team: with several, threads sleep
+        # between operations, and waking them costs as much as a small operation.
         torch.set_num_threads(self._num_threads)
         while (in_flight := self._queue.get()) is not None:
             try:
@@ -153,16 +153,18 @@ class CpuRunner:
                 in_flight._resolve(None, error)
 
     def run(self, batch: Batch) -> StepResult:
-        """One iteration, start to end. Raises whatever torch raises; the engine cannot go on after that."""
+        """Run one iteration to its end. Raises errors of torch, after which the engine cannot continue."""
         begin = time.perf_counter()
         idle_seconds = begin - self._last_end if self._last_end else 0.0
         token_ids = torch.from_numpy(batch.token_ids.astype(np.int64))
-        # Decodes read the token that an earlier iteration left on the device.
+        # Decodes read the token of an earlier iteration.
         d = batch.num_decodes
         token_ids[:d] = self._last_token[torch.from_numpy(batch.slots[:d].astype(np.int64))]
         x, sumsq = self._executor.forward(self._executor.inputs(batch, token_ids))
         prompt_scores = [self._prompt_scores(x, sumsq, asked) for asked in batch.prompt_logprobs]
-        states = pooled(batch, lambda rows: self._executor.hidden(x, sumsq, self._sampling.up(rows.astype(np.int64))))
+        states = pooled(
+            batch, lambda rows: self._executor.hidden(x, sumsq, self._sampling.to_device(rows.astype(np.int64)))
+        )
         tokens, nonfinite, scores = self._sample(x, sumsq, batch)
         self._last_end = time.perf_counter()
         return StepResult(
@@ -177,10 +179,10 @@ class CpuRunner:
         )
 
     def _sample(self, x: Tensor, sumsq: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Scores | None]:
-        """The tokens `[S]` int64, rows without numbers `[S]` bool, and what was asked beside them."""
-        s, up = batch.sampling, self._sampling.up
+        """Return tokens `[S]` int64, rows that are not finite `[S]` bool, and requested log-probabilities."""
+        s, up = batch.sampling, self._sampling.to_device
         logits = self._executor.logits(x, sumsq, up(s.logit_tokens.astype(np.int64)))
-        raw = self._sampling.asked(logits, s)
+        raw = self._sampling.raw_logits(logits, s)
         self._sampling.adjust(logits, batch)
         tokens, nonfinite = self._sampling.draw(logits, s)
         self._last_token[up(s.slots.astype(np.int64))] = tokens

@@ -1,7 +1,7 @@
-"""`BroadCudaExecutor`: a `transformers` model on a GPU, its attention over our pages; as `CudaExecutor`.
+"""`BroadCudaExecutor`: runs a `transformers` model on a GPU, with attention over weft's pages.
 
-It launches on the current stream alone, one nano-batch: a captured run serves every iteration of its token bucket,
-where the model's code never waits for the device. `blocks_capture` finds out.
+It launches one nano-batch on the current stream. A captured run serves every iteration of its token bucket, unless the
+model's code waits for the device, which `blocks_capture` detects.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class BroadCudaExecutor:
-    """See `CudaExecutor`, whose interface to a runner this is."""
+    """Has the interface of `CudaExecutor` to a runner."""
 
     def __init__(self, spec: BroadSpec, model: BroadModule, inputs: DeviceInputs, config: ResolvedConfig) -> None:
         self._model, self.inputs = model, inputs
@@ -51,21 +51,21 @@ class BroadCudaExecutor:
             for shape in self._calls.shapes
         ]  # fmt: skip
         self.last_token = torch.zeros(s, dtype=torch.int64, device=device)
-        """[slots] the token that each slot's request sampled last"""
-        # rows of whole 16 bytes, which the copy engine asks for
+        """`[slots]` last sampled token of each slot's request."""
+        # The copy engine requires rows of a multiple of 16 bytes.
         width = -(-spec.vocab_size // 4) * 4
         self.logits = torch.zeros(s, width, dtype=torch.float32, device=device)[:, : spec.vocab_size]
         self.sampled = torch.zeros(2, s, dtype=torch.int64, device=device)
-        """[2, rows] what `sample` drew, and 1 for rows whose logits were no numbers"""
+        """`[2, rows]` sampled tokens, and 1 for rows whose logits are not finite."""
         self.tokens, self._bad = self.sampled
         self.gates: list[torch.cuda.Event] = []
         self.steps: list[Any] = []
-        """of an attention back end that plans on the host: none does here"""
+        """Unused: no attention back end plans on the host here."""
         self._candidates = sample_scratch(s, device)
         self._ids = torch.zeros(t, dtype=torch.int32, device=device)
 
     def forward(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> None:
-        """From the slab to `logits[:num_rows]` of the rows that sample."""
+        """Compute `logits[:num_rows]` of the rows that sample, from the slab."""
         column, count = self.inputs.column, self.inputs.count
         ids = self._ids[: pipeline.tokens]
         resident.prepare(
@@ -75,15 +75,15 @@ class BroadCudaExecutor:
         self.logits[:num_rows].copy_(self.logits_of(pipeline, kv, column["logit_tokens"][:num_rows]))
 
     def touch(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> None:
-        """One such run. Computes nothing that anybody asked for."""
+        """Run once to load kernels. The results are not used."""
         self.forward(pipeline, kv, num_rows)
 
     def logits_of(self, pipeline: Pipeline, kv: Tensor, rows: Tensor) -> Tensor:
-        """`[S, V]` of any rows of the iteration whose inputs are here; writes the same keys and values again."""
+        """Return logits `[S, V]` of any rows of the current inputs. Writes the same keys and values again."""
         return self._run(self._model.logits, pipeline, kv, rows)
 
     def hidden_of(self, pipeline: Pipeline, kv: Tensor, rows: Tensor) -> Tensor:
-        """As `logits_of`: `[S, H]` states behind the final norm."""
+        """Return the states `[S, H]` after the final norm, as `logits_of`."""
         return self._run(self._model.logits_and_states, pipeline, kv, rows)[1]
 
     def _run(self, model: Callable[[Tensor, Tensor, Tensor], T], pipeline: Pipeline, kv: Tensor, rows: Tensor) -> T:
@@ -95,7 +95,7 @@ class BroadCudaExecutor:
         return out
 
     def sample(self, num_rows: int) -> None:
-        """A token for each of the first rows of `logits` into `tokens`; the slots' requests keep it as their last."""
+        """Sample `tokens` from the first rows of `logits`, and store each as its slot's last token."""
         tokens = self.tokens[:num_rows]
         sample(
             self.logits[:num_rows], **self.inputs.sampler_arguments(num_rows), out=tokens, bad=self._bad[:num_rows],
@@ -105,10 +105,10 @@ class BroadCudaExecutor:
         resident.remember(tokens, slots, self.inputs.count["sampled"], self.last_token)
 
     def blocks_capture(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> str:
-        """What in the model's code waits for the device, in words; "" if nothing does. After a `touch`."""
+        """Return the operation of the model's code that waits for the device, or "". Call after `touch`."""
         before = torch.cuda.get_sync_debug_mode()
         try:
-            with warnings.catch_warnings(action="ignore"):  # of a mode that torch calls a prototype
+            with warnings.catch_warnings(action="ignore"):  # torch calls this mode a prototype
                 torch.cuda.set_sync_debug_mode("error")
             self.forward(pipeline, kv, num_rows)
         except RuntimeError as error:

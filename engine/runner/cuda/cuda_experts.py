@@ -1,4 +1,4 @@
-"""`ExpertLayers`: the operations of experts on a GPU, with the buffers that all layers share."""
+"""`ExpertLayers`: launches the operations of experts on a GPU, with buffers that all layers share."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from weft.kernels.matmul.gemm_config import GemmConfig
 
 
 class ExpertLayers:
-    """Of a model with experts. tokens: of an iteration, at most.
+    """Operations of a model with experts. tokens: token limit of an iteration.
 
-    The methods launch one nano-operation; sumsq is its tokens' part of the stream's sums of squares, live `[1]` how
-    many tokens there are.
+    Each method launches one nano-operation. sumsq: the stream's sums of squares of its tokens. live `[1]`: number of
+    tokens.
     """
 
     def __init__(self, spec: ModelSpec, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -32,23 +32,22 @@ class ExpertLayers:
         self._sizes = tokens, spec.hidden_size, e.intermediate_size, e.count, e.top
         self._dtype, self._device = dtype, device
         self.choice: Choice = router.choice_buffers(tokens, spec.hidden_size, e.count, e.top, device)
-        """of all tokens of an iteration"""
-        # in FP8 experts have rows of their own (`cuda_fp8_experts`)
+        """Routing of all tokens of an iteration."""
+        # FP8 experts have separate buffers (`cuda_fp8_experts`).
         self._spaces = [self._space()] if spec.quantization is None else []
 
     def _space(self) -> ExpertSpace:
         return experts.expert_space(*self._sizes, self._dtype, self._device)
 
     def space(self, index: int) -> ExpertSpace:
-        """Of the token range with this number: two may be worked on at once. Made when it is first asked for, which is
-        when kernels are loaded.
-        """
+        """Return the buffers of a token range, since two ranges may run at once. Allocated on first use, which is when
+        kernels are loaded."""
         while len(self._spaces) <= index:
             self._spaces.append(self._space())
         return self._spaces[index]
 
     def config(self, tokens: int) -> GemmConfig:
-        """Tiles of both products of so many tokens, where a plan names none."""
+        """Return the default tiles of both GEMMs for a number of tokens."""
         _, hidden, inter, count, top = self._sizes
         return experts.choose(tokens, 2 * inter, hidden, count, top)
 
@@ -57,42 +56,41 @@ class ExpertLayers:
         router.route(
             it.x, sumsq, w.weight, self._spec.norm.eps, kind=e.router, top=e.top, normalise=e.normalise,
             scaling=e.scaling, bias=w.bias, choice_bias=w.choice_bias, groups=e.groups, top_groups=e.top_groups,
-            out=self.choice.part(it.nano.begin, it.nano.end), num_tokens=live,
+            out=self.choice.of_tokens(it.nano.begin, it.nano.end), num_tokens=live,
         )  # fmt: skip
 
     def gate_up(self, it: Launch, sumsq: Tensor | None, live: Tensor) -> None:
         experts.experts_gate_up(
-            it.x, sumsq, self.choice.part(it.nano.begin, it.nano.end), it.product.weight, self._spec.norm.eps,
+            it.x, sumsq, self.choice.of_tokens(it.nano.begin, it.nano.end), it.product.weight, self._spec.norm.eps,
             activation=self._spec.activation, bias=it.product.bias, **self._common(it, live),
         )  # fmt: skip
 
     def residual(self, it: Launch, x: Tensor, sumsq: Tensor, live: Tensor) -> Tensor:
-        """x is added to in place. Returns the sums of squares, one part: in `sumsq [parts, tokens]`."""
+        """Add to x in place. Returns its sums of squares, the first part of `sumsq [parts, tokens]`."""
         _, sums = experts.experts_residual(
-            self.choice.part(it.nano.begin, it.nano.end), it.product.weight, x, bias=it.product.bias, out=x,
+            self.choice.of_tokens(it.nano.begin, it.nano.end), it.product.weight, x, bias=it.product.bias, out=x,
             sumsq=sumsq, **self._common(it, live),
         )  # fmt: skip
         return sums
 
     def _common(self, it: Launch, live: Tensor) -> dict[str, Any]:
-        """What both products are told beside their operands."""
+        """Return the arguments of both GEMMs besides their operands."""
         return {
-            "space": self.space(range_of(it.pipeline, it.nano)),
+            "space": self.space(token_range_index(it.pipeline, it.nano)),
             "num_sms": it.nano.sms,
             "num_tokens": live,
             "config": it.nano.config or self.config(it.nano.end - it.nano.begin),
         }
 
 
-def range_of(pipeline: Pipeline, nano: NanoOperation) -> int:
-    """Which of the token ranges that experts are cut into. Raises `ConfigError` where their two products differ in them
-    or in the rows of a tile.
-    """
+def token_range_index(pipeline: Pipeline, nano: NanoOperation) -> int:
+    """Return the index of an operation's token range among those of experts. Raises `ConfigError` if the two GEMMs of
+    experts have different ranges or tile rows."""
     cuts: dict[str, set[tuple[int, int, int]]] = {"experts_gate_up": set(), "experts_residual": set()}
     for other, op in pipeline.operations:
         if op.kernel in cuts:
             cuts[op.kernel].add((other.begin, other.end, other.config.tokens if other.config is not None else 0))
     first, second = cuts.values()
     if first != second:
-        raise ConfigError("a plan must cut both products of experts into the same token ranges and tiles of rows")
+        raise ConfigError("a plan must use the same token ranges and tile rows for both GEMMs of experts")
     return sorted((begin, end) for begin, end, _ in first).index((nano.begin, nano.end))

@@ -1,7 +1,7 @@
-"""`Fp8ExpertLayers`: the products of experts in FP8 on a GPU, with the buffers that all layers share.
+"""`Fp8ExpertLayers`: launches the FP8 GEMMs of experts on a GPU, with buffers that all layers share.
 
-The operand of the first is the one that the product behind attention has left; where no shared expert follows, what
-adds a token's experts up leaves that of the next layer.
+The output projection of attention writes the operand of the first GEMM. If no shared expert follows, the sum over a
+token's experts writes the operand of the next layer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.model.spec import ModelSpec
-from weft.engine.runner.cuda.cuda_experts import range_of
+from weft.engine.runner.cuda.cuda_experts import token_range_index
 from weft.engine.runner.cuda.cuda_fp8 import Fp8Layers
 from weft.engine.runner.device.layer_launch import Launch
 from weft.kernels.common.gpu import is_hopper
@@ -22,14 +22,14 @@ from weft.kernels.experts.router import Choice
 from weft.kernels.matmul.gemm_config import GemmConfig
 
 _MANY = 1 << 20
-"""tokens: whatever their share of an expert is, it has many rows"""
+"""A number of tokens that gives every expert many rows."""
 
 
 class Fp8ExpertLayers:
-    """Of a model with experts. tokens: of an iteration, at most; choice: of all of them. invariant: one kernel and one
-    order of sums, that for many rows of an expert, however many there are.
+    """GEMMs of a model with experts. tokens: token limit of an iteration. choice: routing of all tokens. invariant: use
+    the kernel for many rows per expert always, with its order of sums.
 
-    The methods launch one nano-operation; live `[1]`: how many tokens there are.
+    Each method launches one nano-operation. live `[1]`: number of tokens.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Fp8ExpertLayers:
         return fp8_experts.expert_space(*self._sizes, self._dtype, self._device)
 
     def _config(self, it: Launch) -> GemmConfig | None:
-        """The plan's, or None for the kernel's own choice."""
+        """Return the plan's configuration, or None for the kernel's choice."""
         if not self._invariant:
             return it.nano.config
         *_, count, top = self._sizes
@@ -56,9 +56,9 @@ class Fp8ExpertLayers:
         return fp8_experts.by_rule(_MANY, count, top, hopper=is_hopper(), blocked=blocked)
 
     def _common(self, it: Launch, live: Tensor) -> dict[str, Any]:
-        """What both products are told beside their operands."""
-        index = range_of(it.pipeline, it.nano)  # two token ranges may be worked on at once
-        while len(self._spaces) <= index:  # made when first asked for, which is when kernels are loaded
+        """Return the arguments of both GEMMs besides their operands."""
+        index = token_range_index(it.pipeline, it.nano)  # two token ranges may run at once
+        while len(self._spaces) <= index:  # on first use, which is when kernels are loaded
             self._spaces.append(self._space())
         return {
             "bias": it.product.bias,
@@ -70,19 +70,19 @@ class Fp8ExpertLayers:
 
     def gate_up(self, it: Launch, live: Tensor) -> None:
         fp8_experts.experts_gate_up(
-            self._layers.operand("x", it.tokens), it.sums, self._choice.part(it.nano.begin, it.nano.end),
+            self._layers.operand("x", it.tokens), it.sums, self._choice.of_tokens(it.nano.begin, it.nano.end),
             self._layers.matrix(it.layer, "experts_gate_up").weight, self._spec.norm.eps,
             activation=self._spec.activation, **self._common(it, live),
         )  # fmt: skip
 
     def residual(self, it: Launch, live: Tensor) -> Tensor:
-        """Adds to the stream. Returns its sums of squares, one part."""
+        """Add to the stream. Returns its sums of squares, one part."""
         assert self._spec.experts is not None
-        reader = None if self._spec.experts.shared_size else self._layers.first_of(it.layer + 1)
+        reader = None if self._spec.experts.shared_size else self._layers.first_reader(it.layer + 1)
         quantized = None if reader is None else self._layers.operand("x", it.tokens)
         _, sums = fp8_experts.experts_residual(
-            self._choice.part(it.nano.begin, it.nano.end), self._layers.matrix(it.layer, "experts_down").weight, it.x,
-            out=it.x, sumsq=it.sumsq, quantized=quantized, next_norm=None if reader is None else reader.norm,
+            self._choice.of_tokens(it.nano.begin, it.nano.end), self._layers.matrix(it.layer, "experts_down").weight,
+            it.x, out=it.x, sumsq=it.sumsq, quantized=quantized, next_norm=None if reader is None else reader.norm,
             **self._common(it, live),
         )  # fmt: skip
         return sums

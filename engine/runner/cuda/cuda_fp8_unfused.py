@@ -1,9 +1,8 @@
-"""`Fp8LayersApart`: products of layers in FP8 on a GPU that stand apart, for models whose products cannot leave each
-other's operands.
+"""`UnfusedFp8Layers`: launches unfused FP8 GEMMs on a GPU, for models whose GEMMs cannot write each other's operands.
 
-A pass over the rows norms and quantises what each product reads (`kernels.fp8_rows`); the product leaves 16 bits, and
-the passes of models in 16 bits go on from there (`kernels.heads`, `kernels.rows`). Slower than `Fp8Layers`, but nothing
-is asked of norms, heads and MLP. The hidden part of a gated MLP alone comes quantised out of its product.
+A separate pass norms and quantises the rows that each GEMM reads (`kernels.matmul.fp8_rows`). GEMMs write 16 bits, and
+the passes of 16-bit models follow (`kernels.matmul.heads`, `kernels.matmul.rows`). This is slower than `Fp8Layers`, but
+supports any norms, heads and MLPs. Only the first GEMM of a gated MLP writes a quantised operand.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from weft.kernels.matmul.heads import place_heads
 from weft.kernels.matmul.rows import add_normed, row_sumsq
 
 
-class Fp8LayersApart(Fp8Layers):
-    """Dense models that `gpu_limits.unfused_fp8` names. Scales are of 128 columns, whatever the token count.
+class UnfusedFp8Layers(Fp8Layers):
+    """For dense models with `gpu_limits.unfused_fp8`. A scale always covers 128 columns.
 
-    raw: where products leave 16 bits for the pass behind them: "qkv" `[T, (Hq + 2 Hkv) D]`, "h" `[T, I]` of an MLP
-    without a gate, and "residual" `[T, H]` where a norm stands behind it.
+    raw: 16-bit outputs for the pass after a GEMM: "qkv" `[T, (Hq + 2 Hkv) D]`, "h" `[T, I]` of an MLP without a gate,
+    and "residual" `[T, H]` if a norm follows it.
     """
 
     def __init__(
@@ -39,16 +38,17 @@ class Fp8LayersApart(Fp8Layers):
     ) -> None:  # fmt: skip
         super().__init__(spec, weights, tokens, device, invariant=invariant)
         self._raw = raw
-        if invariant:  # no epilogue norms heads here
-            self._fixed = {
-                kind: {"config": fp8_projections.of_any_count(kind)} for kind in ("linear", "residual", "gate_up")
+        if invariant:  # no epilogue norms heads
+            self._invariant_options = {
+                kind: {"config": fp8_projections.batch_invariant_config(kind)}
+                for kind in ("linear", "residual", "gate_up")
             }
 
-    def of_embedding(self, pipeline: Pipeline) -> dict[str, Any]:  # noqa: ARG002
-        """Nothing: `qkv` quantises what it reads."""
+    def embedding_outputs(self, pipeline: Pipeline) -> dict[str, Any]:  # noqa: ARG002
+        """Return nothing, because `qkv` quantises its input."""
         return {}
 
-    def _room(self, name: str, it: Launch) -> Tensor:
+    def _raw_rows(self, name: str, it: Launch) -> Tensor:
         raw = self._raw[name]
         assert raw is not None
         return raw[it.tokens]
@@ -59,11 +59,11 @@ class Fp8LayersApart(Fp8Layers):
     ) -> None:  # fmt: skip
         fp8_projections.linear_project(
             rows, sums, self.matrix(it.layer, it.operation.name).weight, self._spec.norm.eps, activation=activation,
-            bias=it.product.bias, out=out, **common | self._fixed.get("linear", {}),
+            bias=it.product.bias, out=out, **common | self._invariant_options.get("linear", {}),
         )  # fmt: skip
 
-    def _read(self, it: Launch, live: Tensor) -> tuple[Fp8Rows, Tensor | None]:
-        """The stream as a product reads it, and the sums of squares that are left to its epilogue."""
+    def _stream_operand(self, it: Launch, live: Tensor) -> tuple[Fp8Rows, Tensor | None]:
+        """Return the stream as FP8 operand, and the sums of squares for the GEMM's epilogue."""
         matrix, out = self.matrix(it.layer, it.operation.name), self.operand("x", it.tokens)
         if matrix.norm_bias is None and not matrix.centred:
             quantize_rows(it.x, matrix.norm, out=out, num_tokens=live)
@@ -75,41 +75,39 @@ class Fp8LayersApart(Fp8Layers):
         return out, it.sums if self._spec.placement.before and matrix.norm_bias is None else None
 
     def qkv(self, it: Launch, heads: tuple[Any, ...], out: Tensor, common: dict[str, Any]) -> None:
-        """As of `Fp8Layers`; sums are not read where no norm stands before the product."""
         common = dict(common)
         scales: dict[str, Any] = {"kv_scales": common.pop("kv_scales", None)}
-        live, raw = common["num_tokens"], self._room("qkv", it)
-        rows, left = self._read(it, live)
-        self._linear(it, rows, left, raw, common)
+        live, raw = common["num_tokens"], self._raw_rows("qkv", it)
+        rows, sums = self._stream_operand(it, live)
+        self._linear(it, rows, sums, raw, common)
         place_heads(raw, self._spec.norm.eps, *heads, out=out, num_tokens=live, **scales)
 
     def residual(self, it: Launch, common: dict[str, Any]) -> Tensor:
-        """As of `Fp8Layers`."""
         norm, rows, product = self._spec.norm, self._source(it, common["num_tokens"]), it.product
         if product.post_norm is not None:
-            raw = self._room("residual", it)
+            raw = self._raw_rows("residual", it)
             self._linear(it, rows, None, raw, common)
             add_normed(it.x, raw, product.post_norm, norm.eps, sumsq=it.sumsq)
             sums = it.sumsq[:1]
         else:
             _, sums = fp8_projections.residual_project(
                 rows, self.matrix(it.layer, it.operation.name).weight, it.x, out=it.x, sumsq=it.sumsq,
-                bias=product.bias, **common | self._fixed.get("residual", {}),
+                bias=product.bias, **common | self._invariant_options.get("residual", {}),
             )  # fmt: skip
         return row_sumsq(it.x, out=it.sumsq[:1], centred=True) if norm.centred else sums
 
     def gate_up(self, it: Launch, common: dict[str, Any]) -> None:
-        """An MLP's first product, with a gate or without."""
+        """Launch an MLP's first GEMM, with or without a gate."""
         live, activation = common["num_tokens"], self._spec.activation
         hidden = self.operand(it.operation.target, it.tokens)
-        rows, left = self._read(it, live)
+        rows, sums = self._stream_operand(it, live)
         if it.operation.kernel == "gate_up":
             fp8_projections.gate_up_project(
-                rows, left, self.matrix(it.layer, it.operation.name).weight, self._spec.norm.eps,
+                rows, sums, self.matrix(it.layer, it.operation.name).weight, self._spec.norm.eps,
                 activation=activation, bias=it.product.bias, quantized=hidden,
-                **common | self._fixed.get("gate_up", {}),
+                **common | self._invariant_options.get("gate_up", {}),
             )  # fmt: skip
             return
-        raw = self._room("h", it)
-        self._linear(it, rows, left, raw, common, activation=activation)
+        raw = self._raw_rows("h", it)
+        self._linear(it, rows, sums, raw, common, activation=activation)
         quantize_rows(raw, out=hidden, num_tokens=live)

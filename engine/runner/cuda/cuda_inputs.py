@@ -1,4 +1,4 @@
-"""An iteration's inputs on their way to the GPU: one slab of int32 words, a ring of pinned copies, one transfer."""
+"""`DeviceInputs`: sends an iteration's inputs to the GPU as one slab of int32 words, from a ring of pinned copies."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weft.engine.plans.pipeline import Pipeline
 from weft.engine.runner.iteration.attention_lists import AttentionGrid, AttentionLists
 from weft.engine.runner.iteration.attention_path import AttentionPath
 from weft.engine.runner.iteration.batch import Batch, SamplingInputs, sampler_names
-from weft.engine.runner.iteration.input_layout import COUNTS, DECODE, LEFT, LEFT_PREFILL, LIVE, PREFILL, Layout
+from weft.engine.runner.iteration.input_layout import COUNTS, DECODE, KEPT, KEPT_PREFILL, LIVE, PREFILL, Layout
 from weft.engine.runner.iteration.nano import Assignment, assign
 from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.kernels.attention.break_evens import BreakEvens
-from weft.kernels.attention.fp8_unpack import pays
+from weft.kernels.attention.fp8_unpack import unpacking_is_faster
 from weft.kernels.attention.triton_backend import DecodeWork, cuts_prefill
 from weft.kernels.attention.work_lists import (
     ITEM_FIELDS,
@@ -24,36 +24,36 @@ from weft.kernels.attention.work_lists import (
 )
 
 RING = 4
-"""pinned copies: more than iterations in flight, so that none is rewritten before its transfer is done"""
+"""Pinned copies: more than iterations in flight, so that none is rewritten before its transfer has ended."""
 INVARIANT_PART_TOKENS = 1024
-"""with batch invariance, a request's decode attention is always cut here"""
+"""Tokens per split of a request's decode attention with batch invariance."""
 UNPACKED_TOKENS = 16384, 131072
-"""of pages in FP8 that prefill attention may read in 16 bits at once: at least; at most, where contexts are longer"""
+"""Minimum and maximum tokens of FP8 pages that prefill attention reads unpacked to 16 bits at once."""
 PARTIAL_ROWS = 512
-"""parts of prefill tiles, times KV heads: two waves of programs and what rounding adds"""
+"""Splits of prefill tiles times KV heads: two waves of programs plus rounding."""
 
 
 class DeviceInputs:
-    """The slab on the device, its columns by name, and the ring that fills it. All addresses stay put."""
+    """The slab on the device, its columns by name, and the ring that fills it. All addresses are fixed."""
 
     def __init__(self, layout: Layout, device: torch.device, num_slots: int, max_pages: int) -> None:
         self.layout = layout
         columns = layout.columns()
         words = sum(-(-size // 4) * 4 for size, _ in columns.values())  # 16-byte aligned columns
         self.slab = torch.zeros(words, dtype=torch.int32, device=device)
-        runs = device.type != "meta"  # which stands for a GPU
+        runs = device.type != "meta"  # the meta device stands for a GPU
         self._ring = [torch.zeros(words, dtype=torch.int32, pin_memory=runs) for _ in range(RING if runs else 0)]
         self._host: list[dict[str, np.ndarray]] = [self._split_host(r.numpy(), columns) for r in self._ring]
         self.column = self._split_device(self.slab, columns)
         self.count = {name: self.column["counts"][i : i + 1] for i, name in enumerate(COUNTS)}
-        self.count["left"] = self.column["left"][LEFT : LEFT + 1]
+        self.count["kept"] = self.column["kept"][KEPT : KEPT + 1]
         self.page_table = torch.zeros(num_slots, max_pages, dtype=torch.int32, device=device)
         self._sent_pages = np.zeros((num_slots, max_pages), np.int32)
         self._turn = 0
         self.attention: AttentionPath | None = None
-        """of the batch sent last, on our own kernels"""
+        """Path of the last batch, for weft's own kernels."""
         self.break_evens: BreakEvens | None = None
-        """what measured batches say, with `--pod auto`"""
+        """Measured times for `--pod auto`."""
 
     @staticmethod
     def _split_host(slab: np.ndarray, columns: dict[str, tuple[int, bool]]) -> dict[str, np.ndarray]:
@@ -74,11 +74,11 @@ class DeviceInputs:
         return out
 
     def clear(self) -> None:
-        """An iteration of no tokens, behind what was launched on the current stream. The next `send` writes it all."""
+        """Set the inputs to no tokens, on the current stream. The next `send` overwrites everything."""
         self.slab.zero_()
 
     def decode_work(self, nano: int) -> dict[int | None, DecodeWork]:
-        """Decode attention of a nano-batch, by window."""
+        """Return the decode work of a nano-batch, by window."""
         lists = self.column["decode_items"].view(self.layout.decode_lists, -1, ITEM_FIELDS)
         first = nano * len(self.layout.windows)
         return {
@@ -87,33 +87,33 @@ class DeviceInputs:
         }
 
     def prefill_work(self, nano: int) -> tuple[Tensor, Tensor]:
-        """Prefill attention of a nano-batch: items `[max, 4]`, or `[max, 8]` of parts, and how many there are `[1]`."""
+        """Return a nano-batch's prefill items `[max, 4]`, or `[max, 8]` with splits, and their number `[1]`."""
         items = self.column["prefill_items"].view(self.layout.nano_batches, -1, self.layout.prefill_fields)[nano]
         return items, self.column["counts"][PREFILL + nano : PREFILL + nano + 1]
 
-    def unpacked_work(self, nano: int, *, left: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of chunks whose pages a nano-batch reads in 16 bits: pages `[max]` and how many, items `[max, 4]` and how
-        many; see `Unpacked`. left: as `left_prefill_work`."""
+    def unpacked_work(self, nano: int, *, kept: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return a nano-batch's unpacked pages `[max]`, their number, its items `[max, 4]` that read them, and their
+        number; see `Unpacked`. kept: as in `kept_prefill_work`."""
         nano_batches, counts = self.layout.nano_batches, self.column["unpacked"]
         pages = self.column["unpacked_pages"].view(nano_batches, -1)[nano]
-        items = self.column["left_unpacked_items" if left else "unpacked_items"]
-        number = 3 * nano + (2 if left else 1)
+        items = self.column["kept_unpacked_items" if kept else "unpacked_items"]
+        number = 3 * nano + (2 if kept else 1)
         return (
             pages, counts[3 * nano : 3 * nano + 1], items.view(nano_batches, -1, TILE_FIELDS)[nano],
             counts[number : number + 1],
         )  # fmt: skip
 
-    def left_prefill_work(self, nano: int) -> tuple[Tensor, Tensor]:
-        """The same of the last layer, where rows leave that nobody reads: tiles with a row that somebody does."""
-        items = self.column["left_items"].view(self.layout.nano_batches, -1, self.layout.prefill_fields)[nano]
-        return items, self.column["left"][LEFT_PREFILL + nano : LEFT_PREFILL + nano + 1]
+    def kept_prefill_work(self, nano: int) -> tuple[Tensor, Tensor]:
+        """`prefill_work` of the last layer, if it drops rows: only tiles with a kept row."""
+        items = self.column["kept_items"].view(self.layout.nano_batches, -1, self.layout.prefill_fields)[nano]
+        return items, self.column["kept"][KEPT_PREFILL + nano : KEPT_PREFILL + nano + 1]
 
     def decoders(self, nano: int) -> Tensor:
-        """`[1]`: programs of a nano-batch's attention that begin with decodes, where it is one launch."""
+        """Return `[1]` number of programs that begin with decodes, if a nano-batch's attention is one launch."""
         return self.column["decoders"][nano : nano + 1]
 
     def fuses(self, pipeline: Pipeline) -> bool:
-        """Whether decodes and chunks are one launch: they follow each other in one lane, on all of its SMs."""
+        """Return whether decodes and chunks are one launch: they must follow each other in the only lane."""
         if self.layout.pod == "off" or not self.layout.prefill_slots:
             return False
         if len(pipeline.lanes) > 1 or len(pipeline.nano_batches) > 1:
@@ -121,18 +121,18 @@ class DeviceInputs:
         return {Role.DECODE_ATTENTION, Role.PREFILL_ATTENTION} <= {op.role for _, op in pipeline.operations}
 
     def sampler_arguments(self, rows: int) -> dict[str, Tensor]:
-        """What the samplers take beside the logits, by name, `[rows]` each."""
+        """Return the samplers' arguments except the logits, by name, `[rows]` each."""
         return {name: self.column[name][:rows] for name in sampler_names()}
 
     def live(self, pipeline: Pipeline, begin: int) -> Tensor:
-        """`[1]`: the iteration's tokens from place `begin` on; zero when it ends before."""
+        """Return `[1]` number of the iteration's tokens from place `begin` on, or zero."""
         at = LIVE + pipeline.begins.index(begin)
         return self.column["counts"][at : at + 1]
 
     def send(self, batch: Batch, pipeline: Pipeline, grid: AttentionGrid) -> Assignment:
-        """Write the batch into the next ring slot and start its transfer on the current stream.
+        """Write the batch to the next ring slot and start its transfer on the current stream.
 
-        Padding tokens up to the token bucket point into the dummy page. Returns where the tokens stand.
+        Padding tokens up to the token bucket use the dummy page. Returns the places of the tokens.
         """
         self._turn = (self._turn + 1) % RING
         host, t = self._host[self._turn], batch.num_tokens
@@ -171,7 +171,7 @@ class DeviceInputs:
         fused = self.fuses(pipeline)
         lists = AttentionLists(self.layout, grid, batch, host, fused=fused, break_evens=self.break_evens)
         if assigned.read is not None:
-            lists.leave(assigned.read if assigned.places is None else assigned.places[assigned.read])
+            lists.keep_rows(assigned.read if assigned.places is None else assigned.places[assigned.read])
         for k, (nano, sms) in enumerate(zip(assigned.nano_batches, pipeline.decode_sms, strict=True)):
             lists.add(k, nano, sms)
         return AttentionPath.of(
@@ -189,10 +189,10 @@ class DeviceInputs:
             host[name][:n] = values
         host["logit_tokens"][:n] = s.logit_tokens if assigned.places is None else assigned.places[s.logit_tokens]
         host["logit_tokens"][n:] = 0
-        host["temperature"][n:] = 0.0  # rows of nobody take the best of whatever is there: the least work
+        host["temperature"][n:] = 0.0  # padding rows are greedy, which is the least work
 
     def _page_updates(self, batch: Batch, host: dict[str, np.ndarray]) -> int:
-        """Page-table entries that the device does not have yet; returns how many are in the slab."""
+        """Write page-table entries that the device does not have yet. Returns their number."""
         width = batch.page_table.shape[1]
         rows, columns = np.nonzero(self._sent_pages[batch.slots, :width] != batch.page_table)
         if not len(rows):
@@ -201,7 +201,7 @@ class DeviceInputs:
         self._sent_pages[slots, columns] = pages
         at = (slots.astype(np.int64) * self._sent_pages.shape[1] + columns).astype(np.int32)
         if len(at) > self.layout.max_updates:
-            # A flood of long prompts at once: rare enough for an ordinary copy in front of the graph.
+            # Many long prompts at once are rare: copy their entries before the graph.
             index = torch.from_numpy(at.astype(np.int64)).pin_memory().to(self.slab.device, non_blocking=True)
             value = torch.from_numpy(pages).pin_memory().to(self.slab.device, non_blocking=True)
             self.page_table.view(-1).index_copy_(0, index, value)
@@ -212,7 +212,7 @@ class DeviceInputs:
 
 
 def _prefill_slots(spec: ModelSpec, config: ResolvedConfig) -> int:
-    """Into how many parts attention cuts the tiles of chunks along their keys, at most; 0: it does not."""
+    """Return the maximum of splits of prefill tiles along their keys; 0: tiles are not split."""
     if config.batch_invariant or config.attention != "triton" or not spec.native:
         return 0
     shape = config.attention_shape(spec)
@@ -220,13 +220,13 @@ def _prefill_slots(spec: ModelSpec, config: ResolvedConfig) -> int:
 
 
 def device_inputs(spec: ModelSpec, config: ResolvedConfig, nano_batches: int) -> DeviceInputs:
-    """Of a runner with this configuration. nano_batches: of the pipeline that has most."""
+    """Return the inputs of a runner. nano_batches: maximum over its pipelines."""
     slots, pages = config.max_num_seqs, -(-config.max_model_len // config.kv.page_size)
     parts = slots * -(-config.max_model_len // INVARIANT_PART_TOKENS) if config.batch_invariant else 1024
     windows = config.attention_shape(spec).windows
     unpacked = 0, 0
-    # With batch invariance one kernel computes a chunk, whether its pages find room beside the others' or not.
-    if spec.native and not config.batch_invariant and pays(config.attention_shape(spec)):
+    # Batch invariance needs one kernel for a chunk, whether or not its pages could be unpacked.
+    if spec.native and not config.batch_invariant and unpacking_is_faster(config.attention_shape(spec)):
         tokens = max(UNPACKED_TOKENS[0], min(config.max_model_len, UNPACKED_TOKENS[1])) + config.max_num_batched_tokens
         unpacked = -(-tokens // config.kv.page_size), config.kv.page_size
     layout = Layout.of(

@@ -1,7 +1,7 @@
-"""`PeerCollectives`: collectives of GPUs that reach each other's memory, as kernels of this rank's stream.
+"""`PeerCollectives`: collectives of GPUs that access each other's memory, as kernels on this rank's stream.
 
-Each exchange of a graph has flags of its own, and each graph counts its replays, so all ranks must replay the same
-graphs in the same order. What is launched outside of graphs has flags and a count too.
+Each exchange of a graph has its own flags, and each graph counts its replays, so all ranks must replay the same graphs
+in the same order. Eager launches have separate flags and a separate count.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from weft.kernels.matmul.gemm_launch import Workspace, workspace
 from weft.kernels.matmul.projections import linear_project
 
 ALIGNED = 256
-FEW = 32
-"""tokens up to which one step is taken for the quicker one where nothing was measured"""
+ONE_STEP_TOKENS = 32
+"""Tokens up to which all-reduces use one step, if nothing was measured."""
 MEASURED = 16
-"""sums whose time is taken"""
+"""All-reduces per measurement."""
 REPLAYS = 3
-"""of them"""
+"""Replays of a measurement."""
 SAMPLED_WORDS = 8
-"""of a row that a captured exchange of samplers takes, at most"""
-LOOSE_WORDS = 1 << 16
-"""of each rank, in an exchange outside of graphs; what is longer takes several"""
-MOST_PUSHED = 4096
-"""tokens up to which products write to other ranks at all"""
-PUSHED_TO_ALL = 256
-"""tokens up to which they write to more than one other rank: a link would have to take as much of each"""
+"""Maximum of words per row in a captured exchange of samplers."""
+EAGER_WORDS = 1 << 16
+"""Words per rank in an eager exchange. Longer data takes several exchanges."""
+MAX_PUSHED_TOKENS = 4096
+"""Maximum of tokens for GEMMs that push to other ranks."""
+MAX_PUSHED_TO_ALL = 256
+"""Maximum of tokens for pushes to more than one other rank, since each takes the same bandwidth."""
 
 
 class Memory(Protocol):
@@ -54,86 +54,90 @@ class Memory(Protocol):
     def bases(self) -> tuple[int, ...]: ...
 
 
-class Sizes:
-    """What a rank's memory is divided into, before `take`: bytes, the same on all ranks."""
+class PeerLayout:
+    """Sizes of a rank's shared memory, in bytes unless noted, the same on all ranks."""
 
     def __init__(self, spec: ModelSpec, max_tokens: int, max_seqs: int, dtype: torch.dtype) -> None:
         ranks = spec.shard_of.ranks
         self.sums = max(2 * spec.num_layers * MAX_NANO_BATCHES + 1, MEASURED)
-        """of a model's graph, the embedding's included: each nano-batch has its own"""
-        self.room = max_seqs * SAMPLED_WORDS
-        """words of a rank's inbox"""
-        self.of_sums = self.sums * 2 * ranks * 4
-        self.of_samples = kernels.gather_programs(self.room) * ranks * 4
-        self.of_loose = kernels.gather_programs(LOOSE_WORDS) * ranks * 4
+        """All-reduces of a model's graph, with the embedding's and separate ones for each nano-batch."""
+        self.inbox_words = max_seqs * SAMPLED_WORDS
+        """Words of a rank's inbox for samplers."""
+        self.sum_flag_bytes = self.sums * 2 * ranks * 4
+        self.sample_flag_bytes = kernels.gather_programs(self.inbox_words) * ranks * 4
+        self.eager_flag_bytes = kernels.gather_programs(EAGER_WORDS) * ranks * 4
         hidden = spec.hidden_size
-        self.pushed_tokens = min(max_tokens, MOST_PUSHED)
+        self.pushed_tokens = min(max_tokens, MAX_PUSHED_TOKENS)
         self.tiles = max(-(-self.pushed_tokens // 64), 2) * -(-hidden // 64)
-        """flags of what one rank sends in a sum"""
-        to_all = self.pushed_tokens if ranks == 2 else min(self.pushed_tokens, PUSHED_TO_ALL)
+        """Flags of one rank's tiles in an all-reduce."""
+        to_all = self.pushed_tokens if ranks == 2 else min(self.pushed_tokens, MAX_PUSHED_TO_ALL)
         self.rows = {1: to_all, 2: self.pushed_tokens}
-        """of what one rank sends, by steps of the sum"""
+        """Rows that one rank sends, by steps of the all-reduce."""
         sent = max(rows * width_of(hidden, ranks, steps) for steps, rows in self.rows.items())
         self.inbox = ranks * sent * dtype.itemsize
-        """bytes of a place that takes turns"""
+        """Bytes of each of the two alternating inboxes."""
         self.pushes = max(2 * spec.num_layers, MEASURED)
-        """products of a model's graph that write to the ranks: of the serial plan"""
-        cut = 2 * MAX_NANO_BATCHES * -(-hidden // 64)
-        """flags that nano-batches have more of, whose last tiles are not full"""
-        self.of_tiles = ranks * (self.tiles + cut) * 4
-        """bytes of flags of a sum behind one, of all tokens or in nano-batches"""
+        """GEMMs of a model's graph that push, in the serial plan."""
+        partial_tiles = 2 * MAX_NANO_BATCHES * -(-hidden // 64)  # the last tiles of nano-batches
+        self.tile_flag_bytes = ranks * (self.tiles + partial_tiles) * 4
+        """Bytes of flags per all-reduce after a push, over all nano-batches."""
         activations = 4 * max_tokens * hidden * dtype.itemsize + max_tokens * max(ranks, -(-hidden // 64)) * 4
-        own = self.of_sums + self.of_samples + self.of_loose + 4 * ranks * (self.room + 2 * LOOSE_WORDS)
-        self.total = activations + own + 2 * self.inbox + self.pushes * self.of_tiles + 32 * ALIGNED
+        own = (
+            self.sum_flag_bytes
+            + self.sample_flag_bytes
+            + self.eager_flag_bytes
+            + 4 * ranks * (self.inbox_words + 2 * EAGER_WORDS)
+        )
+        self.total = activations + own + 2 * self.inbox + self.pushes * self.tile_flag_bytes + 32 * ALIGNED
 
 
 class PeerCollectives:
-    """See `DeviceCollectives`. For one stream: what is launched runs one behind the other."""
+    """`DeviceCollectives` for launches in sequence on one stream."""
 
-    def __init__(self, memory: Memory, rank: int, ranks: int, sizes: Sizes) -> None:
+    def __init__(self, memory: Memory, rank: int, ranks: int, sizes: PeerLayout) -> None:
         self.rank, self.ranks = rank, ranks
         self._memory, self._taken, self._sizes = memory.memory, 0, sizes
         device = self._memory.device
         self.abort = torch.zeros(1, dtype=torch.int32, device=device)
-        """see `Peers`"""
+        """See `Peers`."""
         self._peers = Peers(memory.addresses, rank, ranks, self.abort, memory.bases)
-        self._sums = self._place(self.take((sizes.of_sums,), torch.uint8))
-        self._samples = self._place(self.take((sizes.of_samples,), torch.uint8))
-        self._sample_inbox = self._place(self.take((ranks, sizes.room), torch.int32))
-        self._loose = self._place(self.take((sizes.of_loose,), torch.uint8))
-        self._loose_inboxes = [self._place(self.take((ranks, LOOSE_WORDS), torch.int32)) for _ in range(2)]
+        self._sums = self._place(self.allocate((sizes.sum_flag_bytes,), torch.uint8))
+        self._samples = self._place(self.allocate((sizes.sample_flag_bytes,), torch.uint8))
+        self._sample_inbox = self._place(self.allocate((ranks, sizes.inbox_words), torch.int32))
+        self._eager = self._place(self.allocate((sizes.eager_flag_bytes,), torch.uint8))
+        self._eager_inboxes = [self._place(self.allocate((ranks, EAGER_WORDS), torch.int32)) for _ in range(2)]
         self._numbers = {graph: torch.zeros(1, dtype=torch.int32, device=device) for graph in Graph}
-        self._loose_number = torch.zeros(1, dtype=torch.int32, device=device)
-        self._inboxes = [self._place(self.take((sizes.inbox,), torch.uint8)) for _ in range(2)]
-        self._tiles = self._place(self.take((sizes.pushes * sizes.of_tiles,), torch.uint8))
+        self._eager_number = torch.zeros(1, dtype=torch.int32, device=device)
+        self._inboxes = [self._place(self.allocate((sizes.inbox,), torch.uint8)) for _ in range(2)]
+        self._tiles = self._place(self.allocate((sizes.pushes * sizes.tile_flag_bytes,), torch.uint8))
         self._graph: Graph | None = None
         self._steps: list[tuple[int, Steps]] = []
-        self._sends_apart = False
+        self._pushes_nano_batches = False
         self._next = 0
         self._flagged = 0
-        """bytes of flags of tiles that the products of a graph have taken"""
+        """Bytes of tile flags used so far in the current graph."""
         self._pushed: dict[int | None, Pushed] = {}
-        """products whose sums are to follow, by the first of their tokens (None: the serial plan's)"""
+        """Pushed GEMMs that wait for `reduce`, by the first of their tokens (None: in the serial plan)."""
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        """of such a sum"""
+        """Ticket counter of all-reduces after a push."""
         self._turn = 0
         if device.type == "cuda":
-            self._beside = torch.cuda.Stream(device)
+            self._abort_stream = torch.cuda.Stream(device)
             self._one = torch.ones(1, dtype=torch.int32).pin_memory()
 
-    def end_waiting(self) -> None:
-        """From any thread: what has been launched comes to its end, with whatever is there. Another rank has ended."""
-        with torch.cuda.stream(self._beside):
+    def abort_waits(self) -> None:
+        """End all launched waits, with undefined results, because another rank has ended. Call from any thread."""
+        with torch.cuda.stream(self._abort_stream):
             self.abort.copy_(self._one, non_blocking=True)
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
         begin, self._taken = self._taken, self._taken + -(-size // ALIGNED) * ALIGNED
-        assert self._taken <= len(self._memory), "the arena was made too small"
+        assert self._taken <= len(self._memory), "the peer memory is too small"
         return self._memory[begin : begin + size].view(dtype).view(shape)
 
     def _place(self, tensor: Tensor) -> int:
-        """Where it begins in the arena, in bytes."""
+        """Return a tensor's offset in the peer memory, in bytes."""
         return int(tensor.storage_offset()) * tensor.element_size()
 
     @contextmanager
@@ -145,29 +149,29 @@ class PeerCollectives:
         finally:
             self._graph = None
 
-    def use(self, steps: dict[int, Steps], *, apart: bool = False) -> None:
-        """What was measured: steps by tokens. apart: products of nano-batches send as well. No start asks for that:
-        on four H200s `weft bench ranks` found it slower.
+    def use(self, steps: dict[int, Steps], *, push_nano_batches: bool = False) -> None:
+        """Use measured steps by number of tokens. push_nano_batches: GEMMs of nano-batches push too. Engines do not use
+        this, because `weft bench ranks` found it slower on four H200s.
         """
-        self._steps, self._sends_apart = sorted(steps.items()), apart
+        self._steps, self._pushes_nano_batches = sorted(steps.items()), push_nano_batches
 
     def steps(self, tokens: int) -> Steps:
-        """How sums of so many tokens are made."""
+        """Return the steps of an all-reduce of this many tokens."""
         for size, steps in reversed(self._steps):
             if size <= tokens:
                 return steps
         # Two ranks write as much in two steps as they read in one.
-        return Steps(1 if self._steps or self.ranks == 2 or tokens <= FEW else 2)
+        return Steps(1 if self._steps or self.ranks == 2 or tokens <= ONE_STEP_TOKENS else 2)
 
     def microseconds(
         self, tokens: int, steps: Steps, hidden: int, dtype: torch.dtype, products: Sequence[Tensor] = ()
     ) -> float:
-        """Of a sum of so many tokens and, where there are any, one of the products `[hidden, K]` before it, which take
-        turns; measured: every rank does so at once. Its memory is free again afterwards.
+        """Measure an all-reduce of this many tokens on all ranks at once, and free its memory. products: weights
+        `[hidden, K]` of GEMMs to alternate in front of it.
         """
         taken, used = self._taken, self._steps
-        partials = [self.take((tokens, hidden), dtype) for _ in range(2)]
-        x, sumsq = self.take((tokens, hidden), dtype), self.take((self.ranks, tokens), torch.float32)
+        partials = [self.allocate((tokens, hidden), dtype) for _ in range(2)]
+        x, sumsq = self.allocate((tokens, hidden), dtype), self.allocate((self.ranks, tokens), torch.float32)
         device = x.device
         live = torch.full((1,), tokens, dtype=torch.int32, device=device)
         inputs = [torch.zeros(tokens, weight.shape[1], dtype=dtype, device=device).normal_() for weight in products]
@@ -195,7 +199,7 @@ class PeerCollectives:
         found = _milliseconds(launch_all, device) / MEASURED
         for tensor in (*partials, x, sumsq):
             tensor.zero_()
-        torch.cuda.synchronize()  # others will run on other streams
+        torch.cuda.synchronize()  # later launches use other streams
         self._taken, self._steps = taken, used
         return 1e3 * found
 
@@ -205,15 +209,15 @@ class PeerCollectives:
         config: GemmConfig | None = None,
     ) -> bool:  # fmt: skip
         if self._graph is not Graph.MODEL:
-            return False  # timed alone: no sum follows
+            return False  # timed on its own: no all-reduce follows
         tokens, hidden, first, sizes = len(a), len(weight), begin or 0, self._sizes
         steps = self.steps(tokens if among is None else among).pushed
-        if not steps or first + tokens > sizes.rows[steps] or (begin is not None and not self._sends_apart):
+        if not steps or first + tokens > sizes.rows[steps] or (begin is not None and not self._pushes_nano_batches):
             return False
         room = sizes.tiles if begin is None else max(-(-tokens // 64), 2) * -(-hidden // 64)
         taken = self.ranks * room * 4
-        assert self._flagged + taken <= sizes.pushes * sizes.of_tiles
-        # Of each token by itself two places are enough, for the reason that `SumPlace` has.
+        assert self._flagged + taken <= sizes.pushes * sizes.tile_flag_bytes
+        # Two inboxes suffice for each token, as explained in `sum_buffers`.
         row = width_of(hidden, self.ranks, steps) * a.element_size()
         inbox = Inbox(self._inboxes[turn] + first * row, sizes.rows[steps], self._tiles + self._flagged, room)
         found = push_project(
@@ -227,7 +231,7 @@ class PeerCollectives:
         return True
 
     def _flags(self) -> int:
-        """`[2, ranks]` of the next sum."""
+        """Return the offset of the next all-reduce's flags, `[2, ranks]`."""
         assert self._next < self._sizes.sums
         return self._sums + self._next * 2 * self.ranks * 4
 
@@ -244,7 +248,7 @@ class PeerCollectives:
             reduce_pushed(
                 self._peers, number, pushed, meet=flags + 4 * self.ranks, x=self._place(x), sumsq=self._place(sumsq),
                 stride_sumsq=sumsq.stride(0), live=live, ticket=self._ticket, tokens=tokens, hidden=hidden,
-                dtype=x.dtype, add=add, beside=begin is None, num_sms=num_sms,
+                dtype=x.dtype, add=add, overlap=begin is None, num_sms=num_sms,
             )  # fmt: skip
         else:
             kernels.reduce(
@@ -259,24 +263,24 @@ class PeerCollectives:
         out = torch.empty(self.ranks, len(words), dtype=torch.int32, device=words.device)
         if self._graph is Graph.SAMPLE:
             assert self._next == 0
-            assert len(words) <= self._sizes.room
+            assert len(words) <= self._sizes.inbox_words
             self._next = 1
             kernels.all_gather(
                 self._peers, self._numbers[Graph.SAMPLE], self._samples, inbox=self._sample_inbox,
-                room=self._sizes.room, mine=words, out=out,
+                room=self._sizes.inbox_words, mine=words, out=out,
             )  # fmt: skip
         else:
             assert self._graph is None
-            for begin in range(0, len(words), LOOSE_WORDS):
-                self._gather_loose(words[begin : begin + LOOSE_WORDS], out, begin)
+            for begin in range(0, len(words), EAGER_WORDS):
+                self._gather_eager(words[begin : begin + EAGER_WORDS], out, begin)
         return out.view(mine.dtype).view(self.ranks, *mine.shape)
 
-    def _gather_loose(self, words: Tensor, out: Tensor, begin: int) -> None:
+    def _gather_eager(self, words: Tensor, out: Tensor, begin: int) -> None:
         whole = len(words) == out.shape[1]
         into = out if whole else torch.empty(self.ranks, len(words), dtype=torch.int32, device=out.device)
-        kernels.advance(self._loose_number)
+        kernels.advance(self._eager_number)
         kernels.all_gather(
-            self._peers, self._loose_number, self._loose, inbox=self._loose_inboxes[self._turn], room=LOOSE_WORDS,
+            self._peers, self._eager_number, self._eager, inbox=self._eager_inboxes[self._turn], room=EAGER_WORDS,
             mine=words, out=into,
         )  # fmt: skip
         self._turn = 1 - self._turn
@@ -285,23 +289,23 @@ class PeerCollectives:
 
 
 def _milliseconds(launch: Callable[[], None], device: torch.device) -> float:
-    """Of launches as an iteration makes them: in a graph, where they take the host no time. All ranks at once."""
+    """Time launches in a graph, as iterations run them, without host overhead. All ranks at once."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            launch()  # what is captured must have been loaded
+            launch()  # loads the kernels, which a capture cannot do
             stream.synchronize()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             launch()
         with torch.cuda.stream(stream):
-            return _played(graph.replay)
-    return _played(launch)
+            return _replay_milliseconds(graph.replay)
+    return _replay_milliseconds(launch)
 
 
-def _played(play: Callable[[], None]) -> float:
+def _replay_milliseconds(play: Callable[[], None]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    play()  # from here on the ranks are in step
+    play()  # synchronizes the ranks
     begin.record()
     for _ in range(REPLAYS):
         play()
@@ -310,8 +314,8 @@ def _played(play: Callable[[], None]) -> float:
     return begin.elapsed_time(end) / REPLAYS
 
 
-class Imagined:
-    """Memory of the meta device: what would be launched with it can be compiled."""
+class MetaMemory:
+    """Peer memory on the meta device, for compiling kernels."""
 
     def __init__(self, size: int, ranks: int) -> None:
         self.memory = torch.empty(size, dtype=torch.uint8, device="meta")

@@ -1,4 +1,4 @@
-"""`PagedCalls`: answers the attention calls of a `transformers` model from pages, through our attention back ends."""
+"""`PagedCalls`: computes the attention calls of a `transformers` model over pages, with weft's back ends."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from torch import Tensor, nn
 from weft.engine.errors import ModelError
 from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.broad.trial import layer_of
-from weft.engine.runner.options.broad_shapes import kinds_of_calls
+from weft.engine.runner.options.broad_shapes import attention_kinds
 from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.kernels.attention.backend import AttentionBackend, AttentionShape
 
 
 class PagedCalls:
-    """The calls of a forward pass arrive in the order of the dry run: each has its place in a page, and its back end.
+    """Each call of a forward pass has its layer of a page and its back end, by its position in the dry run.
 
-    `begin` before each pass. The rows of q, k and v are those of the iteration's tokens.
+    Call `begin` before each pass and `end` after it. Rows of q, k and v are the iteration's tokens.
     """
 
     def __init__(self, spec: BroadSpec, config: ResolvedConfig, make: Callable[[AttentionShape], Any]) -> None:
         self._calls, self._layout = spec.calls, config.kv
-        kinds = kinds_of_calls(spec, config.kv)
+        kinds = attention_kinds(spec, config.kv)
         shapes = [kind.shape(config.kv, config.compute_dtype, config.device, config.max_model_len) for kind in kinds]
         self.shapes = tuple(dict.fromkeys(shapes))
-        """of the back ends"""
+        """Shapes of the back ends, each once."""
         self.backends: list[AttentionBackend[Any]] = [make(shape) for shape in self.shapes]
         self._kind = [self.shapes.index(shape) for shape in shapes]
         self._next = 0
 
     def begin(self, kv: Tensor, slot_mapping: Tensor, steps: Sequence[Any]) -> None:
-        """kv: the pool; slot_mapping `[T]` int64: page * page_size + offset; steps: of each back end."""
+        """kv: the pool. slot_mapping `[T]` int64: page * page_size + offset. steps: one for each back end."""
         self._kv, self._steps, self._next = kv, steps, 0
         self._page = torch.div(slot_mapping, self._layout.page_size, rounding_mode="floor")
         self._offset = slot_mapping - self._page * self._layout.page_size
 
     def end(self) -> None:
-        """Raises `ModelError` when the pass has made fewer calls than the dry run."""
+        """Raise `ModelError` if the pass has made fewer calls than the dry run."""
         if self._next != len(self._calls):
-            raise ModelError(f"its code made {self._next} attention calls, {len(self._calls)} in the dry run")
+            raise ModelError(f"its code made {self._next} attention calls, but {len(self._calls)} in the dry run")
 
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], /) -> Tensor:
         number = self._next
@@ -60,7 +60,7 @@ class PagedCalls:
         pool[:, layer, 0][rows] = _widened(k[0].transpose(0, 1), width).to(dtype)
         pool[:, layer, 1][rows] = _widened(v[0].transpose(0, 1), width).to(dtype)
         queries = _widened(q[0].transpose(0, 1), width).contiguous()
-        # Zeros: rows of nobody are not written, and must stay numbers.
+        # Padding rows are not written and must stay finite.
         out = queries.new_zeros(tokens, call.heads * width)
         sinks = {"sinks": given["s_aux"]} if call.sinks else {}
         step, backend = self._steps[kind], self.backends[kind]
@@ -70,5 +70,5 @@ class PagedCalls:
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
-    """`[T, H, D]` with zeros up to `width`: they change no score and no sum."""
+    """Pad `[T, H, D]` with zeros up to `width`, which change no score and no sum."""
     return x if x.shape[2] == width else F.pad(x, (0, width - x.shape[2]))

@@ -1,8 +1,8 @@
-"""`Collectives`: what the ranks of one model tell each other while they compute an iteration.
+"""`Collectives`: exchanges between the ranks of one model during an iteration.
 
-All ranks call the same methods in the same order with tensors of the same shapes. What comes back is equal to the bit
-on all of them: sums are in rank order, whoever asks. Implementations: memory shared by processes on a CPU
-(`ranks/shared_collectives.py`), GPUs that reach each other's memory (`peer_collectives.py`), and `Alone`.
+All ranks call the same methods in the same order with tensors of the same shapes. Results are equal to the bit on all
+ranks, because sums are in rank order. Implementations: memory shared by processes on a CPU
+(`ranks/shared_collectives.py`), GPUs that access each other's memory (`peer_collectives.py`), and `SingleRank`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ class Collectives(Protocol):
     def ranks(self) -> int: ...
 
     def all_gather(self, mine: Tensor) -> Tensor:
-        """`[ranks, *mine.shape]`: every rank's, in rank order. Raises `RankLost` when another one has ended."""
+        """Return every rank's tensor in rank order, `[ranks, *mine.shape]`. Raises `RankLost` if a rank has ended."""
         ...
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """The sum of every rank's floating `partial`, added up in rank order in float32, which it is. Raises
-        `RankLost`.
-        """
+        """Return the float32 sum of every rank's floating-point `partial`, added in rank order. Raises `RankLost`."""
         ...
 
 
-class Alone:
-    """Of a model that one rank has whole."""
+class SingleRank:
+    """`Collectives` of a model on one rank."""
 
     rank = 0
     ranks = 1
@@ -48,27 +46,27 @@ class Alone:
 
 
 class Graph(Enum):
-    """What is captured apart, and replayed by every rank in turn with the others."""
+    """Graphs that are captured separately and replayed by all ranks in the same order."""
 
     MODEL = 0
     SAMPLE = 1
 
 
 class Steps(NamedTuple):
-    """How sums of some size are made."""
+    """Steps of an all-reduce of some size."""
 
     sums: int = 1
-    """1 or 2: see `kernels.collectives`"""
+    """1 or 2; see `kernels.collectives`."""
     pushed: int = 0
-    """the same behind a product that writes to the ranks itself (`kernels.pushed`); 0: none does"""
+    """Steps after a GEMM that pushes its tiles to other ranks (`kernels.collectives.push_gemm`); 0: no GEMM pushes."""
 
 
 MEASURED_STEPS = (Steps(1), Steps(2), Steps(1, 1), Steps(1, 2))
-"""what a start measures, the simplest first"""
+"""Alternatives that a start measures, the simplest first."""
 
 
 class DeviceCollectives(Protocol):
-    """Of GPUs: what they do is launched on the current stream, and may be captured. See `Collectives`."""
+    """`Collectives` of GPUs, which launch on the current stream and may be captured."""
 
     @property
     def rank(self) -> int: ...
@@ -76,25 +74,25 @@ class DeviceCollectives(Protocol):
     @property
     def ranks(self) -> int: ...
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeroed memory that other ranks reach. All ranks take the same, in the same order."""
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return zeroed memory that other ranks can access. All ranks allocate the same, in the same order."""
         ...
 
     def inside(self, graph: Graph) -> AbstractContextManager[None]:
-        """Inside, launches belong to that graph: the first of its exchanges, the second, … each time."""
+        """Within this context launches belong to that graph, and its exchanges are numbered from the first."""
         ...
 
     def push(
         self, a: Tensor, weight: Tensor, bias: Tensor | None, *, turn: int, begin: int | None = None,
         among: int | None = None, num_sms: int, space: Any, num_tokens: Tensor | None, config: Any = None,
     ) -> bool:  # fmt: skip
-        """The product `a [T, K] @ weight [H, K].T`, plus `bias [H]`, with its tiles sent to where the next `reduce`
-        adds them up instead of `partial`. False, and nothing is launched, where that is not the quicker way.
+        """Compute the GEMM `a [T, K] @ weight [H, K].T` plus `bias [H]`, and send its tiles to where the next `reduce`
+        adds them instead of `partial`. Returns False and launches nothing if that is not faster.
 
-        turn: of the two places that take turns, as `partial`'s. begin: None where launches run one behind the other
-        and the next one is that `reduce`; else the first of these tokens in the iteration: before another product of
-        them comes their `reduce`, launched anywhere behind this one's end. among: tokens of the iteration, where there
-        are more than these: all of one sum are sent alike, or they would lie over each other.
+        turn: which of the two alternating buffers, as for `partial`. begin: None if launches are in sequence and the
+        next one is that `reduce`. Otherwise the first of these tokens in the iteration: their `reduce` is launched
+        after this GEMM and before the next one of the same tokens. among: tokens of the iteration, if there are more
+        than these. They decide the steps, since all tokens of one sum must be sent the same way or would overlap.
         """
         ...
 
@@ -102,26 +100,26 @@ class DeviceCollectives(Protocol):
         self, partial: Tensor, x: Tensor, sumsq: Tensor, *, live: Tensor, add: bool, num_sms: int,
         begin: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """The sum of every rank's `partial [T, H]`, plus x if `add`, rounded once, into `x [T, H]`; returns what was
-        written of `sumsq [parts, T]` float32: squares of the parts of x's rows. Rows from `live [1]` on are left alone.
+        """Write the sum of every rank's `partial [T, H]`, plus x if `add`, to `x [T, H]`, rounded once. Returns the
+        rows of `sumsq [parts, T]` float32 that hold sums of squares of x. Rows from `live [1]` on do not change.
 
-        All three from `take`, from the same place of it on every rank. Two partials must take turns. begin: as that of
-        the `push`, if there was one.
+        All three tensors come from the same `allocate` call on every rank. Use two partials alternately. begin: that of
+        the `push`, if any.
         """
         ...
 
     def all_gather(self, mine: Tensor) -> Tensor:
-        """`[ranks, *mine.shape]`, of numbers of 4 or 8 bytes."""
+        """Return every rank's tensor, `[ranks, *mine.shape]`, of a 4- or 8-byte dtype."""
         ...
 
 
-class Several(NamedTuple):
-    """What a GPU's runner has of the other ranks."""
+class RankGroup(NamedTuple):
+    """A GPU runner's access to the other ranks."""
 
     host: Collectives
-    """of processes"""
+    """Exchanges between processes."""
     device: DeviceCollectives
     check: Callable[[], None]
-    """raises `RankLost` when one has ended"""
+    """Raises `RankLost` if a rank has ended."""
     measure: Callable[[], None] = lambda: None
-    """called by all ranks at a start, once tiles of products are known and compiled"""
+    """Measures all-reduces. All ranks call it at the start, once GEMM tiles are known and compiled."""

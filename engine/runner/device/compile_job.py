@@ -1,8 +1,8 @@
-"""`CompileJob`: a process beside a starting engine that compiles the kernels it will need. Costs no import of torch.
+"""`CompileJob`: a process that compiles the kernels of a starting engine. This module does not import torch.
 
-What has been compiled is written down beside the tuned tables, so that a start with everything in the cache starts no
-such process. Where an engine does not wait for its plan, the kernels of the serial plan come first, then those of one
-pipeline after the other, while it serves.
+A stamp in the cache folder records what has been compiled, so that a start with a complete cache needs no process. If
+the engine does not wait for its plan, the job compiles the serial plan's kernels first. Then it compiles one pipeline
+after another while the engine serves.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from weft.engine.progress import Progress
 
 COMPILING = "compiling kernels"
 SERIAL, PIPELINE = "serial", "pipeline"
-"""what lines of the job tell of: the kernels of the serial plan are there; those of a pipeline, or why not"""
-PATIENCE_SECONDS = 600
-"""for all of them; then the engine goes on and compiles what it lacks itself"""
+"""First words of the job's lines: the serial plan is compiled; a pipeline is compiled, or has failed."""
+TIMEOUT_SECONDS = 600
+"""Time limit for the job. After it the engine compiles missing kernels itself."""
 ENGINE = Path(__file__).parents[2]
 SOURCES = (ENGINE / "runner", ENGINE / "plans", ENGINE / "model", ENGINE.parent / "kernels")
-"""whose code decides which kernels there are"""
-MATTERS = {
+"""Folders with code that determines the kernels."""
+KERNEL_OPTIONS = {
     "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "attention_backend",
     "batch_invariant", "tuning_seconds", "plan", "model_impl", "trust_remote_code", "tensor_parallel_size",
     "quantization", "kv_cache_dtype", "pod",
 }  # fmt: skip
-"""options that decide it too"""
+"""Options that determine the kernels."""
 DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
@@ -43,18 +43,18 @@ class CompileJob:
     """A running job. Create with `CompileJob.begin(config)`."""
 
     def __init__(self, process: subprocess.Popen[str], *, waits_for_plan: bool = True, serial: bool = False) -> None:
-        """waits_for_plan: the engine does. serial: the kernels of the serial plan are there already."""
+        """waits_for_plan: the engine waits for all kernels. serial: the serial plan is compiled already."""
         self._process = process
-        self._whole, self._serial = waits_for_plan, serial
-        self._deadline = time.monotonic() + PATIENCE_SECONDS
+        self._waits_for_plan, self._serial = waits_for_plan, serial
+        self._deadline = time.monotonic() + TIMEOUT_SECONDS
         self._outcomes: dict[int, str] = {}
         self._ended = False
         self._partial = b""
-        """what has no line end yet"""
+        """Output after the last newline."""
 
     @classmethod
     def begin(cls, config: EngineConfig) -> CompileJob | None:
-        """None where there is nothing to compile for, or nothing left to compile."""
+        """Start a job. Returns None without a GPU, or if everything is compiled."""
         use_cache(config)
         if config.device == "cpu" or config.model_impl == "transformers" or not has_gpu() or is_compiled(config):
             return None
@@ -63,7 +63,7 @@ class CompileJob:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # its compilers end with it
+            start_new_session=True,  # lets `stop` end its compilers too
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -72,37 +72,34 @@ class CompileJob:
         return cls(process, waits_for_plan=config.wait_for_plan, serial=is_compiled(config, SERIAL))
 
     @classmethod
-    def renewed(cls, job: CompileJob | None, config: EngineConfig) -> CompileJob | None:
-        """After tiles were tuned, which are other kernels: the job that goes on, or another one in its place."""
-        if job is not None and not job._whole and is_compiled(config, SERIAL):
+    def after_tuning(cls, job: CompileJob | None, config: EngineConfig) -> CompileJob | None:
+        """Return the job for the kernels with newly tuned tiles: the running one if they are compiled, or a new one."""
+        if job is not None and not job._waits_for_plan and is_compiled(config, SERIAL):
             return job
         if job is not None:
             job.stop()
         return cls.begin(config)
 
     def wait(self, progress: Progress | None = None) -> None:
-        """Until the engine can begin: the job has ended, however that was, or the kernels of the serial plan are there
-        and the engine does not wait for more. What has not been compiled the first launch compiles.
-        """
-        while not self._ended and (self._whole or not self._serial):
-            self._hear(None, progress)
+        """Wait until the engine can start: the job has ended, successfully or not, or the serial plan is compiled and
+        the engine does not wait for more. The first launch compiles missing kernels."""
+        while not self._ended and (self._waits_for_plan or not self._serial):
+            self._read(None, progress)
 
     def outcome(self, pipeline: int) -> str | None:
-        """Empty once all kernels of that pipeline of the plan are in the cache, else why they will not be; None: not
-        known yet. Does not wait.
-        """
-        while not self._ended and pipeline not in self._outcomes and self._hear(0.0):
+        """Return "" once all kernels of that pipeline of the plan are in the cache, why they will never be, or None if
+        that is not known yet. Does not wait."""
+        while not self._ended and pipeline not in self._outcomes and self._read(0.0):
             pass
-        unknown = "the process that compiles has ended" if self._ended else None
-        return self._outcomes.get(pipeline, unknown)
+        return self._outcomes.get(pipeline, "the compiling process has ended" if self._ended else None)
 
     def stop(self) -> None:
         self._kill()
         self._process.wait()
         self._ended = True
 
-    def _hear(self, seconds: float | None, progress: Progress | None = None) -> bool:
-        """Take what the job says, wait so long for it at most (None: as long as it may take). Whether there was any."""
+    def _read(self, seconds: float | None, progress: Progress | None = None) -> bool:
+        """Read the job's output, waiting at most `seconds` (None: until its time limit). Returns whether any came."""
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         left = max(0.0, self._deadline - time.monotonic())
@@ -116,10 +113,10 @@ class CompileJob:
             return True
         *lines, self._partial = (self._partial + data).split(b"\n")
         for line in lines:
-            self._take(line.decode(), progress)
+            self._handle_line(line.decode(), progress)
         return True
 
-    def _take(self, line: str, progress: Progress | None) -> None:
+    def _handle_line(self, line: str, progress: Progress | None) -> None:
         what, _, rest = line.partition(" ")
         if what == SERIAL:
             self._serial = True
@@ -136,20 +133,18 @@ class CompileJob:
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA driver is there, as far as files tell."""
+    """Return whether the device file of an NVIDIA driver exists."""
     return Path("/dev/nvidiactl").exists()
 
 
 def use_cache(config: EngineConfig) -> None:
-    """From now on this process and its children keep compiled kernels in the configuration's folder.
-
-    An operator's `TRITON_CACHE_DIR` stays.
-    """
+    """Make this process and its children keep compiled kernels in the configuration's folder, unless
+    `TRITON_CACHE_DIR` is set."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache_path / "triton"))
 
 
 def gpus_here() -> set[str]:
-    """Their names, as far as files tell: a container may hide them."""
+    """Return the GPUs' names from the driver's files, which a container may hide."""
     found = set()
     for file in DRIVER.glob("*/information"):
         with contextlib.suppress(OSError):
@@ -158,16 +153,13 @@ def gpus_here() -> set[str]:
 
 
 def stamp_file(config: EngineConfig, part: str = "") -> Path:
-    """Where it is written down which kernels this configuration needs: another one, another file.
-
-    part: `SERIAL` for those of the serial plan alone.
-    """
-    digest = hashlib.sha256(config.model_dump_json(include=MATTERS).encode())
+    """Return the file that records this configuration's kernels. part: `SERIAL` for the serial plan only."""
+    digest = hashlib.sha256(config.model_dump_json(include=KERNEL_OPTIONS).encode())
     for name in ("torch", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             digest.update(importlib.metadata.version(name).encode())
     files = [config.model_path / "config.json"]
-    files += sorted(config.cache_path.glob("gemm-*.json"))  # tiles that were tuned
+    files += sorted(config.cache_path.glob("gemm-*.json"))  # tuned tiles
     if config.plan.endswith(".json"):
         files.append(expanded(config.plan))
     for folder in SOURCES:
@@ -180,7 +172,7 @@ def stamp_file(config: EngineConfig, part: str = "") -> Path:
 
 
 def is_compiled(config: EngineConfig, part: str = "") -> bool:
-    """Whether all that was compiled for this configuration, or this part of it, is still in the cache."""
+    """Return whether the cache has all kernels of this configuration, or of this part of it."""
     if part and is_compiled(config):
         return True
     folder = Path(os.environ["TRITON_CACHE_DIR"])
@@ -193,7 +185,7 @@ def is_compiled(config: EngineConfig, part: str = "") -> bool:
 
 
 def write_stamp(file: Path, gpu: str, kernels: list[str]) -> None:
-    """gpu: its name. kernels: their folders in the cache. Where nothing can be written, every start looks again."""
+    """Record compiled kernels, if the folder is writable. gpu: its name. kernels: their folders in the cache."""
     part = file.with_suffix(f".{os.getpid()}.part")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

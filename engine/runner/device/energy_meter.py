@@ -1,6 +1,6 @@
-"""`EnergyMeter`: the joules that a device draws, by its own counter, read in a thread beside the work.
+"""`EnergyMeter`: reads the energy that a device uses from its hardware counter, in a thread.
 
-Nothing is estimated here: a machine without a counter that this process may read has no meter.
+Nothing is estimated: without a counter that this process may read, there is no meter.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 PERIOD_SECONDS = 0.1
-"""between readings: counters move about as often"""
+"""Seconds between readings. Counters update about as often."""
 POWERCAP = Path("/sys/class/powercap")
 
 
 class EnergyCounter(Protocol):
-    """Joules since some beginning, which never fall. Reading may raise `OSError`: then nothing more can be read."""
+    """A counter of joules that never decreases. Reading raises `OSError` once it fails for good."""
 
     source: str
 
@@ -32,23 +32,23 @@ class Reading(NamedTuple):
     time: float
     """`time.monotonic()`"""
     joules: float
-    """since the meter began"""
+    """Joules since the meter started."""
 
 
 class NvmlCounter:
-    """The counters of NVIDIA GPUs added up: of whole boards, memory included, whoever makes them work."""
+    """The sum over NVIDIA GPUs, each the whole board with memory and all processes."""
 
     source = "nvml"
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        """Raises `OSError` where the driver has no such counter (before Volta; a slice of a GPU)."""
+        """Raises `OSError` if the driver has no such counter (GPUs before Volta, MIG slices)."""
         import pynvml
 
         self._error: type[Exception] = pynvml.NVMLError
         self._read = pynvml.nvmlDeviceGetTotalEnergyConsumption
         try:
             pynvml.nvmlInit()
-            # By their names: torch's number is one among the visible devices.
+            # By UUID, because torch numbers only the visible devices.
             names = [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices]
             self._handles = [pynvml.nvmlDeviceGetHandleByUUID(name) for name in names]
         except pynvml.NVMLError as error:
@@ -63,12 +63,12 @@ class NvmlCounter:
 
 
 class RaplCounter:
-    """The counters of all CPU packages, without memory and whatever else runs there included (Linux powercap)."""
+    """The sum over all CPU packages, without memory, of all processes (Linux powercap)."""
 
     source = "rapl"
 
     def __init__(self, powercap: Path = POWERCAP) -> None:
-        """Raises `OSError` where there is none, or this process may not read it (root alone, on most machines)."""
+        """Raises `OSError` if there is no counter or this process may not read it. Most machines require root."""
         zones = sorted(zone for zone in powercap.glob("intel-rapl:*") if zone.name.count(":") == 1)
         self._files = [zone / "energy_uj" for zone in zones]
         self._ranges = [int((zone / "max_energy_range_uj").read_text()) for zone in zones]
@@ -80,25 +80,24 @@ class RaplCounter:
     def joules(self) -> float:
         for i, file in enumerate(self._files):
             now = int(file.read_text())
-            self._microjoules += (now - self._last[i]) % (self._ranges[i] + 1)  # it begins again at its range's end
+            self._microjoules += (now - self._last[i]) % (self._ranges[i] + 1)  # it wraps
             self._last[i] = now
         return self._microjoules / 1e6
 
 
 def energy_counter(device: torch.device, ranks: int = 1) -> EnergyCounter:
-    """That of the GPUs of so many ranks, of which this process sees the first `device` and then the others'; or of the
-    CPUs. Raises `OSError`, which says why there is none.
-    """
+    """Return the counter of the GPUs of all ranks, `device` and those after it, or of the CPUs. Raises `OSError` with
+    the reason if there is none."""
     if device.type != "cuda":
         return RaplCounter()
     return NvmlCounter([torch.device("cuda", (device.index or 0) + rank) for rank in range(ranks)])
 
 
 class EnergyMeter:
-    """Reads a counter ten times a second until it is closed, or the counter fails: `why`, and the log, then say so."""
+    """Reads a counter ten times a second until it is closed or the counter fails. `why` then has the reason."""
 
     def __init__(self, counter: EnergyCounter, period: float = PERIOD_SECONDS) -> None:
-        """Raises `OSError` when the first reading fails."""
+        """Raises `OSError` if the first reading fails."""
         self.source = counter.source
         self.why = ""
         self._counter = counter
@@ -116,9 +115,9 @@ class EnergyMeter:
                 joules = self._counter.joules() - self._first
             except (OSError, ValueError) as error:
                 self.why = str(error) or type(error).__name__
-                print(f"weft: joules are not counted any more: {self.why}", file=sys.stderr, flush=True)
+                print(f"weft: energy is no longer measured: {self.why}", file=sys.stderr, flush=True)
                 return
-            # A driver may take its time to answer.
+            # The driver may be slow: use the middle of the call.
             self.latest = Reading((before + time.monotonic()) / 2, max(joules, self.latest.joules))
 
     def close(self) -> None:

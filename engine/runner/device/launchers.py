@@ -1,7 +1,6 @@
-"""Launcher tables: on each device, what launches an operation of a layer, by the name of its kernel.
+"""`launchers_for`: looks up a device's launchers of a model's operations, by kernel name.
 
-The layer itself is written once, as data (`ModelSpec.layer_operations`); a launcher reads from an operation what it
-computes from and where the result goes.
+Layers are data (`ModelSpec.layer_operations`). A launcher reads an operation's source and target from it.
 """
 
 from __future__ import annotations
@@ -15,15 +14,12 @@ from weft.engine.model.spec import ModelSpec
 Launcher = TypeVar("Launcher")
 
 
-def launchers_of(spec: ModelSpec, table: Mapping[str, Launcher], device: str) -> dict[str, Launcher]:
-    """The launcher of each operation of the layers, by its name.
-
-    Raises `ModelError` for an operation that the device has no launcher for.
-    """
+def launchers_for(spec: ModelSpec, table: Mapping[str, Launcher], device: str) -> dict[str, Launcher]:
+    """Return the launcher of each layer operation by name. Raises `ModelError` if `table` lacks one."""
     found = {}
     kinds = {spec.layer(i).experts: i for i in range(spec.num_layers)}
     for op in (op for layer in kinds.values() for op in spec.layer_operations(layer)):
         if op.kernel not in table:
-            raise ModelError(f"{device} cannot launch the operation {op.name} ({op.kernel}): it has {', '.join(table)}")
+            raise ModelError(f"{device} cannot launch the operation {op.name} ({op.kernel}), only {', '.join(table)}")
         found[op.name] = table[op.kernel]
     return found

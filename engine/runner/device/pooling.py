@@ -1,4 +1,4 @@
-"""`pooled`: the hidden states that an iteration's embeddings ask for, added up, on any device."""
+"""`pooled`: sums the hidden states of an iteration's embedding requests, on any device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from weft.engine.runner.iteration.batch import I32, Batch
 
 
 def pooled_rows(batch: Batch) -> I32:
-    """`[N]`: rows of the iteration's tokens whose hidden states are read, by request."""
+    """Return `[N]` token rows whose hidden states are read, in the order of requests."""
     return np.concatenate([of.token_rows for of in batch.pooled]) if batch.pooled else np.zeros(0, np.int32)
 
 
 def pooled(batch: Batch, hidden: Callable[[np.ndarray], Tensor]) -> Tensor | None:
-    """`[P, H]` float32: a sum for each of `batch.pooled`; None where there is none.
+    """Return a float32 sum for each of `batch.pooled`, `[P, H]`, or None if it is empty.
 
-    hidden: gives the states `[N, H]` behind the final norm of rows `[N]` of the iteration's tokens.
+    hidden: returns the states `[N, H]` after the final norm of token rows `[N]`.
     """
     if not batch.pooled:
         return None

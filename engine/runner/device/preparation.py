@@ -1,8 +1,7 @@
-"""`Preparation`: a plan's pipelines made ready while the serial plan serves.
+"""`Preparation`: makes a plan's pipelines ready while the serial plan serves.
 
-They are compiled elsewhere, then loaded and captured in slices between iterations, on the engine's own thread when it
-calls `advance`: nothing else is launched meanwhile. Knows nothing of GPUs: a pipeline is `Work`, steps that a runner
-gives it.
+Another process compiles them. The engine's thread then loads and captures them in slices between iterations, when it
+calls `advance`. A runner provides the steps of each pipeline as `PipelineWork`.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import NamedTuple, Protocol
 from weft.engine.wire.messages import PlanStats
 
 Step = Callable[[], None]
-"""something short that cannot be cut"""
+"""A short indivisible piece of work."""
 SLICE_SECONDS = 0.01
-"""after which a slice begins no further step"""
+"""Time after which a slice starts no further step."""
 BUSY_SHARE = 0.05
-"""of the time that slices take while requests run: what a long step took is made up for by a longer pause"""
+"""Share of time for slices while requests run. A longer pause follows a longer step."""
 COMPILER_POLL_SECONDS = 0.1
-"""between looks at what has been compiled, while nothing else is to be done"""
+"""Seconds between polls of the compiler if there is nothing else to do."""
 
 
 class Stage(Enum):
@@ -37,30 +36,29 @@ class Stage(Enum):
         return self in (Stage.SERVING, Stage.LEFT_OUT)
 
 
-class Work(NamedTuple):
-    """A pipeline to be made ready."""
+class PipelineWork(NamedTuple):
+    """The steps that make a pipeline ready."""
 
     name: str
     load: Callable[[], Iterator[Step]]
-    """its kernels, a step at a time"""
+    """Loads its kernels."""
     capture: Callable[[], Iterator[Step]]
     enable: Step
-    """iterations may use it from now on"""
+    """Lets iterations use it."""
 
 
 class Compiling(Protocol):
-    """Where the kernels come from: a `CompileJob`, or a cache that has them all."""
+    """Provides kernels: a `CompileJob`, or a complete cache."""
 
     def outcome(self, pipeline: int) -> str | None:
-        """Empty once all kernels of that pipeline of the plan are there, else why they will not be; None: not known
-        yet. Returns at once."""
+        """See `CompileJob.outcome`."""
         ...
 
     def stop(self) -> None: ...
 
 
 class Compiled:
-    """All kernels are there."""
+    """A cache that has all kernels."""
 
     def outcome(self, _pipeline: int) -> str | None:
         return ""
@@ -69,14 +67,14 @@ class Compiled:
 
 
 class Preparation:
-    """The pipelines of a plan, each in its stage. They are taken one after the other, as their kernels come.
+    """The pipelines of a plan and their stages. They are prepared one at a time, as their kernels become available.
 
-    works: in the order of the plan; empty where all that there are serve already. serving: how many these are.
+    works: pipelines to prepare, in the order of the plan. serving: number of pipelines that serve already.
     """
 
     def __init__(
         self,
-        works: Sequence[Work] = (),
+        works: Sequence[PipelineWork] = (),
         compiling: Compiling | None = None,
         *,
         serving: int = 0,
@@ -86,21 +84,21 @@ class Preparation:
         self._served = serving
         self._begun = clock()
         self._not_before = 0.0
-        """when requests run"""
+        """Earliest time of the next slice while requests run."""
         self._at = 0
-        """the pipeline whose steps are taken"""
+        """The pipeline in preparation."""
         self._steps: Iterator[Step] | None = None
         self.stages = [Stage.COMPILING for _ in works]
         self.reasons: dict[int, str] = {}
-        """why a pipeline is left out"""
+        """Why a pipeline is left out."""
         if works:
-            self._say(f"the serial plan serves; plan: 0 of {len(works)} pipelines")
+            self._log(f"the serial plan serves; plan: 0 of {len(works)} pipelines")
         else:
             self.stop()
 
     @property
     def done(self) -> bool:
-        """Every pipeline serves or is left out."""
+        """Whether every pipeline serves or is left out."""
         return all(stage.final for stage in self.stages)
 
     @property
@@ -113,15 +111,15 @@ class Preparation:
 
     @property
     def pause(self) -> float | None:
-        """Seconds that a caller without work may let pass before it calls `advance` again; None: any number."""
+        """Seconds until an idle caller should call `advance` again; None: no need to."""
         if self.done:
             return None
         return COMPILER_POLL_SECONDS if self._steps is None and self._next() is None else 0.0
 
     def advance(self, *, busy: bool) -> bool:
-        """A slice of the work that is left. Returns whether a pipeline has come to its end, whichever.
+        """Run a slice of the remaining work. Returns whether a pipeline now serves or was left out.
 
-        busy: requests run; then slices keep to their share of the time. What a step raises leaves its pipeline out.
+        busy: requests run, so slices keep to their share of the time. A step that raises leaves its pipeline out.
         """
         begin = self._clock()
         if self.done or (busy and begin < self._not_before):
@@ -134,7 +132,7 @@ class Preparation:
         return sum(stage.final for stage in self.stages) > ended
 
     def stop(self) -> None:
-        """No further step; nothing is compiled any more. Idempotent."""
+        """End preparation and compilation. Idempotent."""
         self._steps = None
         for i, stage in enumerate(self.stages):
             if not stage.final:
@@ -142,14 +140,14 @@ class Preparation:
         self._compiling.stop()
 
     def _next(self) -> int | None:
-        """The first pipeline whose compilation is over."""
+        """Return the first pipeline whose compilation has ended."""
         for i, stage in enumerate(self.stages):
             if stage is Stage.COMPILING and self._compiling.outcome(i) is not None:
                 return i
         return None
 
     def _step(self) -> bool:
-        """Whether there was anything to do."""
+        """Run one step. Returns whether there was one."""
         if self._steps is None:
             if (at := self._next()) is None:
                 return False
@@ -157,17 +155,17 @@ class Preparation:
             if why := self._compiling.outcome(at):
                 self._leave_out(why)
                 return True
-            self._steps = self._of(at)
+            self._steps = self._steps_of(at)
         try:
             if (step := next(self._steps, None)) is not None:
                 step()
             else:
                 self._enable()
-        except Exception as error:  # torch's, Triton's or the driver's: the serial plan goes on
+        except Exception as error:  # of torch, Triton or the driver; the serial plan keeps serving
             self._leave_out(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         return True
 
-    def _of(self, at: int) -> Iterator[Step]:
+    def _steps_of(self, at: int) -> Iterator[Step]:
         work = self._works[at]
         self.stages[at] = Stage.LOADING
         yield from work.load()
@@ -181,14 +179,16 @@ class Preparation:
 
     def _leave_out(self, why: str) -> None:
         self.stages[self._at], self.reasons[self._at] = Stage.LEFT_OUT, why
-        self._ended(f"plan: the pipeline {self._works[self._at].name} is left out, the serial plan serves there: {why}")
+        self._ended(
+            f"plan: the pipeline {self._works[self._at].name} is left out and the serial plan serves instead: {why}"
+        )
 
     def _ended(self, line: str) -> None:
         self._steps = None
-        self._say(f"{line}, {self._clock() - self._begun:.1f} s after the engine was ready" if self.done else line)
+        self._log(f"{line}, {self._clock() - self._begun:.1f} s after the engine was ready" if self.done else line)
         if self.done:
             self._compiling.stop()
 
     @staticmethod
-    def _say(line: str) -> None:
+    def _log(line: str) -> None:
         print(f"weft: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`Runner`: what the engine asks of a device. One implementation for CPUs, one for CUDA GPUs."""
+"""`Runner`: the engine's interface to a device, implemented for CPUs and CUDA GPUs."""
 
 from __future__ import annotations
 
@@ -11,46 +11,45 @@ from weft.engine.runner.memory.sleep import SleepableMemory
 
 
 class InFlight(Protocol):
-    """An iteration that was launched. `wait()` gives its result, or raises what went wrong."""
+    """A launched iteration. `wait()` returns its result or raises its error."""
 
     @property
     def batch(self) -> Batch: ...
 
     @property
     def nano_batches(self) -> int:
-        """of the pipeline that runs it; 1 for the serial plan"""
+        """Nano-batches of its pipeline; 1 for the serial plan."""
         ...
 
     def ends_within(self, seconds: float, /) -> bool:
-        """Wait so long for its end at most. True when it has ended, and on a device that can only be waited for to
-        the end: then `wait()` does."""
+        """Wait at most that long. Returns True if the iteration has ended, or if the device supports only `wait()`."""
         ...
 
     def wait(self) -> StepResult: ...
 
 
 class Runner(Protocol):
-    """Owns a device's weights, KV pool and resident arrays; runs batches in the order of launch."""
+    """Owns a device's weights, KV pool and per-slot arrays, and runs batches in launch order."""
 
     @property
     def num_pages(self) -> int: ...
 
     @property
     def preparation(self) -> Preparation | None:
-        """What goes on beside iterations until all its pipelines are there; None where it has none."""
+        """Preparation of pipelines between iterations; None if there are none."""
         ...
 
     @property
     def sleepable(self) -> SleepableMemory | None:
-        """What gives its memory back while the model sleeps; None where it was not asked to be able to."""
+        """Memory that can be released while the model sleeps; None if that was not requested."""
         ...
 
     def copy_engine(self, slots: int) -> CopyEngine:
-        """What moves pages between its pool and a new host pool of so many slots. Raises `OutOfMemory`."""
+        """Return an engine that copies pages between the KV pool and a new host pool. Raises `OutOfMemory`."""
         ...
 
     def launch(self, batch: Batch) -> InFlight:
-        """Start an iteration and return at once."""
+        """Start an iteration without waiting for it."""
         ...
 
     def close(self) -> None: ...

@@ -1,6 +1,6 @@
-"""`Sampling`: what follows the logits, on any device: penalties, biases, masks, token counts, log-probabilities.
+"""`Sampling`: the steps around the sampler, on any device: penalties, biases, masks, token counts, log-probabilities.
 
-The one place where a per-request column has its effect, but for those that the samplers in `kernels/` take themselves.
+Applies all per-request columns except those that the samplers in `kernels/` read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.engine.runner.device.collectives import Alone, Collectives, DeviceCollectives
+from weft.engine.runner.device.collectives import Collectives, DeviceCollectives, SingleRank
 from weft.engine.runner.iteration.batch import (
     PROMPT_LOGPROB_ROWS,
     Batch,
@@ -25,29 +25,28 @@ from weft.kernels.reference import sampling, sampling_shards
 
 
 class Scores(NamedTuple):
-    """Log-probabilities on the host once the iteration is done; to be read then."""
+    """Log-probabilities in host tensors. Call `read` after the iteration has ended."""
 
     rows: np.ndarray
     columns: tuple[Tensor, ...]
-    """ranks, ids, values as in `Logprobs`"""
+    """Ranks, ids and values as in `Logprobs`."""
 
     def read(self) -> Logprobs:
         ranks, ids, values = (column.numpy() for column in self.columns)
         return Logprobs(self.rows.astype(np.int32), ranks, ids, values)
 
 
-class Raw(NamedTuple):
-    """Logits as the model gave them, of the rows that asked for log-probabilities."""
+class RawLogits(NamedTuple):
+    """The model's unchanged logits of rows that need log-probabilities."""
 
     rows: np.ndarray
     logits: Tensor
 
 
 class Sampling:
-    """Works on the current stream. On a GPU nothing here waits for it: all transfers are pinned and non-blocking.
+    """Launches on the current stream and never waits for the GPU: all transfers are pinned and non-blocking.
 
-    Of one rank of several it has the part of a vocabulary that the rank's logits are of: V below is the size of that
-    part. Which tokens are sampled is agreed on with the others.
+    With several ranks it covers the rank's shard of the vocabulary, of size V below. Ranks agree on the sampled tokens.
     """
 
     def __init__(
@@ -57,8 +56,8 @@ class Sampling:
         vocabulary: range,
         collectives: Collectives | DeviceCollectives | None = None,
     ) -> None:
-        """`vocabulary`: the ids of the columns of the logits."""
-        collectives = collectives or Alone()
+        """vocabulary: token ids of the logits' columns."""
+        collectives = collectives or SingleRank()
         self._device = device
         self._pinned = device.type == "cuda"
         self._ids = vocabulary
@@ -70,18 +69,18 @@ class Sampling:
         )
         self._counts: tuple[Tensor, Tensor] | None = None
 
-    def up(self, array: np.ndarray) -> Tensor:
-        """The array on the device. On the CPU it is the same memory."""
+    def to_device(self, array: np.ndarray) -> Tensor:
+        """Return the array on the device; on the CPU it is the same memory."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._pinned else tensor
 
-    def asked(self, logits: Tensor, s: SamplingInputs) -> Raw | None:
-        """Ahead of `adjust`: the logits of rows that asked for log-probabilities, which are the model's own."""
+    def raw_logits(self, logits: Tensor, s: SamplingInputs) -> RawLogits | None:
+        """Return a copy of the logits of rows that need log-probabilities. Call before `adjust`."""
         rows = np.flatnonzero(s.columns["logprobs"] >= 0)
-        return Raw(rows, logits[self.up(rows)]) if len(rows) else None
+        return RawLogits(rows, logits[self.to_device(rows)]) if len(rows) else None
 
     def adjust(self, logits: Tensor, batch: Batch) -> None:
-        """Ahead of the sampler: penalties, biases and the masks of grammars, in place on `logits [S, V]` float32."""
+        """Apply penalties, biases and grammar masks in place to `logits [S, V]` float32, before the sampler."""
         s = batch.sampling
         for reset in batch.count_resets:
             self._reset_counts(reset)
@@ -89,59 +88,62 @@ class Sampling:
             self._penalize(logits, s)
         if len(s.bias_rows):
             own = self._own(s.bias_ids)
-            where = (self.up(s.bias_rows[own].astype(np.int64)), self.up(self._columns(s.bias_ids)))
-            logits.index_put_(where, self.up(s.bias_values[own]), accumulate=True)
+            where = (self.to_device(s.bias_rows[own].astype(np.int64)), self.to_device(self._columns(s.bias_ids)))
+            logits.index_put_(where, self.to_device(s.bias_values[own]), accumulate=True)
         if len(s.mask_rows):
-            rows, masks = self.up(s.mask_rows.astype(np.int64)), self.up(s.masks)
+            rows, masks = self.to_device(s.mask_rows.astype(np.int64)), self.to_device(s.masks)
             sampling.allow_only(logits, rows, masks, self._ids.start)
 
     def draw(self, logits: Tensor, s: SamplingInputs) -> tuple[Tensor, Tensor]:
-        """The torch twins' choice: tokens `[S]` int64, and rows that hold no numbers `[S]` bool."""
-        arguments = {name: self.up(values) for name, values in s.sampler_arguments().items()}
+        """Sample with the reference implementation. Returns tokens `[S]` int64 and rows that are not finite `[S]`."""
+        arguments = {name: self.to_device(values) for name, values in s.sampler_arguments().items()}
         if self._shard is not None:
             self._shard = self._shard.with_sizes(logits)
-            return sampling_shards.sample(logits, self._shard, **arguments, asked=self._asked(s))
+            return sampling_shards.sample(logits, self._shard, **arguments, summary=self._summary(s))
         tokens = sampling.sample(logits, **arguments) if s.columns["temperature"].any() else logits.argmax(-1)
         return tokens, sampling.nonfinite(logits)
 
-    def _asked(self, s: SamplingInputs) -> sampling_shards.Asked:
-        """`Asked.of`, from the host's columns."""
+    def _summary(self, s: SamplingInputs) -> sampling_shards.SamplingSummary:
+        """`SamplingSummary.of`, from the host's columns."""
         rows = np.flatnonzero(s.columns["temperature"] > 0)
         k, p = s.columns["top_k"][rows], s.columns["top_p"][rows]
         cut = np.flatnonzero((k > 0) | (p < 1.0))
         k = k[cut]
-        return sampling_shards.Asked(
-            self.up(rows), self.up(cut), int(k.max()) if len(cut) else 0, bool((k > 0).all())
+        return sampling_shards.SamplingSummary(
+            self.to_device(rows), self.to_device(cut), int(k.max()) if len(cut) else 0, bool((k > 0).all())
         )  # fmt: skip
 
     def count(self, tokens: Tensor, s: SamplingInputs) -> None:
-        """Behind the sampler: count the sampled `tokens` (`[S]` or more) of requests with penalties."""
+        """Count the sampled `tokens` (`[S]` or more) of requests with penalties, after the sampler."""
         counted = s.columns["counted"]
         if counted.any():
-            rows, slots = self.up(np.flatnonzero(counted)), self.up(s.slots[counted].astype(np.int64))
+            rows, slots = self.to_device(np.flatnonzero(counted)), self.to_device(s.slots[counted].astype(np.int64))
             one = torch.ones((), dtype=torch.int32, device=self._device)
             sampled = tokens[rows] - self._ids.start
             if self._shard is not None:
-                # those of other ranks count nothing
+                # Tokens of other ranks add zero.
                 one = ((sampled >= 0) & (sampled < len(self._ids))).int()
                 sampled = sampled.clamp(0, len(self._ids) - 1)
             self._resident_counts()[1].index_put_((slots, sampled), one, accumulate=True)
 
-    def scores(self, tokens: Tensor, s: SamplingInputs, raw: Raw | None) -> Scores | None:
-        """Behind the sampler: what `asked` kept, with the sampled `tokens` (`[S]` or more)."""
+    def scores(self, tokens: Tensor, s: SamplingInputs, raw: RawLogits | None) -> Scores | None:
+        """Return scores from `raw_logits` and the sampled `tokens` (`[S]` or more), after the sampler."""
         if raw is None:
             return None
-        columns = self._logprobs_of(raw.logits, tokens[self.up(raw.rows)], int(s.columns["logprobs"].max()))
-        return Scores(raw.rows, self.down(columns))
+        columns = self._logprobs_of(raw.logits, tokens[self.to_device(raw.rows)], int(s.columns["logprobs"].max()))
+        return Scores(raw.rows, self.to_host(columns))
 
     def prompt_scores(self, asked: PromptLogprobs, rows: np.ndarray, logits_of: Callable[[Tensor], Tensor]) -> Scores:
-        """Scores of prompt tokens. `rows`: where the positions stand on the device; `logits_of` gives their logits."""
+        """Return scores of prompt tokens. rows: their positions on the device. logits_of: returns logits of rows."""
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         for start in range(0, len(rows), PROMPT_LOGPROB_ROWS):
             part = slice(start, start + PROMPT_LOGPROB_ROWS)
-            at, targets = self.up(rows[part].astype(np.int64)), self.up(asked.targets[part].astype(np.int64))
+            at, targets = (
+                self.to_device(rows[part].astype(np.int64)),
+                self.to_device(asked.targets[part].astype(np.int64)),
+            )
             parts.append(self._logprobs_of(logits_of(at), targets, asked.top))
-        return Scores(np.arange(len(rows)), self.down([torch.cat(column) for column in zip(*parts, strict=True)]))
+        return Scores(np.arange(len(rows)), self.to_host([torch.cat(column) for column in zip(*parts, strict=True)]))
 
     def _logprobs_of(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
         if self._shard is not None:
@@ -149,16 +151,15 @@ class Sampling:
         return sampling.logprobs_of(logits, tokens, top)
 
     def _own(self, ids: np.ndarray) -> np.ndarray:
-        """Which token ids have a column here, bool."""
-        own: np.ndarray = (ids >= self._ids.start) & (ids < self._ids.stop)
-        return own
+        """Return which token ids have a column here, bool."""
+        return np.asarray((ids >= self._ids.start) & (ids < self._ids.stop))
 
     def _columns(self, ids: np.ndarray) -> np.ndarray:
-        """int64, of those that have one."""
+        """Return the columns of the ids that have one, int64."""
         return ids[self._own(ids)].astype(np.int64) - self._ids.start
 
-    def down(self, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors on the host, once the stream is there."""
+    def to_host(self, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the tensors on the host, valid once the stream has reached this point."""
         if not self._pinned:
             return tuple(columns)
         out = []
@@ -171,9 +172,9 @@ class Sampling:
     def _penalize(self, logits: Tensor, s: SamplingInputs) -> None:
         seen, counts = self._resident_counts()
         counted = s.columns["counted"]
-        rows, slots = self.up(np.flatnonzero(counted)), self.up(s.slots[counted].astype(np.int64))
+        rows, slots = self.to_device(np.flatnonzero(counted)), self.to_device(s.slots[counted].astype(np.int64))
         presence, frequency, repetition = (
-            self.up(s.columns[name][counted]) for name in ("presence", "frequency", "repetition")
+            self.to_device(s.columns[name][counted]) for name in ("presence", "frequency", "repetition")
         )
         logits[rows] = sampling.apply_penalties(
             logits[rows], seen[slots], counts[slots], presence, frequency, repetition
@@ -182,12 +183,12 @@ class Sampling:
     def _reset_counts(self, reset: CountReset) -> None:
         seen, counts = self._resident_counts()
         seen[reset.slot] = False
-        seen[reset.slot, self.up(self._columns(reset.prompt))] = True
-        output = self.up(self._columns(reset.output))
+        seen[reset.slot, self.to_device(self._columns(reset.prompt))] = True
+        output = self.to_device(self._columns(reset.output))
         counts[reset.slot] = torch.bincount(output, minlength=self._shape[1]).int() if len(output) else 0
 
     def _resident_counts(self) -> tuple[Tensor, Tensor]:
-        """(prompt_seen bool, output counts int32) `[slots, V]`, made when the first request with penalties comes."""
+        """Return (prompt_seen bool, output counts int32) `[slots, V]`, created by the first request with penalties."""
         if self._counts is None:
             seen = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
             self._counts = seen, torch.zeros(self._shape, dtype=torch.int32, device=self._device)

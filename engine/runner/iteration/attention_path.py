@@ -1,21 +1,21 @@
-"""`AttentionPath`: which way an iteration's attention went; `PathCounts`: how often each."""
+"""`AttentionPath`: how an iteration's attention was computed; `PathCounts`: how often each path ran."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 PATHS = ("decodes", "chunks", "serial", "pod", "pod_in_turn", "pod_tiles", "pod_together", "pipeline")
-"""decodes alone; prompts' chunks alone; decodes, then chunks; both in one launch, some programs beginning with chunks;
-in one launch, all beginning with decodes; in one launch and one list, decodes as tiles of one query; in one launch,
-both at the same time on every SM; a plan's pipeline, where each has its share of the SMs"""
+"""In order: decodes only; chunks only; decodes, then chunks; one launch in which some programs begin with chunks; one
+launch in which all begin with decodes; one launch over one list, decodes being tiles of one query; one launch with both
+at the same time on every SM; a plan's pipeline, which gives each its own SMs."""
 PARTS = ("split_decodes", "cut_chunks")
-"""in iterations of any path: requests whose decode is cut along its context; tiles of chunks that are cut along their
-keys"""
+"""On any path: whether decodes were split along their context, and whether tiles of chunks were split along their
+keys."""
 
 
 class AttentionPath(NamedTuple):
     path: str
-    """of `PATHS`"""
+    """One of `PATHS`."""
     split_decodes: bool = False
     cut_chunks: bool = False
 
@@ -24,8 +24,8 @@ class AttentionPath(NamedTuple):
         cls, decodes: int, chunks: int, *, lanes: int = 1, fused: bool = False, in_turn: bool = False,
         as_tiles: bool = False, together: bool = False, split_decodes: bool = False, cut_chunks: bool = False,
     ) -> AttentionPath:  # fmt: skip
-        """`lanes`: of the pipeline; `fused`: decodes and chunks are one launch; `in_turn`: all its programs begin with
-        decodes; `as_tiles`: decodes are tiles among the chunks'; `together`: both are done at the same time."""
+        """lanes: lanes of the pipeline. fused: decodes and chunks are one launch. in_turn: all its programs begin with
+        decodes. as_tiles: decodes are tiles in the chunks' list. together: both run at the same time."""
         path = "serial"
         if lanes > 1:
             path = "pipeline"
@@ -37,23 +37,22 @@ class AttentionPath(NamedTuple):
         return cls(path, split_decodes, cut_chunks)
 
 
-def possible_paths(backend: str, *, cuts: bool, pod: str) -> str:
-    """For the log: what an engine's iterations may do. `cuts`: tiles of chunks are cut along their keys."""
+def describe_paths(backend: str, *, cuts: bool, pod: str) -> str:
+    """Describe an engine's attention for the log. cuts: tiles of chunks are split along their keys."""
     if backend != "triton":
-        return f"attention: {backend}, decodes and chunks one after the other"
-    how = "one after the other" if pod == "off" or not cuts else f"in one launch (--pod {pod})"
-    pieces = ", tiles of short chunks cut along their keys" if cuts else ""
-    return f"attention: decodes and chunks {how}{pieces}"
+        return f"attention: {backend}, decodes and chunks in sequence"
+    how = "in sequence" if pod == "off" or not cuts else f"in one launch (--pod {pod})"
+    splits = ", tiles of short chunks split along their keys" if cuts else ""
+    return f"attention: decodes and chunks {how}{splits}"
 
 
 class PathCounts:
-    """Of one engine, since it started."""
+    """Counts of one engine since it started."""
 
     def __init__(self) -> None:
         self.iterations: dict[str, int] = {}
-        """by `PATHS` and `PARTS`"""
+        """Iterations by name, from `PATHS` and `PARTS`."""
 
     def add(self, path: AttentionPath) -> None:
-        names = [path.path, *(part for part in PARTS if getattr(path, part))]
-        for name in names:
+        for name in (path.path, *(part for part in PARTS if getattr(path, part))):
             self.iterations[name] = self.iterations.get(name, 0) + 1

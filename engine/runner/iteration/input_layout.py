@@ -1,4 +1,4 @@
-"""`Layout`: the sizes of an iteration's inputs on a GPU, and the columns of the slab that they make."""
+"""`Layout`: the sizes of an iteration's inputs on a GPU, and the columns of the slab that holds them."""
 
 from __future__ import annotations
 
@@ -10,39 +10,38 @@ import numpy as np
 from weft.engine.config import Pod
 from weft.engine.plans.plan import MAX_NANO_BATCHES
 from weft.engine.wire.sampling import COLUMNS
-from weft.kernels.attention.work_lists import ITEM_FIELDS, PART_FIELDS, TILE_FIELDS, TILE_ROWS
+from weft.kernels.attention.work_lists import ITEM_FIELDS, SPLIT_FIELDS, TILE_FIELDS, TILE_ROWS
 
 COUNTS = ("tokens", "sampled", "updates")
-# then prefill items of each nano-batch, live tokens behind each beginning of a range, and decode items of each
-# nano-batch and window
+# Then follow prefill items per nano-batch, live tokens after the start of each range, and decode items per nano-batch
+# and window.
 PREFILL, LIVE, DECODE = (len(COUNTS) + i * MAX_NANO_BATCHES for i in range(3))
-# Of the last layer, where rows leave: how many are left, then prefill items of each nano-batch. Not at the beginning of
-# their column: kernels compiled for counts that are no multiple of 16 bytes away from anything serve these as well.
-LEFT, LEFT_PREFILL = 1, 2
+# In the last layer, which drops rows that are not read: rows kept, then prefill items per nano-batch. They do not start
+# at their column's beginning, so kernels compiled for pointers without 16-byte alignment serve them as well.
+KEPT, KEPT_PREFILL = 1, 2
 
 
 class Layout(NamedTuple):
-    """Sizes that every captured graph agrees on."""
+    """Sizes that are the same in every captured graph."""
 
     max_tokens: int
     max_sampled: int
     max_decode_items: int
-    """of one nano-batch and window"""
+    """Per nano-batch and window."""
     max_prefill_items: int
-    """of one nano-batch"""
+    """Per nano-batch."""
     max_updates: int
     nano_batches: int
     max_part_slots: int
-    """partial sums of split decode requests, of one nano-batch"""
+    """Partial sums of split decode requests, per nano-batch."""
     windows: tuple[int | None, ...] = (None,)
-    """of attention, each once"""
+    """Attention windows, each once."""
     unpacked: tuple[int, int] = (0, 0)
-    """pages in FP8 that prefill attention of a nano-batch reads in 16 bits, at most (0: it reads them as they are), and
-    their tokens"""
+    """Maximum of FP8 pages per nano-batch that prefill attention unpacks to 16 bits (0: none), and tokens per page."""
     prefill_slots: int = 0
-    """partial sums of prefill tiles that are cut along their keys, of one nano-batch; 0: tiles stay whole"""
+    """Partial sums of prefill tiles that are split along their keys, per nano-batch; 0: tiles are not split."""
     pod: Pod = "off"
-    """whether attention of decodes and chunks is one launch, where tiles are cut"""
+    """Whether decodes and chunks share one attention launch, if tiles are split."""
 
     @classmethod
     def of(
@@ -59,21 +58,21 @@ class Layout(NamedTuple):
 
     @property
     def prefill_fields(self) -> int:
-        return PART_FIELDS if self.prefill_slots else TILE_FIELDS
+        return SPLIT_FIELDS if self.prefill_slots else TILE_FIELDS
 
     @property
     def decode_lists(self) -> int:
         return self.nano_batches * len(self.windows)
 
     def columns(self) -> dict[str, tuple[int, bool]]:
-        """Words of each column, and whether they are float32."""
+        """Return the number of words per column, and whether they are float32."""
         t, s = self.max_tokens, self.max_sampled
         prefill_items = self.nano_batches * self.max_prefill_items * self.prefill_fields
         unpacked = {
             "unpacked": (3 * MAX_NANO_BATCHES, False),
             "unpacked_pages": (self.nano_batches * self.unpacked[0], False),
             "unpacked_items": (prefill_items, False),
-            "left_unpacked_items": (prefill_items, False),
+            "kept_unpacked_items": (prefill_items, False),
         }
         return {
             "counts": (DECODE + MAX_NANO_BATCHES * len(self.windows), False),
@@ -85,9 +84,9 @@ class Layout(NamedTuple):
             "prefill_items": (prefill_items, False),
             "decoders": (self.nano_batches, False),
             **(unpacked if self.unpacked[0] else {}),
-            "left": (LEFT_PREFILL + MAX_NANO_BATCHES, False),
-            "left_tokens": (t, False),
-            "left_items": (prefill_items, False),
+            "kept": (KEPT_PREFILL + MAX_NANO_BATCHES, False),
+            "kept_tokens": (t, False),
+            "kept_items": (prefill_items, False),
             "update_at": (self.max_updates, False),
             "update_page": (self.max_updates, False),
             "logit_tokens": (s, False),

@@ -1,4 +1,4 @@
-"""`IterationTotals`: what an engine's iterations come to, and since when its device has had work."""
+"""`IterationTotals`: totals over an engine's iterations, and whether its device has had work since."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from weft.engine.wire.messages import IterationStats
 
 
 class IterationTotals:
-    """Since the engine's start."""
+    """Totals since the engine started."""
 
     def __init__(self) -> None:
         self.iterations = 0
         self.pipelined = 0
-        """of them, of several nano-batches"""
+        """Iterations with several nano-batches."""
         self.idle_seconds = 0.0
         self.last = IterationStats()
         self.busy = False
-        """requests have been open ever since the device last worked"""
+        """Requests have been open ever since the device last worked."""
         self._first_step = 0
-        """the first one of that time: the device did not idle before it, it had nothing to do"""
+        """First step of the current busy period. The gap before it had no work and is not idle time."""
 
     def launched(self, step: int) -> bool:
-        """Whether this is the first one of such a time."""
+        """Note a launch. Returns whether it begins a busy period."""
         if self.busy:
             return False
         self._first_step, self.busy = step, True
@@ -31,7 +31,7 @@ class IterationTotals:
         return step == self._first_step
 
     def committed(self, result: StepResult, schedule_seconds: float, *, busy: bool) -> None:
-        """busy: there is more to do."""
+        """Add a result. busy: more work remains."""
         self.iterations += 1
         self.pipelined += result.nano_batches > 1
         self.busy = busy

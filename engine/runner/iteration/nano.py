@@ -1,7 +1,7 @@
-"""Assigns an iteration to nano-batches: which tokens stand where, and the attention work of each (NanoFlow §4.1.2).
+"""Assigns an iteration's tokens and attention work to nano-batches (NanoFlow §4.1.2).
 
-Nano-batches are token ranges, so assigning is an order of the tokens: each range gets its share of the decodes, then
-prefill tokens. Decodes are assigned in the order of their length, so that every nano-batch reads about as much KV.
+Nano-batches are token ranges, so an assignment is an order of the tokens: each range gets its share of decodes, then
+prefill tokens. Decodes are dealt out by length, so that all nano-batches read about the same amount of KV.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ class NanoBatch(NamedTuple):
     """One token range of the iteration: D decodes, then the tokens of C chunks or pieces of chunks."""
 
     first_decode: int
-    """its place among the iteration's tokens; the others follow"""
+    """Place of the first decode among the iteration's tokens; the others follow."""
     decodes: Rows
-    """[D] rows of the batch"""
+    """`[D]` rows of the batch."""
     chunk_start: Rows
-    """[C] place of the piece's first token"""
+    """`[C]` place of the piece's first token."""
     chunk_len: Rows
     chunk_context: Rows
-    """[C] tokens of the request before the piece"""
+    """`[C]` tokens of the request before the piece."""
     chunk_rows: Rows
-    """[C] rows of the batch"""
+    """`[C]` rows of the batch."""
 
 
 class Assignment(NamedTuple):
-    """An order of the iteration's tokens, and what each nano-batch attends to."""
+    """An order of the iteration's tokens, and the attention work of each nano-batch."""
 
     order: Rows | None
-    """[T] token of the batch at each place; None: as they are"""
+    """`[T]` token of the batch at each place; None: in the batch's order."""
     places: Rows | None
-    """[T] the place of each token of the batch"""
+    """`[T]` place of each token of the batch."""
     nano_batches: tuple[NanoBatch, ...]
     read: Rows | None = None
-    """[N] tokens of the batch that somebody reads behind the last layer, in the order in which it leaves them; None:
-    all, each at its place"""
+    """`[N]` tokens of the batch that are read after the last layer, in the order of its output rows; None: all, each at
+    its place."""
 
-    def left_at(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-        """Where the last layer leaves tokens `[n]` of the batch."""
+    def output_rows(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+        """Return the rows of the last layer's output that hold tokens `[n]` of the batch."""
         if self.read is not None:
             order = np.argsort(self.read)
             return np.asarray(order[np.searchsorted(self.read, rows, sorter=order)])
@@ -54,22 +54,22 @@ class Assignment(NamedTuple):
 
 
 def decode_counts(num_decodes: int, room: Sequence[int]) -> list[int]:
-    """Decodes of each nano-batch: an equal share, and what does not fit goes to those with room."""
+    """Return the number of decodes per nano-batch: equal shares, and the surplus where `room` tokens allow it."""
     counts = [0] * len(room)
-    left, open_ones = num_decodes, [k for k, r in enumerate(room) if r]
-    while left:
-        share = max(1, -(-left // len(open_ones)))
-        for k in open_ones:
-            take = min(share, room[k] - counts[k], left)
+    remaining, not_full = num_decodes, [k for k, r in enumerate(room) if r]
+    while remaining:
+        share = max(1, -(-remaining // len(not_full)))
+        for k in not_full:
+            take = min(share, room[k] - counts[k], remaining)
             counts[k] += take
-            left -= take
-        open_ones = [k for k in open_ones if counts[k] < room[k]]
+            remaining -= take
+        not_full = [k for k in not_full if counts[k] < room[k]]
     return counts
 
 
 def whole_counts(batch: Batch, ranges: Sequence[tuple[int, int]], tile: int) -> list[int] | None:
-    """As `decode_counts`, and so that nano-batches cut prompts at multiples of `tile` tokens alone: a few decodes more
-    or less in one of them move the cut behind it. None where that finds no way: of two there is none then."""
+    """`decode_counts`, adjusted so that nano-batches cut prompts only at multiples of `tile` tokens: a few decodes more
+    or less move the cut after them. Returns None if it finds no way; for two nano-batches none exists then."""
     room = _room(batch, ranges)
     counts = decode_counts(batch.num_decodes, room)
     length = batch.query_len[batch.num_decodes :].astype(np.int64)
@@ -77,7 +77,7 @@ def whole_counts(batch: Batch, ranges: Sequence[tuple[int, int]], tile: int) -> 
     for k in range(len(ranges) - 1):
         cut = sum(room[: k + 1]) - sum(counts[: k + 1])
         chunk = int(np.searchsorted(ends, cut, side="right"))
-        if chunk == len(ends):  # behind all of them
+        if chunk == len(ends):  # after all chunks
             break
         offset = cut - int(ends[chunk] - length[chunk])
         beyond = (int(context[chunk]) + offset) % tile
@@ -97,13 +97,13 @@ def whole_counts(batch: Batch, ranges: Sequence[tuple[int, int]], tile: int) -> 
 
 
 def _room(batch: Batch, ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """Tokens of each nano-batch."""
+    """Return the number of tokens per nano-batch."""
     return [max(0, min(end, batch.num_tokens) - begin) for begin, end in ranges]
 
 
 def assign(batch: Batch, ranges: Sequence[tuple[int, int]], tile: int = 1) -> Assignment:
-    """Assignment the batch's T tokens to the token `ranges`, which cover at least `[0, T)` in order. tile: tokens of
-    prompts that are not divided, where `whole_counts` has a way."""
+    """Assign the batch's T tokens to the token `ranges`, which cover at least `[0, T)` in order. tile: prompt tokens to
+    keep together if `whole_counts` finds a way."""
     t, d = batch.num_tokens, batch.num_decodes
     starts = np.cumsum(batch.query_len, dtype=np.int64) - batch.query_len
     chunk_rows = np.arange(d, batch.num_requests)
@@ -113,7 +113,7 @@ def assign(batch: Batch, ranges: Sequence[tuple[int, int]], tile: int = 1) -> As
         return Assignment(None, None, (whole,))
     room = _room(batch, ranges)
     counts = (whole_counts(batch, ranges, tile) if tile > 1 else None) or decode_counts(d, room)
-    # the j-th of a nano-batch's n decodes belongs at (j + 1/2) / n of the sorted list
+    # The j-th of a nano-batch's n decodes belongs at (j + 1/2) / n of the sorted list.
     owner = np.repeat(np.arange(len(ranges)), counts)
     turn = np.concatenate([(np.arange(n) + 0.5) / n for n in counts if n] or [np.zeros(0)])
     owner = owner[np.argsort(turn, kind="stable")]
@@ -121,7 +121,7 @@ def assign(batch: Batch, ranges: Sequence[tuple[int, int]], tile: int = 1) -> As
     order = np.empty(t, np.int64)
     nano_batches, at = [], d
     for k, (begin, _) in enumerate(ranges):
-        # in the batch's own order, so that neighbours stay neighbours
+        # Keep the batch's order, so that neighbours stay neighbours.
         decodes = np.sort(by_length[owner == k])
         order[begin : begin + counts[k]] = decodes
         first, last = at, at + room[k] - counts[k]

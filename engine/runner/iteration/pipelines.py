@@ -1,4 +1,4 @@
-"""`Pipelines`: every pipeline that a GPU runner has a graph of, and which one serves an iteration."""
+"""`Pipelines`: the pipelines that a GPU runner captures, and which one serves an iteration."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weft.engine.runner.iteration.batch import Batch
 from weft.engine.runner.iteration.nano import whole_counts
 
 DECODE_ONLY_TOKENS = 256
-"""token buckets up to which there is a pipeline without prefill attention: there its empty launch costs"""
+"""Largest token bucket with a pipeline without prefill attention, where even an empty launch costs time."""
 
 
 def token_buckets(max_tokens: int) -> list[int]:
-    """Sizes of the captured graphs: powers of two, 192, then steps of 128, 256 or an eighth, up to the dense batch."""
+    """Return the sizes of the captured graphs: powers of two and 192, then steps of 128, 256 or an eighth."""
     sizes = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
     while sizes[-1] < max_tokens:
         step = 128 if sizes[-1] < 1024 else max(256, sizes[-1] // 8 // 256 * 256)
@@ -24,9 +24,9 @@ def token_buckets(max_tokens: int) -> list[int]:
 
 
 class Pipelines:
-    """The serial plan of every token bucket, and the plan's own pipelines.
+    """The serial plan of every token bucket, and the plan's pipelines.
 
-    max_tokens: of an iteration. num_sms: of the GPU. undivided: tokens of a prompt that nano-batches must not divide.
+    max_tokens: token limit of an iteration. undivided: prompt tokens that nano-batches must keep together.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class Pipelines:
         self._planned = {id(p): Pipeline(p, spec) for p in (plan.periods if plan is not None else ())}
         self._enabled = {id(pipeline) for pipeline in self._planned.values()}
         self.nano_batches = max((len(p.nano_batches) for p in self._planned.values()), default=1)
-        """of the pipeline that has most"""
+        """Maximum over all pipelines."""
 
     def __iter__(self) -> Iterator[Pipeline]:
-        """The largest first: what their graphs need is then enough for the others."""
+        """Yield the largest first: memory for their graphs is then enough for the others."""
         yield from self.serial
         yield from self.planned
 
@@ -59,19 +59,19 @@ class Pipelines:
 
     @property
     def planned(self) -> list[Pipeline]:
-        """In the order of the plan's file."""
+        """Pipelines in the order of the plan file."""
         return list(self._planned.values())
 
-    def hold_back(self) -> None:
-        """The plan's own serve no iteration until they are enabled, one by one."""
+    def disable_planned(self) -> None:
+        """Use none of the plan's pipelines until `enable` is called for it."""
         self._enabled.clear()
 
     def enable(self, pipeline: Pipeline) -> None:
         self._enabled.add(id(pipeline))
 
     def of(self, batch: Batch) -> Pipeline:
-        """The plan's pipeline for this iteration, or the serial plan where the search found no better, it is not
-        enabled, or would divide what must not be."""
+        """Return the plan's pipeline for this iteration, or the serial one if the plan has none that is faster, it is
+        not enabled, or it would divide tokens that must stay together."""
         if self._plan is not None and self._enabled:
             kv_tokens = int(batch.kv_len[: batch.num_decodes].sum())
             period = self._plan.period_for(batch.num_tokens, kv_tokens)

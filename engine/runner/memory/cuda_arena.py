@@ -1,8 +1,7 @@
-"""`CudaArena` and `PinnedBacking`: the memory of a model on a GPU, and the host memory that keeps it while it sleeps.
+"""`CudaArena` and `PinnedBacking`: a model's memory on a GPU, and the host memory that keeps its weights during sleep.
 
-The driver separates addresses from memory: an arena reserves addresses once, and maps physical memory under them as
-long as the model is awake. Its order of calls is tested with a driver made of a dictionary, itself by
-`tests/gpu/test_sleep.py`.
+The driver separates addresses from memory: an arena reserves addresses once, and maps physical memory to them while the
+model is awake. Tests run it with a simulated driver; `tests/gpu/test_sleep.py` uses the real one.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from weft.engine.runner.memory.sleep import SleepableMemory
 
 GIB = 2**30
 CHUNK = 2**28
-"""bytes of pinned memory at once"""
+"""Bytes of one pinned allocation."""
 OUT_OF_MEMORY = 2
-"""the driver's word for it"""
+"""CUDA_ERROR_OUT_OF_MEMORY of the driver."""
 
 
 class DriverFailed(Exception):
-    """A call of the CUDA driver that did not work."""
+    """A call of the CUDA driver failed."""
 
     def __init__(self, call: str, code: int) -> None:
         super().__init__(f"{call} failed with CUDA error {code}")
@@ -33,20 +32,20 @@ class DriverFailed(Exception):
 
 
 class Driver(Protocol):
-    """What an arena asks of the CUDA driver. Each raises `DriverFailed`."""
+    """Calls of the CUDA driver that an arena uses. Each raises `DriverFailed`."""
 
     def granularity(self) -> int:
-        """bytes that memory and addresses come in"""
+        """Return the bytes that sizes and addresses must be multiples of."""
         ...
 
     def reserve(self, size: int) -> int: ...
 
     def create(self, size: int) -> int:
-        """A handle of physical memory."""
+        """Allocate physical memory and return its handle."""
         ...
 
     def map(self, address: int, size: int, handle: int) -> None:
-        """Put the memory under the addresses, readable and writable."""
+        """Map the memory to the addresses, readable and writable."""
         ...
 
     def unmap(self, address: int, size: int) -> None: ...
@@ -82,14 +81,14 @@ class _Access(ctypes.Structure):
 
 
 class CudaDriver:
-    """See `Driver`: libcuda, on the context that torch has made."""
+    """`Driver` through libcuda, on the context that torch has created."""
 
     DEVICE, PINNED, READ, READ_WRITE = 1, 1, 1, 3
     DESCRIPTOR = 1
-    """a handle for other processes is a file descriptor"""
+    """Export handles to other processes as file descriptors."""
 
     def __init__(self, device: int) -> None:
-        """Raises `OSError` where there is no driver."""
+        """Raises `OSError` if there is no driver."""
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._place = _Location(self.DEVICE, device)
         self._prop = _AllocationProp(type=self.PINNED, location=self._place)
@@ -111,14 +110,14 @@ class CudaDriver:
         return address.value
 
     def create(self, size: int, *, shared: bool = False) -> int:
-        """shared: it can be `exported`."""
+        """shared: `exported` accepts the handle."""
         handle = ctypes.c_uint64()
         none, prop = ctypes.c_uint64(0), self._shared if shared else self._prop
         self._call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(prop), none)
         return handle.value
 
     def exported(self, handle: int) -> int:
-        """A file descriptor of the memory, the caller's to close. The memory lives for as long as it is open."""
+        """Return a file descriptor that keeps the memory alive. The caller closes it."""
         fd, none = ctypes.c_int(-1), ctypes.c_uint64(0)
         self._call(
             "cuMemExportToShareableHandle", ctypes.byref(fd), ctypes.c_uint64(handle), ctypes.c_int(self.DESCRIPTOR),
@@ -127,7 +126,7 @@ class CudaDriver:
         return fd.value
 
     def imported(self, fd: int) -> int:
-        """A handle of the memory behind a descriptor, which may be another process's and may be closed then."""
+        """Return a handle of a descriptor's memory, also of another process. The descriptor may be closed then."""
         handle = ctypes.c_uint64()
         self._call(
             "cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(fd), ctypes.c_int(self.DESCRIPTOR)
@@ -148,7 +147,7 @@ class CudaDriver:
 
 
 class _Span:
-    """Addresses, as torch takes them from others."""
+    """An address range in the form that torch accepts."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -157,17 +156,17 @@ class _Span:
 
 
 def view_of(address: int, size: int, device: torch.device) -> Tensor:
-    """`[size]` uint8 at these addresses."""
+    """Return the memory at this address as `[size]` uint8."""
     return torch.as_tensor(_Span(address, size), device=device)
 
 
 class CudaArena:
-    """See `Arena`."""
+    """`Arena` on a GPU."""
 
     def __init__(
         self, num_bytes: int, driver: Driver, view: Callable[[int, int], Tensor], settle: Callable[[], None]
     ) -> None:
-        """`view`: of an address and a size. `settle`: returns when the device touches nothing any more. Raises
+        """view: returns the memory at an address and size. settle: waits until the device has finished. Raises
         `OutOfMemory`."""
         self._driver, self._settle = driver, settle
         step = driver.granularity()
@@ -203,17 +202,17 @@ class CudaArena:
 
 
 class PinnedBacking:
-    """See `Backing`. Pinned host memory, which is kept once it is there: weights do not change."""
+    """`Backing` in pinned host memory. It stays allocated, because weights do not change."""
 
     def __init__(self, make: Callable[[int], Tensor]) -> None:
-        """`make`: host memory of so many bytes, `[bytes]` uint8."""
+        """make: allocates host memory, `[bytes]` uint8."""
         self._make = make
         self._parts: list[Tensor] = []
 
     def keep(self, tensor: Tensor) -> None:
         try:
             self._parts = [self._make(len(part)) for part in tensor.split(CHUNK)]
-        except RuntimeError as error:  # torch's, which has no class of its own
+        except RuntimeError as error:  # torch has no specific class
             self._parts = []
             raise OutOfMemory(f"{tensor.nbytes / GIB:.1f} GiB of host memory cannot be pinned: {error}") from None
         self._copy(zip(self._parts, tensor.split(CHUNK), strict=True))
@@ -230,7 +229,7 @@ class PinnedBacking:
 
 
 def cuda_sleepable_memory(device: torch.device) -> SleepableMemory:
-    """For a runner on a GPU. Raises `OSError` where there is no driver."""
+    """Return the memory of a runner on a GPU. Raises `OSError` if there is no driver."""
     driver = CudaDriver(device.index or 0)
 
     def view(address: int, size: int) -> Tensor:

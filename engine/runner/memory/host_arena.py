@@ -1,4 +1,4 @@
-"""`HostArena` and `FileBacking`: the memory of a model on a CPU, and the file that keeps it while it sleeps."""
+"""`HostArena` and `FileBacking`: a model's memory on a CPU, and the file that keeps its weights during sleep."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from weft.engine.runner.memory.sleep import SleepableMemory
 
 GIB = 2**30
 CHUNK = GIB
-"""bytes of one read or write: the system takes no more than two such at once"""
+"""Bytes of one read or write. Linux limits a call to just under 2 GiB."""
 
 
 def host_sleepable_memory(directory: Path) -> SleepableMemory:
-    """For a runner on a CPU. `directory`: where the file is made."""
+    """Return the memory of a runner on a CPU. directory: folder of the file."""
     return SleepableMemory(HostArena, FileBacking(directory))
 
 
 class HostArena:
-    """See `Arena`. Anonymous memory, which the system gives on first touch, as zeros."""
+    """`Arena` in anonymous memory, which the system allocates on first touch, as zeros."""
 
     def __init__(self, num_bytes: int) -> None:
         """Raises `OutOfMemory`."""
@@ -40,11 +40,11 @@ class HostArena:
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def acquire(self) -> None:
-        """The system does, on first touch."""
+        """The system allocates memory on first touch."""
 
 
 class FileBacking:
-    """See `Backing`. A file without a name: its pages are the system's to write out and to drop."""
+    """`Backing` in an unnamed file, whose pages the system may write out and drop."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -67,5 +67,5 @@ class FileBacking:
         while at < len(data):
             read = os.preadv(self._file, [data[at : at + CHUNK]], at)
             if not read:
-                raise OSError("the file of a sleeping model's weights is cut off")
+                raise OSError("the file with a sleeping model's weights is truncated")
             at += read

@@ -1,4 +1,4 @@
-"""`HostMemory` and `CudaMemory`: memory of a device as a file descriptor, which another process maps."""
+"""`HostMemory` and `CudaMemory`: device memory as a file descriptor that other processes map."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ GIB = 2**30
 
 
 def shared_memory(device: torch.device) -> SharedMemory:
-    """Raises `OSError` where there is no driver."""
+    """Return the device's shared memory. Raises `OSError` if there is no driver."""
     return CudaMemory(device) if device.type == "cuda" else HostMemory()
 
 
 class HostMemory:
-    """See `SharedMemory`. A memory file, sealed."""
+    """`SharedMemory` in a sealed memory file."""
 
     def make(self, num_bytes: int, fill: Callable[[Tensor], None]) -> int:
         fd = os.memfd_create("weft-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -49,19 +49,19 @@ class HostMemory:
 
     def map(self, fd: int, num_bytes: int) -> Tensor:
         read = mmap.mmap(fd, max(1, num_bytes), prot=mmap.PROT_READ)
-        with warnings.catch_warnings():  # that it is not to be written to is what is wanted
+        with warnings.catch_warnings():  # read-only is intended
             warnings.simplefilter("ignore", UserWarning)
             return torch.frombuffer(read, dtype=torch.uint8)
 
 
 class CudaMemory:
-    """See `SharedMemory`. The driver's own, which lives for as long as a descriptor or a mapping of it."""
+    """`SharedMemory` of the CUDA driver, which lives as long as a descriptor or a mapping of it."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises `OSError` where there is no driver."""
+        """Raises `OSError` if there is no driver."""
         self._device = device
         with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # and now the context is there
+            torch.cuda.current_stream().synchronize()  # creates the context
             self._driver = CudaDriver(device.index or 0)
 
     def make(self, num_bytes: int, fill: Callable[[Tensor], None]) -> int:
@@ -80,7 +80,7 @@ class CudaMemory:
     def map(self, fd: int, num_bytes: int) -> Tensor:
         with self._driving():
             size = self._whole(num_bytes)
-            torch.cuda.empty_cache()  # of what was loaded here and lies there now
+            torch.cuda.empty_cache()  # frees the weights that were loaded here and copied there
             handle = self._driver.imported(fd)
             address = self._driver.reserve(size)
             self._driver.map(address, size, handle, writable=False)
@@ -95,9 +95,9 @@ class CudaMemory:
         except DriverFailed as error:
             if error.code == OUT_OF_MEMORY:
                 raise OutOfMemory(
-                    "the weights that replicas share do not fit the GPU beside what was loaded: use a smaller model"
+                    "the weights that replicas share do not fit the GPU while loading: use a smaller model"
                 ) from None
-            raise ConfigError(f"--replicas: the GPU's driver does not share memory among processes ({error})") from None
+            raise ConfigError(f"--replicas: the GPU driver cannot share memory between processes ({error})") from None
 
     def _whole(self, num_bytes: int) -> int:
         step = self._driver.granularity()

@@ -1,8 +1,8 @@
-"""`SleepableMemory`: the weights and the KV pool of a runner, whose memory can be given back and taken again.
+"""`SleepableMemory`: memory of a runner's weights and KV pool that can be released and acquired again.
 
-Addresses stay: a captured graph, a kernel's descriptor or a copy engine never learns of it. So tensors lie in *arenas*,
-stretches of address space that lose and get back what is under them. The same code runs on both devices; an `Arena` and
-a `Backing` are what differs: `arena.py` for a CPU, `cuda_arena.py` for a GPU.
+Addresses stay the same, so captured graphs, kernel descriptors and copy engines remain valid. Tensors lie in *arenas*,
+address ranges whose memory comes and goes. Devices differ in their `Arena` and `Backing`: `host_arena.py` for a CPU,
+`cuda_arena.py` for a GPU.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 512
-"""bytes: of each tensor's beginning, as torch's own allocator has it"""
+"""Alignment of tensors in bytes, as in torch's allocator."""
 
 
 class Arena(Protocol):
-    """Memory at an address that stays."""
+    """Memory at a fixed address."""
 
     @property
     def tensor(self) -> Tensor:
-        """`[bytes]` uint8, on the device. Not to be touched while released."""
+        """`[bytes]` uint8 on the device. Must not be accessed while released."""
         ...
 
     def release(self) -> None:
@@ -30,51 +30,50 @@ class Arena(Protocol):
         ...
 
     def acquire(self) -> None:
-        """Take memory again; what is in it is anything. Raises `OutOfMemory`."""
+        """Take memory again, with undefined content. Raises `OutOfMemory`."""
         ...
 
 
 class Backing(Protocol):
-    """What keeps the weights meanwhile."""
+    """Keeps the weights while the model sleeps."""
 
     def keep(self, tensor: Tensor) -> None:
-        """Raises `OSError` or `OutOfMemory` where it cannot."""
+        """Store the content. Raises `OSError` or `OutOfMemory`."""
         ...
 
     def restore(self, tensor: Tensor) -> None:
-        """What was kept. Raises `OSError`."""
+        """Write the stored content to `tensor`. Raises `OSError`."""
         ...
 
 
 class SleepableMemory:
-    """Attributes:
-    asleep: the memory is given back.
-    """
+    """The arenas of a runner and the backing of its weights."""
 
     def __init__(self, make: Callable[[int], Arena], backing: Backing) -> None:
-        """`make`: an arena of so many bytes."""
+        """make: allocates an arena of a number of bytes."""
         self.asleep = False
+        """The memory is released."""
         self._make = make
         self._backing = backing
-        self._kept: Arena | None = None
-        """of the weights"""
-        self._written = False
-        """the backing has them: they never change"""
-        self._lost: list[Arena] = []
-        """what is in these is not kept"""
+        self._weights: Arena | None = None
+        """Arena of the weights."""
+        self._backed_up = False
+        """The backing has the weights, which never change."""
+        self._volatile: list[Arena] = []
+        """Arenas that lose their content."""
 
     def adopt_weights(self, tensors: Iterable[Tensor]) -> None:
-        """Move these, the weights, into an arena: in place, whoever has them sees them there. Once.
+        """Move the weights into an arena, in place: existing references stay valid. Call once. Raises `OutOfMemory`.
 
-        Raises `OutOfMemory`. One is moved after the other, so that at most the largest lies in memory twice.
+        They are moved one at a time, so that at most the largest exists twice.
         """
-        assert self._kept is None
+        assert self._weights is None
         by_storage: dict[int, list[Tensor]] = {}
         for tensor in {id(t): t for t in tensors}.values():
             if tensor.nbytes:
                 by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
         sizes = [views[0].untyped_storage().nbytes() for views in by_storage.values()]
-        self._kept = arena = self._make(max(1, sum(_aligned(size) for size in sizes)))
+        self._weights = arena = self._make(max(1, sum(_aligned(size) for size in sizes)))
         home, at = arena.tensor, 0
         with torch.inference_mode():
             for views, size in zip(by_storage.values(), sizes, strict=True):
@@ -87,8 +86,8 @@ class SleepableMemory:
                 at += _aligned(size)
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """`[num_bytes]` uint8 of an arena of its own, whose content sleep loses. Raises `OutOfMemory`."""
-        self._lost.append(arena := self._make(num_bytes))
+        """Return `[num_bytes]` uint8 of a new arena, which loses its content during sleep. Raises `OutOfMemory`."""
+        self._volatile.append(arena := self._make(num_bytes))
         return arena.tensor
 
     @property
@@ -97,31 +96,31 @@ class SleepableMemory:
 
     @property
     def _arenas(self) -> list[Arena]:
-        return [*([self._kept] if self._kept is not None else []), *self._lost]
+        return [*([self._weights] if self._weights is not None else []), *self._volatile]
 
     def sleep(self) -> None:
-        """Keep the weights elsewhere and give the memory back. Nothing may run, nor touch it. Idempotent.
+        """Store the weights and release the memory. Nothing may run or access it. Idempotent.
 
-        Raises `OSError` or `OutOfMemory` where the weights cannot be kept; then all is as it was.
+        Raises `OSError` or `OutOfMemory`, without any effect, if the weights cannot be stored.
         """
         if self.asleep:
             return
-        if self._kept is not None and not self._written:
-            self._backing.keep(self._kept.tensor)
-            self._written = True
+        if self._weights is not None and not self._backed_up:
+            self._backing.keep(self._weights.tensor)
+            self._backed_up = True
         for arena in self._arenas:
             arena.release()
         self.asleep = True
 
     def wake(self) -> None:
-        """Take the memory again and bring the weights back. Idempotent. Raises `OutOfMemory` or `OSError`, after which
-        only the process's end helps."""
+        """Acquire the memory and restore the weights. Idempotent. Raises `OutOfMemory` or `OSError`, after which the
+        process must end."""
         if not self.asleep:
             return
         for arena in self._arenas:
             arena.acquire()
-        if self._kept is not None:
-            self._backing.restore(self._kept.tensor)
+        if self._weights is not None:
+            self._backing.restore(self._weights.tensor)
         self.asleep = False
 
 

@@ -1,4 +1,4 @@
-"""`Footprint`: what the engines of a model take of their device's memory, and what is left for KV pages."""
+"""`Footprint`: device memory of a model's engines, and the memory left for KV pages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weft.engine.memory.kv_layout import KvLayout
 
 GIB = 2**30
 CPU_MEMORY_SHARE = 0.25
-"""of the machine's memory, at most, for KV pages on the CPU"""
+"""Maximum share of the machine's memory for KV pages on the CPU."""
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory this process may use: the GPU's; or the machine's, or its control group's limit when that is lower."""
+    """Return the memory that this process may use: the GPU's, or the machine's within its control group's limit."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -31,21 +31,21 @@ def memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Of engines that are configured alike."""
+    """Memory of engines with the same configuration on one device."""
 
     config: EngineConfig
     device: torch.device
-    """the meta device, on which all of them fit, stands for a GPU"""
+    """The meta device stands for a GPU on which everything fits."""
     on_gpu: bool
     ranks: int
     weight_bytes: int
-    """of one rank"""
+    """Bytes of one rank."""
     copies: int
-    """of the weights, for all engines on the device"""
+    """Copies of the weights, for all engines on the device."""
 
     def check_weights(self, dtype: torch.dtype) -> None:
-        """Raises `OutOfMemory` where they leave nothing beside them."""
-        own = self.weight_bytes * (1 if self.on_gpu else self.ranks)  # ranks of a CPU share its memory
+        """Raise `OutOfMemory` if the weights leave no memory for anything else."""
+        own = self.weight_bytes * (1 if self.on_gpu else self.ranks)  # ranks on a CPU share its memory
         part, copies = self.config.share.memory, self.copies
         if self.device.type == "meta" or copies * own <= 0.9 * part * memory_bytes(self.device):
             return
@@ -58,8 +58,8 @@ class Footprint:
         )
 
     def pages(self, kv: KvLayout, most: int) -> int | None:
-        """How many the pool of an engine has, where that is known before it runs: as many as the configuration says,
-        else of a CPU's memory `most` at most. Raises `OutOfMemory` where there are too few, or too many together."""
+        """Return the size of an engine's pool: as configured, or on a CPU `most` at most. On a GPU, None means that it
+        is measured later. Raises `OutOfMemory` if there are too few pages, or the engines do not fit together."""
         config, share = self.config, self.config.share
         if config.num_pages is not None:
             pages = config.num_pages
@@ -72,15 +72,15 @@ class Footprint:
             pages = min(most, kv.pages_in(room - self.weight_bytes * self.copies // share.sharers))
         if pages < 2:
             raise OutOfMemory(
-                f"the KV pool has room for {max(pages, 0)} pages of {kv.page_bytes / 2**20:.1f} MiB, "
-                "it needs at least 2: raise --kv-cache-gib or lower --page-size"
+                f"the KV pool holds {max(pages, 0)} pages of {kv.page_bytes / 2**20:.1f} MiB, but needs at least 2: "
+                "raise --kv-cache-gib or lower --page-size"
             )
         if self.device.type != "meta" and (share.sharers > 1 or (share.memory < 1 and not self.on_gpu)):
             self._check_together(pages * kv.page_bytes)
         return pages
 
     def _check_together(self, pool_bytes: int) -> None:
-        """Refuse engines that fit the device one by one, but not together. pool_bytes: of one rank of one of them."""
+        """Raise `OutOfMemory` if all engines together do not fit. pool_bytes: of one rank of one engine."""
         config, sharers = self.config, self.config.share.sharers
         own = self.ranks * (self.weight_bytes * self.copies // sharers + pool_bytes)
         all_of_it = config.share.memory * memory_bytes(self.device)

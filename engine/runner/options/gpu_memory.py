@@ -1,7 +1,7 @@
-"""`room_for_pages`: what of a GPU's memory an engine's KV pool may take, alone on the device or beside others.
+"""`bytes_for_pages`: the GPU memory that an engine's KV pool may use.
 
-Alone, an engine sees what is taken. Beside others it cannot: they start and end when they like. So each of N engines
-has an N-th of what all may take, whatever the others hold at the moment, and counts its own memory against that.
+An engine on its own uses free memory. Engines that share a GPU cannot, since they start and end at any time: each of N
+engines gets an N-th of what all may use, and counts only its own memory against that.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from weft.engine.runner.options.footprint import GIB
 from weft.engine.runner.options.resolve import ResolvedConfig
 
 CONTEXT_BYTES = GIB
-"""that a process takes of a GPU beside torch's tensors, where others' share of it cannot be told apart: assumed"""
+"""Assumed GPU memory of a process besides torch's tensors, if other processes use the GPU too."""
 
 
-class Taken(NamedTuple):
-    """Of a device, in bytes, before there are pages."""
+class MemoryUsage(NamedTuple):
+    """Memory of a device, in bytes, before the pool is allocated."""
 
     total: int
     free: int
     own: int
-    """by this process's tensors, without weights that others map as well"""
+    """Used by this process's tensors, without weights that other engines map too."""
     common: int = 0
-    """by such weights"""
+    """Used by these shared weights."""
 
 
 def share_bytes(config: ResolvedConfig, total: int, common: int) -> int:
-    """Memory of the device that this engine may use, weights in common included. common: bytes of these."""
+    """Return the device memory that this engine may use, shared weights included. common: bytes of shared weights."""
     return common + (int(total * config.gpu_memory_utilization) - common) // config.sharers
 
 
-def room_for_pages(config: ResolvedConfig, taken: Taken, reserve: int) -> int:
-    """Bytes; negative where not even everything else fits. reserve: of these, to be left free."""
+def bytes_for_pages(config: ResolvedConfig, taken: MemoryUsage, reserve: int) -> int:
+    """Return the bytes; negative if the engine does not fit even without pages. reserve: bytes to leave free."""
     share = share_bytes(config, taken.total, taken.common)
     if config.sharers > 1 or config.has_neighbours:
         return share - taken.common - taken.own - CONTEXT_BYTES - reserve

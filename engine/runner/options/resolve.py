@@ -1,4 +1,4 @@
-"""`ResolvedConfig`: what the device offers and what the engine takes of it: dtypes, batch bounds, size of the pool."""
+"""`ResolvedConfig`: options resolved for the device and model: dtypes, batch limits, size of the pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.engine.model.implementation import widened
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import choose_plan, target_of
 from weft.engine.plans.plan import Plan, load_plan
-from weft.engine.runner.options.broad_shapes import kinds_of_calls, refuse_on_gpu
+from weft.engine.runner.options.broad_shapes import attention_kinds, refuse_on_gpu
 from weft.engine.runner.options.footprint import GIB, Footprint, memory_bytes
 from weft.engine.runner.options.gpu_limits import check_fp8, check_kernels, check_pod
 from weft.kernels.attention import backends as attention_backends
@@ -31,52 +31,52 @@ from weft.kernels.formats.packed_page import PackedPage
 
 log = logging.getLogger("weft.engine")
 INVARIANT_CHUNK = 128
-"""tokens of a chunk that batch invariance may need, and of the tiles of attention in torch"""
+"""Chunk tokens that batch invariance may need; also the tile size of attention in torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """The engine's options with every open choice made."""
+    """The engine's options with all defaults resolved."""
 
     device: torch.device
     weight_dtype: torch.dtype
     compute_dtype: torch.dtype
-    """of activations"""
+    """Dtype of activations."""
     kv: KvLayout
-    """a page, with a dtype of its own"""
+    """Layout and dtype of a page."""
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     num_pages: int | None
-    """None: as many as the GPU has room for once everything else is there"""
+    """None: as many as fit the GPU once everything else is allocated."""
     gpu_memory_utilization: float
-    """of the whole GPU, with the model's part of it taken into account"""
+    """Fraction of the whole GPU, already multiplied by the model's memory share."""
     cpu_threads: int
     attention: BackendName
     batch_invariant: bool
-    """one accumulation order for every operation, whatever shares the batch"""
+    """Every operation accumulates in an order that does not depend on the rest of the batch."""
     cache_dir: Path
-    """of what was tuned on this machine"""
+    """Folder of results tuned on this machine."""
     tuning_seconds: float
     plan: Plan | None = None
-    """plans of overlapped nano-batches; None: the serial plan alone"""
+    """Plan of overlapped nano-batches; None: the serial plan only."""
     wait_for_plan: bool = True
-    """all its pipelines are there before the first iteration"""
+    """Prepare all pipelines of the plan before the first iteration."""
     sleeps: bool = False
-    """weights and KV pool lie where their memory can be given back"""
+    """Allocate weights and KV pool so that a sleeping model can give up their memory."""
     has_neighbours: bool = False
-    """other models are on the same device"""
+    """Other models use the same device."""
     sharers: int = 1
-    """engines of this model on the same device, this one included"""
+    """Engines of this model on the same device, this one included."""
     common_weights: bool = False
-    """these have one copy of the weights"""
+    """These engines share one copy of the weights."""
     packed: PackedPage | None = None
-    """how pages lie in the tiers below the device; None: as they are"""
+    """Format of pages in the tiers below the device; None: not packed."""
     pod: Pod = "off"
-    """whether attention of decodes and of chunks is one launch"""
+    """Whether decodes and chunks share one attention launch."""
 
     def chunk_step(self, spec: ModelSpec) -> int:
-        """Tokens at whose multiples alone prompts are cut: with batch invariance no tile of attention is."""
+        """Return the tokens at whose multiples prompts are cut. With batch invariance no attention tile is divided."""
         if not self.batch_invariant:
             return 1
         return tokens_of_whole_tiles(spec.heads_per_kv) if self.attention == "triton" else INVARIANT_CHUNK
@@ -101,32 +101,32 @@ def _compute_dtype(config: EngineConfig, spec: ModelSpec, *, cuda: bool) -> torc
 
 
 def _cpu_dtype(spec: ModelSpec) -> torch.dtype:
-    """bfloat16 for a bfloat16 checkpoint where the CPU multiplies it natively: half the bytes, twice the speed."""
+    """Return bfloat16 for a bfloat16 checkpoint on a CPU with native bfloat16: half the bytes, twice the speed."""
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if native and spec.dtype == "bfloat16" else torch.float32
 
 
 def _pages_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, here: Gpu | None) -> torch.dtype:
-    """here: the GPU that they are on. Raises `ConfigError`."""
+    """here: the GPU that holds the pages. Raises `ConfigError`."""
     if isinstance(spec, BroadSpec) and config.batch_invariant:
-        raise ConfigError("--batch-invariant needs weft's own layers: transformers' code has none; leave it out")
+        raise ConfigError("--batch-invariant needs weft's own layers, not transformers' code; leave it out")
     if config.kv_cache_dtype == "auto":
         return dtype
     if isinstance(spec, BroadSpec):
-        raise ConfigError("--kv-cache-dtype fp8 needs weft's own layers: transformers' code has none; leave it out")
+        raise ConfigError("--kv-cache-dtype fp8 needs weft's own layers, not transformers' code; leave it out")
     if here is not None and here.capability < (8, 9):
         raise ConfigError(f"--kv-cache-dtype fp8: {here.name} has no FP8; leave it out, or use --device cpu")
     return E4M3
 
 
 def served_as(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
-    """The model as its device computes it."""
+    """Return the model as its device computes it."""
     cuda = config.device != "cpu" and gpu() is not None
     return widened(spec) if cuda and not isinstance(spec, BroadSpec) else spec
 
 
 def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
-    """Decide what the configuration leaves open, of a model `served_as` its device computes it.
+    """Resolve the configuration for this machine. spec: result of `served_as`.
 
     Raises `ConfigError` or `OutOfMemory`, one line.
     """
@@ -154,7 +154,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     footprint = Footprint(config, device, cuda, ranks, spec.weight_bytes(dtype.itemsize), copies)
     footprint.check_weights(dtype)
     num_pages = footprint.pages(kv, max_num_seqs * -(-max_model_len // kv.page_size) + 1)
-    # No context is longer than its pages: what the config promises beyond that needs no table of positions.
+    # A context cannot exceed the pool, so longer ones need no table of positions.
     in_memory = num_pages - 1 if num_pages is not None else kv.pages_in(memory_bytes(device))
     max_model_len = max(2, min(max_model_len, in_memory * kv.page_size))
     if config.pod != "off":
@@ -169,14 +169,14 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         max_num_batched_tokens=max_num_batched_tokens,
         num_pages=num_pages,
         gpu_memory_utilization=config.gpu_memory_utilization * config.share.memory,
-        # One core is for the scheduler and the API: where their work takes a thread's core, all threads wait for it.
+        # Leave one core to the scheduler and the API: if they take a thread's core, all threads wait for that thread.
         cpu_threads=config.cpu_threads or max(1, len(os.sched_getaffinity(0)) - 1),
         attention=backend,
         batch_invariant=config.batch_invariant,
         cache_dir=config.cache_path,
         tuning_seconds=config.tuning_seconds,
         plan=plan,
-        wait_for_plan=config.wait_for_plan or ranks > 1,  # all ranks must have a pipeline before one of them runs it
+        wait_for_plan=config.wait_for_plan or ranks > 1,  # all ranks need a pipeline before any rank runs it
         sleeps=config.share.sleeps and ranks == 1,
         has_neighbours=config.share.memory < 1,
         sharers=sharers,
@@ -187,31 +187,32 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
 
 
 def _context(config: EngineConfig, spec: ModelSpec, max_num_seqs: int) -> int:
-    """Tokens of a request at most, as far as model and tables of the CPU go. Raises `ConfigError`, `OutOfMemory`."""
+    """Return the token limit of a request that the model and the CPU's tables allow. Raises `ConfigError`,
+    `OutOfMemory`."""
     max_model_len = config.max_model_len or spec.max_positions
     if max_model_len > spec.max_positions:
         raise ConfigError(f"--max-model-len {max_model_len} is more than the model's {spec.max_positions} positions")
-    tables = max_model_len * (4 * spec.head_dim + 4 * max_num_seqs)  # of angles, and of each request's token ids
+    tables = max_model_len * (4 * spec.head_dim + 4 * max_num_seqs)  # rotary angles, and each request's token ids
     if tables > memory_bytes(torch.device("cpu")):
         raise OutOfMemory(
-            f"a context of {max_model_len} tokens takes tables of {tables / GIB:,.0f} GiB: lower --max-model-len"
+            f"a context of {max_model_len} tokens needs tables of {tables / GIB:,.0f} GiB: lower --max-model-len"
         )
     return max_model_len
 
 
 def _gpu_for(config: EngineConfig, spec: ModelSpec) -> Gpu | None:
-    """The GPU that computes the model; None: a CPU does. Raises `ConfigError` where it cannot."""
+    """Return the GPU that computes the model, or None for the CPU. Raises `ConfigError` if it cannot."""
     here = gpu()
     if config.device == "cuda" and here is None:
         raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
     if config.device == "cpu" or here is None:
         return None
     sharers = config.share.sharers
-    # A rank would wait on one GPU for another that waits for its turn on the next.
+    # Ranks of two engines on the same GPUs could wait for each other forever.
     if sharers > 1 and spec.shard_of.ranks > 1:
         raise ConfigError(
-            f"--replicas {sharers} on GPUs needs --tensor-parallel-size 1: leave one of the two out, or use "
-            "--data-parallel-size for engines on GPUs of their own"
+            f"--replicas {sharers} on GPUs needs --tensor-parallel-size 1: leave out one of the two, or use "
+            "--data-parallel-size for engines on separate GPUs"
         )
     if not isinstance(spec, BroadSpec) and spec.quantization is not None:
         check_fp8(spec, here)
@@ -222,13 +223,13 @@ def _pages(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, pages_dtype: torch.dtype, device: torch.device,
     max_model_len: int,
 ) -> tuple[KvLayout, Sequence[AttentionShape]]:  # fmt: skip
-    """What a page looks like, and the attention over pages that the model asks for, each kind once."""
+    """Return the layout of a page, and the kinds of attention that the model needs, each once."""
     if not isinstance(spec, BroadSpec):
         kv = KvLayout.of(spec, config.page_size, pages_dtype)
         return kv, [_attention_shape(spec, kv, dtype, device, max_model_len)]
     cuda = device.type == "cuda"
     kv = KvLayout.of(spec, config.page_size, dtype, TRITON_HEAD_DIMS if cuda else ())
-    kinds = kinds_of_calls(spec, kv)
+    kinds = attention_kinds(spec, kv)
     shapes = [kind.shape(kv, dtype, device, max_model_len) for kind in dict.fromkeys(kinds)]
     if cuda:
         refuse_on_gpu(spec, kinds, config.attention_backend)
@@ -244,10 +245,10 @@ def _packed(kv: KvLayout) -> PackedPage:
 
 
 def _check_plan(config: EngineConfig) -> None:
-    """A CPU runs no plan, nor does transformers' code; one that is named must still be one. Raises `ConfigError`."""
+    """Check a plan file that a CPU or transformers' code will not use. Raises `ConfigError` if it is invalid."""
     if config.plan not in ("auto", "serial"):
         load_plan(expanded(config.plan))
-        log.warning("the plan %s is not used: plans are for a GPU and weft's own layers", config.plan)
+        log.warning("the plan %s is not used: plans need a GPU and weft's own layers", config.plan)
 
 
 def _plan(
@@ -256,16 +257,16 @@ def _plan(
     named = config.plan not in ("auto", "serial")
     if len({layer.experts for layer in spec.layers}) > 1:
         if named:
-            raise ConfigError(f"--plan {config.plan}: a model with dense layers and ones with experts runs serially")
+            raise ConfigError(f"--plan {config.plan}: a model with both dense and expert layers runs serially")
         return None
     if backend != "triton":
         if named:
             raise ConfigError(f"--plan {config.plan}: pipelines need the triton attention back end")
         return None
     if config.batch_invariant:
-        if named and any(spec.windows):  # beyond a window, sums of attention follow where a chunk is cut
+        if named and any(spec.windows):  # with windows, attention's order of sums depends on where a chunk is cut
             raise ConfigError(
-                f"--plan {config.plan}: not with --batch-invariant for a model whose attention has windows"
+                f"--plan {config.plan}: --batch-invariant excludes plans for a model with attention windows"
             )
         if not named:
             return None
@@ -276,7 +277,7 @@ def _plan(
 def _attention_shape(
     spec: ModelSpec, kv: KvLayout, dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> AttentionShape:
-    # A window that no context outgrows is none.
+    # A window as long as the longest context has no effect.
     windows = tuple(w if w and w < max_model_len else None for w in spec.windows)
     return AttentionShape(
         spec.num_heads, kv.num_kv_heads, kv.head_dim, kv.page_size, dtype, device, kv.dtype, windows,
@@ -285,7 +286,7 @@ def _attention_shape(
 
 
 def _attention(config: EngineConfig, shape: AttentionShape) -> BackendName:
-    """The attention back end, known to work here. Raises `ConfigError`."""
+    """Return an attention back end that works here. Raises `ConfigError`."""
     try:
         name = attention_backends.choose(config.attention_backend, shape.device)
         attention_backends.check(name, shape)

@@ -1,4 +1,4 @@
-"""`load_tested`: a `transformers` model with its weights, on a CPU behind the self-test (a GPU's is its runner's)."""
+"""`load_tested`: loads a `transformers` model, and runs the self-test on a CPU. On a GPU `make_runner` runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.engine.runner.start.self_test import pages_needed, self_test
 
 
 def load_tested(spec: BroadSpec, options: EngineConfig, config: ResolvedConfig) -> BroadModule:
-    """Raises `ModelError`, also for a model that computes something else in our batches than alone."""
+    """Load the model. Raises `ModelError`, also if its results in weft's batches differ from those on its own."""
     model = load_broad(
         spec,
         options.model_path,
@@ -25,7 +25,7 @@ def load_tested(spec: BroadSpec, options: EngineConfig, config: ResolvedConfig) 
         dummy_seed=options.seed if options.load_format == "dummy" else None,
         trusted=options.trust_remote_code,
     )
-    if config.attention != "triton":  # whose work lists its runner has, and the test with them
+    if config.attention != "triton":  # a GPU's test needs its runner's work lists
         _test(spec, model, config)
     return model
 
@@ -33,7 +33,7 @@ def load_tested(spec: BroadSpec, options: EngineConfig, config: ResolvedConfig) 
 def _test(spec: BroadSpec, model: BroadModule, config: ResolvedConfig) -> None:
     shape = config.kv.shape(1 + pages_needed(config.kv.page_size))
     with torch.inference_mode():
-        # What nobody wrote may be anything.
+        # Unwritten pages may contain anything.
         pool = torch.full(shape, float("nan"), dtype=config.kv.dtype)
         pool[0] = 0
     executor = BroadCpuExecutor(spec, model, pool, config)

@@ -1,6 +1,6 @@
-"""`weft compile`: fills a cache with the kernels that a model needs on a GPU, which need not be there.
+"""`weft compile`: fills a cache with a model's GPU kernels, on any machine.
 
-For images and volumes: a daemon that finds them compiles nothing at its start.
+Use it for images and volumes: a daemon with a complete cache compiles nothing at its start.
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ from weft.kernels.common.gpu import KNOWN, Gpu, gpu
 
 
 def add_compile_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--gpu", metavar="NAME", help=f"compile for this GPU, not for that of this machine: {', '.join(KNOWN)}"
-    )
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes [one for each core]")
+    parser.add_argument("--gpu", metavar="NAME", help=f"GPU to compile for: {', '.join(KNOWN)} [this machine's GPU]")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes [one per core]")
 
 
 def _target(name: str | None) -> Gpu:
     if name is None:
         if (here := gpu()) is None:
-            raise ConfigError(f"there is no GPU here: name the one to compile for, --gpu {'|'.join(KNOWN)}")
+            raise ConfigError(f"this machine has no GPU: choose one to compile for with --gpu {'|'.join(KNOWN)}")
         return here
     if name.lower() not in KNOWN:
-        raise ConfigError(f"--gpu {name} is not known; there are {', '.join(KNOWN)}")
+        raise ConfigError(f"--gpu {name} is unknown; choose one of {', '.join(KNOWN)}")
     return KNOWN[name.lower()]
 
 
 def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
-    """Returns the exit status. Raises `ConfigError`, and `WeftError` for a model that cannot be served there."""
+    """Run the command and return 0. Raises `ConfigError`, or `WeftError` if the model cannot be served on that GPU."""
     target = _target(arguments.gpu)
     if arguments.jobs is not None and arguments.jobs < 1:
         raise ConfigError("--jobs must be 1 or more")
@@ -44,13 +42,13 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
-        raise ConfigError(f"kernels are compiled with Triton: {install_hint('gpu')}") from None
+        raise ConfigError(f"compiling kernels needs Triton: {install_hint('gpu')}") from None
     begin = time.monotonic()
     with ProgressBar() as bar:
         total, failed = compile_kernels(
             config, target, arguments.jobs or cores(), lambda done, total: bar(COMPILING, done, total)
         )
     if failed:
-        raise WeftError(f"{len(failed)} of {total} kernels do not compile: {', '.join(k.name for k in failed[:4])}")
-    print(f"{total} kernels for {target.name} lie in {config.cache_path}, after {time.monotonic() - begin:.0f} s")
+        raise WeftError(f"{len(failed)} of {total} kernels did not compile: {', '.join(k.name for k in failed[:4])}")
+    print(f"{total} kernels for {target.name} are in {config.cache_path}, after {time.monotonic() - begin:.0f} s")
     return 0

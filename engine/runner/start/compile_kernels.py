@@ -1,8 +1,8 @@
-"""Compiles what an engine will launch, in as many processes as there are cores: `python -m …compile_kernels`.
+"""Compiles an engine's kernels in one process per core: `python -m …compile_kernels`, started by `CompileJob`.
 
-Takes an `EngineConfig` as one line of JSON on stdin, writes `DONE TOTAL` lines on stdout. Where the engine does not
-wait for its plan, also `serial` once that plan's kernels are there, and `pipeline I` with the names of those that did
-not compile, if any. Started by a `CompileJob`; a model or option that cannot work is left for the engine to refuse.
+Reads an `EngineConfig` as one line of JSON from stdin and writes `DONE TOTAL` lines to stdout. If the engine does not
+wait for its plan, it also writes `serial` once the serial plan is compiled, and `pipeline I` with the names of kernels
+that did not compile. Invalid models and options are left for the engine to report.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 from weft.engine.runner.device.compile_job import PIPELINE, SERIAL, is_compiled, stamp_file, use_cache, write_stamp
 from weft.engine.wire.cores import cores
-from weft.kernels.common import warm_start as early
+from weft.kernels.common import warm_start as warm_start
 from weft.kernels.common.gpu import Gpu, gpu
 
 if TYPE_CHECKING:
     from weft.kernels.common.compilation import Kernel
 
 NICENESS = 10
-"""of compiling beside an engine that serves"""
+"""Niceness while an engine serves."""
 WAIT_SECONDS = 1.0
-"""between looks at another process that compiles the same"""
+"""Seconds between attempts to lock while another process compiles the same kernels."""
 
 
 def compile_kernels(
     config: EngineConfig, target: Gpu, jobs: int, progress: Callable[[int, int], None] | None = None
 ) -> tuple[int, list[Kernel]]:
-    """How many kernels the configuration needs on `target`, now in the cache, and those that did not compile.
+    """Compile all kernels of the configuration for `target`. Returns their number, and those that did not compile.
 
     Raises `WeftError` for a model or options that cannot be served there.
     """
@@ -45,36 +45,36 @@ def compile_kernels(
     from weft.kernels.common.compilation import compile_all
 
     use_cache(config)
-    stamp = stamp_file(config)  # of the tiles that are known now
-    hashing = early.hash_triton()
+    stamp = stamp_file(config)  # taken before tiles change
+    hashing = warm_start.hash_triton()
     kernels = kernel_set(config, target)
-    hashing.join()  # what is known here the processes need not find out, and no thread may run when they are forked
+    hashing.join()  # forked processes inherit the hashes, and no thread may run during a fork
     hashes, failed = compile_all(kernels, jobs, progress)
     if not failed:
         write_stamp(stamp, target.name, _folders(hashes))
     return len(kernels), failed
 
 
-def compile_in_parts(config: EngineConfig, target: Gpu, jobs: int, tell: Callable[[str], None]) -> None:
-    """As `compile_kernels`, the serial plan first; `tell` gets the lines for a `CompileJob`."""
+def compile_in_parts(config: EngineConfig, target: Gpu, jobs: int, report: Callable[[str], None]) -> None:
+    """Compile the serial plan, then each pipeline. report: receives the lines for a `CompileJob`."""
     from weft.engine.runner.start.kernel_set import kernel_parts
     from weft.kernels.common.compilation import compile_all
 
     use_cache(config)
     stamp, serial_stamp = stamp_file(config), stamp_file(config, SERIAL)
-    hashing = early.hash_triton()
+    hashing = warm_start.hash_triton()
     parts = kernel_parts(config, target)
     hashing.join()
     seen: set[object] = set()
     missing: dict[object, str] = {}
-    """names of kernels that did not compile"""
+    """Names of kernels that did not compile."""
     folders: set[str] = set()
 
     def compile_part(part: Sequence[Kernel]) -> list[str]:
-        """Returns the names of those that did not compile, now or before."""
+        """Return the names of those that did not compile, now or earlier."""
         new = [kernel for kernel in part if kernel.key not in seen]
         seen.update(kernel.key for kernel in new)
-        hashes, failed = compile_all(new, jobs, lambda done, total: tell(f"{done} {total}")) if new else ([], [])
+        hashes, failed = compile_all(new, jobs, lambda done, total: report(f"{done} {total}")) if new else ([], [])
         missing.update((kernel.key, kernel.name) for kernel in failed)
         folders.update(_folders(hashes))
         return sorted({missing[kernel.key] for kernel in part if kernel.key in missing})
@@ -84,20 +84,19 @@ def compile_in_parts(config: EngineConfig, target: Gpu, jobs: int, tell: Callabl
         if i < 0:
             if not failed:
                 write_stamp(serial_stamp, target.name, sorted(folders))
-            tell(SERIAL)
+            report(SERIAL)
             os.nice(NICENESS)
         else:
-            tell(f"{PIPELINE} {i} {', '.join(failed)}".rstrip())
+            report(f"{PIPELINE} {i} {', '.join(failed)}".rstrip())
     if parts and not missing:
         write_stamp(stamp, target.name, sorted(folders))
 
 
 @contextlib.contextmanager
 def one_at_a_time(config: EngineConfig, waiting: Callable[[], None]) -> Iterator[None]:
-    """Of the processes that compile for such a configuration: engines that start together need the same kernels, and
-    each would compile them all. waiting: called again and again until then.
+    """Hold a lock for this configuration, so that engines that start together do not all compile the same kernels.
 
-    A process that ends lets the next one in. Where the folder cannot be written nobody waits.
+    waiting: called repeatedly while another process holds the lock. Without a writable folder there is no lock.
     """
     place = int(stamp_file(config).stem[-7:], 16)
     try:
@@ -114,25 +113,25 @@ def one_at_a_time(config: EngineConfig, waiting: Callable[[], None]) -> Iterator
             except BlockingIOError:
                 waiting()
                 time.sleep(WAIT_SECONDS)
-        yield  # closing the file gives the place back
+        yield  # closing the file releases the lock
 
 
 def _folders(hashes: Sequence[str]) -> list[str]:
-    """Names in the cache of the kernels with these hashes."""
+    """Return the folder names in the cache of kernels with these hashes."""
     from triton.runtime.cache import get_cache_manager
 
     return sorted(Path(get_cache_manager(h).cache_dir).name for h in hashes)
 
 
 def main() -> int:
-    gc.disable()  # nothing of what is imported and collected is garbage
+    gc.disable()  # imports and collected kernels create no garbage
     config = EngineConfig.model_validate_json(sys.stdin.readline())
     if (target := gpu()) is None:
         return 0
     use_cache(config)
 
     def waiting() -> None:
-        print(0, 1, flush=True)  # that there is life here
+        print(0, 1, flush=True)  # a sign of life
         if not config.wait_for_plan and is_compiled(config, SERIAL):
             print(SERIAL, flush=True)
 
@@ -140,11 +139,11 @@ def main() -> int:
         with one_at_a_time(config, waiting):
             if not config.wait_for_plan:
                 compile_in_parts(config, target, cores(), lambda line: print(line, flush=True))
-            elif not is_compiled(config):  # it was not when this process began
+            elif not is_compiled(config):  # another process may have done it
                 compile_kernels(config, target, cores(), lambda done, total: print(done, total, flush=True))
     except WeftError:
         return 1
-    except BrokenPipeError:  # the engine has gone, so nobody waits for the processes that compile
+    except BrokenPipeError:  # the engine has ended: end the compiling processes too
         os.killpg(0, signal.SIGKILL)
     return 0
 

@@ -1,4 +1,4 @@
-"""`weft inspect`: what a model is made of, what it takes, and whether this machine serves it."""
+"""`weft inspect`: prints a model's structure and memory use, and whether this machine can serve it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MAX_RANKS = 8
-"""that `EngineConfig` takes"""
+"""Maximum of `EngineConfig`."""
 
 
 def add_inspect_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="MODEL", nargs="?", help="a directory, ORG/NAME on the hub, or 'demo' [demo]")
-    parser.add_argument("--model-preset", metavar="NAME", help="a shape that weft knows, instead")
+    parser.add_argument("name", metavar="MODEL", nargs="?", help="directory, ORG/NAME on the hub, or 'demo' [demo]")
+    parser.add_argument("--model-preset", metavar="NAME", help="built-in model shape instead of MODEL")
     parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of ORG/NAME [main]")
-    parser.add_argument("--max-model-len", metavar="N", type=int, help="the context that is to fit [the model's own]")
     parser.add_argument(
-        "--model-impl", choices=get_args(ModelImpl), default="auto", help="what is to compute it [auto]"
+        "--max-model-len", metavar="N", type=int, help="context length to plan for [the model's maximum]"
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the directory brings")
     parser.add_argument(
-        "--tensor-parallel-size", metavar="N", type=int, default=1, help="ranks that are to share it [1]"
+        "--model-impl", choices=get_args(ModelImpl), default="auto", help="implementation of the layers [auto]"
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's directory")
+    parser.add_argument(
+        "--tensor-parallel-size", metavar="N", type=int, default=1, help="number of ranks to split the model over [1]"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _config(arguments: argparse.Namespace) -> EngineConfig:
-    """Raises `ConfigError` and `ModelError`."""
+    """Return the configuration to inspect. Raises `ConfigError` and `ModelError`."""
     from weft.engine.model.hub import find_model
 
     if arguments.name is not None and arguments.model_preset is not None:
@@ -55,7 +57,7 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
 
 
 def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]:
-    """What each device of this machine makes of a rank's part: room for KV, or why it does not serve it."""
+    """Return KV capacity and limits of each of this machine's devices for one rank, or why it cannot serve it."""
     from weft.engine.runner.options.footprint import memory_bytes
     from weft.engine.runner.options.resolve import resolve, served_as
     from weft.kernels.common.gpu import gpu
@@ -71,7 +73,7 @@ def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]
             continue
         weights = own.weight_bytes(resolved.weight_dtype.itemsize)
         pages = resolved.num_pages
-        if pages is None:  # the engine measures what is left; this is before its buffers
+        if pages is None:  # an upper limit: the engine measures this after allocating its buffers
             room = memory_bytes(resolved.device) * resolved.gpu_memory_utilization - weights
             pages = max(0, resolved.kv.pages_in(room))
         found[name] = {
@@ -86,7 +88,7 @@ def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]
 
 
 def inspect(config: EngineConfig) -> dict[str, Any]:
-    """Everything the command tells. Raises `ModelError` for a model that no device serves."""
+    """Return the command's output as data. Raises `ModelError` for a model that no device supports."""
     from weft.engine.model.description import describe
     from weft.engine.model.implementation import choose_spec
 
@@ -113,11 +115,11 @@ def _splits(spec: ModelSpec, ranks: int) -> bool:
     return True
 
 
-def _weights_there(config: EngineConfig) -> str:
+def _weights_status(config: EngineConfig) -> str:
     from weft.engine.model.hub import damaged, missing
 
     if config.model_preset is not None:
-        return "none: a shape to measure with made-up ones"
+        return "none: a preset is measured with dummy weights"
     if absent := missing(config.model_path):
         return f"not here: {', '.join(absent[:2])}"
     cut = damaged(config.model_path)
@@ -125,21 +127,21 @@ def _weights_there(config: EngineConfig) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command. Raises `WeftError`, one line."""
+    """Run the command. Raises `WeftError`, one line."""
     config = _config(arguments)
-    told = {**inspect(config), "weights": _weights_there(config)}
+    facts = {**inspect(config), "weights": _weights_status(config)}
     if arguments.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(facts, indent=2))
         return 0
-    rows = [("model", f"{told['model']} ({told['architecture']})"), ("computed by", told["implementation"])]
-    rows += told["parts"].items()
-    rows.append(("parameters", f"{_amount(told['parameters'])}, {_amount(told['active_parameters'])} a token"))
-    values = told["kv_values_per_token"]
+    rows = [("model", f"{facts['model']} ({facts['architecture']})"), ("computed by", facts["implementation"])]
+    rows += facts["parts"].items()
+    rows.append(("parameters", f"{_amount(facts['parameters'])}, {_amount(facts['active_parameters'])} a token"))
+    values = facts["kv_values_per_token"]
     rows.append(("KV", f"{values:,} values a token, {values * 2 / 1024:.1f} KiB in bfloat16"))
-    rows.append(("weights", told["weights"]))
-    rows.append(("ranks", " or ".join(map(str, told["ranks"]))))
+    rows.append(("weights", facts["weights"]))
+    rows.append(("ranks", " or ".join(map(str, facts["ranks"]))))
     each = f"on each of {ranks} ranks, " if (ranks := config.tensor_parallel_size) > 1 else ""
-    rows += [(name, _says(device, each)) for name, device in told["devices"].items()]
+    rows += [(name, _device_text(device, each)) for name, device in facts["devices"].items()]
     width = max(len(name) for name, _ in rows) + 2
     for name, text in rows:
         print(f"{name:{width}}{text}")
@@ -150,7 +152,7 @@ def _amount(number: int) -> str:
     return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
 
 
-def _says(device: dict[str, Any], each: str) -> str:
+def _device_text(device: dict[str, Any], each: str) -> str:
     if not device["served"]:
         return f"does not serve it: {device['why_not']}"
     return (

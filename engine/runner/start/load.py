@@ -1,4 +1,4 @@
-"""`load_model`: a model's weights as an engine's configuration asks for them, read, made up or another replica's."""
+"""`load_model`: provides a model's weights: from a checkpoint, as dummy weights, or from another replica."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load_model(
     exchange: WeightExchange | None,
     model: str,
 ) -> Weights | BroadModule:
-    """On `resolved.device`. exchange: where replicas find each other's weights; `model` is their identity there.
+    """Load the weights to `resolved.device`. exchange: lets replicas share weights; `model` identifies them there.
 
     Raises `ModelError`.
     """
@@ -56,7 +56,7 @@ def load_model(
 
 @contextmanager
 def within_memory() -> Iterator[None]:
-    """For whatever of a start allocates with torch. Raises `OutOfMemory` where that finds no room on the GPU."""
+    """Turn torch's error into `OutOfMemory` if the GPU's memory does not suffice for a start."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -67,22 +67,21 @@ def within_memory() -> Iterator[None]:
 
 
 def prepare(resolved: ResolvedConfig) -> None:
-    """This process and thread, before weights come into it."""
+    """Set up this process and thread for loading weights."""
     torch.set_num_threads(resolved.cpu_threads)
     if resolved.device.type == "cuda":
-        grow_in_place()
+        use_expandable_segments()
 
 
-def grow_in_place() -> None:
-    """Have torch extend the segments of GPU memory that it holds, which gives the ends back: what reading and packing
-    weights leaves between segments is else lost to KV pages. An operator's setting stays.
-    """
+def use_expandable_segments() -> None:
+    """Let torch use expandable segments, unless the operator has set this. Otherwise gaps that reading and packing
+    weights leave between segments are lost to KV pages."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def read_weights(spec: ModelSpec, config: EngineConfig, resolved: ResolvedConfig, progress: Progress) -> Weights:
-    """Of all of a model or of a rank's part of it. Raises `ModelError`."""
+    """Read the weights of a model or of a rank's shard. Raises `ModelError`."""
     return load_weights(
         spec,
         config.model_path,

@@ -1,4 +1,4 @@
-"""`make_runner`: the runner of the device that was chosen."""
+"""`make_runner`: creates the runner of the configuration's device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress
-from weft.engine.runner.device.collectives import Several
+from weft.engine.runner.device.collectives import RankGroup
 from weft.engine.runner.device.compile_job import CompileJob, is_compiled
 from weft.engine.runner.device.runner import Runner
 from weft.engine.runner.options.resolve import ResolvedConfig
-from weft.engine.runner.start.gemm_tuning import prepare_products
+from weft.engine.runner.start.gemm_tuning import tune_gemms
 
 if TYPE_CHECKING:
     from weft.engine.model.broad.module import BroadModule
@@ -32,12 +32,12 @@ def make_runner(
     config: ResolvedConfig,
     progress: Progress | None = None,
     compiling: CompileJob | None = None,
-    several: Several | None = None,
+    rank_group: RankGroup | None = None,
 ) -> Runner:
-    """The runner for the configuration's device, its KV pool allocated. Raises `OutOfMemory`.
+    """Create the runner with its KV pool. Raises `OutOfMemory`.
 
-    options: what `config` was resolved from. compiling: a job begun for them; it ends here or belongs to the runner.
-    several: of a rank of several, on a GPU; the first one tunes and compiles, the others find what it found.
+    options: the options that `config` was resolved from. compiling: a job started for them, which ends here or belongs
+    to the runner. rank_group: the other ranks, on GPUs; rank 0 tunes and compiles, and the others load its results.
     """
     if config.device.type == "cuda":
         try:
@@ -48,23 +48,23 @@ def make_runner(
             raise ConfigError(f"a GPU needs Triton: {install_hint('gpu')}, or use --device cpu") from None
         if isinstance(spec, BroadSpec):
             return _tested(spec, weights, config, CudaRunner(spec, weights, config, progress))
-        if first := several is None or several.host.rank == 0:
-            prepare_products(
+        if first := rank_group is None or rank_group.host.rank == 0:
+            tune_gemms(
                 spec, config.device, config.max_num_batched_tokens, config.cache_dir, config.tuning_seconds, progress
             )
-            compiling = CompileJob.renewed(compiling, options)  # tiles that were just found are other kernels
+            compiling = CompileJob.after_tuning(compiling, options)  # new tiles need new kernels
         try:
             if compiling is not None:
                 compiling.wait(progress)
-            elif not is_compiled(options):  # nobody compiles apart here
+            elif not is_compiled(options):  # no job compiles the plan in the background
                 config = replace(config, wait_for_plan=True)
-            if several is not None:
-                several.host.all_gather(torch.tensor([1]))
+            if rank_group is not None:
+                rank_group.host.all_gather(torch.tensor([1]))
             if not first:
-                prepare_products(spec, config.device, config.max_num_batched_tokens, config.cache_dir, 0.0)
-            if several is not None:
-                several.measure()
-            return CudaRunner(spec, weights, config, progress, compiling, several)
+                tune_gemms(spec, config.device, config.max_num_batched_tokens, config.cache_dir, 0.0)
+            if rank_group is not None:
+                rank_group.measure()
+            return CudaRunner(spec, weights, config, progress, compiling, rank_group)
         except BaseException:
             if compiling is not None:
                 compiling.stop()
@@ -77,15 +77,15 @@ def make_runner(
 
 
 def _tested(spec: BroadSpec, weights: Weights | BroadModule, config: ResolvedConfig, runner: CudaRunner) -> CudaRunner:
-    """The runner, if what it computes is right. Raises `ModelError`."""
+    """Return the runner after its self-test. Raises `ModelError`."""
     from weft.engine.model.broad.module import BroadModule
     from weft.engine.runner.start.self_test import pages_needed, self_test
 
     assert isinstance(weights, BroadModule)
     if runner.num_pages <= (needed := pages_needed(config.kv.page_size)):
-        raise OutOfMemory(f"the test at the start needs {needed + 1} KV pages: raise --kv-cache-gib or --num-pages")
+        raise OutOfMemory(f"the self-test needs {needed + 1} KV pages: raise --kv-cache-gib or --num-pages")
     with torch.inference_mode():
-        runner.kv[1 : 1 + needed] = float("nan")  # what nobody wrote may be anything
+        runner.kv[1 : 1 + needed] = float("nan")  # unwritten pages may contain anything
         torch.cuda.synchronize()
         self_test(
             spec, weights, runner.logits_of, page_size=config.kv.page_size, max_model_len=config.max_model_len,

@@ -1,7 +1,7 @@
-"""`self_test`: that a `transformers` model computes the same in our batches as alone with its own attention.
+"""`self_test`: checks that a `transformers` model computes the same in weft's batches as in its own `generate`.
 
-Some tokens of two sequences, cut into chunks, side by side, then one by one; beside it the model's own `generate`. A
-difference would be wrong answers in silence: it is refused.
+It runs tokens of two sequences in chunks, in a batch and one by one. A model that differs is refused, because it would
+give wrong answers without any error.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from weft.engine.runner.iteration.batch import Batch, SamplingInputs
 from weft.engine.wire.sampling import COLUMNS, SamplingParams
 
 LONG, SHORT, NEW = 13, 6, 3
-"""tokens of the two prompts, and tokens behind each"""
+"""Tokens of the two prompts, and tokens generated after each."""
 TOLERANCE = {torch.float32: 1e-3}
 NARROW_TOLERANCE = 0.1
-"""of bfloat16 and float16: the middle row's difference, by length, in parts of the row's length"""
+"""Limit for bfloat16 and float16: the median over rows of the norm of the difference relative to the row's norm."""
 
 Run = Callable[[Batch], Tensor]
-"""computes a batch; the logits `[S, V]` of the rows that sample"""
+"""Computes a batch and returns the logits `[S, V]` of the rows that sample."""
 
 
 class _Sequence(NamedTuple):
     tokens: np.ndarray
-    """of prompt and output"""
+    """Prompt and output."""
     prompt_len: int
     logits: Tensor
-    """[NEW, V] by the model alone"""
+    """`[NEW, V]` from the model's own `generate`."""
 
 
 def pages_needed(page_size: int) -> int:
-    """Of the pool that a self-test uses, from page 1 on."""
+    """Return how many pages a self-test uses, starting with page 1."""
     return 2 * -(-(LONG + NEW) // page_size)
 
 
 def self_test(
     spec: BroadSpec, model: BroadModule, run: Run, *, page_size: int, max_model_len: int, dtype: torch.dtype
 ) -> None:
-    """run: of a pool in which `pages_needed` pages are nobody's. Raises `ModelError` when something differs."""
+    """Run the test. run: uses a pool with `pages_needed` free pages. Raises `ModelError` if results differ."""
     try:
         _self_test(spec, model, run, page_size=page_size, max_model_len=max_model_len, dtype=dtype)
     except ModelError as error:
@@ -63,23 +63,23 @@ def _self_test(
     room = max_model_len - NEW
     lengths = (min(LONG, room), min(SHORT, room))
     if room < 1:
-        raise ModelError(f"--max-model-len {max_model_len} is too short for the test that such a model must pass")
+        raise ModelError(f"--max-model-len {max_model_len} is too short for the self-test of such a model")
     ids = _ordinary_tokens(spec)
     prompts = [generator.choice(ids, length) for length in lengths]
     try:
         with torch.inference_mode(), quiet():
-            alone = [_alone(model, prompt, device) for prompt in prompts]
-            got = _together(run, alone, page_size)
+            alone = [_generate_alone(model, prompt, device) for prompt in prompts]
+            got = _run_batched(run, alone, page_size)
     except ModelError:
         raise
-    except Exception as error:  # its code, on a batch that is not of its own making
+    except Exception as error:  # of the model's code, on weft's batch
         raise ModelError(f"its code fails on tokens of several requests in a row: {one_line(error)}") from None
     for sequence, logits in zip(alone, got, strict=True):
         _compare(sequence.logits, logits, dtype)
 
 
 def _ordinary_tokens(spec: BroadSpec) -> np.ndarray:
-    """Ids that stand for no image, no padding and no end."""
+    """Return ids without tokens for images, padding and ends."""
     text = spec.config.get_text_config(decoder=True)
     special = {v for c in (spec.config, text) for k, v in vars(c).items() if k.endswith("_id") and isinstance(v, int)}
     special |= set(spec.eos_token_ids)
@@ -87,31 +87,30 @@ def _ordinary_tokens(spec: BroadSpec) -> np.ndarray:
     return ids[len(ids) // 4 :]
 
 
-def _alone(model: BroadModule, prompt: np.ndarray, device: torch.device) -> _Sequence:
+def _generate_alone(model: BroadModule, prompt: np.ndarray, device: torch.device) -> _Sequence:
     ids = torch.from_numpy(prompt.astype(np.int64))[None].to(device)
     module = model.module
     before, module.generation_config = module.generation_config, GenerationConfig()
     module.set_attn_implementation("eager")
     try:
-        told = module.generate(
+        output = module.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW,
             pad_token_id=0, use_cache=True, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
     finally:
         module.set_attn_implementation(NAME)
         module.generation_config = before
-    tokens = told.sequences[0].cpu().numpy().astype(np.int32)
+    tokens = output.sequences[0].cpu().numpy().astype(np.int32)
     if len(tokens) != len(prompt) + NEW:
         raise ModelError(f"its generate() gave {len(tokens) - len(prompt)} tokens, not {NEW}")
-    return _Sequence(tokens, len(prompt), torch.cat(list(told.logits)).float().cpu())
+    return _Sequence(tokens, len(prompt), torch.cat(list(output.logits)).float().cpu())
 
 
-def _together(run: Run, sequences: list[_Sequence], page_size: int) -> list[Tensor]:
-    """The logits `[NEW, V]` of each, computed in our way: the first one's prompt in two chunks, the second one's
-    beside the second chunk, then both token by token.
-    """
+def _run_batched(run: Run, sequences: list[_Sequence], page_size: int) -> list[Tensor]:
+    """Return the logits `[NEW, V]` of each sequence computed by weft: the first prompt in two chunks, the second prompt
+    in a batch with the second chunk, then both token by token."""
     own = -(-(LONG + NEW) // page_size)
-    # Neither in order nor next to each other.
+    # Pages are neither in order nor adjacent.
     tables = [np.arange(1 + i, 1 + 2 * own, 2, dtype=np.int32)[::-1] for i in range(2)]
     cut = max(1, sequences[0].prompt_len // 2)
     steps: list[list[tuple[int, int, int, bool]]] = [[(0, 0, cut, False)]]
@@ -172,7 +171,7 @@ def _batch(
 
 def _compare(alone: Tensor, together: Tensor, dtype: torch.dtype) -> None:
     if not together.isfinite().all() or not alone.isfinite().all():
-        raise ModelError("its logits are not finite in the test at the start")
+        raise ModelError("its logits are not finite in the self-test")
     if (tolerance := TOLERANCE.get(dtype)) is not None:
         difference = float((together - alone).abs().max() / alone.abs().max().clamp(min=1e-6))
     else:

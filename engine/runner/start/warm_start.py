@@ -1,7 +1,4 @@
-"""`Headstart`: what every engine's start needs and no option changes, done while its options are still being read.
-
-Python imports one module after the other; what else a GPU's start waits for is done in threads beside that.
-"""
+"""`WarmStart`: imports modules and prepares the GPU while the engine's options are still being read."""
 
 from __future__ import annotations
 
@@ -13,40 +10,40 @@ from importlib import import_module
 
 from weft.engine.config import EngineConfig
 from weft.engine.runner.device.compile_job import has_gpu
-from weft.kernels.common import warm_start as early
+from weft.kernels.common import warm_start as warm_start
 
-LOOK_SECONDS = 0.1
-"""between two looks at whether there is still something to wait for"""
+POLL_SECONDS = 0.1
+"""Seconds between checks whether the imports have ended."""
 
 
-class Headstart:
-    """Begins with its creation. Whatever fails here fails again, and is told, where the engine needs it."""
+class WarmStart:
+    """Starts when created. Errors are ignored here, because they occur again where the engine needs the module."""
 
     def __init__(self, modules: Sequence[str], gpu_modules: Sequence[str]) -> None:
-        """What to import: in any case, and where there is a GPU."""
-        # Nothing of what is imported is garbage: looking for some took a tenth of the time.
+        """modules: imported always. gpu_modules: imported if there is a GPU."""
+        # Imports create no garbage, and collections took a tenth of the time.
         gc.disable()
         imported = modules, gpu_modules
         self._importing = threading.Thread(target=_import, args=imported, name="weft-imports", daemon=True)
         self._importing.start()
 
     def use(self, config: EngineConfig) -> None:
-        """The configuration is known."""
+        """Open the GPU if the configuration uses it."""
         if config.device != "cpu" and has_gpu():
-            early.open_gpu()
+            warm_start.open_gpu()
 
     def wait(self, check: Callable[[], None]) -> None:
-        """Until everything is imported that can be. check: called meanwhile; what it raises ends the wait."""
+        """Wait for the imports. check: called meanwhile; an error that it raises ends the wait."""
         while self._importing.is_alive():
-            self._importing.join(LOOK_SECONDS)
+            self._importing.join(POLL_SECONDS)
             check()
         gc.enable()
-        gc.freeze()  # what is there now stays: later collections need not look at it
+        gc.freeze()  # later collections skip everything imported
 
 
 def _import(modules: Sequence[str], gpu_modules: Sequence[str]) -> None:
     with suppress(Exception):
         if has_gpu():
-            early.hash_triton()
+            warm_start.hash_triton()
         for name in (*modules, *(gpu_modules if has_gpu() else ())):
             import_module(name)

@@ -18,7 +18,7 @@ from weft.engine.model.directory import read_spec
 from weft.engine.runner.options import footprint
 from weft.engine.runner.options import resolve as resolving
 from weft.engine.runner.options.footprint import GIB
-from weft.engine.runner.options.gpu_memory import CONTEXT_BYTES, Taken, room_for_pages, share_bytes
+from weft.engine.runner.options.gpu_memory import CONTEXT_BYTES, MemoryUsage, bytes_for_pages, share_bytes
 from weft.engine.runner.options.resolve import ResolvedConfig, resolve
 from weft.kernels.common.gpu import KNOWN, compiling_for
 
@@ -58,7 +58,7 @@ H200, RESERVE = 143771 << 20, 1 << 30
 
 
 def test_an_engine_alone_on_a_gpu_takes_what_is_left_of_its_share() -> None:
-    assert room_for_pages(ALONE, Taken(100, 70, own=20), 5) == 90 - 30 - 5
+    assert bytes_for_pages(ALONE, MemoryUsage(100, 70, own=20), 5) == 90 - 30 - 5
     assert share_bytes(ALONE, 100, 0) == 90
 
 
@@ -69,8 +69,8 @@ def test_engines_on_one_gpu_fit_it_whoever_is_first(n: int, weights: int, own: i
     free, rooms = H200 - (weights if common else 0), set()
     for _ in range(n):
         free -= CONTEXT_BYTES + own + (0 if common else weights)
-        taken = Taken(H200, free, own if common else own + weights, weights if common else 0)
-        rooms.add(room := room_for_pages(config, taken, RESERVE))
+        taken = MemoryUsage(H200, free, own if common else own + weights, weights if common else 0)
+        rooms.add(room := bytes_for_pages(config, taken, RESERVE))
         free -= room + RESERVE
     assert len(rooms) == 1
     assert 0 <= int(H200 * part) - (H200 - free) < n

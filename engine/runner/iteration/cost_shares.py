@@ -1,4 +1,4 @@
-"""`Work`: how an iteration's cost divides among its requests."""
+"""`CostShares`: divides an iteration's cost among its requests."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ from weft.engine.runner.iteration.batch import Batch
 
 GPU_BALANCE = 150.0
 CPU_BALANCE = 20.0
-"""operations of a matrix product that cost about as much as one byte of memory"""
+"""GEMM operations that take about as long as one byte of memory traffic."""
 GPU_TILE = 128
-"""tokens that a product of more computes at once (`kernels/matmul/gemm.py`)"""
+"""Tokens per tile of a large GEMM (`kernels/matmul/gemm.py`)."""
 
 
 class Costs(NamedTuple):
-    """What the parts of an iteration cost beside each other, in bytes of memory traffic or what costs as much."""
+    """Costs of an iteration's operations in bytes of memory traffic, or operations that take as long."""
 
     weights: float
-    """of all of them, read once"""
+    """Reading all weights once."""
     token: float
-    """multiplied with the weights"""
+    """Multiplying a token with the weights."""
     position: float
-    """of one layer, that a decode reads"""
+    """Reading a position of one layer for a decode."""
     pair: float
-    """of a prompt's token and a position of one layer that it attends to"""
+    """Attention of a prompt token to one position of one layer."""
     layers: Mapping[int | None, int]
-    """how many layers see so many positions; None: all"""
+    """Number of layers by window; None: no window."""
     tile: int = 1
-    """tokens that products compute at once: fewer take as long"""
+    """Tokens that a GEMM computes at once; fewer take as long."""
 
     def seen(self, length: float) -> float:
-        """Positions that a token sees in all layers, its own included, behind a context of this length."""
+        """Return the positions that a token attends to, summed over layers. length: its context, itself included."""
         return sum(n * (length if window is None else min(length, window)) for window, n in self.layers.items())
 
     def all_seen(self, lengths: npt.NDArray[np.integer | np.floating]) -> npt.NDArray[np.float64]:
-        """The same, of several."""
+        """`seen` of several lengths."""
         total = np.zeros(len(lengths))
         for window, layers in self.layers.items():
             total += layers * (lengths if window is None else np.minimum(lengths, window))
         return total
 
 
-class Work:
-    """Shares by the tokens and the context of each request, in bytes of memory traffic or what costs as much.
+class CostShares:
+    """Computes shares from the tokens and the context of each request.
 
-    All tokens of an iteration share its dense products (reading the weights, or multiplying, whichever costs more);
-    attention is each request's own: a decode reads its KV, a chunk multiplies with it.
+    All tokens of an iteration share its dense GEMMs, which cost the higher of reading the weights and multiplying.
+    Attention counts per request: a decode reads its KV, a chunk multiplies with it.
     """
 
     def __init__(self, spec: ModelSpec, weight_bytes: int, kv_bytes: int, *, cuda: bool) -> None:
-        """kv_bytes: of a token in one layer."""
+        """kv_bytes: bytes of a token in one layer."""
         self._balance = GPU_BALANCE if cuda else CPU_BALANCE
         self._weight_bytes = float(weight_bytes)
         self._per_token = 2.0 * spec.active_parameters / self._balance
@@ -69,7 +69,7 @@ class Work:
         return Costs(self._weight_bytes, self._per_token, self._kv_bytes, self._per_pair, self._layers, self._tile)
 
     def shares(self, batch: Batch) -> npt.NDArray[np.float64]:
-        """`[R]`: of the whole iteration; they add up to one."""
+        """Return each request's share of the iteration, `[R]`, summing to one."""
         tokens = batch.query_len.astype(np.float64)
         dense = max(self._per_token, self._weight_bytes / max(batch.num_tokens, 1))
         context = batch.kv_len - 0.5 * (tokens - 1)

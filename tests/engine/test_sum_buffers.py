@@ -11,7 +11,7 @@ from weft.engine.demo import MODEL_PATH
 from weft.engine.model.directory import read_spec
 from weft.engine.model.parts import Experts, Layer, Placement
 from weft.engine.model.spec import ModelSpec
-from weft.engine.runner.cuda.sum_places import OF_EMBEDDING, sum_places
+from weft.engine.runner.cuda.sum_buffers import EMBEDDING_BUFFER, sum_buffers
 
 PLAIN = read_spec(MODEL_PATH)
 SPARSE = replace(
@@ -26,8 +26,8 @@ SPARSE = replace(
 )
 def test_sums_take_turns_and_products_of_one_sum_share_its_place(spec: ModelSpec, sums: int) -> None:
     spec = spec.shard(0, 2)
-    turns = [OF_EMBEDDING]
-    for layer, places in enumerate(sum_places(spec)):
+    turns = [EMBEDDING_BUFFER]
+    for layer, places in enumerate(sum_buffers(spec)):
         operations = list(spec.layer_operations(layer))
         assert set(places) == {o.name for o in operations if o.target == "x"}
         left: list[str] = []
@@ -49,4 +49,4 @@ def test_sums_take_turns_and_products_of_one_sum_share_its_place(spec: ModelSpec
 
 
 def test_one_rank_has_no_places() -> None:
-    assert sum_places(PLAIN) == []
+    assert sum_buffers(PLAIN) == []
