@@ -25,7 +25,6 @@ from weft.server.api import (
     files,
     messages,
     operations,
-    render,
     tokens,
     ui,
 )
@@ -37,7 +36,7 @@ from weft.server.api.responses import endpoints as responses
 from weft.server.api.responses.background import Background
 from weft.server.api.responses.store import Store
 from weft.server.api.service import Service
-from weft.server.batches.folder import Folder
+from weft.server.batches.records import Folder
 from weft.server.errors import ApiError, translate
 from weft.server.keys import digest
 from weft.server.observe.tracing import Spans
@@ -60,7 +59,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.responses = Store.open(config)
     app.state.background = Background()
     stateful = (responses, conversations)
-    common = (completions, chat, embeddings, messages, *stateful, render, tokens, operations, aliases, docs)
+    common = (completions, chat, embeddings, messages, *stateful, tokens, operations, aliases, docs)
     for module in (*common, *([ui] if config.ui else [])):
         app.include_router(module.router)
     for kind in (ApiError, WeftError, RequestValidationError, HTTPException, ClientDisconnect, Exception):

@@ -12,8 +12,8 @@ import orjson
 from starlette.types import ASGIApp, Message
 
 from weft.server.api.service import Phase, Service
-from weft.server.batches.folder import Folder
 from weft.server.batches.lines import BatchLine
+from weft.server.batches.records import Folder
 from weft.server.batches.runner import OwnerGone, Reply, Runner
 from weft.server.keys import GAP
 from weft.server.observe.shared_state import OPEN, PREFILL

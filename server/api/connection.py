@@ -6,6 +6,9 @@ It also answers invalid HTTP with OpenAI's error body, and scrapes without the a
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import struct
+import termios
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -15,7 +18,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from weft.server.api.fast_path import EXTENSION
 from weft.server.api.service import Service
-from weft.server.api.stall import StallWatch
 from weft.server.errors import ApiError
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -289,3 +291,72 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+CHECKS = 4
+"""Checks per stall timeout."""
+
+
+class StallWatch:
+    """Watches one connection. `stalled`: it has closed the connection."""
+
+    __slots__ = ("_left", "_loop", "_on_stall", "_seconds", "_timer", "_transport", "_unread", "stalled")
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        transport: asyncio.Transport,
+        seconds: float,
+        on_stall: Callable[[], None],
+    ) -> None:
+        """`seconds`: time without progress; 0 disables the watch."""
+        self._loop = loop
+        self._transport = transport
+        self._seconds = seconds
+        self._on_stall = on_stall
+        self._timer: asyncio.TimerHandle | None = None
+        self._unread = 0
+        self._left = 0
+        self.stalled = False
+
+    def begin(self) -> None:
+        """Watch until the transport has nothing left to send. Idempotent."""
+        if self._timer is None and self._seconds and self._transport.get_write_buffer_size():
+            self._unread, self._left = -1, CHECKS
+            self._wait()
+
+    def end(self) -> None:
+        """The connection is closed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wait(self) -> None:
+        self._timer = self._loop.call_later(self._seconds / CHECKS, self._check)
+
+    def _check(self) -> None:
+        self._timer = None
+        if not self._transport.get_write_buffer_size():
+            return
+        unread = self._count()
+        self._left = self._left - 1 if unread == self._unread else CHECKS - 1
+        self._unread = unread
+        if self._left:
+            self._wait()
+        else:
+            self.stalled = True
+            self._on_stall()
+
+    def _count(self) -> int:
+        """Unacknowledged bytes in the transport and the kernel."""
+        return self._transport.get_write_buffer_size() + _in_kernel(self._transport)
+
+
+def _in_kernel(transport: asyncio.Transport) -> int:
+    """Unacknowledged bytes in the kernel, where a slow reader makes progress long before the transport can write."""
+    sock = transport.get_extra_info("socket")
+    try:
+        size: int = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0\0\0\0"))[0]
+    except (OSError, AttributeError):  # closed, or not a socket
+        return 0
+    return size

@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import FileResponse
 
-from weft.server.api.download import Download
 from weft.server.api.service import Service
-from weft.server.api.upload import UploadBody, receive
+from weft.server.api.transfer import Download, UploadBody, receive
 from weft.server.batches.files import DAY, KEPT_SECONDS, Files, StoredFile, StoreFull
-from weft.server.batches.folder import Folder
+from weft.server.batches.records import Folder
 from weft.server.errors import ApiError, bad_request, clip
 
 PATH = "/v1/files"

@@ -12,8 +12,7 @@ from weft.engine.wire.messages import EngineReady
 from weft.server.api.chat_message import ChatMessage
 from weft.server.api.protocol import GenerationBody
 from weft.server.errors import ApiError, bad_request
-from weft.server.text.tokenizer import Tokenizer
-from weft.server.text.truncation import Truncation
+from weft.server.text.tokenizer import Tokenizer, Truncation
 
 RENDER_SECONDS = 5.0
 """Time limit of a chat template, in seconds."""

@@ -26,8 +26,7 @@ from weft.server.api.field_types import (
 )
 from weft.server.bodies import Body
 from weft.server.errors import bad_request
-from weft.server.text.tokenizer import Tokenizer
-from weft.server.text.truncation import Side, Truncation
+from weft.server.text.tokenizer import Side, Tokenizer, Truncation
 from weft.server.tools.cache_control import MINUTES, CacheControl
 from weft.server.tools.structured import (
     Grammar,

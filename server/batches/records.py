@@ -1,4 +1,7 @@
-"""`Batches`: batch records, one JSON file each. One process owns and changes them; all others read."""
+"""`Batches`: batch records, one JSON file each. One process owns and changes them; all others read.
+
+`Folder`: the files and batches in `--files-dir`.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ import re
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from weft.server.batches.files import KEPT_SECONDS, replace
+from weft.engine.config import expanded
+from weft.engine.errors import ConfigError
+from weft.server.batches.files import KEPT_SECONDS, Files, replace
 
 MAX_OPEN = 1000
 """Unfinished batches of all owners."""
@@ -178,3 +183,17 @@ class Batches:
             return msgspec.json.decode((self.root / f"{id}.json").read_bytes(), type=Batch)
         except (OSError, msgspec.MsgspecError):
             return None
+
+
+class Folder(NamedTuple):
+    files: Files
+    batches: Batches
+
+    @classmethod
+    def open(cls, path: str, max_gib: float) -> Folder:
+        """Open the folder, creating it if needed. Raises `ConfigError`."""
+        root = expanded(path)
+        try:
+            return cls(Files(root, int(max_gib * 2**30)), Batches(root))
+        except OSError as error:
+            raise ConfigError(f"--files-dir {path} cannot be used: {error.strerror or error}") from None

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 from weft.server.batches import lines
-from weft.server.batches.answers import AnswerFile, NoAnswers
 from weft.server.batches.files import Files
-from weft.server.batches.lines import BatchLine
+from weft.server.batches.lines import AnswerFile, BatchLine, NoAnswers, RequestFile
 from weft.server.batches.records import Batch, Batches, Counts
-from weft.server.batches.requests import RequestFile
 
 MAX_REQUESTS = 50_000
 

@@ -15,9 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from weft import unwritable
 from weft.engine.errors import ConfigError, WeftError
-from weft.server.batches.answers import AnswerFile, NoAnswers
-from weft.server.batches.lines import LineError
-from weft.server.batches.requests import RequestFile
+from weft.server.batches.lines import AnswerFile, LineError, NoAnswers, RequestFile
 from weft.server.commands.batch_client import BatchClient
 from weft.server.commands.endpoint import Endpoint, Refused
 from weft.server.commands.options import URL, key_of

@@ -14,8 +14,7 @@ import orjson
 
 from weft.loadgen.connection import Address, Body, ConnectionBroken, Pool
 from weft.server.batches import lines
-from weft.server.batches.answers import Answers
-from weft.server.batches.lines import BatchLine, LineError
+from weft.server.batches.lines import Answers, BatchLine, LineError
 from weft.server.commands.endpoint import Refused
 
 PAUSE_SECONDS = (0.5, 30.0)

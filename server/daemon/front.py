@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from weft.engine.errors import ConfigError
 from weft.server.api.responses.store import Store
-from weft.server.batches.folder import Folder
+from weft.server.batches.records import Folder
 from weft.server.config import ServeConfig
 from weft.server.daemon.certificate import Certificate
 from weft.server.daemon.handover import Handover, find

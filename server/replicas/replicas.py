@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -9,11 +10,10 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from weft.engine.errors import EngineDead
-from weft.engine.wire.messages import EngineReady, EngineStats
+from weft.engine.wire.messages import EngineReady, EngineStats, PageChanges
 from weft.engine.wire.page_keys import BRIEF, page_keys, root
 from weft.engine.wire.streams import Streams
 from weft.server.observe.shared_state import SharedState
-from weft.server.replicas.cached_pages import CachedPages
 from weft.server.replicas.router import POLICY, Candidate, Policy, choose
 
 
@@ -216,3 +216,48 @@ def credit_new_engine(shared_state: SharedState, engine: int, others: Sequence[i
         rest = [other for other in (range(shared_state.engines) if others is None else others) if other != engine]
         if rest:
             shared_state.given[engine] = shared_state.given[rest].mean(axis=0)
+
+
+class CachedPages:
+    """The pages that the engine reported, and those that requests just sent there will compute.
+
+    A stale entry only costs time: the engine checks its own prefix index.
+    """
+
+    def __init__(self, pages: bytes = b"") -> None:
+        """`pages`: concatenated brief keys, as engines report them."""
+        self._reported = set(_split(pages))
+        self._expected: Counter[bytes] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._reported)
+
+    def update(self, news: PageChanges) -> None:
+        if news.entered:
+            self._reported.update(_split(news.entered))
+        if news.left:
+            self._reported.difference_update(_split(news.left))
+
+    def expect(self, keys: Iterable[bytes]) -> None:
+        """Add the pages of a request that was sent to the engine, until `settle`."""
+        self._expected.update(keys)
+
+    def settle(self, keys: Iterable[bytes]) -> None:
+        """Drop expected pages: the engine has computed and reported them, or never will."""
+        for key in keys:
+            if self._expected[key] > 1:
+                self._expected[key] -= 1
+            else:
+                del self._expected[key]
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """The number of leading pages of a prompt that are cached or expected."""
+        reported, expected = self._reported, self._expected
+        for i, key in enumerate(keys):
+            if key not in reported and key not in expected:
+                return i
+        return len(keys)
+
+
+def _split(pages: bytes) -> list[bytes]:
+    return [pages[i : i + BRIEF] for i in range(0, len(pages), BRIEF)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -396,3 +397,27 @@ def _parse_arguments(arguments: str) -> Any:
         return parse_json(arguments)
     except ValueError:
         return arguments
+
+
+Side = Literal["left", "right"]
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Cuts prompts to at most `limit` tokens, at `side`."""
+
+    limit: int
+    side: Side
+
+    def text(self, text: str, longest: int) -> str:
+        """Cut a text to the `longest` characters that the kept tokens can cover."""
+        return text[-longest:] if self.side == "left" else text[:longest]
+
+    def ids(self, ids: list[int], bos: int | None = None) -> list[int]:
+        """Cut token ids. `bos`: a leading token to keep."""
+        if len(ids) <= self.limit:
+            return ids
+        if self.side == "right":
+            return ids[: self.limit]
+        kept = 1 if ids[0] == bos and self.limit else 0
+        return ids[:kept] + ids[len(ids) - self.limit + kept :]

@@ -12,8 +12,8 @@ import pytest
 from exposed import value_of
 from stub import serving
 
-from weft.server.api import accept
-from weft.server.api.accept import SPARE, Acceptor
+from weft.server.api import http_server
+from weft.server.api.http_server import SPARE, Acceptor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -50,7 +50,7 @@ class Greeter(asyncio.Protocol):
 
 
 async def test_an_accept_that_fails_is_tried_again_and_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accept, "PAUSE", 0.02)
+    monkeypatch.setattr(http_server, "PAUSE", 0.02)
     tries = 0
 
     class Listener(socket.socket):

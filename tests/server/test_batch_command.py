@@ -15,9 +15,7 @@ import pytest
 from stub import Script, Server, serving
 
 from weft.engine.errors import ConfigError, WeftError
-from weft.server.batches.answers import AnswerFile, NoAnswers
-from weft.server.batches.lines import LineError, failure, parse
-from weft.server.batches.requests import RequestFile
+from weft.server.batches.lines import AnswerFile, LineError, NoAnswers, RequestFile, failure, parse
 from weft.server.commands import batch_client
 from weft.server.commands.batch_client import BatchClient
 from weft.server.commands.endpoint import Refused

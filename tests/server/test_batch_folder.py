@@ -16,11 +16,9 @@ import pytest
 
 from weft.engine.errors import ConfigError
 from weft.server.batches import runner as runner_module
-from weft.server.batches.answers import AnswerFile
 from weft.server.batches.files import DAY
-from weft.server.batches.folder import Folder
-from weft.server.batches.lines import BatchLine, answer
-from weft.server.batches.records import Batch
+from weft.server.batches.lines import AnswerFile, BatchLine, answer
+from weft.server.batches.records import Batch, Folder
 from weft.server.batches.runner import Reply, Runner
 from weft.server.batches.work import begin
 from weft.server.config import ServeConfig

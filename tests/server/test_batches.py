@@ -20,8 +20,8 @@ from stub import Script, Server, serving
 from weft.engine.wire.messages import EngineStats, SchedulerStats
 from weft.server.batches import files as files_module
 from weft.server.batches import runner
-from weft.server.batches.folder import Folder
 from weft.server.batches.lines import ENDPOINTS
+from weft.server.batches.records import Folder
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

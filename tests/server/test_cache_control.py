@@ -11,8 +11,8 @@ from chat_templates import TEMPLATES
 from stub import Script, Server
 from vocabularies import byte_level, wrapped
 
-from weft.server.api.cache_marks import marks_of, retention_of
 from weft.server.api.protocol import ChatBody
+from weft.server.api.turn import marks_of, retention_of
 from weft.server.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

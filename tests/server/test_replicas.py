@@ -18,8 +18,7 @@ from weft.engine.errors import EngineDead
 from weft.engine.wire.messages import EngineReady, EngineStats, PageChanges
 from weft.engine.wire.page_keys import BRIEF, page_keys, root
 from weft.server.observe.shared_state import SharedState
-from weft.server.replicas.cached_pages import CachedPages
-from weft.server.replicas.replicas import Replicas, credit_new_engine
+from weft.server.replicas.replicas import CachedPages, Replicas, credit_new_engine
 
 PAGE = 16
 

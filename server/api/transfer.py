@@ -1,20 +1,75 @@
-"""`receive`: reads a multipart form with one file and writes the file to disk as it arrives."""
+"""Transfer of stored files: `Download` as an answer, `receive` from a multipart form that is written as it arrives."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse
+from starlette.types import Message, Receive, Scope, Send
 
-from weft.server.api.download import base_name
 from weft.server.batches.files import Upload
-from weft.server.errors import bad_request
+from weft.server.errors import ApiError, bad_request
+
+UNNAMED = "file"
+
+
+class Download(FileResponse):
+    """Starlette's file response with this server's error body. An invalid `Range` is ignored (RFC 9110)."""
+
+    def __init__(self, path: Path, media_type: str, filename: str) -> None:
+        super().__init__(path, media_type=media_type, headers={"content-disposition": disposition(filename)})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises `ApiError`, before anything is sent."""
+
+        async def checked(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                raise _Refused(message)
+            await send(message)
+
+        try:
+            await super().__call__(scope, receive, checked)
+        except _Refused as refusal:
+            if refusal.status == 416:
+                size = Path(self.path).stat().st_size
+                raise ApiError(
+                    416,
+                    f"The requested range is outside the file, which has {size} bytes.",
+                    code="range_not_satisfiable",
+                    headers={"Content-Range": f"bytes */{size}"},
+                ) from None
+            headers = [(name, value) for name, value in scope["headers"] if name != b"range"]
+            await super().__call__({**scope, "headers": headers}, receive, send)
+
+
+class _Refused(Exception):
+    def __init__(self, message: Message) -> None:
+        super().__init__()
+        self.status: int = message["status"]
+
+
+def base_name(name: str) -> str:
+    """An upload's file name without folders (of either path style) and unprintable characters."""
+    last = "".join(c for c in re.split(r"[/\\]", name)[-1] if c.isprintable()).strip()
+    return UNNAMED if last in ("", ".", "..") else last
+
+
+def disposition(name: str) -> str:
+    """The Content-Disposition that saves a file under this name (RFC 6266)."""
+    name = base_name(name)
+    plain = re.sub(r'[^ -~]|["%]', "_", name)
+    return f'attachment; filename="{plain}"' + ("" if plain == name else f"; filename*=UTF-8''{quote(name, safe='')}")
+
 
 CHUNK_BYTES = 2**20
 """Bytes to parse and write per call of a thread."""
