@@ -26,6 +26,11 @@ def for_stdout() -> Console:
     return Console(width=None if sys.stdout.isatty() else UNLIMITED_WIDTH)
 
 
+def notice(text: str) -> None:
+    """Print a line of a start to stderr."""
+    print(f"weft: {text}", file=sys.stderr, flush=True)
+
+
 def progress_text(phase: str, done: int, total: int, seconds: float = 0.0) -> str:
     """Describe the progress of a phase, with a rate for bytes if `seconds` have passed."""
     if phase != LOADING:

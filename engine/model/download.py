@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.engine.errors import ConfigError, ModelError
+from weft.engine.progress import notice
 
 PARTIAL = ".incomplete"
 """Suffix of incomplete files; the hub's library never resumes one of an earlier process."""
@@ -93,7 +93,7 @@ def _in_background(work: Any) -> None:
         while thread.is_alive():
             thread.join(0.2)
     except KeyboardInterrupt:
-        print("weft: stopped; complete files are kept: run the command again to resume", file=sys.stderr, flush=True)
+        notice("stopped; complete files are kept: run the command again to resume")
         raise
     if failed:
         raise failed[0]
@@ -110,11 +110,7 @@ class _ProgressDisplay:
         self._before = {file.name for file in self._files() if file.suffix != PARTIAL}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-pull-watch", daemon=True)
-        print(
-            f"weft: downloading {name}: {files} {'file' if files == 1 else 'files'}, {amount(size)}, to {cache_dir()}",
-            file=sys.stderr,
-            flush=True,
-        )
+        notice(f"downloading {name}: {files} {'file' if files == 1 else 'files'}, {amount(size)}, to {cache_dir()}")
 
     def __enter__(self) -> None:
         self._begun, self._first = time.monotonic(), self._there()
@@ -153,31 +149,17 @@ class _ProgressDisplay:
             there = self._there()
             speed = (there - self._first) / (time.monotonic() - self._begun)
             left = f", {(self._size - there) / speed:,.0f} s left" if speed > 0 else ""
-            print(
-                f"weft: downloading {self._name}: {amount(there)} of {amount(self._size)}, "
-                f"{there / max(1, self._size):.0%}{left}",
-                file=sys.stderr,
-                flush=True,
-            )
+            share = f"{there / max(1, self._size):.0%}"
+            notice(f"downloading {self._name}: {amount(there)} of {amount(self._size)}, {share}{left}")
 
     def _bar(self, console: Any) -> None:
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
+        from rich import progress
 
         columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console, transient=True) as bar:
+            progress.TextColumn("{task.description}"), progress.BarColumn(), progress.DownloadColumn(binary_units=True),
+            progress.TransferSpeedColumn(), progress.TimeRemainingColumn(),
+        )  # fmt: skip
+        with progress.Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(self._name, total=self._size, completed=self._first)
             while not self._ended.wait(0.2):
                 bar.update(task, completed=self._there())

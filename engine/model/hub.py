@@ -75,8 +75,8 @@ def cached(name: str, revision: str | None = None, *, weights: bool = True) -> P
 
 
 def _cached_gguf(name: str, snapshot: Path, file: str) -> Path | None:
-    from weft.engine.model.gguf.choice import choose
     from weft.engine.model.gguf.directory import gguf_directory
+    from weft.engine.model.gguf.file import choose
 
     there = [str(path.relative_to(snapshot)) for path in snapshot.rglob(f"*{GGUF}")]
     try:
@@ -170,8 +170,8 @@ def pull(name: str, revision: str | None = None, *, weights: bool = True) -> Pat
 
 def _pull_gguf(name: str, revision: str | None, api: Any, commit: str, file: str, *, weights: bool) -> Path:
     """Pull a GGUF file, which needs nothing else of the repository."""
-    from weft.engine.model.gguf.choice import choose
     from weft.engine.model.gguf.directory import gguf_directory
+    from weft.engine.model.gguf.file import choose
 
     tree = api.list_repo_tree(name, revision=commit, recursive=True)
     sizes: dict[str, int] = {f.path: f.size for f in tree if hasattr(f, "size")}
@@ -238,17 +238,7 @@ def _quiet() -> Iterator[None]:
 @contextmanager
 def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
     """Translate the hub's errors to one line each that says what to do."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT
     token = "set HF_TOKEN or run `hf auth login`"
@@ -256,18 +246,23 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
         yield
     except (ModelError, ConfigError):
         raise
-    except GatedRepoError:
+    except errors.GatedRepoError:
         raise ModelError(
             f"{name} is gated: request access at {hub}/{name}, then {token} with a token that may read it"
         ) from None
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         raise ModelError(
             f"there is no directory {name} here and no repository of that name at {hub} that you may read; "
             f"if it is private, {token}"
         ) from None
-    except RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         raise ModelError(f"{name} has no revision {revision}: name a branch, a tag or a commit") from None
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError, HFValidationError, EntryNotFoundError, HfHubHTTPError) as e:
+    except (
+        errors.OfflineModeIsEnabled,
+        errors.HFValidationError,
+        errors.EntryNotFoundError,
+        errors.HfHubHTTPError,
+    ) as e:
         _refuse(name, hub, e)
     except Exception as error:
         # The hub's library has changed its HTTP client between versions; all of them name errors by cause.

@@ -100,9 +100,4 @@ def _fp8(config: Config) -> Quantization:
     return Quantization("fp8", scheme, weights=weights, kept=kept)
 
 
-_READERS = {
-    "compressed-tensors": _compressed_tensors,
-    "modelopt": _modelopt,
-    "fbgemm_fp8": _fbgemm,
-    "fp8": _fp8,
-}
+_READERS = {"compressed-tensors": _compressed_tensors, "modelopt": _modelopt, "fbgemm_fp8": _fbgemm, "fp8": _fp8}

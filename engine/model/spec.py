@@ -294,17 +294,10 @@ class ModelSpec:
 
     def checked(self) -> Self:
         """Return the spec if it can be computed. Raises `ModelError`, one line."""
-        sizes = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
             "max_positions",
-        )
-        for name in sizes:
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ModelError(f"config.json: {name} is {getattr(self, name)}, must be at least 1")
         if self.num_heads % self.num_kv_heads:

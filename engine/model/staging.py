@@ -94,27 +94,24 @@ class Staging:
         if self._stopped:
             return
         with torch.cuda.stream(self._stream):  # no effect for None
-            self._copy_there(source, target, ready)
-
-    def _copy_there(self, source: Tensor, target: Tensor, ready: torch.cuda.Event | None) -> None:
-        turn = self._own.__dict__.setdefault("turn", 0)
-        self._own.turn = turn + 1
-        buffers: list[_Buffer] = self._own.__dict__.setdefault("buffers", [])
-        if len(buffers) < BUFFERS:
-            buffers.append(_Buffer(self._size, pinned=self._stream is not None))
-        buffer = buffers[turn % BUFFERS]
-        if buffer.empty is not None:
-            buffer.empty.synchronize()
-        # numpy copies release the GIL and, unlike torch's, use no thread team.
-        size = target.nbytes
-        np.copyto(buffer.array[:size].view(_WORDS[source.element_size()]).reshape(source.shape), _array(source))
-        staged = buffer.bytes[:size].view(source.dtype).view(target.shape)
-        if self._stream is None or buffer.empty is None or ready is None:
-            target.copy_(staged)
-            return
-        self._stream.wait_event(ready)
-        target.copy_(staged, non_blocking=True)
-        buffer.empty.record(self._stream)
+            turn = self._own.__dict__.setdefault("turn", 0)
+            self._own.turn = turn + 1
+            buffers: list[_Buffer] = self._own.__dict__.setdefault("buffers", [])
+            if len(buffers) < BUFFERS:
+                buffers.append(_Buffer(self._size, pinned=self._stream is not None))
+            buffer = buffers[turn % BUFFERS]
+            if buffer.empty is not None:
+                buffer.empty.synchronize()
+            # numpy copies release the GIL and, unlike torch's, use no thread team.
+            size = target.nbytes
+            np.copyto(buffer.array[:size].view(_WORDS[source.element_size()]).reshape(source.shape), _array(source))
+            staged = buffer.bytes[:size].view(source.dtype).view(target.shape)
+            if self._stream is None or buffer.empty is None or ready is None:
+                target.copy_(staged)
+                return
+            self._stream.wait_event(ready)
+            target.copy_(staged, non_blocking=True)
+            buffer.empty.record(self._stream)
 
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

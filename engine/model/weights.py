@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from weft.engine.model.realistic import RealisticDummy
 from weft.engine.model.shapes import ShapesOnly
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.staging import Staging
-from weft.engine.progress import LOADING, Progress
+from weft.engine.progress import LOADING, Progress, notice
 from weft.kernels.formats import fp8
 from weft.kernels.matmul import weight_layout as pack
 
@@ -76,8 +75,9 @@ class Weights:
 def warn_of_surplus(surplus: list[str]) -> None:
     if surplus:
         named = ", ".join(surplus[:3]) + (" …" if len(surplus) > 3 else "")
-        unused = f"weft: {len(surplus)} tensor(s) of the checkpoint are not used, as config.json does not require them"
-        print(f"{unused}: {named}", file=sys.stderr, flush=True)
+        notice(
+            f"{len(surplus)} tensor(s) of the checkpoint are not used, as config.json does not require them: {named}"
+        )
 
 
 class _Wanted:
@@ -101,11 +101,7 @@ class _Reader:
     """
 
     def __init__(
-        self,
-        wanted: list[tuple[str, Stored]],
-        device: torch.device,
-        progress: Progress | None,
-        staging: Staging | None,
+        self, wanted: list[tuple[str, Stored]], device: torch.device, progress: Progress | None, staging: Staging | None
     ) -> None:
         self._wanted = iter(wanted)
         self._device, self._progress, self._staging = device, progress, staging
@@ -213,14 +209,13 @@ def load_weights(
 def _report_conversion(checkpoint: TensorSource, wanted: _Wanted, weights: Weights, spec: ModelSpec) -> None:
     """Print what became of matrices that the checkpoint stores in fewer bits."""
     if isinstance(checkpoint, IntegerCheckpoint):
-        print(f"weft: {checkpoint.summary(weights.num_bytes, spec)}", file=sys.stderr, flush=True)
+        notice(checkpoint.summary(weights.num_bytes, spec))
     if spec.widened:
         stored = sum(stored.raw.nbytes for _, stored in wanted.tensors) / GIB
-        print(
-            "weft: matrices in FP8, whose activations are not quantized, became 16 bits while loading: "
-            f"{stored:.2f} GiB in the checkpoint, the weights now take {weights.num_bytes / GIB:.2f} GiB",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        notice(
+            "matrices in FP8, whose activations are not quantized, became 16 bits while loading: "
+            f"{stored:.2f} GiB in the checkpoint, the weights now take {weights.num_bytes / GIB:.2f} GiB"
+        )
 
 
 def _made_up(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -59,6 +59,14 @@ def batch_of(arrays: Sequence[Bytes]) -> Batch:
     uniform, bias_rows, bias_ids, bias_values, mask_rows, masks = take(6)
     columns = dict(zip((column.name for column in COLUMNS), take(len(COLUMNS)), strict=True))
     resets, tokens, scores, token_rows, targets, pooled, pooled_rows = take(7)
+    cleared, scored, wanted = (
+        resets.reshape(-1, 3).tolist(),
+        scores.reshape(-1, 3).tolist(),
+        pooled.reshape(-1, 2).tolist(),
+    )
+    texts = _split(tokens, [length for _, *lengths in cleared for length in lengths])
+    scored_rows, scored_targets = (_split(flat, [length for _, length, _ in scored]) for flat in (token_rows, targets))
+    wanted_rows = _split(pooled_rows, [length for _, length in wanted])
     return Batch(
         step=step, num_decodes=decodes, slots=slots, epochs=epochs, query_len=query_len, kv_len=kv_len,
         token_ids=token_ids, positions=positions, slot_mapping=slot_mapping,
@@ -68,32 +76,16 @@ def batch_of(arrays: Sequence[Bytes]) -> Batch:
             bias_ids=bias_ids, bias_values=bias_values, mask_rows=mask_rows,
             masks=masks.reshape(len(mask_rows), words),
         ),
-        count_resets=tuple(_resets(resets.reshape(-1, 3), tokens)),
-        prompt_logprobs=tuple(_scores(scores.reshape(-1, 3), token_rows, targets)),
-        pooled=tuple(_pooled(pooled.reshape(-1, 2), pooled_rows)),
+        count_resets=tuple(CountReset(slot, next(texts), next(texts)) for slot, *_ in cleared),
+        prompt_logprobs=tuple(
+            PromptLogprobs(row, next(scored_rows), next(scored_targets), top) for row, _, top in scored
+        ),
+        pooled=tuple(Pooled(row, next(wanted_rows)) for row, _ in wanted),
     )  # fmt: skip
 
 
-def _resets(heads: np.ndarray, tokens: np.ndarray) -> list[CountReset]:
-    out, at = [], 0
-    for slot, prompt, output in heads.tolist():
-        middle, end = at + prompt, at + prompt + output
-        out.append(CountReset(slot, tokens[at:middle], tokens[middle:end]))
-        at = end
-    return out
-
-
-def _scores(heads: np.ndarray, token_rows: np.ndarray, targets: np.ndarray) -> list[PromptLogprobs]:
-    out, at = [], 0
-    for row, length, top in heads.tolist():
-        out.append(PromptLogprobs(row, token_rows[at : at + length], targets[at : at + length], top))
+def _split(flat: np.ndarray, lengths: Iterable[int]) -> Iterator[np.ndarray]:
+    at = 0
+    for length in lengths:
+        yield flat[at : at + length]
         at += length
-    return out
-
-
-def _pooled(heads: np.ndarray, token_rows: np.ndarray) -> list[Pooled]:
-    out, at = [], 0
-    for row, length in heads.tolist():
-        out.append(Pooled(row, token_rows[at : at + length]))
-        at += length
-    return out

@@ -6,14 +6,13 @@ import contextlib
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, RankLost
 from weft.engine.model.directory import read_spec
-from weft.engine.progress import Progress
+from weft.engine.progress import Progress, notice
 from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.runner.device.compile_job import has_gpu
 from weft.engine.wire.child import RANK, command, stacks_signal_blocked
@@ -128,11 +127,10 @@ class Ranks:
                 f"{len(here)}; lower it, or use --device cpu"
             )
         if here:
-            tested = "it has been tested only on two and four H200s"
-            print(f"weft: --tensor-parallel-size on GPUs is experimental: {tested}", file=sys.stderr, flush=True)
+            notice("--tensor-parallel-size on GPUs is experimental: it has been tested only on two and four H200s")
         if not here and (there := cores()) < config.tensor_parallel_size:
-            shared = f"{config.tensor_parallel_size} ranks share {there} core(s): fewer ranks would be faster"
-            print(f"weft: --tensor-parallel-size: {shared}", file=sys.stderr, flush=True)
+            ranks = config.tensor_parallel_size
+            notice(f"--tensor-parallel-size: {ranks} ranks share {there} core(s): fewer ranks would be faster")
         each = config.cpu_threads or threads(cores(), config.tensor_parallel_size)
         # All ranks must have a pipeline before one of them runs it.
         config = config.for_measuring().model_copy(update={"cpu_threads": each})

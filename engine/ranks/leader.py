@@ -7,7 +7,6 @@ it, and has failed if it failed on any rank.
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ from weft.engine.memory.store_file import StoreFile
 from weft.engine.memory.transfer import Bytes, Copy, CopyEngine, Pairs
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
-from weft.engine.progress import Progress
+from weft.engine.progress import Progress, notice
 from weft.engine.ranks.agreement import agree, barrier, common_records
 from weft.engine.ranks.batches import arrays_of
 from weft.engine.ranks.links import OPERATIONS, Links
@@ -82,7 +81,7 @@ def lead(
     collectives = SharedCollectives(links)
     config, stores = agree(collectives, config, model, store=store)
     if store and not stores:
-        print("weft: the SSD tier is off: not every rank has one", file=sys.stderr, flush=True)
+        notice("the SSD tier is off: not every rank has one")
     runner = rank_runner(links, spec, weights, options, config, collectives, progress, compiling)
     return LeadingRunner(runner, links, collectives, stores=stores)
 

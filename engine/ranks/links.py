@@ -30,33 +30,17 @@ LOOK_SECONDS = 0.5
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
 class Layout:
     """Offsets in the shared memory. The system allocates pages on first touch, so unused space costs nothing."""
 
-    ranks: int
-
-    @property
-    def states(self) -> int:
+    def __init__(self, ranks: int) -> None:
+        self.states = 0
         """One page per rank: its `State`."""
-        return 0
-
-    @property
-    def outcomes(self) -> int:
+        self.outcomes = ranks * PAGE
         """One byte per rank and operation."""
-        return self.ranks * PAGE
-
-    @property
-    def ring(self) -> int:
-        return self.outcomes + self.ranks * OPERATIONS
-
-    @property
-    def exchange(self) -> int:
-        return self.ring + RING_SLOTS * SLOT_BYTES
-
-    @property
-    def size(self) -> int:
-        return self.exchange + 2 * self.ranks * EXCHANGE_BYTES
+        self.ring = self.outcomes + ranks * OPERATIONS
+        self.exchange = self.ring + RING_SLOTS * SLOT_BYTES
+        self.size = self.exchange + 2 * ranks * EXCHANGE_BYTES
 
 
 class Bell:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +15,7 @@ from weft.engine.memory.store_file import StoreFile
 from weft.engine.memory.transfer import Bytes
 from weft.engine.model.implementation import choose_spec
 from weft.engine.model.weights import Weights
-from weft.engine.progress import Phases
+from weft.engine.progress import Phases, notice
 from weft.engine.ranks.group import Ranks
 from weft.engine.ranks.leader import lead
 from weft.engine.runner.device.compile_job import CompileJob
@@ -48,7 +47,7 @@ class Loading:
         self.spec = served_as(chosen, config)
         """Spec of the whole model."""
         if not self.spec.native:
-            print(f"weft: {self.spec.architecture}: {implementation}", file=sys.stderr, flush=True)
+            notice(f"{self.spec.architecture}: {implementation}")
         self.own = self.spec.shard(0, config.tensor_parallel_size)
         """This rank's shard of it."""
         self.resolved = resolve(config, self.own)

@@ -14,9 +14,8 @@ from weft.engine.demo import MODEL_PATH
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model import hub
 from weft.engine.model.download import amount, cache_dir
-from weft.engine.model.gguf.choice import models_in
 from weft.engine.model.gguf.config import unsupported_reason
-from weft.engine.model.gguf.file import architecture_of
+from weft.engine.model.gguf.file import architecture_of, models_in
 from weft.engine.progress import for_stdout
 
 

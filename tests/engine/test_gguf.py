@@ -26,8 +26,7 @@ from weft.engine.llm import LLM
 from weft.engine.memory.model_id import model_id
 from weft.engine.model.directory import read_spec
 from weft.engine.model.gguf import blocks
-from weft.engine.model.gguf.choice import choose
-from weft.engine.model.gguf.file import architecture_of
+from weft.engine.model.gguf.file import architecture_of, choose
 from weft.engine.model.hub import find_model, missing
 from weft.engine.model.implementation import check_known, choose_spec
 from weft.engine.model.spec import ModelSpec

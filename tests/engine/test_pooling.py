@@ -151,5 +151,5 @@ def test_checkpoints_of_the_model_without_its_head_are_read(tiny_model, tmp_path
 @pytest.mark.parametrize("key", [{"is_causal": False}, {"use_bidirectional_attention": True}])
 def test_models_that_look_ahead_are_refused(tiny_model, tmp_path: Path, key: dict[str, bool]) -> None:
     path = _changed(tiny_model("qwen2"), tmp_path / "both", **key)
-    with pytest.raises(ModelError, match="attend to those behind them"):
+    with pytest.raises(ModelError, match="also attend to later ones"):
         Harness(path, num_pages=60)

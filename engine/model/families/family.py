@@ -19,12 +19,7 @@ from weft.engine.model.spec import ModelSpec
 Config = dict[str, Any]
 """A `config.json`."""
 
-ACTIVATIONS = {
-    "swish": "silu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
+ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names in a `config.json` that differ from those of `kernels.reference.layer.ACTIVATIONS`."""
 
 
@@ -103,7 +98,7 @@ class Family:
 
     architectures: tuple[str, ...]
     """The `architectures` of its configs."""
-    parts: Callable[[Config], dict[str, Any]]
+    parts: Callable[[Config], dict[str, Any]] = lambda _config: {}
     """Returns the fields of the spec that differ from the common ones."""
     names: TensorNames = TensorNames()
     defaults: Mapping[str, Any] = field(default_factory=dict)

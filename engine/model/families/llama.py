@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
+from weft.engine.model.families.family import Family
 
-from weft.engine.model.families.family import Config, Family
-
-
-def _parts(_config: Config) -> dict[str, Any]:
-    return {}
-
-
-LLAMA = Family(("LlamaForCausalLM",), _parts)
+LLAMA = Family(("LlamaForCausalLM",))

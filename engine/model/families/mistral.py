@@ -9,10 +9,6 @@ from weft.engine.model.families.family import Config, Family, TensorNames, windo
 from weft.engine.model.parts import Experts
 
 
-def _mistral(config: Config) -> dict[str, Any]:
-    return {"layers": windowed(config)}
-
-
 def _mixtral(config: Config) -> dict[str, Any]:
     return {
         "layers": tuple(replace(layer, experts=True) for layer in windowed(config)),
@@ -24,7 +20,7 @@ def _mixtral(config: Config) -> dict[str, Any]:
     }
 
 
-MISTRAL = Family(("MistralForCausalLM", "MinistralForCausalLM"), _mistral)
+MISTRAL = Family(("MistralForCausalLM", "MinistralForCausalLM"), lambda config: {"layers": windowed(config)})
 MIXTRAL = Family(
     ("MixtralForCausalLM",),
     _mixtral,

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from weft.engine.model.families.family import Config, Family
+from weft.engine.model.families.family import Family
 from weft.engine.model.parts import Placement
 
-
-def _olmo2(_config: Config) -> dict[str, Any]:
-    return {"placement": Placement.POST, "qk_norm": "projection"}
-
-
-OLMO2 = Family(("Olmo2ForCausalLM",), _olmo2, defaults={"rms_norm_eps": 1e-5})
+OLMO2 = Family(
+    ("Olmo2ForCausalLM",), lambda _config: {"placement": Placement.POST, "qk_norm": "projection"},
+    defaults={"rms_norm_eps": 1e-5},
+)  # fmt: skip

@@ -21,10 +21,6 @@ def _phi(config: Config) -> dict[str, Any]:
     }
 
 
-def _phi3(config: Config) -> dict[str, Any]:
-    return {"layers": windowed(config)}
-
-
 PHI = Family(
     ("PhiForCausalLM",),
     _phi,
@@ -33,7 +29,7 @@ PHI = Family(
 )
 PHI3 = Family(
     ("Phi3ForCausalLM",),
-    _phi3,
+    lambda config: {"layers": windowed(config)},
     TensorNames(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
     defaults={"rms_norm_eps": 1e-5},
 )

@@ -17,10 +17,6 @@ def _layers(config: Config) -> tuple[Layer, ...]:
     return windowed(config, lambda i: i >= first)
 
 
-def _qwen2(config: Config) -> dict[str, Any]:
-    return {"qkv_bias": True, "o_bias": False, "layers": _layers(config)}
-
-
 def _qwen3(config: Config) -> dict[str, Any]:
     return {"head_dim": int(config.get("head_dim") or 128), "qk_norm": "head", "layers": _layers(config)}
 
@@ -54,7 +50,7 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
 
 _KEYS = {"num_experts": "num_local_experts"}
 
-QWEN2 = Family(("Qwen2ForCausalLM",), _qwen2)
+QWEN2 = Family(("Qwen2ForCausalLM",), lambda config: {"qkv_bias": True, "o_bias": False, "layers": _layers(config)})
 QWEN3 = Family(("Qwen3ForCausalLM",), _qwen3)
 QWEN2_MOE = Family(("Qwen2MoeForCausalLM",), _qwen2_moe, keys=_KEYS)
 QWEN3_MOE = Family(("Qwen3MoeForCausalLM",), _qwen3_moe, keys=_KEYS)

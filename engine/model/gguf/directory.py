@@ -6,7 +6,6 @@ The directory is created once, in the cache; it links to the weights.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from weft.engine.config import cache_home
 from weft.engine.errors import ModelError, one_line
 from weft.engine.model.gguf.config import OFFSET_NORMS, to_config
 from weft.engine.model.gguf.file import INDEX, GgufFile, name_of, parts_of
+from weft.engine.progress import notice
 
 FORMAT = 1
 """Version of the directory's contents; a change creates directories anew."""
@@ -46,7 +46,7 @@ def gguf_directory(path: Path) -> Path:
     directory = home / name_of(path)
     if (directory / INDEX).is_file():
         return directory
-    print(f"weft: reading the metadata of {path}, once", file=sys.stderr, flush=True)
+    notice(f"reading the metadata of {path}, once")
     file = GgufFile(path)
     config = to_config(file)
     try:
@@ -143,8 +143,7 @@ def _warn_of_split(path: Path, split: str) -> None:
     except ImportError:
         return
     if split not in (*known, *GGUF_PRE_TOKENIZER_SPLITS):
-        print(
-            f"weft: {path.name} splits words like {split!r}, which is unknown here: using GPT-2's rules, so prompts "
-            "may be tokenized slightly differently than in training",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        notice(
+            f"{path.name} splits words like {split!r}, which is unknown here: using GPT-2's rules, so prompts "
+            "may be tokenized slightly differently than in training"
+        )

@@ -1,9 +1,10 @@
-"""`GgufFile`: reads the metadata and tensor locations of a GGUF file, over all parts of a split file."""
+"""`GgufFile`: reads metadata and tensor locations of a GGUF file and its parts. `choose` selects a file."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,8 @@ from weft.engine.errors import ModelError, one_line, refuse_pointer
 INDEX = "gguf.json"
 """File in the model directory that lists the GGUF files and their tensors."""
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
+LISTED = 8
+"""Number of files that an error lists."""
 
 
 class Entry(NamedTuple):
@@ -47,6 +50,45 @@ def name_of(path: Path) -> str:
     """Return the model's name: the file name without suffix and part number."""
     match = SPLIT.fullmatch(path.name)
     return match["stem"] if match else path.name.removesuffix(path.suffix)
+
+
+def models_in(files: Iterable[str]) -> dict[str, list[str]]:
+    """Return files by their first part, without image projectors."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(files):
+        name = PurePosixPath(file).name
+        if not name.lower().endswith(".gguf") or name.lower().startswith("mmproj"):
+            continue
+        split = SPLIT.fullmatch(name)
+        first = file if split is None else file.replace(f"-{split['part']}-of-", "-00001-of-")
+        found.setdefault(first, []).append(file)
+    return found
+
+
+def choose(repository: str, files: Iterable[str], wanted: str = "") -> list[str]:
+    """Return the parts of the file `wanted`: its name, or a word of it such as Q4_K_M; "": the only file.
+
+    Raises `ModelError`, one line, with the available files.
+    """
+    models = models_in(files)
+    if not models:
+        raise ModelError(f"{repository} has no GGUF file")
+    if wanted in models:
+        return models[wanted]
+    fitting = {
+        first: parts
+        for first, parts in models.items()
+        if wanted.lower().removesuffix(".gguf") in PurePosixPath(first).name.lower()
+    }
+    if wanted and len(fitting) > 1:  # Q4_K also occurs in Q4_K_M
+        ends = {f: p for f, p in fitting.items() if PurePosixPath(f).stem.lower().endswith(wanted.lower())}
+        fitting = ends or fitting
+    if len(fitting) == 1:
+        return next(iter(fitting.values()))
+    among = list(fitting or models)
+    names = ", ".join(among[:LISTED]) + (f" and {len(among) - LISTED} more" if len(among) > LISTED else "")
+    which = f"no GGUF file that {wanted!r} names" if wanted and not fitting else f"{len(among)} GGUF files"
+    raise ModelError(f"{repository} has {which}; there are {names}: give {repository}:FILE")
 
 
 def architecture_of(path: Path) -> str | None:
