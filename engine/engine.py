@@ -102,7 +102,7 @@ class Engine:
         publisher = make_publisher(config, config.share.engine)
         loaded = loading.run(phases, exchange, stores=store is not None)
         self.runner, weights = loaded.runner, loaded.weights
-        self._broad = None if isinstance(weights, Weights) else weights
+        self._transformers_module = None if isinstance(weights, Weights) else weights
         num_pages = self.runner.num_pages
         # The context limit is what the pool can hold, so that a request that can never fit is refused on arrival.
         longest = min(resolved.max_model_len, (num_pages - 1) * config.page_size)
@@ -273,7 +273,8 @@ class Engine:
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises `RequestError` if it can never be served."""
         params = message.params
-        if params.pooling is not None and self._broad is not None and not self._broad.has_hidden_states:
+        module = self._transformers_module
+        if params.pooling is not None and module is not None and not module.has_hidden_states:
             raise RequestError(f"{self.spec.architecture} does not expose its hidden states", "input")
         request = self._arrivals.request(message)
         if params.grammar is None and not params.bad_words:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.parts import Experts, Quantization
 from weft.engine.model.rope import Rope
 from weft.engine.model.spec import ModelSpec
+from weft.engine.model.transformers_impl.spec import TransformersSpec
 
 
 def describe(spec: ModelSpec) -> list[tuple[str, str]]:
     """Return (part, description) pairs in the order of a layer."""
-    if isinstance(spec, BroadSpec):
+    if isinstance(spec, TransformersSpec):
         return _describe_calls(spec)
     gated = "gated " if spec.gated else ""
     rows = [
@@ -50,7 +50,7 @@ def describe(spec: ModelSpec) -> list[tuple[str, str]]:
     return rows
 
 
-def _describe_calls(spec: BroadSpec) -> list[tuple[str, str]]:
+def _describe_calls(spec: TransformersSpec) -> list[tuple[str, str]]:
     """Describe a model that `transformers` computes: only its attention calls are known."""
     rows = []
     for call, count in Counter(call._replace(layer=0) for call in spec.calls).items():

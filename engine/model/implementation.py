@@ -11,7 +11,7 @@ from weft.engine.model.directory import eos_ids, read_config, read_spec
 from weft.engine.model.gguf.file import INDEX
 from weft.engine.model.parts import Quantization
 from weft.engine.model.spec import ModelSpec
-from weft.engine.model.transformers_decoders import architecture, refuse_undecodable
+from weft.engine.model.transformers_impl.decoders import architecture, refuse_undecodable
 
 
 def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
@@ -31,10 +31,10 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
             f"--quantization {config.quantization} needs weft's own layers, but transformers' code computes {name}"
         )
     refuse_undecodable(raw, trusted=config.trust_remote_code)
-    from weft.engine.model.broad.reading import read_broad
+    from weft.engine.model.transformers_impl.reading import read_transformers
 
     try:
-        spec = read_broad(path, raw, eos_ids(path, raw), trusted=config.trust_remote_code)
+        spec = read_transformers(path, raw, eos_ids(path, raw), trusted=config.trust_remote_code)
     except ModelError as error:
         raise ModelError(f"transformers' code cannot serve {name} here: {error}") from None
     why = "as --model-impl requests" if config.model_impl == "transformers" else f"as weft has no layers for {name}"

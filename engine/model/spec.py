@@ -100,7 +100,7 @@ class ModelSpec:
     """Replaced all-reduces (see `Reduction`), by name."""
 
     native: ClassVar[bool] = True
-    """Computed by weft's own operations; else see `BroadSpec`."""
+    """Computed by weft's own operations; else see `TransformersSpec`."""
 
     @property
     def kv_heads(self) -> tuple[tuple[int, int], ...]:

@@ -26,11 +26,11 @@ from weft.engine.runner.start.make import make_runner
 from weft.engine.wire.weight_exchange import WeightExchange
 
 if TYPE_CHECKING:
-    from weft.engine.model.broad.module import BroadModule
+    from weft.engine.model.transformers_impl.module import TransformersModule
 
 
 class Loaded(NamedTuple):
-    weights: Weights | BroadModule
+    weights: Weights | TransformersModule
     runner: Runner
     make_store: Callable[[StoreFile, Bytes, Remainders | None], Store]
     stores: bool
@@ -78,11 +78,11 @@ class Loading:
         resolved = self.resolved
         return model_id(self._config, resolved.kv, self.own, resolved.compute_dtype, resolved.max_model_len)
 
-    def _load(self, phases: Phases, exchange: WeightExchange | None) -> Weights | BroadModule:
+    def _load(self, phases: Phases, exchange: WeightExchange | None) -> Weights | TransformersModule:
         own_exchange = None if self._ranks is not None else exchange
         return load_model(self.own, self._config, self.resolved, phases, exchange=own_exchange, model=self.model_id)
 
-    def _with_runner(self, weights: Weights | BroadModule, phases: Phases, stores: bool) -> Loaded:
+    def _with_runner(self, weights: Weights | TransformersModule, phases: Phases, stores: bool) -> Loaded:
         config, resolved = self._config, self.resolved
         if self._ranks is None:
             runner = make_runner(self.spec, weights, config, resolved, phases, self._compiling)

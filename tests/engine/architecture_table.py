@@ -27,8 +27,8 @@ from architectures import CLASSES, save_architecture
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from weft.engine.errors import ModelError, WeftError
-from weft.engine.model.broad.reading import one_line, quiet, spec_of
 from weft.engine.model.families import FAMILIES
+from weft.engine.model.transformers_impl.reading import one_line, quiet, spec_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 BEGIN = "<!-- made by make architectures -->"
@@ -50,7 +50,7 @@ def rejection(kind: str) -> str:
 
 
 def attempt(kind: str) -> tuple[str, str]:
-    """Return (`broad` or `no`, the reason for `no`)."""
+    """Return (`transformers` or `no`, the reason for `no`)."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             with quiet():
@@ -67,7 +67,7 @@ def attempt(kind: str) -> tuple[str, str]:
             return "no", str(error).rpartition(" here: ")[2]
         except Exception as error:
             return "no", f"tokens differ from transformers ({condition}: {type(error).__name__})"
-    return "broad", ""
+    return "transformers", ""
 
 
 def in_child(do: Callable[[], tuple[str, str]]) -> tuple[str, str]:
@@ -98,14 +98,14 @@ def table(found: dict[str, tuple[str, str]]) -> str:
     lines = [
         BEGIN,
         "",
-        f"`transformers` {transformers.__version__}: {len(found)} entries. {counts['broad']} pass on `transformers`' "
+        f"`transformers` {transformers.__version__}: {len(found)} entries. {counts['transformers']} pass on `transformers`' "
         f"code, {len(native)} have native layers, {counts['no']} are rejected.",
         "",
         "| `model_type` | class | native | `transformers`' code |",
         "|---|---|---|---|",
     ]
     for kind, (how, why) in found.items():
-        words = "yes" if how == "broad" else f"no: {why.replace('|', '/')[:120]}"
+        words = "yes" if how == "transformers" else f"no: {why.replace('|', '/')[:120]}"
         lines.append(f"| {kind} | `{CLASSES[kind]}` | {'yes' if kind in native else ''} | {words} |")
     return "\n".join(lines) + "\n"
 
@@ -125,13 +125,13 @@ def main(arguments: list[str]) -> int:
     for kind in chosen or CLASSES:
         found[kind] = in_child(lambda kind=kind: attempt(kind))
         print(kind, *found[kind], flush=True)
-    passed = sum(how == "broad" for how, _ in found.values())
+    passed = sum(how == "transformers" for how, _ in found.values())
     print(f"{passed} of {len(found)} pass")
     if chosen:
         return 0 if passed == len(chosen) else 1
     page = PAGE.read_text(encoding="utf-8")
     if "--check" in arguments:
-        lost = passing(page) - {kind for kind, (how, _) in found.items() if how == "broad"}
+        lost = passing(page) - {kind for kind, (how, _) in found.items() if how == "transformers"}
         print(f"pass in the table but not now: {', '.join(sorted(lost)) or 'none'}")
         return 0 if passed >= ENOUGH and not lost else 1
     PAGE.write_text(page.partition(BEGIN)[0] + table(found), encoding="utf-8")

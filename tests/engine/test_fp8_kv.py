@@ -21,9 +21,9 @@ from weft.engine.config import EngineConfig
 from weft.engine.demo import MODEL_PATH
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError
-from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.directory import read_spec
 from weft.engine.model.implementation import choose_spec
+from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import load_weights
 from weft.engine.runner.options.resolve import resolve
 from weft.kernels.attention.backend import AttentionShape
@@ -207,9 +207,9 @@ def test_a_store_of_other_pages_is_not_read(tmp_path: Path, capfd: pytest.Captur
 
 def test_what_cannot_have_it_refuses_in_one_line() -> None:
     spec, _ = choose_spec(EngineConfig())
-    broad = BroadSpec(**{field.name: getattr(spec, field.name) for field in fields(spec)})
+    spec_of_transformers = TransformersSpec(**{field.name: getattr(spec, field.name) for field in fields(spec)})
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 needs weft's own layers"):
-        resolve(EngineConfig(kv_cache_dtype="fp8", device="cpu"), broad)
+        resolve(EngineConfig(kv_cache_dtype="fp8", device="cpu"), spec_of_transformers)
     with compiling_for(KNOWN["a100"]), pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8: .*A100.* no FP8"):
         resolve(EngineConfig(kv_cache_dtype="fp8"), spec)
     with compiling_for(KNOWN["h200"]):

@@ -120,7 +120,7 @@ def test_they_say_nothing_of_how_long_outputs_are(tiny_model) -> None:
 
 
 def test_no_output_is_generated_beside_them() -> None:
-    with pytest.raises(RequestError, match="max_tokens must be 0 where hidden states are pooled"):
+    with pytest.raises(RequestError, match="max_tokens must be 0 if hidden states are pooled"):
         SamplingParams(max_tokens=1, pooling="last")
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.cpu_transfer import CpuCopyEngine
-from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.spec import ModelSpec
+from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import Weights
 from weft.engine.runner.cpu.cpu_executor import CpuExecutor
 from weft.engine.runner.device.collectives import Collectives
@@ -33,7 +33,7 @@ from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.kernels.attention.backends import make_host_attention
 
 if TYPE_CHECKING:
-    from weft.engine.model.broad.module import BroadModule
+    from weft.engine.model.transformers_impl.module import TransformersModule
 
 
 def _allocate(config: ResolvedConfig, sleepable: SleepableMemory | None) -> Tensor:
@@ -86,7 +86,7 @@ class CpuRunner:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Weights | BroadModule,
+        weights: Weights | TransformersModule,
         config: ResolvedConfig,
         collectives: Collectives | None = None,
     ) -> None:
@@ -96,12 +96,12 @@ class CpuRunner:
         self.kv = _allocate(config, self.sleepable)
         self._executor: Any
         """A `CpuExecutor`, or a class with its interface."""
-        if isinstance(spec, BroadSpec):
-            from weft.engine.model.broad.module import BroadModule
-            from weft.engine.runner.cpu.broad_cpu import BroadCpuExecutor
+        if isinstance(spec, TransformersSpec):
+            from weft.engine.model.transformers_impl.module import TransformersModule
+            from weft.engine.runner.cpu.transformers_cpu import TransformersCpuExecutor
 
-            assert isinstance(weights, BroadModule)
-            self._executor = BroadCpuExecutor(spec, weights, self.kv, config)
+            assert isinstance(weights, TransformersModule)
+            self._executor = TransformersCpuExecutor(spec, weights, self.kv, config)
         else:
             assert isinstance(weights, Weights)
             attention = make_host_attention(

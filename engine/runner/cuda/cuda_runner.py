@@ -18,8 +18,8 @@ from torch import Tensor
 
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.cuda_transfer import CudaCopyEngine
-from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.spec import ModelSpec
+from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.progress import Progress
@@ -39,8 +39,8 @@ from weft.engine.runner.iteration.nano import Assignment
 from weft.engine.runner.iteration.pipelines import Pipelines
 from weft.engine.runner.memory.cuda_arena import DriverFailed, cuda_sleepable_memory
 from weft.engine.runner.memory.sleep import SleepableMemory
+from weft.engine.runner.options.budget import MemoryUsage, bytes_for_pages
 from weft.engine.runner.options.footprint import GIB
-from weft.engine.runner.options.gpu_memory import MemoryUsage, bytes_for_pages
 from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.kernels.attention import break_evens
 from weft.kernels.attention.backend import AttentionBackend, HostAttention
@@ -50,7 +50,7 @@ from weft.kernels.common.gpu import gpu
 from weft.kernels.reference import layer as reference
 
 if TYPE_CHECKING:
-    from weft.engine.model.broad.module import BroadModule
+    from weft.engine.model.transformers_impl.module import TransformersModule
 
 RESERVE_BYTES = GIB
 """Memory to leave free for graphs, and for workspaces of batches with penalties or log-probabilities."""
@@ -141,7 +141,7 @@ class CudaRunner:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Weights | BroadModule,
+        weights: Weights | TransformersModule,
         config: ResolvedConfig,
         progress: Progress | None = None,
         compiling: CompileJob | None = None,
@@ -206,12 +206,12 @@ class CudaRunner:
     def _make_executor(self, num_sms: int) -> Any:
         """Return a `CudaExecutor`, or a class with its interface."""
         spec, weights, config = self.spec, self.weights, self.config
-        if isinstance(spec, BroadSpec):
-            from weft.engine.model.broad.module import BroadModule
-            from weft.engine.runner.cuda.broad_cuda import BroadCudaExecutor
+        if isinstance(spec, TransformersSpec):
+            from weft.engine.model.transformers_impl.module import TransformersModule
+            from weft.engine.runner.cuda.transformers_cuda import TransformersCudaExecutor
 
-            assert isinstance(weights, BroadModule)
-            return BroadCudaExecutor(spec, weights, self._inputs, config)
+            assert isinstance(weights, TransformersModule)
+            return TransformersCudaExecutor(spec, weights, self._inputs, config)
         assert isinstance(weights, Weights)
         shape, scales = config.attention_shape(spec), weights.kv_page_scales(spec, config.kv.dtype)
         attention: AttentionBackend[Any]

@@ -1,27 +1,56 @@
-"""`memory_budget`: the memory that an engine uses at most, logged when it starts."""
+"""`memory_budget`: the memory that an engine uses at most; `bytes_for_pages`: the size of its KV pool on a GPU.
+
+An engine on its own uses free memory. Engines that share a GPU cannot, since they start and end at any time: each of N
+engines gets an N-th of what all may use, and counts only its own memory against that.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
-from weft.engine.runner.options.footprint import memory_bytes
-from weft.engine.runner.options.gpu_memory import share_bytes
+from weft.engine.runner.options.footprint import GIB, memory_bytes
 from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.engine.wire.messages import MemoryBudget
 from weft.kernels.attention.torch_backend import GROUP_ELEMENTS
 
 if TYPE_CHECKING:
-    from weft.engine.model.broad.module import BroadModule
+    from weft.engine.model.transformers_impl.module import TransformersModule
 
 RUNTIME_BYTES = 560 << 20
 """Memory of a CPU process: interpreter, libraries, threads, and compiled GEMMs that oneDNN caches (see
 `wire.preloaded.PRIMITIVE_CACHES`)."""
+CONTEXT_BYTES = GIB
+"""Assumed GPU memory of a process besides torch's tensors, if other processes use the GPU too."""
+
+
+class MemoryUsage(NamedTuple):
+    """Memory of a device, in bytes, before the pool is allocated."""
+
+    total: int
+    free: int
+    own: int
+    """Used by this process's tensors, without weights that other engines map too."""
+    common: int = 0
+    """Used by these shared weights."""
+
+
+def share_bytes(config: ResolvedConfig, total: int, common: int) -> int:
+    """Return the device memory that this engine may use, shared weights included. common: bytes of shared weights."""
+    return common + (int(total * config.gpu_memory_utilization) - common) // config.sharers
+
+
+def bytes_for_pages(config: ResolvedConfig, taken: MemoryUsage, reserve: int) -> int:
+    """Return the bytes; negative if the engine does not fit even without pages. reserve: bytes to leave free."""
+    share = share_bytes(config, taken.total, taken.common)
+    if config.sharers > 1 or config.has_neighbours:
+        return share - taken.common - taken.own - CONTEXT_BYTES - reserve
+    return share - (taken.total - taken.free) - reserve
 
 
 def memory_budget(
-    spec: ModelSpec, weights: Weights | BroadModule, config: ResolvedConfig, host_pages_bytes: int
+    spec: ModelSpec, weights: Weights | TransformersModule, config: ResolvedConfig, host_pages_bytes: int
 ) -> MemoryBudget:
     """Return the budget of the process on a CPU, or of the device on a GPU, where `host_pages` are on the host.
 

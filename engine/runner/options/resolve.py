@@ -13,14 +13,14 @@ import torch
 from weft.engine.config import EngineConfig, Pod, expanded
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
-from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.implementation import widened
 from weft.engine.model.spec import ModelSpec
+from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.plans.choose import choose_plan, target_of
 from weft.engine.plans.plan import Plan, load_plan
-from weft.engine.runner.options.broad_shapes import attention_kinds, refuse_on_gpu
 from weft.engine.runner.options.footprint import GIB, Footprint, memory_bytes
 from weft.engine.runner.options.gpu_limits import check_fp8, check_kernels, check_pod
+from weft.engine.runner.options.transformers_shapes import attention_kinds, refuse_on_gpu
 from weft.kernels.attention import backends as attention_backends
 from weft.kernels.attention.backend import AttentionShape, AttentionUnavailable
 from weft.kernels.attention.backends import TRITON_HEAD_DIMS, BackendName
@@ -108,11 +108,11 @@ def _cpu_dtype(spec: ModelSpec) -> torch.dtype:
 
 def _pages_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, here: Gpu | None) -> torch.dtype:
     """here: the GPU that holds the pages. Raises `ConfigError`."""
-    if isinstance(spec, BroadSpec) and config.batch_invariant:
+    if isinstance(spec, TransformersSpec) and config.batch_invariant:
         raise ConfigError("--batch-invariant needs weft's own layers, not transformers' code; leave it out")
     if config.kv_cache_dtype == "auto":
         return dtype
-    if isinstance(spec, BroadSpec):
+    if isinstance(spec, TransformersSpec):
         raise ConfigError("--kv-cache-dtype fp8 needs weft's own layers, not transformers' code; leave it out")
     if here is not None and here.capability < (8, 9):
         raise ConfigError(f"--kv-cache-dtype fp8: {here.name} has no FP8; leave it out, or use --device cpu")
@@ -122,7 +122,7 @@ def _pages_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, here
 def served_as(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
     """Return the model as its device computes it."""
     cuda = config.device != "cpu" and gpu() is not None
-    return widened(spec) if cuda and not isinstance(spec, BroadSpec) else spec
+    return widened(spec) if cuda and not isinstance(spec, TransformersSpec) else spec
 
 
 def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
@@ -150,7 +150,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         raise ConfigError(f"--batch-invariant needs --max-num-batched-tokens {INVARIANT_CHUNK} or more")
     if cuda and spec.native:
         check_kernels(spec)
-    copies = sharers if isinstance(spec, BroadSpec) else sharers // config.share.weight_sharers
+    copies = sharers if isinstance(spec, TransformersSpec) else sharers // config.share.weight_sharers
     footprint = Footprint(config, device, cuda, ranks, spec.weight_bytes(dtype.itemsize), copies)
     footprint.check_weights(dtype)
     num_pages = footprint.pages(kv, max_num_seqs * -(-max_model_len // kv.page_size) + 1)
@@ -214,7 +214,7 @@ def _gpu_for(config: EngineConfig, spec: ModelSpec) -> Gpu | None:
             f"--replicas {sharers} on GPUs needs --tensor-parallel-size 1: leave out one of the two, or use "
             "--data-parallel-size for engines on separate GPUs"
         )
-    if not isinstance(spec, BroadSpec) and spec.quantization is not None:
+    if not isinstance(spec, TransformersSpec) and spec.quantization is not None:
         check_fp8(spec, here)
     return here
 
@@ -224,7 +224,7 @@ def _pages(
     max_model_len: int,
 ) -> tuple[KvLayout, Sequence[AttentionShape]]:  # fmt: skip
     """Return the layout of a page, and the kinds of attention that the model needs, each once."""
-    if not isinstance(spec, BroadSpec):
+    if not isinstance(spec, TransformersSpec):
         kv = KvLayout.of(spec, config.page_size, pages_dtype)
         return kv, [_attention_shape(spec, kv, dtype, device, max_model_len)]
     cuda = device.type == "cuda"

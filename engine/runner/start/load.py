@@ -11,8 +11,8 @@ import torch
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import OutOfMemory
-from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.spec import ModelSpec
+from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import Weights, load_weights
 from weft.engine.progress import Phases, Progress
 from weft.engine.runner.memory.shared_memory import shared_memory
@@ -21,25 +21,25 @@ from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.engine.wire.weight_exchange import WeightExchange
 
 if TYPE_CHECKING:
-    from weft.engine.model.broad.module import BroadModule
+    from weft.engine.model.transformers_impl.module import TransformersModule
 
 
 def load_model(
-    spec: ModelSpec | BroadSpec,
+    spec: ModelSpec | TransformersSpec,
     config: EngineConfig,
     resolved: ResolvedConfig,
     phases: Phases,
     *,
     exchange: WeightExchange | None,
     model: str,
-) -> Weights | BroadModule:
+) -> Weights | TransformersModule:
     """Load the weights to `resolved.device`. exchange: lets replicas share weights; `model` identifies them there.
 
     Raises `ModelError`.
     """
     prepare(resolved)
-    if isinstance(spec, BroadSpec):
-        from weft.engine.runner.start.broad_load import load_tested
+    if isinstance(spec, TransformersSpec):
+        from weft.engine.runner.start.transformers_load import load_tested
 
         return load_tested(spec, config, resolved)
 

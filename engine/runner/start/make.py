@@ -10,8 +10,8 @@ import torch
 from weft import install_hint
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, OutOfMemory
-from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.spec import ModelSpec
+from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress
 from weft.engine.runner.device.collectives import RankGroup
@@ -21,13 +21,13 @@ from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.engine.runner.start.gemm_tuning import tune_gemms
 
 if TYPE_CHECKING:
-    from weft.engine.model.broad.module import BroadModule
+    from weft.engine.model.transformers_impl.module import TransformersModule
     from weft.engine.runner.cuda.cuda_runner import CudaRunner
 
 
 def make_runner(
     spec: ModelSpec,
-    weights: Weights | BroadModule,
+    weights: Weights | TransformersModule,
     options: EngineConfig,
     config: ResolvedConfig,
     progress: Progress | None = None,
@@ -46,7 +46,7 @@ def make_runner(
             if error.name != "triton":
                 raise
             raise ConfigError(f"a GPU needs Triton: {install_hint('gpu')}, or use --device cpu") from None
-        if isinstance(spec, BroadSpec):
+        if isinstance(spec, TransformersSpec):
             return _tested(spec, weights, config, CudaRunner(spec, weights, config, progress))
         if first := rank_group is None or rank_group.host.rank == 0:
             tune_gemms(
@@ -76,12 +76,14 @@ def make_runner(
     return CpuRunner(spec, weights, config)
 
 
-def _tested(spec: BroadSpec, weights: Weights | BroadModule, config: ResolvedConfig, runner: CudaRunner) -> CudaRunner:
+def _tested(
+    spec: TransformersSpec, weights: Weights | TransformersModule, config: ResolvedConfig, runner: CudaRunner
+) -> CudaRunner:
     """Return the runner after its self-test. Raises `ModelError`."""
-    from weft.engine.model.broad.module import BroadModule
+    from weft.engine.model.transformers_impl.module import TransformersModule
     from weft.engine.runner.start.self_test import pages_needed, self_test
 
-    assert isinstance(weights, BroadModule)
+    assert isinstance(weights, TransformersModule)
     if runner.num_pages <= (needed := pages_needed(config.kv.page_size)):
         raise OutOfMemory(f"the self-test needs {needed + 1} KV pages: raise --kv-cache-gib or --num-pages")
     with torch.inference_mode():

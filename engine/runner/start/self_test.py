@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from weft.engine.errors import ModelError, one_line
-from weft.engine.model.broad.hook import NAME
-from weft.engine.model.broad.module import BroadModule
-from weft.engine.model.broad.reading import quiet
-from weft.engine.model.broad.spec import BroadSpec
+from weft.engine.model.transformers_impl.hook import NAME
+from weft.engine.model.transformers_impl.module import TransformersModule
+from weft.engine.model.transformers_impl.reading import quiet
+from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.runner.iteration.batch import Batch, SamplingInputs
 from weft.engine.wire.sampling import COLUMNS, SamplingParams
 
@@ -46,7 +46,13 @@ def pages_needed(page_size: int) -> int:
 
 
 def self_test(
-    spec: BroadSpec, model: BroadModule, run: Run, *, page_size: int, max_model_len: int, dtype: torch.dtype
+    spec: TransformersSpec,
+    model: TransformersModule,
+    run: Run,
+    *,
+    page_size: int,
+    max_model_len: int,
+    dtype: torch.dtype,
 ) -> None:
     """Run the test. run: uses a pool with `pages_needed` free pages. Raises `ModelError` if results differ."""
     try:
@@ -56,7 +62,13 @@ def self_test(
 
 
 def _self_test(
-    spec: BroadSpec, model: BroadModule, run: Run, *, page_size: int, max_model_len: int, dtype: torch.dtype
+    spec: TransformersSpec,
+    model: TransformersModule,
+    run: Run,
+    *,
+    page_size: int,
+    max_model_len: int,
+    dtype: torch.dtype,
 ) -> None:
     device = next(model.module.parameters()).device
     generator = np.random.default_rng(0)
@@ -78,7 +90,7 @@ def _self_test(
         _compare(sequence.logits, logits, dtype)
 
 
-def _ordinary_tokens(spec: BroadSpec) -> np.ndarray:
+def _ordinary_tokens(spec: TransformersSpec) -> np.ndarray:
     """Return ids without tokens for images, padding and ends."""
     text = spec.config.get_text_config(decoder=True)
     special = {v for c in (spec.config, text) for k, v in vars(c).items() if k.endswith("_id") and isinstance(v, int)}
@@ -87,7 +99,7 @@ def _ordinary_tokens(spec: BroadSpec) -> np.ndarray:
     return ids[len(ids) // 4 :]
 
 
-def _generate_alone(model: BroadModule, prompt: np.ndarray, device: torch.device) -> _Sequence:
+def _generate_alone(model: TransformersModule, prompt: np.ndarray, device: torch.device) -> _Sequence:
     ids = torch.from_numpy(prompt.astype(np.int64))[None].to(device)
     module = model.module
     before, module.generation_config = module.generation_config, GenerationConfig()

@@ -1,4 +1,4 @@
-"""`BroadCudaExecutor`: runs a `transformers` model on a GPU, with attention over weft's pages.
+"""`TransformersCudaExecutor`: runs a `transformers` model on a GPU, with attention over weft's pages.
 
 It launches one nano-batch on the current stream. A captured run serves every iteration of its token bucket, unless the
 model's code waits for the device, which `blocks_capture` detects.
@@ -14,31 +14,33 @@ import torch
 from torch import Tensor
 
 from weft.engine.errors import one_line
-from weft.engine.model.broad.hook import attending
-from weft.engine.model.broad.module import BroadModule
-from weft.engine.model.broad.spec import BroadSpec
+from weft.engine.model.transformers_impl.hook import attending
+from weft.engine.model.transformers_impl.module import TransformersModule
+from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.runner.cuda.cuda_inputs import DeviceInputs
-from weft.engine.runner.device.broad_attention import PagedCalls
+from weft.engine.runner.cuda.sample_buffers import SampleBuffers
+from weft.engine.runner.device.transformers_attention import PagedCalls
 from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.kernels.attention.decode_workspace import decode_workspace
 from weft.kernels.attention.triton_backend import TritonAttention, TritonStep
 from weft.kernels.common.gpu import gpu
-from weft.kernels.sampling import resident
-from weft.kernels.sampling.sampler import sample, sample_scratch
 
 T = TypeVar("T")
 
 
-class BroadCudaExecutor:
+class TransformersCudaExecutor(SampleBuffers):
     """Has the interface of `CudaExecutor` to a runner."""
 
-    def __init__(self, spec: BroadSpec, model: BroadModule, inputs: DeviceInputs, config: ResolvedConfig) -> None:
-        self._model, self.inputs = model, inputs
-        device = inputs.slab.device
+    def __init__(
+        self, spec: TransformersSpec, model: TransformersModule, inputs: DeviceInputs, config: ResolvedConfig
+    ) -> None:
+        super().__init__(inputs, spec.vocab_size)
+        self._model = model
+        device, layout = inputs.slab.device, inputs.layout
         here = gpu(device)
         assert here is not None
-        sms, layout, t, s = here.sms, inputs.layout, inputs.layout.max_tokens, inputs.layout.max_sampled
+        sms = here.sms
         self._calls = PagedCalls(spec, config, lambda shape: TritonAttention(shape, sms))
         work = inputs.decode_work(0), *inputs.prefill_work(0)
         self._steps = [
@@ -50,29 +52,15 @@ class BroadCudaExecutor:
             )
             for shape in self._calls.shapes
         ]  # fmt: skip
-        self.last_token = torch.zeros(s, dtype=torch.int64, device=device)
-        """`[slots]` last sampled token of each slot's request."""
-        # The copy engine requires rows of a multiple of 16 bytes.
-        width = -(-spec.vocab_size // 4) * 4
-        self.logits = torch.zeros(s, width, dtype=torch.float32, device=device)[:, : spec.vocab_size]
-        self.sampled = torch.zeros(2, s, dtype=torch.int64, device=device)
-        """`[2, rows]` sampled tokens, and 1 for rows whose logits are not finite."""
-        self.tokens, self._bad = self.sampled
         self.gates: list[torch.cuda.Event] = []
         self.steps: list[Any] = []
         """Unused: no attention back end plans on the host here."""
-        self._candidates = sample_scratch(s, device)
-        self._ids = torch.zeros(t, dtype=torch.int32, device=device)
 
     def forward(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> None:
         """Compute `logits[:num_rows]` of the rows that sample, from the slab."""
-        column, count = self.inputs.column, self.inputs.count
-        ids = self._ids[: pipeline.tokens]
-        resident.prepare(
-            column["token_ids"], column["token_slots"], self.last_token, self.inputs.page_table, column["update_at"],
-            column["update_page"], count["updates"], out=ids,
-        )  # fmt: skip
-        self.logits[:num_rows].copy_(self.logits_of(pipeline, kv, column["logit_tokens"][:num_rows]))
+        self._prepare(pipeline.tokens)
+        rows = self.inputs.column["logit_tokens"][:num_rows]
+        self.logits[:num_rows].copy_(self.logits_of(pipeline, kv, rows))
 
     def touch(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> None:
         """Run once to load kernels. The results are not used."""
@@ -93,16 +81,6 @@ class BroadCudaExecutor:
             out = model(self._ids[:tokens].long(), column["positions"][:tokens].long(), rows.long())
         self._calls.end()
         return out
-
-    def sample(self, num_rows: int) -> None:
-        """Sample `tokens` from the first rows of `logits`, and store each as its slot's last token."""
-        tokens = self.tokens[:num_rows]
-        sample(
-            self.logits[:num_rows], **self.inputs.sampler_arguments(num_rows), out=tokens, bad=self._bad[:num_rows],
-            scratch=self._candidates[:num_rows],
-        )  # fmt: skip
-        slots = self.inputs.column["slots"][:num_rows]
-        resident.remember(tokens, slots, self.inputs.count["sampled"], self.last_token)
 
     def blocks_capture(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> str:
         """Return the operation of the model's code that waits for the device, or "". Call after `touch`."""

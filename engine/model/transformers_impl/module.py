@@ -1,4 +1,4 @@
-"""`BroadModule`: a `transformers` model as one call, from tokens and positions of many requests to logits."""
+"""`TransformersModule`: a `transformers` model as one call, from tokens and positions of many requests to logits."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from weft.engine.model.broad.hook import positions as positions_now
+from weft.engine.model.transformers_impl.hook import positions as positions_now
 
 
-class BroadModule:
+class TransformersModule:
     """Wraps a `transformers` model, modified in place to take the tokens of many requests in one row."""
 
     def __init__(self, module: Any) -> None:

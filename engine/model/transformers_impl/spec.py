@@ -1,4 +1,4 @@
-"""`BroadSpec`: what the engine needs to know of a model that `transformers`' code computes."""
+"""`TransformersSpec`: what the engine needs to know of a model that `transformers`' code computes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AttentionCall(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class BroadSpec(ModelSpec):
+class TransformersSpec(ModelSpec):
     """Shapes from a dry run of the model's code.
 
     `num_layers` is the number of attention calls; `num_heads`, `num_kv_heads` and `head_dim` are the largest of them.

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.engine.errors import ModelError
-from weft.engine.model.broad.hook import attending
-from weft.engine.model.broad.module import BroadModule
-from weft.engine.model.broad.spec import AttentionCall
+from weft.engine.model.transformers_impl.hook import attending
+from weft.engine.model.transformers_impl.module import TransformersModule
+from weft.engine.model.transformers_impl.spec import AttentionCall
 
 TOKENS = 3
 KNOWN = {
@@ -56,7 +56,7 @@ def call_of(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: dict[str,
     )
 
 
-def attention_calls(model: BroadModule) -> tuple[list[AttentionCall], int]:
+def attention_calls(model: TransformersModule) -> tuple[list[AttentionCall], int]:
     """Return the attention calls of one forward pass, in order, and the vocabulary size.
 
     Raises `ModelError`, and anything that the model raises.

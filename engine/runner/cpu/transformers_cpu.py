@@ -1,4 +1,4 @@
-"""`BroadCpuExecutor`: runs a `transformers` model on the CPU, with attention over weft's pages."""
+"""`TransformersCpuExecutor`: runs a `transformers` model on the CPU, with attention over weft's pages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.engine.model.broad.hook import attending
-from weft.engine.model.broad.module import BroadModule
-from weft.engine.model.broad.spec import BroadSpec
-from weft.engine.runner.device.broad_attention import PagedCalls
+from weft.engine.model.transformers_impl.hook import attending
+from weft.engine.model.transformers_impl.module import TransformersModule
+from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.runner.device.pooling import pooled_rows
+from weft.engine.runner.device.transformers_attention import PagedCalls
 from weft.engine.runner.iteration.batch import Batch
 from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.kernels.attention.backend import HostAttention
 from weft.kernels.attention.backends import make_host_attention
 
 
-class BroadInputs(NamedTuple):
+class TransformersInputs(NamedTuple):
     """Tensors of one iteration. Those of tokens are `[T]` int64."""
 
     token_ids: Tensor
@@ -33,11 +33,11 @@ class BroadInputs(NamedTuple):
     """Whether the states of any row are needed."""
 
 
-class BroadCpuExecutor:
+class TransformersCpuExecutor:
     """Has the interface of `CpuExecutor`. The model's code computes logits in its forward pass, so `forward` returns
     the logits of all rows that need them, and the place of each row's."""
 
-    def __init__(self, spec: BroadSpec, model: BroadModule, kv: Tensor, config: ResolvedConfig) -> None:
+    def __init__(self, spec: TransformersSpec, model: TransformersModule, kv: Tensor, config: ResolvedConfig) -> None:
         self._model, self._kv = model, kv
         self._backends: list[HostAttention[Any]] = []
 
@@ -49,10 +49,10 @@ class BroadCpuExecutor:
         self._states: Tensor | None = None
         """States of the last iteration that needed any."""
 
-    def inputs(self, batch: Batch, token_ids: Tensor) -> BroadInputs:
+    def inputs(self, batch: Batch, token_ids: Tensor) -> TransformersInputs:
         scored = (asked.token_rows for asked in batch.prompt_logprobs)
         asked = [batch.sampling.logit_tokens, *scored, pooled_rows(batch)]
-        return BroadInputs(
+        return TransformersInputs(
             token_ids,
             torch.from_numpy(batch.positions.astype(np.int64)),
             torch.from_numpy(batch.slot_mapping),
@@ -61,7 +61,7 @@ class BroadCpuExecutor:
             bool(batch.pooled),
         )
 
-    def forward(self, inputs: BroadInputs) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: TransformersInputs) -> tuple[Tensor, Tensor]:
         """Return logits `[rows, V]` float32, and the index of each token's row among them, `[T]` int64."""
         self._calls.begin(self._kv, inputs.slot_mapping, inputs.steps)
         with attending(self._calls):

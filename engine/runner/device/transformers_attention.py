@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.engine.errors import ModelError
-from weft.engine.model.broad.spec import BroadSpec
-from weft.engine.model.broad.trial import layer_of
-from weft.engine.runner.options.broad_shapes import attention_kinds
+from weft.engine.model.transformers_impl.spec import TransformersSpec
+from weft.engine.model.transformers_impl.trial import layer_of
 from weft.engine.runner.options.resolve import ResolvedConfig
+from weft.engine.runner.options.transformers_shapes import attention_kinds
 from weft.kernels.attention.backend import AttentionBackend, AttentionShape
 
 
@@ -23,7 +23,7 @@ class PagedCalls:
     Call `begin` before each pass and `end` after it. Rows of q, k and v are the iteration's tokens.
     """
 
-    def __init__(self, spec: BroadSpec, config: ResolvedConfig, make: Callable[[AttentionShape], Any]) -> None:
+    def __init__(self, spec: TransformersSpec, config: ResolvedConfig, make: Callable[[AttentionShape], Any]) -> None:
         self._calls, self._layout = spec.calls, config.kv
         kinds = attention_kinds(spec, config.kv)
         shapes = [kind.shape(config.kv, config.compute_dtype, config.device, config.max_model_len) for kind in kinds]

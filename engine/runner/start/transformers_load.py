@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 
 from weft.engine.config import EngineConfig
-from weft.engine.model.broad.module import BroadModule
-from weft.engine.model.broad.spec import BroadSpec
-from weft.engine.model.broad.weights import load_broad
-from weft.engine.runner.cpu.broad_cpu import BroadCpuExecutor
+from weft.engine.model.transformers_impl.module import TransformersModule
+from weft.engine.model.transformers_impl.spec import TransformersSpec
+from weft.engine.model.transformers_impl.weights import load_transformers
+from weft.engine.runner.cpu.transformers_cpu import TransformersCpuExecutor
 from weft.engine.runner.iteration.batch import Batch
 from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.engine.runner.start.self_test import pages_needed, self_test
 
 
-def load_tested(spec: BroadSpec, options: EngineConfig, config: ResolvedConfig) -> BroadModule:
+def load_tested(spec: TransformersSpec, options: EngineConfig, config: ResolvedConfig) -> TransformersModule:
     """Load the model. Raises `ModelError`, also if its results in weft's batches differ from those on its own."""
-    model = load_broad(
+    model = load_transformers(
         spec,
         options.model_path,
         device=config.device,
@@ -30,13 +30,13 @@ def load_tested(spec: BroadSpec, options: EngineConfig, config: ResolvedConfig) 
     return model
 
 
-def _test(spec: BroadSpec, model: BroadModule, config: ResolvedConfig) -> None:
+def _test(spec: TransformersSpec, model: TransformersModule, config: ResolvedConfig) -> None:
     shape = config.kv.shape(1 + pages_needed(config.kv.page_size))
     with torch.inference_mode():
         # Unwritten pages may contain anything.
         pool = torch.full(shape, float("nan"), dtype=config.kv.dtype)
         pool[0] = 0
-    executor = BroadCpuExecutor(spec, model, pool, config)
+    executor = TransformersCpuExecutor(spec, model, pool, config)
 
     def run(batch: Batch) -> torch.Tensor:
         inputs = executor.inputs(batch, torch.from_numpy(batch.token_ids).long())

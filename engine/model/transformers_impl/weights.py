@@ -1,4 +1,4 @@
-"""`load_broad`: loads a `transformers` model with its own loader and checks its weights like any other."""
+"""`load_transformers`: loads a `transformers` model with its own loader and checks its weights like any other."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from weft.engine.errors import ModelError, one_line
-from weft.engine.model.broad.hook import NAME
-from weft.engine.model.broad.module import BroadModule, pin_rope
-from weft.engine.model.broad.reading import build, quiet
-from weft.engine.model.broad.spec import BroadSpec
 from weft.engine.model.checkpoint import Checkpoint
 from weft.engine.model.finite import FiniteCheck
+from weft.engine.model.transformers_impl.hook import NAME
+from weft.engine.model.transformers_impl.module import TransformersModule, pin_rope
+from weft.engine.model.transformers_impl.reading import build, quiet
+from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import HARMLESS, warn_of_surplus
 
 
-def load_broad(
-    spec: BroadSpec,
+def load_transformers(
+    spec: TransformersSpec,
     path: Path,
     *,
     device: torch.device,
@@ -28,7 +28,7 @@ def load_broad(
     max_positions: int,
     dummy_seed: int | None = None,
     trusted: bool = False,
-) -> BroadModule:
+) -> TransformersModule:
     """Load a model. dummy_seed: make random weights instead of reading `path`.
 
     Raises `ModelError` for missing weights, other shapes and values that are not finite. Prints one line about unused
@@ -49,7 +49,7 @@ def load_broad(
             finite.add(name, tensor.nan_to_num(nan=float("nan"), posinf=0.0, neginf=0.0))
     finite.end(dtype)
     pin_rope(module, max_positions)
-    return BroadModule(module)
+    return TransformersModule(module)
 
 
 def _read(path: Path, dtype: torch.dtype, trusted: bool) -> nn.Module:

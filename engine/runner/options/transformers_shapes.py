@@ -8,7 +8,7 @@ import torch
 
 from weft.engine.errors import ConfigError
 from weft.engine.memory.kv_layout import KvLayout
-from weft.engine.model.broad.spec import BroadSpec
+from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.kernels.attention.backend import AttentionShape
 
 
@@ -31,7 +31,7 @@ class AttentionKind(NamedTuple):
         )  # fmt: skip
 
 
-def attention_kinds(spec: BroadSpec, layout: KvLayout) -> list[AttentionKind]:
+def attention_kinds(spec: TransformersSpec, layout: KvLayout) -> list[AttentionKind]:
     """Return the kind of each attention call."""
     return [
         AttentionKind(call.heads, *layout.heads(i), call.scale, call.window, call.softcap, call.sinks)
@@ -39,7 +39,7 @@ def attention_kinds(spec: BroadSpec, layout: KvLayout) -> list[AttentionKind]:
     ]
 
 
-def refuse_on_gpu(spec: BroadSpec, kinds: list[AttentionKind], backend: str) -> None:
+def refuse_on_gpu(spec: TransformersSpec, kinds: list[AttentionKind], backend: str) -> None:
     """Raise `ConfigError` for options and models that the GPU's work lists and back ends do not support."""
     if backend not in ("auto", "triton"):
         raise ConfigError(f"--attention-backend {backend}: transformers' code needs triton on a GPU")

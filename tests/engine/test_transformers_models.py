@@ -1,4 +1,4 @@
-"""The broad path: models that `transformers`' own code computes with weft's attention."""
+"""Models that `transformers`' own code computes with weft's attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.implementation import check_known, choose_spec
-from weft.engine.runner.device import broad_attention
+from weft.engine.runner.device import transformers_attention
 from weft.engine.runner.start.inspect_command import inspect
 
 Made = Callable[[str], Path]
@@ -91,12 +91,12 @@ def test_weights_made_up_for_a_shape(tiny_model: Made) -> None:
 
 
 def test_what_differs_from_generate_is_refused(tiny_model: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = broad_attention.PagedCalls.__call__
+    call = transformers_attention.PagedCalls.__call__
 
     def wrong(self: Any, module: Any, q: Any, k: Any, v: Any, given: Any) -> Any:
         return call(self, module, q, k, v * 1.1, given)
 
-    monkeypatch.setattr(broad_attention.PagedCalls, "__call__", wrong)
+    monkeypatch.setattr(transformers_attention.PagedCalls, "__call__", wrong)
     with pytest.raises(ModelError, match=r"logits differ by .* answers would be wrong"):
         Engine(EngineConfig(model=str(tiny_model("yi")), **OPTIONS))
 
@@ -224,7 +224,7 @@ def test_batch_invariance_needs_native_layers(tiny_model: Made) -> None:
         Engine(EngineConfig(model=str(tiny_model("yi")), **OPTIONS, batch_invariant=True))
 
 
-def test_inspect_tells_of_the_broad_path(tiny_model: Made) -> None:
+def test_inspect_reports_transformers_models(tiny_model: Made) -> None:
     told = inspect(EngineConfig(model=str(tiny_model("yi")), model_impl="transformers", load_format="dummy"))
     assert "transformers" in told["implementation"]
     assert told["devices"]["cpu"]["served"]

@@ -1,4 +1,4 @@
-"""`read_broad`: determines the shapes of a `transformers` model from its configuration, its cache and a dry run.
+"""`read_transformers`: determines the shapes of a `transformers` model from its configuration, its cache and a dry run.
 
 It raises an error that says why a model cannot be served.
 """
@@ -20,12 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from weft.engine.errors import ModelError, one_line
-from weft.engine.model.broad.hook import NAME
-from weft.engine.model.broad.module import BroadModule
-from weft.engine.model.broad.spec import AttentionCall, BroadSpec
-from weft.engine.model.broad.trial import attention_calls
 from weft.engine.model.parts import Layer, Norm
-from weft.engine.model.transformers_decoders import architecture, model_type
+from weft.engine.model.transformers_impl.decoders import architecture, model_type
+from weft.engine.model.transformers_impl.hook import NAME
+from weft.engine.model.transformers_impl.module import TransformersModule
+from weft.engine.model.transformers_impl.spec import AttentionCall, TransformersSpec
+from weft.engine.model.transformers_impl.trial import attention_calls
 
 DEFAULT_POSITIONS = 4096
 """Context limit if the configuration has none."""
@@ -49,7 +49,9 @@ def quiet() -> Iterator[None]:
             log.enable_progress_bar()
 
 
-def read_broad(path: Path, raw: dict[str, Any], eos_token_ids: tuple[int, ...], *, trusted: bool = False) -> BroadSpec:
+def read_transformers(
+    path: Path, raw: dict[str, Any], eos_token_ids: tuple[int, ...], *, trusted: bool = False
+) -> TransformersSpec:
     """Read a model. raw: the directory's `config.json`. trusted: its own code may run.
 
     Raises `ModelError`, one line, with the reason why `transformers`' code cannot serve it here.
@@ -81,7 +83,7 @@ def build(config: Any, dtype: torch.dtype, device: torch.device, trusted: bool) 
         raise ModelError(f"transformers cannot build it: {one_line(error)}") from None
 
 
-def spec_of(config: Any, name: str, eos_token_ids: tuple[int, ...], *, trusted: bool) -> BroadSpec:
+def spec_of(config: Any, name: str, eos_token_ids: tuple[int, ...], *, trusted: bool) -> TransformersSpec:
     windows = _cache_windows(config)
     module = build(config, torch.bfloat16, torch.device("meta"), trusted)
     calls, vocab_size = _try(module)
@@ -94,7 +96,7 @@ def spec_of(config: Any, name: str, eos_token_ids: tuple[int, ...], *, trusted: 
         max_positions, limit = min(hidden), "its attention calls do not state its window"
     sizes = {id(p): (key, p.numel()) for key, p in module.named_parameters()}.values()
     hidden_size = int(getattr(text, "hidden_size", 0) or calls[0].heads * calls[0].key_dim)
-    return BroadSpec(
+    return TransformersSpec(
         architecture=name if name != "(none)" else type(module).__name__,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -140,10 +142,10 @@ def _try(module: Any) -> tuple[list[AttentionCall], int]:
     """Do the dry run, on the meta device if the model's code supports that. Raises `ModelError`."""
     try:
         try:
-            return attention_calls(BroadModule(module))
+            return attention_calls(TransformersModule(module))
         except (RuntimeError, NotImplementedError, ValueError):
             _fill_with_zeros(module)
-            return attention_calls(BroadModule(module))
+            return attention_calls(TransformersModule(module))
     except ModelError:
         raise
     except Exception as error:  # model code raises anything
