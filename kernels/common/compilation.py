@@ -1,8 +1,8 @@
-"""Kernels compiled apart from being launched: which ones some work needs, and many of them at once.
+"""Compiles kernels before they are launched, many at once.
 
-Triton compiles a kernel when it is first launched, one after the other. `collect` runs the launching code on the meta
-device and notes what it would compile; `compile_all` does that in processes of its own and leaves the results in
-Triton's cache, where the first launch finds them. Neither needs a GPU.
+Triton compiles a kernel at its first launch, one at a time. `collect` runs the launching code on the meta device and
+records the kernels it would compile; `compile_all` compiles them in separate processes. The results land in Triton's
+cache, where the first launch finds them. Neither needs a GPU.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from weft.kernels.common.gpu import Gpu, compiling_for
 
 WARP = 32
 GLUE = -1
-"""in place of a kernel's index: what launches of all kernels need"""
+"""Replaces a kernel's index: the launcher code that all kernels share."""
 _REPORT = struct.Struct("i64s")
-"""index of a kernel, its hash; empty if it did not compile"""
+"""Index of a kernel and its hash, which is empty if it did not compile."""
 
 
 class Kernel(NamedTuple):
     """A kernel with everything that its machine code depends on."""
 
     function: Any
-    """its `JITFunction`"""
+    """The kernel's `JITFunction`."""
     arguments: tuple[Any, ...]
-    """of `JITFunction._do_compile`: types, constants, options"""
+    """Arguments of `JITFunction._do_compile`: types, constants, options."""
 
     @property
     def key(self) -> tuple[Any, str]:
-        """What is the same in no two kernels."""
+        """Unique for each kernel."""
         return self.function, self.arguments[0]
 
     @property
@@ -50,8 +50,8 @@ class Kernel(NamedTuple):
         return str(self.function.fn.__qualname__)
 
 
-class _Absent:
-    """Stands for Triton's driver of a GPU that need not be there."""
+class _TargetDriver:
+    """Replaces Triton's driver for a GPU that may be absent."""
 
     def __init__(self, gpu: Gpu) -> None:
         major, minor = gpu.capability
@@ -69,9 +69,9 @@ class _Absent:
 
 @contextmanager
 def _without_dynamo() -> Iterator[None]:
-    """Inside, what torch does on the meta device does not import torch's compiler, which takes as long as torch itself.
+    """Keep torch operations on the meta device from importing torch's compiler, which takes as long as torch itself.
 
-    Its functions ask that compiler to leave them alone; here something that leaves everything alone is asked.
+    Their functions call that compiler's `disable`; inside this context they call a stub that does nothing.
     """
     name = "torch._dynamo"
     if name in sys.modules:
@@ -88,9 +88,9 @@ def _without_dynamo() -> Iterator[None]:
 
 
 def collect(work: Callable[[], None], gpu: Gpu) -> list[Kernel]:
-    """What `work` would compile for `gpu`: it launches kernels on tensors of the meta device. Nothing is compiled.
+    """Return the kernels that `work` would compile for `gpu`. It launches kernels on meta tensors; nothing is compiled.
 
-    For a process that launches nothing itself: Triton remembers the target.
+    Call it in a process that launches nothing itself, because Triton remembers the target.
     """
     found: dict[tuple[Any, str], Kernel] = {}
     original = JITFunction._do_compile
@@ -98,7 +98,7 @@ def collect(work: Callable[[], None], gpu: Gpu) -> list[Kernel]:
     def note(self: Any, key: str, *rest: Any) -> None:
         found.setdefault((self, key), Kernel(self, (key, *rest)))
 
-    driver.set_active(_Absent(gpu))
+    driver.set_active(_TargetDriver(gpu))
     JITFunction._do_compile = note
     try:
         with compiling_for(gpu), _without_dynamo():
@@ -111,10 +111,10 @@ def collect(work: Callable[[], None], gpu: Gpu) -> list[Kernel]:
 def compile_all(
     kernels: Sequence[Kernel], jobs: int, progress: Callable[[int, int], None] | None = None
 ) -> tuple[list[str], list[Kernel]]:
-    """Compile in `jobs` processes forked from this one, which must have no other threads.
+    """Compile in `jobs` processes forked from this one, which must have no other threads. Call it after `collect`.
 
-    Returns the hashes that Triton's cache knows them by, and the kernels that failed. After `collect`. Each process
-    takes the next kernel that none has taken, what takes longest first; one that dies costs its kernel alone.
+    Returns the kernels' hashes in Triton's cache and the kernels that failed. Each process takes the next kernel of the
+    queue, slowest first; a process that dies loses only its kernel.
     """
     kernels = sorted(kernels, key=lambda kernel: not kernel.function.is_gluon())
     tickets, give = os.pipe()
@@ -129,7 +129,7 @@ def compile_all(
         for worker in ready:
             if (report := worker.report()) is None:
                 workers.remove(worker)
-                if not worker.ended_well():  # the compiler aborted it: the next kernels are for another one
+                if not worker.ended_well():  # the compiler aborted: start a new worker for the next kernels
                     workers.append(_Worker(kernels, tickets))
                     tried += 1
                 continue
@@ -163,7 +163,7 @@ class _Worker:
         return self._pipe
 
     def report(self) -> tuple[int, str] | None:
-        """A kernel that it is through with, and its hash if it compiled; None: the process has ended."""
+        """Return a finished kernel and its hash (empty if it failed), or None when the process has ended."""
         data = os.read(self._pipe, _REPORT.size)
         if len(data) == _REPORT.size:
             index, name = _REPORT.unpack(data)
@@ -176,7 +176,7 @@ class _Worker:
 
 
 def _compile_next(kernels: Sequence[Kernel], tickets: int, reports: int) -> None:
-    gc.freeze()  # what is there is shared with the processes beside this one, as long as nobody touches it
+    gc.freeze()  # keeps pages shared with the parent: the collector does not write to these objects
     gc.enable()
     while ticket := os.read(tickets, 4):
         (index,) = struct.unpack("i", ticket)
@@ -195,8 +195,9 @@ def _compile_next(kernels: Sequence[Kernel], tickets: int, reports: int) -> None
 
 
 def _link(compiled: Any) -> None:
-    """Build the glue between Python and the driver of one kernel, or (None) of all."""
-    # Without a driver's library there is nothing to link to: AssertionError. Triton 3.7 has one launcher for all.
+    """Build the launcher of one kernel, or with None the code that all launchers share."""
+    # Without a driver library there is nothing to link to (AssertionError). Triton 3.7 has one launcher for all
+    # kernels.
     with suppress(AssertionError, AttributeError):
         if compiled is None:
             nvidia.CudaUtils()

@@ -1,6 +1,6 @@
-"""Dependent launch: a kernel may start while the one before it on its stream still runs.
+"""Dependent launch: a kernel may start while the previous kernel on its stream still runs.
 
-Kernels launched with `pdl_options` call `begin` before they touch what the kernel before them wrote.
+Kernels launched with `pdl_options` call `begin` before they touch data that the previous kernel wrote.
 """
 
 # Device functions carry no Python types.
@@ -21,16 +21,16 @@ _dependent = True
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Wait until the kernel before this one has finished and its results are visible (dependent launch)."""
+    """Wait until the previous kernel has finished and its results are visible (dependent launch)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def release(PDL: tl.constexpr):
-    """Let the next kernel start, as far as there is room, and prefetch; its own `begin` waits for this one's end.
+    """Let the next kernel start and prefetch as far as resources allow; its `begin` still waits for this kernel's end.
 
-    Early release is not better: what the next kernel prefetches would be evicted before it is read.
+    An earlier release is not better: data that the next kernel prefetches would be evicted before it is read.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -38,7 +38,7 @@ def release(PDL: tl.constexpr):
 
 @contextmanager
 def dependent_launch(allowed: bool) -> Iterator[None]:
-    """Launches inside start early behind the kernel before them on their stream, or, if not `allowed`, do not."""
+    """Let launches inside start before the previous kernel on their stream ends, or forbid it if not `allowed`."""
     global _dependent
     before, _dependent = _dependent, allowed
     try:
@@ -48,7 +48,7 @@ def dependent_launch(allowed: bool) -> Iterator[None]:
 
 
 def pdl_options() -> dict[str, bool]:
-    """Launch options of dependent launch, where the GPU has it. Kernels launched so must call `begin` first of all."""
+    """Return the options of dependent launch, if the GPU supports it. Kernels launched with them must call `begin`."""
     here = gpu()
     early = _dependent and here is not None and here.capability[0] >= 9
     return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}

@@ -1,8 +1,7 @@
-"""`Gpu`: what kernels are made for: this machine's, or a named one that they are compiled for without it.
+"""`Gpu`: the GPU that kernels are made for: this machine's, or a named one for compiling without it.
 
-The command line lists the names: torch is imported by the functions that ask it.
-
-Tensors on the `meta` device stand for tensors of such a GPU: launches with them compile and run nothing.
+The command line lists the names, so torch is imported only by the functions that query it. Tensors on the `meta` device
+represent tensors of such a GPU: launches with them compile and run nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Gpu(NamedTuple):
-    """What the choice of kernels, tiles and plans depends on."""
+    """The properties that kernels, tiles and plans are chosen by."""
 
     name: str
-    """as the driver says it"""
+    """The driver's name for it."""
     capability: tuple[int, int]
     sms: int
 
@@ -33,7 +32,7 @@ KNOWN = {
     "l40s": Gpu("NVIDIA L40S", (8, 9), 142),
     "rtx4090": Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128),
 }
-"""by the names that `weft compile --gpu` takes"""
+"""GPUs by their name in `weft compile --gpu`."""
 
 _pretended: Gpu | None = None
 
@@ -54,8 +53,9 @@ def _properties(index: int) -> Gpu:
 
 
 def gpu(device: torch.device | int | None = None) -> Gpu | None:
-    """The GPU that kernels are for: the one of `compiling_for`, else this CUDA device (None: the current one); None
-    where there is none.
+    """Return the GPU that kernels are for: that of `compiling_for`, else this CUDA device (None: the current one).
+
+    Returns None if there is no GPU.
     """
     if _pretended is not None:
         return _pretended
@@ -68,26 +68,26 @@ def gpu(device: torch.device | int | None = None) -> Gpu | None:
 
 
 def gpu_device() -> torch.device:
-    """Where tensors of `gpu()` lie: the current CUDA device, or the meta device inside `compiling_for`."""
+    """Return the device for tensors of `gpu()`: the current CUDA device, or the meta device inside `compiling_for`."""
     import torch
 
     return torch.device("meta") if _pretended is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def is_hopper() -> bool:
-    """Whether kernels are for an NVIDIA GPU of compute capability 9."""
+    """Return whether kernels are for an NVIDIA GPU of compute capability 9."""
     here = gpu()
     return here is not None and here.capability[0] == 9
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether tensors of that device are a GPU's, or stand for them."""
+    """Return whether tensors of that device are on a GPU or represent such tensors."""
     return device.type in ("cuda", "meta")
 
 
 @contextlib.contextmanager
 def compiling_for(target: Gpu) -> Iterator[None]:
-    """Inside, kernels, tiles and plans are chosen for `target`."""
+    """Choose kernels, tiles and plans for `target` inside this context."""
     global _pretended
     before, _pretended = _pretended, target
     try:

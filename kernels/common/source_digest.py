@@ -13,22 +13,21 @@ from pathlib import Path
 from typing import Any
 
 KERNELS = Path(__file__).parent.parent
-UNSEEN = ("ctx", "kind", "type_comment")
-"""fields of a syntax tree that change no code"""
+IGNORED_FIELDS = ("ctx", "kind", "type_comment")
+"""Fields of a syntax tree that do not change the code."""
 
 
 def _ignored(node: object) -> bool:
-    """Return whether a statement changes no code: a docstring or an import (names are checked where they are used)."""
+    """Return whether a statement changes no code: a docstring or an import (names count where they are used)."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return True
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _add_words(node: object, words: list[str]) -> None:
-    """A syntax tree in words, added to `words`.
+    """Append a syntax tree to `words`.
 
-    Absent fields and empty lists are left out: which there are depends on Python's version.
-    `ast.dump` would not do, because its form differs from version to version as well.
+    Absent fields and empty lists are skipped because they depend on Python's version. So does the format of `ast.dump`.
     """
     if isinstance(node, list):
         for item in node:
@@ -49,13 +48,13 @@ def _add_words(node: object, words: list[str]) -> None:
 
 @functools.cache
 def _fields(kind: Any) -> list[str]:
-    """Of a type of node: what may change code."""
-    return sorted(name for name in kind._fields if name not in UNSEEN)
+    """Return the fields of a node type that may change code."""
+    return sorted(name for name in kind._fields if name not in IGNORED_FIELDS)
 
 
 @functools.lru_cache(64)  # files that belong to several digests
 def code_words(source: str) -> str:
-    """A module's code in words that comments, docstrings and formatting do not change, nor Python's version."""
+    """Return a module's code as words that do not depend on comments, docstrings, formatting or Python's version."""
     words: list[str] = []
     _add_words(ast.parse(source), words)
     return " ".join(words)
@@ -65,8 +64,8 @@ def code_words(source: str) -> str:
 def source_digest(*sources: str) -> str:
     """Return 16 hexadecimal digits that identify the code of these modules, in the order given.
 
-    sources: modules of `kernels` such as "matmul/gemm_hopper", or JSON tables such as "matmul/mid_h200.json".
-    Raises `FileNotFoundError` for a name without a file.
+    sources: modules of `kernels` such as "matmul/gemm_hopper", or JSON tables such as "matmul/mid_h200.json". Raises
+    `FileNotFoundError` for a name without a file.
     """
     digest = hashlib.sha256()
     for source in sources:

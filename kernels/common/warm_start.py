@@ -1,4 +1,4 @@
-"""What a process waits for before its first kernel, begun in threads early on: each calls what leaves Python free."""
+"""Starts slow initialization that precedes the first kernel in threads. All of it releases the GIL."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from importlib import import_module
 
 
 def hash_triton() -> threading.Thread:
-    """Have Triton hash its own library, hundreds of megabytes: part of the name of whatever it has in its cache."""
+    """Make Triton hash its library (hundreds of megabytes): the hash is part of every key of its cache."""
     cache = import_module("triton.runtime.cache")
-    key: Callable[[], str] = getattr(cache, "triton_key", str)  # remembered; not public, so it may go
-    return _begun(key, "weft-hash-triton")
+    key: Callable[[], str] = getattr(cache, "triton_key", str)  # cached; not public, so it may disappear
+    return _start_thread(key, "weft-hash-triton")
 
 
 def open_gpu() -> threading.Thread:
-    """Initialise the driver and make the first GPU's context, which torch will find. What fails, torch will tell."""
+    """Initialize the driver and create the first GPU's context for torch. Torch reports any failure."""
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does before its first call
-    return _begun(_open_gpu, "weft-open-gpu")
+    return _start_thread(_open_gpu, "weft-open-gpu")
 
 
 def _open_gpu() -> None:
@@ -30,7 +30,7 @@ def _open_gpu() -> None:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
-def _begun(work: Callable[[], object], name: str) -> threading.Thread:
+def _start_thread(work: Callable[[], object], name: str) -> threading.Thread:
     def run() -> None:
         with suppress(Exception):
             work()
