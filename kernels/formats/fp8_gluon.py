@@ -1,4 +1,4 @@
-"""Pieces of Gluon kernels that quantise: scales and e4m3 as `fp8_triton` makes them."""
+"""Gluon device functions that quantize to e4m3, with the same scales as `fp8_triton`."""
 
 # Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def power_of_two(amax):
-    """As `fp8.power_of_two_scale`: (the scale, its inverse)."""
+    """Return `fp8.power_of_two_scale` and its inverse."""
     bits = amax.to(gl.int32, bitcast=True)
     exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
     exponent = gl.minimum(gl.maximum(exponent, -40), 120)
@@ -22,7 +22,7 @@ def power_of_two(amax):
 
 @gluon.jit
 def quantized(y, AXIS: gl.constexpr):
-    """Numbers that run along AXIS in e4m3, and their scale, one for all of them."""
+    """Quantize numbers along AXIS to e4m3; returns them and their common scale."""
     z = y.to(gl.float32)
     scale, inverse = power_of_two(gl.max(gl.abs(z), axis=AXIS))
     return (z * gl.expand_dims(inverse, AXIS)).to(gl.float8e4nv), scale
@@ -30,7 +30,7 @@ def quantized(y, AXIS: gl.constexpr):
 
 @gluon.jit
 def quantized_pairs(even, odd, AXIS: gl.constexpr):
-    """As `quantized`, of numbers whose even and odd ones lie apart: int16, of a pair of them each."""
+    """Quantize as `quantized`, for even and odd numbers held separately; returns int16, one per pair."""
     low = even.to(gl.float32)
     high = odd.to(gl.float32)
     amax = gl.maximum(gl.max(gl.abs(low), axis=AXIS), gl.max(gl.abs(high), axis=AXIS))

@@ -1,8 +1,8 @@
-"""`Fp8Matrix`: a quantised matrix with what its product does to the input, and the twin of that product (`fp8`).
+"""`Fp8Matrix`: a quantized matrix with its input transformation, and the reference for its GEMM.
 
-The norm before it is not folded in (`pack.fold_norm`): the matrix is quantised without it. What a product reads is
-`(x - mean) * norm`, quantised; the row's 1 / rms is a factor of the result, as the channels' scales are. Where a
-checkpoint brings a static scale, or the norm has a bias, the norm comes first.
+The preceding norm is not folded in (`weight_layout.fold_norm`): the matrix is quantized without it. The GEMM reads `(x
+- mean) * norm`, quantized; the row's 1 / rms is a factor of the result, like the channel scales. If a checkpoint has a
+static scale, or the norm has a bias, the norm is applied first.
 """
 
 from __future__ import annotations
@@ -15,30 +15,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels.formats.fp8 import E4M3, Fp8Rows, Fp8Weight, product, quantize_rows, quantize_static, weight_values
+from weft.kernels.formats.fp8 import (
+    E4M3,
+    Fp8Rows,
+    Fp8Weight,
+    quantize_rows,
+    quantize_static,
+    scaled_matmul,
+    weight_values,
+)
 
 Activations = Literal["dynamic", "static", "none"]
-"""what becomes of a product's input: quantised with a power of two for each 128 columns of a token, with a scale that
-the checkpoint has, or left as it is"""
+"""How a GEMM's input is quantized: with powers of two per 128 columns of a token, the checkpoint's scale, or not at
+all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """Of one operation: `[out, inner]`, of experts `[experts, out, inner]`."""
+    """The matrix of one operation `[out, inner]`, or of experts `[experts, out, inner]`."""
 
     weight: Fp8Weight
     activations: Activations = "dynamic"
     input_scale: Tensor | None = None
-    """[] float32 where activations are static; of experts `[experts]`"""
+    """Static activation scale, [] float32; of experts `[experts]`."""
     norm: Tensor | None = None
-    """[inner]: what the norm before it multiplies by"""
+    """`[inner]`, the weight of the preceding norm."""
     norm_bias: Tensor | None = None
-    """[inner]"""
+    """`[inner]`."""
     centred: bool = False
-    """that norm takes the mean off"""
+    """Whether that norm subtracts the mean."""
 
     def __getitem__(self, index: int | slice) -> Fp8Matrix:
-        """Some rows; of experts, one of them."""
+        """Return some rows, or one or more experts."""
         scale = self.input_scale
         if isinstance(index, int) and scale is not None and scale.ndim:
             scale = scale[index]
@@ -54,28 +62,28 @@ class Fp8Matrix:
 
 
 Matrix = Tensor | Fp8Matrix
-"""what a twin of a product reads"""
+"""A weight as the reference implementations accept it."""
 
 
 def linear(x: Tensor, row_scale: Tensor | None, matrix: Fp8Matrix, bias: Tensor | None = None) -> Tensor:
-    """`[T, out]` float32: x `[T, K]`, normed where there is a row_scale `[T]` (1 / rms), times the matrix."""
+    """Return `[T, out]` float32: x `[T, K]` times the matrix; a row_scale `[T]` (1 / rms) applies the norm."""
     h = x.float()
     if row_scale is None:
-        return _biased(_product(h, matrix), bias)
+        return _biased(_scaled_matmul(h, matrix), bias)
     if matrix.centred:
         h = h - h.mean(-1, keepdim=True)
     if matrix.activations == "dynamic" and matrix.norm_bias is None:
-        y = product(quantize_rows(h, matrix.norm), matrix.weight)
+        y = scaled_matmul(quantize_rows(h, matrix.norm), matrix.weight)
         return _biased(y * row_scale[:, None], bias)
     h = h * row_scale[:, None]
     if matrix.norm is not None:
         h = h * matrix.norm.float()
     if matrix.norm_bias is not None:
         h = h + matrix.norm_bias.float()
-    return _biased(_product(h, matrix), bias)
+    return _biased(_scaled_matmul(h, matrix), bias)
 
 
-def _product(h: Tensor, matrix: Fp8Matrix) -> Tensor:
+def _scaled_matmul(h: Tensor, matrix: Fp8Matrix) -> Tensor:
     if matrix.activations == "none":
         return F.linear(h, weight_values(matrix.weight))
     rows: Fp8Rows
@@ -84,7 +92,7 @@ def _product(h: Tensor, matrix: Fp8Matrix) -> Tensor:
         rows = quantize_static(h, matrix.input_scale)
     else:
         rows = quantize_rows(h)
-    return product(rows, matrix.weight)
+    return scaled_matmul(rows, matrix.weight)
 
 
 def _biased(y: Tensor, bias: Tensor | None) -> Tensor:
@@ -92,7 +100,7 @@ def _biased(y: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def by_rows(change: Callable[..., Tensor], *weights: Fp8Weight) -> Fp8Weight:
-    """What `change` makes of matrices when it only moves rows: joins, cuts, orders them. Scales `[..., out, n]`."""
-    # as bytes: not everything that moves numbers knows e4m3
+    """Apply `change`, which only moves rows (joins, cuts, orders), to values and scales `[..., out, n]`."""
+    # as bytes: not every operation that moves numbers supports e4m3
     values = change(*(w.values.view(torch.uint8) for w in weights)).view(E4M3)
     return Fp8Weight(values, change(*(w.scale for w in weights)))

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def power_of_two(amax):
-    """As `fp8.power_of_two_scale`: (the scale, its inverse)."""
+    """Return `fp8.power_of_two_scale` and its inverse."""
     bits = amax.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.minimum(tl.maximum(exponent, -40), 120)
@@ -22,6 +22,6 @@ def power_of_two(amax):
 
 @triton.jit
 def saturated(y):
-    """As `fp8.saturated`, of float32."""
+    """Convert float32 as `fp8.saturated`."""
     y = tl.where(y > 448.0, 448.0, y)
     return tl.where(y < -448.0, -448.0, y).to(tl.float8e4nv)

@@ -1,19 +1,19 @@
-"""`PackedPage`: a page of bf16 KV in 12 bits a scalar, exact, and its twin in numpy.
+"""`PackedPage`: a lossless page of bf16 KV in about 12 bits per scalar, and its numpy reference implementation.
 
-A scalar keeps its sign and its 7 bits of mantissa in a byte of its own, and 4 bits of its exponent: how far it lies
-below the largest exponent of its channel in this page (layer, K or V, head and channel, over the page's tokens). 15 is
-an escape: the whole exponent then stands in a list, one for the page. A page with more escapes than the list has room
-for cannot be packed and stays as it is. Nothing but the page itself is needed to read it.
+A scalar keeps its sign and 7 mantissa bits in one byte, plus 4 bits of exponent: the distance below the largest
+exponent of its channel in this page (layer, K or V, head and channel, over the page's tokens). Code 15 is an escape:
+the page's list holds the whole exponent. A page with more escapes than the list has entries is stored unpacked. A
+packed page can be read on its own.
 
-| part | bytes | of |
+| field | bytes | content |
 |---|---|---|
-| count | 4, then 12 of 0 | uint32: the page's escapes; more than `capacity`: it is not packed |
-| escapes | 4 `capacity` | uint32, in no order: place of the scalar << 8, its exponent |
+| count | 4, then 12 of 0 | uint32: the page's escapes; more than `capacity`: not packed |
+| escapes | 4 `capacity` | uint32, unordered: index of the scalar << 8, its exponent |
 | bases | 1 for each channel | the largest exponent |
 | codes | 1/2 for each scalar | the lower 4 bits are the former of two scalars |
 | lows | 1 for each scalar | sign << 7, mantissa |
 
-Each part begins at a multiple of 16 bytes; scalars and channels stand in the page's own order.
+Each field is aligned to 16 bytes; scalars and channels keep the page's order.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Bytes = npt.NDArray[np.uint8]
 
 ESCAPE = 15
 MAX_VALUES = 1 << 24
-"""what the place of an escape has bits for"""
+"""Limit of an escape's 24-bit index."""
 SCALARS_PER_ESCAPE = 256
-"""room in the list: 4 bytes for so many scalars, an eighth of a bit for each"""
+"""Scalars per list entry of 4 bytes, which costs an eighth of a bit per scalar."""
 SLAB_VALUES = 1 << 16
-"""worked on at once: fits a processor's cache"""
+"""Scalars per step, so that a step fits in a CPU cache."""
 
 
 def _padded(size: int) -> int:
@@ -40,16 +40,16 @@ def _padded(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackedPage:
-    """Of pages `[blocks, rows, width]` bf16: a block is a layer's K or V, its rows are tokens, its columns channels."""
+    """The layout of pages `[blocks, rows, width]` bf16: a block is a layer's K or V, rows tokens, columns channels."""
 
     values: int
-    """scalars of a page"""
+    """Scalars of a page."""
     rows: int
     width: int
 
     @property
     def possible(self) -> bool:
-        """Can such pages be packed at all? Two scalars share a byte, and places have 24 bits."""
+        """Whether pages of this size can be packed: two scalars share a byte, and indices have 24 bits."""
         return self.width % 2 == 0 and self.values % (self.rows * self.width) == 0 and self.values <= MAX_VALUES
 
     @property
@@ -58,7 +58,7 @@ class PackedPage:
 
     @property
     def capacity(self) -> int:
-        """Escapes that the list has room for."""
+        """Number of escapes that the list can hold."""
         return max(16, self.values // SCALARS_PER_ESCAPE)
 
     @property
@@ -79,7 +79,7 @@ class PackedPage:
 
     @property
     def nbytes(self) -> int:
-        """Of a packed page."""
+        """Bytes of a packed page."""
         return self.lows_at + _padded(self.values)
 
     @property
@@ -90,12 +90,14 @@ class PackedPage:
         return int(packed[:4].view(np.uint32)[0])
 
     def holds(self, packed: Bytes) -> bool:
-        """Is it a packed page, not one whose list was too short?"""
+        """Return whether this is a packed page rather than one with too many escapes."""
         return self.num_escapes(packed) <= self.capacity
 
     def pack(self, page: Bytes, out: Bytes) -> bool:
-        """`page [raw_bytes]` uint8 into `out [nbytes]` uint8; False when it has too many escapes: then `out` holds
-        their count alone. Both are contiguous."""
+        """Pack `page [raw_bytes]` uint8 into `out [nbytes]` uint8, both contiguous.
+
+        Returns False if there are too many escapes; `out` then holds only their count.
+        """
         blocks, rows, width = self.blocks, self.rows, self.width
         words = page.view(np.uint16).reshape(blocks, rows, width)
         bases = out[self.bases_at : self.bases_at + blocks * width].reshape(blocks, 1, width)
@@ -123,7 +125,7 @@ class PackedPage:
         return count <= self.capacity
 
     def unpack(self, packed: Bytes, page: Bytes) -> None:
-        """What `pack` made, back into `page [raw_bytes]` uint8. Raises `ValueError` when it is no packed page."""
+        """Restore `page [raw_bytes]` uint8. Raises `ValueError` if `packed` is not a packed page."""
         blocks, rows, width = self.blocks, self.rows, self.width
         words = page.view(np.uint16).reshape(blocks, rows, width)
         bases = packed[self.bases_at : self.bases_at + blocks * width].reshape(blocks, 1, width)
