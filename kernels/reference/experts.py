@@ -1,7 +1,6 @@
-"""The torch twins of a layer of experts: the router, and the grouped products in front of and behind the activation.
+"""Reference implementation of expert layers: the router and the grouped GEMMs before and after the activation.
 
-Shapes use T tokens, H hidden, E experts, K experts a token, I columns of an expert. No token is dropped, whatever the
-imbalance.
+Shapes use T tokens, H hidden, E experts, K experts per token, I columns of an expert. No token is ever dropped.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from weft.kernels.reference.layer import gated, normed, normed_linear, row_sumsq
 
 
 class Routing(NamedTuple):
-    """Which experts compute each token, and how much of them is taken."""
+    """The experts that compute each token, and their weights."""
 
     experts: Tensor
     """[T, K] int64"""
     weights: Tensor
     """[T, K] float32"""
     order: Tensor
-    """[T * K] int64: (token, choice) pairs `token * K + choice`, sorted by expert"""
+    """[T * K] int64: (token, choice) pairs `token * K + choice`, sorted by expert."""
     counts: list[int]
-    """[E] pairs of each expert"""
+    """[E] pairs of each expert."""
 
 
 def _grouped(scores: Tensor, groups: int, top_groups: int) -> Tensor:
-    """-inf on the experts outside the best groups: a group counts as the sum of its two best (DeepSeek V3)."""
+    """Set experts outside the best groups to -inf; a group's score is the sum of its two best (DeepSeek V3)."""
     parts = scores.view(len(scores), groups, -1)
     best = parts.topk(2, dim=-1).values.sum(-1).topk(top_groups, dim=-1, sorted=False).indices
     keep = torch.zeros_like(parts[..., 0], dtype=torch.bool).scatter_(1, best, True)
@@ -52,10 +51,10 @@ def route(
     groups: int = 1,
     top_groups: int = 1,
 ) -> Routing:
-    """Norm, router matrix `[E, H]` float32 and the choice of experts, all in float32.
+    """Apply the norm and router matrix `[E, H]` float32, then choose experts, all in float32.
 
     kind: `softmax` over all experts, then the `top` best; `top_softmax`: the best, then a softmax over them; `sigmoid`
-    of each. choice_bias `[E]` counts for the choice, not for the weights. normalise: a token's weights sum up to one.
+    of each. choice_bias `[E]` affects the choice, not the weights. normalise: a token's weights sum to one.
     """
     h = x.float() if sumsq is None else normed(x.float(), sumsq, eps)
     logits = F.linear(h, weight.float(), None if bias is None else bias.float())
@@ -88,9 +87,9 @@ def experts_gate_up(
     activation: str = "silu",
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate) -> `[T * K, I]`, sorted by expert."""
+    """Apply norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate): `[T * K, I]`, by expert."""
     tokens = routing.order // routing.experts.shape[1]
-    # an FP8 matrix has the norm's weight beside it
+    # an FP8 matrix carries the norm's weight
     sums = None if isinstance(weight, Tensor) or sumsq is None else sumsq[tokens]
     rows = (normed(x, sumsq, eps) if sums is None else x)[tokens]
     out = rows.new_empty(len(rows), weight.shape[1] // 2)
@@ -108,9 +107,10 @@ def experts_gate_up(
 def experts_residual(
     h: Tensor, routing: Routing, weight: Matrix, x: Tensor, *, bias: Tensor | None = None, centred: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """x plus the weighted sum of what the experts' matrices `[E, H, I]` make of h `[T * K, I]`; its sum of squares.
+    """Return x plus the weighted GEMMs of h `[T * K, I]` with the experts' matrices `[E, H, I]`, and row sums of
+    squares.
 
-    A token's experts are added up in float32, in the order of its choices.
+    A token's experts are added in float32, in the order of its choices.
     """
     y = torch.empty(len(h), weight.shape[1], dtype=torch.float32, device=h.device)
     scale = routing.weights.flatten()[routing.order]

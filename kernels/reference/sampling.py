@@ -1,4 +1,4 @@
-"""The torch twin of sampling: from logits to one token a row, and log-probabilities. No loop over rows."""
+"""Reference implementation of sampling: from logits to one token per row, and log-probabilities. No loop over rows."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 MASK_ROWS = 64
-"""rows of masks unpacked at once: bounds memory with a large vocabulary"""
+"""Rows of masks unpacked at once: bounds memory with a large vocabulary."""
 
 
 def apply_penalties(
     logits: Tensor, prompt_seen: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
 ) -> Tensor:
-    """Repetition penalty over prompt and output, then presence and frequency penalties over the output.
+    """Apply a repetition penalty over prompt and output, then presence and frequency penalties over the output.
 
-    logits `[S, V]` float32; prompt_seen `[S, V]` bool; counts `[S, V]` int: how often each token was sampled;
-    penalties `[S]`.
+    logits `[S, V]` float32; prompt_seen `[S, V]` bool; counts `[S, V]` int: how often each token was sampled; penalties
+    `[S]`.
     """
     seen = prompt_seen | (counts > 0)
     factor = torch.where(seen, repetition[:, None], 1.0)
@@ -33,7 +33,7 @@ def allow_only(logits: Tensor, rows: Tensor, masks: Tensor, first: int = 0) -> N
     masks, first = masks[:, first // 32 : -(-(first + width) // 32)].contiguous(), first % 32
     shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
     for part, words in zip(rows.split(MASK_ROWS), masks.split(MASK_ROWS), strict=True):
-        bits = (words.view(torch.uint8)[:, :, None] >> shifts) & 1  # a word's bytes stand lowest first
+        bits = (words.view(torch.uint8)[:, :, None] >> shifts) & 1  # a word's bytes are in little-endian order
         allowed = torch.zeros(len(part), width, dtype=torch.bool, device=logits.device)
         known = bits.reshape(len(part), -1)[:, first : first + width]
         allowed[:, : known.shape[1]] = known.bool()
@@ -41,15 +41,15 @@ def allow_only(logits: Tensor, rows: Tensor, masks: Tensor, first: int = 0) -> N
 
 
 def nonfinite(logits: Tensor) -> Tensor:
-    """`[S]` bool: rows of `logits [S, V]` that hold NaN or +inf, or nothing above -inf (which masks leave)."""
+    """Return `[S]` bool: rows of `logits [S, V]` with NaN or +inf, or nothing above -inf (which masks produce)."""
     return ~logits.amax(-1).isfinite()
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
-    """One token for each row of `logits [S, V]` float32 -> `[S]` int64.
+    """Sample one token for each row of `logits [S, V]` float32: `[S]` int64.
 
     temperature 0 takes the best. Otherwise top-k (0: off), then top-p, then min-p cut the distribution, and `uniform`
-    picks from what is left by the inverse of its cumulative distribution in token order.
+    picks from the remainder by the inverse of its cumulative distribution in token order.
     """
     greedy = logits.argmax(-1)
     scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
@@ -72,10 +72,10 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of `tokens [n]` and of the `top` best, from `logits [n, V]` float32.
+    """Return log-probabilities of `tokens [n]` and of the `top` best, from `logits [n, V]` float32.
 
-    Returns ranks `[n]` (1-based), ids `[n, 1 + top]` and values `[n, 1 + top]`: first the token, then the best first.
-    The token's own value is the identical float wherever it appears.
+    Returns ranks `[n]` (1-based), ids `[n, 1 + top]` and values `[n, 1 + top]`: first the token, then the best in
+    order. The token's value is the identical float wherever it appears.
     """
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(-1, tokens[:, None])

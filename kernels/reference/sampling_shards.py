@@ -1,9 +1,9 @@
-"""The torch twin of sampling where each rank has the logits of some token ids: a few numbers a row are exchanged.
+"""Reference implementation of sampling with logits sharded by token id: ranks exchange a few numbers per row.
 
-Rank r has the ids behind those of rank r - 1, so the order of ranks is that of ids. Every rank is given the same
-numbers and comes to the same tokens; nobody ever has all logits of a row. What comes out is what `sampling` would
-choose: ties go to the lower id there and here, and a draw walks through the ids in order. Sums are in another order, so
-a draw that falls within rounding of a border between two tokens may pick the other one.
+Rank r has the ids after those of rank r - 1, so the order of ranks is that of ids. All ranks receive the same numbers
+and choose the same tokens; no rank ever has all logits of a row. The choice matches `sampling`: ties go to the lower
+id, and a draw walks through the ids in order. Sums are added in another order, so a draw within rounding of a border
+between two tokens may pick the other one.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ import torch
 from torch import Tensor
 
 Gather = Callable[[Tensor], Tensor]
-"""`[...]` of this rank -> `[ranks, ...]`, in rank order"""
+"""Gathers `[...]` of this rank into `[ranks, ...]`, in rank order."""
 CANDIDATES = 64
-"""of each rank, shown at first, where a top-p cut is looked for; then four times as many, until it is found"""
+"""Candidates per rank in the first search for a top-p cut; four times as many in each further one."""
 
 
 class Shard(NamedTuple):
-    """Whose logits these are."""
+    """The part of the vocabulary that a rank's logits cover."""
 
     first: int
-    """id of the first column"""
+    """Id of the first column."""
     rank: int
     gather: Gather
     sizes: tuple[int, ...] = ()
-    """columns of each rank; empty: not known, then it is asked"""
+    """Columns of each rank; empty: not known yet, and then exchanged."""
 
     def with_sizes(self, logits: Tensor) -> Shard:
-        """logits: any of this rank's."""
+        """Return the shard with known sizes. logits: any of this rank's."""
         if self.sizes:
             return self
         own = torch.tensor([logits.shape[-1]], device=logits.device)
         return self._replace(sizes=tuple(self.gather(own)[:, 0].tolist()))
 
 
-class Asked(NamedTuple):
-    """What the parameters of rows come to, for who knows them without asking the device. Places are int64."""
+class SamplingSummary(NamedTuple):
+    """A summary of the rows' parameters for callers that have it without reading the device. Indices are int64."""
 
     rows: Tensor
-    """which are drawn: the others take the best"""
+    """Rows that are drawn; the others take the best token."""
     cut: Tensor
-    """which of these have a top-k or top-p"""
+    """Drawn rows with a top-k or top-p."""
     top_k: int
-    """the largest of these; 0 where none has one"""
+    """The largest top-k of these; 0 if there is none."""
     counted: bool
-    """all of these have one"""
+    """Whether all of these have a top-k."""
 
     @classmethod
-    def of(cls, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Asked:
+    def of(cls, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> SamplingSummary:
         rows = torch.nonzero(temperature > 0)[:, 0]
         k, p = top_k[rows], top_p[rows]
         cut = torch.nonzero((k > 0) | (p < 1.0))[:, 0]
@@ -60,20 +60,20 @@ class Asked(NamedTuple):
 
 
 class Best(NamedTuple):
-    """Over all ranks."""
+    """The best tokens over all ranks."""
 
     value: Tensor
-    """[S] float32; NaN where any logit is"""
+    """[S] float32; NaN if any logit is."""
     token: Tensor
-    """[S] int64; the lowest id with this value"""
+    """[S] int64; the lowest id with this value."""
 
 
 def best_of(logits: Tensor, shard: Shard) -> Best:
-    """The best of each row of `logits [S, n]` float32."""
+    """Return the best token of each row of `logits [S, n]` float32."""
     at = logits.argmax(-1)
     mine = torch.stack((logits.gather(-1, at[:, None])[:, 0].double(), (at + shard.first).double()), -1)
     values, tokens = shard.gather(mine).unbind(-1)
-    rank = values.argmax(0)  # the first one of equal ones, and whatever is NaN
+    rank = values.argmax(0)  # the first of equal values, or NaN
     return Best(values.amax(0).float(), tokens.gather(0, rank[None])[0].long())
 
 
@@ -86,46 +86,48 @@ def sample(
     top_p: Tensor,
     min_p: Tensor,
     uniform: Tensor,
-    asked: Asked | None = None,
+    summary: SamplingSummary | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `sampling.sample`, and as `sampling.nonfinite`: tokens `[S]` int64, rows without numbers `[S]` bool.
+    """Sample as `sampling.sample` and check as `sampling.nonfinite`: tokens `[S]` int64, nonfinite rows `[S]` bool.
 
-    logits `[S, n]` float32 of this rank, n at least 1; the other arguments are the same on all ranks. With `asked`, and
-    a shard that knows its sizes, nothing waits for a device but a top-p that is alone.
+    logits `[S, n]` float32 of this rank, n at least 1; the other arguments are the same on all ranks. With a summary
+    and known shard sizes, only a top-p without top-k waits for the device.
     """
-    asked = asked or Asked.of(temperature, top_k, top_p)
+    summary = summary or SamplingSummary.of(temperature, top_k, top_p)
     best = best_of(logits, shard)
     nonfinite = ~best.value.isfinite()
-    rows, cut = asked.rows, asked.cut
+    rows, cut = summary.rows, summary.cut
     if not len(rows):
         return best.token, nonfinite
     warmth, fine = temperature[rows, None], ~nonfinite[rows, None]
-    # Of rows that are no numbers any token will do.
+    # Nonfinite rows may return any token.
     weights = torch.where(fine, (logits[rows] / warmth - best.value[rows, None] / warmth).exp(), 1.0)
     k, p = top_k[rows], top_p[rows]
     if len(cut):
-        bar, last = _bar(weights[cut], shard.with_sizes(logits), k[cut], p[cut], asked)
+        bar, last = _cutoff(weights[cut], shard.with_sizes(logits), k[cut], p[cut], summary)
         ids = shard.first + torch.arange(weights.shape[1], device=weights.device)
         part = weights[cut]
         kept = (part > bar[:, None]) | ((part == bar[:, None]) & (ids <= last[:, None]))
         weights[cut] = part * kept
-    weights = weights * (weights >= min_p[rows, None])  # the best one's is 1
+    weights = weights * (weights >= min_p[rows, None])  # the best token's weight is 1
     tokens = best.token.clone()
     tokens[rows] = _draw(weights.double(), shard, uniform[rows])
     return tokens, nonfinite
 
 
-def _bar(weights: Tensor, shard: Shard, top_k: Tensor, top_p: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-    """Where top-k and top-p cut: the last one kept of each row of `weights [S, n]` when all ranks' are sorted (the best
-    first, of equal ones the lower id): its weight `[S]` and id `[S]`.
+def _cutoff(
+    weights: Tensor, shard: Shard, top_k: Tensor, top_p: Tensor, summary: SamplingSummary
+) -> tuple[Tensor, Tensor]:
+    """Return weight `[S]` and id `[S]` of the last token that top-k and top-p keep in each row of `weights [S, n]`.
 
-    Every rank shows its best: as many as top-k asks for; for top-p alone a few, then more, until the cut lies above
-    what somebody has not shown. So what is exchanged is about what is kept.
+    Tokens of all ranks are ordered best first, ties by id. Every rank shows its best: as many as top-k requires; for
+    top-p alone a few, then more, until the cut lies above everything hidden. So ranks exchange about as much as is
+    kept.
     """
     ordered, order = torch.sort(weights, dim=-1, descending=True, stable=True)
     whole = shard.gather(weights.double().sum(-1)).sum(0)
     sizes, counted = shard.sizes, top_k > 0
-    shown = max(asked.top_k, 0 if asked.counted else CANDIDATES)
+    shown = max(summary.top_k, 0 if summary.counted else CANDIDATES)
     while True:
         shown = min(shown, max(sizes))
         mine = torch.full((*weights.shape[:1], shown, 2), -1.0, dtype=torch.float64, device=weights.device)
@@ -140,9 +142,9 @@ def _bar(weights: Tensor, shard: Shard, top_k: Tensor, top_p: Tensor, asked: Ask
         before = mass.cumsum(-1) - mass
         kept &= (before < top_p.double()[:, None] * total[:, None]) | (rank == 0)
         at = kept.sum(-1) - 1
-        # What a rank has not shown comes behind the last that it has.
+        # Hidden tokens of a rank come after the last one it has shown.
         hidden = [r for r, size in enumerate(sizes) if size > shown]
-        if not hidden or asked.counted:
+        if not hidden or summary.counted:
             break
         where = torch.empty_like(places).scatter_(-1, places, rank.expand_as(places))
         horizon = torch.stack([where[:, r * shown + shown - 1] for r in hidden]).amin(0)
@@ -154,14 +156,14 @@ def _bar(weights: Tensor, shard: Shard, top_k: Tensor, top_p: Tensor, asked: Ask
 
 
 def _draw(weights: Tensor, shard: Shard, uniform: Tensor) -> Tensor:
-    """One token `[S]` int64 of each row: the inverse of the cumulative sum of all ranks' `weights [S, n]` float64."""
+    """Draw one token `[S]` int64 per row: inverse of the cumulative sum of all ranks' `weights [S, n]` float64."""
     masses = shard.gather(weights.sum(-1))
     until = masses.cumsum(0)
     target = uniform.double() * until[-1]
     over = (until > target) & (masses > 0)
-    # Rounding may leave nobody above the target: then it is the last token with any weight.
+    # If rounding leaves no rank above the target, take the last token with any weight.
     owner = torch.where(over.any(0), _first(over, 0), _last(masses > 0, 0))
-    # Every rank answers as if it were the owner.
+    # Every rank computes its answer as if it were the owner.
     own = weights.cumsum(-1)
     above = (own > (target - (until[shard.rank] - masses[shard.rank]))[:, None]) & (weights > 0)
     at = torch.where(above.any(-1), _first(above, -1), _last(weights > 0, -1))
@@ -169,7 +171,7 @@ def _draw(weights: Tensor, shard: Shard, uniform: Tensor) -> Tensor:
 
 
 def _first(marks: Tensor, dim: int) -> Tensor:
-    """Where the first one stands along `dim`; 0 where there is none."""
+    """Return the index of the first mark along `dim`; 0 if there is none."""
     return marks.to(torch.uint8).argmax(dim)
 
 
@@ -178,7 +180,7 @@ def _last(marks: Tensor, dim: int) -> Tensor:
 
 
 def _row_sums(x: Tensor) -> Tensor:
-    """Of `x [n, V]`, `[n]` float64, in an order that V alone decides: torch's own sums follow n, too."""
+    """Return row sums of `x [n, V]` as `[n]` float64 in an order that depends on V alone (torch's: on n too)."""
     x = x.to(torch.float64, copy=True)
     while (width := x.shape[-1]) > 1:
         half = -(-width // 2)
@@ -188,7 +190,7 @@ def _row_sums(x: Tensor) -> Tensor:
 
 
 def logprobs_of(logits: Tensor, shard: Shard, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `sampling.logprobs_of`, of this rank's `logits [n, V / ranks]` float32. `tokens [n]` may be anybody's."""
+    """As `sampling.logprobs_of`, for this rank's `logits [n, V / ranks]` float32. `tokens [n]` may be of any rank."""
     rows, size = logits.shape
     own = tokens - shard.first
     mine = (own >= 0) & (own < size)
