@@ -1,8 +1,8 @@
-"""The interface of attention back ends; `attention_backends` makes one by its name.
+"""The interface of attention backends; `backends` makes one by its name.
 
-Everything that depends on an iteration's lengths is in a step; with it, attention runs once a layer. A back end that is
-`captured` reads lengths and work from device memory, in buffers that stay put: its step never changes, and its launches
-may be inside a CUDA graph. The others plan on the host (`HostAttention.prepare`) and run as ordinary launches.
+Data that depends on an iteration's lengths is in a step; given the step, attention runs once per layer. A `captured`
+backend reads lengths and work from device buffers that never move: its step does not change, and its launches may be
+part of a CUDA graph. Other backends plan on the host (`HostAttention.prepare`) and run as ordinary launches.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from torch import Tensor
 
 
 class AttentionUnavailable(ValueError):
-    """A back end cannot serve this shape here. One line that says what to change."""
+    """A backend cannot serve this shape on this device. The message is one line that says what to change."""
 
 
 class AttentionShape(NamedTuple):
-    """What a back end is made for."""
+    """The shape and options that a backend is made for."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     page_size: int
     dtype: torch.dtype
-    """of queries and outputs"""
+    """dtype of queries and outputs."""
     device: torch.device
     kv_dtype: torch.dtype | None = None
-    """of keys and values in their pages; None: that of the queries"""
+    """dtype of keys and values in their pages; None: that of the queries."""
     windows: tuple[int | None, ...] = (None,)
-    """of each layer, in a pattern that repeats: how many positions a query sees, its own included; None: all"""
+    """Positions each layer's queries see, including their own, as a repeating pattern; None: all."""
     scale: float | None = None
-    """of the scores; None: head_dim ** -0.5"""
+    """Scale of the scores; None: head_dim ** -0.5."""
     softcap: float = 0.0
-    """scores are bent below this; 0: they are not"""
+    """Soft limit of the scores; 0: none."""
     sinks: bool = False
-    """a logit of each head takes part in the softmax (`sinks [Hq]` of `decode` and `prefill`)"""
+    """Whether a logit per head takes part in the softmax (`sinks [Hq]` of `decode` and `prefill`)."""
 
     @property
     def pool_dtype(self) -> torch.dtype:
@@ -49,29 +49,29 @@ class AttentionShape(NamedTuple):
 
     @property
     def group(self) -> int:
-        """query heads of one KV head"""
+        """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
 
 class AttentionRequests(Protocol):
-    """One iteration's R requests, on the host; the engine's `Batch` is one. Decodes come first, one query each."""
+    """The R requests of one iteration, on the host (the engine's `Batch`). Decodes come first, one query each."""
 
     @property
     def num_decodes(self) -> int: ...
 
     @property
     def query_len(self) -> NDArray[np.int32]:
-        """[R] queries; request i's rows of q follow those of request i - 1"""
+        """[R] queries; rows of q are in request order."""
         ...
 
     @property
     def kv_len(self) -> NDArray[np.int32]:
-        """[R] positions visible to the request's last query, its own included"""
+        """[R] positions visible to the request's last query, including its own."""
         ...
 
     @property
     def page_table(self) -> NDArray[np.int32]:
-        """[R, P]; padding is page 0"""
+        """[R, P]; padding is page 0."""
         ...
 
 
@@ -80,21 +80,20 @@ Held = TypeVar("Held")
 
 
 class AttentionBackend(Protocol[Held]):
-    """Causal attention over paged K and V; decodes and prefill chunks may be launched apart.
+    """Causal attention over paged K and V; decodes and prefill chunks may be launched separately.
 
-    q `[T, Hq, D]`; kv `[pages, layers, 2, page_size, Hkv, D]`, K and V of this layer already in their pages; each call
-    writes its requests' rows of `out [T, Hq * D]` and returns it. T may be larger than the requests have tokens: what
-    is left of `out` stays as it is. num_sms: SMs to use at most, where the back end can tell its kernels; None: all.
-    sinks `[Hq]` are given where the shape says so, and by name.
+    q `[T, Hq, D]`; kv `[pages, layers, 2, page_size, Hkv, D]`, with this layer's K and V already in their pages. Each
+    call writes its requests' rows of `out [T, Hq * D]` and returns it. T may exceed the number of tokens: other rows of
+    `out` do not change. num_sms: SMs to use at most, if the backend can limit its kernels; None: all. sinks `[Hq]` are
+    passed by name if the shape has them.
 
-    A back end that `quantizes` also takes the operand of a product in FP8 as `out`: e4m3, with a scale for each head.
-
-    The constructors raise `AttentionUnavailable`.
+    A backend that `quantizes` also accepts an FP8 GEMM operand as `out`: e4m3 with a scale for each head. Constructors
+    raise `AttentionUnavailable`.
     """
 
     @property
     def captured(self) -> bool:
-        """Whether its launches may be captured in a CUDA graph."""
+        """Whether launches may be captured in a CUDA graph."""
         ...
 
     @property
@@ -110,24 +109,23 @@ class AttentionBackend(Protocol[Held]):
         self, q: Tensor, kv: Tensor, layer: int, step: Held, *, out: Tensor, num_sms: int | None = None
     ) -> Tensor: ...
 
-    def within(self, step: Held, tokens: int) -> Held:  # noqa: ARG002 (a back end may heed it)
-        """The same step where an iteration has so many tokens at most."""
+    def within(self, step: Held, tokens: int) -> Held:  # noqa: ARG002 (a backend may use it)
+        """Return the step for an iteration of at most `tokens` tokens."""
         return step
 
     def attend(
         self, q: Tensor, kv: Tensor, layer: int, step: Held, *, out: Tensor,
         together: bool = False,  # noqa: ARG002 (likewise)
     ) -> Tensor:  # fmt: skip
-        """Decodes, then chunks. together: at the same time on every SM, where a back end can."""
+        """Compute decodes, then chunks. together: at the same time on every SM, if the backend supports it."""
         self.decode(q, kv, layer, step, out=out)
         return self.prefill(q, kv, layer, step, out=out)
 
 
 class HostAttention(AttentionBackend[Step], Protocol[Step]):
-    """A back end that plans on the host once an iteration. Not captured; no nano-batches: rows of q are in the order
-    of the requests.
-    """
+    """A backend that plans on the host once per iteration. Not captured, no nano-batches: rows of q are in request
+    order."""
 
     def prepare(self, requests: AttentionRequests) -> Step:
-        """What `decode` and `prefill` need in this iteration. Transfers it starts are on the current stream."""
+        """Plan `decode` and `prefill` of this iteration. Transfers start on the current stream."""
         ...

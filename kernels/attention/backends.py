@@ -1,6 +1,6 @@
-"""Attention back ends by name: `triton` (default on a GPU), `flash-attn`, `torch` (the twin, anywhere).
+"""Attention backends by name: `triton` (default on a GPU), `flash-attn`, `torch` (the reference, any device).
 
-What a back end needs is imported when it is asked for: `check` and `choose` cost neither Triton nor a package.
+A backend's dependencies are imported when it is made: `check` and `choose` need neither Triton nor a package.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ TRITON_MAX_GROUP = 16
 
 
 def choose(name: str, device: torch.device) -> BackendName:
-    """The back end that `name` means on this device; `auto`: triton on a GPU, torch elsewhere."""
+    """Return the backend for `name` on this device; `auto` is triton on a GPU, torch elsewhere."""
     if name == "auto":
         return "triton" if on_gpu(device) else "torch"
     for known in NAMES:
         if name == known:
             return known
-    raise AttentionUnavailable(f"unknown attention back end {name!r}; there are {', '.join(NAMES)}")
+    raise AttentionUnavailable(f"unknown attention backend {name!r}; choose from {', '.join(NAMES)}")
 
 
 def check(name: BackendName, shape: AttentionShape) -> None:
-    """Raise `AttentionUnavailable` when the back end cannot serve `shape`. Allocates nothing."""
+    """Raise `AttentionUnavailable` if the backend cannot serve `shape`. Allocates nothing."""
     if name == "torch":
         return
     if shape.pool_dtype != shape.dtype and (name != "triton" or shape.pool_dtype != E4M3):
-        raise AttentionUnavailable(f"the {name} attention back end reads pages of the queries' dtype alone; use torch")
+        raise AttentionUnavailable(f"the {name} attention backend supports only pages of the queries' dtype; use torch")
     if name != "triton" and (lacking := _lacking(shape)):
-        raise AttentionUnavailable(f"the {name} attention back end has no {lacking}; use torch")
+        raise AttentionUnavailable(f"the {name} attention backend does not support {lacking}; use torch")
     if not on_gpu(shape.device):
-        raise AttentionUnavailable(f"the {name} attention back end needs a GPU; on a CPU use auto or torch")
+        raise AttentionUnavailable(f"the {name} attention backend needs a GPU; on a CPU use auto or torch")
     if name == "triton":
         check_triton(shape)
     else:
@@ -49,10 +49,10 @@ def check(name: BackendName, shape: AttentionShape) -> None:
 
 
 def _lacking(shape: AttentionShape) -> str:
-    """The first of the shape's parts that flash-attn, as it is called here, does not compute; "" if there is none."""
+    """Return the first feature of the shape that the flash-attn backend does not support, or ""."""
     parts = {
         "sliding windows": any(shape.windows),
-        "scale of its own for the scores": shape.scale not in (None, shape.head_dim**-0.5),
+        "a custom scale of the scores": shape.scale not in (None, shape.head_dim**-0.5),
         "soft-cap on scores": bool(shape.softcap),
         "attention sinks": shape.sinks,
     }
@@ -60,20 +60,20 @@ def _lacking(shape: AttentionShape) -> str:
 
 
 def check_triton(shape: AttentionShape) -> None:
-    """What the Triton kernels were made for. Raises `AttentionUnavailable`."""
+    """Raise `AttentionUnavailable` if the Triton kernels do not support `shape`."""
     if shape.head_dim not in TRITON_HEAD_DIMS:
         raise AttentionUnavailable(
-            f"the triton attention back end takes head_dim 16, 32 and so on up to 256, the model has {shape.head_dim}; "
+            f"the triton attention backend supports head_dim 16, 32, 48 ... 256, the model has {shape.head_dim}; "
             "use flash-attn or torch"
         )
     if shape.page_size not in TRITON_PAGE_SIZES:
         raise AttentionUnavailable(
-            f"the triton attention back end takes pages of 16, 32, 64 or 128 tokens, not {shape.page_size}; "
+            f"the triton attention backend supports pages of 16, 32, 64 or 128 tokens, not {shape.page_size}; "
             "change the page size, or use flash-attn or torch"
         )
     if shape.group > TRITON_MAX_GROUP:
         raise AttentionUnavailable(
-            f"the triton attention back end takes up to {TRITON_MAX_GROUP} query heads per KV head, "
+            f"the triton attention backend supports up to {TRITON_MAX_GROUP} query heads per KV head, "
             f"the model has {shape.group}; use flash-attn or torch"
         )
 
@@ -81,9 +81,9 @@ def check_triton(shape: AttentionShape) -> None:
 def make_host_attention(
     name: BackendName, shape: AttentionShape, *, batch_invariant: bool = False
 ) -> HostAttention[Any]:
-    """A back end that plans on the host. Raises `AttentionUnavailable`; `triton` is none: see `attention_triton`.
+    """Return a backend that plans on the host. Raises `AttentionUnavailable`. For `triton` see `triton_backend`.
 
-    batch_invariant: one accumulation order for a request, whatever shares its batch.
+    batch_invariant: a request's sums are added in the same order in any batch.
     """
     if name == "torch":
         from weft.kernels.attention.torch_backend import TorchAttention

@@ -1,11 +1,12 @@
-"""Paged attention of one query token per request, for any group size up to 16 (twin: `reference.paged_attention`).
+"""Paged attention of one query token per request (reference: `reference/layer.py: paged_attention`).
 
-Memory decides: every K and V row is read once. K is the left operand of the MMA and the query heads of its group the
-columns, so a group of up to 8 fills one instruction; pages arrive by TMA straight from the pool, seen as slabs
-`(page * layers + layer) * 2 + k_or_v` of `[page_size, Hkv * D]`. Nothing behind a request's last token is loaded.
+The kernel is bound by memory: every K and V row is read once. K is the left operand of the MMA and the query heads of
+its group are the columns, so a group of up to 8 fills one instruction. Pages arrive by TMA straight from the pool, seen
+as slabs `(page * layers + layer) * 2 + k_or_v` of `[page_size, Hkv * D]`. Nothing after a request's last token is
+loaded.
 
-The work is planned on the host (`decode_items`): one item per request or per part of a long one, longest first. Parts
-leave their sums in a workspace; the last one to arrive adds them in order, so the result does not depend on timing.
+The host plans the work (`decode_items`): one item per request or per split of a long one, longest first. Splits write
+partial sums to a workspace; the last one adds them in order, so the result does not depend on timing.
 """
 
 # Device functions carry no Python types.
@@ -20,18 +21,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.attention.decode_workspace import DecodeWorkspace
-from weft.kernels.attention.output import Out, output_places, write_heads
-from weft.kernels.attention.scores import bend, log2_scale, with_sink
+from weft.kernels.attention.output import Out, check_inputs, output_args, write_heads
+from weft.kernels.attention.scores import log2_scale, soft_cap, with_sink
 from weft.kernels.common.block_sizes import group_block, head_block
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
 
 
 @triton.jit
 def _step(q, k, v, real, m, norm, acc, scale, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr):
-    """One block of keys and values `[BN, D]`, where `real`, against `q [D, GP]`; `acc [D, GP]`, `m, norm [GP]` in the
-    log2 domain.
-    """
-    s = bend(tl.dot(k, q) * scale, SOFTCAP)
+    """Process one block of keys and values `[BN, D]`, where `real`, against `q [D, GP]`; `acc [D, GP]` and `m, norm
+    [GP]` are in the log2 domain."""
+    s = soft_cap(tl.dot(k, q) * scale, SOFTCAP)
     s = tl.where(real[:, None], s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, axis=0))
     p = tl.exp2(s - m_new[None, :])
@@ -49,7 +49,7 @@ def _decode_kernel(
     BN: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    release(PDL)  # memory is idle while few requests attend: the next product may already fetch weights
+    release(PDL)  # memory is idle while few requests attend: the next GEMM may already fetch weights
     begin(PDL)
     column = tl.arange(0, GP)
     d = tl.arange(0, DP)
@@ -63,7 +63,7 @@ def _decode_kernel(
         end = tl.load(item + 3)
         parts = tl.load(item + 5)
         heads = (row * HKV + head) * G + column
-        # a head is filled up to DP numbers: those of q are zero, and those of the result go nowhere
+        # heads are padded to DP: q is zero there, and results are not stored
         mine = (column < G)[None, :]
         if DP != D:
             mine = mine & (d < D)[:, None]
@@ -73,8 +73,8 @@ def _decode_kernel(
         acc = tl.zeros([DP, GP], tl.float32)
         for first in tl.range(start, end, BN, num_stages=STAGES):
             if TMA:
-                # the last block starts early enough to end with the last token: TMA fills what lies before the page
-                # with zeros, and nothing behind the last token is ever loaded
+                # The last block starts early enough to end with the last token: TMA fills rows before the page with
+                # zeros, and nothing after the last token is ever loaded.
                 page = tl.load(pages + first // PAGE)
                 slab = (page * layers + layer) * 2
                 shift = tl.maximum(first + BN - end, 0)
@@ -111,7 +111,7 @@ def _decode_kernel(
             tl.store(mine_at + block, acc)
             tl.store(mine_at + DP * GP + column, m)
             tl.store(mine_at + (DP + 1) * GP + column, norm)
-            tl.debug_barrier()  # every thread's store precedes the release below
+            tl.debug_barrier()  # all threads store before the release below
             before = tl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel")
             if before == parts - 1:
                 m = tl.full([GP], -1e30, tl.float32)
@@ -153,21 +153,18 @@ def decode_attention(
     warps: int = 4,
     portable: bool = False,
 ) -> Out:
-    """Attention of `q [T, Hq, D]` rows named by the work items over their pages -> the same rows of `out [T, Hq * D]`,
-    of q's dtype or an operand in e4m3 (heads of 128: `attention_output`).
+    """Attention of the rows of `q [T, Hq, D]` in the work items over their pages.
 
-    kv `[pages, layers, 2, page_size, Hkv, D]`; page_table `[rows, max_pages]` int32; items `[max_items, 8]` int32 from
-    `decode_items`; num_items `[1]` int32 in device memory. K and V of the query token itself are already in its page.
-    windowed: the items have a window. softcap, sinks `[Hq]`: see `scores`.
-    On Hopper a warp-specialised kernel does it, one program per SM (`decode_hopper`); `portable` forces the Triton
-    kernel here, which alone heeds `per_sm`, `block`, `stages` and `warps`.
+    Writes the same rows of `out [T, Hq * D]`, in q's dtype or as an e4m3 operand (head size 128: `output`). kv `[pages,
+    layers, 2, page_size, Hkv, D]`; page_table `[rows, max_pages]` int32; items `[max_items, 8]` int32 from
+    `decode_items`; num_items `[1]` int32 in device memory. The query token's K and V are already in its page. windowed:
+    the items have a window. softcap, sinks `[Hq]`: see `scores`. On Hopper a warp-specialized kernel runs, one program
+    per SM (`decode_hopper`); `portable` forces the Triton kernel here, the only user of `per_sm`, `block`, `stages` and
+    `warps`.
     """
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
-    if not (kv.is_contiguous() and q.is_contiguous() and items.is_contiguous()):
-        raise ValueError("q, kv and items must be contiguous")
-    if page_table.stride(1) != 1:
-        raise ValueError("rows of the page table must be contiguous")
+    check_inputs(q, kv, items, page_table)
     if not portable:
         from weft.kernels.attention.decode_hopper import launch_decode, supports
 
@@ -181,7 +178,7 @@ def decode_attention(
     slabs = kv.view(-1, page_size, num_kv_heads * head_dim)  # K or V of one page and layer
     _decode_kernel[(num_sms * per_sm,)](
         q, TensorDescriptor.from_tensor(slabs, [1, block, width]) if tma else None, kv,
-        *output_places(out, len(q), head_dim), page_table, page_table.stride(0), items, num_items, space.partial,
+        *output_args(out, len(q), head_dim), page_table, page_table.stride(0), items, num_items, space.partial,
         space.arrived, layer, layers, log2_scale(scale, head_dim), sinks,
         HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, DP=width, PAGE=page_size, BN=block, TMA=tma,
         STAGES=stages,

@@ -1,17 +1,17 @@
-"""Paged attention of one query token per request on Hopper with one program per SM, so that a GEMM can have the other
-SMs (twin: `reference.paged_attention`; `decode_attention.py` is the portable kernel).
+"""Paged attention of one query token per request on Hopper with one program per SM, so that a GEMM can use other SMs.
 
-What decides is how many bytes are on their way. Four consumers of one warp each work on a task (work item, KV head) of
-their own; each has a ring of K and V blocks in shared memory that its own producer warp keeps full by TMA, so all of an
-SM's shared memory is in flight but for the blocks being read. A consumer of one warp needs no barrier, and its maxima
-and sums no exchange between warps. K, then V transposed, is the left operand of the MMA and the query heads of the
-group its 8 (or 16) columns, as in the portable kernel.
+The portable kernel is in `decode_attention`, the reference in `reference/layer.py: paged_attention`.
 
-SMs are not equally fast: the two of a TPC share a port, and a GEMM may sit behind it. So only the first task of a
-producer is fixed; the others are drawn from a common counter, longest first. Which producer drew a task changes no
-result.
+Speed depends on the number of bytes in flight. Four consumers of one warp each process separate tasks (work item, KV
+head). Each has a ring of K and V blocks in shared memory, which its own producer warp fills by TMA, so all of an SM's
+shared memory is in flight except the blocks being read. A one-warp consumer needs no barrier, and its maxima and sums
+no exchange between warps. K, then V transposed, is the left operand of the MMA and the query heads of the group its 8
+(or 16) columns, as in the portable kernel.
 
-A box that reaches past the last token is fetched *shifted*: it starts that many rows early. So nothing behind the last
+SMs differ in speed: the two of a TPC share a port, which a GEMM may use too. So only a producer's first task is fixed;
+it draws the others from a common counter, longest first. Results do not depend on which producer drew a task.
+
+A box that extends past the last token is fetched *shifted*: it starts that many rows early. So nothing after the last
 token, NaN included, is ever loaded.
 """
 
@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.kernels.attention.decode_workspace import DecodeWorkspace
-from weft.kernels.attention.output import Out, output_places
+from weft.kernels.attention.output import Out, output_args
 from weft.kernels.attention.scores import log2_scale
 from weft.kernels.common.block_sizes import group_block, head_block
 from weft.kernels.common.dependent_launch import pdl_options
@@ -39,7 +39,7 @@ from weft.kernels.formats.fp8_gluon import quantized
 
 @gluon.jit
 def write_word(word, value):
-    """One int32 into shared memory, by a partition of one warp."""
+    """Write one int32 to shared memory from a one-warp partition."""
     word.store(gl.full([1], value, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
 
 
@@ -53,8 +53,9 @@ def load_block(
     kv, smem, bar, table, page, slab, slabs, first, end, column,
     PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, DP: gl.constexpr,
 ):  # fmt: skip
-    """K or V of tokens `first .. first + BN`, which begin in `page`, into `smem [BN, DP]`; boxes past `end` arrive
-    shifted or as zeros. What fills a head up to DP numbers belongs to the next one, and weighs nothing.
+    """Load K or V of tokens `first .. first + BN`, which begin in `page`, into `smem [BN, DP]`.
+
+    Boxes past `end` arrive shifted or as zeros. Padding of a head to DP holds data of the next head and has no weight.
     """
     for box in gl.static_range(BN // BOX):
         token = first + box * BOX
@@ -68,7 +69,7 @@ def load_block(
 
 @gluon.jit
 def task_range(items, task, tasks, table, stride_table, HKV: gl.constexpr):
-    """First token, end, q row and page-table row of a task; zeros behind the last."""
+    """Return a task's first token, end, q row and page-table row; zeros after the last task."""
     item = items + (task // HKV) * 8
     live = task < tasks
     pages = table + gl.load(item + 1, mask=live, other=0).to(gl.int64) * stride_table
@@ -76,27 +77,28 @@ def task_range(items, task, tasks, table, stride_table, HKV: gl.constexpr):
     return start, gl.load(item + 3, mask=live, other=0), gl.load(item, mask=live, other=0), pages
 
 
-# The barriers. A program is four idle warps (those it starts with), and four consumers and four producers of one warp
+# The barriers. A program has four idle warps (those it starts with), and four consumers and four producers of one warp
 # each; producer c feeds consumer c alone, through a ring of SLOTS blocks (3 of 64 x 128 or 32 x 256, or 6 of 64 x 64).
-# Blocks enter it in the order K, V, K, V, task after task, so a slot holds K in one round and V in another. Both sides
-# step `slot` and flip `phase` when it wraps; the consumer begins with parity 0, the producer with 1.
+# Blocks enter it in the order K, V, K, V, task after task, so a slot alternates between K and V if SLOTS is odd. Both
+# sides step `slot` and flip `phase` when it wraps; the consumer begins with parity 0, the producer with 1.
 #
 #   barrier            arrivals in a phase                                    waited for by
 #   full[c, slot]      1: the producer's `expect`, one block (and q)          consumer c
-#   empty[c, slot]     1: the consumer (`release_stage`), it is in registers       producer c
+#   empty[c, slot]     1: the consumer (`release_stage`), it is in registers  producer c
 #
-# `expect` is an arrival; the phase ends when the bytes it announced have landed too. A wait names the parity of the
-# phase whose end it waits for; on a fresh barrier parity 1 passes at once. Under the barrier of a task's first K come
-# also its number and its tokens (a word a slot, written before the arrival) and q (by TMA). A task takes two slots or
-# more, so QUERIES = (SLOTS + 1) // 2 places for q suffice: when the first K of task t + QUERIES has room, the slot of
-# the first K of task t has come back, and q was read before. Task -1, an arrival without bytes, ends the consumer.
+# `expect` is an arrival; the phase ends when the announced bytes have landed too. A wait names the parity of the phase
+# whose end it waits for; on a fresh barrier parity 1 passes at once. The barrier of a task's first K also covers the
+# task's number and tokens (a word per slot, written before the arrival) and q (by TMA). A task uses two slots or more,
+# so QUERIES = (SLOTS + 1) // 2 buffers for q suffice: when a slot is free for the first K of task t + QUERIES, the slot
+# of the first K of task t has been released, and q was read before. Task -1, an arrival without bytes, ends the
+# consumer.
 #
 # SLOTS = 3, a task of two blocks, then one of one block, then the end:
 #
 #   slot        0       1    2    0    1         2     0
 #   parity      0       0    0    1    1         1     0        the consumer's; the producer waits for the other
-#   producer    K0 q    V0   K1   V1   K0' q'    V0'   -1       from the fourth on, when the slot has come back
-#   consumer            QK   PV   QK   PV        QK'   PV'      one behind at best, SLOTS behind at worst
+#   producer    K0 q    V0   K1   V1   K0' q'    V0'   -1       from the fourth on, when the slot was released
+#   consumer            QK   PV   QK   PV        QK'   PV'      1 to SLOTS blocks late
 
 
 @gluon.jit
@@ -140,8 +142,8 @@ def produce_decodes(
             if slot == SLOTS:
                 slot = 0
                 phase ^= 1
-            # what the next task needs is fetched while this one waits for room
-            if DRAWN:  # as late as may be: whoever else is free shall have it
+            # fetch the next task's data while this one waits for a free slot
+            if DRAWN:  # as late as possible, so that idle producers get it first
                 if first + BN >= end:
                     task_next = gl.atomic_add(tickets, 1, sem="relaxed")
             elif (first == start) & (tasks > producers):
@@ -169,12 +171,12 @@ def produce_decodes(
     write_word(task_smem.index(at), -1)
     mbarrier.arrive(full.index(at), count=1)
     if DRAWN or tasks > producers:
-        put_back(tickets, producers)
+        reset_counters(tickets, producers)
 
 
 @gluon.jit
-def put_back(tickets, drawers):
-    """The last of so many drawers leaves the counters as it found them."""
+def reset_counters(tickets, drawers):
+    """The last drawer resets the counters."""
     if gl.atomic_add(tickets + 1, 1, sem="acq_rel") == drawers - 1:
         gl.store(tickets, 0)
         gl.store(tickets + 1, 0)
@@ -182,14 +184,14 @@ def put_back(tickets, drawers):
 
 @gluon.jit
 def release_stage(bar):
-    """Give a slot back: what was read from it by ordinary loads is here before the copy engine writes it again."""
+    """Release a slot: ordinary loads from it complete before the copy engine writes it again."""
     fence_async_shared()
     mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit
 def transpose_blocks(x, L: gl.constexpr):
-    """16-bit `x [N, GP]` as it leaves an MMA -> the same as right operand: every 8 x 8 block changes lanes."""
+    """Convert 16-bit `x [N, GP]` from MMA result layout to a right operand: every 8 x 8 block changes lanes."""
     N: gl.constexpr = x.shape[0]
     GP: gl.constexpr = x.shape[1]
     x = gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype,
@@ -200,7 +202,7 @@ def transpose_blocks(x, L: gl.constexpr):
 
 @gluon.jit
 def _part(base, part, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, DP: gl.constexpr, MMA: gl.constexpr):
-    """Row maxima, sums and `[DP, GP]` products that one part left; behind the last part they weigh nothing."""
+    """Load row maxima, sums and `[DP, GP]` accumulators of one split; past the last split they have no weight."""
     column = gl.arange(0, GP, layout=gl.SliceLayout(0, MMA))
     d = gl.arange(0, DP, layout=gl.SliceLayout(1, MMA))
     at = base + gl.minimum(part, parts - 1).to(gl.int64) * (HKV * (DP + 2) * GP)
@@ -222,7 +224,7 @@ def _add(m, norm, acc, m_other, norm_other, acc_other):
 def _join(
     base, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, DP: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
-    """Products and sums of all parts of a request, added in their order; four parts are on their way at a time."""
+    """Add accumulators and sums of all splits of a request in order, loading four splits at a time."""
     m = gl.full([GP], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA))
     norm = gl.zeros([GP], gl.float32, layout=gl.SliceLayout(0, MMA))
     acc = gl.zeros([DP, GP], gl.float32, layout=MMA)
@@ -243,7 +245,7 @@ def consume_decodes(
     sink, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
     DP: gl.constexpr, SLOTS: gl.constexpr, WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Work off the tasks of one producer; `m`, `norm` and `acc` as in flash attention, in the log2 domain."""
+    """Process the tasks of one producer; `m`, `norm` and `acc` as in flash attention, in the log2 domain."""
     out, q_smem, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, sinks = sink
     out, out_scale, stride_scale = out
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
@@ -319,7 +321,7 @@ def consume_decodes(
             gl.store(mine + d[:, None] * GP + column[None, :], acc, mask=(column < G)[None, :])
             gl.store(mine + DP * GP + column, m)
             gl.store(mine + (DP + 1) * GP + column, total)
-            barrier()  # every lane's store precedes the release below
+            barrier()  # all lanes store before the release below
             last = gl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel") == parts - 1
             barrier()
             if last:
@@ -349,9 +351,9 @@ def consume_decodes(
 
 @gluon.jit
 def idle_warps(PDL: gl.constexpr):
-    """The partition that a program starts with: it has four warps, and one is a consumer.
+    """The partition that a program starts with: it has four warps, and a consumer has one.
 
-    A program without a task waits here too: a kernel that ends before the one in front of it would let the next one in.
+    A program without a task waits here too: if it ended before the previous kernel, the next kernel could start early.
     """
     if PDL:
         await_previous()
@@ -404,16 +406,16 @@ def decode_kernel(
 
 
 CONSUMERS = 4
-"""tasks that a program works on at once"""
+"""Tasks that a program processes at once."""
 RING = 196608
-"""bytes of shared memory for K and V: with it no other program of any size fits on the SM"""
+"""Bytes of shared memory for K and V: no other program of any size fits on the SM next to them."""
 
 
 def supports(q: Tensor, kv: Tensor) -> bool:
-    """Whether `launch_decode` takes these shapes on this device."""
+    """Return whether `launch_decode` supports these shapes on this device."""
     page_size, num_kv_heads, head_dim = kv.shape[3:]
     width = head_block(head_dim)
-    largest_group = 16 if width <= 128 else 8  # their queries lie in shared memory, beside the ring
+    largest_group = 16 if width <= 128 else 8  # their queries are in shared memory, next to the ring
     return (
         on_gpu(q.device) and is_hopper()
         and q.dtype in (torch.bfloat16, torch.float16) and page_size in (16, 32, 64, 128)
@@ -426,11 +428,11 @@ def launch_decode(
     num_sms: int, space: DecodeWorkspace, scale: float | None = None, windowed: bool = False, softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Out:  # fmt: skip
-    """As `decode_attention`, which checks the arguments; on `num_sms` SMs, whose shared memory it takes whole."""
+    """Run as `decode_attention`, which checks the arguments, on `num_sms` SMs, using all of their shared memory."""
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
     width = head_block(head_dim)
-    block = 64 if width <= 128 else 32  # a block waits in the registers of one warp
+    block = 64 if width <= 128 else 32  # one warp holds a block in registers
     box = min(page_size, block)
     shared = [gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3)]
     slabs = kv.view(-1, page_size, num_kv_heads * head_dim)  # K or V of one page and layer
@@ -438,7 +440,7 @@ def launch_decode(
     decode_kernel[(num_sms,)](
         TensorDescriptor.from_tensor(queries, [group_block(group), width], shared[0]),
         TensorDescriptor.from_tensor(slabs, [1, box, width], shared[1]),
-        *output_places(out, len(q), head_dim), page_table, page_table.stride(0), items, num_items, space.partial,
+        *output_args(out, len(q), head_dim), page_table, page_table.stride(0), items, num_items, space.partial,
         space.arrived, space.tickets, layer, layers, log2_scale(scale, head_dim), sinks,
         HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, DP=width, PAGE=page_size, BN=block, BOX=box,
         SLOTS=RING // (CONSUMERS * block * width * 2),

@@ -1,4 +1,4 @@
-"""Scratch of decode attention, for both of its kernels."""
+"""Scratch memory of decode attention, for both kernels."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from weft.kernels.common.block_sizes import group_block, head_block
 
 
 class DecodeWorkspace(NamedTuple):
-    """Scratch of requests that are split: one per stream that runs decode attention."""
+    """Scratch of split requests: one per stream that runs decode attention."""
 
     partial: Tensor
-    """[slots, Hkv, D padded + 2, group padded] float32: sums, then row maximum and row sum"""
+    """[slots, Hkv, padded D + 2, padded group] float32: sums, then row maximum and row sum."""
     arrived: Tensor
-    """[rows * Hkv] int32, zero between launches"""
+    """[rows * Hkv] int32, zero between launches."""
     tickets: Tensor
-    """[2] int32, zero between launches: tasks drawn, and programs that have drawn their last"""
+    """[2] int32, zero between launches: tasks drawn, and programs that have drawn their last task."""
 
 
 def decode_workspace(

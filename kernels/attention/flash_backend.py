@@ -1,8 +1,8 @@
-"""The `flash-attn` attention back end: the package of that name, over our pages. Never captured in a CUDA graph.
+"""The `flash-attn` attention backend: that package over weft's pages. Never captured in a CUDA graph.
 
-FlashAttention-2 (`flash_attn`) serves any GPU from Ampere on, with pages of a multiple of 256 tokens. FlashAttention-3
-(`flash_attn_interface`) is taken where it is installed and the GPU is a Hopper; it takes pages of any size. Both read
-a layer inside our pages by stride: they ask only for contiguous rows of `head_dim`.
+FlashAttention-2 (`flash_attn`) serves GPUs from Ampere on, with page sizes that are multiples of 256 tokens.
+FlashAttention-3 (`flash_attn_interface`) is used if it is installed and the GPU is a Hopper; it accepts any page size.
+Both read a layer of a page by stride: only rows of `head_dim` must be contiguous.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft import install_hint
 from weft.kernels.attention.backend import AttentionRequests, AttentionShape, AttentionUnavailable, HostAttention
 
 PAGE_STEP = 256
-"""tokens that a page of FlashAttention-2 must be a multiple of"""
+"""FlashAttention-2 needs page sizes that are multiples of this."""
 MAX_HEAD_DIM = 256
 
 
@@ -33,12 +33,12 @@ class FlashStep(NamedTuple):
     kv_len: Tensor
     """[R]"""
     cu_queries: Tensor
-    """[R - d + 1]: where each chunk's queries begin, counted from the first chunk"""
+    """[R - d + 1]: where each chunk's queries begin, counted from the first chunk."""
     cu_keys: Tensor
-    """[R - d + 1]: the same of its visible positions"""
+    """[R - d + 1]: where each chunk's visible positions begin."""
     max_queries: int
     max_keys: int
-    """of the chunks"""
+    """Maximum over the chunks."""
 
 
 def _has_version_3(device: torch.device) -> bool:
@@ -48,29 +48,29 @@ def _has_version_3(device: torch.device) -> bool:
 
 
 def check_flash(shape: AttentionShape) -> int:
-    """The version of FlashAttention that serves `shape`, 2 or 3. Raises `AttentionUnavailable`."""
+    """Return the FlashAttention version that serves `shape`, 2 or 3. Raises `AttentionUnavailable`."""
     version = 3 if _has_version_3(shape.device) else 2
     if version == 2 and importlib.util.find_spec("flash_attn") is None:
         raise AttentionUnavailable(
             f"the package flash-attn is not installed: {install_hint('flash-attn')}, or use triton"
         )
     if shape.dtype not in (torch.bfloat16, torch.float16):
-        raise AttentionUnavailable(f"flash-attn takes bfloat16 or float16, not {shape.dtype}; use torch")
+        raise AttentionUnavailable(f"flash-attn supports bfloat16 or float16, not {shape.dtype}; use torch")
     if shape.head_dim > MAX_HEAD_DIM or shape.head_dim % 8:
         raise AttentionUnavailable(
-            f"flash-attn takes a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, "
+            f"flash-attn supports a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, "
             f"the model has {shape.head_dim}; use torch"
         )
     if version == 2 and shape.page_size % PAGE_STEP:
         raise AttentionUnavailable(
-            f"flash-attn 2 takes pages of a multiple of {PAGE_STEP} tokens, not {shape.page_size}: "
+            f"flash-attn 2 supports pages of a multiple of {PAGE_STEP} tokens, not {shape.page_size}: "
             f"set the page size to {PAGE_STEP}, or use triton"
         )
     return version
 
 
 class FlashAttention(HostAttention[FlashStep]):
-    """See `attention.HostAttention`. Raises `AttentionUnavailable`.
+    """See `backend.HostAttention`. Raises `AttentionUnavailable`.
 
     batch_invariant: never split a request's keys over programs; decodes of few long requests become slower.
     """
@@ -116,7 +116,7 @@ class FlashAttention(HostAttention[FlashStep]):
         step: FlashStep,
         *,
         out: Tensor,
-        num_sms: int | None = None,  # noqa: ARG002 - the package knows no such thing
+        num_sms: int | None = None,  # noqa: ARG002 - the package has no such option
     ) -> Tensor:
         d = step.num_decodes
         if d:

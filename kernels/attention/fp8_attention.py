@@ -1,13 +1,12 @@
-"""Paged attention over K and V in e4m3, decode and prefill (twin: `reference.paged_attention` over
-`fp8_reference.kv_values`).
+"""Paged attention over K and V in e4m3, decode and prefill (reference: `reference/layer.py: paged_attention`).
 
-Arithmetic is that of float16: every e4m3 number is one, exactly, so a score is what the stored numbers say; K's scale
-joins that of the scores, V's the division by the sum, both by head. Queries become float16 when they are read; their
-heads are RMS-normed or of a size that float16 holds (up to 65,504).
+Arithmetic is float16, which represents every e4m3 number exactly. K's scale is part of the score scale; V's scale is
+applied with the division by the sum, per head. Queries are converted to float16 when they are read: their heads are
+RMS-normed or small enough for float16 (up to 65,504).
 
-Work lists, pages and scratch are those of `decode_attention` and `prefill_attention`. On Hopper a warp-specialised
-kernel decodes (`fp8_decode`); for prefill there, `fp8_unpack` puts what the chunks see into pages of 16 bits, once a
-layer, and the kernel of those pages does the rest. The plain Triton kernels here serve everything else.
+Work lists, pages and scratch are those of `decode_attention` and `prefill_attention`. On Hopper a warp-specialized
+kernel decodes (`fp8_decode`). For prefill there, `fp8_unpack` converts the pages that the chunks read to 16 bits once
+per layer, and the 16-bit kernel runs on those. The plain Triton kernels here serve everything else.
 """
 
 # Device functions carry no Python types.
@@ -21,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.attention.decode_workspace import DecodeWorkspace
-from weft.kernels.attention.output import Out, output_places, write_heads
-from weft.kernels.attention.scores import bend, log2_scale, with_sink
+from weft.kernels.attention.output import Out, check_inputs, output_args, write_heads
+from weft.kernels.attention.scores import log2_scale, soft_cap, with_sink
 from weft.kernels.attention.work_lists import TILE_ROWS
 from weft.kernels.common.block_sizes import group_block, head_block
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
@@ -34,7 +33,7 @@ _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 
 @triton.jit
 def _tokens(kv, at, head, d, mask, HKV: tl.constexpr, D: tl.constexpr):
-    """Rows `at [BN]` of a head as float16 `[BN, DP]`; zero where masked."""
+    """Load rows `at [BN]` of a head as float16 `[BN, DP]`; zero where masked."""
     place = kv + at[:, None] * (HKV * D) + (head * D + d)[None, :]
     return tl.load(place, mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
@@ -78,7 +77,7 @@ def _decode_kernel(
             whole = real[:, None] & (d < D)[None, :]
             k = _tokens(kv, at, head, d, whole, HKV, D)
             v = _tokens(kv, at + PAGE, head, d, whole, HKV, D)
-            s = tl.where(real[:, None], bend(tl.dot(k, query) * factor, SOFTCAP), float("-inf"))
+            s = tl.where(real[:, None], soft_cap(tl.dot(k, query) * factor, SOFTCAP), float("-inf"))
             m_new = tl.maximum(m, tl.max(s, axis=0))
             p = tl.exp2(s - m_new[None, :])
             alpha = tl.exp2(m - m_new)
@@ -98,7 +97,7 @@ def _decode_kernel(
             tl.store(mine_at + block, acc)
             tl.store(mine_at + DP * GP + column, m)
             tl.store(mine_at + (DP + 1) * GP + column, norm)
-            tl.debug_barrier()  # every thread's store precedes the release below
+            tl.debug_barrier()  # all threads store before the release below
             before = tl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel")
             if before == parts - 1:
                 m = tl.full([GP], -1e30, tl.float32)
@@ -161,7 +160,7 @@ def _prefill_kernel(
             whole = real[:, None] & (d < D)[None, :]
             k = _tokens(kv, row, head, d, whole, HKV, D)
             v = _tokens(kv, row + PAGE, head, d, whole, HKV, D)
-            s = bend(tl.dot(query, k.T) * factor, SOFTCAP)
+            s = soft_cap(tl.dot(query, k.T) * factor, SOFTCAP)
             s = tl.where(token[None, :] <= limit[:, None], s, float("-inf"))
             if WINDOW > 0:
                 s = tl.where(token[None, :] > limit[:, None] - WINDOW, s, float("-inf"))
@@ -182,10 +181,7 @@ def _prefill_kernel(
 def _check(q: Tensor, kv: Tensor, items: Tensor, page_table: Tensor, scales: KvScales) -> None:
     if kv.dtype != E4M3:
         raise TypeError(f"pages must be e4m3, not {kv.dtype}")
-    if not (kv.is_contiguous() and q.is_contiguous() and items.is_contiguous()):
-        raise ValueError("q, kv and items must be contiguous")
-    if page_table.stride(1) != 1:
-        raise ValueError("rows of the page table must be contiguous")
+    check_inputs(q, kv, items, page_table)
     if scales.scale.shape != (kv.shape[1], 2, kv.shape[4]) or not scales.scale.is_contiguous():
         raise ValueError("scales must be [layers, 2, Hkv], contiguous")
 
@@ -215,7 +211,7 @@ def decode_attention(
 
         if fp8_decode.supports(q, kv):
             here = gpu(q.device if q.is_cuda else None)
-            wide = here is not None and num_sms >= here.sms  # programs of one warp cannot be kept off other SMs
+            wide = here is not None and num_sms >= here.sms  # one-warp programs cannot be kept off other SMs
             launch = fp8_decode_warps.launch_decode if wide else fp8_decode.launch_decode
             return launch(
                 q, kv, scales, layer, page_table, items, num_items, out=out, num_sms=num_sms, space=space, scale=scale,
@@ -224,7 +220,7 @@ def decode_attention(
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
     _decode_kernel[(4 * num_sms,)](
-        q, kv.view(torch.uint8), scales.scale, *output_places(out, len(q), head_dim), page_table, page_table.stride(0),
+        q, kv.view(torch.uint8), scales.scale, *output_args(out, len(q), head_dim), page_table, page_table.stride(0),
         items, num_items, space.partial, space.arrived, layer, layers, log2_scale(scale, head_dim), sinks,
         HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, DP=head_block(head_dim), PAGE=page_size, BN=64,
         STAGES=2, DTYPE=_DTYPES[q.dtype], WINDOWED=windowed, SOFTCAP=softcap, num_warps=4, **pdl_options(),
@@ -253,7 +249,7 @@ def prefill_attention(
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     width = head_block(head_dim)
     _prefill_kernel[(num_sms,)](
-        q, kv.view(torch.uint8), scales.scale, *output_places(out, len(q), head_dim), page_table, page_table.stride(0),
+        q, kv.view(torch.uint8), scales.scale, *output_args(out, len(q), head_dim), page_table, page_table.stride(0),
         items, num_items, layer, layers, log2_scale(scale, head_dim), sinks,
         HKV=num_kv_heads, G=q.shape[1] // num_kv_heads, D=head_dim, DP=width, PAGE=page_size, BM=TILE_ROWS,
         BN=64 if width <= 128 else 32, STAGES=2, DTYPE=_DTYPES[q.dtype], WINDOW=window or 0, SOFTCAP=softcap,

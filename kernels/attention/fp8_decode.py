@@ -1,21 +1,23 @@
-"""Paged attention of one query token per request over K and V in e4m3, on Hopper with one program per SM (twin:
-`reference.paged_attention` over `fp8_reference.kv_values`).
+"""Paged attention of one query token per request over K and V in e4m3, on Hopper with one program per SM.
 
-As `decode_hopper`: four consumers of one warp each, a ring and a producer for each, all of an SM's shared memory on its
-way. Pages lie in shared memory as pairs of bytes, which `ldmatrix` can move, and become float16 in registers:
+The structure is that of `decode_hopper`: four one-warp consumers with a ring and a producer each, and all of an SM's
+shared memory in flight. The reference is `reference/layer.py: paged_attention`. Pages are held in shared memory as byte
+pairs, which `ldmatrix` can move, and are converted to float16 in registers:
 
-- K is a left operand of `[tokens, pairs]`: a register holds bytes d = 4i .. 4i + 3, whose halves are a left operand
-  each; q is dealt to two right operands in the same way, when it is read;
+- K is a left operand `[tokens, pairs]`: a register holds bytes d = 4i .. 4i + 3, whose halves are one left operand
+  each; q is split into two right operands in the same way when it is read.
 - V, transposed, is `[pairs, tokens]`: a register holds bytes d, d + 1 of two tokens. Sorted by d they are two left
-  operands as well, one for even and one for odd d, with an accumulator each.
+  operands too, for even and odd d, with one accumulator each.
 
-So nothing changes lanes. Arithmetic is that of float16, of which every e4m3 number is one; sums are float32.
+So no data moves between lanes. Arithmetic is float16, which represents every e4m3 number; sums are float32.
 """
 
 # Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ from weft.kernels.attention.decode_hopper import (
     write_word,
 )
 from weft.kernels.attention.decode_workspace import DecodeWorkspace
-from weft.kernels.attention.output import Out, output_places
+from weft.kernels.attention.output import Out, output_args
 from weft.kernels.attention.scores import log2_scale
 from weft.kernels.common.block_sizes import group_block, head_block
 from weft.kernels.common.dependent_launch import pdl_options
@@ -44,7 +46,7 @@ from weft.kernels.common.hopper import await_previous, barrier, let_next_start
 from weft.kernels.formats.fp8 import KvScales
 from weft.kernels.formats.fp8_gluon import quantized_pairs
 
-# The barriers are those of `decode_hopper`, with its picture, but for q: consumers load it themselves.
+# The barriers are those of `decode_hopper` (see the table there), except that consumers load q themselves.
 
 
 @gluon.jit
@@ -52,7 +54,7 @@ def _produce(
     source, CONSUMERS: gl.constexpr, HKV: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr,
     PAIRS: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """PAIRS of bytes in a head, WIDTH as it lies in shared memory."""
+    """PAIRS: byte pairs in a head. WIDTH: padded pairs in shared memory."""
     (kv, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets, layer,
      layers) = source  # fmt: skip
     slot = 0
@@ -80,7 +82,7 @@ def _produce(
             if slot == SLOTS:
                 slot = 0
                 phase ^= 1
-            # what the next task needs is fetched while this one waits for room
+            # fetch the next task's data while this one waits for a free slot
             if (first == start) & (tasks > producers):
                 task_next = producers + gl.atomic_add(tickets, 1, sem="relaxed")
             if first + BN >= end:
@@ -105,7 +107,7 @@ def _produce(
     write_word(task_smem.index(at), -1)
     mbarrier.arrive(full.index(at), count=1)
     if tasks > producers:  # noqa: SIM102 (`and` would draw in any case)
-        # the last producer to finish leaves the counters as it found them
+        # the last producer to finish resets the counters
         if gl.atomic_add(tickets + 1, 1, sem="acq_rel") == producers - 1:
             gl.store(tickets, 0)
             gl.store(tickets + 1, 0)
@@ -113,7 +115,7 @@ def _produce(
 
 @gluon.jit
 def halves_of_words(x):
-    """int16 pairs `[M, K]` -> float16 of the lower and of the upper two of four neighbouring bytes."""
+    """Convert int16 pairs `[M, K]` to float16 of the lower and of the upper two of four neighboring bytes."""
     return gl.inline_asm_elementwise(
         "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }",
         "=r,=r,r", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
@@ -122,7 +124,7 @@ def halves_of_words(x):
 
 @gluon.jit
 def even_and_odd(x):
-    """int16 pairs `[M, K]` -> float16 of the first and of the second byte of each."""
+    """Convert int16 pairs `[M, K]` to float16 of the first and of the second byte of each."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $2, 0, 0x3120; mov.b32 {l, h}, t;"
         " cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }",
@@ -134,7 +136,7 @@ def even_and_odd(x):
 def _part(
     base, part, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, WIDTH: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
-    """Maxima, sums and products (of even and of odd numbers) that one part left; behind the last they weigh nothing."""
+    """Load maxima, sums and accumulators (even and odd d) of one split; past the last split they have no weight."""
     column = gl.arange(0, GP, layout=gl.SliceLayout(0, MMA))
     pair = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, MMA))
     block = pair[:, None] * GP + column[None, :]
@@ -161,8 +163,7 @@ def _add(m, norm, even, odd, m_other, norm_other, even_other, odd_other):
 def join_pairs(
     base, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, WIDTH: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
-    """Products (of even and odd numbers of a head), sums and maxima of all parts of a request, added in their order;
-    four parts are on their way at a time."""
+    """Add accumulators (even, odd d), sums and maxima of all splits of a request in order, loading four at a time."""
     m = gl.full([GP], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA))
     norm = gl.zeros([GP], gl.float32, layout=gl.SliceLayout(0, MMA))
     even = gl.zeros([WIDTH, GP], gl.float32, layout=MMA)
@@ -185,7 +186,7 @@ def _consume(
     WIDTH: gl.constexpr, SLOTS: gl.constexpr, DTYPE: gl.constexpr, WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Work off the tasks of one producer; `m`, `norm`, `even` and `odd` as in flash attention, in the log2 domain."""
+    """Process the tasks of one producer; `m`, `norm`, `even` and `odd` as in flash attention, in the log2 domain."""
     q, out, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, kv_scale, layer, sinks = sink
     out, out_scale, stride_scale = out
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
@@ -273,7 +274,7 @@ def _consume(
             gl.store(own + WIDTH * GP + block, odd, mask=(column < G)[None, :])
             gl.store(own + 2 * WIDTH * GP + column, m)
             gl.store(own + (2 * WIDTH + 1) * GP + column, total)
-            barrier()  # every lane's store precedes the release below
+            barrier()  # all lanes store before the release below
             last = gl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel") == parts - 1
             barrier()
             if last:
@@ -346,16 +347,16 @@ def decode_kernel(
 
 
 _RING = 196608
-"""bytes of shared memory for K and V: with it no other program of any size fits on the SM"""
+"""Bytes of shared memory for K and V: no other program of any size fits on the SM next to them."""
 
 
 def block_tokens(head_dim: int) -> int:
-    """Tokens that are worked on at once; they wait in the registers of one warp. Sums depend on it."""
+    """Return the tokens per block, which one warp holds in registers. Sums depend on it."""
     return 64 if head_dim <= 128 else 32
 
 
 def supports(q: Tensor, kv: Tensor) -> bool:
-    """Whether `launch_decode` takes these shapes on this device."""
+    """Return whether `launch_decode` supports these shapes on this device."""
     page_size, num_kv_heads, head_dim = kv.shape[3:]
     return (
         on_gpu(q.device) and is_hopper()
@@ -364,29 +365,41 @@ def supports(q: Tensor, kv: Tensor) -> bool:
     )  # fmt: skip
 
 
-def launch_decode(
-    q: Tensor, kv: Tensor, scales: KvScales, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *,
-    out: Out, num_sms: int, space: DecodeWorkspace, scale: float | None = None, windowed: bool = False,
-    softcap: float = 0.0, sinks: Tensor | None = None,
-) -> Out:  # fmt: skip
-    """As `fp8_attention.decode_attention`, which checks the arguments; on `num_sms` SMs, whose shared memory it takes
-    whole.
-    """
+def arguments(
+    q: Tensor, kv: Tensor, scales: KvScales, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, out: Out,
+    space: DecodeWorkspace, scale: float | None, windowed: bool, softcap: float, sinks: Tensor | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """Return the launch arguments that this kernel and that of `fp8_decode_warps` share."""
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
-    width = head_block(head_dim) // 2  # pairs of bytes
+    width = head_block(head_dim) // 2  # byte pairs
     block = block_tokens(head_dim)
     box = min(page_size, block)
     swizzle = min(128, width * 2)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=3)
     slabs = kv.view(torch.int16).view(-1, page_size, num_kv_heads * head_dim // 2)  # K or V of one page and layer
-    decode_kernel[(num_sms,)](
+    given = (
         q, TensorDescriptor.from_tensor(slabs, [1, box, width], layout), scales.scale,
-        *output_places(out, len(q), head_dim), page_table, page_table.stride(0), items, num_items, space.partial,
+        *output_args(out, len(q), head_dim), page_table, page_table.stride(0), items, num_items, space.partial,
         space.arrived, space.tickets, layer, layers, log2_scale(scale, head_dim), sinks,
-        HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, WIDTH=width, PAGE=page_size, BN=block, BOX=box,
-        SLOTS=_RING // (CONSUMERS * block * width * 2), SWIZZLE=swizzle,
-        DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype],
-        WINDOWED=windowed, SOFTCAP=softcap, num_warps=4, **pdl_options(),
     )  # fmt: skip
+    return given, {
+        "HKV": num_kv_heads, "G": group, "GP": group_block(group), "D": head_dim, "WIDTH": width, "PAGE": page_size,
+        "BN": block, "BOX": box, "SWIZZLE": swizzle,
+        "DTYPE": {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype],
+        "WINDOWED": windowed, "SOFTCAP": softcap, **pdl_options(),
+    }  # fmt: skip
+
+
+def launch_decode(
+    q: Tensor, kv: Tensor, scales: KvScales, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *,
+    out: Out, num_sms: int, space: DecodeWorkspace, scale: float | None = None, windowed: bool = False,
+    softcap: float = 0.0, sinks: Tensor | None = None,
+) -> Out:  # fmt: skip
+    """Run as `fp8_attention.decode_attention`, which checks the arguments, using `num_sms` whole SMs."""
+    given, options = arguments(
+        q, kv, scales, layer, page_table, items, num_items, out, space, scale, windowed, softcap, sinks
+    )
+    slots = _RING // (CONSUMERS * options["BN"] * options["WIDTH"] * 2)
+    decode_kernel[(num_sms,)](*given, SLOTS=slots, num_warps=4, **options)
     return out

@@ -1,10 +1,9 @@
-"""Paged attention of one query token per request over K and V in e4m3, on all SMs of a Hopper GPU, in programs of one
-warp (twin: `reference.paged_attention` over `fp8_reference.kv_values`).
+"""Paged attention of one query token per request over e4m3 pages, on all SMs of a Hopper GPU, in one-warp programs.
 
-What `fp8_decode` does, to the bit, with its consumers as programs of their own, several on an SM: one copy of the loop
-serves them all. The consumers of one program have a copy each, and four loops that convert e4m3 are more than the
-instruction caches hold: that was half of the time. A program feeds itself: when a block of K or V is in registers, the
-copy engine fills its place with the one `PLACES` blocks later. So tasks are drawn that much ahead of the work.
+Results equal those of `fp8_decode` bit for bit. Its consumers are separate programs here, several per SM, which share
+one copy of the loop. Consumers in one program have a copy each, and four loops that convert e4m3 exceed the instruction
+caches, which cost half of the time. A program feeds itself: when a block of K or V is in registers, the copy engine
+refills its place with the block `PLACES` blocks ahead, so tasks are drawn that far ahead of the work.
 """
 
 # Device functions carry no Python types.
@@ -12,27 +11,22 @@ copy engine fills its place with the one `PLACES` blocks later. So tasks are dra
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.kernels.attention.decode_hopper import load_block, read_word, task_range, transpose_blocks, write_word
 from weft.kernels.attention.decode_workspace import DecodeWorkspace
-from weft.kernels.attention.fp8_decode import block_tokens, even_and_odd, halves_of_words, join_pairs
-from weft.kernels.attention.output import Out, output_places
-from weft.kernels.attention.scores import log2_scale
-from weft.kernels.common.block_sizes import group_block, head_block
-from weft.kernels.common.dependent_launch import pdl_options
+from weft.kernels.attention.fp8_decode import arguments, even_and_odd, halves_of_words, join_pairs
+from weft.kernels.attention.output import Out
 from weft.kernels.common.hopper import await_previous, barrier, let_next_start
 from weft.kernels.formats.fp8 import KvScales
 from weft.kernels.formats.fp8_gluon import quantized_pairs
 
-# A place is K and V of BN tokens, `ring[2 * place]` and `ring[2 * place + 1]`, each with a barrier of its own, which
-# the copy engine completes. Nothing else waits: the warp that reads a place is the one that has it filled again. Words
-# beside a place say which task begins there (-1: none does any more) and of how many tokens.
+# A place is K and V of BN tokens, `ring[2 * place]` and `ring[2 * place + 1]`, each with a barrier that the copy engine
+# completes. No other waits are needed: the warp that reads a place also requests its refill. Words next to a place hold
+# the task that begins there (-1: none is left) and its number of tokens.
 
 
 @gluon.jit
@@ -40,7 +34,7 @@ def _fill(
     ground, cursor, place, PART: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr,
     BYTE_PAIRS: gl.constexpr, WIDTH: gl.constexpr, HKV: gl.constexpr,
 ):  # fmt: skip
-    """Ask for K (PART 0) or V (1) of the block that the cursor points at."""
+    """Request K (PART 0) or V (1) of the block that the cursor points at."""
     kv, ring, full, task_smem, tokens_smem, tasks, layer, layers = ground
     task, start, end, first, pages, page = cursor
     at = 2 * place + PART
@@ -58,7 +52,7 @@ def _fill(
 
 @gluon.jit
 def _next(queue, cursor, HKV: gl.constexpr, BN: gl.constexpr, PAGE: gl.constexpr):
-    """The cursor at the block behind, which may be another task's."""
+    """Advance the cursor by one block, which may belong to the next task."""
     items, tasks, table, stride_table, tickets = queue
     task, start, end, first, pages, _ = cursor
     first += BN
@@ -110,7 +104,8 @@ def decode_kernel(
     page = gl.load(pages + start // PAGE)
     cursor = (task, start, end, start, pages, page)
     if PDL:  # noqa: SIM102 (the outer one is settled when compiled)
-        # who has no task makes room for the next kernel; not all, or it would start before the one in front ended
+        # Programs without a task end, to free resources for the next kernel. Some stay, or it would start before the
+        # previous kernel has ended.
         if (task < tasks) | (tasks == 0):
             await_previous()
     for empty in gl.static_range(PLACES):
@@ -121,7 +116,7 @@ def decode_kernel(
     phase = 0
     task = read_word(task_smem.index(0))
     if PDL:
-        # not sooner: what the next kernel asks of memory would be before the first K and V
+        # not earlier: the next kernel's memory requests would precede the first K and V
         if task >= 0:
             mbarrier.wait(full.index(1), 0)
         let_next_start()
@@ -147,7 +142,7 @@ def decode_kernel(
             k_lower, k_upper = halves_of_words(ring.index(2 * place).load(A))
             s = mma_v2(k_lower, lower, gl.zeros([BN, GP], gl.float32, layout=MMA))
             s = mma_v2(k_upper, upper, s)
-            fence_async_shared()  # what was read is here before the copy engine writes
+            fence_async_shared()  # reads complete before the copy engine writes
             _fill(ground, cursor, place, 0, PAGE, BN, BOX, D // 2, WIDTH, HKV)
             if SOFTCAP > 0:
                 CAP: gl.constexpr = SOFTCAP * 1.4426950408889634
@@ -193,7 +188,7 @@ def decode_kernel(
             gl.store(own + WIDTH * GP + block, odd, mask=(column < G)[None, :])
             gl.store(own + 2 * WIDTH * GP + column, m)
             gl.store(own + (2 * WIDTH + 1) * GP + column, total)
-            barrier()  # every lane's store precedes the release below
+            barrier()  # all lanes store before the release below
             last = gl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel") == parts - 1
             barrier()
             if last:
@@ -218,16 +213,16 @@ def decode_kernel(
         task = read_word(task_smem.index(place))
     programs = gl.num_programs(0)
     if tasks > programs:  # noqa: SIM102 (`and` would draw in any case)
-        # the last program to finish leaves the counters as it found them
+        # the last program to finish resets the counters
         if gl.atomic_add(tickets + 1, 1, sem="acq_rel") == programs - 1:
             gl.store(tickets, 0)
             gl.store(tickets + 1, 0)
 
 
 PER_SM = 4
-"""programs on each SM: as many as work lists are cut for"""
+"""Programs per SM, as work lists are cut for."""
 _RING = 49152
-"""bytes of shared memory for K and V of a program"""
+"""Bytes of shared memory for a program's K and V."""
 
 
 def launch_decode(
@@ -235,22 +230,10 @@ def launch_decode(
     out: Out, num_sms: int, space: DecodeWorkspace, scale: float | None = None, windowed: bool = False,
     softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Out:  # fmt: skip
-    """As `fp8_decode.launch_decode`, in `PER_SM` programs for each of `num_sms` SMs, wherever the GPU puts them."""
-    layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
-    group = q.shape[1] // num_kv_heads
-    width = head_block(head_dim) // 2  # pairs of bytes
-    block = block_tokens(head_dim)
-    box = min(page_size, block)
-    swizzle = min(128, width * 2)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=3)
-    slabs = kv.view(torch.int16).view(-1, page_size, num_kv_heads * head_dim // 2)  # K or V of one page and layer
-    decode_kernel[(PER_SM * num_sms,)](
-        q, TensorDescriptor.from_tensor(slabs, [1, box, width], layout), scales.scale,
-        *output_places(out, len(q), head_dim), page_table, page_table.stride(0), items, num_items, space.partial,
-        space.arrived, space.tickets, layer, layers, log2_scale(scale, head_dim), sinks,
-        HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, WIDTH=width, PAGE=page_size, BN=block, BOX=box,
-        PLACES=_RING // (2 * block * width * 2), SWIZZLE=swizzle,
-        DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[q.dtype],
-        WINDOWED=windowed, SOFTCAP=softcap, num_warps=1, **pdl_options(),
-    )  # fmt: skip
+    """Run as `fp8_decode.launch_decode`, in `PER_SM` programs for each of `num_sms` SMs, on any SMs of the GPU."""
+    given, options = arguments(
+        q, kv, scales, layer, page_table, items, num_items, out, space, scale, windowed, softcap, sinks
+    )
+    places = _RING // (2 * options["BN"] * options["WIDTH"] * 2)
+    decode_kernel[(PER_SM * num_sms,)](*given, PLACES=places, num_warps=1, **options)
     return out

@@ -1,6 +1,4 @@
-"""A pass that puts pages in e4m3 into pages of 16 bits, where a prefill kernel reads those quicker (twin:
-`fp8_reference.kv_values`).
-"""
+"""Converts e4m3 pages to 16-bit pages where a prefill kernel reads those faster."""
 
 # Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -21,35 +19,35 @@ from weft.kernels.common.gpu import is_hopper, on_gpu
 from weft.kernels.formats.fp8 import E4M3, KvScales
 
 TOKENS = 8
-"""of K or V that a program works on at once"""
+"""Rows of K or V that a program processes at once."""
 PER_SM = 4
 
 
 class Unpacked(NamedTuple):
-    """Requests of a nano-batch whose pages are read in 16 bits. What of it the host fills stays where it is."""
+    """Requests of a nano-batch whose pages are read in 16 bits. Host-filled buffers never move."""
 
     pages: Tensor
-    """[max_pages] int32, which go one behind the other"""
+    """[max_pages] int32, page ids in the order of `kv`."""
     num_pages: Tensor
     """[1] int32"""
     items: Tensor
-    """[max_items, TILE_FIELDS] int32: as `prefill_items`, page_row is the first of a request's pages in `kv`"""
+    """[max_items, TILE_FIELDS] int32 as `prefill_items`; page_row is the first of a request's pages in `kv`."""
     num_items: Tensor
     """[1] int32"""
     kv: Tensor
-    """[max_pages, 1, 2, page_size, Hkv, D] of 16 bits, of no other step whose launches may run at the same time"""
+    """[max_pages, 1, 2, page_size, Hkv, D] of 16 bits; not shared with any step that may run at the same time."""
     table: Tensor
-    """[max_pages, max_pages of a request] int32: `counting_table`"""
+    """[max_pages, max_pages of a request] int32: `counting_table`."""
 
 
-def pays(shape: AttentionShape) -> bool:
-    """Whether the kernels of this GPU read such pages quicker in 16 bits: where a warp-specialised one does."""
+def unpacking_is_faster(shape: AttentionShape) -> bool:
+    """Return whether 16-bit pages are read faster on this GPU: if a warp-specialized kernel reads them."""
     wide = head_block(shape.head_dim) in (64, 128, 256)
     return shape.pool_dtype == E4M3 and on_gpu(shape.device) and is_hopper() and wide
 
 
 def counting_table(rows: int, width: int, device: torch.device) -> Tensor:
-    """`[rows, width]` int32, row i: i, i + 1 and so on."""
+    """Return `[rows, width]` int32 with row i: i, i + 1 and so on."""
     first = torch.arange(rows, dtype=torch.int32, device=device)
     return first[:, None] + torch.arange(width, dtype=torch.int32, device=device)
 
@@ -82,8 +80,10 @@ def _unpack_kernel(
 
 
 def unpack_pages(kv: Tensor, scales: KvScales, layer: int, what: Unpacked, *, num_sms: int) -> Tensor:
-    """K and V of one layer of `what.pages` of kv `[pages, layers, 2, page_size, Hkv, D]`, times their scales, into
-    `what.kv`, which is returned."""
+    """Convert one layer of `what.pages` of kv `[pages, layers, 2, page_size, Hkv, D]`, times scales, into `what.kv`.
+
+    Returns `what.kv`.
+    """
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     if not (kv.is_contiguous() and what.kv.is_contiguous() and scales.scale.is_contiguous()):
         raise ValueError("pages and scales must be contiguous")

@@ -1,5 +1,6 @@
-"""What attention writes: rows of 16 bits; or, of heads of 128, the operand of the product behind it, so that no pass
-over the rows quantises them (twin: attention, rounded to 16 bits, then `fp8.quantize_rows`).
+"""The output of attention: 16-bit rows or, for head size 128, the next GEMM's FP8 operand without a separate pass.
+
+The reference is attention rounded to 16 bits, then `fp8.quantize_rows`.
 """
 
 # Device functions carry no Python types.
@@ -17,21 +18,21 @@ from weft.kernels.formats.fp8 import BLOCK, Fp8Rows
 from weft.kernels.formats.fp8_triton import power_of_two, saturated
 
 Output = Tensor | Fp8Rows
-"""`[T, Hq * D]` of the queries' dtype, or e4m3 with a scale for each head of a token"""
+"""`[T, Hq * D]` in the queries' dtype, or e4m3 with a scale for each head of a token."""
 Out = TypeVar("Out", bound=Output)
 
 
-def output_places(out: Output, num_tokens: int, head_dim: int) -> tuple[Tensor, Tensor | None, int | None]:
-    """What kernels are told of `out`: its rows; of an operand its scales and the stride of their blocks, else None.
+def output_args(out: Output, num_tokens: int, head_dim: int) -> tuple[Tensor, Tensor | None, int | None]:
+    """Return the kernel arguments for `out`: its rows and, for an operand, its scales and block stride, else None.
 
-    Raises `ValueError` for memory or heads that they do not write.
+    Raises `ValueError` for unsupported memory layouts or head sizes.
     """
     if isinstance(out, Tensor):
         rows, scale = out, None
     else:
         rows, scale = out.values, out.scale
         if head_dim != BLOCK or out.span != BLOCK:
-            raise ValueError(f"attention leaves operands of heads of {BLOCK}, with a scale for each")
+            raise ValueError(f"attention writes FP8 operands only for heads of {BLOCK}, with a scale for each")
         if scale.shape[0] != rows.shape[1] // BLOCK or scale.shape[1] < num_tokens or scale.stride(1) != 1:
             raise ValueError("scales must be [Hq, T], rows of them contiguous")
     if not rows.is_contiguous():
@@ -39,16 +40,23 @@ def output_places(out: Output, num_tokens: int, head_dim: int) -> tuple[Tensor, 
     return rows, scale, None if scale is None else scale.stride(0)
 
 
-def part_of(out: Output, tokens: slice) -> Output:
-    """Rows of some tokens; a view."""
-    return out[tokens] if isinstance(out, Tensor) else out.part(tokens)
+def check_inputs(q: Tensor, kv: Tensor, items: Tensor, page_table: Tensor) -> None:
+    """Raise `ValueError` for inputs that no attention kernel reads."""
+    if not (kv.is_contiguous() and q.is_contiguous() and items.is_contiguous()):
+        raise ValueError("q, kv and items must be contiguous")
+    if page_table.stride(1) != 1:
+        raise ValueError("rows of the page table must be contiguous")
+
+
+def slice_output(out: Output, tokens: slice) -> Output:
+    """Return a view of some tokens' rows."""
+    return out[tokens] if isinstance(out, Tensor) else out.of_tokens(tokens)
 
 
 @triton.jit
 def write_heads(y, at, mask, scales, stride, head, token, real, AXIS: tl.constexpr):
-    """Heads of 16 bits, whose numbers run along AXIS of `y`, to `at` where `mask`; with scales in e4m3, and those
-    of `head` of `token` where `real`.
-    """
+    """Write 16-bit heads, which run along AXIS of `y`, to `at` where `mask`; with scales, write e4m3 and the scale of
+    `head` of `token` where `real`."""
     if scales is None:
         tl.store(at, y, mask=mask)
     else:

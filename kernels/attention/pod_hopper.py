@@ -1,11 +1,11 @@
-"""Attention of a hybrid batch in one launch: each program does prefill tiles and decode items, and binds at run time
-(POD-Attention, arXiv 2410.18038; twin: `reference.paged_attention`).
+"""Attention of a hybrid batch in one launch: a program does prefill tiles or decode items, chosen at run time.
 
-Decode attention waits for memory and prefill for the tensor cores, so SMs that do one beside SMs that do the other are
-quicker than all of them doing first one, then the other. A decoding SM takes all of its shared memory as a ring of K
-and V, and a prefilling one its tiles; so a program is one of both at a time, and becomes the other when its list runs
-dry: `first_decoders` of them begin with decodes, all others with chunks, and every task is drawn. The halves are the
-kernels' of `decode_hopper` and `prefill_hopper`, so the sums are theirs to the bit.
+See POD-Attention, arXiv 2410.18038; the reference is `reference/layer.py: paged_attention`. Decode attention is bound
+by memory and prefill by the tensor cores, so running both at once on different SMs is faster than running one after the
+other on all SMs. A decoding SM uses all of its shared memory as a ring of K and V, a prefilling one for its tiles; so a
+program does one kind at a time and switches when its list is empty. `first_decoders` programs begin with decodes, the
+others with chunks, and every task is drawn. The halves come from `decode_hopper` and `prefill_hopper`, so the sums are
+identical.
 """
 
 # Device functions carry no Python types.
@@ -28,31 +28,31 @@ from weft.kernels.attention.decode_hopper import (
     consume_decodes,
     idle_warps,
     produce_decodes,
-    put_back,
+    reset_counters,
     write_word,
 )
 from weft.kernels.attention.decode_workspace import DecodeWorkspace
-from weft.kernels.attention.output import Out, output_places
+from weft.kernels.attention.output import Out, output_args
 from weft.kernels.attention.prefill_attention import PrefillWorkspace
-from weft.kernels.attention.prefill_hopper import attend, feed
+from weft.kernels.attention.prefill_hopper import attend, load_task
 from weft.kernels.attention.scores import log2_scale
-from weft.kernels.attention.work_lists import PART_FIELDS
+from weft.kernels.attention.work_lists import SPLIT_FIELDS
 from weft.kernels.common.block_sizes import group_block, head_block
 from weft.kernels.common.dependent_launch import pdl_options
 
-# Prefill tasks are drawn by the producer, when all of the one before is fetched, and told to the warpgroups through
-# two words:
+# The producer draws a prefill task when the previous one is fully fetched, and passes it to the warpgroups through two
+# words:
 #
-#   barrier            arrivals in a phase                              waited for by
-#   told[turn & 1]     1: the producer, the task's number is there      each warpgroup
-#   heard[turn & 1]    2: each warpgroup, it has read the number        the producer
+#   barrier                 arrivals in a phase                              waited for by
+#   drawn[turn & 1]     1: the producer, the task's number is written    each warpgroup
+#   taken[turn & 1]    2: each warpgroup, it has read the number        the producer
 #
 # Task -1 ends a warpgroup.
 
 
 @gluon.jit
 def produce_tiles(
-    kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, task_smem, told, heard, table, stride_table, items, tasks,
+    kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, task_smem, drawn, taken, table, stride_table, items, tasks,
     tickets, layer, layers, HKV: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
     DP: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
@@ -60,48 +60,48 @@ def produce_tiles(
     turn = 0
     task = gl.atomic_add(tickets, 1, sem="relaxed")
     while task < tasks:
-        mbarrier.wait(heard.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        mbarrier.wait(taken.index(turn & 1), ((turn >> 1) & 1) ^ 1)
         write_word(task_smem.index(turn & 1), task)
-        mbarrier.arrive(told.index(turn & 1), count=1)
+        mbarrier.arrive(drawn.index(turn & 1), count=1)
         turn += 1
-        count = feed(kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, task, layer,
+        count = load_task(kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, task, layer,
                      layers, count, HKV, PAGE, BN, BOX, D, DP, STAGES, WINDOW, FIELDS)  # fmt: skip
-        task = gl.atomic_add(tickets, 1, sem="relaxed")  # as late as may be: whoever else is free shall have it
-    mbarrier.wait(heard.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        task = gl.atomic_add(tickets, 1, sem="relaxed")  # as late as possible, so that idle producers get it first
+    mbarrier.wait(taken.index(turn & 1), ((turn >> 1) & 1) ^ 1)
     write_word(task_smem.index(turn & 1), -1)
-    mbarrier.arrive(told.index(turn & 1), count=1)
-    put_back(tickets, gl.num_programs(0))
+    mbarrier.arrive(drawn.index(turn & 1), count=1)
+    reset_counters(tickets, gl.num_programs(0))
 
 
 @gluon.jit
-def _next(task_smem, told, heard, turn):
-    mbarrier.wait(told.index(turn & 1), (turn >> 1) & 1)
+def _next(task_smem, drawn, taken, turn):
+    mbarrier.wait(drawn.index(turn & 1), (turn >> 1) & 1)
     task = gl.max(task_smem.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
-    mbarrier.arrive(heard.index(turn & 1), count=1)
+    mbarrier.arrive(taken.index(turn & 1), count=1)
     return task
 
 
 @gluon.jit
 def consume_tiles(
-    q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, task_smem, told, heard, items, scale, sinks,
+    q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, task_smem, drawn, taken, items, scale, sinks,
     partial, arrived, WG: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr,
     D: gl.constexpr, DP: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
     count = 0
     turn = 0
-    task = _next(task_smem, told, heard, turn)
+    task = _next(task_smem, drawn, taken, turn)
     while task >= 0:
         count = attend(q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, task, scale, sinks,
                        partial, arrived, count, WG, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP,
                        FIELDS)  # fmt: skip
         turn += 1
-        task = _next(task_smem, told, heard, turn)
+        task = _next(task_smem, drawn, taken, turn)
 
 
 @gluon.jit
 def tile_memory(DTYPE: gl.constexpr, DP: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
-    """Shared memory of a program that does tiles, and its barriers as they are before any arrival."""
+    """Allocate shared memory of a program that does tiles, and its barriers in their initial state."""
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -113,24 +113,24 @@ def tile_memory(DTYPE: gl.constexpr, DP: gl.constexpr, BN: gl.constexpr, STAGES:
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    heard = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    drawn = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=2)
     for place in gl.static_range(2):
-        mbarrier.init(told.index(place), count=1)
-        mbarrier.init(heard.index(place), count=2)
-    return q_smem, k_smem, v_smem, task_smem, k_full, k_empty, v_full, v_empty, told, heard
+        mbarrier.init(drawn.index(place), count=1)
+        mbarrier.init(taken.index(place), count=2)
+    return q_smem, k_smem, v_smem, task_smem, k_full, k_empty, v_full, v_empty, drawn, taken
 
 
 @gluon.jit
 def decode_memory(
     DTYPE: gl.constexpr, DP: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """The same of one that does so many decodes at once."""
+    """Allocate shared memory and barriers of a program that does C decodes at once."""
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -153,19 +153,19 @@ def _do_tiles(
     BOX: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     FIELDS: gl.constexpr,
 ):  # fmt: skip
-    (q_smem, k_smem, v_smem, task_smem, k_full, k_empty, v_full, v_empty, told, heard) = tile_memory(
+    (q_smem, k_smem, v_smem, task_smem, k_full, k_empty, v_full, v_empty, drawn, taken) = tile_memory(
         DTYPE, DP, BN, STAGES
     )
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consume_tiles, (q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, task_smem, told, heard,
+            (consume_tiles, (q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, task_smem, drawn, taken,
                               items, scale, sinks, partial, arrived, 0, HKV, G, BN, BOX, D, DP, STAGES, DTYPE,
                               WINDOW, SOFTCAP, FIELDS)),
-            (consume_tiles, (q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, task_smem, told, heard,
+            (consume_tiles, (q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, task_smem, drawn, taken,
                               items, scale, sinks, partial, arrived, 1, HKV, G, BN, BOX, D, DP, STAGES, DTYPE,
                               WINDOW, SOFTCAP, FIELDS)),
-            (produce_tiles, (kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, task_smem, told, heard, table,
+            (produce_tiles, (kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, task_smem, drawn, taken, table,
                               stride_table, items, tasks, tickets, layer, layers, HKV, PAGE, BN, BOX, D, DP, STAGES,
                               WINDOW, FIELDS)),
         ],
@@ -178,8 +178,8 @@ def _do_tiles(
         mbarrier.invalidate(v_full.index(stage))
         mbarrier.invalidate(v_empty.index(stage))
     for place in gl.static_range(2):
-        mbarrier.invalidate(told.index(place))
-        mbarrier.invalidate(heard.index(place))
+        mbarrier.invalidate(drawn.index(place))
+        mbarrier.invalidate(taken.index(place))
 
 
 @gluon.jit
@@ -251,19 +251,19 @@ class PodWork(NamedTuple):
     """The two lists of a hybrid batch, in device memory; either may be empty."""
 
     decode_items: Tensor
-    """[max_items, 8] int32 from `decode_items`"""
+    """[max_items, 8] int32 from `decode_items`."""
     num_decodes: Tensor
     """[1] int32"""
     prefill_items: Tensor
-    """[max_items, 8] int32 from `prefill_parts`; or [max_items, 4] from `prefill_items`: tiles stay whole"""
+    """[max_items, 8] int32 from `prefill_splits`, or [max_items, 4] from `prefill_items` for whole tiles."""
     num_prefills: Tensor
     """[1] int32"""
     first_decoders: Tensor
-    """[1] int32: programs that begin with decodes"""
+    """[1] int32: programs that begin with decodes."""
 
 
 class Blocks(NamedTuple):
-    """Tokens that are fetched at once, and how many of such blocks wait in a program's rings."""
+    """Tokens per fetched block, and blocks in a program's rings."""
 
     decode: int
     slots: int
@@ -276,14 +276,14 @@ def arguments(
     prefills: PrefillWorkspace, scale: float | None, window: int | None, softcap: float, sinks: Tensor | None,
     blocks: Blocks,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """What a kernel of both halves is launched with. Raises `ValueError` for what none of them takes."""
+    """Return the launch arguments of a kernel with both halves. Raises `ValueError` for unsupported shapes."""
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group, width = q.shape[1] // num_kv_heads, head_block(head_dim)
     fields = work.prefill_items.shape[1]
-    if width not in (64, 128):  # of 256, it spills registers
-        raise ValueError(f"heads of {head_dim} numbers are not fused")
-    if window is not None and fields == PART_FIELDS:
-        raise ValueError("tiles are not cut with a window")
+    if width not in (64, 128):  # at 256 it spills registers
+        raise ValueError(f"fused attention does not support heads of {head_dim}")
+    if window is not None and fields == SPLIT_FIELDS:
+        raise ValueError("tiles cannot be cut with a window")
     shared = [gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3)]
     slabs = kv.view(-1, page_size, num_kv_heads * head_dim)  # K or V of one page and layer
     tiles = [
@@ -292,7 +292,7 @@ def arguments(
     ]
     given = (
         q, TensorDescriptor.from_tensor(q.view(-1, head_dim), [group_block(group), width], shared[0]), *tiles,
-        *output_places(out, len(q), head_dim), page_table, page_table.stride(0), work.decode_items, work.num_decodes,
+        *output_args(out, len(q), head_dim), page_table, page_table.stride(0), work.decode_items, work.num_decodes,
         decodes.partial, decodes.arrived, decodes.tickets, work.prefill_items, work.num_prefills, prefills.partial,
         prefills.arrived, prefills.tickets, layer, layers, log2_scale(scale, head_dim), sinks,
     )  # fmt: skip
@@ -310,10 +310,10 @@ def launch_pod(
     decodes: DecodeWorkspace, prefills: PrefillWorkspace, scale: float | None = None, window: int | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Out:  # fmt: skip
-    """Rows of `q [T, Hq, D]` named by both lists -> the same rows of `out [T, Hq * D]`, as `decode_attention` and
-    `prefill_attention` do one after the other, on `num_sms` SMs. 16-bit numbers, heads of 33 to 128.
+    """Attention of the rows of `q [T, Hq, D]` in both lists, on `num_sms` SMs, into `out [T, Hq * D]`.
 
-    window: positions that a query sees, by which decode items were made too; tiles are whole then. Raises `ValueError`.
+    Equivalent to `decode_attention` then `prefill_attention`. Supports 16-bit numbers and heads of 33 to 128. window:
+    positions that a query sees, also used to make the decode items; tiles are then whole. Raises `ValueError`.
     """
     width = head_block(kv.shape[5])
     blocks = Blocks(64, RING // (CONSUMERS * 64 * width * 2), 128, 2)

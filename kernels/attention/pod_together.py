@@ -1,13 +1,12 @@
-"""Attention of a hybrid batch in one launch whose every program does prefill tiles and decode items at the same time
-(POD-Attention, arXiv 2410.18038; twin: `reference.paged_attention`).
+"""Attention of a hybrid batch in one launch: every program does prefill tiles and decode items at the same time.
 
-In `pod_hopper` an SM does one or the other, for each alone takes all of its shared memory and registers. Here both fit:
-two warpgroups own a tile's 128 rows over blocks of 64 keys, and beside them `CONSUMERS` warps do a decode item each,
-over blocks of 32 tokens. Each half draws from its list until that is empty, so either list may be, and no policy
-decides who begins with what: a decode warp waits for memory while the tensor cores are the tile's.
+See POD-Attention, arXiv 2410.18038; the reference is `reference/layer.py: paged_attention`. In `pod_hopper` an SM does
+one or the other, because each uses all of its shared memory and registers. Here both fit: two warpgroups own a tile's
+128 rows over blocks of 64 keys, and `CONSUMERS` more warps do one decode item each, over blocks of 32 tokens. Each half
+draws from its list until that is empty. A decode warp waits for memory while the tile uses the tensor cores.
 
-The halves are those of `decode_hopper` and `prefill_hopper`; but smaller blocks rescale more often, so the bits are
-not those of `pod_hopper`.
+The halves come from `decode_hopper` and `prefill_hopper`, but smaller blocks rescale more often, so results differ from
+those of `pod_hopper` in the last bits.
 """
 
 # Device functions carry no Python types.
@@ -36,11 +35,11 @@ from weft.kernels.attention.prefill_attention import PrefillWorkspace
 from weft.kernels.common.block_sizes import head_block
 
 CONSUMERS = 3
-"""decode items that a program works on at once"""
+"""Decode items that a program processes at once."""
 _RING = 98304
-"""bytes of shared memory for their K and V"""
+"""Bytes of shared memory for their K and V."""
 REGISTERS = (176, 136, 24)
-"""of a thread of a tile's warpgroup, of a decode warp, of what fetches for them; multiples of 8"""
+"""Registers per thread of a tile's warpgroup, of a decode warp, and of the producers; multiples of 8."""
 
 
 @gluon.jit(do_not_specialize=["layer"])
@@ -54,7 +53,7 @@ def together_kernel(
     R_TILE: gl.constexpr, R_DECODE: gl.constexpr, R_PRODUCE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     C: gl.constexpr = 3
-    (q_smem, k_smem, v_smem, tile_smem, k_full, k_empty, v_full, v_empty, told, heard) = tile_memory(
+    (q_smem, k_smem, v_smem, tile_smem, k_full, k_empty, v_full, v_empty, drawn, taken) = tile_memory(
         DTYPE, DP, BN, STAGES
     )
     ring, query_smem, task_smem, tokens_smem, full, empty = decode_memory(DTYPE, DP, GP, DECODE_BN, SLOTS, C)
@@ -70,14 +69,14 @@ def together_kernel(
               decode_items, decodes, decode_tickets, layer, layers)  # fmt: skip
     sink = (target, query_smem, ring, full, empty, task_smem, tokens_smem, decode_items, decode_partial,
             decode_arrived, scale, sinks)  # fmt: skip
-    # Registers are given to four warps at a time; the first warpgroup has what the others leave of 512.
+    # Registers are assigned to four warps at a time; the first warpgroup gets the remainder of 512.
     gl.warp_specialize(
         [
-            (consume_tiles, (q, target, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_smem, told,
-                              heard, prefill_items, scale, sinks, prefill_partial, prefill_arrived, 0, HKV, G, BN, BOX,
+            (consume_tiles, (q, target, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_smem, drawn,
+                              taken, prefill_items, scale, sinks, prefill_partial, prefill_arrived, 0, HKV, G, BN, BOX,
                               D, DP, STAGES, DTYPE, WINDOW, SOFTCAP, FIELDS)),
-            (consume_tiles, (q, target, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_smem, told,
-                              heard, prefill_items, scale, sinks, prefill_partial, prefill_arrived, 1, HKV, G, BN, BOX,
+            (consume_tiles, (q, target, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_smem, drawn,
+                              taken, prefill_items, scale, sinks, prefill_partial, prefill_arrived, 1, HKV, G, BN, BOX,
                               D, DP, STAGES, DTYPE, WINDOW, SOFTCAP, FIELDS)),
             (consume_decodes, (sink, HKV, G, GP, DECODE_BN, DECODE_BOX, D, DP, SLOTS, WINDOW > 0, SOFTCAP, 0)),
             (consume_decodes, (sink, HKV, G, GP, DECODE_BN, DECODE_BOX, D, DP, SLOTS, WINDOW > 0, SOFTCAP, 1)),
@@ -86,7 +85,7 @@ def together_kernel(
             (produce_decodes, (source, C, HKV, G, GP, PAGE, DECODE_BN, DECODE_BOX, D, DP, SLOTS, True, False, 0)),
             (produce_decodes, (source, C, HKV, G, GP, PAGE, DECODE_BN, DECODE_BOX, D, DP, SLOTS, True, False, 1)),
             (produce_decodes, (source, C, HKV, G, GP, PAGE, DECODE_BN, DECODE_BOX, D, DP, SLOTS, True, False, 2)),
-            (produce_tiles, (prefill_kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_smem, told, heard,
+            (produce_tiles, (prefill_kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_smem, drawn, taken,
                               table, stride_table, prefill_items, tiles, prefill_tickets, layer, layers, HKV, PAGE, BN,
                               BOX, D, DP, STAGES, WINDOW, FIELDS)),
         ],
@@ -100,7 +99,7 @@ def launch_together(
     decodes: DecodeWorkspace, prefills: PrefillWorkspace, scale: float | None = None, window: int | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Out:  # fmt: skip
-    """As `pod_hopper.launch_pod`; who begins with decodes is not asked (`work.first_decoders`)."""
+    """As `pod_hopper.launch_pod`; `work.first_decoders` is not used."""
     width = head_block(kv.shape[5])
     blocks = Blocks(32, _RING // (CONSUMERS * 32 * width * 2), 64, 2)
     given, options = arguments(

@@ -1,8 +1,8 @@
-"""Paged causal attention of prefill chunks with a cached prefix (twin: `reference.paged_attention`).
+"""Paged causal attention of prefill chunks with a cached prefix (reference: `reference/layer.py: paged_attention`).
 
-The work is planned on the host (`prefill_items`): tiles of at most `rows_per_tile // group` query tokens, longest
-context first. On Hopper a warp-specialised kernel does it (`prefill_hopper`); the plain Triton kernel here serves
-everything else and is what the interpreter can run.
+The host plans the work (`prefill_items`): tiles of at most `rows_per_tile // group` query tokens, longest context
+first. On Hopper a warp-specialized kernel runs (`prefill_hopper`); the plain Triton kernel here serves everything else,
+including the interpreter.
 """
 
 # Device functions carry no Python types.
@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.attention.output import Out, output_places, write_heads
-from weft.kernels.attention.scores import bend, log2_scale, with_sink
+from weft.kernels.attention.output import Out, check_inputs, output_args, write_heads
+from weft.kernels.attention.scores import log2_scale, soft_cap, with_sink
 from weft.kernels.attention.work_lists import TILE_FIELDS, TILE_ROWS
 from weft.kernels.common.block_sizes import head_block
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
@@ -35,7 +35,7 @@ def _prefill_kernel(
     begin(PDL)
     release(PDL)
     rows = tl.arange(0, BM)
-    d = tl.arange(0, DP)  # a head is filled up with zeros
+    d = tl.arange(0, DP)  # heads are padded with zeros
     tasks = tl.load(num_items) * HKV
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         head = task % HKV
@@ -70,7 +70,7 @@ def _prefill_kernel(
                 whole = whole & (d < D)[None, :]
             k = tl.load(k_at, mask=whole, other=0.0)
             v = tl.load(k_at + PAGE * HKV * D, mask=whole, other=0.0)
-            s = bend(tl.dot(query, k.T) * scale, SOFTCAP)
+            s = soft_cap(tl.dot(query, k.T) * scale, SOFTCAP)
             s = tl.where(token[None, :] <= limit[:, None], s, float("-inf"))
             if WINDOW > 0:
                 s = tl.where(token[None, :] > limit[:, None] - WINDOW, s, float("-inf"))
@@ -92,11 +92,11 @@ class PrefillWorkspace(NamedTuple):
     """Scratch of tiles that are cut along their keys: one per stream that runs prefill attention."""
 
     partial: Tensor
-    """[slots, Hkv, 2, 64 * (D padded + 2)] float32: of the two halves of a tile's rows sums, maxima, row sums"""
+    """[slots, Hkv, 2, 64 * (padded D + 2)] float32: sums, maxima and row sums of the two halves of a tile's rows."""
     arrived: Tensor
-    """[slots * Hkv * 2] int32, zero between launches"""
+    """[slots * Hkv * 2] int32, zero between launches."""
     tickets: Tensor
-    """[2] int32, zero between launches: tasks drawn, and programs that have drawn their last"""
+    """[2] int32, zero between launches: tasks drawn, and programs that have drawn their last task."""
 
 
 def prefill_workspace(slots: int, num_kv_heads: int, head_dim: int, device: torch.device | str) -> PrefillWorkspace:
@@ -128,32 +128,29 @@ def prefill_attention(
     space: PrefillWorkspace | None = None,
     portable: bool = False,
 ) -> Out:
-    """Attention of the chunks' rows of `q [T, Hq, D]` over their pages -> the same rows of `out [T, Hq * D]`,
-    of q's dtype or an operand in e4m3 (heads of 128: `attention_output`).
+    """Attention of the chunks' rows of `q [T, Hq, D]` over their pages.
 
-    kv `[pages, layers, 2, page_size, Hkv, D]`, page_size 16, 32, 64 or 128; page_table `[rows, max_pages]` int32; items
-    `[max_items, 4]` int32 from `prefill_items`; num_items `[1]` int32 in device memory. K and V of the chunk are in
-    their pages already. window: positions that a query sees, its own included; None: all. softcap, sinks `[Hq]`: see
-    `scores`. `portable` forces the plain Triton kernel.
-    With a `space`, items are `[max_items, 8]` from `prefill_parts`: the last part of a tile to end adds up all in their
-    order, so the result does not depend on timing. No window then, on Hopper alone.
+    Writes the same rows of `out [T, Hq * D]`, in q's dtype or as an e4m3 operand (head size 128: `output`). kv `[pages,
+    layers, 2, page_size, Hkv, D]`, page_size 16, 32, 64 or 128; page_table `[rows, max_pages]` int32; items
+    `[max_items, 4]` int32 from `prefill_items`; num_items `[1]` int32 in device memory. The chunk's K and V are already
+    in their pages. window: positions that a query sees, including its own; None: all. softcap, sinks `[Hq]`: see
+    `scores`. `portable` forces the plain Triton kernel. With a `space`, items are `[max_items, 8]` from
+    `prefill_splits`: the last split of a tile adds all of them in order, so the result does not depend on timing. This
+    requires Hopper and no window.
     """
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
-    if not (kv.is_contiguous() and q.is_contiguous() and items.is_contiguous()):
-        raise ValueError("q, kv and items must be contiguous")
-    places = output_places(out, len(q), head_dim)
-    if page_table.stride(1) != 1:
-        raise ValueError("rows of the page table must be contiguous")
+    check_inputs(q, kv, items, page_table)
+    written = output_args(out, len(q), head_dim)
     if (space is None) != (items.shape[1] == TILE_FIELDS):
-        raise ValueError("parts of tiles want a space, and whole tiles none")
+        raise ValueError("cut tiles need a space, and whole tiles must not have one")
     if space is not None and (window is not None or portable or not _hopper(q, head_dim)):
-        raise ValueError("tiles are cut on Hopper alone, and not with a window")
+        raise ValueError("tiles can be cut only on Hopper and without a window")
     factor = log2_scale(scale, head_dim)
     width = head_block(head_dim)
     if portable or not _hopper(q, head_dim):
         _prefill_kernel[(num_sms,)](
-            q, kv, *places, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
+            q, kv, *written, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
             HKV=num_kv_heads, G=group, D=head_dim, DP=width, PAGE=page_size, BM=TILE_ROWS,
             BN=64 if width <= 128 else 32, STAGES=2,
             DTYPE={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
@@ -172,7 +169,7 @@ def prefill_attention(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     tiles = TensorDescriptor.from_tensor(slabs, [1, box, width], layout)
     prefill_kernel[(num_sms,)](
-        q, tiles, *places, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
+        q, tiles, *written, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
         space.partial if space is not None else None, space.arrived if space is not None else None,
         HKV=num_kv_heads, G=group, D=head_dim, DP=width, PAGE=page_size, BN=block, BOX=box, STAGES=2, DTYPE=dtype,
         WINDOW=window or 0, SOFTCAP=softcap, FIELDS=items.shape[1], num_warps=4,

@@ -1,12 +1,11 @@
-"""Paged causal attention of prefill chunks on Hopper, warp-specialised after FlashAttention-3 (twin:
-`paged_attention`).
+"""Paged causal attention of prefill chunks on Hopper, warp-specialized after FlashAttention-3.
 
-One producer warp streams K and V pages by TMA; two warpgroups own 64 rows each of a 128-row tile. A row is a (token,
-query head of the group) pair, so the heads of a group share every K and V load. While a warpgroup computes the softmax
-of block j + 1, its tensor cores already work on O += P(j) V(j).
+The reference is `reference/layer.py: paged_attention`. One producer warp streams K and V pages by TMA; two warpgroups
+own 64 rows each of a 128-row tile. A row is a (token, query head of the group) pair, so the heads of a group share
+every K and V load. While a warpgroup computes the softmax of block j + 1, its tensor cores work on O += P(j) V(j).
 
-A box that reaches past a chunk's last token is fetched *shifted*: it starts that many rows early, and TMA fills what
-lies before the page with zeros. So nothing behind the last token, NaN included, is ever loaded.
+A box that extends past a chunk's last token is fetched *shifted*: it starts that many rows early, and TMA fills rows
+before the page with zeros. So nothing after the last token, NaN included, is ever loaded.
 """
 
 # Device functions carry no Python types.
@@ -32,7 +31,7 @@ def _load_block(
     kv, smem, bar, table, slab, slabs, first, end, column,
     PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, DP: gl.constexpr,
 ):  # fmt: skip
-    """K or V of tokens `first .. first + BN` into `smem [BN, DP]`; boxes past `end` arrive shifted or as zeros."""
+    """Load K or V of tokens `first .. first + BN` into `smem [BN, DP]`; boxes past `end` arrive shifted or as zeros."""
     mbarrier.expect(bar, BN * DP * 2)
     for box in gl.static_range(BN // BOX):
         token = first + box * BOX
@@ -45,7 +44,7 @@ def _load_block(
 
 # The barriers. A program is two warpgroups (`_consume`, WG 0 and 1) and one warp (`_produce`). `count` numbers the
 # blocks of keys of all tasks of a program, on both sides: stage = count % STAGES, parity = (count // STAGES) & 1. K and
-# V of a block have a ring each, with the same stage and parity; V is wanted one block later than K.
+# V of a block have a ring each, with the same stage and parity; V is needed one block later than K.
 #
 #   barrier            arrivals in a phase                               waited for by
 #   k_full[stage]      1: the producer's `expect`, all boxes of K        each WG, with parity
@@ -53,16 +52,16 @@ def _load_block(
 #   v_full[stage]      1: the producer's `expect`, all boxes of V        each WG, with parity
 #   v_empty[stage]     2: each WG, when O += P V is done                 the producer, with parity ^ 1
 #
-# `expect` is an arrival; the phase ends when the bytes it announced have landed too. A wait names the parity of the
-# phase whose end it waits for; on a fresh barrier parity 1 passes at once. Q needs no barrier: each WG loads its own
-# rows, and its last MMA that reads them is done before its next task begins.
+# `expect` is an arrival; the phase ends when the announced bytes have landed too. A wait names the parity of the phase
+# whose end it waits for; on a fresh barrier parity 1 passes at once. Q needs no barrier: each WG loads its own rows,
+# and its last MMA that reads them is done before its next task begins.
 #
 # STAGES = 2, a task of 4 blocks, one of the two WGs:
 #
 #   producer        K0 V0 K1 V1   .   K2   .   V2 K3   .   V3 K4 ...   (K2 waits for S0, V2 for O0, K3 for S1 ...)
 #   tensor cores    S0       S1 O0....   S2 O1....   S3 O2....   O3    (both are issued before P is computed)
-#   other units        P0         P1           P2           P3    out  (while O of the block before is under way)
-#   k_empty            0        1           0           1              stage given back: S is done
+#   other units        P0         P1           P2           P3    out  (while O of the previous block is computed)
+#   k_empty            0        1           0           1              stage released: S is done
 #   v_empty                          0            1           0    1   O is done
 
 
@@ -74,17 +73,17 @@ def _produce(
 ):  # fmt: skip
     count = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
-        count = feed(kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, task, layer,
+        count = load_task(kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, task, layer,
                      layers, count, HKV, PAGE, BN, BOX, D, DP, STAGES, WINDOW, FIELDS)  # fmt: skip
 
 
 @gluon.jit
-def feed(
+def load_task(
     kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, task, layer, layers, count,
     HKV: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, DP: gl.constexpr,
     STAGES: gl.constexpr, WINDOW: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
-    """The producer's part of a task: its blocks of K and V into the rings, from the `count`-th of all on."""
+    """Load a task's blocks of K and V into the rings (producer), starting with block number `count`."""
     head = task % HKV
     item = items + (task // HKV) * FIELDS
     end = gl.load(item + 2) + gl.load(item + 1)
@@ -105,7 +104,7 @@ def feed(
 
 @gluon.jit
 def _begin(start, BOX: gl.constexpr, WINDOW: gl.constexpr):
-    """First token of the first block for queries from `start` on: in the page of the first one that is seen."""
+    """Return the first token of the first block for queries from `start` on: in the page of the first visible token."""
     first = 0
     if WINDOW > 0:
         first = gl.maximum(start + 1 - WINDOW, 0) // BOX * BOX
@@ -114,7 +113,7 @@ def _begin(start, BOX: gl.constexpr, WINDOW: gl.constexpr):
 
 @gluon.jit
 def _keys(item, start, end, BOX: gl.constexpr, WINDOW: gl.constexpr, FIELDS: gl.constexpr):
-    """First token of an item's first block of keys, and behind its last key: all keys of a tile, or a part of them."""
+    """Return the first token of an item's first block and the end of its keys: all of a tile or one split."""
     first = _begin(start, BOX, WINDOW)
     if FIELDS == 8:
         first = gl.load(item + 4)
@@ -123,8 +122,8 @@ def _keys(item, start, end, BOX: gl.constexpr, WINDOW: gl.constexpr, FIELDS: gl.
 
 
 @gluon.jit
-def _leave(at, acc, m, norm, DP: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr):
-    """Sums `[64, DP]`, row maxima and row sums of a part, where `_fold` finds them."""
+def _store_split(at, acc, m, norm, DP: gl.constexpr, S: gl.constexpr, ACC: gl.constexpr):
+    """Store a split's sums `[64, DP]`, row maxima and row sums for `_add_splits`."""
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
     d = gl.arange(0, DP, layout=gl.SliceLayout(0, ACC))
     gl.store(at + row[:, None] * DP + d[None, :], acc)
@@ -134,8 +133,8 @@ def _leave(at, acc, m, norm, DP: gl.constexpr, S: gl.constexpr, ACC: gl.constexp
 
 
 @gluon.jit
-def _fold(base, parts, STRIDE: gl.constexpr, DP: gl.constexpr, ACC: gl.constexpr):
-    """Sums, row sums and row maxima of all parts of a tile's 64 rows, added in the order of the keys."""
+def _add_splits(base, parts, STRIDE: gl.constexpr, DP: gl.constexpr, ACC: gl.constexpr):
+    """Add sums, row sums and row maxima of all splits of a tile's 64 rows, in the order of the keys."""
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
     d = gl.arange(0, DP, layout=gl.SliceLayout(0, ACC))
     m = gl.full([64], -1e30, gl.float32, layout=gl.SliceLayout(1, ACC))
@@ -179,7 +178,7 @@ def _write(
 
 @gluon.jit
 def _mask(s, first, end, limit, BN: gl.constexpr, BOX: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr):
-    """-inf where a key lies outside a row's limits or is filling; undoes the shift of a partial box."""
+    """Set keys outside a row's limits, and padding, to -inf; undoes the shift of a partial box."""
     slot = gl.arange(0, BN, layout=gl.SliceLayout(0, S))
     shift = gl.minimum(gl.maximum(first + (slot // BOX + 1) * BOX - end, 0), BOX)
     key = gl.where(slot % BOX >= shift, first + slot - shift, 2147483647)
@@ -190,8 +189,8 @@ def _mask(s, first, end, limit, BN: gl.constexpr, BOX: gl.constexpr, S: gl.const
 
 
 @gluon.jit
-def _bend(s, scale, SOFTCAP: gl.constexpr):
-    """As `scores.bend`, of scores that are still to be multiplied by `scale`, before and behind."""
+def _soft_cap(s, scale, SOFTCAP: gl.constexpr):
+    """As `scores.soft_cap`, for scores not yet multiplied by `scale`, before and after."""
     if SOFTCAP > 0:
         CAP: gl.constexpr = SOFTCAP * 1.4426950408889634
         s = (CAP - 2 * CAP / (1.0 + gl.exp2(s * (scale * (2.0 / SOFTCAP))))) / scale
@@ -200,7 +199,7 @@ def _bend(s, scale, SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, m, norm, scale):
-    """One block of scores -> probabilities, new row maxima and sums, and the factor for what was summed before."""
+    """Return probabilities of one block of scores, new row maxima and sums, and the factor for earlier sums."""
     m_new = gl.maximum(m, gl.max(s, axis=1) * scale)
     p = gl.exp2(s * scale - m_new[:, None])
     alpha = gl.exp2(m - m_new)
@@ -228,7 +227,7 @@ def attend(
     DP: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     FIELDS: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's part of a task: 64 rows of its tile."""
+    """Compute 64 rows of a task's tile (one warpgroup)."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DP, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
@@ -264,7 +263,7 @@ def attend(
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(stage), count=1)
     begin, last = _keys(item, start, end, BOX, WINDOW, FIELDS)
-    s = _bend(s, scale, SOFTCAP)
+    s = _soft_cap(s, scale, SOFTCAP)
     if FIELDS == 8:
         if begin + BN > start + 1:
             s = _mask(s, begin, end, limit, BN, BOX, S, WINDOW)
@@ -284,7 +283,7 @@ def attend(
         o_token = warpgroup_mma(probs, v_smem.index(before), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_token])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        s = _bend(s, scale, SOFTCAP)
+        s = _soft_cap(s, scale, SOFTCAP)
         if (first + BN > start + 1) | (WINDOW > 0):
             s = _mask(s, first, end, limit, BN, BOX, S, WINDOW)
         p, m, norm, alpha = _softmax(s, m, norm, scale)
@@ -307,12 +306,12 @@ def attend(
             place = (gl.load(item + 6) * HKV + head) * 2 + WG
             base = partial + place.to(gl.int64) * SIZE
             mine = base + (gl.load(item + 7) >> 16).to(gl.int64) * (HKV * 2 * SIZE)
-            _leave(mine, acc, m, norm, DP, S, ACC)
-            barrier()  # every thread's stores precede the release below
+            _store_split(mine, acc, m, norm, DP, S, ACC)
+            barrier()  # all threads store before the release below
             whole = gl.atomic_add(arrived + place, 1, sem="acq_rel") == parts - 1
             barrier()
             if whole:
-                acc, norm_all, m_all = _fold(base, parts, HKV * 2 * SIZE, DP, ACC)
+                acc, norm_all, m_all = _add_splits(base, parts, HKV * 2 * SIZE, DP, ACC)
                 norm = gl.convert_layout(norm_all, gl.SliceLayout(1, S))
                 m = gl.convert_layout(m_all, gl.SliceLayout(1, S))
                 gl.store(arrived + place, 0)

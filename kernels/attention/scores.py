@@ -1,4 +1,4 @@
-"""Scores of attention in the log2 domain, and what a model does to them before and behind the softmax."""
+"""Attention scores in the log2 domain, and the changes a model makes to them before and after the softmax."""
 
 # Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -14,13 +14,13 @@ LOG2E = math.log2(math.e)
 
 
 def log2_scale(scale: float | None, head_dim: int) -> float:
-    """Factor from a product of q and k to a score in the log2 domain. scale: the model's; None: head_dim ** -0.5."""
+    """Return the factor from q times k to a score in the log2 domain. scale: the model's; None: head_dim ** -0.5."""
     return (scale if scale is not None else head_dim**-0.5) * LOG2E
 
 
 @triton.jit
-def bend(s, SOFTCAP: tl.constexpr):
-    """`cap * tanh(score / cap)` of scores in the log2 domain."""
+def soft_cap(s, SOFTCAP: tl.constexpr):
+    """Return `cap * tanh(score / cap)` of scores in the log2 domain."""
     if SOFTCAP > 0:
         CAP: tl.constexpr = SOFTCAP * 1.4426950408889634
         s = CAP - 2 * CAP / (1.0 + tl.exp2(s * (2.0 / SOFTCAP)))
@@ -29,7 +29,7 @@ def bend(s, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def with_sink(norm, m, sinks, head, mask):
-    """Row sums with the logits `sinks [Hq]` of the rows' heads; `m` the rows' maxima in the log2 domain."""
+    """Add the logits `sinks [Hq]` of the rows' heads to row sums; `m`: the rows' maxima in the log2 domain."""
     if sinks is not None:
         logit = tl.load(sinks + head, mask=mask, other=0.0).to(tl.float32)
         norm += tl.exp2(logit * 1.4426950408889634 - m)

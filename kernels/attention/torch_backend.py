@@ -1,10 +1,8 @@
-"""The `torch` attention back end: the twin, `reference.paged_attention`, with its padded groups planned on the host.
+"""The `torch` attention backend: `reference/layer.py: paged_attention`, with padded groups planned on the host.
 
-Serves on the CPU. On a GPU it is for comparison: it copies the K and V that it reads, so it needs memory beside the
-pool, and it waits for its transfers.
-
-Layers of one window share a plan: it begins with the first page that any of a request's queries sees, so pages behind
-the window are not read.
+It serves on the CPU. On a GPU it is for comparison only: it copies the K and V that it reads, which takes memory
+besides the pool, and it waits for its transfers. Layers with the same window share a plan, which begins with the first
+page that any of a request's queries sees, so pages before the window are not read.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from weft.kernels.attention.backend import AttentionRequests, AttentionShape, Ho
 from weft.kernels.reference.layer import AttentionGroup, AttentionWork, paged_attention
 
 INVARIANT_TILE = 128
-"""with batch invariance: prompt positions that are computed together, cut at multiples of this"""
+"""With batch invariance: prompt positions that are computed together, cut at multiples of this."""
 GROUP_ELEMENTS = 1 << 27
-"""bounds a group's gathered K, and its mask: more requests than fit go into several groups"""
+"""Limit on a group's gathered K, and on its mask; more requests go into several groups."""
 
 
 def _similar(lengths: NDArray[np.int32]) -> Iterator[NDArray[np.intp]]:
@@ -34,22 +32,22 @@ def _similar(lengths: NDArray[np.int32]) -> Iterator[NDArray[np.intp]]:
 
 
 class WindowStep(NamedTuple):
-    """Of the layers with one window. Both are empty where there is nothing to do; the scratch is the same."""
+    """Work of the layers with one window. Both fields are empty if there is nothing to do; the scratch is shared."""
 
     decode: AttentionWork
     prefill: AttentionWork
 
 
 TorchStep = Mapping[int | None, WindowStep]
-"""by window"""
+"""Steps by window."""
 
 
 class TorchAttention(HostAttention[TorchStep]):
-    """See `attention.HostAttention`. Owns the scratch of the gathered pages.
+    """See `backend.HostAttention`. Owns the scratch of the gathered pages.
 
-    batch_invariant: nothing depends on what else is in the iteration. Each decode is a group of its own. Prompts are
-    computed in tiles of `INVARIANT_TILE` positions, whose shape and rows follow from the position alone, wherever a
-    chunk begins or ends; requests share no group. Slower: more and smaller products.
+    batch_invariant: results do not depend on the other requests of the iteration. Each decode is a separate group.
+    Prompts are computed in tiles of `INVARIANT_TILE` positions, whose shape and rows follow from the position alone,
+    independent of chunk limits; requests share no group. This is slower: more and smaller GEMMs.
     """
 
     captured = False
@@ -100,11 +98,11 @@ class TorchAttention(HostAttention[TorchStep]):
         step: TorchStep,
         *,
         out: Tensor,
-        num_sms: int | None = None,  # noqa: ARG002 - the library knows no such thing
+        num_sms: int | None = None,  # noqa: ARG002 - torch has no such option
         sinks: Tensor | None = None,
         kv_scale: Tensor | None = None,
     ) -> Tensor:
-        """kv_scale: see `reference.paged_attention`."""
+        """kv_scale: see `reference.layer.paged_attention`."""
         return self._attend(q, kv, layer, step[self._shape.window(layer)].decode, out, sinks, kv_scale)
 
     def prefill(
@@ -140,7 +138,7 @@ class TorchAttention(HostAttention[TorchStep]):
     def _parts(
         self, requests: AttentionRequests, rows: NDArray[np.intp], num_pages: NDArray[np.int32]
     ) -> list[NDArray[np.intp]]:
-        """The rows of one group, in as many groups as their padded sizes ask for."""
+        """Split one group's rows into as many groups as `GROUP_ELEMENTS` requires."""
         pages = int(num_pages[rows].max())
         masked = int(requests.query_len[rows].max()) * self._group_size * self._page_size
         groups = -(-len(rows) * pages * max(self._page_elements, masked) // GROUP_ELEMENTS)
@@ -161,7 +159,7 @@ class TorchAttention(HostAttention[TorchStep]):
         queries, width = int(query_len.max()), int(own_pages.max())
         column = np.arange(queries)
         real = column < query_len[:, None]  # [G, Q]
-        # Padding repeats the request's first token: it attends to something and its result is thrown away.
+        # Padding repeats the request's first token: its result is discarded.
         offset = np.where(real, column, 0)
         return self._padded(
             requests.page_table[rows], begin, kv_len, own_pages, width, starts[:, None] + offset,
@@ -169,7 +167,7 @@ class TorchAttention(HostAttention[TorchStep]):
         )  # fmt: skip
 
     def _tiles(self, requests: AttentionRequests, window: int | None) -> Iterator[AttentionGroup]:
-        """A group for each request and tile of positions that this iteration computes."""
+        """Yield a group for each request and tile of positions that this iteration computes."""
         size, starts = self._page_size, np.cumsum(requests.query_len) - requests.query_len
         for row in range(requests.num_decodes, len(requests.query_len)):
             end = int(requests.kv_len[row])
@@ -191,7 +189,7 @@ class TorchAttention(HostAttention[TorchStep]):
         own_pages: NDArray[np.int32], width: int, tokens: NDArray[np.int32], positions: NDArray[np.int32],
         real: NDArray[np.bool_], window: int | None,
     ) -> AttentionGroup:  # fmt: skip
-        """The group of G requests that read `width` pages from page `begin [G]` on; positions count from there.
+        """Return the group of G requests that read `width` pages from page `begin [G]` on; positions count from there.
 
         page_table `[G, P]`; kv_len and own_pages `[G]`; tokens, positions and real `[G, Q]`.
         """
@@ -202,11 +200,11 @@ class TorchAttention(HostAttention[TorchStep]):
             visible &= key > position - window
         mask = np.where(visible, np.float32(0), np.float32(-np.inf))  # [G, Q, keys]
         mask = np.repeat(mask[:, None], self._group_size, axis=1)
-        # Pages reserved for later chunks are left out.
+        # Skip pages reserved for later chunks.
         place = np.arange(width)
         table = np.take_along_axis(page_table, np.minimum(begin[:, None] + place, page_table.shape[1] - 1), 1)
         pages = np.where(place < own_pages[:, None], table, 0)
-        # Beyond a request's own pages lies the dummy page, which stays finite: only its own last page has a stale tail.
+        # The dummy page past a request's own pages stays finite, so only the request's last page has a stale tail.
         stale = np.flatnonzero((key >= kv_len[:, None]) & (key < (own_pages * self._page_size)[:, None]))
 
         def index(array: NDArray[np.integer]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The `triton` attention back end: our kernels, over work lists in device memory. May be captured in a CUDA graph."""
+"""The `triton` attention backend: kernels over work lists in device memory. May be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from weft.kernels.common.gpu import is_hopper, on_gpu
 from weft.kernels.formats.fp8 import BLOCK, KvScales
 
 PER_SM = 4
-"""programs of decode attention on each SM"""
+"""Programs of decode attention on each SM."""
 FEW_TOKENS = 32
-"""of an iteration whose decodes over pages of 16 bits the plain kernel ends sooner behind their products than Hopper's
-(4 to 7 us a layer on an H200; of 64 and 128 requests at most 2)"""
+"""Largest iteration whose decodes over 16-bit pages use the plain kernel: after their GEMMs it is faster than Hopper's
+(4 to 7 us per layer on an H200; at 64 and 128 requests at most 2)."""
 
 
 def cuts_prefill(shape: AttentionShape) -> bool:
-    """Whether tiles of chunks may be cut along their keys, and be one launch with decodes: on Hopper, 16 bits."""
+    """Return whether tiles may be cut along their keys and share a launch with decodes: on Hopper, 16 bits."""
     return (
         on_gpu(shape.device) and is_hopper() and set(shape.windows) == {None}
         and shape.dtype.itemsize == 2 and shape.pool_dtype == shape.dtype and head_block(shape.head_dim) in (64, 128)
@@ -36,7 +36,7 @@ def cuts_prefill(shape: AttentionShape) -> bool:
 
 
 class DecodeWork(NamedTuple):
-    """Of the layers with one window."""
+    """Decode work of the layers with one window."""
 
     items: Tensor
     """[max_items, ITEM_FIELDS] int32"""
@@ -44,42 +44,41 @@ class DecodeWork(NamedTuple):
     """[1] int32"""
 
 
-class PrefillParts(NamedTuple):
+class PrefillSplits(NamedTuple):
     space: PrefillWorkspace
-    """of no other step whose launches may run at the same time"""
+    """Not shared with any step whose launches may run at the same time."""
     decoders: Tensor
-    """[1] int32: programs that begin with decodes where decodes and chunks are one launch"""
+    """[1] int32: programs that begin with decodes if decodes and chunks share a launch."""
 
 
 class TritonStep(NamedTuple):
-    """Where the work of one nano-batch lies on the device. The tensors stay put; their owner fills the lists once an
-    iteration with `decode_items` and `prefill_items`.
-    """
+    """Device buffers with the work of one nano-batch. The tensors never move; their owner fills the lists once per
+    iteration with `decode_items` and `prefill_items`."""
 
     page_table: Tensor
     """[rows, max_pages] int32"""
     decodes: Mapping[int | None, DecodeWork]
-    """by window"""
+    """Decode work by window."""
     prefill_items: Tensor
     """[max_items, TILE_FIELDS] int32"""
     prefill_count: Tensor
     """[1] int32"""
     space: DecodeWorkspace
-    """of no other step whose launches may run at the same time"""
+    """Not shared with any step whose launches may run at the same time."""
     unpacked: Unpacked | None = None
-    """chunks whose pages in e4m3 are put into 16 bits first; `prefill_items` has the others"""
-    parts: PrefillParts | None = None
-    """where tiles of chunks are cut along their keys; `prefill_items` are `[max_items, PART_FIELDS]` then"""
+    """Chunks whose e4m3 pages are first converted to 16 bits; `prefill_items` has the others."""
+    parts: PrefillSplits | None = None
+    """Set if tiles of chunks are cut along their keys; `prefill_items` are then `[max_items, SPLIT_FIELDS]`."""
     plain: bool = False
-    """decodes are the plain kernel's on Hopper, too"""
+    """Whether the plain kernel computes decodes on Hopper too."""
 
 
 class TritonAttention(AttentionBackend[TritonStep]):
-    """See `attention.AttentionBackend`. Raises `AttentionUnavailable` for a shape that the kernels do not take.
+    """See `backend.AttentionBackend`. Raises `AttentionUnavailable` for a shape that the kernels do not support.
 
-    num_sms: SMs of the GPU. `decode_items` cuts the work for `num_sms * PER_SM` programs. kv_scales: of pages in e4m3,
-    which are read by kernels of their own (`fp8_attention`). batch_invariant: sums of a decode are made in the same
-    order, however many there are.
+    num_sms: SMs of the GPU. `decode_items` cuts the work for `num_sms * PER_SM` programs. kv_scales: of e4m3 pages,
+    which have separate kernels (`fp8_attention`). batch_invariant: sums of a decode are added in the same order in any
+    batch.
     """
 
     captured = True
@@ -144,8 +143,8 @@ class TritonAttention(AttentionBackend[TritonStep]):
         self, q: Tensor, kv: Tensor, layer: int, step: TritonStep, *, out: Out, num_sms: int | None = None,
         sinks: Tensor | None = None, together: bool = False,
     ) -> Out:  # fmt: skip
-        """Decodes and chunks: in one launch where tiles are cut, else one after the other. together: both on every SM
-        at the same time, where it is one launch."""
+        """Compute decodes and chunks: in one launch if tiles are cut, else in sequence. together: in one launch, both
+        run on every SM at the same time."""
         if step.parts is None:
             self.decode(q, kv, layer, step, out=out, num_sms=num_sms, sinks=sinks)
             return self.prefill(q, kv, layer, step, out=out, num_sms=num_sms, sinks=sinks)
