@@ -1,9 +1,9 @@
-"""The products of a layer of experts (twins: `experts_reference`), and how rows come to their expert and back.
+"""The GEMMs of an expert layer, and the permutation of rows to experts and back (reference: `reference/experts.py`).
 
-Rows are copied, normed, into an order by expert in which each expert's rows begin at a multiple of a tile's; so one
-launch goes through all experts by a list of tiles in device memory, and every operand arrives by TMA. `place` says
-where each choice of each token went: `_combine_kernel` fetches a token's rows from there and adds them up in the order
-of its choices. No token is dropped, nothing is sorted, nothing is added by atomics.
+Rows are normed and copied into expert order, where each expert's rows begin at a multiple of the tile height. So one
+launch processes all experts by a list of tiles in device memory, and every operand arrives by TMA. `place` holds the
+row of each choice of each token: `_combine_kernel` fetches a token's rows from there and adds them in the order of its
+choices. No token is dropped, and there are no sorts and no atomic additions.
 """
 
 # Device functions carry no Python types.
@@ -28,34 +28,34 @@ from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_tiles import live_tokens, row_scale
 
 TILE_FIELDS = 4
-"""of a tile in the work list: its expert, its group's first tile, tiles and rows of the group (padding left out)"""
+"""Fields of a tile in the work list: its expert, its group's first tile, tiles and rows of the group, no padding."""
 COLUMNS = 256
-"""of a row that one program copies at once"""
+"""Columns of a row that one program copies at once."""
 FEW_TOKENS = 256
-"""up to which programs copy no more of a row than that, so that there are enough of them"""
+"""Up to this many tokens, programs copy only that many columns of a row, so that there are enough programs."""
 MAX_PAD = 128
-"""rows of the tallest tile"""
+"""Rows of the tallest tile."""
 
 
 class ExpertSpace(NamedTuple):
-    """Rows in the order of experts, of the tokens of one nano-batch; padding between them holds anything."""
+    """Rows of one nano-batch in expert order; padding between experts is undefined."""
 
     rows: Tensor
-    """[R, H] what the experts read; later what they made of it"""
+    """[R, H] the experts' input, later their output."""
     hidden: Tensor
     """[R, I]"""
     place: Tensor
-    """[T, K] int32: the row of each choice"""
+    """[T, K] int32: the row of each choice."""
     tiles: Tensor
     """[tiles, TILE_FIELDS] int32"""
     number: Tensor
-    """[1] int32: tiles that there are"""
+    """[1] int32: number of tiles."""
 
 
 def expert_space(
     tokens: int, hidden: int, inter: int, count: int, top: int, dtype: torch.dtype, device: torch.device | str
 ) -> ExpertSpace:
-    """Room for `tokens` tokens, however they are routed and whatever the tiles."""
+    """Allocate space for `tokens` tokens with any routing and any tiles."""
     pairs = tokens * top
     rows = pairs + min(count, pairs) * (MAX_PAD - 1)
     rows = -(-rows // MAX_PAD) * MAX_PAD
@@ -72,7 +72,7 @@ def expert_space(
 @triton.jit
 def write_tiles(tiles, number, start, blocks, total, expert, PAD: tl.constexpr, GROUP: tl.constexpr,
                  FIELDS: tl.constexpr):  # fmt: skip
-    """The work list: tiles of each expert, those of a group (they share weights) side by side."""
+    """Write the work list: tiles of each expert; those of a group, which share weights, are neighbors."""
     for j in tl.range(0, tl.max(blocks, axis=0)):
         mask = j < blocks
         at = tiles + (start + j) * FIELDS
@@ -91,7 +91,7 @@ def _scatter_kernel(
     BC: tl.constexpr, CHUNK: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program copies `COLUMNS` columns of `TOKENS` tokens, which are of one tile of the counts, to their experts."""
+    """Copy `COLUMNS` columns of `TOKENS` tokens, which belong to one tile of the counts, to their experts."""
     begin(PDL)
     release(PDL)
     live = live_tokens(num_tokens, T)
@@ -157,7 +157,7 @@ def _combine_kernel(
 
 
 def choose(tokens: int, features: int, depth: int, count: int, top: int) -> GemmConfig:
-    """The tiles of both products of `count` experts, `top` of which take each token: measured ones, else by rule.
+    """Return the tiles for both GEMMs of `count` experts with `top` per token: measured ones, else by rule.
 
     features, depth: of a gate-up matrix.
     """
@@ -169,7 +169,7 @@ def _grouped(
     kind: str, a: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, space: ExpertSpace, config: GemmConfig,
     num_sms: int, tokens: int, activation: str = "",
 ) -> None:  # fmt: skip
-    """One launch over all experts, of the kernel that `config` names."""
+    """Launch the kernel that `config` names over all experts."""
     if a.dtype != weight.dtype or a.dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"operands must both be bfloat16 or float16, not {a.dtype} and {weight.dtype}")
     if weight.shape[2] % 8 or out.shape[1] % 8:
@@ -198,17 +198,17 @@ def experts_gate_up(
     num_tokens: Tensor | None = None,
     config: GemmConfig | None = None,
 ) -> Tensor:
-    """Norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate) -> rows of `space.hidden`.
+    """Apply the norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate), into rows of `space.hidden`.
 
     x `[T, H]`, sumsq `[parts, T]` float32, bias `[E, 2 I]`; choice is of the same T tokens. The work list in `space` is
-    written for tiles of `config`: `experts_residual` must be given the same.
+    written for tiles of `config`: `experts_residual` needs the same one.
     """
     tokens, hidden = x.shape
     count, features, _ = weight.shape
     top = choice.experts.shape[1]
     config = config or choose(tokens, features, hidden, count, top)
     tiles, padded, wide = -(-tokens // TILE), max(16, triton.next_power_of_2(count)), triton.next_power_of_2(top)
-    each = max(1, 32 // wide)  # tokens of a program
+    each = max(1, 32 // wide)  # tokens per program
     columns = COLUMNS if tokens <= FEW_TOKENS else 8 * COLUMNS
     _scatter_kernel[(-(-tokens // each), -(-hidden // columns))](
         x, sumsq, 0 if sumsq is None else sumsq.stride(0), choice.experts, choice.rank, choice.counts, space.place,
@@ -235,10 +235,10 @@ def experts_residual(
     num_tokens: Tensor | None = None,
     config: GemmConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x plus the weighted sum of what the experts' matrices `[E, H, I]` make of `space.hidden`, into `out` (may be x).
+    """Write x plus the weighted sum of the experts' matrices `[E, H, I]` times `space.hidden` to `out` (may be x).
 
-    bias `[E, H]`; sumsq `[parts, T]` float32 is scratch. Returns out and its sums of squares, one part `[1, T]`. What
-    an expert makes of a row is rounded once; a token's experts are added up in float32, in the order of its choices.
+    bias `[E, H]`; sumsq `[parts, T]` float32 is scratch. Returns out and its sums of squares, one part `[1, T]`. An
+    expert's result is rounded once; a token's experts are added in float32, in the order of its choices.
     """
     tokens, hidden = x.shape
     count, _, inter = weight.shape
@@ -273,8 +273,8 @@ def _switch_kernel(
         tl.store(h + row * WIDTH + at, (value.to(tl.float32) * switch).to(value.dtype), mask=at < WIDTH)
 
 
-def switch_shared(x: Tensor, sumsq: Tensor, gate: Tensor, eps: float, *, out: Tensor) -> Tensor:
-    """`out [T, I]`, the hidden part of a shared expert, times the sigmoid of the normed x times `gate [1, H]`."""
+def gate_shared(x: Tensor, sumsq: Tensor, gate: Tensor, eps: float, *, out: Tensor) -> Tensor:
+    """Multiply `out [T, I]`, a shared expert's hidden part, by the sigmoid of the normed x times `gate [1, H]`."""
     tokens, hidden = x.shape
     _switch_kernel[(tokens,)](
         x, sumsq, sumsq.stride(0), gate, out, hidden, out.shape[1], eps, PARTS=sumsq.shape[0], BLOCK=1024, num_warps=4,

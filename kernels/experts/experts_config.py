@@ -1,6 +1,6 @@
-"""How the products of a layer of experts are cut into tiles: the rule, and what tuning tries.
+"""Tiles for the GEMMs of an expert layer: the rule, and the candidates for tuning.
 
-One `GemmConfig` serves both products of a layer: rows are laid out for its `tokens`, and both read them.
+One `GemmConfig` serves both GEMMs of a layer: rows are laid out for its `tokens`, and both read them.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
 
 
 def _height(rows: float) -> int:
-    """Of small tiles, for so many rows of an expert."""
+    """Return the height of small tiles for this many rows per expert."""
     return 16 if rows <= 10 else 32 if rows <= 20 else 64
 
 
 def by_rule(tokens: int, count: int, top: int, *, hopper: bool) -> GemmConfig:
-    """For tokens that are spread evenly. hopper: the GPU has the warp-specialised kernel."""
-    rows = tokens * top / count  # of an expert
+    """Return the tiles for evenly spread tokens. hopper: the GPU has the warp-specialized kernel."""
+    rows = tokens * top / count  # rows per expert
     if rows > 40:
         return SPECIAL if hopper else GemmConfig(128, 128, 64, 4, 8, 8, 1, False, 1, 1)
     height = _height(rows)
@@ -23,7 +23,7 @@ def by_rule(tokens: int, count: int, top: int, *, hopper: bool) -> GemmConfig:
 
 
 def candidates(tokens: int, count: int, top: int, *, hopper: bool) -> tuple[GemmConfig, ...]:
-    """What is worth a measurement beside the rule's choice."""
+    """Return configurations worth measuring besides the rule's choice."""
     rows = tokens * top / count
     height = _height(rows)
     small = GemmConfig(height, 64, 128, 6 if height <= 32 else 5, 4, 8, 1, True, 1, 1)

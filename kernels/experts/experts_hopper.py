@@ -1,7 +1,7 @@
-"""The products of experts on Hopper, warp-specialised: `gemm_hopper`'s loop over a list of tiles of all experts.
+"""Expert GEMMs on Hopper, warp-specialized: `gemm_hopper`'s loop over a list of tiles of all experts.
 
-Two warpgroups own 64 rows each of a 128 x 256 tile, one producer warp streams both operands by TMA. An expert's last
-tile is rarely full: where its tokens end within the first 64 rows, the second warpgroup multiplies nothing and its rows
+Two warpgroups own 64 rows each of a 128 x 256 tile; one producer warp streams both operands by TMA. An expert's last
+tile is rarely full: if its tokens end within the first 64 rows, the second warpgroup multiplies nothing and its rows
 are not fetched.
 """
 
@@ -28,7 +28,7 @@ BLOCK_ROWS, BLOCK_FEATURES, BLOCK_DEPTH = 128, 256, 64
 
 @gluon.jit
 def unit_of(unit, units, tiles, tiles_n, FIELDS: gl.constexpr):
-    """(expert, tile of rows, tile of features, rows that are tokens) of a unit; of any where there is none."""
+    """Return (expert, tile of rows, tile of features, live rows) of a unit; arbitrary past the last unit."""
     unit = gl.maximum(gl.minimum(unit, units - 1), 0)
     entry = tiles + unit // tiles_n * FIELDS
     expert = gl.load(entry)
@@ -40,9 +40,9 @@ def unit_of(unit, units, tiles, tiles_n, FIELDS: gl.constexpr):
     return expert, first + tile_m, tile_n, rows - tile_m * 128
 
 
-# The barriers are those of `gemm_hopper` but for its x: `full[stage]`, one arrival (the producer's `expect`) and the
-# bytes of both operands; `empty[stage]`, an arrival of each warpgroup. A warpgroup without rows waits for `full` and
-# arrives at `empty` as if it had multiplied: else its arrivals could complete a phase without the other's.
+# The barriers are those of `gemm_hopper` without x: `full[stage]` has one arrival (the producer's `expect`) and the
+# bytes of both operands; `empty[stage]` has an arrival of each warpgroup. A warpgroup without rows still waits for
+# `full` and arrives at `empty`: otherwise its arrivals could complete a phase without the other's.
 
 
 @gluon.jit
@@ -162,7 +162,7 @@ def launch_grouped(
     """Run `grouped_kernel` for `kind` "plain" or "gate_up": a `[R, K]`, weight `[E, N, K]`, out `[R, N or N / 2]`."""
     _, n, k = weight.shape
     gated = kind == "gate_up"
-    halves = not gated and config.stages > 3  # what shared memory has beside the stages is half a tile of the result
+    halves = not gated and config.stages > 3  # shared memory has space for half a tile of the result only
     width = BLOCK_FEATURES // 2 if gated or halves else BLOCK_FEATURES
 
     def blocks(tensor: Tensor, rows: int, cols: int) -> TensorDescriptor:

@@ -1,7 +1,7 @@
-"""The products of experts in plain Triton: one persistent loop over a list of tiles of all of them.
+"""Expert GEMMs in plain Triton: one persistent loop over a list of tiles of all experts.
 
-Rows lie in the order of experts (see `experts`), so both operands are tiles of a tensor and arrive by TMA. A tile's
-sum runs over the whole depth in one program: what a row becomes depends on that row alone.
+Rows are in expert order (see `experts`), so both operands are tiles of a tensor and arrive by TMA. One program sums a
+tile over all of K, so a row's result depends on that row alone.
 """
 
 # Device functions carry no Python types.
@@ -26,7 +26,7 @@ LIMIT, ALPHA = tl.constexpr(OAI_LIMIT), tl.constexpr(OAI_ALPHA)
 
 @triton.jit
 def hidden_of(gate, up, OAI: tl.constexpr):
-    """SwiGLU, or gpt-oss's kin of it; float32."""
+    """Apply SwiGLU or gpt-oss's variant; float32."""
     if OAI:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
@@ -37,10 +37,10 @@ def hidden_of(gate, up, OAI: tl.constexpr):
 
 @triton.jit
 def inside_group(inside, size):
-    """(tile of rows, tile of features) of a group of `size` tiles of rows.
+    """Return (tile of rows, tile of features) in a group of `size` tiles of rows.
 
-    The last tile of a group has less to do. Programs take every n-th unit, and n is often a multiple of `size`: so the
-    tiles change places from round to round, or some programs would get the short ones alone.
+    The last tile of a group has less work. Programs take every n-th unit, and n is often a multiple of `size`, so the
+    order of tiles changes from round to round; otherwise some programs would get only short tiles.
     """
     column = inside // size
     return (inside + column * size // tl.num_programs(0)) % size, column
@@ -48,9 +48,9 @@ def inside_group(inside, size):
 
 @triton.jit
 def unit_of(unit, tiles, tiles_n, FIELDS: tl.constexpr):
-    """A program's next tile: (its expert, tile of rows, tile of features).
+    """Return a program's next tile: (its expert, tile of rows, tile of features).
 
-    Tiles of a group take every feature tile in turn: the weights are read once for all of them.
+    Tiles of a group go through all feature tiles together: the weights are read once for all of them.
     """
     entry = tiles + unit // tiles_n * FIELDS
     expert = tl.load(entry)
@@ -67,7 +67,7 @@ def grouped_kernel(
     BK: tl.constexpr, SWAP: tl.constexpr, SLICES: tl.constexpr, FIELDS: tl.constexpr, OUT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """`out = a @ w[expert].T` by tiles of rows, with bias; GATED: pairs of columns become one."""
+    """Compute `out = a @ w[expert].T` by tiles of rows, with bias; GATED: pairs of columns become one."""
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
     W: tl.constexpr = BN // SLICES

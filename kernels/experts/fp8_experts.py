@@ -1,8 +1,8 @@
-"""The FP8 products of a layer of experts (twins: `fp8_experts_reference`), and how rows come to their expert and back.
+"""The FP8 GEMMs of an expert layer, and the permutation of rows to experts and back (see `experts`).
 
-As `experts`, but what is copied into the order of experts is the operand that the product before has left, e4m3 and its
-scales; the factor of the norm is copied beside it and multiplied in the epilogue, where the hidden part of each expert
-is quantised. What adds a token's experts up leaves the operand of the product behind.
+The rows copied into expert order are the previous GEMM's e4m3 output and scales. The norm's factor is copied with them
+and applied in the epilogue, which quantizes each expert's hidden part. The kernel that adds a token's experts also
+writes the next GEMM's operand.
 """
 
 # Device functions carry no Python types.
@@ -30,36 +30,36 @@ from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_tiles import live_tokens, row_scale
 
 COLUMNS = 512
-"""bytes of a row that one program copies at once"""
+"""Bytes of a row that one program copies at once."""
 FEW_TOKENS = 256
-"""up to which programs copy no more of a row than that, so that there are enough of them"""
+"""Up to this many tokens, programs copy only that many bytes of a row, so that there are enough programs."""
 SPECIAL = GemmConfig(128, 256, 128, 4, 4, special=True)
-"""the warp-specialised kernel"""
+"""The tiles of the warp-specialized kernel."""
 
 
 class Fp8ExpertSpace(NamedTuple):
-    """Rows in the order of experts, of the tokens of one nano-batch; padding between them holds anything."""
+    """Rows of one nano-batch in expert order; padding between experts is undefined."""
 
     rows: Fp8Rows
-    """R rows of H: what the experts read"""
+    """R rows of H: the experts' input."""
     factor: Tensor
-    """[R] float32: 1 / rms of each row"""
+    """[R] float32: 1 / rms of each row."""
     hidden: Fp8Rows
-    """R rows of I"""
-    made: Tensor
-    """[R, H] of 16 bits: what the experts made of them"""
+    """R rows of I."""
+    outputs: Tensor
+    """[R, H] of 16 bits: the experts' output."""
     place: Tensor
-    """[T, K] int32: the row of each choice"""
+    """[T, K] int32: the row of each choice."""
     tiles: Tensor
     """[tiles, TILE_FIELDS] int32"""
     number: Tensor
-    """[1] int32: tiles that there are"""
+    """[1] int32: number of tiles."""
 
 
 def expert_space(
     tokens: int, hidden: int, inter: int, count: int, top: int, dtype: torch.dtype, device: torch.device | str
 ) -> Fp8ExpertSpace:
-    """Room for `tokens` tokens, however they are routed and whatever the tiles."""
+    """Allocate space for `tokens` tokens with any routing and any tiles."""
     pairs = tokens * top
     rows = -(-(pairs + min(count, pairs) * (MAX_PAD - 1)) // MAX_PAD) * MAX_PAD
 
@@ -67,11 +67,11 @@ def expert_space(
         return torch.zeros(shape, dtype=kind, device=device)
 
     def eight(width: int) -> Fp8Rows:
-        made = rows_buffer(rows, width, device)
-        if made.values.device.type != "meta":  # padding is multiplied too, and thrown away
-            made.values.view(torch.uint8).zero_()
-            made.scale.zero_()
-        return made
+        outputs = rows_buffer(rows, width, device)
+        if outputs.values.device.type != "meta":  # padding is multiplied too, and discarded
+            outputs.values.view(torch.uint8).zero_()
+            outputs.scale.zero_()
+        return outputs
 
     return Fp8ExpertSpace(
         eight(hidden), buffer(rows, kind=torch.float32), eight(inter), buffer(rows, hidden, kind=dtype),
@@ -86,7 +86,7 @@ def _scatter_kernel(
     BT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, CHUNK: tl.constexpr,
     PAD: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `experts._scatter_kernel`, of bytes x `[T, H]` and their scales `[blocks, T]`, with each row's 1 / rms."""
+    """As `experts._scatter_kernel`, for bytes x `[T, H]` and their scales `[blocks, T]`, with each row's 1 / rms."""
     begin(PDL)
     release(PDL)
     live = live_tokens(num_tokens, T)
@@ -133,7 +133,7 @@ def _combine_kernel(
     y, place, weights, x, out, sumsq, num_tokens, T, H, next_norm, q_out, q_scale, stride_q, K: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `experts._combine_kernel`; the sum, times `next_norm`, becomes the next product's operand where q_out is."""
+    """As `experts._combine_kernel`; with q_out, also writes the sum times `next_norm` as the next operand."""
     begin(PDL)
     release(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -164,12 +164,13 @@ def _combine_kernel(
 
 
 def by_rule(tokens: int, count: int, top: int, *, hopper: bool, blocked: bool = False) -> GemmConfig:
-    """Tiles of both products, for tokens that are spread evenly; no others were measured yet. hopper: the GPU has the
-    warp-specialised kernel. blocked: weights have scales of blocks.
+    """Return the tiles for both GEMMs with evenly spread tokens; no others were measured yet.
+
+    hopper: the GPU has the warp-specialized kernel. blocked: weights have block scales.
     """
-    rows = tokens * top / count  # of an expert
+    rows = tokens * top / count  # rows per expert
     if rows > 40:
-        if hopper:  # no registers for the scales of two blocks of 128 features
+        if hopper:  # not enough registers for the scales of two blocks of 128 features
             return SPECIAL._replace(features=128) if blocked else SPECIAL
         return GemmConfig(128, 128, 128, 3, 8)
     height = 16 if rows <= 10 else 32 if rows <= 20 else 64
@@ -180,7 +181,7 @@ def _grouped(
     a: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, factor: Tensor | None, out: Tensor | Fp8Rows,
     space: Fp8ExpertSpace, config: GemmConfig, num_sms: int, tokens: int, activation: str = "",
 ) -> None:  # fmt: skip
-    """One launch over all experts, of the kernel that `config` names."""
+    """Launch the kernel that `config` names over all experts."""
     if a.values.dtype != E4M3 or weight.values.dtype != E4M3:
         raise TypeError(f"operands must be e4m3, not {a.values.dtype} and {weight.values.dtype}")
     count, n, k = weight.values.shape
@@ -218,16 +219,16 @@ def experts_gate_up(
     num_tokens: Tensor | None = None,
     config: GemmConfig | None = None,
 ) -> Fp8Rows:
-    """Norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate) -> rows of `space.hidden`.
+    """Apply the norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate), into rows of `space.hidden`.
 
     x: T rows of H, times the norm's weight; sumsq `[parts, T]` float32; bias `[E, 2 I]`; choice is of the same tokens.
-    The work list in `space` is written for tiles of `config`: `experts_residual` must be given the same.
+    The work list in `space` is written for tiles of `config`: `experts_residual` needs the same one.
     """
     tokens, hidden = x.values.shape
     count, top = len(weight.values), choice.experts.shape[1]
     config = _config(config, tokens, weight, top)
     tiles, padded, wide = -(-tokens // TILE), max(16, triton.next_power_of_2(count)), triton.next_power_of_2(top)
-    each = max(1, 32 // wide)  # tokens of a program
+    each = max(1, 32 // wide)  # tokens per program
     columns = COLUMNS if tokens <= FEW_TOKENS else 8 * COLUMNS
     _scatter_kernel[(-(-tokens // each), -(-hidden // columns))](
         x.values.view(torch.uint8), x.scale, x.scale.stride(0), sumsq, sumsq.stride(0), choice.experts, choice.rank,
@@ -256,18 +257,18 @@ def experts_residual(
     num_tokens: Tensor | None = None,
     config: GemmConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x `[T, H]` plus the weighted sum of what the experts' matrices `[E, H, I]` make of `space.hidden`, into `out`,
-    which may be x, and, times `next_norm [H]`, the next product's operand into `quantized`.
+    """Write x `[T, H]` plus the weighted sum of the experts' GEMMs of `space.hidden` to `out` (may be x).
 
-    bias `[E, H]`; sumsq `[parts, T]` float32 is scratch. Returns out and its sums of squares, one part `[1, T]`. What
-    an expert makes of a row is rounded once; a token's experts are added up in float32, in the order of its choices.
+    `quantized` gets that times `next_norm [H]`, as the next GEMM's operand. bias `[E, H]`; sumsq `[parts, T]` float32
+    is scratch. Returns out and its sums of squares, one part `[1, T]`. An expert's result is rounded once; a token's
+    experts are added in float32, in the order of its choices.
     """
     tokens, hidden = x.shape
     top = choice.experts.shape[1]
     config = _config(config, tokens, weight, top)
-    _grouped(space.hidden, weight, bias, None, space.made, space, config, num_sms, tokens)
+    _grouped(space.hidden, weight, bias, None, space.outputs, space, config, num_sms, tokens)
     _combine_kernel[(tokens,)](
-        space.made, space.place, choice.weights, x, out, sumsq, num_tokens, tokens, hidden, next_norm,
+        space.outputs, space.place, choice.weights, x, out, sumsq, num_tokens, tokens, hidden, next_norm,
         None if quantized is None else quantized.values, None if quantized is None else quantized.scale,
         0 if quantized is None else quantized.scale.stride(0), K=top,
         BLOCK=min(1024, max(128, triton.next_power_of_2(hidden))), num_warps=4, **pdl_options(),
@@ -298,11 +299,12 @@ def _switch_kernel(
     tl.store(place, tl.load(place, mask=block < blocks, other=0.0) * switch, mask=block < blocks)
 
 
-def switch_shared(
+def gate_shared(
     x: Tensor, sumsq: Tensor, gate: Tensor, eps: float, *, out: Fp8Rows, num_tokens: Tensor | None = None
 ) -> Fp8Rows:
-    """`out`, the hidden part of a shared expert, times the sigmoid of the normed x `[T, H]` times `gate [1, H]`: in its
-    scales, which are no powers of two behind it.
+    """Multiply `out`, a shared expert's hidden part, by the sigmoid of the normed x `[T, H]` times `gate [1, H]`.
+
+    The factor goes into its scales, which are then no powers of two.
     """
     tokens, hidden = x.shape
     blocks = len(out.scale)

@@ -1,8 +1,8 @@
-"""The FP8 products of experts on Hopper, warp-specialised: `experts_hopper`'s list of tiles, `fp8_hopper`'s sums.
+"""FP8 expert GEMMs on Hopper, warp-specialized: `experts_hopper`'s list of tiles with `fp8_hopper`'s sums.
 
-Two warpgroups own 64 rows each of a tile of 128 rows, one producer warp streams both operands by TMA, a step is 128 of
-the depth. As in 16 bits, where an expert's rows end within the first 64 of its last tile, the second warpgroup
-multiplies nothing and its rows are not fetched.
+Two warpgroups own 64 rows each of a tile of 128 rows, one producer warp streams both operands by TMA, and a step is 128
+of K. As in 16 bits, if an expert's rows end within the first 64 of its last tile, the second warpgroup multiplies
+nothing and its rows are not fetched.
 """
 
 # Device functions carry no Python types.
@@ -56,7 +56,7 @@ def _produce(
 
 @gluon.jit
 def _hidden(y, col, half, OAI: gl.constexpr, PAIRS: gl.constexpr):
-    """Columns `col ..` of the hidden part, of pairs of features; nothing behind the last, `half`."""
+    """Return columns `col ..` of the hidden part from pairs of features; zero from `half` on."""
     gate, up = gl.split(gl.reshape(y, (64, 64, 2)))
     h = gl.convert_layout(hidden_of(gate, up, OAI), PAIRS)
     at = col + gl.arange(0, 64, layout=gl.SliceLayout(0, PAIRS))
@@ -131,7 +131,7 @@ def grouped_kernel(
     sixteen: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     a_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], eight)
     w_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BN, 128], eight)
-    # what a kind does not need takes one small tile
+    # unused buffers are one small tile
     io_smem = gl.allocate_shared_memory(DTYPE, [1, 8, 64] if GATED else [2, 64, 128], sixteen)
     q_smem = gl.allocate_shared_memory(gl.float8e4nv, [2, 64, 128] if GATED else [1, 8, 128], eight)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -166,7 +166,7 @@ _LAYOUTS = {bits: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=
 
 
 def stages_of(features: int, *, gated: bool) -> int:
-    """Steps of both operands that fit beside what the epilogue keeps in shared memory."""
+    """Return the steps of both operands that fit in shared memory with the epilogue's buffers."""
     kept = 17408 if gated else 33792
     return (227 * 1024 - 1024 - kept) // ((128 + features) * BLOCK_DEPTH)
 
@@ -175,12 +175,12 @@ def launch_grouped(
     a: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, factor: Tensor | None, out: Tensor | Fp8Rows, tiles: Tensor,
     number: Tensor, config: GemmConfig, grid: int, activation: str,
 ) -> None:  # fmt: skip
-    """See `fp8_experts_triton.launch_grouped`. config: of it `features` is read, for what is left in 16 bits."""
+    """See `fp8_experts_triton.launch_grouped`. config: only `features` is read, for 16-bit results."""
     _, n, k = weight.values.shape
     gated, blocked = isinstance(out, Fp8Rows), weight.scale.dim() == 3
     w_blocks = 2 if blocked else 0
     if blocked and gated and n % 256 == 0:
-        w_blocks = 3  # 128 gates and the 128 ups between them are a block each, in one matrix or in two
+        w_blocks = 3  # 128 gates and the 128 ups between them have a block each, in one matrix or in two
     features = 256 if gated else config.features
 
     def blocks(tensor: Tensor, rows: int) -> TensorDescriptor:

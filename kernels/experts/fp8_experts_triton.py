@@ -1,6 +1,4 @@
-"""The FP8 products of experts in plain Triton: `experts_triton`'s loop over a list of tiles of all of them, with the
-two levels of sums and the scales of `fp8_triton`.
-"""
+"""FP8 expert GEMMs in plain Triton: `experts_triton`'s loop with the two-level sums and scales of `fp8_triton`."""
 
 # Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -21,7 +19,7 @@ from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_tiles import columns
 
 PAIRS = 256
-"""features of a tile that become one block of 128 columns of the next operand"""
+"""Features of a tile that become one block of 128 columns of the next operand."""
 
 
 @triton.jit(do_not_specialize=["R", "stride_sa", "stride_q"])
@@ -30,8 +28,9 @@ def grouped_kernel(
     GATED: tl.constexpr, OAI: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr,
     W_BLOCKS: tl.constexpr, FIELDS: tl.constexpr, OUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`a @ w[expert].T` by tiles of rows, with bias. GATED: times the factor of each row; pairs of columns become one,
-    left in e4m3 with a scale for each 128 of them. Else 16 bits.
+    """Compute `a @ w[expert].T` by tiles of rows, with bias.
+
+    GATED: times the factor of each row; pairs of columns become one, in e4m3 with a scale per 128. Else 16 bits.
     """
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(K, 128)
@@ -52,7 +51,7 @@ def grouped_kernel(
                 y = dequantized(columns(total, s, BN // 256), scale, sw, bias, first + col, end, 256, W_BLOCKS)
                 gate, up = tl.split(tl.reshape(y, (BM, 128, 2)))
                 h = hidden_of(gate, up, OAI)
-                # behind an expert's rows lie those of the next one
+                # an expert's rows are followed by those of the next expert
                 h = tl.where((col // 2 + tl.arange(0, 128) < N // 2)[None, :], h, 0.0)
                 store_quantized(h, q_out, q_scale, stride_q, rows, R, col // 2, N // 2, 128)
         else:
@@ -70,8 +69,7 @@ def launch_grouped(
     a: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, factor: Tensor | None, out: Tensor | Fp8Rows, tiles: Tensor,
     number: Tensor, config: GemmConfig, grid: int, activation: str,
 ) -> None:  # fmt: skip
-    """Run `grouped_kernel`: a of R rows, weight `[E, N, K]`; out `[R, N]`, or of `N / 2` columns in FP8, where factor
-    `[R]` multiplies the rows."""
+    """Run `grouped_kernel`: a of R rows, weight `[E, N, K]`, out `[R, N]` or FP8 of `N / 2` columns, factors `[R]`."""
     c, (_, n, k) = config, weight.values.shape
     gated = not isinstance(out, Tensor)
     wide = PAIRS if gated else c.features

@@ -1,10 +1,9 @@
-"""The router of a layer of experts: its product in float32, and which experts take each token (twin:
-`experts_reference.route`).
+"""The router of an expert layer: a float32 GEMM and the choice of experts (reference: `reference/experts.py: route`).
 
-Two launches. `_logits_kernel` cuts the depth at fixed places and leaves a partial sum for each piece, so that a few
-tokens keep many SMs busy and a token's sum never depends on its neighbours. `_choose_kernel` adds them up in order,
-chooses, and counts: for every `TILE` tokens how many take each expert, and which of them each is. From that
-`experts.scatter` knows every row's place without a sort.
+Two launches. `_logits_kernel` splits K at fixed places and writes a partial sum for each split, so that few tokens keep
+many SMs busy and a token's sum does not depend on the batch. `_choose_kernel` adds the partial sums in order, chooses,
+and counts for every `TILE` tokens how many take each expert and each token's rank among them. From that
+`experts._scatter_kernel` computes every row's place without a sort.
 """
 
 # Device functions carry no Python types.
@@ -23,31 +22,31 @@ from weft.kernels.common.dependent_launch import begin, pdl_options, release
 from weft.kernels.matmul.gemm_tiles import live_tokens, row_scale
 
 TILE = 32
-"""tokens of one program; also those that are counted together"""
+"""Tokens per program, which are also counted together."""
 PIECE = 256
-"""columns of the router's depth that one program adds up"""
+"""Columns of K that one program adds."""
 KINDS = {"softmax": 0, "top_softmax": 1, "sigmoid": 2}
 SOFTMAX, TOP_SOFTMAX, SIGMOID = (tl.constexpr(kind) for kind in KINDS.values())
 NEVER = tl.constexpr(-1e30)
-"""of an expert that may not be chosen; what has been chosen is -inf"""
+"""Score of an expert that must not be chosen; chosen ones are -inf."""
 
 
 class Choice(NamedTuple):
-    """Which experts compute each token; of all tokens of an iteration."""
+    """The experts that compute each token of an iteration."""
 
     experts: Tensor
     """[T, K] int32"""
     weights: Tensor
     """[T, K] float32"""
     rank: Tensor
-    """[T, K] int32: how many tokens of the same tile take this expert and stand before"""
+    """[T, K] int32: earlier tokens of the same tile that take this expert."""
     counts: Tensor
-    """[tiles, E] int32: tokens of each tile that take each expert"""
+    """[tiles, E] int32: tokens of each tile that take each expert."""
     logits: Tensor
-    """[pieces, T, E] float32: scratch"""
+    """[pieces, T, E] float32: scratch."""
 
-    def part(self, begin: int, end: int) -> Choice:
-        """Of tokens `[begin, end)`; `begin` is a multiple of `TILE`."""
+    def of_tokens(self, begin: int, end: int) -> Choice:
+        """Return the choice of tokens `[begin, end)`; `begin` is a multiple of `TILE`."""
         own = slice(begin, end)
         tiles = slice(begin // TILE, -(-end // TILE))
         return Choice(
@@ -56,7 +55,7 @@ class Choice(NamedTuple):
 
 
 def choice_buffers(tokens: int, hidden: int, count: int, top: int, device: torch.device | str) -> Choice:
-    """Room for `tokens` tokens."""
+    """Allocate buffers for `tokens` tokens."""
 
     def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -68,8 +67,8 @@ def choice_buffers(tokens: int, hidden: int, count: int, top: int, device: torch
 
 
 @triton.jit
-def _two_parts(w):
-    """float32 as a sum of two numbers that the tensor cores take whole (10 bits behind the point), but for 2^-22."""
+def _split_float32(w):
+    """Split float32 into a sum of two numbers that tensor cores represent (10 fraction bits); error 2^-22."""
     high = (w.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
     return high, w - high
 
@@ -79,7 +78,7 @@ def _logits_kernel(
     x, weight, out, count, T, stride_out, H, E: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`out[piece]` = the piece's part of `x @ weight.T`. x has 16 bits: exact in a product of two such parts."""
+    """Compute `out[piece]`, the split's part of `x @ weight.T`. x has 16 bits: times two such numbers it is exact."""
     begin(PDL)
     release(PDL)
     live = live_tokens(count, T)
@@ -95,7 +94,7 @@ def _logits_kernel(
             x + rows.to(tl.int64)[:, None] * H + k[None, :], mask=(rows < live)[:, None] & (k < H)[None, :], other=0.0
         ).to(tl.float32)
         w = tl.load(weight + expert[None, :] * H + k[:, None], mask=(expert < E)[None, :] & (k < H)[:, None], other=0.0)
-        high, low = _two_parts(w)
+        high, low = _split_float32(w)
         acc = tl.dot(a, high, acc, input_precision="tf32")
         acc = tl.dot(a, low, acc, input_precision="tf32")
     at = out + tl.program_id(1) * stride_out + rows[:, None] * E + expert[None, :]
@@ -105,7 +104,7 @@ def _logits_kernel(
 @triton.jit
 def _in_groups(choice, expert, E: tl.constexpr, BT: tl.constexpr, EP: tl.constexpr, GROUPS: tl.constexpr,
                TOP_GROUPS: tl.constexpr):  # fmt: skip
-    """`NEVER` outside the best groups; a group counts as the sum of its two best."""
+    """Return `NEVER` outside the best groups; a group's score is the sum of its two best."""
     group = expert // (E // GROUPS)
     GP: tl.constexpr = triton.next_power_of_2(GROUPS)
     column = tl.arange(0, GP)
@@ -146,7 +145,7 @@ def _choose_kernel(
         total *= row_scale(sumsq, rows, live, stride_sumsq, H, eps, PARTS)[:, None]
     if bias is not None:
         total += tl.load(bias + expert, mask=expert < E, other=0.0)[None, :]
-    # Numbers that are none must not choose the same expert twice; the stream they came from tells of them.
+    # NaN must not choose the same expert twice; the residual stream it came from reports it.
     total = tl.where(total == total, total, NEVER)
     total = tl.where((expert < E)[None, :], total, float("-inf"))
     if KIND == SOFTMAX:
@@ -206,9 +205,9 @@ def route(
     out: Choice,
     num_tokens: Tensor | None = None,
 ) -> Choice:
-    """See the twin. x `[T, H]` of 16 bits, sumsq `[parts, T]` float32, weight `[E, H]` float32.
+    """See the reference. x `[T, H]` of 16 bits, sumsq `[parts, T]` float32, weight `[E, H]` float32.
 
-    num_tokens `[1]` int32 in device memory: rows from there on choose nothing and count nowhere.
+    num_tokens `[1]` int32 in device memory: rows from there on choose nothing and are not counted.
     """
     tokens, hidden = x.shape
     count = weight.shape[0]
