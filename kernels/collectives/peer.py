@@ -1,15 +1,15 @@
-"""Collectives between GPUs that read and write each other's memory (twins: in `tests/gpu/test_rank_kernels.py`).
+"""Collectives between GPUs that read and write each other's memory (reference: `tests/gpu/test_rank_kernels.py`).
 
-Each rank has an arena: memory that all ranks know the address of, laid out alike. A flag is a word in it that one other
-rank writes, always a larger number than before: that of the iteration, which a kernel counts on the device, so that a
-captured graph may be replayed. Nothing is ever reset, and who waits reads its own memory.
+Each rank has an arena of the same layout, whose address all ranks have. A flag is a word in it that one other rank
+writes, always with a larger number: the iteration, which a kernel counts on the device, so that a captured graph can be
+replayed. Flags are never reset, and a waiting rank reads only its own memory.
 
-Sums are made in rank order in float32 and rounded once, by whoever makes them, and the squares of a row are added up
-in as many parts as there are ranks. So all ranks hold the same bits, whichever of the two ways a sum is made: in one
-shot every rank adds up everything; in two, each its own columns, which it writes to all.
+Sums are added in rank order in float32 and rounded once; the squares of a row are added in as many splits as there are
+ranks. So all ranks hold the same bits, in one shot, where every rank adds everything, and in two shots, where each adds
+its own columns and writes them to all.
 
-Why nobody waits for readers: there are two places for partial sums, which take turns. Who writes into a place again has
-since been told by every rank that the other place is full, and a rank says so behind its reads of the first.
+Writers do not wait for readers because two buffers for partial sums alternate. Before a rank writes to a buffer again,
+every rank has reported that the other buffer is full, and a rank reports that after its reads of the first.
 """
 
 # Device functions carry no Python types.
@@ -28,9 +28,9 @@ from weft.kernels.common.dependent_launch import begin, pdl_options, release
 from weft.kernels.common.gpu import is_hopper, on_gpu
 
 GATHER_WORDS = 1024
-"""of a program of `all_gather`"""
+"""Words per program of `all_gather`."""
 WAVES = 4
-"""programs on each SM, at most, of those that add up"""
+"""Most programs per SM of a reduction."""
 
 SPIN = tl.constexpr("""{
     .reg .pred p;
@@ -50,29 +50,29 @@ _FENCE = tl.constexpr("{ fence.proxy.async.global; mov.u32 $0, 0; }")
 
 
 class Peers(NamedTuple):
-    """What a launch is told of all ranks' arenas."""
+    """Kernel arguments that describe all ranks' arenas."""
 
     addresses: Tensor
-    """[ranks] int64, where each begins"""
+    """[ranks] int64: arena addresses."""
     rank: int
     ranks: int
     abort: Tensor
-    """[1] int32: not 0 ends all waiting, whatever has not come; this rank's own"""
+    """[1] int32 of this rank: nonzero ends all waits, even if data is missing."""
     bases: tuple[int, ...] = ()
-    """`addresses`, as the host knows them"""
+    """`addresses` on the host."""
 
 
 @triton.jit
-def _tell(addresses, rank, flags, at, number, R: tl.constexpr):
-    """Every rank, this one too: what this one wrote before is there."""
+def _signal(addresses, rank, flags, at, number, R: tl.constexpr):
+    """Signal every rank, including this one, that earlier writes of this rank are complete."""
     for peer in tl.static_range(R):
         flag = (tl.load(addresses + peer) + flags + (at * R + rank) * 4).to(tl.pointer_type(tl.int32))
         tl.atomic_xchg(flag, number, sem="release", scope="sys")
 
 
 @triton.jit
-def _hear(addresses, rank, flags, at, number, abort, R: tl.constexpr, KIND: tl.constexpr):
-    """Every thread of the program: until all ranks have told `number` or more, or waiting was ended."""
+def _await_all(addresses, rank, flags, at, number, abort, R: tl.constexpr, KIND: tl.constexpr):
+    """Block all threads of the program until all ranks have signaled `number` or more, or waits are aborted."""
     for peer in tl.static_range(R):
         flag = (tl.load(addresses + rank) + flags + (at * R + peer) * 4).to(tl.pointer_type(tl.int32))
         if KIND == "interpreted":
@@ -98,8 +98,8 @@ def _reduce_kernel(
     release(PDL)
     now = tl.load(number)
     if tl.program_id(0) == 0:
-        _tell(addresses, rank, flags, 0, now, R)
-    _hear(addresses, rank, flags, 0, now, abort, R, KIND)
+        _signal(addresses, rank, flags, 0, now, R)
+    _await_all(addresses, rank, flags, 0, now, abort, R, KIND)
     parts = R if SHOTS == 1 else 1
     own = tl.load(addresses + rank)
     for item in range(tl.program_id(0), tl.minimum(tl.load(live), T) * parts, tl.num_programs(0)):
@@ -112,7 +112,7 @@ def _reduce_kernel(
             mask = (column < W) & (at < H)
             total = tl.zeros([BLOCK], tl.float32)
             for peer in tl.static_range(R):
-                # from a table comes no alignment
+                # a table gives no alignment
                 there = tl.multiple_of((tl.load(addresses + peer) + partial).to(tl.pointer_type(TYPE)), 16)
                 total += tl.load(there + row * H + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
             mine = tl.multiple_of((own + x).to(tl.pointer_type(TYPE)), 16)
@@ -140,12 +140,12 @@ def meet_kernel(
     addresses, rank, abort, number, flags, ticket, R: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     begin(PDL)
-    if ticket is not None:  # of the sum before it, for the next one
+    if ticket is not None:  # the ticket of the previous sum, reset for the next one
         tl.store(ticket, 0)
     now = tl.load(number)
-    _tell(addresses, rank, flags, 0, now, R)
-    _hear(addresses, rank, flags, 0, now, abort, R, KIND)
-    if KIND == "hopper":  # what other ranks wrote may now be read by bulk copies, too
+    _signal(addresses, rank, flags, 0, now, R)
+    _await_all(addresses, rank, flags, 0, now, abort, R, KIND)
+    if KIND == "hopper":  # data from other ranks may now also be read by bulk copies
         tl.inline_asm_elementwise(_FENCE, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     release(PDL)
 
@@ -165,9 +165,9 @@ def _gather_kernel(
     for peer in tl.static_range(R):
         there = tl.multiple_of((tl.load(addresses + peer) + inbox).to(tl.pointer_type(tl.int32)), 16)
         tl.store(there + rank * room + at, value, mask=mask)
-    tl.debug_barrier()  # every thread's stores precede what is told below
-    _tell(addresses, rank, flags, program, now, R)
-    _hear(addresses, rank, flags, program, now, abort, R, KIND)
+    tl.debug_barrier()  # all threads store before the signal below
+    _signal(addresses, rank, flags, program, now, R)
+    _await_all(addresses, rank, flags, program, now, abort, R, KIND)
     came = tl.multiple_of((tl.load(addresses + rank) + inbox).to(tl.pointer_type(tl.int32)), 16)
     for peer in tl.static_range(R):
         value = tl.load(came + peer * room + at, mask=mask, other=0, cache_modifier=".cg")
@@ -201,12 +201,12 @@ def common_arguments(peers: Peers) -> dict[str, Any]:
 
 
 def advance(number: Tensor) -> None:
-    """`number [1]` int32 is one more: the first launch of a graph, or of what else has flags of its own."""
+    """Increment `number [1]` int32. Launch it first in a graph, or in other work with separate flags."""
     _advance_kernel[(1,)](number, num_warps=1)
 
 
-def part_width(hidden: int, ranks: int) -> int:
-    """Columns of a row that are one rank's part: their squares are added up apart."""
+def shard_width(hidden: int, ranks: int) -> int:
+    """Return the columns per rank of a row; their squares are added separately."""
     return -(-hidden // (8 * ranks)) * 8
 
 
@@ -227,15 +227,15 @@ def reduce(
     shots: int,
     num_sms: int,
 ) -> None:
-    """The sum of every rank's partial sums, in rank order, plus what x holds if `add`, rounded once, into x; squares of
-    the parts of its rows (`part_width`) into `sumsq[: ranks]`. Rows from `live [1]` on are left alone; it may be
-    more than there are.
+    """Write the sum of all ranks' partial sums, in rank order, plus x if `add`, rounded once, to x; squares to `sumsq`.
 
-    partial, x: `[tokens, hidden]` of `dtype`; sumsq: `[parts, stride_sumsq]` float32; flags: of this sum, `[2, ranks]`
-    int32. All four are offsets into the arenas, in bytes, the same on all ranks; `flags` a multiple of 4, the others of
-    16. number `[1]` int32: see `advance`. shots: 1 or 2. Every rank calls this with the same shapes and shots.
+    Squares of each rank's columns (`shard_width`) go to `sumsq[: ranks]`. Rows from `live [1]` on do not change; it may
+    exceed `tokens`. partial, x: `[tokens, hidden]` of `dtype`; sumsq: `[parts, stride_sumsq]` float32; flags: of this
+    sum, `[2, ranks]` int32. All four are byte offsets into the arenas, the same on all ranks; `flags` a multiple of 4,
+    the others of 16. number `[1]` int32: see `advance`. shots: 1 or 2. Every rank calls this with the same shapes and
+    shots.
     """
-    width = part_width(hidden, peers.ranks)
+    width = shard_width(hidden, peers.ranks)
     items = tokens * (peers.ranks if shots == 1 else 1)
     block = min(2048, triton.next_power_of_2(width))
     _reduce_kernel[(max(1, min(items, WAVES * num_sms)),)](
@@ -251,15 +251,15 @@ def reduce(
 
 
 def gather_programs(words: int) -> int:
-    """Flags of each rank that `all_gather` of so many words needs."""
+    """Return the flags per rank that `all_gather` of this many words needs."""
     return -(-words // GATHER_WORDS)
 
 
 def all_gather(peers: Peers, number: Tensor, flags: int, *, inbox: int, room: int, mine: Tensor, out: Tensor) -> Tensor:
-    """Every rank's `mine [n]` int32 into `out [ranks, n]`, in rank order.
+    """Gather every rank's `mine [n]` int32 into `out [ranks, n]`, in rank order.
 
-    inbox: `[ranks, room]` int32; flags: `[gather_programs(n), ranks]` int32: offsets into the arenas, in bytes, the
-    first a multiple of 16. Who fills an inbox again must have heard of every rank since.
+    inbox: `[ranks, room]` int32; flags: `[gather_programs(n), ranks]` int32: byte offsets into the arenas, the first a
+    multiple of 16. A rank may fill an inbox again only after a signal from every rank.
     """
     words = mine.shape[0]
     _gather_kernel[(gather_programs(words),)](
@@ -269,10 +269,8 @@ def all_gather(peers: Peers, number: Tensor, flags: int, *, inbox: int, room: in
     return out
 
 
-def embed_part(token_ids: Tensor, table: Tensor, first: int, *, out: Tensor) -> Tensor:
-    """Rows of `table [V / ranks, H]`, whose first row is token `first`, for `token_ids [T]` into `out [T, H]`; zeros
-    for tokens of other ranks.
-    """
+def embed_shard(token_ids: Tensor, table: Tensor, first: int, *, out: Tensor) -> Tensor:
+    """Look up `token_ids [T]` in `table [V / ranks, H]`, whose first row is `first`; zeros for other ranks' tokens."""
     hidden = table.shape[1]
     block = min(2048, triton.next_power_of_2(hidden))
     _embed_part_kernel[(token_ids.shape[0],)](

@@ -1,13 +1,12 @@
-"""Products that write their partial sums to the ranks that add them up, tile by tile (twin: `reference.pushed_sum`).
+"""GEMMs that push partial sums to other ranks, tile by tile (reference: `reference/layer.py: pushed_sum`).
 
-A tile goes as it is finished, rounded to the model's dtype, into a place of its own in the memory of who adds it up: of
-every rank in one step, of the rank whose columns they are in two. Behind it goes a flag of its own: the number of the
-iteration. So the network is busy while the product computes, and the sum that follows reads its own memory alone; in
-two steps it begins beside the product, with the rows that have come. The bits are those of `collectives.reduce` behind
-the same product.
+A finished tile, rounded to the model's dtype, goes to a separate buffer in the memory of the rank that adds it: every
+rank in one step, the rank that owns the columns in two steps. Its flag follows, set to the number of the iteration. So
+the network is busy during the GEMM, and the following sum reads only local memory; in two steps it starts during the
+GEMM, with the rows that have arrived. Results equal those of `peer.reduce` after the same GEMM bit for bit.
 
-Inside the product nobody waits for anybody. Who may write into a place again: there are two, which take turns, and a
-rank ends the sum between only when it has seen the flags of every rank, who set them behind their reads of this place.
+The GEMM never waits for another rank. A buffer can be reused because two of them alternate: a rank ends the sum between
+only after it has seen the flags of every rank, which are set after the reads of this buffer.
 """
 
 # Device functions carry no Python types.
@@ -23,73 +22,73 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.kernels.collectives.peer import SPIN, TYPES, WAVES, Peers, common_arguments, meet_kernel, part_width
+from weft.kernels.collectives.peer import SPIN, TYPES, WAVES, Peers, common_arguments, meet_kernel, shard_width
 from weft.kernels.common.dependent_launch import begin, release
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_launch import Launch, Workspace, check_operands, check_workspace, launch_of
-from weft.kernels.matmul.gemm_tiles import accumulate, columns, live_tokens, meet, prefetch, tile_of
+from weft.kernels.matmul.gemm_tiles import accumulate, columns, join_splits, live_tokens, prefetch, tile_of
 
 SPECIAL_ROWS = 64
-"""of a flag of the warp-specialised kernel: each of its two warpgroups sets its own"""
+"""Rows per flag of the warp-specialized kernel: each of its two warpgroups sets one."""
 ROWS = 2
-"""that a program of a sum in two steps adds up at once: as many loads are under way, and flags are looked at half as
-often"""
-HELD = 2
-"""programs on each SM of those, where other lanes have the other SMs: of 8 warps with 103 registers (four ranks) no
-more fit, and others would go to SMs that are not theirs. Each draws the rows that it adds up: fewer draw more"""
+"""Rows that a program of a two-step sum adds at once. Two rows double the loads in flight and halve the flag polls."""
+PROGRAMS_PER_SM = 2
+"""Programs per SM of those sums when other lanes use the other SMs. Not more fit with 8 warps of 103 registers (four
+ranks), and others would go to SMs of other lanes. Each draws its rows: fewer programs draw more."""
 
 
 class Inbox(NamedTuple):
-    """Where the tiles of one sum arrive: offsets into the arenas in bytes, the same on all ranks."""
+    """Where the tiles of one sum arrive: byte offsets into the arenas, the same on all ranks."""
 
     partial: int
-    """`[ranks, rows, width]` of the model's dtype, by who sent them; a multiple of 16"""
+    """`[ranks, rows, width]` of the model's dtype, by sender; a multiple of 16."""
     rows: int
     flags: int
-    """`[ranks, room]` int32, by who set them"""
+    """`[ranks, room]` int32, by sender."""
     room: int
 
 
 class Pushed(NamedTuple):
-    """A product under way: what its sum must know."""
+    """A launched GEMM, as its sum needs it."""
 
     inbox: Inbox
     steps: int
     rows: int
-    """of a flag"""
+    """Rows per flag."""
     features: int
-    """columns of a flag"""
+    """Columns per flag."""
 
 
 def width_of(hidden: int, ranks: int, steps: int) -> int:
-    """Columns that a rank is sent of each row."""
-    return hidden if steps == 1 else part_width(hidden, ranks)
+    """Return the columns of each row that a rank receives."""
+    return hidden if steps == 1 else shard_width(hidden, ranks)
 
 
 def flags_of(launch: Launch, tokens: int, hidden: int) -> tuple[int, int, int]:
-    """(flags, rows of each, columns of each) of such a product."""
+    """Return (flags, rows of each, columns of each) of this GEMM."""
     config = launch.config
     rows = SPECIAL_ROWS if config.special else config.tokens
     return -(-tokens // rows) * -(-hidden // config.features), rows, config.features
 
 
 def first_tile(peers: Peers, tiles: int, steps: int) -> int:
-    """Of `tiles` feature tiles the one that this rank begins with: those of the rank behind it first, its own last. So
-    at any time all ranks write to different ones, and a link takes one stream, not that of all others while the rest
-    are idle; and behind the last tile there is nothing left to send. In one step every tile goes to all: 0.
+    """Return the feature tile (of `tiles`) that this rank begins with: the next rank's tiles first, its own last.
+
+    So all ranks always write to different ranks, a link carries one stream rather than those of all ranks, and nothing
+    is left to send after the last tile. In one step every tile goes to all ranks: 0.
     """
     return (peers.rank + 1) % peers.ranks * tiles // peers.ranks if steps == 2 else 0
 
 
 @triton.jit
-def _turned(unit, tiles_m, tiles_n, turn, GROUP: tl.constexpr):
+def _tile_from(unit, tiles_m, tiles_n, turn, GROUP: tl.constexpr):
     tile_m, tile_n = tile_of(unit, tiles_m, tiles_n, GROUP)
     return tile_m, (tile_n + turn) % tiles_n
 
 
 @triton.jit
 def _send(y, addresses, peer, inbox, rows, col, first, W, mask, OUT: tl.constexpr):
-    # from a table comes no alignment
+    # a table gives no alignment
     there = tl.multiple_of((tl.load(addresses + peer) + inbox).to(tl.pointer_type(OUT)), 16)
     tl.store(there + rows.to(tl.int64)[:, None] * W + (col - first)[None, :], y, mask=mask)
 
@@ -107,30 +106,30 @@ def push_kernel(
     SLICES: tl.constexpr, OUT: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, ONCE: tl.constexpr,
     R: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """As `gemm_triton.product_kernel`, another epilogue. inbox, flags: of what this rank sends."""
+    """As `gemm_triton.product_kernel` with another epilogue. inbox, flags: for this rank's tiles."""
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
     share = tl.cdiv(steps, SPLIT)
     if AHEAD > 0:
         unit = tl.program_id(0)
-        _, tile_n = _turned(unit // SPLIT, tl.cdiv(M, BM), tiles_n, turn, GROUP)
+        _, tile_n = _tile_from(unit // SPLIT, tl.cdiv(M, BM), tiles_n, turn, GROUP)
         prefetch(weights, tile_n * BN, unit % SPLIT * share * BK, N, K, BN, AHEAD * BK)
     begin(PDL)
     now = tl.load(number)
     live = live_tokens(count, M)
     tiles_m = tl.cdiv(live, BM)
-    # flattened, the loop over the depth would lose its pipeline: flags are set in between
+    # not flattened, because the loop over K would lose its pipeline: flags are set in between
     for unit in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT, tl.num_programs(0)):
         tile = unit // SPLIT
         part = unit % SPLIT
-        tile_m, tile_n = _turned(tile, tiles_m, tiles_n, turn, GROUP)
+        tile_m, tile_n = _tile_from(tile, tiles_m, tiles_n, turn, GROUP)
         first = part * share
         acc = accumulate(a, w, tile_m * BM, tile_n * BN, first, tl.minimum(first + share, steps), BM, BN, BK, SWAP)
         done = True
         if ONCE:
             release(PDL)
         if SPLIT > 1:
-            acc, done = meet(acc, partial, arrived, tile, part, SPLIT)
+            acc, done = join_splits(acc, partial, arrived, tile, part, SPLIT)
         if done:
             total = tl.trans(acc) if SWAP else acc
             rows = tile_m * BM + tl.arange(0, BM)
@@ -148,7 +147,7 @@ def push_kernel(
                         _send(y, addresses, peer, inbox, rows, col, 0, W, mask, OUT)
                 else:
                     _send(y, addresses, owner, inbox, rows, col, owner * W, W, mask, OUT)
-            tl.debug_barrier()  # every thread's stores precede what is told below
+            tl.debug_barrier()  # all threads store before the flag below
             if STEPS == 1:
                 for peer in tl.static_range(R):
                     _flag(addresses, peer, flags, tile_m * tiles_n + tile_n, now)
@@ -159,7 +158,7 @@ def push_kernel(
 
 @triton.jit
 def _await(flag, number, abort, KIND: tl.constexpr):
-    """Until all of these flags hold `number` or more, or waiting was ended; then for every thread of the program."""
+    """Block all threads of the program until all of these flags hold `number` or more, or waits are aborted."""
     if KIND == "interpreted":
         seen = tl.min(tl.atomic_add(flag, 0, sem="acquire", scope="sys"), axis=0)
         while seen < number:
@@ -171,7 +170,7 @@ def _await(flag, number, abort, KIND: tl.constexpr):
 
 @triton.jit
 def _next(item, ticket, STEPS: tl.constexpr):
-    """Of this program: every so many in one step, whatever comes next in two. -1: its first."""
+    """Return the program's next item: a fixed stride in one step, drawn in two steps. -1: its first."""
     if STEPS == 2:
         return tl.atomic_add(ticket, 1, sem="relaxed")
     else:
@@ -182,14 +181,14 @@ def _next(item, ticket, STEPS: tl.constexpr):
 def _reduce_pushed_kernel(
     addresses, rank, abort, number, flags, room, inbox, source, x, sumsq, stride_sumsq, live, ticket, T, H, W,
     R: tl.constexpr, ADD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
-    SOURCES: tl.constexpr, ROWS: tl.constexpr, BESIDE: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr,
+    SOURCES: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr,
     KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # In two steps, beside the product, flags alone say what may be read: programs that find room beside the product's,
-    # which have all begun when these may, add up its first rows and write them to all while it multiplies the others.
-    # The product itself has waited for whatever came before it: on every rank whose flag is there nobody reads x or
-    # sumsq any more, for what read them stands before its product. `tests/kernels/test_pushed_protocol.py` plays it.
-    if not BESIDE:
+    # In two steps, during the GEMM, flags alone decide which data may be read. Programs that fit next to the GEMM's,
+    # which have all started when these may, add its first rows and write them to all ranks during the remaining
+    # multiplications. The GEMM has waited for all earlier kernels: on a rank with a set flag nothing reads x or sumsq
+    # any more, because their readers precede its GEMM. `tests/kernels/test_pushed_protocol.py` simulates it.
+    if not OVERLAP:
         begin(PDL)
     release(PDL)
     now = tl.load(number, cache_modifier=".cg")
@@ -198,12 +197,12 @@ def _reduce_pushed_kernel(
     mine = tl.multiple_of((own + x).to(tl.pointer_type(TYPE)), 16)
     last = tl.minimum(tl.load(live, cache_modifier=".cg"), T)
     items = tl.cdiv(last, ROWS) * parts
-    # all flags of an item in one look: R ranks' of TILES tiles, the last of either again where there are fewer
+    # poll all flags of an item at once: TILES tiles of R ranks; missing ones repeat the last
     place = tl.arange(0, SOURCES * TILES)
     flag = (own + flags).to(tl.pointer_type(tl.int32)) + tl.minimum(place // TILES, R - 1) * room
     item = _next(-1, ticket, STEPS)
     while item < items:
-        following = _next(item, ticket, STEPS)  # drawn early: its answer is there when this item is done
+        following = _next(item, ticket, STEPS)  # drawn early: the result is ready when this item is done
         row = (item // parts).to(tl.int64) * ROWS
         part = item % parts if STEPS == 1 else rank
         tile = part * W // BN
@@ -241,8 +240,8 @@ def _reduce_pushed_kernel(
                 all_squares = (tl.load(addresses + peer) + sumsq).to(tl.pointer_type(tl.float32))
                 tl.store(all_squares + to, total_squares, mask=rows < last)
         item = following
-    if BESIDE:
-        begin(PDL)  # so that whoever waits for this kernel has waited for the product, too
+    if OVERLAP:
+        begin(PDL)  # so that a kernel that waits for this one has waited for the GEMM too
 
 
 def push_project(
@@ -259,10 +258,10 @@ def push_project(
     num_tokens: Tensor | None = None,
     config: GemmConfig | None = None,
 ) -> Pushed | None:
-    """`a [T, K] @ weight [H, K].T`, plus `bias [H]`, rounded to a's dtype, to the ranks that add it up.
+    """Send `a [T, K] @ weight [H, K].T`, plus `bias [H]`, rounded to a's dtype, to the ranks that add it.
 
-    number `[1]` int32: see `collectives.advance`. steps: of the sum, 1 or 2. None, and nothing is launched, where the
-    inbox has no room for so many tiles, or tiles would have columns of two owners.
+    number `[1]` int32: see `peer.advance`. steps: of the sum, 1 or 2. Returns None and launches nothing if the inbox is
+    too small for the tiles, or a tile has columns of two owners.
     """
     check_operands(a, weight)
     tokens, hidden, depth = a.shape[0], *weight.shape
@@ -308,26 +307,27 @@ def reduce_pushed(
     hidden: int,
     dtype: torch.dtype,
     add: bool,
-    beside: bool,
+    overlap: bool,
     num_sms: int,
 ) -> None:
-    """As `collectives.reduce`, of what products have sent.
+    """As `peer.reduce`, for pushed partial sums.
 
-    meet: `[ranks]` int32, flags of the end of a sum in two steps, as an offset into the arenas. ticket `[1]` int32: 0,
-    and 0 again behind it. beside: launched right behind that product, on its stream: in two steps it begins beside it.
+    meet: `[ranks]` int32, flags of the end of a two-step sum, as an offset into the arenas. ticket `[1]` int32: 0
+    before and after. overlap: launched directly after that GEMM on its stream; a two-step sum then starts during the
+    GEMM.
     """
     inbox, steps, ranks = pushed.inbox, pushed.steps, peers.ranks
-    width = part_width(hidden, ranks)
+    width = shard_width(hidden, ranks)
     together = min(ROWS, pushed.rows) if steps == 2 else 1
     items = -(-tokens // together) * (ranks if steps == 1 else 1)
     block = min(2048, triton.next_power_of_2(width))
     source = inbox.rows * width_of(hidden, ranks, steps) * dtype.itemsize
-    programs = (WAVES if beside or steps == 1 else HELD) * num_sms
+    programs = (WAVES if overlap or steps == 1 else PROGRAMS_PER_SM) * num_sms
     _reduce_pushed_kernel[(max(1, min(items, programs)),)](
         peers.addresses, peers.rank, peers.abort, number, inbox.flags, inbox.room, inbox.partial, source, x, sumsq,
         stride_sumsq, live, ticket, tokens, hidden, width, ADD=add, STEPS=steps, BM=pushed.rows, BN=pushed.features,
         TILES=triton.next_power_of_2(-(-width // pushed.features) + 1), SOURCES=triton.next_power_of_2(ranks),
-        ROWS=together, BESIDE=beside and steps == 2, BLOCK=block, TYPE=TYPES[dtype],
+        ROWS=together, OVERLAP=overlap and steps == 2, BLOCK=block, TYPE=TYPES[dtype],
         num_warps=max(1, min(8, block // 256)), **common_arguments(peers),
     )  # fmt: skip
     if steps == 2:

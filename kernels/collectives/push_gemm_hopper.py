@@ -1,8 +1,8 @@
-"""The warp-specialised product of `gemm_hopper` whose tiles go to other ranks by bulk copies (see `pushed`).
+"""The warp-specialized GEMM of `gemm_hopper` with tiles that go to other ranks by bulk copies (see `push_gemm`).
 
-A tile's copies run while the next tile is multiplied: before a warpgroup fills its part of shared memory again it waits
-until they are done, at the other end too, and sets the tile's flags. So the tensor cores wait for the network behind
-the last tile alone.
+A tile's copies run while the next tile is multiplied. Before a warpgroup refills its part of shared memory it waits
+until they are complete, at the destination too, and sets the tile's flags. So the tensor cores wait for the network
+only after the last tile.
 """
 
 # Device functions carry no Python types.
@@ -34,13 +34,13 @@ from weft.kernels.matmul.gemm_launch import Launch
 
 MAX_RANKS = 8
 STAGES = 3
-MOST_IN_GROUP = 4
-"""token tiles whose columns are all multiplied before the next ones'"""
+MAX_GROUP = 4
+"""Token tiles that are multiplied by all columns before the next ones."""
 
 
 @gluon.jit
-def _turned(tile, tiles_m, tiles_n, turn, GROUP: gl.constexpr):
-    """As `tile_of`, the feature tiles from `turn` on first: see `pushed.first_tile`."""
+def _tile_from(tile, tiles_m, tiles_n, turn, GROUP: gl.constexpr):
+    """As `tile_of`, with the feature tiles from `turn` on first: see `push_gemm.first_tile`."""
     tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
     return tile_m, (tile_n + turn) % tiles_n
 
@@ -52,7 +52,7 @@ def _produce(
 ):  # fmt: skip
     count = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _turned(tile, tiles_m, tiles_n, turn, GROUP)
+        tile_m, tile_n = _tile_from(tile, tiles_m, tiles_n, turn, GROUP)
         for step in range(steps):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
@@ -63,8 +63,8 @@ def _produce(
 
 
 @gluon.jit
-def _told(addresses, flags, at, number, owner, R: gl.constexpr, STEPS: gl.constexpr):
-    """Wait until this warpgroup's copies are done, not only read, then set the flag of their tile."""
+def _set_flag(addresses, flags, at, number, owner, R: gl.constexpr, STEPS: gl.constexpr):
+    """Wait until this warpgroup's copies are complete, not only read, then set the flag of their tile."""
     gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     barrier()
     if STEPS == 1:
@@ -97,12 +97,12 @@ def _consume(
     before = -1
     owner = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _turned(tile, tiles_m, tiles_n, turn, GROUP)
+        tile_m, tile_n = _tile_from(tile, tiles_m, tiles_n, turn, GROUP)
         row0 = tile_m * 128 + WG * 64
         col0 = tile_n * BN
         acc, count = multiply(a_smem, w_smem, full, empty, count, steps, WG, BN, ACC, BN, STAGES)
         if before >= 0:
-            _told(addresses, flags, before, number, owner, R, STEPS)
+            _set_flag(addresses, flags, before, number, owner, R, STEPS)
         io.store(with_bias(acc, bias, col0, N, HAS_BIAS, ACC).to(DTYPE))
         fence_async_shared()
         _send(o0, io, row0, col0, W, 0, STEPS)
@@ -122,7 +122,7 @@ def _consume(
         before = (2 * tile_m + WG) * tiles_n + tile_n
         owner = col0 // W
     if before >= 0:
-        _told(addresses, flags, before, number, owner, R, STEPS)
+        _set_flag(addresses, flags, before, number, owner, R, STEPS)
 
 
 @gluon.jit(do_not_specialize=["M", "turn"])
@@ -167,8 +167,8 @@ def push_kernel(
     )  # fmt: skip
 
 
-class _There(NamedTuple):
-    """A matrix in another rank's memory: what a descriptor is told of a tensor."""
+class _RemoteMatrix(NamedTuple):
+    """A matrix in another rank's memory, in the form that descriptors accept."""
 
     address: int
     dtype: torch.dtype
@@ -181,23 +181,24 @@ def launch_push(
     peers: Peers, number: Tensor, launch: Launch, a: Tensor, weight: Tensor, bias: Tensor | None,
     num_tokens: Tensor | None, *, width: int, flags: int, partial: int, turn: int, steps: int,
 ) -> None:  # fmt: skip
-    """partial, flags: of what this rank sends, offsets into the arenas in bytes. See `pushed.push_project`."""
+    """partial, flags: of this rank's tiles, byte offsets into the arenas. See `push_gemm.push_project`."""
 
     def tiles(tensor: Tensor, rows: int, cols: int) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(tensor, [rows, cols], SHARED)
 
     shape, block = [a.shape[0], width], [64, BLOCK_FEATURES]
     there = [
-        TensorDescriptor(_There(base + partial, a.dtype), shape, [width, 1], block, SHARED) for base in peers.bases
+        TensorDescriptor(_RemoteMatrix(base + partial, a.dtype), shape, [width, 1], block, SHARED)
+        for base in peers.bases
     ]
     places = [*there, *[None] * (MAX_RANKS - len(there))]
-    # Rows come to their end one group after the other, and SMs that no wave needs are left to those who add them up.
-    # The fewer rows a group has, the fewer are left to be added up behind the product: of a 70B's 2,048 tokens on four
-    # H200s, groups of 4 token tiles saved 1.1 % of a layer over groups of 8, though the weight is read twice as often.
+    # Rows finish one group after the other, and SMs that no wave needs are left to the sum. Smaller groups leave fewer
+    # rows to add after the GEMM: for 2,048 tokens of a 70B on four H200s, groups of 4 token tiles saved 1.1 % of a
+    # layer compared with groups of 8, although the weight is read twice as often.
     tiles_m = -(-a.shape[0] // BLOCK_TOKENS)
     count = tiles_m * -(-weight.shape[0] // BLOCK_FEATURES)
     programs = -(-count // -(-count // launch.grid[0]))
-    group = min(launch.config.group, MOST_IN_GROUP, max(1, tiles_m // 2))
+    group = min(launch.config.group, MAX_GROUP, max(1, tiles_m // 2))
     push_kernel[(programs,)](
         tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(weight, BLOCK_FEATURES, BLOCK_DEPTH), *places, num_tokens,
         a.shape[0], weight.shape[0], a.shape[1], width, bias, peers.addresses, number, flags, turn, STAGES=STAGES,
