@@ -1,7 +1,6 @@
-"""Small kernels between the host's view of an iteration and what stays on the device: tokens and page tables by slot.
+"""Kernels that update per-slot tokens and page tables on the device.
 
-With them a captured graph reads the token that the iteration before left, and the host sends only page-table entries
-that changed.
+A captured graph reads the token that the previous iteration left, and the host sends only changed page-table entries.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -40,11 +39,11 @@ def prepare(
     *,
     out: Tensor,
 ) -> Tensor:
-    """Token ids of the iteration into `out [T]` int32, and changed entries into the page tables.
+    """Write the iteration's token ids to `out [T]` int32, and changed entries to the page tables.
 
-    token_ids `[T]` int32 as the host knows them; token_slots `[T]` int32: the slot whose `last_token` a decode reads,
-    -1 where `token_ids` holds. `page_table [slots, pages]` int32 gets `update_page[i]` at flat index `update_at[i]`
-    for the first `num_updates [1]` entries; both `[U]` int32.
+    token_ids `[T]` int32 from the host; token_slots `[T]` int32: the slot whose `last_token` a decode reads, -1 to use
+    `token_ids`. `page_table [slots, pages]` int32 gets `update_page[i]` at flat index `update_at[i]` for the first
+    `num_updates [1]` entries; both `[U]` int32.
     """
     tokens, updates = out.shape[0], update_at.shape[0]
     _prepare_kernel[(triton.cdiv(max(tokens, updates), BLOCK),)](
@@ -62,5 +61,5 @@ def _remember_kernel(tokens, slots, count, last_token, BLOCK: tl.constexpr):
 
 
 def remember(tokens: Tensor, slots: Tensor, count: Tensor, last_token: Tensor) -> None:
-    """`last_token[slots[i]] = tokens[i]` for the first `count [1]` rows; tokens and last_token of one int dtype."""
+    """Set `last_token[slots[i]] = tokens[i]` for the first `count [1]` rows; both have the same int dtype."""
     _remember_kernel[(triton.cdiv(tokens.shape[0], BLOCK),)](tokens, slots, count, last_token, BLOCK=BLOCK)

@@ -1,8 +1,8 @@
-"""Sampling on the GPU without a word to the host (twins: `sampling.apply_penalties`, `sampling.sample`).
+"""Sampling on the GPU without a host sync (reference: `reference/sampling.py: apply_penalties, sample`).
 
-One program per row. Top-k and top-p need no sort: bars close in on the value of the last token that stays, until few
-tokens are in doubt; among these it is found exactly. Tokens that tie with it stay in the order of their ids, as a
-stable sort would have it. The draw inverts the cumulative distribution in token order.
+One program per row. Top-k and top-p need no sort: bounds close in on the value of the last kept token until few
+candidates are left, and these are ranked exactly. Ties with it stay in id order, as in a stable sort. The draw inverts
+the cumulative distribution in token order.
 """
 
 # Device functions carry no Python types.
@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
 
 CANDIDATES = 2048
-"""tokens in doubt that a row settles exactly"""
+"""Candidates that a row ranks exactly."""
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def apply_penalties(
     frequency: Tensor,
     repetition: Tensor,
 ) -> Tensor:
-    """Penalties in place on `logits [S, V]` float32; rows whose penalties are neutral are not touched.
+    """Apply penalties in place to `logits [S, V]` float32; rows with neutral penalties are not touched.
 
     slots `[S]` int: row of the resident `prompt_seen [slots, V]` uint8 or bool and `counts [slots, V]` int; penalties
     `[S]`.
@@ -75,7 +75,7 @@ def apply_penalties(
 
 @triton.jit
 def _key(x):
-    """Float32 -> uint32 in the same order."""
+    """Map float32 to uint32 in the same order."""
     bits = x.to(tl.uint32, bitcast=True)
     # Not `~bits`: the interpreter of Triton 3.7 cannot invert unsigned numbers.
     return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
@@ -83,13 +83,13 @@ def _key(x):
 
 @triton.jit
 def _weight(x, best, inverse):
-    """Unnormalised probability of a logit; -inf and NaN weigh nothing."""
+    """Return the unnormalized probability of a logit; 0 for -inf and NaN."""
     return tl.where(x > float("-inf"), tl.exp((x - best) * inverse), 0.0)
 
 
 @triton.jit
 def _tally(x, w, bar, count, mass, BY_MASS: tl.constexpr):
-    """Adds the tokens at or above `bar` to lane-wise counts and masses."""
+    """Add the tokens at or above `bar` to lane-wise counts and masses."""
     over = x >= bar
     if BY_MASS:
         mass += tl.where(over, w, 0.0)
@@ -97,8 +97,8 @@ def _tally(x, w, bar, count, mass, BY_MASS: tl.constexpr):
 
 
 @triton.jit
-def _close_in(lo, hi, inside_lo, inside_hi, bar, count, mass, goal, BY_MASS: tl.constexpr):
-    """Moves an end of [lo, hi) to `bar`; `inside_*` counts what lies at or above each end."""
+def _narrow(lo, hi, inside_lo, inside_hi, bar, count, mass, goal, BY_MASS: tl.constexpr):
+    """Move an end of [lo, hi) to `bar`; `inside_*` counts the tokens at or above each end."""
     total = tl.sum(count, axis=0)
     enough = (tl.sum(mass, axis=0) if BY_MASS else total) >= goal
     up = enough & (bar > lo)
@@ -110,11 +110,11 @@ def _close_in(lo, hi, inside_lo, inside_hi, bar, count, mass, goal, BY_MASS: tl.
 
 @triton.jit
 def _cut(row, scratch, V, best, inverse, floor, goal, BY_MASS: tl.constexpr, WIDE: tl.constexpr, CAP: tl.constexpr):
-    """Key of the last token that stays, how many of that key stay, whether some of it go, and the mass that stays.
+    """Return the key of the last kept token, how many of that key are kept, whether some are cut, and the kept mass.
 
-    By count: the `goal` best stay. By mass: the fewest best whose mass reaches `goal`. All lie at or above the value
-    `floor`. Seven bars at once close in on the value until `CAP` tokens at most remain in doubt; these are looked at
-    alone.
+    By count: keep the `goal` best. By mass: keep the fewest best whose mass reaches `goal`. All are at or above the
+    value `floor`. Seven bounds at once close in on the value until at most `CAP` candidates remain, which are ranked
+    exactly.
     """
     lo = floor
     hi = best + tl.abs(best) * 1e-3 + 1e-3
@@ -143,16 +143,16 @@ def _cut(row, scratch, V, best, inverse, floor, goal, BY_MASS: tl.constexpr, WID
             c5, m5 = _tally(x, w, b5, c5, m5, BY_MASS)
             c6, m6 = _tally(x, w, b6, c6, m6, BY_MASS)
             c7, m7 = _tally(x, w, b7, c7, m7, BY_MASS)
-        lo, hi, inside_lo, inside_hi = _close_in(lo, hi, inside_lo, inside_hi, b4, c4, m4, goal, BY_MASS)
-        lo, hi, inside_lo, inside_hi = _close_in(lo, hi, inside_lo, inside_hi, b2, c2, m2, goal, BY_MASS)
-        lo, hi, inside_lo, inside_hi = _close_in(lo, hi, inside_lo, inside_hi, b6, c6, m6, goal, BY_MASS)
-        lo, hi, inside_lo, inside_hi = _close_in(lo, hi, inside_lo, inside_hi, b1, c1, m1, goal, BY_MASS)
-        lo, hi, inside_lo, inside_hi = _close_in(lo, hi, inside_lo, inside_hi, b3, c3, m3, goal, BY_MASS)
-        lo, hi, inside_lo, inside_hi = _close_in(lo, hi, inside_lo, inside_hi, b5, c5, m5, goal, BY_MASS)
-        lo, hi, inside_lo, inside_hi = _close_in(lo, hi, inside_lo, inside_hi, b7, c7, m7, goal, BY_MASS)
+        lo, hi, inside_lo, inside_hi = _narrow(lo, hi, inside_lo, inside_hi, b4, c4, m4, goal, BY_MASS)
+        lo, hi, inside_lo, inside_hi = _narrow(lo, hi, inside_lo, inside_hi, b2, c2, m2, goal, BY_MASS)
+        lo, hi, inside_lo, inside_hi = _narrow(lo, hi, inside_lo, inside_hi, b6, c6, m6, goal, BY_MASS)
+        lo, hi, inside_lo, inside_hi = _narrow(lo, hi, inside_lo, inside_hi, b1, c1, m1, goal, BY_MASS)
+        lo, hi, inside_lo, inside_hi = _narrow(lo, hi, inside_lo, inside_hi, b3, c3, m3, goal, BY_MASS)
+        lo, hi, inside_lo, inside_hi = _narrow(lo, hi, inside_lo, inside_hi, b5, c5, m5, goal, BY_MASS)
+        lo, hi, inside_lo, inside_hi = _narrow(lo, hi, inside_lo, inside_hi, b7, c7, m7, goal, BY_MASS)
         middle = lo + (hi - lo) * 0.5
         doubtful = inside_lo - inside_hi
-    # what surely stays, and the tokens in doubt, in the order of their ids
+    # certain tokens, and candidates in id order
     sure_count = 0
     sure_mass = 0.0
     found = 0
@@ -165,10 +165,10 @@ def _cut(row, scratch, V, best, inverse, floor, goal, BY_MASS: tl.constexpr, WID
         place = found + tl.cumsum(mine.to(tl.int32), axis=0) - 1
         tl.store(scratch + place, x, mask=mine & (place < CAP))
         found += tl.sum(mine.to(tl.int32), axis=0)
-    tl.debug_barrier()  # other threads read what these wrote
+    tl.debug_barrier()  # other threads read these stores
     slot = tl.arange(0, CAP)
     x = tl.load(scratch + slot, mask=slot < found, other=float("-inf"))
-    tl.debug_barrier()  # and a second cut must not overwrite it before
+    tl.debug_barrier()  # and a second cut must not overwrite them earlier
     w = _weight(x, best, inverse)
     key = tl.where(slot < found, _key(x), 0)
     low = _key(lo)
@@ -203,7 +203,7 @@ def _unkey(key):
 
 @triton.jit
 def _kept(x, at, V, best, inverse, min_p, cut, limited, ties_left):
-    """Weights of one block of tokens, zero for those that were cut, and how many ties it holds (if that matters)."""
+    """Return the weights of one block, zero for cut tokens, and how many ties it holds (if needed)."""
     key = _key(x)
     stays = (key >= cut) & (at < V)
     ties = 0
@@ -240,7 +240,7 @@ def _sample_kernel(
     best = tl.max(best_of, axis=0)
     token = tl.min(tl.where(best_of == best, where, V - 1), axis=0)
     if HAS_BAD:
-        # A lane that met NaN or +inf is not below inf. What is drawn from such a row is some token, for nobody.
+        # A lane that met NaN or +inf is not below inf. Such a row draws an arbitrary token that is not used.
         spoilt = tl.max(tl.where(best_of < float("inf"), 0, 1), axis=0)
         tl.store(bad + index, tl.where(best > float("-inf"), spoilt, 1))
     if t > 0.0:
@@ -263,7 +263,7 @@ def _sample_kernel(
                     at = start + lane
                     total += _weight(tl.load(row + at, mask=at < V, other=float("-inf")), best, inverse)
                 mass = tl.sum(total, axis=0)
-            # below exp(-30) of the best there is no mass worth a look
+            # below exp(-30) of the best there is no mass worth considering
             floor = tl.maximum(floor, best - 30.0 * t)
             new_cut, new_ties, new_all, _ = _cut(row, mine, V, best, inverse, floor, p * mass, True, WIDE, CAP)
             ties = tl.where(new_cut == cut, tl.minimum(ties, new_ties), new_ties)
@@ -283,7 +283,7 @@ def _sample_kernel(
             seen += n
         cdf = tl.cumsum(masses, axis=0)
         goal = tl.load(uniform + index) * tl.max(cdf, axis=0)
-        # the block, then the token in it; rounding may leave the goal just out of reach: then the last that stays
+        # the block, then the token in it; if rounding leaves the goal out of reach, the last kept one
         last = tl.max(tl.where(masses > 0.0, block, 0), axis=0)
         chosen = tl.min(tl.where((cdf > goal) & (masses > 0.0), block, BLOCKS), axis=0)
         chosen = tl.minimum(chosen, last)
@@ -302,7 +302,7 @@ def _sample_kernel(
 
 
 def sample_scratch(rows: int, device: torch.device | str) -> Tensor:
-    """Where rows with top-k or top-p keep the tokens in doubt: `[rows, CANDIDATES]` float32, one per stream."""
+    """Return scratch for the candidates of rows with top-k or top-p: `[rows, CANDIDATES]` float32, one per stream."""
     return torch.empty(rows, CANDIDATES, dtype=torch.float32, device=device)
 
 
@@ -320,13 +320,12 @@ def sample(
     counts: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> Tensor:
-    """One token for each row of `logits [S, V]` float32 into `out [S]` int; all parameters `[S]`, float32 but top_k
-    int32.
+    """Sample one token for each row of `logits [S, V]` float32 into `out [S]` int.
 
-    temperature 0 takes the best. `bad [S]` int, when given, gets 1 for rows that are `sampling.nonfinite`, else 0; the
-    token of such a row is some id of the vocabulary. `scratch` comes from `sample_scratch`; without it one is
-    allocated here (under capture from the graph's own memory). `counts [slots, V]` int32 of the rows' `slots
-    [S]`, when given, counts the token.
+    All parameters are `[S]`, float32 except top_k int32. temperature 0 takes the best. `bad [S]` int gets 1 for rows
+    that are `sampling.nonfinite`, else 0; the token of such a row is an arbitrary id. `scratch` comes from
+    `sample_scratch`; without it one is allocated here (under capture from the graph's memory pool). The token is
+    counted in `counts [slots, V]` int32 at the rows' `slots [S]`.
     """
     rows, vocabulary = logits.shape
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
