@@ -1,6 +1,6 @@
-"""Packs and unpacks pages of KV on a GPU (see `packed_page.PackedPage`), a few of them with one launch.
+"""Packs and unpacks KV pages on a GPU (see `packed_page.PackedPage`), a few per launch.
 
-Words are two scalars: 32 bits of the pool, a byte of codes, two bytes of bases and of lows.
+A word is two scalars: 32 bits of the pool, a byte of codes, two bytes each of bases and lows.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from weft.kernels.formats.packed_page import ESCAPE, PackedPage
 
-MOST_PAGES = 4
-"""of one launch: their numbers are its arguments"""
+PAGES_PER_LAUNCH = 4
+"""Pages per launch: their numbers are its arguments."""
 TILE_WORDS = 4096
-"""of a program: all rows of some columns"""
+"""Words per program: all rows of some columns."""
 WARPS = 4
 PATCHES = 1024
-"""escapes of a program"""
+"""Escapes per program."""
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def _patch_kernel(
     VALUES: tl.constexpr, CAPACITY: tl.constexpr, STRIDE: tl.constexpr, ESCAPES_AT: tl.constexpr,
     LOWS_AT: tl.constexpr, PATCHES: tl.constexpr,
 ):  # fmt: skip
-    """The scalars whose exponents stand in the list; `pool` in 16 bits."""
+    """Patch the scalars whose exponents are in the list; `pool` in 16 bits."""
     cell = cells + tl.program_id(1).to(tl.int64) * STRIDE
     count = tl.minimum(tl.load(cell.to(tl.pointer_type(tl.int32))), CAPACITY)
     i = tl.program_id(0) * PATCHES + tl.arange(0, PATCHES)
@@ -117,7 +117,7 @@ def _patch_kernel(
 
 
 def _tile(form: PackedPage) -> tuple[int, int, tuple[int, int]]:
-    """(rows of a tile, its columns, programs along columns and blocks)"""
+    """Return (rows of a tile, its columns, programs along columns and blocks)."""
     rows = triton.next_power_of_2(form.rows)
     columns = form.width // 2
     block = min(triton.next_power_of_2(columns), max(1, TILE_WORDS // rows))
@@ -125,14 +125,14 @@ def _tile(form: PackedPage) -> tuple[int, int, tuple[int, int]]:
 
 
 def _four(pages: Sequence[int]) -> tuple[int, ...]:
-    return (*pages, *[0] * (MOST_PAGES - len(pages)))
+    return (*pages, *[0] * (PAGES_PER_LAUNCH - len(pages)))
 
 
 def pack(form: PackedPage, pool: Tensor, pages: Sequence[int], cells: Tensor) -> None:
-    """Pages of a pool into the first cells.
+    """Pack pages of a pool into the first cells.
 
-    pool `[pages, ...]` bf16, contiguous; pages: at most `MOST_PAGES`, each `form` shaped; cells `[>= pages, nbytes]`
-    uint8, at multiples of 16 bytes. A cell whose count is beyond the capacity holds no page.
+    pool `[pages, ...]` bf16, contiguous; pages: at most `PAGES_PER_LAUNCH`, in the layout `form`; cells `[>= pages,
+    nbytes]` uint8, aligned to 16 bytes. A cell whose count exceeds the capacity does not hold a page.
     """
     rows, block, grid = _tile(form)
     cells[: len(pages), : form.escapes_at].zero_()
@@ -145,7 +145,7 @@ def pack(form: PackedPage, pool: Tensor, pages: Sequence[int], cells: Tensor) ->
 
 
 def unpack(form: PackedPage, cells: Tensor, pool: Tensor, pages: Sequence[int]) -> None:
-    """What `pack` put into the first cells, into these pages of the pool. None of the cells was too full."""
+    """Unpack the first cells, all of them packed, into these pages of the pool."""
     rows, block, grid = _tile(form)
     four = _four(pages)
     _unpack_kernel[(*grid, len(pages))](
