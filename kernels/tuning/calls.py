@@ -1,4 +1,4 @@
-"""Kernels with operands made once, ready to be timed: products, attention, whole layers and steps."""
+"""Kernels with prepared operands, ready to be timed: GEMMs, attention, whole layers and steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LLAMA_1B = layer_shapes(2048, 8192, 32, 8, 64)
 
 
 def rule(shape: Shape, tokens: int, num_sms: int) -> GemmConfig:
-    """The configuration that a product gets before it is tuned."""
+    """Return the configuration of an untuned GEMM."""
     if shape.experts:
         return experts.choose(tokens, shape.features, shape.depth, shape.experts, shape.top)
     if shape.bits == 8:
@@ -51,16 +51,16 @@ def rule(shape: Shape, tokens: int, num_sms: int) -> GemmConfig:
     return gemm_launch.choose(tokens, shape.features, shape.depth, num_sms)
 
 
-def product(
+def gemm_call(
     shape: Shape, tokens: int, weight: Tensor | Fp8Weight, space: gemm_launch.Workspace, num_sms: int,
     config: GemmConfig | None, head_dim: int = HEAD_DIM, kv_heads: int = 8,
 ) -> Callable[[], object]:  # fmt: skip
-    """A call of the fused product of this shape, its operands made once."""
+    """Return a call of this shape's fused GEMM with prepared operands."""
     n, k = shape.features, shape.depth
     if isinstance(weight, Fp8Weight):
-        return fp8_product(shape, tokens, weight, space, num_sms, config, head_dim, kv_heads)
+        return fp8_gemm_call(shape, tokens, weight, space, num_sms, config, head_dim, kv_heads)
     if shape.experts:
-        return layer_of_experts(shape, tokens, weight, num_sms, config)
+        return expert_layer_call(shape, tokens, weight, num_sms, config)
     a = torch.randn(tokens, k, device=weight.device, dtype=DTYPE)
     sumsq = a.float().square().view(tokens, 16, -1).sum(-1).t().contiguous()
     options: dict[str, Any] = {"num_sms": num_sms, "space": space, "config": config}
@@ -90,13 +90,13 @@ def product(
     return lambda: gemm.matmul(a, weight, out, **options)
 
 
-def fp8_product(
+def fp8_gemm_call(
     shape: Shape, tokens: int, weight: Fp8Weight, space: gemm_launch.Workspace, num_sms: int, config: GemmConfig | None,
     head_dim: int, kv_heads: int,
 ) -> Callable[[], object]:  # fmt: skip
-    """As `product`, of operands in e4m3 whose scales are by blocks of an activation; pages in 16 bits."""
+    """As `gemm_call`, for e4m3 operands with a scale per activation block; pages in 16 bits."""
     n, k, device = shape.features, shape.depth, weight.values.device
-    # the stream's, as an iteration of so many tokens has it
+    # the residual stream's span in an iteration of this many tokens
     hidden = n if shape.kind == "residual" else k
     span = fp8.BLOCK if weight.blocked else fp8_projections.residual_span(tokens, hidden, hidden, num_sms)
     a = fp8_projections.rows_buffer(tokens, k, device, span=fp8.BLOCK if shape.kind == "residual" else span)
@@ -125,16 +125,16 @@ def fp8_product(
     if shape.kind == "gate_up":
         left = fp8_projections.rows_buffer(tokens, n // 2, device)
         return lambda: fp8_projections.gate_up_project(a, sumsq, weight, 1e-5, quantized=left, **options)
-    out = torch.empty(tokens, n, device=device, dtype=DTYPE)  # a pass over the rows follows
+    out = torch.empty(tokens, n, device=device, dtype=DTYPE)  # a separate pass over the rows follows
     return lambda: fp8_projections.linear_project(a, sumsq, weight, 1e-5, out=out, **options)
 
 
-def layer_of_experts(
+def expert_layer_call(
     shape: Shape, tokens: int, weight: Tensor, num_sms: int, config: GemmConfig | None, skew: float = 1.0
 ) -> Callable[[], object]:
-    """A call of both products of a layer of experts, behind a random router. weight: all of `shape.elements`.
+    """Return a call of both GEMMs of an expert layer after a random router. weight: all of `shape.elements`.
 
-    skew: the router's rows of the first eighth of the experts are so many times larger than the others.
+    skew: factor of the router's rows of the first eighth of the experts.
     """
     count, top, n, k = shape.experts, shape.top, shape.features, shape.depth
     device, dtype = weight.device, weight.dtype
@@ -160,7 +160,7 @@ def layer_of_experts(
 
 
 def weights(shape: Shape, copies: int, device: str = DEVICE) -> list[Any]:
-    """Tensors; of e4m3 `Fp8Weight`."""
+    """Return tensors, or `Fp8Weight` for e4m3."""
     if shape.bits == 8:
         made = []
         for _ in range(copies):
@@ -181,7 +181,7 @@ def cublas(tokens: int, weight: Tensor) -> Callable[[], object]:
 
 
 def copies_for(shape: Shape) -> int:
-    """Weights that together exceed the L2 several times."""
+    """Return how many weights together exceed the L2 several times."""
     size = shape.bits // 8 * shape.elements
     return 1 if size > 1e9 else max(2, min(12, int(400e6 / size)))
 
@@ -191,7 +191,7 @@ def decode_calls(
     lengths: np.ndarray | None = None, num_sms: int = 132, kernel: Callable[..., object] = decode_attention,
     **options: Any,
 ) -> tuple[list[Callable[[], object]], float]:  # fmt: skip
-    """Decode attention of every layer of one pool, pages at random places; and the bytes one call must read."""
+    """Return decode attention calls for every layer of a pool with randomly placed pages, and the bytes of one call."""
     lengths = np.full(batch, context) if lengths is None else lengths
     per = -(-int(lengths.max()) // page)
     kv = torch.empty(batch * per + 1, layers, 2, page, kv_heads, head_dim, device=DEVICE, dtype=DTYPE)
@@ -217,7 +217,7 @@ def prefill_calls(
     batch: int, queries: int, page: int, context: int = 0, heads: int = 32, kv_heads: int = 8,
     head_dim: int = HEAD_DIM, num_sms: int = 132, portable: bool = False, layers: int = 4,
 ) -> tuple[list[Callable[[], object]], float]:  # fmt: skip
-    """Prefill attention of `batch` chunks, and the floating-point operations of one call (causal: half a square)."""
+    """Return prefill attention calls of `batch` chunks, and the FLOPs of one call (causal: half a square)."""
     per = -(-(queries + context) // page)
     kv = torch.randn(batch * per + 1, layers, 2, page, kv_heads, head_dim, device=DEVICE, dtype=DTYPE)
     table = (torch.randperm(batch * per, device=DEVICE, dtype=torch.int32) + 1).view(batch, per)
@@ -238,7 +238,7 @@ def prefill_calls(
 
 
 def sdpa_calls(batch: int, queries: int, heads: int = 32, head_dim: int = HEAD_DIM) -> list[Callable[[], object]]:
-    """The same prefill through cuDNN, on dense K and V already repeated for every query head."""
+    """Return the same prefill through cuDNN, on dense K and V already repeated for every query head."""
     q, k, v = (torch.randn(batch, heads, queries, head_dim, device=DEVICE, dtype=DTYPE) for _ in range(3))
 
     def call() -> None:
@@ -251,14 +251,14 @@ def sdpa_calls(batch: int, queries: int, heads: int = 32, head_dim: int = HEAD_D
 def layer_calls(
     shapes: list[Shape], tokens: int, layers: int, num_sms: int, fused: bool, head_dim: int = HEAD_DIM
 ) -> tuple[list[Callable[[], object]], float, float]:
-    """The matrix products of `layers` layers one after the other; operations and weight bytes of one layer."""
+    """Return the GEMMs of `layers` layers in sequence; FLOPs and weight bytes of one layer."""
     space = gemm_launch.workspace(DEVICE, 1 << 24)
     calls = []
     for _ in range(layers):
         for shape in shapes:
             weight = weights(shape, 1)[0]
             calls.append(
-                product(shape, tokens, weight, space, num_sms, None, head_dim) if fused else cublas(tokens, weight)
+                gemm_call(shape, tokens, weight, space, num_sms, None, head_dim) if fused else cublas(tokens, weight)
             )
     size = float(sum(s.features * s.depth for s in shapes))
     return calls, 2 * tokens * size, 2 * size
@@ -267,19 +267,19 @@ def layer_calls(
 def step_calls(
     batch: int, context: int, layers: int, num_sms: int, attention: bool = True
 ) -> tuple[list[Callable[[], object]], float]:
-    """A whole decode step of the 8B shape but for embedding and sampling; and the bytes it must read."""
+    """Return a decode step of the 8B shape without embedding and sampling, and the bytes it must read."""
     space = gemm_launch.workspace(DEVICE, 1 << 24)
     attend, kv_bytes = decode_calls(batch, context, 64, layers=layers, num_sms=num_sms)
     calls, total = [], 0.0
     for layer in range(layers):
         for shape in LLAMA_8B:
             total += shape.features * shape.depth * 2
-            calls.append(product(shape, batch, weights(shape, 1)[0], space, num_sms, None))
+            calls.append(gemm_call(shape, batch, weights(shape, 1)[0], space, num_sms, None))
             if shape.kind == "qkv" and attention:
                 calls.append(attend[layer])
                 total += kv_bytes
     head = Shape("logits", 128256, 4096)
-    calls.append(product(head, batch, weights(head, 1)[0], space, num_sms, None))
+    calls.append(gemm_call(head, batch, weights(head, 1)[0], space, num_sms, None))
     return calls, total + head.features * head.depth * 2
 
 
@@ -298,6 +298,6 @@ def sample_call(rows: int, vocabulary: int, temperature: float, top_k: int, top_
 
 
 def copy_bandwidth() -> float:
-    """TB/s of a scaled copy, read and written bytes counted."""
+    """Return TB/s of a scaled copy, counting bytes read and written."""
     a, b = (torch.empty(1 << 28, device=DEVICE).normal_() for _ in range(2))
     return 2 * 4 * a.numel() / burst([lambda: torch.mul(a, 1.5, out=b)] * 20) / 1e9

@@ -1,8 +1,8 @@
 """Times GPU work in bursts and sustained, with clocks and watts.
 
-Calls are captured in a CUDA graph over several copies of their data, so that neither launches nor caches flatter them.
+Calls are captured in a CUDA graph over several copies of their data, so that launches and caches do not distort them.
 `burst` timings (milliseconds of work) rank variants; `sustained` ones (seconds, at the power cap) are what a server
-gets.
+achieves.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Sustained(NamedTuple):
 
 
 class Meter:
-    """Clock and power of the GPU, ten times a second, while it is open; of several, what is theirs in the mean."""
+    """Samples clock and power of the GPU ten times a second while open; averages several GPUs."""
 
     def __init__(self, gpus: int = 1) -> None:
-        """gpus: this one and those behind it, as this process sees them."""
+        """gpus: number of GPUs from the current one on, in this process's order."""
         first = torch.cuda.current_device()
         names = [f"GPU-{torch.cuda.get_device_properties(first + i).uuid}" for i in range(gpus)]
         query = [
@@ -61,7 +61,7 @@ class Meter:
 
 
 def capture(calls: Iterable[Callable[[], object]]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """One graph of all calls, and how many there are. The calls' tensors must live as long as the graph is replayed."""
+    """Capture all calls in one graph and count them. The calls' tensors must live as long as the graph is replayed."""
     calls = list(calls)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -78,7 +78,7 @@ def capture(calls: Iterable[Callable[[], object]]) -> tuple[torch.cuda.CUDAGraph
 
 
 def burst(calls: Iterable[Callable[[], object]], repeats: int = 9) -> float:
-    """Median milliseconds of one call."""
+    """Return the median milliseconds of one call."""
     graph, count = capture(calls)
     graph.replay()
     times = []
@@ -93,7 +93,7 @@ def burst(calls: Iterable[Callable[[], object]], repeats: int = 9) -> float:
 
 
 def sustained(calls: Iterable[Callable[[], object]], meter: Meter, seconds: float = 2.5) -> Sustained:
-    """Milliseconds of one call over the second half of `seconds`, with the watts and the clock of that half."""
+    """Return milliseconds of one call over the second half of `seconds`, with that half's watts and clock."""
     graph, count = capture(calls)
     start = time.monotonic()
     _replay_until(graph, start + seconds / 2)
@@ -105,7 +105,7 @@ def sustained(calls: Iterable[Callable[[], object]], meter: Meter, seconds: floa
 
 
 def _replay_until(graph: torch.cuda.CUDAGraph, end: float) -> int:
-    """How often: at least twice, however late it is, because one replay may last longer than a measurement."""
+    """Replay until `end` and return the count: at least two, because one replay may outlast a measurement."""
     replays = 0
     while not replays or time.monotonic() < end:
         graph.replay()

@@ -9,7 +9,7 @@ import torch
 from weft.kernels.matmul import gemm_launch
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.tuned import Shape
-from weft.kernels.tuning.calls import DEVICE, copies_for, product, rule, weights
+from weft.kernels.tuning.calls import DEVICE, copies_for, gemm_call, rule, weights
 from weft.kernels.tuning.measure import burst
 
 log = logging.getLogger("weft.kernels")
@@ -37,7 +37,7 @@ class QuickTimer:
                 self._shape, self._weights = shape, weights(shape, copies_for(shape))
             return burst(
                 [
-                    product(shape, tokens, w, space, self._sms, config, self._head_dim, self._kv_heads)
+                    gemm_call(shape, tokens, w, space, self._sms, config, self._head_dim, self._kv_heads)
                     for w in self._weights
                 ],
                 5,

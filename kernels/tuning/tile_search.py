@@ -37,8 +37,8 @@ CANDIDATES = 4
 
 
 @contextlib.contextmanager
-def _only_one(file: Path, patience_s: float) -> Iterator[bool]:
-    """Whether this process is the only one here. Another one's end is waited for, `patience_s` at most."""
+def _exclusive(file: Path, patience_s: float) -> Iterator[bool]:
+    """Yield whether this process has the lock. Waits up to `patience_s` for another process."""
     give_up = time.monotonic() + patience_s
     with file.open("w") as handle:
         alone = False
@@ -48,12 +48,12 @@ def _only_one(file: Path, patience_s: float) -> Iterator[bool]:
                 alone = True
             except BlockingIOError:
                 time.sleep(0.1)
-        yield alone  # closing the file gives the lock back
+        yield alone  # closing the file releases the lock
 
 
 @functools.cache
 def candidates(bucket: int, special: bool) -> tuple[GemmConfig, ...]:
-    """What wins most often for this many tokens in the shipped tables. special: the GPU has that kernel."""
+    """Return the most frequent winners of the shipped tables for this many tokens. special: the GPU has that kernel."""
     wins: Counter[GemmConfig] = Counter()
     for capability, sms in SHIPPED:
         wins.update(
@@ -64,8 +64,8 @@ def candidates(bucket: int, special: bool) -> tuple[GemmConfig, ...]:
     return tuple(config for config, _ in wins.most_common(CANDIDATES))
 
 
-def tries(shape: Shape, by_rule: GemmConfig, bucket: int, special: bool) -> tuple[GemmConfig, ...]:
-    """What `search` measures for a product."""
+def configs_to_try(shape: Shape, by_rule: GemmConfig, bucket: int, special: bool) -> tuple[GemmConfig, ...]:
+    """Return the configurations that `search` measures for a GEMM."""
     if shape.experts:
         others = experts_config.candidates(bucket, shape.experts, shape.top, hopper=special)
     elif shape.bits == 8:
@@ -77,7 +77,7 @@ def tries(shape: Shape, by_rule: GemmConfig, bucket: int, special: bool) -> tupl
 
 
 def missing(shapes: Sequence[Shape], max_tokens: int, *known: Table) -> list[tuple[Shape, int]]:
-    """Shapes and buckets up to that of `max_tokens` that no table knows, largest buckets first."""
+    """Return shapes and buckets up to that of `max_tokens` that are in no table, largest buckets first."""
     worth = dict.fromkeys(s for s in shapes if s.elements >= MIN_ELEMENTS)
     top = bucket_of(max_tokens) or BUCKETS[-1]
     return [
@@ -98,10 +98,10 @@ def search(
     progress: Callable[[int, int], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[Key, GemmConfig]:
-    """The fastest of a few candidates and of the rule's choice for each shape and bucket, as far as the budget goes.
+    """Return the fastest of a few candidates and the rule's choice for each shape and bucket within the time budget.
 
-    measure: milliseconds of a product, None if this configuration cannot run it. A shape and bucket whose candidates
-    could not all be tried is left out, for the next start.
+    measure: milliseconds of a GEMM, None if this configuration cannot run it. A shape and bucket with untried
+    candidates is left out, for the next start.
     """
     found: dict[Key, GemmConfig] = {}
     begin, longest = clock(), 0.0
@@ -109,7 +109,7 @@ def search(
         if progress is not None:
             progress(done, len(wanted))
         timed: list[tuple[float, GemmConfig]] = []
-        for config in tries(shape, rule(shape, bucket), bucket, special):
+        for config in configs_to_try(shape, rule(shape, bucket), bucket, special):
             at = clock()
             if at - begin + longest > budget_s:
                 return found
@@ -134,10 +134,10 @@ def find(
     budget_s: float,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[Key, GemmConfig]:
-    """What the cache in `folder` knows for this machine, after a search for what it lacks (see `search`).
+    """Return this machine's configurations from the cache in `folder`, after a search for missing ones (see `search`).
 
-    Of several processes that start at once one searches, the others wait and read what it found. Where the folder
-    cannot be written nothing is searched, because every start would have to.
+    If several processes start at once, one searches and the others wait and read its results. If the folder cannot be
+    written, nothing is searched, because every start would repeat it.
     """
     known = read_cache(folder, of)
     ours = shipped(of.capability, of.sms)
@@ -145,7 +145,7 @@ def find(
         return known
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _only_one(cache_file(folder, of).with_suffix(".lock"), 2 * budget_s) as alone:
+        with _exclusive(cache_file(folder, of).with_suffix(".lock"), 2 * budget_s) as alone:
             known = read_cache(folder, of)
             wanted = missing(shapes, max_tokens, known, ours)
             if alone and wanted:
@@ -154,5 +154,5 @@ def find(
                 write_cache(folder, of, found)
                 known |= found
     except OSError as error:
-        log.warning("matrix products are not tuned for this GPU: %s cannot be written (%s)", folder, error.strerror)
+        log.warning("GEMMs are not tuned for this GPU: %s cannot be written (%s)", folder, error.strerror)
     return known
