@@ -1,6 +1,4 @@
-"""Rows of the embedding table with their sums of squares, in FP8 as an operand too; and the final norm of the rows that
-need logits.
-"""
+"""Embedding lookup with row sums of squares and an optional FP8 operand, and the final norm before the logits."""
 
 # Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -19,20 +17,20 @@ from weft.kernels.matmul.rows import row_mean, row_options
 
 
 @triton.jit
-def _embedded(table, places, at, place_at, mask, scale):
-    """Numbers of a row of the table, each step rounded: times the scale, plus those of its position."""
+def _embedded(table, position_table, at, place_at, mask, scale):
+    """Load part of a table row, rounded after each step: times the scale, plus the position embedding."""
     value = tl.load(table + at, mask=mask, other=0.0)
     if scale is not None:
         value = (value.to(tl.float32) * scale).to(value.dtype)
-    if places is not None:
-        more = tl.load(places + place_at, mask=mask, other=0.0)
+    if position_table is not None:
+        more = tl.load(position_table + place_at, mask=mask, other=0.0)
         value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
     return value
 
 
 @triton.jit
 def _embed_kernel(
-    ids, table, x, sumsq, V, H, scale, places, positions, P, next_norm, q_out, q_scale, stride_q,
+    ids, table, x, sumsq, V, H, scale, position_table, positions, P, next_norm, q_out, q_scale, stride_q,
     CENTRED: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
@@ -41,19 +39,19 @@ def _embed_kernel(
     token = tl.load(ids + row).to(tl.int64)
     token = tl.minimum(tl.maximum(token, 0), V - 1)  # padding may hold any id; it must not fault
     place = token * 0
-    if places is not None:
+    if position_table is not None:
         place = tl.minimum(tl.maximum(tl.load(positions + row).to(tl.int64), 0), P - 1)
     mean = 0.0
     if CENTRED:
         total = tl.zeros([BLOCK], tl.float32)
         for start in range(0, H, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            total += _embedded(table, places, token * H + at, place * H + at, at < H, scale).to(tl.float32)
+            total += _embedded(table, position_table, token * H + at, place * H + at, at < H, scale).to(tl.float32)
         mean = tl.sum(total, axis=0) / H
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, H, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        value = _embedded(table, places, token * H + at, place * H + at, at < H, scale)
+        value = _embedded(table, position_table, token * H + at, place * H + at, at < H, scale)
         tl.store(x + row * H + at, value, mask=at < H)
         if CENTRED:
             off = tl.where(at < H, value.to(tl.float32) - mean, 0.0)
@@ -75,7 +73,7 @@ def embed(
     table: Tensor,
     *,
     scale: float = 1.0,
-    places: Tensor | None = None,
+    position_table: Tensor | None = None,
     positions: Tensor | None = None,
     centred: bool = False,
     out: Tensor,
@@ -83,20 +81,21 @@ def embed(
     quantized: Fp8Rows | None = None,
     next_norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rows of `table [V, H]` for `token_ids [T]` into `out [T, H]`; returns out and `sumsq[:1]`, `[1, T]` float32.
+    """Look up rows of `table [V, H]` for `token_ids [T]` into `out [T, H]`; returns out and `sumsq[:1]`, float32 `[1,
+    T]`.
 
-    scale is rounded to the table's dtype; places `[positions, H]` and positions `[T]` come together (see
-    `reference.embed`). The rows, times `next_norm [H]`, go to `quantized` too, as the product behind reads them in FP8
+    scale is rounded to the table's dtype; position_table `[P, H]` and positions `[T]` are given together (see
+    `reference.layer.embed`). `quantized` gets the rows times `next_norm [H]` as the next GEMM's FP8 operand
     (`fp8.quantize_rows`).
     """
     tokens, hidden = token_ids.shape[0], table.shape[1]
     options = row_options(hidden)
     if quantized is not None:
-        options["BLOCK"] = max(2 * BLOCK, options["BLOCK"])  # scales are of whole blocks
+        options["BLOCK"] = max(2 * BLOCK, options["BLOCK"])  # scales cover whole blocks
     rounded = None if scale == 1.0 else float(torch.tensor(scale, dtype=table.dtype))
     _embed_kernel[(tokens,)](
-        token_ids, table, out, sumsq, table.shape[0], hidden, rounded, places, None if places is None else positions,
-        0 if places is None else places.shape[0], next_norm,
+        token_ids, table, out, sumsq, table.shape[0], hidden, rounded, position_table,
+        *((None, 0) if position_table is None else (positions, position_table.shape[0])), next_norm,
         *((None, None, None) if quantized is None else (quantized.values, quantized.scale, quantized.scale.stride(0))),
         CENTRED=centred, PAIRS=quantized is not None and quantized.span > BLOCK, **options,
     )  # fmt: skip
@@ -143,9 +142,9 @@ def final_norm(
     centred: bool = False,
     out: Tensor,
 ) -> Tensor:
-    """Normed rows `x[rows]` -> `out [S, H]`, ready for the vocabulary matrix (`gemm.matmul`). sumsq `[parts, T]`.
+    """Write normed rows `x[rows]` to `out [S, H]` for the vocabulary GEMM (`gemm.matmul`). sumsq `[parts, T]`.
 
-    norm_weight `[H]`, norm_bias `[H]` of a LayerNorm, whose rows lose their mean (`centred`).
+    norm_weight `[H]`; norm_bias `[H]` of a LayerNorm, which subtracts the rows' mean (`centred`).
     """
     sumsq = sumsq if sumsq.dim() == 2 else sumsq[None]
     hidden = x.shape[1]

@@ -1,18 +1,18 @@
-"""What tuning tries for a product in FP8 beside the rule's tiles (`fp8_projections.by_rule`)."""
+"""Tile candidates that tuning tries for an FP8 GEMM besides the rule's (`fp8_projections.by_rule`)."""
 
 from __future__ import annotations
 
 from weft.kernels.matmul.gemm_config import GemmConfig
 
 STEP = 128
-"""columns of both operands in one step"""
+"""Columns of both operands in one step."""
 ROOM = 220 * 1024
-"""bytes of shared memory for the steps of all programs on an SM"""
+"""Bytes of shared memory for the steps of all programs on an SM."""
 
 
 def every(kind: str, tokens: int, depth: int, *, few: bool) -> tuple[GemmConfig, ...]:
-    """Tiles that are possible for a `kind` of product and so many tokens. few: the weight is the left operand
-    (`fp8_triton`), else the kernel is the warp-specialised one."""
+    """Return all possible tiles for a `kind` of GEMM. few: the weight is the left operand (`fp8_triton`); else the
+    kernel is the warp-specialized one."""
     if not few:
         widths = (256,) if kind == "gate_up" else (256, 128)
         groups = (4, 8, 16) if tokens > 512 else (8,)
@@ -28,6 +28,6 @@ def every(kind: str, tokens: int, depth: int, *, few: bool) -> tuple[GemmConfig,
 
 
 def candidates(kind: str, tokens: int, depth: int, *, few: bool) -> tuple[GemmConfig, ...]:
-    """Those of `every` that are worth a measurement at a start: with one group, and not three programs on an SM."""
+    """Return the tiles of `every` measured at start-up: those with one group and at most two programs per SM."""
     tried = every(kind, tokens, depth, few=few)
     return tuple(config for config in tried if config.per_sm < 3 and config.group == 8)

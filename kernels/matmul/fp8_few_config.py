@@ -1,4 +1,4 @@
-"""How `fp8_few_hopper` deals a product to the SMs. Plain numbers: rules and tuning read them without Triton."""
+"""How `fp8_few_hopper` distributes a GEMM over SMs. Plain numbers: rules and tuning read them without Triton."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ import functools
 
 from weft.kernels.matmul.gemm_config import GemmConfig
 
-MOST_TOKENS = 16
-"""columns of its MMA"""
+MAX_TOKENS = 16
+"""Columns of its MMA."""
 STEP = 128
-"""of the depth"""
+"""Columns of K per step."""
 STAGES = {128: 5, 256: 3}
-"""of the ring, by features of a tile: a program takes 92 or 120 KiB at least. Two kernels stand on an SM, but for two
-with tiles of 256, which never follow each other"""
-MOST_PARTS = 8
-"""programs that a tile's steps may lie in"""
-LEAST_BUSY = 0.7
-"""share of the SMs: so many can ask for all that memory gives"""
-MOST_STEPS = 128
-"""of a program, which keeps their scales"""
+"""Stages of the ring, by features of a tile. A program takes 92 or 120 KiB at least, so two kernels fit on an SM,
+except two with tiles of 256, which never follow each other."""
+MAX_SPLITS = 8
+"""Most programs that share a tile's steps."""
+MIN_BUSY = 0.7
+"""Share of the SMs that saturates memory."""
+MAX_STEPS = 128
+"""Most steps of a program, which holds their scales."""
 
 
 @functools.cache
-def shared_out(features: int, depth: int, wide: int, num_sms: int) -> tuple[int, int]:
-    """Steps of a program, and in how many programs a tile's steps lie at most.
+def distribute(features: int, depth: int, wide: int, num_sms: int) -> tuple[int, int]:
+    """Return the steps of a program, and the most programs that share a tile's steps.
 
-    Where it keeps at least `LEAST_BUSY` of the SMs at work, no stretch ends within two tiles: sums that meet twice cost
-    more than SMs without work, since memory is busy with fewer.
+    If at least `MIN_BUSY` of the SMs stay busy, no program's range ends within two tiles: two partial sums cost more
+    than idle SMs, because fewer SMs saturate memory.
     """
     steps, tiles = -(-depth // STEP), -(-features // wide)
     even = -(-tiles * steps // num_sms)
 
     def whole(share: int) -> bool:
-        return share % steps == 0 or (steps % share == 0 and steps // share <= MOST_PARTS)
+        return share % steps == 0 or (steps % share == 0 and steps // share <= MAX_SPLITS)
 
-    shares = range(even, int(even / LEAST_BUSY) + 1)
-    share = next(filter(whole, shares), max(even, -(-steps // (MOST_PARTS - 2))))
+    shares = range(even, int(even / MIN_BUSY) + 1)
+    share = next(filter(whole, shares), max(even, -(-steps // (MAX_SPLITS - 2))))
     return share, max((tile * steps + steps - 1) // share - tile * steps // share + 1 for tile in range(tiles))
 
 
 def is_few(config: GemmConfig) -> bool:
-    """Whether it names `fp8_few_hopper`."""
-    return config.special and config.tokens <= MOST_TOKENS
+    """Return whether the configuration selects `fp8_few_hopper`."""
+    return config.special and config.tokens <= MAX_TOKENS
 
 
-def few(kind: str, features: int, depth: int, num_sms: int) -> GemmConfig:
-    """What `fp8_few_hopper` does for a `kind` of product; not `special` where it cannot."""
-    wide = 256 if kind == "gate_up" else 128  # of which a block of 128 gated columns comes
-    fits = shared_out(features, depth, wide, num_sms)[0] <= MOST_STEPS
-    return GemmConfig(MOST_TOKENS, wide, STEP, STAGES[wide], 4, special=fits)
+def few_config(kind: str, features: int, depth: int, num_sms: int) -> GemmConfig:
+    """Return the configuration of `fp8_few_hopper` for a `kind` of GEMM; not `special` if it does not support it."""
+    wide = 256 if kind == "gate_up" else 128  # gives one block of 128 gated columns
+    fits = distribute(features, depth, wide, num_sms)[0] <= MAX_STEPS
+    return GemmConfig(MAX_TOKENS, wide, STEP, STAGES[wide], 4, special=fits)

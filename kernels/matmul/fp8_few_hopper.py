@@ -1,17 +1,17 @@
-"""The FP8 products of a layer for 16 tokens at most on Hopper: their weights arrive while the kernel before ends.
+"""FP8 GEMMs of a layer for up to 16 tokens on Hopper, which fetch weights while the previous kernel ends.
 
-Few tokens take the time in which the weight is read; what is lost beside that lies between two products, where memory
-idles: sums that meet, an epilogue, the wait for the kernel before, the first bytes. So a program here leaves room
-in an SM's shared memory and lets the next kernel start when it has all its sums: that one's programs stand beside it
-and fill their ring with weights, which depend on nobody, before they wait. Sooner would be no gain: what one kernel
-asks of memory while the other does is lost to that.
+With few tokens the time is that of reading the weight. The overhead is between two GEMMs, where memory idles: partial
+sums, an epilogue, the wait for the previous kernel, the first bytes. So a program here leaves space in an SM's shared
+memory and lets the next kernel start when it has all its sums. The next kernel's programs run next to it and fill their
+rings with weights, which depend on no kernel, before they wait. An earlier start gains nothing: memory requests of one
+kernel delay those of the other.
 
-The weight's tiles of `BN` features, in steps of 128 of the depth, are one long list that all programs share evenly,
-each a stretch of it (stream-K): a tile's sums come from as many programs as its steps lie in, each leaves its own in
-the workspace, and the last to come adds them in order of the depth. The weight is the left operand of the MMA.
+The weight's tiles of `BN` features, in steps of 128 of K, form one list that all programs share evenly (stream-K). A
+tile's sums come from all programs that have some of its steps: each writes its own to the workspace, and the last one
+adds them in order of K. The weight is the left operand of the MMA.
 
-`fp8_projections` launches these where weights have a scale a channel; twins: `fp8_reference`. In 16 bits, whose weights
-take twice the time, the same was no faster than plain Triton.
+`fp8_projections` launches these for weights with a scale per channel. In 16 bits, with twice the bytes, the same design
+was no faster than plain Triton.
 """
 
 # Device functions carry no Python types.
@@ -32,7 +32,7 @@ from weft.kernels.common.dependent_launch import pdl_options
 from weft.kernels.common.hopper import await_previous, barrier, let_next_start, load_tile
 from weft.kernels.formats.fp8 import Fp8Rows, Fp8Weight
 from weft.kernels.formats.fp8_gluon import power_of_two
-from weft.kernels.matmul.fp8_few_config import MOST_TOKENS, few, shared_out
+from weft.kernels.matmul.fp8_few_config import MAX_TOKENS, distribute, few_config
 from weft.kernels.matmul.fp8_hopper import gated
 from weft.kernels.matmul.gemm_hopper import activate, page_rows
 from weft.kernels.matmul.gemm_launch import Workspace
@@ -46,7 +46,7 @@ def _ask_weights(w, w_smem, full, unit, steps, stage, BN: gl.constexpr, BM: gl.c
 
 @gluon.jit
 def _rows_factor(sumsq, live, stride, width, eps, PARTS: gl.constexpr, MOST: gl.constexpr, L: gl.constexpr):
-    """1 / rms of a token, from partial sums of squares `[PARTS, T]`; MOST: PARTS or the next power of two."""
+    """Return 1 / rms of each token from sums of squares `[PARTS, T]`; MOST: PARTS rounded up to a power of two."""
     part = gl.arange(0, MOST, layout=gl.SliceLayout(1, L))
     tok = gl.arange(0, 16, layout=gl.SliceLayout(0, L))
     there = (part < PARTS)[:, None] & (tok < live)[None, :]
@@ -56,14 +56,14 @@ def _rows_factor(sumsq, live, stride, width, eps, PARTS: gl.constexpr, MOST: gl.
 
 @gluon.jit
 def _pairs(y):
-    """`[2 R, T]` -> even and odd rows `[R, T]`."""
+    """Split `[2 R, T]` into even and odd rows `[R, T]`."""
     ROWS: gl.constexpr = y.shape[0] // 2
     return gl.split(gl.permute(gl.reshape(y, (ROWS, 2, y.shape[1])), (0, 2, 1)))
 
 
 @gluon.jit
 def _leave_quantized(z, q_out, q_scale, stride_q, feat, tok, live, block, N):
-    """A block of 128 columns of the next product's operand, `z [128, T]`, at columns `feat` of rows N long."""
+    """Write a block of 128 columns of the next GEMM's operand, `z [128, T]`, at columns `feat` of rows of length N."""
     real = (tok < live)[None, :] & (feat < N)[:, None]
     z = gl.where(real, z, 0.0)
     scale, inverse = power_of_two(gl.max(gl.abs(z), axis=0))
@@ -78,7 +78,7 @@ def _to_heads(
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_NORM: gl.constexpr,
     KV8: gl.constexpr, DTYPE: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
-    """128 features `y [128, T]` of q, K or V: norm of the head, rotation, to `out` or the pages."""
+    """Write 128 features `y [128, T]` of q, K or V to `out` or the pages: head norm, then rotation."""
     lane = gl.arange(0, 128, layout=gl.SliceLayout(1, L))
     col = tile * 128 + lane
     if HAS_NORM:
@@ -116,7 +116,7 @@ def few_kernel(
     HAS_COUNT: gl.constexpr, QUANTIZED: gl.constexpr, WEIGHTED: gl.constexpr, KV8: gl.constexpr,
     A_BLOCKS: gl.constexpr, DTYPE: gl.constexpr, ACT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """`KIND` is "linear", "residual", "gate_up" or "qkv"; what its epilogue does not read is None."""
+    """`KIND` is "linear", "residual", "gate_up" or "qkv"; inputs that its epilogue does not read are None."""
     eight: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
@@ -137,7 +137,7 @@ def few_kernel(
     for slot in gl.static_range(STAGES):
         if begin + slot < end:
             _ask_weights(w, w_smem, full, begin + slot, steps, slot, BN, BM)
-    # Positions and the count of tokens are older than the kernel before, as work lists are: they need not wait either.
+    # Positions and the token count are older than the previous kernel, as work lists are, so they need no wait.
     live = M
     if HAS_COUNT:
         live = gl.minimum(gl.load(num_tokens), M)
@@ -172,7 +172,7 @@ def few_kernel(
         tile = unit // steps
         last = gl.minimum((tile + 1) * steps, end)
         feat = tile * BN + lane
-        # what the epilogue reads is on its way while the weight arrives
+        # fetch the epilogue's inputs while the weight arrives
         channel = gl.load(sw + feat, mask=feat < N, other=0.0)
         if HAS_BIAS:
             added = gl.load(bias + feat, mask=feat < N, other=0.0).to(gl.float32)
@@ -202,13 +202,13 @@ def few_kernel(
                 let_next_start()
         is_last = True
         if MOST > 1:
-            # through the workspace `[tile, part, T, BN]`: what comes back is features beside each other
+            # through the workspace `[tile, part, T, BN]`, which returns neighboring features
             first_of = tile * steps // share
             parts = ((tile + 1) * steps - 1) // share - first_of + 1
             sums = partial + tile * (MOST * BM * BN)
             mine = sums + (gl.program_id(0) - first_of) * (BM * BN)
             gl.store(mine + acc_tok[None, :] * BN + acc_feat[:, None], acc, mask=(acc_tok < live)[None, :])
-            barrier()  # every thread's sums precede the addition below
+            barrier()  # all threads store their sums before the addition below
             is_last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == parts - 1
         if is_last:
             if MOST > 1:
@@ -255,35 +255,35 @@ _FIELDS: dict[str, Any] = dict.fromkeys(
      "ACT": ""}  # fmt: skip
 
 
-def launch_product(
+def launch_gemm(
     kind: str, a: Fp8Rows, weight: Fp8Weight, out: Tensor | None, quantized: Fp8Rows | None, num_tokens: Tensor | None,
     space: Workspace | None, x: Tensor | None, *, num_sms: int, dtype: torch.dtype, **fields: Any,
 ) -> None:  # fmt: skip
-    """Run `few_kernel` for a `kind` of it; weights have a scale a channel, `fields` are what its epilogue reads.
+    """Run `few_kernel` for a `kind`; weights have a scale per channel, `fields` are the epilogue's inputs.
 
-    Raises `ValueError` for more than `MOST_TOKENS` tokens, without a workspace or with one that is too small.
+    Raises `ValueError` for more than `MAX_TOKENS` tokens, without a workspace or with one that is too small.
     """
     (m, k), n = a.values.shape, weight.values.shape[0]
-    config = few(kind, n, k, num_sms)
+    config = few_config(kind, n, k, num_sms)
     wide = config.features
 
     def tiles(tensor: Tensor, of: int) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(tensor, [of, config.depth], _EIGHT)
 
-    share, parts = shared_out(n, k, wide, num_sms)
+    share, parts = distribute(n, k, wide, num_sms)
     count = -(-n // wide)
-    if m > MOST_TOKENS:
-        raise ValueError(f"{m} tokens are more than {MOST_TOKENS}")
-    if space is None or space.arrived.numel() < count or space.partial.numel() < count * parts * MOST_TOKENS * wide:
-        raise ValueError(f"sums of {count} tiles need a larger workspace")
+    if m > MAX_TOKENS:
+        raise ValueError(f"{m} tokens exceed the limit of {MAX_TOKENS}")
+    if space is None or space.arrived.numel() < count or space.partial.numel() < count * parts * MAX_TOKENS * wide:
+        raise ValueError(f"split sums of {count} tiles need a larger workspace")
     kv = fields.get("kv")
     few_kernel[(num_sms,)](
-        tiles(a.values, MOST_TOKENS), tiles(weight.values, wide), x, out,
+        tiles(a.values, MAX_TOKENS), tiles(weight.values, wide), x, out,
         None if quantized is None else quantized.values,
         None if quantized is None else quantized.scale, 0 if quantized is None else quantized.scale.stride(0),
         partial=space.partial, arrived=space.arrived, share=share, num_tokens=num_tokens, M=m, N=n, K=k, sa=a.scale,
         stride_sa=a.scale.stride(0), sw=weight.scale, **(_FIELDS | fields), KIND=kind, BN=wide,
-        BM=MOST_TOKENS, STAGES=config.stages, MOST=parts, CAP=max(32, 1 << (share - 1).bit_length()),
+        BM=MAX_TOKENS, STAGES=config.stages, MOST=parts, CAP=max(32, 1 << (share - 1).bit_length()),
         SQUARES=1 << max(3, (fields.get("PARTS", 0) - 1).bit_length()), HAS_BIAS=fields.get("bias") is not None,
         HAS_NORM=fields.get("q_norm") is not None, HAS_COUNT=num_tokens is not None, QUANTIZED=quantized is not None,
         WEIGHTED=fields.get("next_norm") is not None, KV8=kv is not None and kv.element_size() == 1,

@@ -1,17 +1,17 @@
-"""The FP8 products of a layer for many tokens on Hopper, warp-specialised, with their epilogues in the accumulators.
+"""FP8 GEMMs of a layer for many tokens on Hopper, warp-specialized, with epilogues on the accumulators.
 
-Built as `gemm_hopper`: two warpgroups own 64 rows each of a tile of 128 tokens x 256 (or 128) features, one producer
-warp streams both operands by TMA. What differs: operands are e4m3, a step is 128 of the depth, and between steps comes
-what block scales and long depths ask for. `WAY` says how:
+The structure is that of `gemm_hopper`: two warpgroups own 64 rows each of a tile of 128 tokens x 256 (or 128) features,
+and one producer warp streams both operands by TMA. Operands are e4m3 and a step is 128 of K. `WAY` selects how steps
+are added, which block scales and large K require:
 
 - "promoted": 64 x 128 partial sums of one step, times the step's scales, are added to the accumulator in float32; a
-  tile of 256 features does its left half, then its right one, while the other warpgroup has the tensor cores;
-- "paired": the same with partial sums of two steps, whose scales of activations are the same (`Fp8Rows.span`): taking
-  sums out of the tensor cores and adding them is what "promoted" loses against "fast". Weights with a scale a channel;
-- "fast": one accumulator and one scale a token, applied at the end, as most servers do.
+  tile of 256 features does its left half, then its right one, while the other warpgroup uses the tensor cores;
+- "paired": the same with partial sums of two steps that share activation scales (`Fp8Rows.span`), which halves the cost
+  of moving sums out of the tensor cores, the loss of "promoted" against "fast". Weights with a scale per channel;
+- "fast": one accumulator and one scale per token, applied at the end, as most servers do.
 
-An epilogue that makes the next product's operand quantises it there: each row of a tile has its own scales, a power of
-two for each 128 columns (`fp8.quantize_rows`).
+An epilogue that produces the next GEMM's operand quantizes it: each row of a tile has its own scales, a power of two
+for each 128 columns (`fp8.quantize_rows`).
 """
 
 # Device functions carry no Python types.
@@ -44,8 +44,8 @@ from weft.kernels.matmul.gemm_hopper import activate, load_row_scale, page_rows,
 BLOCK_TOKENS, BLOCK_DEPTH = 128, 128
 
 
-# The barriers are those of `gemm_hopper`, with its picture: full and empty for each stage of the operands, x_full and
-# x_empty for the residual's tile, which lies in `io` as pieces of 64 x 128.
+# The barriers are those of `gemm_hopper` (see the table there): full and empty for each stage of the operands, x_full
+# and x_empty for the residual's tile, which is held in `io` as pieces of 64 x 128.
 
 
 @gluon.jit
@@ -81,7 +81,7 @@ def _fast(
     a_smem, w_smem, full, empty, sa, rows, live, count, steps,
     WG: gl.constexpr, BN: gl.constexpr, ACC: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`[64, BN]` of one tile and the stages used so far."""
+    """Return `[64, BN]` of one tile and the stages used so far."""
     acc = gl.zeros([64, BN], gl.float32, layout=ACC)
     for step in range(steps):
         stage = count % STAGES
@@ -89,7 +89,7 @@ def _fast(
         a_mine = a_smem.index(stage).slice(WG * 64, 64)
         acc = warpgroup_mma(a_mine, w_smem.index(stage).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        # at most this step is still in flight: the one before has left its stage
+        # at most this step is still in flight: the previous one has released its stage
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
         count += 1
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -103,9 +103,9 @@ def promoted(
     WG: gl.constexpr, BN: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, A_BLOCKS: gl.constexpr,
     W_BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """(left `[64, 128]`, right `[64, 128]` or left again, stages used so far) of one tile of BN features.
+    """Return (left `[64, 128]`, right `[64, 128]` or left again, stages used so far) of one tile of BN features.
 
-    W_BLOCKS: 1: a scale for 128 features; 2: each feature's own; 3: two for all of the tile, whose features alternate.
+    W_BLOCKS: 1: a scale per 128 features; 2: per feature; 3: two for the whole tile, whose features alternate.
     """
     left = gl.zeros([64, 128], gl.float32, layout=HALF)
     right = gl.zeros([64, 128], gl.float32, layout=HALF)
@@ -160,7 +160,7 @@ def _paired(
     a_smem, w_smem, full, empty, sa, stride_sa, rows, live, count, steps,
     WG: gl.constexpr, BN: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As `promoted`, two steps at a time; steps are even."""
+    """As `promoted`, two steps at a time; the number of steps is even."""
     left = gl.zeros([64, 128], gl.float32, layout=HALF)
     right = gl.zeros([64, 128], gl.float32, layout=HALF)
     scale = gl.load(sa + rows, mask=rows < live, other=1.0)
@@ -200,7 +200,7 @@ def _paired(
 @gluon.jit
 def dequantized(y, row_scale, sw, bias, col, N, W_BLOCKS: gl.constexpr, NORMED: gl.constexpr, HAS_BIAS: gl.constexpr,
               HALF: gl.constexpr):  # fmt: skip
-    """Columns `col ..` of a product with their channels' scales, the norm's factor of each row, and their bias."""
+    """Apply channel scales, the rows' norm factor and bias to columns `col ..` of a GEMM."""
     at = col + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, HALF))
     if W_BLOCKS == 0:
         y = y * gl.load(sw + at, mask=at < N, other=0.0)[None, :]
@@ -213,7 +213,7 @@ def dequantized(y, row_scale, sw, bias, col, N, W_BLOCKS: gl.constexpr, NORMED: 
 
 @gluon.jit
 def _rounded(y, DTYPE: gl.constexpr):
-    """float32 -> 16 bits, two numbers an instruction, which the compiler does not find where float32 comes back."""
+    """Convert float32 to 16 bits, two numbers per instruction; the compiler misses that if float32 is needed again."""
     if gl.bfloat16 == DTYPE:
         y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [y], dtype=gl.bfloat16, is_pure=True,
                                       pack=2)  # fmt: skip
@@ -224,7 +224,7 @@ def _rounded(y, DTYPE: gl.constexpr):
 
 @gluon.jit
 def gated(gate, up, ACT: gl.constexpr):
-    """As `gemm_activations.gate_with`, with the quick exponential and reciprocal: what comes of it has four bits."""
+    """As `gemm_activations.gate_with`, with the fast exponential and reciprocal: the result keeps four bits."""
     if ACT == "silu":
         y = gl.inline_asm_elementwise(
             "{ .reg .f32 t; mul.ftz.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.ftz.f32 t, t, 0f3F800000;"
@@ -239,7 +239,7 @@ def gated(gate, up, ACT: gl.constexpr):
 @gluon.jit
 def _added(y, io, sw, bias, col, N, W_BLOCKS: gl.constexpr, HAS_BIAS: gl.constexpr, DTYPE: gl.constexpr,
            HALF: gl.constexpr):  # fmt: skip
-    """Columns `col ..` of a product, added to those of the residual, which lie in `io`: `[64, 128]`, there too."""
+    """Add columns `col ..` of a GEMM to those of the residual in `io`: `[64, 128]`, also written there."""
     y = dequantized(y, 1.0, sw, bias, col, N, W_BLOCKS, False, HAS_BIAS, HALF)
     y = _rounded(io.load(HALF).to(gl.float32) + y, DTYPE)
     io.store(y)
@@ -248,7 +248,7 @@ def _added(y, io, sw, bias, col, N, W_BLOCKS: gl.constexpr, HAS_BIAS: gl.constex
 
 @gluon.jit
 def _weighted(z, norm, at, N, WEIGHTED: gl.constexpr):
-    """`z [64, 128]`, times the weight of the norm before the next product where it is not in that one's matrix."""
+    """Multiply `z [64, 128]` by the weight of the next norm unless that is folded into its matrix."""
     if WEIGHTED:
         z = z * gl.load(norm + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
     return z
@@ -256,11 +256,11 @@ def _weighted(z, norm, at, N, WEIGHTED: gl.constexpr):
 
 @gluon.jit
 def _leave_quantized(z, amax, q_smem, q_desc, q_scale, stride_q, row0, col, rows, live, N):
-    """One block of 128 columns of the next product's operand: e4m3 and the scales of rows whose largest is amax."""
+    """Write a block of 128 columns of the next GEMM's operand: e4m3 and scales of rows with maximum amax."""
     scale, inverse = power_of_two(amax)
     gl.store(q_scale + (col // 128).to(gl.int64) * stride_q + rows, scale, mask=(rows < live) & (col < N))
     q = (z * inverse[:, None]).to(gl.float8e4nv)
-    tma.store_wait(1)  # the block before has left `q_smem`; the tile that was stored since may be on its way
+    tma.store_wait(1)  # the previous block has left `q_smem`; the tile stored since may be in flight
     q_smem.store(q)
     fence_async_shared()
     store_tile(q_desc, [row0, col], q_smem)
@@ -271,7 +271,7 @@ def _to_pages(
     y, io, rows, col0, q_out, kv, kv_inverse, page_row, live, layer,
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, KV8: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """`y [64, 128]` of 16 bits to q or to the pages, in rows of 16-byte (in FP8 pages 8-byte) pieces."""
+    """Write 16-bit `y [64, 128]` to q or the pages, in rows of 16-byte (in FP8 pages 8-byte) pieces."""
     io.store(y)
     tile = io.load(ROWS)
     col = col0 + gl.arange(0, 128, layout=gl.SliceLayout(0, ROWS))
@@ -292,7 +292,7 @@ def _to_pages(
 
 @gluon.jit
 def _normed_head(y, col0, lane, eps, q_norm, k_norm, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr):
-    """The norm of the head that `y [64, D]` is."""
+    """Apply the norm of the head `y [64, D]`."""
     gl.static_assert(y.shape[1] == D)
     col = col0 + lane
     weight = gl.load(q_norm + lane, mask=col < HQ * D, other=0.0).to(gl.float32)
@@ -365,7 +365,7 @@ def _consume(
             mbarrier.wait(x_full.index(WG), turn & 1)
             squares = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, HALF))
             largest = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, HALF))
-            if SHARED:  # what is stored below is known of all pieces first
+            if SHARED:  # all pieces are needed before the store below
                 for piece in gl.static_range(PIECES):
                     y = _added(left if piece == 0 else right, io_smem.index(WG * PIECES + piece), sw, bias,
                                col0 + piece * 128, N, W_BLOCKS, HAS_BIAS, DTYPE, HALF)  # fmt: skip
@@ -442,7 +442,7 @@ def product_kernel(
     a_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], eight)
     w_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BN, 128], eight)
     IO: gl.constexpr = 2 * PIECES if KIND == "residual" else 2
-    # what a kind does not need takes one small tile
+    # unused buffers are one small tile
     io_smem = gl.allocate_shared_memory(DTYPE, [IO, 64, 128] if KIND != "gate_up" else [1, 8, 64], sixteen)
     q_smem = gl.allocate_shared_memory(gl.float8e4nv, [2, 64, 128] if QUANTIZED else [1, 8, 128], eight)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -497,18 +497,17 @@ _FIELDS: dict[str, Any] = dict.fromkeys(
 
 
 def stages_of(kind: str, features: int) -> int:
-    """Steps of both operands that fit beside what the epilogue keeps in shared memory."""
+    """Return the steps of both operands that fit in shared memory with the epilogue's buffers."""
     kept = {"residual": 64 * 4 * features + 16384, "gate_up": 17408}.get(kind, 32768)
     return (227 * 1024 - 1024 - kept) // ((BLOCK_TOKENS + features) * BLOCK_DEPTH)
 
 
-def launch_product(
+def launch_gemm(
     kind: str, a: Fp8Rows, weight: Fp8Weight, out: Tensor | None, quantized: Fp8Rows | None, num_tokens: Tensor | None,
     x: Tensor | None, *, num_sms: int, dtype: torch.dtype, way: str, features: int = 256, group: int = 8,
     **fields: Any,
 ) -> None:  # fmt: skip
-    """Run `product_kernel` for a `kind` of it; `fields` are what its epilogue reads, `quantized` where the next
-    product's operand goes."""
+    """Run `product_kernel` for a `kind`; `fields` are the epilogue's inputs, `quantized` its FP8 output."""
 
     def tiles(tensor: Tensor, rows: int, cols: int = 128) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(tensor, [rows, cols], _LAYOUTS[tensor.element_size() * 8])

@@ -1,9 +1,8 @@
-"""The FP8 products of a layer with what surrounds them as epilogues (twins: `fp8_reference`): the one dispatch between
-plain Triton and the two Hopper kernels.
+"""FP8 projections of a layer with fused epilogues: the only dispatch between plain Triton and the two Hopper kernels.
 
-As `projections`, but an operand is `Fp8Rows` and an epilogue leaves the next one's: nothing between two products reads
-an activation again to quantise it. The factor of an RMS norm stays a scale of the rows, in the epilogue of the product
-behind it; a norm's weight is folded into the matrix, or multiplied in before the cast (`next_norm`).
+As `projections`, but an operand is `Fp8Rows` and an epilogue writes the next one: no pass between two GEMMs reads an
+activation again to quantize it. The factor of an RMS norm is a row scale in the epilogue of the following GEMM; a
+norm's weight is folded into the matrix, or multiplied in before the cast (`next_norm`).
 """
 
 from __future__ import annotations
@@ -16,39 +15,39 @@ from torch import Tensor
 from weft.kernels.common.gpu import is_hopper, on_gpu
 from weft.kernels.formats.fp8 import BLOCK, E4M3, Fp8Rows, Fp8Weight, KvScales
 from weft.kernels.matmul import fp8_triton, tuned
-from weft.kernels.matmul.fp8_few_config import few as few_of
-from weft.kernels.matmul.fp8_few_config import is_few
+from weft.kernels.matmul.fp8_few_config import few_config, is_few
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_launch import Launch, Workspace
 
 FEW_TOKENS = 128
-"""up to which the weight is the left operand"""
+"""Up to this many tokens, the weight is the left operand."""
 
 
 WIDE = GemmConfig(128, 2 * BLOCK, BLOCK, 4, 4, group=16, special=True)
-"""the tile of `fp8_hopper` that any kind of product can have"""
+"""The tile of `fp8_hopper` that supports every kind of GEMM."""
 
 
 def choose(kind: str, num_tokens: int, features: int, depth: int, num_sms: int) -> GemmConfig:
-    """The configuration of a product: a measured one if the shape is known, else by rule."""
+    """Return the configuration of a GEMM: a measured one if the shape is known, else by rule."""
     found = tuned.lookup(num_tokens, features, depth, bits=8)
-    # measured for another kind of this shape, its tiles may be too narrow for a block of 128 gated columns
+    # a tile measured for another kind of this shape may be too narrow for a block of 128 gated columns
     if found is None or (kind == "gate_up" and found.features < 256):
         return by_rule(kind, num_tokens, features, depth, num_sms)
     return found
 
 
 def by_rule(kind: str, num_tokens: int, features: int, depth: int, num_sms: int, *, plain: bool = False) -> GemmConfig:
-    """plain: of those that the kernel in plain Triton has."""
+    """Return the configuration by rule. plain: one of the plain Triton kernel."""
     steps = -(-depth // BLOCK)
-    few = few_of(kind, features, depth, num_sms)
+    few = few_config(kind, features, depth, num_sms)
     if num_tokens <= few.tokens and is_hopper() and few.special and not plain:
         return few
     if num_tokens <= FEW_TOKENS or plain or not is_hopper():
         tokens = min(64, max(16, 1 << (num_tokens - 1).bit_length()))
         wide, stages, per_sm = (256, 5, 1) if kind == "gate_up" else (128, 6, 1) if tokens == 16 else (128, 4, 2)
         tiles = -(-features // wide) * -(-num_tokens // tokens)
-        # the largest split that leaves a part eight steps; what it saves in waves, partial sums of more tokens cost
+        # The largest split that leaves each part eight steps. With more tokens, partial sums cost what fewer waves
+        # save.
         units = num_sms * (per_sm if tokens <= 32 else 1)
         split = max((s for s in (2, 4, 8) if tiles * s <= units and s * 8 <= steps), default=1)
         return GemmConfig(tokens, wide, BLOCK, stages, 8 if tokens * wide >= 8192 else 4, 8, split, True,
@@ -57,10 +56,12 @@ def by_rule(kind: str, num_tokens: int, features: int, depth: int, num_sms: int,
     return GemmConfig(128, wide, BLOCK, 4, 4, group=16, special=True)
 
 
-def of_any_count(kind: str, *, head_norm: int = 0) -> GemmConfig:
-    """One configuration for any number of tokens: each row's sums, and how its squares are divided, are then its own,
-    whatever shares the batch. head_norm: numbers of the heads that a product's epilogue norms."""
-    if is_hopper() and head_norm in (0, 128):  # a tile of `fp8_hopper` has no norm of other heads
+def batch_invariant_config(kind: str, *, head_norm: int = 0) -> GemmConfig:
+    """Return one configuration for any number of tokens, so that a row's sums and squares do not depend on the batch.
+
+    head_norm: size of heads that the epilogue norms.
+    """
+    if is_hopper() and head_norm in (0, 128):  # a tile of `fp8_hopper` supports no norm of other heads
         return WIDE
     return GemmConfig(64, 256 if kind == "gate_up" else 128, BLOCK, 4, 8, swap=True, slices=1)
 
@@ -87,15 +88,15 @@ def check_operands(a: Fp8Rows, weight: Fp8Weight) -> None:
     if k % 16 or not a.values.is_contiguous() or not weight.values.is_contiguous():
         raise ValueError("rows must be contiguous and a multiple of 16 bytes long")
     blocks = -(-k // BLOCK)
-    alike = a.scale.shape[1] == 1 or a.scale.stride(1) == 1  # the stride of a single token means nothing
+    alike = a.scale.shape[1] == 1 or a.scale.stride(1) == 1  # the stride of a single token is arbitrary
     if a.scale.shape[0] not in (1, blocks) or a.scale.shape[1] < m or not alike:
         raise ValueError(f"scales of activations must be [{blocks}, {m}] or [1, {m}], not {tuple(a.scale.shape)}")
     shapes = ((n,), (-(-n // BLOCK), blocks), (n, blocks))
     if tuple(weight.scale.shape) not in shapes or not weight.scale.is_contiguous():
-        raise ValueError(f"scales of weights must be [{n}] or of blocks of 128 x 128, not {tuple(weight.scale.shape)}")
+        raise ValueError(f"scales of weights must be [{n}] or per 128 x 128 block, not {tuple(weight.scale.shape)}")
 
 
-def _product(
+def _launch(
     kind: str, a: Fp8Rows, weight: Fp8Weight, out: Tensor | None, quantized: Fp8Rows | None, num_tokens: Tensor | None,
     space: Workspace | None, config: GemmConfig | None, num_sms: int, way: str, dtype: torch.dtype,
     x: Tensor | None = None, **fields: Any,
@@ -109,47 +110,47 @@ def _product(
     launch = launch_of(kind, m, n, k, config, num_sms)
     special = launch.config.special and on_gpu(a.values.device)
     few = special and is_few(launch.config)
-    if few and (weight.blocked or not few_of(kind, n, k, num_sms).special):  # a table's row knows no SMs
+    if few and (weight.blocked or not few_config(kind, n, k, num_sms).special):  # table rows do not depend on the SMs
         special = few = False
         launch = launch_of(kind, m, n, k, by_rule(kind, m, n, k, num_sms, plain=True), num_sms)
     if wide and (weight.blocked or not special):
-        raise ValueError(f"scales of {2 * BLOCK} columns: only where Hopper multiplies weights with a scale a channel")
-    if weight.blocked and special and kind != "gate_up":  # no registers for the scales of two blocks
+        raise ValueError(f"scales of {2 * BLOCK} columns need Hopper and weights with a scale per channel")
+    if weight.blocked and special and kind != "gate_up":  # not enough registers for the scales of two blocks
         launch = launch._replace(config=launch.config._replace(features=BLOCK))
     if few:
         from weft.kernels.matmul import fp8_few_hopper
 
-        launch = launch._replace(config=few_of(kind, n, k, num_sms))  # a table's row knows no kinds
-        fp8_few_hopper.launch_product(
+        launch = launch._replace(config=few_config(kind, n, k, num_sms))  # table rows do not depend on the kind
+        fp8_few_hopper.launch_gemm(
             kind, a, weight, out, quantized, num_tokens, space, x, num_sms=num_sms, dtype=dtype, **fields
         )
     elif special:
         from weft.kernels.matmul import fp8_hopper
 
-        fp8_hopper.launch_product(
+        fp8_hopper.launch_gemm(
             kind, a, weight, out, quantized, num_tokens, x, num_sms=num_sms, dtype=dtype,
             way=_way(kind, way, a, weight), features=launch.config.features, group=launch.config.group,
             **fields,
         )  # fmt: skip
     else:
-        fp8_triton.launch_product(
+        fp8_triton.launch_gemm(
             kind, launch, a, weight, out, quantized, num_tokens, space, x, dtype=dtype, **fields
         )  # fmt: skip
     return launch
 
 
 def _way(kind: str, way: str, a: Fp8Rows, weight: Fp8Weight) -> str:
-    """How `fp8_hopper` adds: what operands ask for, whatever `way` a caller would like."""
+    """Return how `fp8_hopper` adds steps: the operands may require another way than `way`."""
     if weight.blocked:
         return "promoted"
-    # a residual's stages are too few to hold two and copy more meanwhile
+    # a residual's stages are too few to hold two and fetch more
     pairs = a.span > BLOCK and kind != "residual" and a.values.shape[1] % (2 * BLOCK) == 0
     return "paired" if pairs and way == "promoted" else way
 
 
 def residual_span(num_tokens: int, features: int, depth: int, num_sms: int) -> int:
-    """Columns of what a residual product leaves that may share a scale (`Fp8Rows.span`) at no cost: where its tiles
-    would be as wide anyway, else 128."""
+    """Return the columns of a residual GEMM's output that may share a scale (`Fp8Rows.span`) at no cost: 256 if its
+    tiles are as wide anyway, else 128."""
     if not is_hopper() or num_tokens <= FEW_TOKENS:
         return BLOCK
     return by_rule("residual", num_tokens, features, depth, num_sms).features
@@ -163,7 +164,7 @@ def _norm_fields(sumsq: Tensor | None, eps: float) -> dict[str, Any]:
 
 
 def rows_buffer(num_tokens: int, width: int, device: torch.device | str, *, span: int = BLOCK) -> Fp8Rows:
-    """A place for activations that an epilogue leaves."""
+    """Allocate activations for an epilogue to write."""
     return Fp8Rows(
         torch.empty(num_tokens, width, dtype=E4M3, device=device),
         torch.empty(-(-width // BLOCK), num_tokens, dtype=torch.float32, device=device),
@@ -194,20 +195,19 @@ def qkv_project(
     config: GemmConfig | None = None,
     way: str = "promoted",
 ) -> Tensor:
-    """As `projections.qkv_project` for heads of 64 or 128 numbers. q goes to `out [T, Hq, D]` of 16 bits, K and V into
-    the pages of `kv`, in e4m3 with `kv_scales` where they are so stored.
-    """
+    """As `projections.qkv_project` for heads of 64 or 128. q goes to `out [T, Hq, D]` of 16 bits, K and V to the pages
+    of `kv`, in e4m3 if `kv_scales` are given."""
     if not (kv.is_contiguous() and out.is_contiguous() and rotary.is_contiguous()):
         raise ValueError("kv, out and rotary must be contiguous")
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     if head_dim not in (64, 128) or (q_norm is not None and q_norm.numel() != head_dim):
-        raise ValueError(f"heads of {head_dim} numbers, or their norm, are no epilogue of an FP8 product")
+        raise ValueError(f"the epilogue of an FP8 GEMM does not support heads of {head_dim}, or their norm")
     if (kv_scales is None) == (kv.dtype == E4M3):
-        raise ValueError("pages in e4m3 need scales, others have none")
+        raise ValueError("e4m3 pages need scales, and other pages must have none")
     fields: dict[str, Any] = {} if kv_scales is None else {"kv_inverse": kv_scales.inverse}
-    if config is None and q_norm is not None and head_dim != 128:  # a tile of `fp8_hopper` has no norm of such heads
+    if config is None and q_norm is not None and head_dim != 128:  # `fp8_hopper` has no norm of such heads
         config = by_rule("qkv", FEW_TOKENS, weight.values.shape[0], x.values.shape[1], num_sms)
-    _product(
+    _launch(
         "qkv", x, weight, out, None, num_tokens, space, config, num_sms, way, out.dtype, bias=bias, rotary=rotary,
         positions=positions, slots=slot_mapping, kv=kv, layer=layer, layers=layers, q_norm=q_norm, k_norm=k_norm,
         HQ=num_heads, HKV=num_kv_heads, D=head_dim, PAGE=page_size, **_norm_fields(sumsq, eps), **fields,
@@ -231,15 +231,15 @@ def residual_project(
     config: GemmConfig | None = None,
     way: str = "promoted",
 ) -> tuple[Tensor, Tensor]:
-    """`x + a @ weight.T` into `out` (may be `x` itself), its partial sums of squares, and, times `next_norm [H]`, the
-    next product's operand into `quantized`, with scales for as many columns as that one's span (256 on Hopper alone,
-    else raises `ValueError`).
+    """Write `x + a @ weight.T` to `out` (may be `x` itself), with partial sums of squares.
 
-    sumsq `[max_parts, T]` float32 is scratch; returns out and the view `[parts, T]` of it that was written.
+    `quantized` gets the same times `next_norm [H]` as the next GEMM's operand, with scales for `quantized.span` columns
+    (256 on Hopper only, else raises `ValueError`). sumsq `[max_parts, T]` float32 is scratch; returns out and the view
+    `[parts, T]` of it that was written.
     """
     if not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError("x and out must be contiguous")
-    launch = _product(
+    launch = _launch(
         "residual", a, weight, out, quantized, num_tokens, space, config, num_sms, way, out.dtype, x, bias=bias,
         sumsq=sumsq, stride_sumsq=sumsq.stride(0), next_norm=next_norm,
     )  # fmt: skip
@@ -261,8 +261,8 @@ def gate_up_project(
     config: GemmConfig | None = None,
     way: str = "promoted",
 ) -> Fp8Rows:
-    """As `projections.gate_up_project`; the result is the next product's operand."""
-    _product(
+    """As `projections.gate_up_project`; the result is the next GEMM's operand."""
+    _launch(
         "gate_up", x, weight, None, quantized, num_tokens, space, config, num_sms, way, torch.bfloat16, bias=bias,
         ACT=activation, **_norm_fields(sumsq, eps),
     )  # fmt: skip
@@ -284,8 +284,8 @@ def linear_project(
     config: GemmConfig | None = None,
     way: str = "promoted",
 ) -> Tensor:
-    """Norm, matrix, bias, activation -> `out [T, N]` of 16 bits."""
-    _product(
+    """Apply norm, matrix, bias and activation: `out [T, N]` of 16 bits."""
+    _launch(
         "linear", x, weight, out, None, num_tokens, space, config, num_sms, way, out.dtype, bias=bias, ACT=activation,
         **_norm_fields(sumsq, eps),
     )  # fmt: skip

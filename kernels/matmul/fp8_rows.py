@@ -1,6 +1,6 @@
-"""Passes over activations that quantise them, where no kernel before leaves them so: as they are (twin:
-`fp8.quantize_rows`), behind attention of other heads than those of 128 and where products stand apart; or behind a norm
-that needs the whole row (twin: `fp8_reference.norm_rows`).
+"""Row passes that quantize activations where the previous kernel does not (reference: `fp8.quantize_rows`).
+
+Used after attention with heads of other sizes than 128, for unfused GEMMs, and after a norm that needs the whole row.
 """
 
 # Device functions carry no Python types.
@@ -19,12 +19,12 @@ from weft.kernels.matmul.gemm_tiles import live_tokens
 from weft.kernels.matmul.rows import row_mean
 
 BLOCKS = 16
-"""of a row that a program works on"""
+"""Blocks of a row per program."""
 
 
 @triton.jit
 def leave_blocks(z, values, at, scale, stride, block, K, PAIRS: tl.constexpr):
-    """Blocks `z [blocks, 128]` of a row: e4m3 and their scales; PAIRS: each two have one."""
+    """Write blocks `z [blocks, 128]` of a row as e4m3 with scales; PAIRS: two blocks share one."""
     amax = tl.max(tl.abs(z), axis=1)
     if PAIRS:
         BLOCKS: tl.constexpr = z.shape[0]
@@ -55,8 +55,10 @@ def _quantize_kernel(
 def quantize_rows(
     x: Tensor, weight: Tensor | None = None, *, out: Fp8Rows, num_tokens: Tensor | None = None
 ) -> Fp8Rows:
-    """`x [T, K]` of 16 bits, times a norm's `weight [K]`, into `out`, with scales for `out.span` columns; rows from
-    `num_tokens` on are left."""
+    """Quantize `x [T, K]` of 16 bits, times a norm's `weight [K]`, into `out`, with scales for `out.span` columns.
+
+    Rows from `num_tokens` on do not change.
+    """
     if not (x.is_contiguous() and out.values.is_contiguous()):
         raise ValueError("rows must be contiguous")
     tokens, width = x.shape
@@ -112,12 +114,11 @@ def norm_rows(
     out: Fp8Rows,
     num_tokens: Tensor | None = None,
 ) -> Fp8Rows:
-    """`x [T, K]` of 16 bits behind a norm with `weight [K]` and `bias [K]`, into `out`; rows from `num_tokens` on are
-    left.
+    """Quantize `x [T, K]` of 16 bits after a norm with `weight [K]` and `bias [K]` into `out`.
 
-    The factor 1 / rms of a row is left to the product behind (`fp8_projections`), as it is where nothing but a weight
-    stands between; with a bias it is in, of the sums of squares `sumsq [parts, T]` float32. centred: the mean is taken
-    off, and the squares are those of what is left.
+    Rows from `num_tokens` on do not change. Without a bias the row factor 1 / rms is left to the following GEMM
+    (`fp8_projections`); with a bias it is applied here, from the sums of squares `sumsq [parts, T]` float32. centred:
+    the mean is subtracted, before the squares too.
     """
     if not (x.is_contiguous() and out.values.is_contiguous()):
         raise ValueError("rows must be contiguous")

@@ -1,9 +1,9 @@
-"""The FP8 products of a layer in plain Triton, with what surrounds them as epilogues (twins: `fp8_reference`).
+"""FP8 GEMMs of a layer in plain Triton with fused epilogues.
 
-As `gemm_triton`, in steps of 128 of the depth: the tensor cores add within a step, then the sum, times the scales of
-its blocks, is added in float32. Few tokens are the columns of the MMA and the weight its left operand (`swap`), several
-programs share a tile's depth, and their sums meet in a fixed order. It serves any number of them on every GPU that
-multiplies e4m3, where neither `fp8_few_hopper` nor `fp8_hopper` does.
+As `gemm_triton`, in steps of 128 of K: the tensor cores add within a step, then the sum, times its block scales, is
+added in float32. Few tokens are the columns of the MMA and the weight its left operand (`swap`); several programs share
+a tile's K, and their sums are added in a fixed order. It serves all GPUs that multiply e4m3, with any number of tokens
+that neither `fp8_few_hopper` nor `fp8_hopper` serves.
 """
 
 # Device functions carry no Python types.
@@ -24,13 +24,13 @@ from weft.kernels.formats.fp8 import BLOCK, Fp8Rows, Fp8Weight
 from weft.kernels.formats.fp8_triton import power_of_two, saturated
 from weft.kernels.matmul.gemm_activations import activate, gate_with
 from weft.kernels.matmul.gemm_launch import Launch, Workspace, check_workspace
-from weft.kernels.matmul.gemm_tiles import columns, live_tokens, meet, row_scale, tile_of
+from weft.kernels.matmul.gemm_tiles import columns, join_splits, live_tokens, row_scale, tile_of
 from weft.kernels.matmul.gemm_triton import load_cos_sin, rotate
 
 
 @triton.jit
-def _ahead(weights, N, K, unit, tile_n, share, BN: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr):
-    """Ask the L2 for the first `AHEAD` steps of the weight: they do not depend on the kernel before this one."""
+def _prefetch_first(weights, N, K, unit, tile_n, share, BN: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr):
+    """Prefetch the first `AHEAD` steps of the weight into L2: they do not depend on the previous kernel."""
     rows = tile_n * BN + tl.arange(0, BN)
     cols = (unit % SPLIT * share + tl.arange(0, AHEAD)) * 128
     at = tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + tl.minimum(cols, K - 1)[None, :]
@@ -44,9 +44,9 @@ def accumulate(
     a, w, sa, stride_sa, sw, stride_sw, row, col, live, N, first, last,
     BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr, A_BLOCKS: tl.constexpr, W_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Sum of steps [first, last) of one tile, scales of blocks included: `[BM, BN]` float32, or transposed.
+    """Sum steps [first, last) of one tile, including block scales: `[BM, BN]` float32, or transposed.
 
-    W_BLOCKS: scales of the weight are 0 a channel's, 1 of blocks of 128 x 128, 2 such blocks' by rows.
+    W_BLOCKS: weight scales are 0 per channel, 1 per block of 128 x 128, 2 such blocks by rows.
     """
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BN)
@@ -56,7 +56,7 @@ def accumulate(
     for step in range(first, last):
         x = a.load([row, step * 128])
         y = w.load([col, step * 128])
-        if A_BLOCKS:  # a step early: nothing waits for it
+        if A_BLOCKS:  # one step early, so that nothing waits for it
             following = tl.load(sa + tl.minimum(step + 1, last - 1) * stride_sa + rows, mask=rows < live, other=0.0)
         part = tl.dot(y, x.T) if SWAP else tl.dot(x, y.T)
         if A_BLOCKS:
@@ -72,7 +72,7 @@ def accumulate(
 
 @triton.jit
 def dequantized(y, scale, sw, bias, col, N, W: tl.constexpr, W_BLOCKS: tl.constexpr):
-    """`y [BM, W]` with its channels' scales, the factor of each row and its bias."""
+    """Apply channel scales, row factors and bias to `y [BM, W]`."""
     at = col + tl.arange(0, W)
     if W_BLOCKS == 0:
         y = y * tl.load(sw + at, mask=at < N, other=0.0)[None, :]
@@ -84,7 +84,7 @@ def dequantized(y, scale, sw, bias, col, N, W: tl.constexpr, W_BLOCKS: tl.conste
 
 @triton.jit
 def store_quantized(z, q_out, q_scale, stride_q, rows, live, col, width, W: tl.constexpr):
-    """One block `z [BM, W]` of the next product's operand, whose rows are `width` long."""
+    """Write a block `z [BM, W]` of the next GEMM's operand, with rows of length `width`."""
     at = col + tl.arange(0, W)
     scale, inverse = power_of_two(tl.max(tl.abs(z), axis=1))
     tl.store(q_scale + col // 128 * stride_q + rows, scale, mask=rows < tl.where(col < width, live, 0))
@@ -98,7 +98,7 @@ def _heads(
     q_norm, k_norm, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     OUT: tl.constexpr, W_BLOCKS: tl.constexpr, KV8: tl.constexpr,
 ):  # fmt: skip
-    """Bias, head norm and rotary embedding; q goes to `q_out`, K and V into their pages, as `gemm_triton._heads`."""
+    """Apply bias, head norm and rotary embedding, as `gemm_triton._heads`; q goes to `q_out`, K and V to pages."""
     W: tl.constexpr = min(BN, D, 64 if q_norm is None else 128)
     position = tl.load(positions + rows, mask=rows < live, other=0).to(tl.int64)
     slot = tl.load(slots + rows, mask=rows < live, other=0).to(tl.int64)
@@ -142,13 +142,13 @@ def product_kernel(
     HQ: tl.constexpr = None, HKV: tl.constexpr = None, D: tl.constexpr = None, PAGE: tl.constexpr = None,
     ACT: tl.constexpr = "",
 ):  # fmt: skip
-    """`KIND` is "linear", "residual", "gate_up" or "qkv"; what its epilogue does not read is None."""
+    """`KIND` is "linear", "residual", "gate_up" or "qkv"; inputs that its epilogue does not read are None."""
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(K, 128)
     share = tl.cdiv(steps, SPLIT)
     if AHEAD > 0:
         _, first_n = tile_of(tl.program_id(0) // SPLIT, tl.cdiv(M, BM), tiles_n, GROUP)
-        _ahead(weights, N, K, tl.program_id(0), first_n, share, BN, SPLIT, AHEAD)
+        _prefetch_first(weights, N, K, tl.program_id(0), first_n, share, BN, SPLIT, AHEAD)
     begin(PDL)
     live = live_tokens(count, M)
     tiles_m = tl.cdiv(live, BM)
@@ -163,7 +163,7 @@ def product_kernel(
         if ONCE:
             release(PDL)
         if SPLIT > 1:
-            acc, done = meet(acc, partial, arrived, tile, part, SPLIT)
+            acc, done = join_splits(acc, partial, arrived, tile, part, SPLIT)
         if done:
             total = tl.trans(acc) if SWAP else acc
             rows = tile_m * BM + tl.arange(0, BM)
@@ -208,18 +208,18 @@ def product_kernel(
 
 
 def weight_blocks(weight: Fp8Weight) -> int:
-    """`W_BLOCKS` of the kernels."""
+    """Return `W_BLOCKS` of the kernels."""
     return 0 if not weight.blocked else 2 if len(weight.scale) == len(weight.values) else 1
 
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def launch_product(
+def launch_gemm(
     kind: str, launch: Launch, a: Fp8Rows, weight: Fp8Weight, out: Tensor | None, quantized: Fp8Rows | None,
     num_tokens: Tensor | None, space: Workspace | None, x: Tensor | None, *, dtype: torch.dtype, **fields: Any,
 ) -> None:  # fmt: skip
-    """Run `product_kernel` for a `kind` of it; `fields` are what its epilogue reads."""
+    """Run `product_kernel` for a `kind`; `fields` are the epilogue's inputs."""
     c = launch.config
     (m, k), n = a.values.shape, weight.values.shape[0]
     ws = check_workspace(space, launch, m, n)

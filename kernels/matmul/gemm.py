@@ -1,4 +1,4 @@
-"""Matrix products `a[M, K] @ weight[N, K].T`: the one dispatch between the plain Triton and the Hopper kernel."""
+"""GEMMs `a[M, K] @ weight[N, K].T`: the only dispatch between the plain Triton and the Hopper kernel."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_launch import Launch, Workspace, check_operands, launch_of
 
 
-def product(
+def run_gemm(
     kind: str, launch: Launch, a: Tensor, weight: Tensor, out: Tensor, num_tokens: Tensor | None,
     space: Workspace | None, x: Tensor | None = None, **fields: Any,
 ) -> None:  # fmt: skip
-    """A product with the epilogue `kind` on the kernel that `launch.config` names; see `product_kernel` of each."""
+    """Run a GEMM with epilogue `kind` on the kernel that `launch.config` names; see each `product_kernel`."""
     if launch.config.special:
         from weft.kernels.matmul import gemm_hopper
 
-        gemm_hopper.launch_product(kind, launch, a, weight, out, num_tokens, x, **fields)
+        gemm_hopper.launch_gemm(kind, launch, a, weight, out, num_tokens, x, **fields)
     else:
-        gemm_triton.launch_product(kind, launch, a, weight, out, num_tokens, space, x, **fields)
+        gemm_triton.launch_gemm(kind, launch, a, weight, out, num_tokens, space, x, **fields)
 
 
 def matmul(
@@ -37,21 +37,21 @@ def matmul(
     factor: float = 1.0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """`out[M, N] = a[M, K] @ weight[N, K].T`; out bf16, fp16 or float32.
+    """Compute `out[M, N] = a[M, K] @ weight[N, K].T`; out is bf16, fp16 or float32.
 
-    num_tokens: optional int32 scalar in device memory; rows past it are left as they are (up to a tile).
-    bias `[N]` is added, then all is multiplied by `factor` and bent below `softcap`, if there is one.
+    num_tokens: optional int32 scalar in device memory; rows past it do not change (up to a tile). bias `[N]` is added,
+    then the result is multiplied by `factor` and soft-capped if `softcap` is not 0.
     """
     check_operands(a, weight)
     m, n, k = a.shape[0], weight.shape[0], a.shape[1]
     launch = launch_of(m, n, k, config, num_sms)
     bent = factor != 1.0 or softcap > 0.0
-    # The warp-specialised kernel writes what it reads, and bends nothing.
+    # The warp-specialized kernel's output has its input dtype, without factor or soft cap.
     if launch.config.special and (out.dtype != a.dtype or bent):
         launch = launch_of(m, n, k, GemmConfig(128, 256, 64, 3, 8), num_sms)
     if bias is None and not bent:
-        product("plain", launch, a, weight, out, num_tokens, space)
+        run_gemm("plain", launch, a, weight, out, num_tokens, space)
     else:
         options: dict[str, Any] = {"factor": factor, "SOFTCAP": softcap} if bent else {}
-        product("linear", launch, a, weight, out, num_tokens, space, bias=bias, PARTS=0, **options)
+        run_gemm("linear", launch, a, weight, out, num_tokens, space, bias=bias, PARTS=0, **options)
     return out

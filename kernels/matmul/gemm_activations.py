@@ -1,6 +1,4 @@
-"""Activations of an MLP inside the epilogues of its products, once in Triton and once in Gluon (twins:
-`reference.ACTIVATIONS`, `reference.gated`).
-"""
+"""MLP activations in GEMM epilogues, in Triton (reference: `reference/layer.py: ACTIVATIONS, gated`)."""
 
 # Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -13,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def activate(y, ACT: tl.constexpr):
-    """`ACT` of float32 `y`; "" leaves it as it is."""
+    """Apply `ACT` to float32 `y`; "" is the identity."""
     if ACT == "silu":
         y = y / (1.0 + tl.exp(-y))
     if ACT == "gelu":
@@ -30,7 +28,7 @@ def activate(y, ACT: tl.constexpr):
 
 @triton.jit
 def gate_with(gate, up, ACT: tl.constexpr):
-    """ACT(gate) * up, float32."""
+    """Return ACT(gate) * up, float32."""
     if ACT == "silu":
         return gate * up / (1.0 + tl.exp(-gate))  # as in Gluon, to the bit
     else:
@@ -38,8 +36,8 @@ def gate_with(gate, up, ACT: tl.constexpr):
 
 
 @triton.jit
-def bend_below(y, SOFTCAP: tl.constexpr):
-    """`cap * tanh(y / cap)`; 0 leaves it as it is."""
+def soft_cap(y, SOFTCAP: tl.constexpr):
+    """Return `cap * tanh(y / cap)`; 0 is the identity."""
     if SOFTCAP > 0:
         y = SOFTCAP - 2 * SOFTCAP / (1.0 + tl.exp(y * (2.0 / SOFTCAP)))
     return y

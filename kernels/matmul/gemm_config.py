@@ -1,4 +1,4 @@
-"""`GemmConfig`: how a matrix product is cut into tiles. Plain data: plans and searches read it without Triton."""
+"""`GemmConfig`: how a GEMM is divided into tiles. Plain data: plans and searches read it without Triton."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from typing import NamedTuple
 
 
 class GemmConfig(NamedTuple):
-    """How one product is cut. All block sizes are powers of two."""
+    """Tiles of one GEMM. All block sizes are powers of two."""
 
     tokens: int
-    """rows of `a` in a tile"""
+    """Rows of `a` in a tile."""
     features: int
-    """rows of the weight in a tile"""
+    """Rows of the weight in a tile."""
     depth: int
-    """columns of both in one step"""
+    """Columns of both in one step."""
     stages: int
     warps: int
     group: int = 8
-    """token tiles that share a weight tile in L2 order"""
+    """Token tiles that share a weight tile in L2 order."""
     split: int = 1
-    """programs that share one tile's depth"""
+    """Programs that share one tile's K."""
     swap: bool = False
-    """weight rows as the left operand"""
+    """Whether weight rows are the left operand."""
     per_sm: int = 1
-    """programs resident on one SM"""
+    """Programs resident on one SM."""
     slices: int = 2
-    """column slices of the epilogue: fewer live registers and less shared memory"""
+    """Column slices of the epilogue: fewer live registers and less shared memory."""
     special: bool = False
-    """the warp-specialised kernel of `gemm_hopper`; its blocks are fixed"""
+    """Whether this is the warp-specialized kernel of `gemm_hopper`, which has fixed blocks."""
     ahead: int = 0
-    """steps of the weight that a program asks the L2 for while the kernel before still runs"""
+    """Weight steps that a program prefetches into L2 while the previous kernel still runs."""
 
     @property
     def staged(self) -> int:
-        """Numbers of both operands that lie in shared memory at once."""
+        """Numbers of both operands held in shared memory at once."""
         return (self.tokens + self.features) * self.depth * self.stages
 
     def widened(self, features: int) -> GemmConfig:
-        """With tiles of so many features and no more shared memory: in shorter steps, then in fewer of them."""
+        """Return tiles of this many features that use no more shared memory: shorter steps, then fewer of them."""
         wide = self._replace(features=features)
         while wide.staged > self.staged and wide.depth > MIN_DEPTH:
             wide = wide._replace(depth=wide.depth // 2)
@@ -47,5 +47,5 @@ class GemmConfig(NamedTuple):
 
 
 MIN_DEPTH = 64
-"""a shorter step is no full line of shared memory"""
+"""Shorter steps do not fill a line of shared memory."""
 SPECIAL = GemmConfig(128, 256, 64, 4, 4, special=True)

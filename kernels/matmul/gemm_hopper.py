@@ -1,13 +1,13 @@
-"""The matrix products of a layer for many tokens on Hopper, warp-specialised, with their epilogues in the accumulators.
+"""GEMMs of a layer for many tokens on Hopper, warp-specialized, with epilogues on the accumulators.
 
 Two warpgroups own 64 rows each of a 128 x 256 tile; one producer warp streams both operands by TMA and runs ahead into
-the next tile while the epilogue of this one is computed. What an epilogue reads is on its way during the long loop: the
-residual tile arrives by TMA beside the operands, rotary factors and row scales wait in registers.
+the next tile during the epilogue of this one. Epilogue inputs are fetched during the main loop: the residual tile
+arrives by TMA with the operands, rotary factors and row scales wait in registers.
 
-A QKV product deals its last, partial wave out in halves of tiles (128 features) where they have enough programs: 168
-tiles on 112 SMs take one and a half waves instead of two.
+A QKV GEMM runs its last, partial wave in halves of tiles (128 features) if there are enough programs: 168 tiles on 112
+SMs take one and a half waves instead of two.
 
-`projections` and `gemm.matmul` launch these; the plain Triton kernels there serve few tokens and other shapes.
+`projections` and `gemm.matmul` launch these; the plain Triton kernels serve few tokens and other shapes.
 """
 
 # Device functions carry no Python types.
@@ -46,8 +46,8 @@ def tile_of(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _dealt(tiles, KIND: gl.constexpr):
-    """(whole tiles, half tiles): the last wave of "qkv" in halves, where they have enough programs."""
+def _divide_wave(tiles, KIND: gl.constexpr):
+    """Return (whole tiles, half tiles): the last wave of "qkv" in halves if there are enough programs."""
     if KIND == "qkv":
         last = tiles % gl.num_programs(0)
         last *= (2 * last <= gl.num_programs(0)).to(gl.int32)
@@ -65,24 +65,24 @@ def _dealt(tiles, KIND: gl.constexpr):
 #   x_full[WG]      1: the producer's `expect`, 64 rows of x         that WG before its epilogue, with turn & 1
 #   x_empty[WG]     1: that WG, when its result has left `io`        the producer, with (turn & 1) ^ 1
 #
-# `expect` is an arrival; the phase ends when the bytes it announced have landed too. A wait names the parity of the
-# phase whose end it waits for; on a fresh barrier parity 1 passes at once. The x barriers serve "residual" alone:
-# `turn` numbers the tiles, and `io[WG]` holds x first, then the result.
+# `expect` is an arrival; the phase ends when the announced bytes have landed too. A wait names the parity of the phase
+# whose end it waits for; on a fresh barrier parity 1 passes at once. The x barriers serve only "residual": `turn`
+# numbers the tiles, and `io[WG]` holds x first, then the result.
 #
-# "residual", STAGES = 3, a tile of 6 steps and the next one (L asks for a stage, M multiplies it, E is the epilogue):
+# "residual", STAGES = 3, a tile of 6 steps and the next one (L requests a stage, M multiplies it, E is the epilogue):
 #
 #   count       0   1   2   3   4   5   6   7   8   ...
 #   stage       0   1   2   0   1   2   0   1   2
 #   parity      0   0   0   1   1   1   0   0   0
 #
 #   time -->
-#   producer    L0  L1  L2  .   L3x L4  L5  L6  L7  L8  .   L9     as soon as there is room, the next tile's during E
+#   producer    L0  L1  L2  .   L3x L4  L5  L6  L7  L8  .   L9     as soon as a stage is free, the next tile's during E
 #   each WG     .   .   M0  M1  M2  M3  M4  M5  E.....  M6  M7     M waits for full, E for x_full
-#   empty                   0   1   2   3   4   5   x       6      step s comes back when M(s + 1) has been issued
+#   empty                   0   1   2   3   4   5   x       6      step s is released when M(s + 1) has been issued
 #
-# x is asked for behind step min(STAGES, steps - 1): the ring has been filled by then, so x delays no operand. With more
-# than STAGES steps this never waits for x_empty: L3 had room because both WGs were at M1 of this tile, so they had left
-# the epilogue before. With fewer it may, but the tile's operands are all on their way. The other kinds pass their
+# x is requested after step min(STAGES, steps - 1): the ring is full by then, so x delays no operand. With more than
+# STAGES steps this never waits for x_empty: L3 had a free stage because both WGs were at M1 of this tile, so they had
+# left the previous epilogue. With fewer it may, but the tile's operands are all in flight. The other kinds pass their
 # result through `io[WG]` without a barrier: one WG owns it, and waits for its own store before it writes there again.
 
 
@@ -93,7 +93,7 @@ def _produce(
 ):  # fmt: skip
     count = 0
     turn = 0
-    whole, halves = _dealt(tiles_m * tiles_n, KIND)
+    whole, halves = _divide_wave(tiles_m * tiles_n, KIND)
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
         for step in range(steps):
@@ -133,14 +133,14 @@ def load_row_scale(sumsq, rows, live, stride, width, eps, PARTS: gl.constexpr):
 
 @gluon.jit
 def split_halves(acc):
-    """`[64, 2 W]` -> its left and right `[64, W]`."""
+    """Split `[64, 2 W]` into its left and right `[64, W]`."""
     WIDTH: gl.constexpr = acc.shape[1] // 2
     return gl.split(gl.permute(gl.reshape(acc, (64, 2, WIDTH)), (0, 2, 1)))
 
 
 @gluon.jit
 def rotate_half(y, cos_sin, skip):
-    """Rotate neighbour pairs of `y [64, W]`; columns with `skip` stay."""
+    """Rotate neighbor pairs of `y [64, W]`; columns with `skip` do not change."""
     WIDTH: gl.constexpr = y.shape[1]
     y_pairs = gl.reshape(y, (64, WIDTH // 2, 2))
     a, b = gl.split(y_pairs)
@@ -154,7 +154,7 @@ def _store_half(
     y, io, rows, col0, q_out, kv, page_row, live,
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """One half `y [64, 128]` to q or to the pages, in rows of 16-byte pieces."""
+    """Write one half `y [64, 128]` to q or the pages, in rows of 16-byte pieces."""
     io.store(y)
     tile = io.load(ROWS)
     col = col0 + gl.arange(0, 128, layout=gl.SliceLayout(0, ROWS))
@@ -172,7 +172,7 @@ def multiply(
     a_smem, w_smem, full, empty, count, steps,
     WG: gl.constexpr, WIDTH: gl.constexpr, ACC: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`[64, WIDTH]` of one tile in `ACC`, from the stages that the producer fills, and the stages used so far."""
+    """Return `[64, WIDTH]` of one tile in `ACC` from the producer's stages, and the stages used so far."""
     acc = gl.zeros([64, WIDTH], gl.float32, layout=ACC)
     for step in range(steps):
         stage = count % STAGES
@@ -181,7 +181,7 @@ def multiply(
         w_mine = w_smem.index(stage) if WIDTH == BN else w_smem.index(stage).slice(0, WIDTH)
         acc = warpgroup_mma(a_mine, w_mine.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        # at most this step is still in flight: the one before has left its stage
+        # at most this step is still in flight: the previous one has released its stage
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
         count += 1
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -191,7 +191,7 @@ def multiply(
 
 @gluon.jit
 def _qkv_rows(sumsq, rows, live, stride_sumsq, K, eps, positions, rotary, lane, PARTS: gl.constexpr, D: gl.constexpr):
-    """(scale `[64]`, cos and sin `[64, W]`) of a tile's rows; `lane` are columns that begin a head."""
+    """Return (scale `[64]`, cos and sin `[64, W]`) of a tile's rows; `lane`: columns that begin a head."""
     scale = load_row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
     position = gl.load(positions + rows, mask=rows < live, other=0).to(gl.int64)
     return scale, gl.load(rotary + position[:, None] * D + (lane % D)[None, :])
@@ -209,7 +209,7 @@ def _qkv_piece(
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_NORM: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """What follows the product for columns `col0 + lane`: `y [64, W]` goes to q or to the pages."""
+    """Run the epilogue of columns `col0 + lane`: `y [64, W]` goes to q or the pages."""
     col = col0 + lane
     y = y * scale[:, None]
     if HAS_BIAS:
@@ -254,7 +254,7 @@ def _gate_with(gate, up, ACT: gl.constexpr):
 
 @gluon.jit
 def with_bias(y, bias, col, N, HAS_BIAS: gl.constexpr, L: gl.constexpr):
-    """Columns `col ..` of a product in layout `L`, plus their bias where there is one."""
+    """Add the bias, if any, to columns `col ..` of a GEMM in layout `L`."""
     if HAS_BIAS:
         at = col + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, L))
         y += gl.load(bias + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
@@ -275,8 +275,8 @@ def _consume(
     io = io_smem.index(WG)
     count = 0
     turn = 0
-    whole, halves = _dealt(tiles_m * tiles_n, KIND)
-    # both halves of a tile begin a head: they turn by the same angles
+    whole, halves = _divide_wave(tiles_m * tiles_n, KIND)
+    # both halves of a tile begin a head: they rotate by the same angles
     lane = gl.arange(0, BN // 2, layout=gl.SliceLayout(0, HALF))
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
@@ -374,8 +374,8 @@ def product_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    # Only where they are used. Into what is dead the compiler puts the workers' arguments, and memory that was an
-    # mbarrier must not become anything else: such arguments were barriers again once another process had had the GPU.
+    # Only where they are used. The compiler puts the workers' arguments into dead memory, and former mbarrier memory
+    # must not be reused: such arguments turned into barriers again after another process had used the GPU.
     x_full, x_empty = full, empty
     if KIND == "residual":
         x_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
@@ -426,19 +426,17 @@ _FIELDS: dict[str, Any] = dict.fromkeys(
 }
 
 
-def launch_product(
+def launch_gemm(
     kind: str, launch: Launch, a: Tensor, weight: Tensor, out: Tensor, num_tokens: Tensor | None,
     x: Tensor | None = None, **fields: Any,
 ) -> None:  # fmt: skip
-    """Run `product_kernel` for a `kind` of it; `fields` are what its epilogue reads."""
+    """Run `product_kernel` for a `kind`; `fields` are the epilogue's inputs."""
 
     def tiles(tensor: Tensor, rows: int, cols: int) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(tensor, [rows, cols], SHARED)
 
     width = BLOCK_FEATURES // 2 if kind == "gate_up" else BLOCK_FEATURES
-    stages = (
-        3 if kind in ("plain", "linear", "residual") else 4
-    )  # the rest of shared memory holds a tile of the epilogue
+    stages = 3 if kind in ("plain", "linear", "residual") else 4  # next to a tile of the epilogue
     product_kernel[launch.grid](
         tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(weight, BLOCK_FEATURES, BLOCK_DEPTH),
         tiles(weight, BLOCK_FEATURES // 2, BLOCK_DEPTH) if kind == "qkv" else None,

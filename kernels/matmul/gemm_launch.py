@@ -1,4 +1,4 @@
-"""How a matrix product is launched: its configuration, its grid and its scratch, whichever kernel computes it."""
+"""How a GEMM is launched: its configuration, grid and scratch, for all kernels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
 
 
 class Workspace(NamedTuple):
-    """Scratch of the split products: one per stream that runs GEMMs, allocated before capture."""
+    """Scratch of split GEMMs: one per stream that runs GEMMs, allocated before capture."""
 
     partial: Tensor
     """[...] float32"""
     arrived: Tensor
-    """[tiles] int32, zero between launches"""
+    """[tiles] int32, zero between launches."""
 
 
 def workspace(device: torch.device | str, elements: int = 1 << 24, tiles: int = 1 << 13) -> Workspace:
@@ -30,14 +30,14 @@ def workspace(device: torch.device | str, elements: int = 1 << 24, tiles: int = 
 
 
 def choose(num_tokens: int, features: int, depth: int, num_sms: int) -> GemmConfig:
-    """The configuration for a product of `num_tokens` rows: a measured one if the shape is known, else by rule."""
+    """Return the configuration of a GEMM with `num_tokens` rows: a measured one if the shape is known, else by rule."""
     if (measured := tuned.lookup(num_tokens, features, depth)) is not None:
         return measured
     if num_tokens <= 128:
         tokens = max(16, triton.next_power_of_2(num_tokens))
         tiles = triton.cdiv(features, 64)
         steps = triton.cdiv(depth, 128)
-        # the smallest split whose last wave is nearly full: partial sums cost traffic
+        # the smallest split with a nearly full last wave: partial sums cost traffic
         per_sm = 2
         slots = per_sm * num_sms
         fill = {s: tiles * s / (triton.cdiv(tiles * s, slots) * slots) for s in (1, 2, 4, 8) if s * 4 <= steps}
@@ -49,7 +49,7 @@ def choose(num_tokens: int, features: int, depth: int, num_sms: int) -> GemmConf
 
 
 class Launch(NamedTuple):
-    """What every product needs besides its operands."""
+    """Launch parameters that every GEMM needs besides its operands."""
 
     grid: tuple[int, ...]
     config: GemmConfig
@@ -94,5 +94,5 @@ def check_workspace(space: Workspace | None, launch: Launch, num_tokens: int, fe
         or space.arrived.numel() < count
         or space.partial.numel() < count * launch.split * (c.tokens * c.features)
     ):
-        raise ValueError(f"a product split over {launch.split} programs needs a larger workspace ({count} tiles)")
+        raise ValueError(f"a GEMM split over {launch.split} programs needs a larger workspace ({count} tiles)")
     return space

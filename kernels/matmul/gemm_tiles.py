@@ -1,4 +1,4 @@
-"""Pieces of the Triton products: which tile a program computes, its sum over the depth, how split sums meet."""
+"""Shared device functions of the Triton GEMMs: tile order, sums over K, joining of splits."""
 
 # Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def prefetch(weights, row, col, N, K, BN: tl.constexpr, WIDTH: tl.constexpr):
-    """Ask the L2 for `WIDTH` columns of `BN` rows of the weight: they do not depend on the kernel before this one."""
+    """Prefetch `WIDTH` columns of `BN` weight rows into L2: they do not depend on the previous kernel."""
     rows = row + tl.arange(0, BN)
     cols = col + tl.arange(0, WIDTH // 64) * 64  # 128 bytes each
     at = tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + tl.minimum(cols, K - 1)[None, :]
@@ -22,7 +22,7 @@ def prefetch(weights, row, col, N, K, BN: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def tile_of(unit, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Tile index -> (token tile, feature tile): `GROUP` token tiles are walked before the next feature tile."""
+    """Map a tile index to (token tile, feature tile): `GROUP` token tiles are walked before the next feature tile."""
     group = unit // (GROUP * tiles_n)
     first = group * GROUP
     size = tl.minimum(tiles_m - first, GROUP)
@@ -31,7 +31,7 @@ def tile_of(unit, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def ahead(weights, M, N, K, share, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+def prefetch_first(weights, M, N, K, share, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
           SPLIT: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
     """Prefetch the first `AHEAD` steps of this program's first tile."""
     unit = tl.program_id(0)
@@ -41,7 +41,7 @@ def ahead(weights, M, N, K, share, BM: tl.constexpr, BN: tl.constexpr, BK: tl.co
 
 @triton.jit
 def live_tokens(count, M):
-    """Rows to compute: the launch's M, or the smaller count in device memory."""
+    """Return the rows to compute: the launch's M, or the smaller count in device memory."""
     if count is not None:
         return tl.minimum(tl.load(count), M)
     else:
@@ -50,7 +50,7 @@ def live_tokens(count, M):
 
 @triton.jit
 def accumulate(a, w, row, col, first, last, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr):
-    """Sum of steps [first, last) of one tile: `[BM, BN]` float32, or its transpose with SWAP."""
+    """Sum steps [first, last) of one tile: `[BM, BN]` float32, or its transpose with SWAP."""
     if SWAP:
         acc = tl.zeros([BN, BM], tl.float32)
         for step in range(first, last):
@@ -67,14 +67,14 @@ def accumulate(a, w, row, col, first, last, BM: tl.constexpr, BN: tl.constexpr, 
 
 
 @triton.jit
-def meet(acc, partial, arrived, tile, part, SPLIT: tl.constexpr):
-    """Leave this part's sum; the last of a tile's parts gets the total, added in order. Returns (total, is_last)."""
+def join_splits(acc, partial, arrived, tile, part, SPLIT: tl.constexpr):
+    """Store this split's sum; a tile's last split gets the total, added in order. Returns (total, is_last)."""
     ROWS: tl.constexpr = acc.shape[0]
     COLS: tl.constexpr = acc.shape[1]
     at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
     base = partial + tile.to(tl.int64) * (SPLIT * ROWS * COLS)
     tl.store(base + part * (ROWS * COLS) + at, acc)
-    tl.debug_barrier()  # every thread's store precedes the release below
+    tl.debug_barrier()  # all threads store before the release below
     before = tl.atomic_add(arrived + tile, 1, sem="acq_rel")
     is_last = before == SPLIT - 1
     total = tl.zeros([ROWS, COLS], tl.float32)
@@ -87,7 +87,7 @@ def meet(acc, partial, arrived, tile, part, SPLIT: tl.constexpr):
 
 @triton.jit
 def columns(acc, INDEX: tl.constexpr, COUNT: tl.constexpr):
-    """Slice INDEX of COUNT equal column slices of a register tile."""
+    """Return slice INDEX of COUNT equal column slices of a register tile."""
     if COUNT == 1:
         return acc
     else:
@@ -102,7 +102,7 @@ def columns(acc, INDEX: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def row_scale(sumsq, rows, live, stride, width, eps, PARTS: tl.constexpr):
-    """1 / rms of `rows` from partial sums of squares `[parts, tokens]`, added in order of the parts."""
+    """Return 1 / rms of `rows` from partial sums of squares `[parts, tokens]`, added in order."""
     BLOCK: tl.constexpr = triton.next_power_of_2(PARTS)
     part = tl.arange(0, BLOCK)
     mask = (part < PARTS)[:, None] & (rows < live)[None, :]

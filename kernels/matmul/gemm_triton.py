@@ -1,15 +1,14 @@
-"""The matrix products of a layer in plain Triton, with what surrounds them as epilogues: one persistent loop, a `KIND`.
+"""GEMMs of a layer in plain Triton with fused epilogues: one persistent loop, an epilogue per `KIND`.
 
 Every operand arrives through a host-side TMA descriptor, so a launch allocates nothing and can be captured. The grid is
-`num_sms` programs that walk the tiles; the real token count may live in device memory, and then tiles past it are
-skipped.
+`num_sms` programs that walk the tiles; the token count may be in device memory, and tiles past it are skipped.
 
-Two shapes of the loop:
+The loop has two forms:
 
 - many tokens: tokens are the rows of the MMA, one program per SM, deep TMA pipeline;
 - few tokens (`swap`): 64 or more rows of the weight are the left operand and the tokens its columns, so 8 tokens fill
-  an MMA, and `split` programs share one tile's depth so that every SM streams weights. Partial sums meet in a workspace
-  and are added in a fixed order by whichever program arrives last: the result does not depend on timing.
+  an MMA, and `split` programs share one tile's K so that every SM streams weights. Partial sums go to a workspace, and
+  the last program adds them in a fixed order: the result does not depend on timing.
 """
 
 # Device functions carry no Python types.
@@ -26,18 +25,26 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.common.dependent_launch import begin, release
-from weft.kernels.matmul.gemm_activations import activate, bend_below, gate_with
+from weft.kernels.matmul.gemm_activations import activate, gate_with, soft_cap
 from weft.kernels.matmul.gemm_launch import Launch, Workspace, check_workspace
-from weft.kernels.matmul.gemm_tiles import accumulate, ahead, columns, live_tokens, meet, row_scale, tile_of
+from weft.kernels.matmul.gemm_tiles import (
+    accumulate,
+    columns,
+    join_splits,
+    live_tokens,
+    prefetch_first,
+    row_scale,
+    tile_of,
+)
 
 EARLY = tl.constexpr(2048)
-"""partial squares of a tile's rows up to which they are fetched before the loop over the depth: they arrive meanwhile.
-More would take the loop's registers: a tile of 128 x 128 with 40 parts took thirty times as long."""
+"""Partial squares of a tile's rows up to which they are fetched before the loop over K, to hide the latency. More would
+take the loop's registers: a 128 x 128 tile with 40 parts took thirty times as long."""
 
 
 @triton.jit
 def _store(total, out, tile_m, tile_n, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, OUT: tl.constexpr):
-    """The product as it is."""
+    """Store the result without an epilogue."""
     for s in tl.static_range(SLICES):
         piece = columns(total, s, SLICES)
         out.store([tile_m * BM, tile_n * BN + s * (BN // SLICES)], piece.to(OUT))
@@ -45,7 +52,7 @@ def _store(total, out, tile_m, tile_n, BM: tl.constexpr, BN: tl.constexpr, SLICE
 
 @triton.jit
 def _bias_of(bias, col, N, W: tl.constexpr):
-    """`[1, W]` float32 of columns `col ..`."""
+    """Return `[1, W]` float32 of columns `col ..`."""
     at = col + tl.arange(0, W)
     return tl.load(bias + at, mask=at < N, other=0.0).to(tl.float32)[None, :]
 
@@ -55,7 +62,7 @@ def _linear(
     total, scale, bias, factor, out, tile_m, tile_n, N, ACT: tl.constexpr, SOFTCAP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SLICES: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """The product with all that may follow it: scale of its rows, bias, activation, factor, soft-cap."""
+    """Apply row scale, bias, activation, factor and soft cap, and store."""
     for s in tl.static_range(SLICES):
         col = tile_n * BN + s * (BN // SLICES)
         y = columns(total, s, SLICES)
@@ -65,7 +72,7 @@ def _linear(
             y += _bias_of(bias, col, N, BN // SLICES)
         y = activate(y, ACT)
         if factor is not None:
-            y = bend_below(y * factor, SOFTCAP)
+            y = soft_cap(y * factor, SOFTCAP)
         out.store([tile_m * BM, col], y.to(OUT))
 
 
@@ -74,7 +81,7 @@ def _add_residual(
     total, x, out, bias, sumsq, stride_sumsq, live, tile_m, tile_n, N, BM: tl.constexpr, BN: tl.constexpr,
     SLICES: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """`x` plus the product (and its bias), and this tile's part of the sums of squares."""
+    """Store `x` plus the result and its bias, and this tile's part of the sums of squares."""
     W: tl.constexpr = BN // SLICES
     squares = tl.zeros([BM], tl.float32)
     for s in tl.static_range(SLICES):
@@ -94,7 +101,7 @@ def _gated(
     total, scale, bias, out, tile_m, tile_n, N, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SLICES: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """Columns alternate between gate and up."""
+    """Apply the gated activation and store; columns alternate between gate and up."""
     W: tl.constexpr = BN // SLICES
     for s in tl.static_range(SLICES):
         y = columns(total, s, SLICES)
@@ -111,7 +118,7 @@ def _gated(
 def _head_scale(
     total, scale, bias, col, N, eps, INDEX: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
-    """1 / rms of head INDEX of the COUNT heads in a tile: `[BM]`."""
+    """Return 1 / rms of head INDEX of the COUNT heads in a tile: `[BM]`."""
     y = columns(total, INDEX, COUNT) * scale[:, None]
     tl.static_assert(y.shape[1] == D, "a head norm needs the whole head in one tile")
     if HAS_BIAS:
@@ -122,7 +129,7 @@ def _head_scale(
 
 @triton.jit
 def load_cos_sin(rotary, position, rows, live, col, LAST: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
-    """(cos, sin) pairs of columns `col .. col + W` for each row: `[BM, W]`; nothing for the heads from LAST on."""
+    """Load (cos, sin) pairs of columns `col .. col + W` for each row: `[BM, W]`; nothing for heads from LAST on."""
     at = col % D + tl.arange(0, W)
     mask = (rows < tl.where(col // D < LAST, live, 0))[:, None]
     return tl.load(rotary + position[:, None] * D + at[None, :], mask=mask, other=0.0)
@@ -130,7 +137,7 @@ def load_cos_sin(rotary, position, rows, live, col, LAST: tl.constexpr, D: tl.co
 
 @triton.jit
 def rotate(y, cos_sin, skip):
-    """Rotate neighbour pairs of `y [BM, W]` float32 by (cos, sin) pairs; `skip` leaves them as they are."""
+    """Rotate neighbor pairs of `y [BM, W]` float32 by (cos, sin) pairs, except where `skip`."""
     BM: tl.constexpr = y.shape[0]
     W: tl.constexpr = y.shape[1]
     a, b = tl.split(tl.reshape(y, (BM, W // 2, 2)))
@@ -144,7 +151,7 @@ def _heads(
     total, scale, rows, live, tile_n, N, eps, bias, rotary, positions, slots, kv, layer, layers, q_out, q_norm, k_norm,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """Bias, head norm and rotary embedding; q goes to `q_out`, K and V into their pages."""
+    """Apply bias, head norm and rotary embedding; q goes to `q_out`, K and V to their pages."""
     HEAD: tl.constexpr = min(D, BN)
     # an epilogue slice lies within one head and is narrow: few live registers
     W: tl.constexpr = min(32 if BN >= 128 else 64, HEAD)
@@ -189,12 +196,12 @@ def product_kernel(
     HKV: tl.constexpr = None, D: tl.constexpr = None, PAGE: tl.constexpr = None, factor=None,
     ACT: tl.constexpr = "", SOFTCAP: tl.constexpr = 0.0,
 ):  # fmt: skip
-    """`KIND` is "plain", "linear", "residual", "gate_up" or "qkv"; what its epilogue does not read is None."""
+    """`KIND` is "plain", "linear", "residual", "gate_up" or "qkv"; inputs that its epilogue does not read are None."""
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
     share = tl.cdiv(steps, SPLIT)
     if AHEAD > 0:
-        ahead(weights, M, N, K, share, BM, BN, BK, GROUP, SPLIT, AHEAD)
+        prefetch_first(weights, M, N, K, share, BM, BN, BK, GROUP, SPLIT, AHEAD)
     begin(PDL)
     live = live_tokens(count, M)
     tiles_m = tl.cdiv(live, BM)
@@ -213,7 +220,7 @@ def product_kernel(
         if ONCE:
             release(PDL)
         if SPLIT > 1:
-            acc, done = meet(acc, partial, arrived, tile, part, SPLIT)
+            acc, done = join_splits(acc, partial, arrived, tile, part, SPLIT)
         if done:
             total = tl.trans(acc) if SWAP else acc
             if KIND == "plain":
@@ -239,11 +246,11 @@ def product_kernel(
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def launch_product(
+def launch_gemm(
     kind: str, launch: Launch, a: Tensor, weight: Tensor, out: Tensor, num_tokens: Tensor | None,
     space: Workspace | None, x: Tensor | None = None, **fields: Any,
 ) -> None:  # fmt: skip
-    """Run `product_kernel` for a `kind` of it; `fields` are what its epilogue reads."""
+    """Run `product_kernel` for a `kind`; `fields` are the epilogue's inputs."""
     c = launch.config
     m, n, k = a.shape[0], weight.shape[0], a.shape[1]
     width = c.features // c.slices

@@ -1,5 +1,6 @@
-"""Behind a QKV product that is not fused with it: norm of the heads, rotation, the way to q and into the pages (twin:
-the second half of `reference.qkv_project`). A program takes a token; heads are padded to a power of two.
+"""Head norm, rotation and page writes after an unfused QKV GEMM (reference: end of `reference/layer.py: qkv_project`).
+
+A program processes one token; heads are padded to a power of two.
 """
 
 # Device functions carry no Python types.
@@ -17,7 +18,7 @@ from weft.kernels.formats.fp8 import E4M3, KvScales
 from weft.kernels.formats.fp8_triton import saturated
 
 BLOCK = 2048
-"""numbers that a program works on at once"""
+"""Numbers that a program processes at once."""
 
 
 @triton.jit
@@ -103,15 +104,15 @@ def place_heads(
     out: Tensor,
     num_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Products of q, k and v `[T, (Hq + 2 Hkv) D]` -> `out [T, Hq, D]` and the pages; see `projections.qkv_project`.
+    """Write raw q, k and v `[T, (Hq + 2 Hkv) D]` to `out [T, Hq, D]` and the pages; see `projections.qkv_project`.
 
-    Rows from `num_tokens` on are left as they are. kv_scales: of pages in e4m3.
+    Rows from `num_tokens` on do not change. kv_scales: of e4m3 pages.
     """
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     if not raw.is_contiguous():
         raise ValueError("raw must be contiguous")
     if (kv_scales is None) == (kv.dtype == E4M3):
-        raise ValueError("pages in e4m3 need scales, others have none")
+        raise ValueError("e4m3 pages need scales, and other pages must have none")
     width = head_block(head_dim)
     all_heads = triton.next_power_of_2(num_heads + 2 * num_kv_heads)
     _place_kernel[(raw.shape[0],)](

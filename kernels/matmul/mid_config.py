@@ -1,4 +1,4 @@
-"""`MidConfig`: how `mid_hopper` cuts a product of 64 to 2,048 tokens. No Triton is needed."""
+"""`MidConfig`: how `mid_hopper` divides a GEMM of 64 to 2,048 tokens. Needs no Triton."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from typing import NamedTuple
 
 BLOCK_TOKENS, BLOCK_DEPTH = 128, 64
 TALL = 192
-"""tokens of a tile of three warpgroups: of so many the weight is then read once"""
+"""Tokens of a tile with three warpgroups: that many tokens then read the weight once."""
 TALL_WIDTH = 224
-"""features of such a tile, at most: a warpgroup has 160 registers"""
+"""Most features of such a tile: a warpgroup has 160 registers."""
 SHARED_BYTES = 232448 - 1024
-"""of a program, but for its barriers"""
+"""Bytes for a program without its barriers."""
 MAX_STAGES = 8
 MAX_SPLIT = 8
-"""parts whose bits lie in one word"""
+"""Most splits: their flags share a word."""
 WIDTHS = (64, 96, 128, 160, 192, 224, 256)
 PATIENCE = 20000
-"""how often a part looks for the others: some 10 ms"""
+"""How often a split polls for the others: about 10 ms."""
 
 
 class MidConfig(NamedTuple):
     width: int
-    """features of a tile: 64 to 256 in steps of 32; 64, 128 or 256 where the depth is cut. Narrower ones would
-    leave more sums of squares than `projections.sumsq_buffer` has rows"""
+    """Features of a tile: 64 to 256 in steps of 32; 64, 128 or 256 with splits. Narrower tiles would write more sums of
+    squares than `projections.sumsq_buffer` has rows."""
     split: int = 1
-    """programs that share one tile's depth"""
+    """Programs that share one tile's K."""
     ahead: int = 0
-    """steps of the weight that a program asks the L2 for while the kernel before still runs"""
+    """Weight steps that a program prefetches into L2 while the previous kernel still runs."""
     box: int = BLOCK_TOKENS
-    """tokens that are loaded at a time: 128, or 32, then as many boxes as hold live ones"""
+    """Tokens per load: 128, or 32 with as many boxes as hold live tokens."""
     rows: int = BLOCK_TOKENS
-    """tokens of a tile: 128, or TALL"""
+    """Tokens of a tile: 128, or TALL."""
 
     @property
     def pieces(self) -> tuple[int, int, int]:
-        """The width as powers of two, largest first; 0 for none. Raises `ValueError` if no tile is so wide."""
+        """The width as powers of two, largest first, padded with 0. Raises `ValueError` if it is unsupported."""
         found, left = [], self.width
         for size in (256, 128, 64, 32):
             if size <= left:
@@ -42,32 +42,27 @@ class MidConfig(NamedTuple):
                 left -= size
         cut = self.split > 1
         if left or not 64 <= self.width <= 256 or (cut and len(found) > 1):
-            raise ValueError(f"no tile is {self.width} features wide with its depth in {self.split} parts")
+            raise ValueError(f"tiles with {self.split} splits cannot be {self.width} features wide")
         if self.box not in (32, BLOCK_TOKENS):
-            raise ValueError(f"no tile's tokens are loaded {self.box} at a time")
+            raise ValueError(f"tiles cannot load {self.box} tokens at a time")
         if self.rows not in (BLOCK_TOKENS, TALL):
-            raise ValueError(f"no tile has {self.rows} tokens")
+            raise ValueError(f"tiles cannot have {self.rows} tokens")
         if self.rows == TALL and (self.width > TALL_WIDTH or self.box != BLOCK_TOKENS):
-            raise ValueError(f"no tile of {TALL} tokens is {self.width} features wide, {self.box} loaded at a time")
+            raise ValueError(f"tiles of {TALL} tokens cannot be {self.width} features wide with loads of {self.box}")
         return tuple((*found, 0, 0)[:3])  # type: ignore[return-value]
 
     def stages_for(self, kind: str, *, whole: bool) -> int:
-        """Steps of both operands that fit beside what the epilogue of a `kind` keeps in shared memory.
+        """Return the steps of both operands that fit in shared memory with the buffers of a `kind`'s epilogue.
 
-        whole: the depth is not cut, and results leave through shared memory.
+        whole: no splits, and results leave through shared memory.
         """
         kept = self.rows * self.width * (1 if kind == "gate_up" else 2) if whole else 0
         return min(MAX_STAGES, (SHARED_BYTES - kept) // ((self.rows + self.width) * BLOCK_DEPTH * 2))
 
-    def parts_of(self, depth: int) -> int:
-        """`split`, or fewer for a depth of fewer steps: no part is empty."""
+    def splits_of(self, depth: int) -> int:
+        """Return `split`, or fewer if K has fewer steps: no split is empty."""
         return min(self.split, -(-depth // BLOCK_DEPTH))
 
     def units(self, tokens: int, features: int, depth: int) -> int:
-        """Parts of tiles."""
-        return -(-tokens // self.rows) * -(-features // self.width) * self.parts_of(depth)
-
-
-def part_of(part: int, parts: int, steps: int) -> tuple[int, int]:
-    """(first step, behind the last one) of a tile's depth that a part adds up, as `mid_hopper` has it."""
-    return part * steps // parts, (part + 1) * steps // parts
+        """Return the number of tile splits."""
+        return -(-tokens // self.rows) * -(-features // self.width) * self.splits_of(depth)

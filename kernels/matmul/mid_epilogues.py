@@ -1,4 +1,4 @@
-"""What follows the products of `mid_hopper`: the epilogues of a whole tile, and of rows whose parts are added up."""
+"""Epilogues of `mid_hopper`: for a whole tile, and for rows added from splits."""
 
 # Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -14,8 +14,10 @@ from weft.kernels.common.hopper import store_tile
 
 @gluon.jit
 def row_scale(sumsq, row0, live, stride, width, eps, ROWS: gl.constexpr, PARTS: gl.constexpr):
-    """`[ROWS]` from the partial sums of squares of rows `row0 ..`, all of them asked for at once. A thread has all
-    parts of its row and adds them in their order: to the bit what `gemm_hopper` makes of them."""
+    """Return `[ROWS]` from the partial sums of squares of rows `row0 ..`, all fetched at once.
+
+    A thread adds all parts of its row in order, so results equal those of `gemm_hopper` bit for bit.
+    """
     BLOCK: gl.constexpr = gl.constexpr(1 << (PARTS - 1).bit_length())
     L: gl.constexpr = gl.BlockedLayout([BLOCK, 1], [1, 32], [1, 4], [1, 0])
     part = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))
@@ -27,7 +29,7 @@ def row_scale(sumsq, row0, live, stride, width, eps, ROWS: gl.constexpr, PARTS: 
 
 @gluon.jit
 def _rotate(y, cos_sin, skip):
-    """Rotate neighbour pairs of `y [R, W]`; columns with `skip` stay."""
+    """Rotate neighbor pairs of `y [R, W]`; columns with `skip` do not change."""
     R: gl.constexpr = y.shape[0]
     W: gl.constexpr = y.shape[1]
     a, b = gl.split(gl.reshape(y, (R, W // 2, 2)))
@@ -37,8 +39,10 @@ def _rotate(y, cos_sin, skip):
 
 
 @gluon.jit
-def _turned(y, scale, rows, live, col, positions, rotary, D: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr):
-    """Columns `col ..` of the QKV product, normed and rotated: `y [R, W]` float32 in layout L."""
+def _normed_rotated(
+    y, scale, rows, live, col, positions, rotary, D: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr
+):
+    """Norm and rotate columns `col ..` of the QKV GEMM: `y [R, W]` float32 in layout L."""
     y = y * scale[:, None]
     at = col + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, L))
     position = gl.load(positions + rows, mask=rows < live, other=0).to(gl.int64)
@@ -47,11 +51,11 @@ def _turned(y, scale, rows, live, col, positions, rotary, D: gl.constexpr, HEADS
 
 
 @gluon.jit
-def _place(
+def _write_heads(
     tile, rows, live, col, out, kv, slots, layer, layers,
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
-    """`tile [R, W]` of 16 bits in layout L to q or to the pages."""
+    """Write 16-bit `tile [R, W]` in layout L to q or the pages."""
     at = col + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, L))
     slot = gl.load(slots + rows, mask=rows < live, other=0).to(gl.int64)
     page_row = (slot // PAGE * layers + layer) * (2 * PAGE) + slot % PAGE
@@ -71,17 +75,17 @@ def _silu(gate, up):
 
 
 @gluon.jit
-def leave(
+def epilogue(
     acc, scale, io, desc, out, kv, row0, col, live, positions, rotary, slots, layer, layers,
     KIND: gl.constexpr, W: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     DTYPE: gl.constexpr, L: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue of columns `col ..` of a whole tile's half, `acc [64, W]`; "residual": their squares, `[64]`."""
+    """Run the epilogue of columns `col ..` of half a whole tile, `acc [64, W]`; "residual" returns squares `[64]`."""
     LINE: gl.constexpr = gl.SliceLayout(1, L)
     squares = gl.zeros([64], gl.float32, layout=LINE)
     if KIND == "plain":
         if FIRST:
-            tma.store_wait(0)  # of the tile before: all pieces
+            tma.store_wait(0)  # of the previous tile: all pieces
         io.store(acc.to(DTYPE))
         fence_async_shared()
         store_tile(desc, [row0, col], io)
@@ -104,21 +108,21 @@ def leave(
     if KIND == "qkv":
         ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [4, 1], [1, 0])
         rows = row0 + gl.arange(0, 64, layout=LINE)
-        y = _turned(acc, gl.convert_layout(scale, LINE), rows, live, col, positions, rotary, D, HQ + HKV, L)
+        y = _normed_rotated(acc, gl.convert_layout(scale, LINE), rows, live, col, positions, rotary, D, HQ + HKV, L)
         io.store(y.to(DTYPE))
         tile = io.load(ROWS)
         slot_rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
-        _place(tile, slot_rows, live, col, out, kv, slots, layer, layers, HQ, HKV, D, PAGE, ROWS)
+        _write_heads(tile, slot_rows, live, col, out, kv, slots, layer, layers, HQ, HKV, D, PAGE, ROWS)
     return squares
 
 
 @gluon.jit
-def add_up(
+def add_splits(
     sums, shares, row0, tile_n, live, N, K, x, out, sumsq, stride_sumsq, eps, positions, rotary, slots, kv, layer,
     layers, KIND: gl.constexpr, W: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr,
     HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Rows of one half of a tile whose bit is set in `shares`: the sums of all parts in order, and their epilogue."""
+    """Add all splits, in order, of a tile half's rows whose bit is set in `shares`, and run their epilogue."""
     R: gl.constexpr = 32 if SPLIT == 2 else 16 if SPLIT <= 4 else 8
     LANES: gl.constexpr = W // 4 if W < 128 else 32
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -154,5 +158,5 @@ def add_up(
             if KIND == "qkv":
                 scale = row_scale(sumsq, row0 + piece * R, live, stride_sumsq, K, eps, R, PARTS)
                 scale = gl.convert_layout(scale, gl.SliceLayout(1, L))
-                y = _turned(total, scale, rows, live, col, positions, rotary, D, HQ + HKV, L)
-                _place(y.to(DTYPE), rows, live, col, out, kv, slots, layer, layers, HQ, HKV, D, PAGE, L)
+                y = _normed_rotated(total, scale, rows, live, col, positions, rotary, D, HQ + HKV, L)
+                _write_heads(y.to(DTYPE), rows, live, col, out, kv, slots, layer, layers, HQ, HKV, D, PAGE, L)

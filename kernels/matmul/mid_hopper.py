@@ -1,18 +1,17 @@
-"""The matrix products of a layer for 64 to 2,048 tokens on Hopper: tiles as wide as waves want, depths cut in parts.
+"""GEMMs of a layer for 64 to 2,048 tokens on Hopper: tile widths that fill waves, and splits of K.
 
-Built as `gemm_hopper`: two warpgroups own 64 rows each of a tile of 128 tokens, one producer warp streams the
-operands. What differs is how the work is dealt to the SMs, which 128 x 256 tiles leave half empty for so few tokens:
+The structure is that of `gemm_hopper`: two warpgroups own 64 rows each of a tile of 128 tokens, and one producer warp
+streams the operands. Work is distributed differently, because 128 x 256 tiles leave SMs half idle for so few tokens:
 
-- a tile is 64 to 256 features wide, in steps of 32: two or three products of 128, 64 and 32 columns beside each other.
-  Its sums are those of any other width, to the bit;
-- or the depth of a tile is cut in `SPLIT` parts for as many programs. Each leaves its partial sums in a workspace, and
-  each then adds up its share of the rows, in order of the parts: no bit depends on timing. See `_shares`.
+- A tile is 64 to 256 features wide, in steps of 32: two or three neighboring MMAs of 128, 64 and 32 columns. Its sums
+  equal those of any other width bit for bit.
+- Or `SPLIT` programs share a tile's K. Each writes partial sums to a workspace, then adds its share of the rows, in
+  order of the splits, so no bit depends on timing. See `_shares`.
 
-With `BOX` below 128 only live rows of a tile are loaded, rounded up to boxes of so many: a tile's tokens are read from
-the L2 once for every tile of the weight, about as many bytes as the weights have. A warpgroup with no live row then
-multiplies nothing.
+With `BOX` below 128 only live rows of a tile are loaded, rounded up to boxes of that size: a tile's tokens are read
+from L2 once per weight tile, about as many bytes as the weights. A warpgroup without live rows multiplies nothing.
 
-A tile of 192 tokens has three warpgroups; the third one's tokens lie in a ring of their own.
+A tile of 192 tokens has three warpgroups; the third one's tokens have a separate ring.
 
 `mid_projections` launches these.
 """
@@ -40,15 +39,15 @@ from weft.kernels.common.dependent_launch import pdl_options
 from weft.kernels.common.hopper import barrier, load_tile, skip_stages
 from weft.kernels.matmul.gemm_launch import Workspace
 from weft.kernels.matmul.mid_config import BLOCK_DEPTH, BLOCK_TOKENS, PATIENCE, MidConfig
-from weft.kernels.matmul.mid_epilogues import add_up, leave, row_scale
+from weft.kernels.matmul.mid_epilogues import add_splits, epilogue, row_scale
 
-# The barriers of operands and residual are those of `gemm_hopper`, with its picture. A program's unit is a part of a
-# tile's depth; `count` numbers the steps of all its units, on both sides.
+# The barriers of operands and residual are those of `gemm_hopper` (see the table there). A program's unit is a split of
+# a tile; `count` numbers the steps of all its units, on both sides.
 
 
 @gluon.jit
 def _unit(unit, tiles_m, steps, SPLIT: gl.constexpr):
-    """(token tile, feature tile, part, first step, behind the last step): tiles of a weight tile are neighbours."""
+    """Return (token tile, feature tile, split, first step, end step); tiles of a weight tile are neighbors."""
     tile = unit // SPLIT
     part = unit % SPLIT
     return tile % tiles_m, tile // tiles_m, part, part * steps // SPLIT, (part + 1) * steps // SPLIT
@@ -59,8 +58,8 @@ def _load_tokens(
     a, few, a_smem, third_smem, row, depth, rows, ready, OTHERS: gl.constexpr, BK: gl.constexpr, BOX: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
-    """The first `rows` of a tile, rounded up to boxes; `ready` expects them and `OTHERS` bytes. What other rows of the
-    place hold is left there: nobody reads the sums that are made of it."""
+    """Load the first `rows` of a tile, rounded up to boxes; `ready` expects them and `OTHERS` bytes. Other rows keep
+    old content, and sums computed from them are not read."""
     if BOX == 128:
         mbarrier.expect(ready, OTHERS + ROWS * BK * 2)
         load_tile(a, [row, depth], ready, a_smem)
@@ -125,7 +124,7 @@ def _multiply(
     a_smem, w0_smem, w1_smem, w2_smem, full, empty, count, steps, WG: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr,
     W2: gl.constexpr, STAGES: gl.constexpr, L0: gl.constexpr, L1: gl.constexpr, L2: gl.constexpr,
 ):  # fmt: skip
-    """`[64, W0]`, `[64, W1]` and `[64, W2]` of one unit (the first again for a width of 0); the stages used so far."""
+    """Return `[64, W0]`, `[64, W1]`, `[64, W2]` of one unit (the first again for width 0), and stages used so far."""
     acc0 = gl.zeros([64, W0], gl.float32, layout=L0)
     if W1 > 0:
         acc1 = gl.zeros([64, W1], gl.float32, layout=L1)
@@ -140,7 +139,7 @@ def _multiply(
             acc1 = warpgroup_mma(a_mine, w1_smem.index(stage).permute((1, 0)), acc1, is_async=True)
         if W2 > 0:
             acc2 = warpgroup_mma(a_mine, w2_smem.index(stage).permute((1, 0)), acc2, is_async=True)
-        # at most this step's products are still in flight: the step before has left its stage
+        # at most this step's MMAs are still in flight: the previous step has released its stage
         if W2 > 0:
             acc0, acc1, acc2 = warpgroup_mma_wait(3, deps=[acc0, acc1, acc2])
         elif W1 > 0:
@@ -162,22 +161,22 @@ def _multiply(
     return acc0, acc1, acc2, count
 
 
-# A tile's parts meet in one word for each half of its rows (twin: `mid_meeting.Meeting`):
+# A tile's splits synchronize in one word for each half of its rows (reference: `tests/kernels/split_meeting.py`):
 #
-#   bits 0-7    parts that have left their sums in the workspace
-#   bits 8-15   parts that lost patience: their share is for the one that comes last
-#   bits 16-23  parts that have gone; the last of them sets the word to 0 for the next launch
+#   bits 0-7    splits that have stored their sums in the workspace
+#   bits 8-15   splits that gave up waiting: the last split adds their share
+#   bits 16-23  splits that have ended; the last of them sets the word to 0 for the next launch
 #
-# A part counts itself, then looks for the others, `limit` times at most. Either it sees them all and adds up its own
-# share of the rows, or it says so in the same word that they are counted in: then either its addition has seen the last
-# one come after all, or the last one's has seen it give up. So each share is added up by exactly one program, nobody
-# waits for a program that may never start, and a limit of 0 leaves all to the last.
+# A split counts itself, then polls for the others, at most `limit` times. Either it sees them all and adds its own
+# share of the rows, or it gives up in the same word that counts them: then either its atomic addition has seen the last
+# split arrive after all, or the last split's addition has seen it give up. So exactly one program adds each share, no
+# program waits for one that may never start, and a limit of 0 leaves everything to the last split.
 
 
 @gluon.jit
 def _shares(word, part, limit, SPLIT: gl.constexpr):
-    """The shares that this part adds up, a bit each. All sums of those are visible."""
-    barrier()  # every thread's sums precede the addition below
+    """Return the shares that this split adds, one bit each. All their sums are visible."""
+    barrier()  # all threads store their sums before the addition below
     before = gl.atomic_add(word, 1, sem="acq_rel")
     arrived = (before & 255) + 1
     is_last = arrived == SPLIT
@@ -192,8 +191,8 @@ def _shares(word, part, limit, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def _gone(word, SPLIT: gl.constexpr):
-    barrier()  # every thread has read what it adds up
+def _release_word(word, SPLIT: gl.constexpr):
+    barrier()  # all threads have read the sums they add
     if (gl.atomic_add(word, 65536, sem="acq_rel") >> 16) == SPLIT - 1:
         gl.atomic_xchg(word, 0, sem="relaxed")
 
@@ -205,7 +204,7 @@ def _tile(
     SPLIT: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr,
     PAGE: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's rows of one unit, from the operands to where its results belong; the stages used so far."""
+    """Compute a warpgroup's rows of one unit and run the epilogue; returns the stages used so far."""
     a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full, empty, x_full, x_empty = rings
     desc0, desc1, desc2, x, out, partial, words = places
     sumsq, stride_sumsq, eps = sums
@@ -230,20 +229,20 @@ def _tile(
         lane = gl.arange(0, W0, layout=gl.SliceLayout(0, L0))
         gl.store(mine + part * (64 * WIDTH) + inside[:, None] * WIDTH + lane[None, :], acc0)
         shares = _shares(words + place, part, limit, SPLIT)
-        add_up(mine, shares, row0, tile_n, live, N, K, x, out, sumsq, stride_sumsq, eps, positions, rotary, slots,
+        add_splits(mine, shares, row0, tile_n, live, N, K, x, out, sumsq, stride_sumsq, eps, positions, rotary, slots,
                 kv, layer, layers, KIND, WIDTH, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE)  # fmt: skip
-        _gone(words + place, SPLIT)
+        _release_word(words + place, SPLIT)
     else:
         if KIND == "residual":
             mbarrier.wait(x_full.index(WG), turn & 1)
-        squares = leave(acc0, scale, io0.index(WG), desc0, out, kv, row0, col, live, positions, rotary, slots,
+        squares = epilogue(acc0, scale, io0.index(WG), desc0, out, kv, row0, col, live, positions, rotary, slots,
                          layer, layers, KIND, W0, HQ, HKV, D, PAGE, DTYPE, L0, True)  # fmt: skip
         if W1 > 0:
-            more = leave(acc1, scale, io1.index(WG), desc1, out, kv, row0, col + W0, live, positions, rotary,
+            more = epilogue(acc1, scale, io1.index(WG), desc1, out, kv, row0, col + W0, live, positions, rotary,
                           slots, layer, layers, KIND, W1, HQ, HKV, D, PAGE, DTYPE, L1, False)  # fmt: skip
             squares += gl.convert_layout(more, gl.SliceLayout(1, L0))
         if W2 > 0:
-            more = leave(acc2, scale, io2.index(WG), desc2, out, kv, row0, col + W0 + W1, live, positions, rotary,
+            more = epilogue(acc2, scale, io2.index(WG), desc2, out, kv, row0, col + W0 + W1, live, positions, rotary,
                           slots, layer, layers, KIND, W2, HQ, HKV, D, PAGE, DTYPE, L2, False)  # fmt: skip
             squares += gl.convert_layout(more, gl.SliceLayout(1, L0))
         if KIND == "residual":
@@ -287,7 +286,7 @@ def _consume(
 
 @gluon.jit
 def _fetch_ahead(weights, tile_n, first, N, K, WIDTH: gl.constexpr, BK: gl.constexpr, AHEAD: gl.constexpr):
-    """Ask the L2 for the first steps of this program's weight: they do not depend on the kernel before this one."""
+    """Prefetch the first steps of this program's weight into L2: they do not depend on the previous kernel."""
     ROWS: gl.constexpr = 256 if WIDTH > 128 else 128
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = gl.arange(0, ROWS, layout=L)
@@ -311,7 +310,7 @@ def mid_kernel(
     BK: gl.constexpr = 64
     WIDTH: gl.constexpr = W0 + W1 + W2
     PER: gl.constexpr = 2 if KIND == "gate_up" else 1
-    # what is not there takes one small tile
+    # unused buffers are one small tile
     I0: gl.constexpr = W0 // PER if SPLIT == 1 else 16
     I1: gl.constexpr = W1 // PER if W1 > 0 and SPLIT == 1 else 16
     I2: gl.constexpr = W2 // PER if W2 > 0 and SPLIT == 1 else 16
@@ -399,20 +398,20 @@ _FIELDS: dict[str, Any] = dict.fromkeys(("sumsq", "rotary", "positions", "slots"
 }  # fmt: skip
 
 
-def launch_product(
+def launch_gemm(
     kind: str, config: MidConfig, a: Tensor, weight: Tensor, out: Tensor, num_tokens: Tensor | None,
     space: Workspace | None, x: Tensor | None = None, *, num_sms: int, patience: int | None = None, **fields: Any,
 ) -> None:  # fmt: skip
-    """Run `mid_kernel` for a `kind`: "plain", "residual", "gate_up" or "qkv"; `fields` are what its epilogue reads.
+    """Run `mid_kernel` for a `kind`: "plain", "residual", "gate_up" or "qkv"; `fields` are the epilogue's inputs.
 
-    patience: how often a part looks for the others before it leaves its share to the last of them. Raises `ValueError`
-    where the depth is cut and there is no workspace.
+    patience: how often a split polls for the others before it leaves its share to the last one. Raises `ValueError` for
+    splits without a workspace.
     """
     m, (n, k) = a.shape[0], weight.shape
-    split = config.parts_of(k)
+    split = config.splits_of(k)
     widths, whole, narrow = config.pieces, split == 1, 2 if kind == "gate_up" else 1
     if not whole and space is None:
-        raise ValueError("a product whose depth is cut needs a workspace")
+        raise ValueError("a split GEMM needs a workspace")
 
     def tiles(tensor: Tensor | None, rows: int, cols: int) -> TensorDescriptor | None:
         return None if tensor is None or not cols else TensorDescriptor.from_tensor(tensor, [rows, cols], _layout(cols))

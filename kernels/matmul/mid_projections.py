@@ -1,7 +1,7 @@
-"""The products of a layer as `projections` has them, but on `mid_hopper` where a measured table or its rule says so.
+"""The projections of a layer as in `projections`, on `mid_hopper` where a measured table or its rule selects it.
 
-Signatures, places and results are those of `projections`; what `mid_hopper` has no epilogue for goes there as well:
-biases, head norms, norms behind a product, activations other than SiLU.
+Signatures and results are those of `projections`, which also runs cases without an epilogue in `mid_hopper`: biases,
+head norms, norms after a GEMM, activations other than SiLU.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from weft.kernels.matmul.mid_config import MidConfig
 
 
 def _fits(config: MidConfig, tokens: int, weight: Tensor, space: Workspace | None) -> bool:
-    """Whether the workspace has room for the parts."""
-    split = config.parts_of(weight.shape[1])
+    """Return whether the workspace is large enough for the splits."""
+    split = config.splits_of(weight.shape[1])
     if split == 1:
         return True
     tiles = config.units(tokens, *weight.shape) // split
@@ -34,9 +34,9 @@ def chosen(
     config: GemmConfig | MidConfig | None, tokens: int, weight: Tensor, num_sms: int, space: Workspace | None,
     *, plain: bool,
 ) -> MidConfig | None:  # fmt: skip
-    """How `mid_hopper` cuts a product; None: it does not compute it. plain: it has the epilogue.
+    """Return how `mid_hopper` divides a GEMM, or None if it does not compute it. plain: it has the epilogue.
 
-    config: given by the caller, or None for that of the table, or of the rule beside it, which are for whole GPUs.
+    config: the caller's, or None for the table's, else the rule's, which are for whole GPUs.
     """
     if not plain or isinstance(config, GemmConfig):
         return None
@@ -60,7 +60,7 @@ def _launch(
     from weft.kernels.matmul import mid_hopper
 
     check_operands(a, weight)
-    mid_hopper.launch_product(kind, config, a, weight, out, num_tokens, space, x, num_sms=num_sms, **fields)
+    mid_hopper.launch_gemm(kind, config, a, weight, out, num_tokens, space, x, num_sms=num_sms, **fields)
 
 
 def _sums(sumsq: Tensor, eps: float) -> dict[str, Any]:

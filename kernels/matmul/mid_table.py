@@ -1,6 +1,6 @@
-"""The measured `MidConfig`s: where the kernels of `mid_hopper` were quicker than the choice without a table.
+"""The measured `MidConfig`s, where `mid_hopper` was faster than the choice without a table.
 
-`TABLE` beside this file is what `weft.tools.kernels.mid_tuning` wrote on an H200.
+`weft.tools.kernels.mid_tuning` wrote `TABLE`, next to this file, on an H200.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from pathlib import Path
 from weft.kernels.matmul.mid_config import MidConfig
 
 BUCKETS = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-PARTLY = {64: 40, 128: 80, 192: 160, 256: 224} | {b: b - (64 if b <= 1024 else 192) for b in BUCKETS if b > 256}
-"""tokens that are live where a bucket, which is that of a captured graph, is not full"""
-UNTRIED = {192: 256}
-"""buckets of which one model alone was measured, and whose rows serve the others: with live tokens alone loaded, which
-was quicker in each of 18 configurations while all were live"""
+PARTLY_LIVE = {64: 40, 128: 80, 192: 160, 256: 224} | {b: b - (64 if b <= 1024 else 192) for b in BUCKETS if b > 256}
+"""Live tokens in a bucket (that of a captured graph) that is not full."""
+SUBSTITUTES = {192: 256}
+"""Buckets measured for one model only, with the bucket that serves other models. Only live tokens are loaded, which was
+faster in each of 18 configurations with all tokens live."""
 TABLE = Path(__file__).with_name("mid_h200.json")
 MACHINE = ((9, 0), 132)
-"""(compute capability, SMs) that TABLE is for"""
+"""The (compute capability, SMs) of TABLE."""
 
 Key = tuple[int, int, int]
 """(bucket, features, depth)"""
 
 
 def decoded(rows: Mapping[str, Sequence[int]]) -> dict[Key, MidConfig]:
-    """A table from its JSON form: `"tokens,features,depth"` -> the fields of a `MidConfig`. Raises `ValueError`."""
+    """Return a table from its JSON form: `"tokens,features,depth"` -> fields of a `MidConfig`. Raises `ValueError`."""
     table = {}
     for key, row in rows.items():
         tokens, features, depth = map(int, key.split(","))
@@ -38,7 +38,7 @@ def decoded(rows: Mapping[str, Sequence[int]]) -> dict[Key, MidConfig]:
 
 
 def encoded(table: Mapping[Key, MidConfig]) -> str:
-    """The JSON form, a row a line."""
+    """Return the JSON form, one row per line."""
     rows = (f'  "{",".join(map(str, key))}": {json.dumps(list(config))}' for key, config in sorted(table.items()))
     return "{\n" + ",\n".join(rows) + "\n}\n"
 
@@ -52,17 +52,17 @@ _used: dict[Key, MidConfig] = {}
 
 
 def use(table: Mapping[Key, MidConfig]) -> None:
-    """From now on `lookup` knows these, beside the shipped ones. Before any graph is captured."""
+    """Add these to the shipped configurations for `lookup`. Call it before any graph is captured."""
     _used.update(table)
 
 
 def lookup(tokens: int, features: int, depth: int) -> MidConfig | None:
-    """The measured configuration; None: none is known to be quicker than what `gemm_launch.choose` says."""
+    """Return the measured configuration, or None if none is known to beat the choice of `gemm_launch.choose`."""
     if tokens <= BUCKETS[0] // 2 or tokens > BUCKETS[-1]:
         return None
     bucket = next(b for b in BUCKETS if tokens <= b)
     found = _row(bucket, features, depth)
-    if found is None and (other := _row(UNTRIED.get(bucket, bucket), features, depth)) is not None:
+    if found is None and (other := _row(SUBSTITUTES.get(bucket, bucket), features, depth)) is not None:
         return other._replace(box=32)
     return found
 

@@ -1,14 +1,13 @@
-"""The matrix products of a layer with what surrounds them as epilogues (twins: `reference.qkv_project` and its
-siblings).
+"""The projections of a layer with fused epilogues (reference: `reference/layer.py: qkv_project` and others).
 
-Norm weights are folded into the matrices (`pack.fold_norm`), so the RMS norm before a product is one scale per row,
-applied to the accumulator. The scale comes from partial sums of squares `sumsq [parts, T] float32`: each feature tile
-of the product before wrote one part; adding them in order keeps the result independent of timing. Without `sumsq` there
-is no norm before the product.
+Norm weights are folded into the matrices (`weight_layout.fold_norm`), so the RMS norm before a GEMM is one scale per
+row, applied to the accumulator. The scale comes from partial sums of squares `sumsq [parts, T] float32`, one part per
+feature tile of the previous GEMM, which are added in order, so the result does not depend on timing. Without `sumsq`
+there is no norm before the GEMM.
 
-What an epilogue cannot do, because it needs whole rows or other tiles, is a pass over the rows behind the product
-(`rows`): a LayerNorm's sums, a norm behind the product, heads of other sizes than 64 and 128, a norm over all heads.
-Where it reads what the product wrote, the caller gives it a place, `raw`.
+Work that needs whole rows or other tiles is a row pass after the GEMM (`rows`, `heads`): a LayerNorm's sums, a norm
+after the GEMM, heads of other sizes than 64 and 128, a norm over all heads. If it reads the GEMM's result, the caller
+provides a buffer, `raw`.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from torch import Tensor
 
 from weft.kernels.matmul import heads as head_rows
 from weft.kernels.matmul import rows
-from weft.kernels.matmul.gemm import product
+from weft.kernels.matmul.gemm import run_gemm
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_launch import Workspace, check_operands, launch_of
 
 
 def _parts(sumsq: Tensor) -> Tensor:
-    """`[T]` or `[parts, T]` -> `[parts, T]`."""
+    """Return `[T]` or `[parts, T]` as `[parts, T]`."""
     return sumsq if sumsq.dim() == 2 else sumsq[None]
 
 
 def _scale_fields(sumsq: Tensor | None, eps: float) -> dict[str, Any]:
-    """What the kernels are told of the norm before them."""
+    """Return the kernel arguments of the preceding norm."""
     if sumsq is None:
         return {"PARTS": 0}
     sumsq = _parts(sumsq)
@@ -39,11 +38,11 @@ def _scale_fields(sumsq: Tensor | None, eps: float) -> dict[str, Any]:
 
 
 FUSED_HEADS = (64, 128)
-"""head sizes whose norm, rotation and way into the pages is an epilogue of the QKV product"""
+"""Head sizes with norm, rotation and page writes in the epilogue of the QKV GEMM."""
 
 
 def fuses_heads(head_dim: int, q_norm: Tensor | None, *, normed: bool = True) -> bool:
-    """Whether a QKV product needs no `raw`. normed: there is a norm before it."""
+    """Return whether a QKV projection needs no `raw`. normed: a norm precedes it."""
     return normed and head_dim in FUSED_HEADS and (q_norm is None or q_norm.numel() == head_dim)
 
 
@@ -69,11 +68,12 @@ def qkv_project(
     num_tokens: Tensor | None = None,
     config: GemmConfig | None = None,
 ) -> Tensor:
-    """Norm, QKV matrix, bias, q/k norm, rotary embedding; q goes to `out [T, Hq, D]`, K and V into the pages of `kv`.
+    """Apply norm, QKV matrix, bias, q/k norm and rotary embedding; q goes to `out [T, Hq, D]`, K and V to pages of
+    `kv`.
 
     sumsq `[parts, T]` float32; rotary `[positions, D/2, 2]` float32; positions and slot_mapping `[T]` int32 or int64;
-    the slots of padding tokens lie in page 0. q_norm `[D]` or, over all heads, `[Hq * D]`; k_norm likewise. raw `[T,
-    (Hq + 2 Hkv) D]` is needed where `fuses_heads` says so.
+    padding tokens' slots are in page 0. q_norm `[D]` or, over all heads, `[Hq * D]`; k_norm likewise. raw `[T, (Hq + 2
+    Hkv) D]` is needed unless `fuses_heads`.
     """
     check_operands(x, weight)
     if not (kv.is_contiguous() and out.is_contiguous() and rotary.is_contiguous()):
@@ -83,7 +83,7 @@ def qkv_project(
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     if not fuses_heads(head_dim, q_norm, normed=sumsq is not None):
         if raw is None:
-            raise ValueError(f"heads of {head_dim} numbers, or their norm, need a place for the product")
+            raise ValueError(f"heads of {head_dim}, or their norm, need a `raw` buffer")
         linear_project(
             x, sumsq, weight, eps, bias=bias, out=raw, num_sms=num_sms, space=space, num_tokens=num_tokens,
             config=config,
@@ -97,9 +97,9 @@ def qkv_project(
     launch = launch_of(m, n, k, config, num_sms)
     if q_norm is not None and launch.config.features < head_dim:  # the norm of a head needs all of it in one tile
         launch = launch_of(m, n, k, launch.config.widened(head_dim), num_sms)
-    if launch.config.special and q_norm is not None and head_dim != 128:  # its tiles hold no whole head
+    if launch.config.special and q_norm is not None and head_dim != 128:  # its tiles do not hold whole heads
         launch = launch._replace(config=launch.config._replace(special=False))
-    product(
+    run_gemm(
         "qkv", launch, x, weight, out, num_tokens, space, sumsq=sumsq, stride_sumsq=sumsq.stride(0), eps=eps, bias=bias,
         rotary=rotary, positions=positions, slots=slot_mapping, kv=kv, layer=layer, layers=layers, q_norm=q_norm,
         k_norm=k_norm, PARTS=sumsq.shape[0], HQ=num_heads, HKV=num_kv_heads, D=head_dim, PAGE=page_size,
@@ -124,18 +124,18 @@ def residual_project(
     num_tokens: Tensor | None = None,
     config: GemmConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`x + a @ weight.T` into `out` (may be `x` itself) and its partial sums of squares.
+    """Write `x + a @ weight.T` to `out` (may be `x` itself), with partial sums of squares.
 
     sumsq `[max_parts, T]` float32 is scratch; returns out and the view `[parts, T]` of it that was written. bias `[H]`.
-    post_norm `[H]`: what is added, a bias included, goes through an RMS norm first; needs `raw [T, H]`, and `out` is
-    `x`. centred: the squares are those of what a row has beyond its mean.
+    post_norm `[H]`: the addend, including a bias, goes through an RMS norm first; needs `raw [T, H]`, and `out` is `x`.
+    centred: the squares are those of a row minus its mean.
     """
     if not x.is_contiguous():
         raise ValueError("x must be contiguous")
     options: dict[str, Any] = {"num_sms": num_sms, "space": space, "num_tokens": num_tokens, "config": config}
     if post_norm is not None:
         if raw is None or out.data_ptr() != x.data_ptr():
-            raise ValueError("a norm behind the product needs a place for it, and is added to x in place")
+            raise ValueError("a norm after the GEMM needs a `raw` buffer and out=x")
         linear_project(a, None, weight, eps, bias=bias, out=raw, **options)
         rows.add_normed(x, raw, post_norm, eps, sumsq=sumsq)
         return out, rows.row_sumsq(x, out=sumsq[:1], centred=True) if centred else sumsq[:1]
@@ -146,7 +146,7 @@ def residual_project(
     parts = -(-n // launch.config.features)
     if sumsq.shape[0] < parts or sumsq.stride(1) != 1:
         raise ValueError(f"sumsq needs {parts} contiguous rows")
-    product(
+    run_gemm(
         "residual", launch, a, weight, out, num_tokens, space, x, bias=bias, sumsq=sumsq, stride_sumsq=sumsq.stride(0)
     )
     return out, rows.row_sumsq(out, out=sumsq[:1], centred=True) if centred else sumsq[:parts]
@@ -166,13 +166,13 @@ def gate_up_project(
     num_tokens: Tensor | None = None,
     config: GemmConfig | None = None,
 ) -> Tensor:
-    """Norm, gate-up matrix `[2 I, H]` (rows alternate), bias, SwiGLU or a kin of it -> `out [T, I]`.
+    """Apply norm, gate-up matrix `[2 I, H]` (rows alternate), bias and gated activation: `out [T, I]`.
 
-    sumsq `[parts, T]` float32. activation: one of `reference.ACTIVATIONS`.
+    sumsq `[parts, T]` float32. activation: one of `reference.layer.ACTIVATIONS`.
     """
     check_operands(x, weight)
     launch = launch_of(x.shape[0], weight.shape[0], x.shape[1], config, num_sms)
-    product(
+    run_gemm(
         "gate_up", launch, x, weight, out, num_tokens, space, bias=bias, ACT=activation, **_scale_fields(sumsq, eps)
     )
     return out
@@ -192,15 +192,18 @@ def linear_project(
     num_tokens: Tensor | None = None,
     config: GemmConfig | None = None,
 ) -> Tensor:
-    """Norm, matrix `[N, H]`, bias, activation -> `out [T, N]`: an MLP's first product without a gate
-    (`reference.up_project`), or one that a pass over the rows follows. activation: "" is none.
+    """Apply norm, matrix `[N, H]`, bias and activation: `out [T, N]`. activation: "" is none.
+
+    Used for the first GEMM of an MLP without a gate (`reference.layer.up_project`) and before a row pass.
     """
     check_operands(x, weight)
     launch = launch_of(x.shape[0], weight.shape[0], x.shape[1], config, num_sms)
-    product("linear", launch, x, weight, out, num_tokens, space, bias=bias, ACT=activation, **_scale_fields(sumsq, eps))
+    run_gemm(
+        "linear", launch, x, weight, out, num_tokens, space, bias=bias, ACT=activation, **_scale_fields(sumsq, eps)
+    )
     return out
 
 
 def sumsq_buffer(hidden: int, num_tokens: int, device: torch.device | str) -> Tensor:
-    """Scratch `[parts, T]` float32 large enough for any configuration."""
+    """Allocate scratch `[parts, T]` float32 large enough for any configuration."""
     return torch.empty(-(-hidden // 64), num_tokens, dtype=torch.float32, device=device)

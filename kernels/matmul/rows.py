@@ -1,6 +1,4 @@
-"""Passes over whole rows of the residual stream: its sums of squares, what a norm behind a product adds to it, and the
-rows alone that somebody reads.
-"""
+"""Row passes over the residual stream: sums of squares, a norm after a GEMM, and gathering the rows that are needed."""
 
 # Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -19,7 +17,7 @@ from weft.kernels.formats.fp8 import BLOCK, Fp8Rows
 
 
 def row_options(hidden: int) -> dict[str, Any]:
-    """Launch options of a program that goes through rows of `hidden` numbers."""
+    """Return launch options of a program that processes rows of `hidden` numbers."""
     return {
         "BLOCK": min(2048, triton.next_power_of_2(hidden)), "num_warps": 8 if hidden > 2048 else 4, **pdl_options()
     }  # fmt: skip
@@ -27,7 +25,7 @@ def row_options(hidden: int) -> dict[str, Any]:
 
 @triton.jit
 def row_mean(row, H, BLOCK: tl.constexpr):
-    """Mean of the H numbers at `row`, in an order that depends on H alone."""
+    """Return the mean of the H numbers at `row`, in an order that depends on H alone."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, H, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -54,9 +52,9 @@ def _row_sumsq_kernel(x, sumsq, H, CENTRED: tl.constexpr, BLOCK: tl.constexpr, P
 
 
 def row_sumsq(x: Tensor, *, out: Tensor, centred: bool = False) -> Tensor:
-    """Sums of squares of the rows of `x [T, H]` into `out [1, T]` float32, in an order that depends on H alone.
+    """Write row sums of squares of `x [T, H]` to `out [1, T]` float32, in an order that depends on H alone.
 
-    centred: of what a row has beyond its mean.
+    centred: of rows minus their mean.
     """
     hidden = x.shape[1]
     _row_sumsq_kernel[(x.shape[0],)](x, out, hidden, CENTRED=centred, **row_options(hidden))
@@ -87,8 +85,9 @@ def _add_normed_kernel(x, y, weight, sumsq, H, eps, BLOCK: tl.constexpr, PDL: tl
 
 
 def add_normed(x: Tensor, y: Tensor, weight: Tensor, eps: float, *, sumsq: Tensor) -> Tensor:
-    """Adds the RMS norm of the rows of `y [T, H]`, times `weight [H]`, to `x [T, H]`, rounded once; the sums of squares
-    of what x then is go to `sumsq[0]` (`[parts, T]` float32). Returns x.
+    """Add the RMS norm of the rows of `y [T, H]`, times `weight [H]`, to `x [T, H]`, rounded once; returns x.
+
+    Sums of squares of the new x go to `sumsq[0]` (`[parts, T]` float32).
     """
     if not (x.is_contiguous() and y.is_contiguous()):
         raise ValueError("x and y must be contiguous")
@@ -124,14 +123,17 @@ def _gather_kernel(
 def gather_rows(
     x: Tensor, a: Tensor | Fp8Rows, rows: Tensor, count: Tensor, *, x_out: Tensor, a_out: Tensor | Fp8Rows
 ) -> None:
-    """The first `count [1]` of `rows [T]` int32 of `x [T, H]` and `a [T, A]`, in this order, to the beginning of x_out
-    and a_out, which is what a is: numbers or an operand. The rows behind are left as they are."""
+    """Copy the first `count [1]` of `rows [T]` int32 of `x [T, H]` and `a [T, A]`, in order, to the start of x_out,
+    a_out.
+
+    a_out has the type of a. Other rows do not change.
+    """
     scales: tuple[Any, ...] = None, None, None, None
     if isinstance(a, Fp8Rows) and isinstance(a_out, Fp8Rows):
         scales = a.scale, a.scale.stride(0), a_out.scale, a_out.scale.stride(0)
         a, a_out = a.values.view(torch.uint8), a_out.values.view(torch.uint8)
     if isinstance(a, Fp8Rows) or isinstance(a_out, Fp8Rows):
-        raise TypeError("a and a_out must both be numbers, or both operands")
+        raise TypeError("a and a_out must both be tensors or both FP8 operands")
     hidden, width = x.shape[1], a.shape[1]
     _gather_kernel[(rows.shape[0],)](
         x, a, rows, count, x_out, a_out, hidden, width, *scales,

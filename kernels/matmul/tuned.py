@@ -1,7 +1,7 @@
-"""Measured configurations of matrix products: tables shipped with weft, and what this machine found at a start.
+"""Measured configurations of GEMMs: tables shipped with weft, and results of this machine's start-up search.
 
-A table maps (tokens, features, depth) of a product to a `GemmConfig`; tokens is a bucket, the largest count it serves.
-What is found is kept in a file for each kind of machine, so that it is searched for once. No Triton is needed to read.
+A table maps (tokens, features, depth) of a GEMM to a `GemmConfig`; tokens is a bucket, the largest count it serves.
+Search results are cached in a file per kind of machine. Reading needs no Triton.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("weft.kernels")
 
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 SHIPPED = {((9, 0), 132): "gemm_h200.json"}
-"""(compute capability, SMs) -> table. The H100 SXM has both in common with the H200 that it was measured on."""
+"""(compute capability, SMs) -> table. The H100 SXM shares both with the H200 of the measurements."""
 SOURCES = (
     "common/dependent_launch", "common/hopper", "experts/experts", "experts/experts_config", "experts/experts_hopper",
     "experts/experts_triton", "experts/fp8_experts", "experts/fp8_experts_hopper", "experts/fp8_experts_triton",
@@ -38,18 +38,17 @@ SOURCES = (
 )  # fmt: skip
 """The modules of `kernels` that a GEMM's timing depends on."""
 MIN_ELEMENTS = 1 << 21
-"""of a weight that is worth tuning for"""
+"""Smallest weight that is worth tuning."""
 
 Key = tuple[int, ...]
-"""(bucket, features, depth), for operands in FP8 (bucket, features, depth, 8), for experts (bucket, features, depth,
-experts, experts of a token)"""
+"""(bucket, features, depth); FP8: (..., 8); experts: (..., experts, experts per token)."""
 Table = Mapping[Key, GemmConfig]
 
 
 class Shape(NamedTuple):
-    """A product: `kind` names its epilogue (qkv, residual, gate_up, logits), the weight is `[features, depth]`.
+    """A GEMM: `kind` names its epilogue (qkv, residual, gate_up, logits), the weight is `[features, depth]`.
 
-    `experts`: both products of a layer of experts together; the gate-up matrix of each is `[features, depth]`.
+    `experts`: both GEMMs of an expert layer together; each expert's gate-up matrix is `[features, depth]`.
     """
 
     kind: str
@@ -57,9 +56,9 @@ class Shape(NamedTuple):
     depth: int
     experts: int = 0
     top: int = 0
-    """experts of a token"""
+    """Experts per token."""
     bits: int = 16
-    """of both operands' numbers; 8: e4m3"""
+    """Bits of both operands' numbers; 8: e4m3."""
 
     @property
     def elements(self) -> int:
@@ -75,18 +74,18 @@ class Shape(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What measured configurations belong to."""
+    """Identifies what configurations were measured on."""
 
     gpu: str
     capability: tuple[int, int]
     sms: int
     triton: str
     kernels: str
-    """digest of their code"""
+    """Digest of the kernels' code."""
 
 
 def machine(device: torch.device | int = 0) -> Machine:
-    """Of this process and that device."""
+    """Return the identity for this process and that device."""
     here = gpu(device)
     assert here is not None
     return Machine(
@@ -96,7 +95,7 @@ def machine(device: torch.device | int = 0) -> Machine:
 
 
 def bucket_of(num_tokens: int) -> int | None:
-    """The bucket that serves this many tokens; None: more than any."""
+    """Return the bucket that serves this many tokens, or None if there are too many."""
     return next((b for b in BUCKETS if num_tokens <= b), None)
 
 
@@ -105,15 +104,15 @@ def _encoded(table: Table) -> dict[str, list[int]]:
 
 
 def decoded(rows: Mapping[str, Sequence[int]]) -> dict[Key, GemmConfig]:
-    """A table from its JSON form: `"M,N,K"` -> the fields of a `GemmConfig`. Raises `ValueError` or `TypeError`.
+    """Return a table from its JSON form: `"M,N,K"` -> fields of a `GemmConfig`. Raises `ValueError` or `TypeError`.
 
-    Experts have two more numbers in their key, products in FP8 one.
+    Experts have two more numbers in their key, FP8 GEMMs one.
     """
     table: dict[Key, GemmConfig] = {}
     for key, row in rows.items():
         sizes = tuple(map(int, key.split(",")))
         if len(sizes) not in (3, 4, 5):
-            raise ValueError(f"{key} is no shape of a product")
+            raise ValueError(f"{key} is not a GEMM shape")
         fields: list[Any] = [int(v) for v in row]
         config = GemmConfig(*fields)
         table[sizes] = config._replace(swap=bool(config.swap), special=bool(config.special))
@@ -122,7 +121,7 @@ def decoded(rows: Mapping[str, Sequence[int]]) -> dict[Key, GemmConfig]:
 
 @functools.cache
 def shipped(capability: tuple[int, int], sms: int) -> Table:
-    """The table for GPUs of this architecture and size; empty when there is none."""
+    """Return the table for GPUs of this architecture and size; empty if there is none."""
     name = SHIPPED.get((capability, sms))
     return decoded(json.loads(Path(__file__).with_name(name).read_text())) if name else {}
 
@@ -136,14 +135,14 @@ _found: dict[Key, GemmConfig] = {}
 
 
 def use(table: Table) -> None:
-    """From now on `lookup` knows these configurations, beside the shipped ones. Before any graph is captured."""
+    """Add these to the shipped configurations for `lookup`. Call it before any graph is captured."""
     _found.update(table)
 
 
 def lookup(
     num_tokens: int, features: int, depth: int, experts: int = 0, top: int = 0, bits: int = 16
 ) -> GemmConfig | None:  # fmt: skip
-    """The measured configuration for a product (see `Shape`); None: nobody measured it."""
+    """Return the measured configuration of a GEMM (see `Shape`), or None if it was not measured."""
     bucket = bucket_of(num_tokens)
     if bucket is None:
         return None
@@ -156,7 +155,7 @@ def cache_file(folder: Path, of: Machine) -> Path:
 
 
 def read_cache(folder: Path, of: Machine) -> dict[Key, GemmConfig]:
-    """What was found on such a machine before; a file that cannot be read, or is not one, holds nothing."""
+    """Return earlier results for this machine; empty if the file is missing or invalid."""
     try:
         return decoded(json.loads(cache_file(folder, of).read_text())["table"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -164,7 +163,7 @@ def read_cache(folder: Path, of: Machine) -> dict[Key, GemmConfig]:
 
 
 def write_cache(folder: Path, of: Machine, table: Table) -> None:
-    """Add `table` to the file, at once or not at all. Raises `OSError`. The caller holds the lock."""
+    """Add `table` to the file atomically. Raises `OSError`. The caller holds the lock."""
     file = cache_file(folder, of)
     content = {"machine": of._asdict(), "table": _encoded({**read_cache(folder, of), **table})}
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=file.name, suffix=".part", delete=False) as part:

@@ -1,9 +1,9 @@
-"""How weights are laid out for the kernels. A loader calls these once; every kernel and its twin rely on them.
+"""Weight layouts of the kernels. A loader applies them once; kernels and reference implementations rely on them.
 
-- Norm weights are folded into the matrix that follows them, so a norm is one scale per row (`rms_scale`).
-- q and k rows are reordered so that the two halves of a rotary pair are neighbours: rotation then needs only adjacent
-  columns. Dot products of q and k do not change under a permutation common to both.
-- A LayerNorm takes the mean off its input: instead the rows of the matrix that follows have none (`fold_norm`).
+- Norm weights are folded into the following matrix, so a norm is one scale per row (`rms_scale`).
+- q and k rows are reordered so that the two halves of a rotary pair are neighbors: rotation then needs only adjacent
+  columns. Dot products of q and k do not change under a common permutation.
+- A LayerNorm subtracts its input's mean: instead the rows of the following matrix have zero mean (`fold_norm`).
 - Gate and up rows alternate, so that one output tile holds both and SwiGLU is an epilogue.
 """
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 
 def interleave_rotary(weight: Tensor, head_dim: int, rotary_dim: int | None = None) -> Tensor:
-    """Reorder rows `[heads * head_dim, ...]` from (i, i + rotary_dim/2) pairs to neighbours (2i, 2i + 1).
+    """Reorder rows `[heads * head_dim, ...]` from (i, i + rotary_dim/2) pairs to neighbors (2i, 2i + 1).
 
-    rotary_dim: how many of a head's first rows are rotated; None: all. The others stay where they are.
+    rotary_dim: number of a head's first rows that are rotated; None: all. The others keep their place.
     """
     tail = weight.shape[1:]
     heads = weight.view(-1, head_dim, *tail)
@@ -26,14 +26,14 @@ def interleave_rotary(weight: Tensor, head_dim: int, rotary_dim: int | None = No
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
-    """`[..., inter, hidden]` twice -> `[..., 2 * inter, hidden]`: row 2i is gate i, row 2i + 1 is up i."""
+    """Join two `[..., inter, hidden]` into `[..., 2 * inter, hidden]`: row 2i is gate i, row 2i + 1 is up i."""
     return torch.stack((gate, up), dim=-2).flatten(-3, -2)
 
 
 def fold_norm(weight: Tensor, norm_weight: Tensor | None, *, centred: bool = False) -> Tensor:
-    """`weight [..., out, in]` times the norm weight `[in]` of its input, rounded once to the weight's dtype.
+    """Return `weight [..., out, in]` times the norm weight `[in]` of its input, rounded once to the weight's dtype.
 
-    centred: the mean of each row is taken off, so that the product does not see the mean of its input.
+    centred: subtract the mean of each row, so that the result does not depend on the mean of the input.
     """
     rows = weight.float() if norm_weight is None else weight.float() * norm_weight.float()
     if centred:
@@ -45,9 +45,9 @@ MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """`blocks [..., groups, 16]` uint8 and `scales [..., groups]` uint8 -> `[..., groups * 32]`.
+    """Dequantize `blocks [..., groups, 16]` uint8 and `scales [..., groups]` uint8 to `[..., groups * 32]`.
 
-    Two values a byte, the low half first; a group's exponent is its scale less 127.
+    Two values per byte, low half first; a group's exponent is its scale minus 127.
     """
     values = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=blocks.device)
     table = torch.cat((values, -values))
@@ -56,9 +56,9 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rotary_table(inv_freq: Tensor, max_positions: int, scale: float = 1.0, pairs: int | None = None) -> Tensor:
-    """cos and sin of every position: `[max_positions, head_dim/2, 2]` float32 (cos, sin), times `scale`.
+    """Return cos and sin of every position: `[max_positions, head_dim/2, 2]` float32 (cos, sin), times `scale`.
 
-    pairs: of a head, where that is more than there are frequencies `[rotary_dim/2]`; the others are not turned.
+    pairs: number per head, if more than the frequencies `[rotary_dim/2]`; the others do not rotate.
     """
     angles = torch.arange(max_positions, dtype=torch.float32, device=inv_freq.device)[:, None] * inv_freq.float()
     table = torch.stack((angles.cos(), angles.sin()), dim=-1) * scale
