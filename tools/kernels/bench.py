@@ -1,4 +1,4 @@
-"""Each kernel beside its ceiling and beside cuBLAS or SDPA, sustained: `weft bench kernels`."""
+"""Compares each kernel with its ceiling and with cuBLAS or SDPA, sustained: `weft bench kernels`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weft.tools.kernels.tune import tune
 
 
 def report(seconds: float, only: set[str]) -> list[dict[str, object]]:
-    """Prints and returns one row per kernel and shape."""
+    """Print and return one row per kernel and shape."""
     meter = Meter()
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     rows: list[dict[str, object]] = []
@@ -104,13 +104,13 @@ def report(seconds: float, only: set[str]) -> list[dict[str, object]]:
 
 
 def main(argv: list[str], parser_class: type[argparse.ArgumentParser], cache: Callable[[], Path]) -> int:
-    """`cache()` is the folder in which a start looks for what was measured; it may raise."""
+    """cache: returns the folder with start-up measurements; it may raise."""
     parser = parser_class(prog="weft bench kernels", description=(__doc__ or "").split(":")[0] + ".")
     parser.add_argument(
         "--only", default="gemm,small,decode,prefill,step,sampler",
         help=f"comma-separated parts; there are {', '.join(bench_fp8.PARTS)} as well",
     )  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=2.5, help="of every sustained measurement")
+    parser.add_argument("--seconds", type=float, default=2.5, help="length of every sustained measurement")
     parser.add_argument("--json", type=output_file, help="write the rows here")
     parser.add_argument(
         "--tune", metavar="FILE", type=output_file, help="measure tile configurations instead and write their table"
@@ -126,10 +126,10 @@ def main(argv: list[str], parser_class: type[argparse.ArgumentParser], cache: Ca
         tune({"8B": (LLAMA_8B, 128), "1B": (LLAMA_1B, 64)}, [int(t) for t in options.tokens.split(",")], options.tune,
              options.jobs, options.budget)  # fmt: skip
         return 0
-    # tiles that starts of engines found here, as those engines would run them
+    # use tiles from earlier engine starts on this machine, as those engines do
     known = tuned.read_cache(cache(), tuned.machine())
     tuned.use(known)
-    print(f"{len(known)} tiles of this machine's starts; others by the shipped table or by rule")
+    print(f"{len(known)} tiles from engine starts on this machine; others from the shipped table or by rule")
     rows = report(options.seconds, set(options.only.split(",")))
     if options.json:
         with open(options.json, "w") as file:

@@ -1,4 +1,4 @@
-"""The FP8 rows of `weft bench kernels`: products beside `torch._scaled_mm`, attention over pages in e4m3, experts."""
+"""The FP8 rows of `weft bench kernels`: GEMMs compared with `torch._scaled_mm`, attention over e4m3 pages, experts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from weft.kernels.tuning.calls import (
     HEAD_DIM,
     LLAMA_8B,
     decode_calls,
-    layer_of_experts,
-    product,
+    expert_layer_call,
+    gemm_call,
     weights,
 )
 from weft.kernels.tuning.measure import Meter, Sustained, burst, sustained
@@ -42,15 +42,15 @@ EXPERTS = {
 }
 
 Row = Callable[[str, str, Sustained, float, str, float], None]
-"""kernel, shape, time, figure, its unit and the figure it is held against"""
+"""Arguments: kernel, shape, time, figure, its unit and the figure it is compared with."""
 
 
-def eight_bits(shapes: list[Shape]) -> list[Shape]:
+def fp8_shapes(shapes: list[Shape]) -> list[Shape]:
     return [shape._replace(bits=8) for shape in shapes]
 
 
 def scaled_mm(tokens: int, weight: Fp8Weight, *, fast: bool) -> Callable[[], object]:
-    """torch's product of the same operands with a scale a token and a channel, bare. fast: its fast accumulation."""
+    """Return torch's plain GEMM of the same operands, scales per token and channel. fast: its fast accumulation."""
     x = fp8.quantize_tokens(torch.randn(tokens, weight.values.shape[1], device=DEVICE))
     rows, columns = x.scale[0][:, None].contiguous(), weight.scale[None].contiguous()
     return lambda: torch._scaled_mm(
@@ -59,40 +59,40 @@ def scaled_mm(tokens: int, weight: Fp8Weight, *, fast: bool) -> Callable[[], obj
 
 
 def layer_calls(tokens: int, layers: int, num_sms: int, way: str) -> tuple[list[Callable[[], object]], float]:
-    """The products of `layers` layers of an 8B, one after the other, and one layer's operations.
+    """Return the GEMMs of `layers` layers of an 8B, in sequence, and one layer's operations.
 
     way: "ours" with their epilogues, "scaled_mm" with its fast accumulation, "scaled_mm exact" without.
     """
     space = gemm_launch.workspace(DEVICE, 1 << 24)
     calls = []
     for _ in range(layers):
-        for shape in eight_bits(LLAMA_8B):
+        for shape in fp8_shapes(LLAMA_8B):
             weight = weights(shape, 1)[0]
             if way == "ours":
-                calls.append(product(shape, tokens, weight, space, num_sms, None))
+                calls.append(gemm_call(shape, tokens, weight, space, num_sms, None))
             else:
                 calls.append(scaled_mm(tokens, weight, fast=way == "scaled_mm"))
     return calls, 2.0 * tokens * sum(shape.features * shape.depth for shape in LLAMA_8B)
 
 
 class Sums(NamedTuple):
-    """Relative errors, by norm, of one product of 16-bit numbers."""
+    """Relative errors, by norm, of one GEMM of 16-bit numbers."""
 
     ours: float
-    """of the sums, against the exact product of the quantised numbers; a scale a token and a channel"""
+    """Error of the sums against exact sums of the quantized numbers; scales per token and channel."""
     ours_paired: float
-    """as `ours`, taken out of the tensor cores every 256 of the depth instead of 128"""
+    """As `ours`, moved out of the tensor cores every 256 of K instead of 128."""
     scaled_mm: float
-    """the same numbers and scales, without fast accumulation"""
+    """The same numbers and scales in torch, without fast accumulation."""
     scaled_mm_fast: float
     tokens: float
-    """of the whole product, rounding of the operands included: `ours` with a scale a token"""
+    """Error of the whole GEMM, including rounding of the operands: `ours` with a scale per token."""
     blocks: float
-    """as an engine computes it: a power of two for each 128 columns of a token"""
+    """As an engine computes it: a power of two for each 128 columns of a token."""
 
 
 def sums_of(shape: Shape, tokens: int, num_sms: int) -> Sums:
-    """Of operands with outlier channels and scales spread as those of trained models are."""
+    """Return the errors for operands with outlier channels and scales spread as in trained models."""
     n, k = shape.features, shape.depth
 
     def spread(width: int, by: float) -> Tensor:
@@ -128,11 +128,11 @@ def sums_of(shape: Shape, tokens: int, num_sms: int) -> Sums:
     )  # fmt: skip
 
 
-def decode_of_eight(
+def fp8_decode_calls(
     batch: int, context: int, page: int = 64, layers: int = 8, heads: int = 32, kv_heads: int = 8, num_sms: int = 132,
     out: Output | None = None, kernel: Callable[..., object] = fp8_attention.decode_attention,
 ) -> tuple[list[Callable[[], object]], float]:  # fmt: skip
-    """As `bench_calls.decode_calls`, over pages in e4m3. out: an operand that attention shall leave, say."""
+    """As `calls.decode_calls`, over e4m3 pages. out: for example an operand that attention writes."""
     lengths, per = np.full(batch, context), -(-context // page)
     kv = _pool(batch * per + 1, layers, page, kv_heads)
     scales = fp8.unit_kv_scales(layers, kv_heads, DEVICE)
@@ -149,12 +149,11 @@ def decode_of_eight(
     return [partial(call, layer) for layer in range(layers)], float(lengths.sum()) * kv_heads * HEAD_DIM * 2
 
 
-def prefill_of_eight(
+def fp8_prefill_calls(
     batch: int, queries: int, context: int, page: int = 64, layers: int = 4, heads: int = 32, kv_heads: int = 8,
     num_sms: int = 132,
 ) -> tuple[list[Callable[[], object]], list[Callable[[], object]], float]:  # fmt: skip
-    """Of `batch` chunks over pages in e4m3: putting the pages into 16 bits, the kernel of those over them, and
-    one layer's operations."""
+    """Return calls for `batch` chunks over e4m3 pages (conversion to 16 bits, attention) and one layer's operations."""
     per = -(-(queries + context) // page)
     kv = _pool(batch * per + 1, layers, page, kv_heads)
     scales = fp8.unit_kv_scales(layers, kv_heads, DEVICE)
@@ -175,7 +174,7 @@ def prefill_of_eight(
     def unpack(layer: int) -> object:
         return unpack_pages(kv, scales, layer, what, num_sms=num_sms)
 
-    def attend(layer: int) -> object:  # behind what was unpacked last
+    def attend(layer: int) -> object:  # uses the pages unpacked last
         del layer
         return prefill_attention(q, what.kv, 0, what.table, what.items, what.num_items, out=out, num_sms=num_sms)
 
@@ -185,17 +184,17 @@ def prefill_of_eight(
 
 
 def _pool(pages: int, layers: int, page: int, kv_heads: int) -> Tensor:
-    """Pages of random numbers in e4m3."""
+    """Return pages of random numbers in e4m3."""
     kv = torch.empty(pages, layers, 2, page, kv_heads, HEAD_DIM, device=DEVICE, dtype=fp8.E4M3)
     for piece in kv.view(-1).chunk(16):
         piece.copy_(torch.randn(piece.shape, device=DEVICE, dtype=DTYPE))
     return kv
 
 
-def experts_of_eight(
+def fp8_expert_layer_call(
     shape: Shape, tokens: int, num_sms: int, config: GemmConfig | None = None
 ) -> Callable[[], object]:  # fmt: skip
-    """As `bench_calls.layer_of_experts`, in FP8; scales by channels."""
+    """As `calls.expert_layer_call`, in FP8; scales per channel."""
     count, top, n, k = shape.experts, shape.top, shape.features, shape.depth
 
     def matrices(out: int, inner: int) -> Fp8Weight:
@@ -229,9 +228,9 @@ def experts_of_eight(
 def report(
     only: set[str], row: Row, seconds: float, meter: Meter, num_sms: int, bandwidth: float
 ) -> list[dict[str, object]]:
-    """Gives each measurement to `row`. Returns the rows of the errors, which have other columns.
+    """Pass each measurement to `row`. Returns the rows of the errors, which have other columns.
 
-    bandwidth: TB/s that memory is held against.
+    bandwidth: TB/s that memory-bound kernels are compared with.
     """
     if "fp8-gemm" in only:
         for tokens in (2048, 512, 64, 16):
@@ -260,17 +259,17 @@ def report(
                   + " ".join(f"{value:14.6f}" for value in found), flush=True)  # fmt: skip
     if "fp8-decode" in only:
         for batch, context in ((512, 1280), (64, 8192), (1, 1280)):
-            for name, make in (("bf16", partial(decode_calls, page=64)), ("FP8", decode_of_eight)):
+            for name, make in (("bf16", partial(decode_calls, page=64)), ("FP8", fp8_decode_calls)):
                 calls, size = make(batch, context, num_sms=num_sms)
                 s = sustained(calls, meter, seconds)
                 row(f"decode attention, {name}", f"{batch} x {context}", s, size / s.ms / 1e9, "TB/s", bandwidth)
                 del calls
     if "fp8-prefill" in only:
         for batch, queries, context in ((2, 680, 344), (1, 2048, 8192), (1, 256, 8192)):
-            unpack, attend, flops = prefill_of_eight(batch, queries, context, num_sms=num_sms)
+            unpack, attend, flops = fp8_prefill_calls(batch, queries, context, num_sms=num_sms)
             where = f"{batch} x {context}+{queries}"
             first, second = (Sustained(burst(calls), 0, 0) for calls in (unpack, attend))
-            size = batch * (queries + context) * 8 * HEAD_DIM * 2 * 3.0  # a byte read, two written
+            size = batch * (queries + context) * 8 * HEAD_DIM * 2 * 3.0  # one byte read, two written
             row("pages into 16 bits", where, first, size / first.ms / 1e9, "TB/s", bandwidth)
             both = first.ms + second.ms
             row("prefill behind them", where, second, flops / second.ms / 1e9, "TFLOP/s", flops / both / 1e9)
@@ -279,11 +278,11 @@ def report(
         for name, shape in EXPERTS.items():
             for tokens in (2048, 256, 16):
                 flops = 3.0 * tokens * shape.top * shape.features * shape.depth
-                wide = layer_of_experts(shape, tokens, weights(shape, 1)[0], num_sms, None)
+                wide = expert_layer_call(shape, tokens, weights(shape, 1)[0], num_sms, None)
                 s = sustained([wide], meter, seconds)
                 base = flops / s.ms / 1e9
                 row("experts, bf16", f"{name} M={tokens}", s, base, "TFLOP/s", base)
                 del wide
-                s = sustained([experts_of_eight(shape, tokens, num_sms)], meter, seconds)
+                s = sustained([fp8_expert_layer_call(shape, tokens, num_sms)], meter, seconds)
                 row("experts, FP8", f"{name} M={tokens}", s, flops / s.ms / 1e9, "TFLOP/s", base)
     return errors

@@ -1,4 +1,4 @@
-"""Attention of hybrid batches by other packages, baselines: flash-attn over pages, torch's over dense K and V."""
+"""Attention of hybrid batches by other packages, as baselines: flash-attn over pages, torch over dense K and V."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from weft.tools.kernels.hybrid_batches import Hybrid
 
 FLASH_PAGE = 256
-"""the smallest page of flash-attn 2"""
+"""The smallest page of flash-attn 2."""
 NAMES = ("flash-attn", "flash-attn streams", "sdpa")
 LEFT_OUT = {
     "cudnn": "torch gives it neither pages nor a causal mask that ends with the keys; it plans each shape for long",
@@ -23,26 +23,26 @@ LEFT_OUT = {
     "hfuse": "warps of both halves in one program are 'pod together', with blocks that are small enough for both",
     "cta-parallel": "a static split of programs is what 'streams' runs: each kernel takes an SM's shared memory whole",
 }
-"""what is not measured beside us, and why"""
+"""Packages that are not measured, with the reason."""
 
 
 class Unavailable(Exception):
-    """It cannot run here; why."""
+    """The package cannot run here; the message says why."""
 
 
 def call(name: str, batch: Hybrid, q: Tensor, pool: Tensor, table: Tensor) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """A batch's attention in a layer of `pool [pages, layers, 2, page, Hkv, D]`, whose memory is read in other shapes.
+    """Return a batch's attention in a layer of `pool [pages, layers, 2, page, Hkv, D]`, whose memory is reinterpreted.
 
-    q `[T, Hq, D]`: decodes first. Returns of decodes `[d, 1, Hq, D]` and of the chunk `[1, chunk, Hq, D]`; "sdpa" in
-    its own shapes, of other numbers. A graph of it reads what it holds: keep it as long. Raises `Unavailable`.
+    q `[T, Hq, D]`: decodes first. Returns outputs of decodes `[d, 1, Hq, D]` and of the chunk `[1, chunk, Hq, D]`;
+    "sdpa" has different shapes and numbers. Keep the result as long as a graph that captured it. Raises `Unavailable`.
     """
     if name == "sdpa":
         return _sdpa(batch, q, pool)
-    return _flash(batch, q, pool, table, beside=name.endswith("streams"))
+    return _flash(batch, q, pool, table, concurrent=name.endswith("streams"))
 
 
 def _flash(
-    batch: Hybrid, q: Tensor, pool: Tensor, table: Tensor, *, beside: bool
+    batch: Hybrid, q: Tensor, pool: Tensor, table: Tensor, *, concurrent: bool
 ) -> Callable[[int], tuple[Tensor, Tensor]]:
     if importlib.util.find_spec("flash_attn") is None:
         raise Unavailable("the package flash-attn is not installed")
@@ -55,7 +55,7 @@ def _flash(
     behind = torch.full((1,), batch.context + chunk, dtype=torch.int32, device=q.device)
     decode_table = ids[:d, : -(-batch.length // FLASH_PAGE)].contiguous()
     chunk_table = ids[d : d + 1, : -(-(batch.context + chunk) // FLASH_PAGE)].contiguous()
-    side = torch.cuda.Stream() if beside else None
+    side = torch.cuda.Stream() if concurrent else None
 
     def decode(layer: int) -> Tensor:
         attended: Tensor = attend(
@@ -89,7 +89,7 @@ def _sdpa(batch: Hybrid, q: Tensor, pool: Tensor) -> Callable[[int], tuple[Tenso
     heads, dim, d, chunk = pool.shape[4], pool.shape[5], batch.decodes, batch.chunk
     rows = pool.view(-1, heads, dim)
     keys, wanted = batch.context + chunk, d * batch.length
-    shift = 1 << 16  # rows between layers, so that no layer finds the one before in a cache
+    shift = 1 << 16  # rows between layers, so that no layer finds the previous one in a cache
     if 2 * (max(wanted, keys) + pool.shape[1] * shift) > len(rows):
         raise Unavailable(f"{batch.key}: its dense K and V do not fit")
     half = len(rows) // 2

@@ -1,6 +1,6 @@
-"""Hybrid batches of attention: those of the paper on POD-Attention (arXiv 2410.18038), the most telling first.
+"""Hybrid batches of attention from the POD-Attention paper (arXiv 2410.18038), most informative first.
 
-Plain arithmetic, no torch. Times are estimates for an H200; they choose batches and order them, nothing else.
+Plain arithmetic, no torch. Times are estimates for an H200, used only to choose and order batches.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ HEADS, HEAD_DIM = 32, 128
 KV_HEADS = {"llama-3-8b": 8, "yi-6b": 4}
 SMS = 132
 READ_BYTES_US = 4.25e6
-"""bytes that decodes read in a microsecond on all SMs"""
+"""Bytes that decodes read in a microsecond on all SMs."""
 READ_BYTES_US_SM = 0.122e6
-"""by one SM, while few read"""
+"""Bytes that one SM reads in a microsecond while few SMs read."""
 FLOP_US_SM = 4.9e6
-"""of chunks, by one SM in a microsecond"""
-LEAST_SHARE = 0.2
-"""of the time in series that either half must have (paper, 5.1)"""
+"""FLOPs of chunks that one SM does in a microsecond."""
+MIN_SHARE = 0.2
+"""Share of the sequential time that either half must have (paper, 5.1)."""
 CHUNKS = (128, 256, 512, 1024, 1536, 2048)
-"""tokens; the paper's begin at 512"""
+"""Chunk sizes in tokens; the paper's begin at 512."""
 SMALL_CHUNKS = (128, 256)
 CONTEXTS = tuple(range(4096, 20481, 1024))
 DECODES = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192)
 SPLITS = (16, 32, 48, 64, 96)
-"""SMs that two streams give to decodes"""
+"""SMs that two streams assign to decodes."""
 
 
 class Hybrid(NamedTuple):
-    """A batch: a chunk of queries behind a context, and decodes of so many tokens each. Either may be 0."""
+    """A batch: a chunk of queries after a context, and decodes with their length in tokens. Either may be 0."""
 
     model: str
     chunk: int
@@ -49,12 +49,12 @@ class Hybrid(NamedTuple):
 
     @property
     def flop(self) -> float:
-        """Of the chunk."""
+        """FLOPs of the chunk."""
         return 4.0 * HEADS * HEAD_DIM * self.chunk * (self.context + (self.chunk + 1) / 2)
 
     @property
     def read_bytes(self) -> float:
-        """K and V of the decodes."""
+        """Bytes of K and V of the decodes."""
         return 4.0 * self.kv_heads * HEAD_DIM * self.decodes * self.length
 
     @property
@@ -67,36 +67,36 @@ class Hybrid(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A batch, and which table or figure it belongs to."""
+    """A batch and the table or figure it belongs to."""
 
     part: str
     batch: Hybrid
 
 
 def split_us(batch: Hybrid, sms: int) -> float:
-    """Of the longer half, where decodes have so many SMs and the chunk the others."""
+    """Return the time of the longer half if decodes have `sms` SMs and the chunk the others."""
     return max(batch.read_bytes / min(READ_BYTES_US, sms * READ_BYTES_US_SM), batch.flop / (FLOP_US_SM * (SMS - sms)))
 
 
 def best_splits(batch: Hybrid) -> tuple[int, ...]:
-    """Of `SPLITS`, the two that promise to end soonest."""
+    """Return the two of `SPLITS` with the shortest predicted time."""
     return tuple(sorted(SPLITS, key=lambda sms: split_us(batch, sms))[:2])
 
 
 def share_of_decodes(batch: Hybrid, sms: int) -> int:
-    """SMs in proportion to the halves' work: the paper's proportional policy, where a task is an SM's for a while."""
+    """Return SMs in proportion to the halves' work: the paper's proportional policy, which assigns an SM to a task."""
     whole = batch.prefill_us + batch.decode_us
     return min(sms, max(1, round(sms * batch.decode_us / whole))) if whole else 0
 
 
 def balanced(batch: Hybrid) -> bool:
-    return min(batch.prefill_us, batch.decode_us) >= LEAST_SHARE * (batch.prefill_us + batch.decode_us)
+    return min(batch.prefill_us, batch.decode_us) >= MIN_SHARE * (batch.prefill_us + batch.decode_us)
 
 
 def spread(batches: Iterable[Hybrid]) -> list[Hybrid]:
-    """The same in an order of which every beginning has its share of all models and chunks, of small chunks, where one
-    launch has most to gain, twice that, and of all of them small and large ones: who is stopped early has measured a
-    little of everything.
+    """Reorder the batches so that every prefix covers all models and chunks, small and large; small chunks count twice.
+
+    A sweep that is stopped early has then measured a little of everything; small chunks gain most from one launch.
     """
     strata: dict[tuple[str, int], list[Hybrid]] = defaultdict(list)
     for batch in batches:
@@ -110,13 +110,13 @@ def spread(batches: Iterable[Hybrid]) -> list[Hybrid]:
 
 
 def _reversed_bits(number: int, count: int) -> float:
-    """A place in [0, 1) such that numbers 0, 1, 2 … of `count` come in van der Corput's order."""
+    """Return a place in [0, 1) that puts 0, 1, 2 … of `count` in van der Corput order."""
     width = max(1, (count - 1).bit_length())
     return int(f"{number:0{width}b}"[::-1], 2) / (1 << width)
 
 
 def sweep(models: Sequence[str]) -> list[Hybrid]:
-    """More than a thousand: 5.1's chunks and contexts and our smaller chunks, where each half counts."""
+    """Return over a thousand batches: 5.1's chunks and contexts plus smaller chunks, if each half matters."""
     found = [
         Hybrid(model, chunk, context, decodes, context)
         for model, chunk, context, decodes in product(models, CHUNKS, CONTEXTS, DECODES)
@@ -125,7 +125,7 @@ def sweep(models: Sequence[str]) -> list[Hybrid]:
 
 
 def figures(models: Sequence[str]) -> list[Planned]:
-    """The batches of the paper's Tables 1 and 8 and Figures 6, 10 and 14, of these models."""
+    """Return the batches of the paper's Tables 1 and 8 and Figures 6, 10 and 14 for these models."""
     found = []
     for model in models:
         for name, chunk, decodes in (("C0", 1024, 80), ("C1", 12288, 220), ("C2", 16384, 250)):
@@ -148,7 +148,7 @@ def figures(models: Sequence[str]) -> list[Planned]:
 
 
 def paper(models: Sequence[str]) -> list[Planned]:
-    """All of it: the small tables, the sweep's first batches, Figure 6, the rest of the sweep."""
+    """Return all batches: the small tables, the sweep's first batches, Figure 6, the remainder of the sweep."""
     small = [planned for planned in figures(models) if planned.part != "figure 6"]
     prompt = [planned for planned in figures(models) if planned.part == "figure 6"]
     swept = [Planned("sweep", batch) for batch in sweep(models)]

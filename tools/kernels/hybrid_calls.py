@@ -1,8 +1,8 @@
-"""`HybridCalls`: attention of hybrid batches of one model in every way there is, captured once and replayed for all.
+"""`HybridCalls`: all ways to run attention of hybrid batches of a model, captured once and replayed for all batches.
 
-Grids are fixed, and counts, lists and lengths lie in device memory, so a batch costs one small transfer: no launch is
-planned, compiled or captured for it. Pages are the same random ones for all batches. What others bring
-(`foreign_attention`) plans on the host and is captured for each batch.
+Grids are fixed, and counts, lists and lengths are in device memory, so a batch costs one small transfer: no launch is
+planned, compiled or captured for it. All batches use the same random pages. Other packages (`foreign_attention`) plan
+on the host and are captured for each batch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from weft.kernels.attention.prefill_attention import prefill_attention, prefill_
 from weft.kernels.attention.work_lists import (
     FIRST_DECODERS,
     ITEM_FIELDS,
-    PART_FIELDS,
+    SPLIT_FIELDS,
     TILE_FIELDS,
     decode_items,
     one_launch,
     prefill_items,
-    prefill_parts,
+    prefill_splits,
     with_decodes,
 )
 from weft.kernels.tuning.measure import Meter, Sustained, capture
@@ -38,28 +38,28 @@ from weft.tools.kernels.hybrid_batches import HEAD_DIM, HEADS, KV_HEADS, SPLITS,
 
 DTYPE = torch.bfloat16
 PAGE, LAYERS, PAGES = 64, 4, 1 << 14
-"""of the pool: a batch that wants more pages has some of them twice, far apart"""
+"""Shape of the pool. A batch that needs more pages uses some of them twice, far apart."""
 DECODE_SLOTS = 1024
 PREFILL_SLOTS = 512
-"""over the heads: as an engine has"""
-LEAST_BURST_US = 1500.0
-"""that a timed burst lasts: a graph is replayed so often"""
+"""Partial slots over the heads, as in an engine."""
+MIN_BURST_US = 1500.0
+"""Least duration of a timed burst; sets the number of replays."""
 PAUSE = 0.6
-"""behind a burst, as a part of it, so that the card stays below its power limit"""
+"""Pause after a burst as a fraction of it, so that the card stays below its power limit."""
 LEAST_PAUSE_S = 0.001
 NEAR = 3e-3
-"""by norm, to sums made in another order: 1.4e-3 was the most in 37 batches"""
+"""Largest difference by norm from sums in another order; the most in 37 batches was 1.4e-3."""
 
 
 SETTINGS = ("rule", "all", "few", "half", "share", "tiles", "together")
-"""how many programs of one launch begin with decodes: by the engine's rule, all, few, the paper's 50:50 and its
-proportional policy; `AS_TILES`: decodes are tiles of one query among the chunk's, in its kernel; `TOGETHER`: every
-program does both at the same time"""
+"""Settings of one launch. How many programs begin with decodes: by the engine's rule, all, few, or the paper's 50:50
+and proportional policies. `AS_TILES`: decodes are one-query tiles in the chunk's kernel; `TOGETHER`: every program does
+both at the same time."""
 AS_TILES, TOGETHER = 0, -1
 
 
 class Section(NamedTuple):
-    """A work list's place in the words that travel."""
+    """A work list's place in the transferred words."""
 
     begin: int
     rows: int
@@ -67,20 +67,20 @@ class Section(NamedTuple):
 
 
 class Foreign(NamedTuple):
-    """A way of another package, captured for one batch."""
+    """A call of another package, captured for one batch."""
 
     graph: tuple[Any, int]
     call: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-    """kept: it holds lengths and tables that the graph reads. Once they were given to others, which left chunks of no
-    keys: ten times as quick, and nothing was attended to"""
+    """Keeps the lengths and tables that the graph reads alive. Reused memory once left chunks without keys, which ran
+    ten times as fast and computed nothing."""
     attended: tuple[torch.Tensor, torch.Tensor]
-    """of the last layer: decodes, the chunk"""
+    """Outputs of the last layer: decodes, the chunk."""
 
 
 class HybridCalls:
-    """Ways to attend, by name; `load` a batch, then time them. Lists are planned as an engine plans them.
+    """Ways to run attention, by name; `load` a batch, then time them. Lists are planned as an engine plans them.
 
-    device: "meta" for `compile_ways`. largest: decodes, and tokens of a chunk and of a context with its chunk.
+    device: "meta" for `compile_ways`. largest: decodes, tokens of a chunk, and tokens of a context with its chunk.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class HybridCalls:
         sizes = {
             "decode": (rows + DECODE_SLOTS, ITEM_FIELDS),
             "whole": (tiles, TILE_FIELDS),
-            "cut": (tiles + self._slots, PART_FIELDS),
-            "beside": (tiles + self._slots, PART_FIELDS),
-            "batched": (tiles + rows + self._slots, PART_FIELDS),
+            "cut": (tiles + self._slots, SPLIT_FIELDS),
+            "streams": (tiles + self._slots, SPLIT_FIELDS),
+            "batched": (tiles + rows + self._slots, SPLIT_FIELDS),
         }
         # A pointer that is not aligned to 16 bytes would be another kernel to Triton.
         self._counts = {name: 4 * i for i, name in enumerate((*sizes, "decoders"))}
@@ -124,14 +124,14 @@ class HybridCalls:
         self._prefills = prefill_workspace(self._slots, self.kv_heads, HEAD_DIM, device)
         self.ways = self._make_ways()
         self.left_out: dict[str, str] = {}
-        """ways that cannot run here, and why"""
+        """Ways that cannot run here, with the reason."""
         self._graphs: dict[str, tuple[Any, int]] = {}
         self._foreign: dict[str, Foreign] = {}
         self._settings: dict[str, int] = {}
         self._batch: Hybrid | None = None
 
     def list_of(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Work items on the device, and their number."""
+        """Return the work items on the device, and their number."""
         begin, rows, fields = self._sections[name]
         at = self._counts[name]
         return self._there[begin : begin + rows * fields].view(rows, fields), self._there[at : at + 1]
@@ -151,19 +151,19 @@ class HybridCalls:
             space = None if name == "whole" else self._prefills
             prefill_attention(q, pool, layer, table, *lists[name], space=space, num_sms=sms, out=out)
 
-        def one_after_the_other(layer: int, name: str) -> None:
+        def in_sequence(layer: int, name: str) -> None:
             decode(layer)
             prefill(layer, name)
 
         def streams(layer: int, sms: int) -> None:
             if self._side is None:
                 decode(layer, sms)
-                return prefill(layer, "beside", self.sms - sms)
+                return prefill(layer, "streams", self.sms - sms)
             here = torch.cuda.current_stream()
             self._side.wait_stream(here)
             with torch.cuda.stream(self._side):
                 decode(layer, sms)
-            prefill(layer, "beside", self.sms - sms)
+            prefill(layer, "streams", self.sms - sms)
             return here.wait_stream(self._side)
 
         work = PodWork(*lists["decode"], *lists["cut"], self._decoders)
@@ -172,8 +172,8 @@ class HybridCalls:
             launch(q, pool, layer, table, work, decodes=self._space, prefills=self._prefills, num_sms=self.sms, out=out)
 
         return {
-            "whole": partial(one_after_the_other, name="whole"),
-            "cut": partial(one_after_the_other, name="cut"),
+            "whole": partial(in_sequence, name="whole"),
+            "cut": partial(in_sequence, name="cut"),
             "pod": pod,
             "pod together": partial(pod, launch=launch_together),
             "decode": decode,
@@ -183,12 +183,12 @@ class HybridCalls:
         }
 
     def launch_all(self) -> None:
-        """Every way once: what `compile_ways` collects kernels from."""
+        """Launch every way once: `compile_ways` collects kernels from it."""
         for way in self.ways.values():
             way(0)
 
     def capture(self) -> None:
-        """Record every way; a way that fails is left out. Kernels compile here, unless `compile_ways` did it."""
+        """Record every way; a way that fails is left out. Kernels compile here unless `compile_ways` did it."""
         for name, way in self.ways.items():
             try:
                 self._graphs[name] = capture([partial(way, layer) for layer in range(LAYERS)])
@@ -196,29 +196,29 @@ class HybridCalls:
                 self.left_out[name] = str(error).splitlines()[0]
 
     def load(self, batch: Hybrid) -> dict[str, int]:
-        """Plan the batch's lists and send them. Returns what was planned: parts of a tile, programs by policy."""
+        """Plan the batch's lists and send them. Returns the plan: splits of a tile, programs by policy."""
         self._batch, self._foreign = batch, {}
         planned, lists = plan_lists(batch, self.sms, self._slots)
         words = self._host
         for name, items in lists.items():
             begin, rows, _ = self._sections[name]
             if len(items) > rows:
-                raise ValueError(f"{batch.key} has {len(items)} items, there is room for {rows}")
+                raise ValueError(f"{batch.key} has {len(items)} items, more than the limit of {rows}")
             words[self._counts[name]] = len(items)
             words[begin : begin + items.size] = items.reshape(-1)
         words[self._counts["decoders"]] = planned["rule"]
         self._settings = {name: planned[name] for name in SETTINGS}
         if self.device == "cuda":
-            torch.cuda.synchronize()  # the words before are not read any more
+            torch.cuda.synchronize()  # the previous words are not read any more
         self._pinned.copy_(torch.from_numpy(words))
         self._there.copy_(self._pinned, non_blocking=True)
         return planned
 
     def names(self, every: bool) -> list[str]:
-        """Ways to time of the batch that is loaded. every: beside our serial kernels and POD by the rule all others."""
+        """Return the ways to time for the loaded batch. every: all, not only our serial kernels and POD by the rule."""
         batch = self._batch
         assert batch is not None
-        settings = {number: name for name, number in reversed(self._settings.items())}  # the first of a number
+        settings = {number: name for name, number in reversed(self._settings.items())}  # the first name of a number
         pods = [f"pod {name}" for name in self._settings if name in settings.values()]
         if not (batch.chunk and batch.decodes):
             pods = []
@@ -231,7 +231,7 @@ class HybridCalls:
         return [name for name in names if name.split(" ")[0] not in self.left_out and name not in self.left_out]
 
     def prepare(self, name: str) -> bool:
-        """Make ready what is not captured for all batches; False: it cannot run, `left_out` says why."""
+        """Prepare a way that is captured per batch. Returns False if it cannot run; `left_out` has the reason."""
         if name not in foreign_attention.NAMES or name in self._foreign:
             return True
         assert self._batch is not None
@@ -257,14 +257,14 @@ class HybridCalls:
         return self._foreign[name].graph if name in foreign_attention.NAMES else self._graphs[name]
 
     def attended(self, name: str) -> torch.Tensor:
-        """`[T, Hq * D]` that a way of `foreign_attention` left for the last layer, when it ran last."""
+        """Return the `[T, Hq * D]` output of the last layer if a way of `foreign_attention` ran last."""
         decodes, chunk = self._foreign[name].attended
         return torch.cat((decodes.flatten(0, 1).flatten(1), chunk.flatten(0, -3).flatten(1)))
 
     def burst(self, name: str, expected_us: float) -> float:
-        """Microseconds of a call, behind a pause. expected_us: about as long as it takes."""
+        """Return microseconds of a call, after a pause. expected_us: an estimate of its time."""
         graph, count = self._graph(name)
-        replays = max(1, min(32, int(LEAST_BURST_US / (expected_us * count)) + 1))
+        replays = max(1, min(32, int(MIN_BURST_US / (expected_us * count)) + 1))
         time.sleep(max(LEAST_PAUSE_S, PAUSE * expected_us * count * replays * 1e-6))
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -275,7 +275,7 @@ class HybridCalls:
         return float(begin.elapsed_time(end)) / (count * replays) * 1e3
 
     def sustained(self, name: str, meter: Meter, seconds: float, expected_us: float) -> Sustained:
-        """Time, watts and clock of the last two thirds of so many seconds without a pause."""
+        """Measure time, watts and clock over the last two thirds of `seconds` without a pause."""
         graph, count = self._graph(name)
         replays = max(1, int(10_000 / (expected_us * count)))
         begun = time.monotonic()
@@ -287,9 +287,11 @@ class HybridCalls:
         return Sustained(ms, watts, mhz)
 
     def same_bits(self) -> bool:
-        """Whether one launch by the rule leaves the bits of its two halves, and writes every row; where decodes are
-        tiles, the bits of the kernel for tiles. Both at the same time add in an order of their own: whether such a
-        launch repeats its bits, and they are near those of the halves."""
+        """Return whether one launch by the rule matches its two halves bit for bit and writes every row.
+
+        If decodes are tiles, it is compared with the kernel for tiles. If both run at the same time they add in another
+        order: then whether the launch repeats its bits, and they are close to those of the halves.
+        """
         assert self._batch is not None
         rows, rule = self._batch.decodes + self._batch.chunk, self._settings["rule"]
         self._graphs["batched" if rule == AS_TILES else "cut"][0].replay()
@@ -306,7 +308,7 @@ class HybridCalls:
 
 
 def _hold(graph: Any, replays: int, end: float) -> int:
-    """How often the graph was replayed until `end`: at least so many times."""
+    """Replay the graph until `end`, at least `replays` times; returns the count."""
     done = 0
     while not done or time.monotonic() < end:
         for _ in range(replays):
@@ -317,10 +319,10 @@ def _hold(graph: Any, replays: int, end: float) -> int:
 
 
 def plan_lists(batch: Hybrid, sms: int, slots: int) -> tuple[dict[str, int], dict[str, NDArray[np.int32]]]:
-    """A batch's work lists as the engine plans them, and what was planned.
+    """Return a batch's plan and its work lists as the engine plans them.
 
-    decode: all requests; whole, cut: the chunk's tiles; beside: cut for the SMs that two streams leave it; batched:
-    decodes as tiles of one query, with the chunk's.
+    decode: all requests; whole, cut: the chunk's tiles; streams: cut for the SMs that two streams leave it; batched:
+    decodes as one-query tiles, with the chunk's.
     """
     heads, d = batch.kv_heads, batch.decodes
     group = HEADS // heads
@@ -328,10 +330,10 @@ def plan_lists(batch: Hybrid, sms: int, slots: int) -> tuple[dict[str, int], dic
     decodes = decode_items(np.full(d, batch.length), num_kv_heads=heads, num_programs=4 * sms, max_slots=DECODE_SLOTS)
     chunk = [np.array([value][: min(batch.chunk, 1)]) for value in (d, batch.chunk, batch.context, d)]
     tiles = prefill_items(*chunk, group=group)
-    parts = prefill_parts(tiles, num_programs=sms, **options)
-    beside = prefill_parts(tiles, num_programs=sms - best_splits(batch)[0], **options)
+    parts = prefill_splits(tiles, num_programs=sms, **options)
+    streams = prefill_splits(tiles, num_programs=sms - best_splits(batch)[0], **options)
     as_tiles = with_decodes(tiles, 0, np.full(d, batch.length), np.arange(d), group=group)
-    batched = prefill_parts(as_tiles, num_programs=sms, **options)
+    batched = prefill_splits(as_tiles, num_programs=sms, **options)
     found = one_launch(decodes, tiles, lambda: as_tiles, num_kv_heads=heads, num_programs=sms, max_slots=slots)
     planned = {
         "parts": int((parts[:, 7] & 65535).max(initial=1)),
@@ -343,11 +345,11 @@ def plan_lists(batch: Hybrid, sms: int, slots: int) -> tuple[dict[str, int], dic
         "tiles": AS_TILES,
         "together": TOGETHER,
     }
-    return planned, {"decode": decodes, "whole": tiles, "cut": parts, "beside": beside, "batched": batched}
+    return planned, {"decode": decodes, "whole": tiles, "cut": parts, "streams": streams, "batched": batched}
 
 
 def compile_ways(models: Sequence[str], jobs: int) -> int:
-    """Compile what the ways launch, beside each other, into Triton's cache; how many failed. Touches no GPU."""
+    """Compile all ways in parallel into Triton's cache; returns the number of failures. Touches no GPU."""
     from weft.kernels.common.compilation import collect, compile_all
     from weft.kernels.common.gpu import KNOWN
 
@@ -359,10 +361,10 @@ def compile_ways(models: Sequence[str], jobs: int) -> int:
     return len(failed)
 
 
-def compile_apart(models: Sequence[str], jobs: int, timeout: float) -> None:
-    """`compile_ways` in a process of its own, since this one will hold a GPU; late or failed, launches compile."""
+def compile_in_subprocess(models: Sequence[str], jobs: int, timeout: float) -> None:
+    """Run `compile_ways` in a separate process, since this one will hold a GPU; if it fails, launches compile."""
     code = f"from weft.tools.kernels.hybrid_calls import compile_ways; compile_ways({list(models)!r}, {jobs})"
     try:
         subprocess.run([sys.executable, "-c", code], timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
-        print("compiling takes long; going on", flush=True)
+        print("compilation takes too long; continuing", flush=True)

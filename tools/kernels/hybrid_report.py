@@ -1,4 +1,4 @@
-"""What a sweep of hybrid batches found: floors, the paper's tables, its figures as pictures. Text of rows, no GPU."""
+"""Reports a sweep of hybrid batches: floors, the paper's tables, its figures as pictures. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from weft.tools.kernels.hybrid_batches import SMALL_CHUNKS, Hybrid
 Row = dict[str, Any]
 POD = "pod rule"
 SMALL = SMALL_CHUNKS
-"""tokens of the chunks that have a floor of their own"""
+"""Chunk sizes with a separate floor."""
 FLOORS = {"mean": 1.15, "small": 1.35, "sustained": 1.03, "worst": 1.01}
 PEAK_FLOP_US, PEAK_BYTES_US = 989e6, 4.8e6
-"""of an H200, dense bf16, and its memory"""
+"""Peaks of an H200: dense bf16, and its memory."""
 COLOURS = {
     "whole": "#000000", "cut": "#888888", POD: "#2f6db3", "streams": "#d98032", "batched": "#b04a7a",
     "flash-attn": "#3a9154", "flash-attn streams": "#9ccf8f", "sdpa": "#8a63c9",
@@ -26,14 +26,14 @@ COLOURS = {
 
 
 def ways(row: Row) -> dict[str, float]:
-    """Microseconds by way; of the SM shares that two streams were tried with, the best."""
+    """Return microseconds by way; for two streams, the best SM shares."""
     us = {name: value for name, value in row["us"].items() if not name.startswith("streams ")}
     streams = [value for name, value in row["us"].items() if name.startswith("streams ")]
     return us | ({"streams": min(streams)} if streams else {})
 
 
 def others(row: Row) -> dict[str, float]:
-    """All ways to attend to the whole batch but ours in one launch."""
+    """Return all ways to run the whole batch except our single launch."""
     alone = ("decode", "prefill")
     return {name: us for name, us in ways(row).items() if not name.startswith("pod ") and name not in alone}
 
@@ -43,7 +43,7 @@ def _hybrid(rows: Iterable[Row], regime: str = "burst", part: str = "") -> list[
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """The figures that have floors, and what stands around them; what was not measured is missing."""
+    """Return the figures with floors, and related ones; figures that were not measured are missing."""
     found: dict[str, Any] = {}
     bursts = _hybrid(rows, part="sweep")
     for serial in ("whole", "cut"):
@@ -63,7 +63,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         worst = [(r["us"][POD] / min(others(r).values()), r) for r in bursts]
         found["batches"] = len(bursts)
         found["batches in every way"] = sum("decode" in r["us"] for r in bursts)
-        found["worst beside the best other"] = max(ratio for ratio, _ in worst)
+        found["worst ratio to the best other"] = max(ratio for ratio, _ in worst)
         found["worst batches"] = [
             f"{_name(r)}: {ratio:.3f} of {min(others(r), key=lambda n: others(r)[n])}"
             for ratio, r in sorted(worst, key=lambda pair: -pair[0])[:5]
@@ -92,7 +92,8 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 
 def _of_table(rows: list[Row]) -> float | None:
-    """What a table of these rows would gain: each batch takes the best setting of the nearest other one of its model.
+    """Return the gain of a table of these rows: each batch takes the best setting of its model's nearest other batch.
+
     None: too few were measured in every setting.
     """
     gains = []
@@ -114,7 +115,7 @@ def _name(row: Row) -> str:
 
 
 def floor_lines(found: dict[str, Any]) -> list[str]:
-    """A line a floor: what was found, what is asked for."""
+    """Return a line per floor: the result and the requirement."""
     asked = (
         ("mean over {}", "in bursts, mean over {}", FLOORS["mean"]),
         ("chunks of 128 and 256 over {}", "in bursts, chunks of 128 and 256 over {}", FLOORS["small"]),
@@ -126,7 +127,7 @@ def floor_lines(found: dict[str, Any]) -> list[str]:
             if (value := found.get(key.format(serial))) is not None:
                 verdict = "reached" if value >= floor else "MISSED"
                 lines.append(f"{words.format(said)}: {value:.3f} ({floor} asked for: {verdict})")
-    if (worst := found.get("worst beside the best other")) is not None:
+    if (worst := found.get("worst ratio to the best other")) is not None:
         verdict = "reached" if worst <= FLOORS["worst"] else "MISSED"
         late = found["batches slower by more than 1 %"]
         lines.append(
@@ -137,7 +138,7 @@ def floor_lines(found: dict[str, Any]) -> list[str]:
 
 
 def tables(rows: list[Row]) -> str:
-    """The paper's tables of attention, and the sweep by chunk. Tables 5 to 7 are of serving, not of attention."""
+    """Return the paper's tables of attention, and the sweep by chunk. Tables 5 to 7 are about serving."""
     text = [_by_chunk(rows), _table_one(rows), _table_eight(rows), _policies(rows)]
     return "\n".join(part for part in text if part)
 
@@ -205,7 +206,7 @@ def _policies(rows: list[Row]) -> str:
 
 
 def write(rows: list[Row], left_out: dict[str, str], folder: Path, say: Callable[[str], None]) -> None:
-    """Tables and summary to `say` and into the folder; rows as CSV; pictures where matplotlib is installed."""
+    """Report tables and summary to `say` and the folder; rows as CSV; pictures if matplotlib is installed."""
     found = summary(rows)
     text = [tables(rows), "Ways that were left out:", *(f"  {name}: {why}" for name, why in left_out.items()), ""]
     for key, value in found.items():
@@ -240,7 +241,7 @@ def _write_csv(rows: list[Row], file: Path) -> None:
 
 
 def draw_gains(rows: list[Row], file: Path) -> None:
-    """Figure 11: how many batches gain how much over our serial kernels, by way; below the cap and at it."""
+    """Draw Figure 11: how many batches gain how much over our serial kernels, by way; below the power cap and at it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
@@ -260,7 +261,7 @@ def draw_gains(rows: list[Row], file: Path) -> None:
 
 
 def draw_tiles(rows: list[Row], file: Path) -> None:
-    """Figure 10: what tiles of 128 rows for decodes cost: products done and bytes read, by number of decodes."""
+    """Draw Figure 10: the cost of 128-row tiles for decodes: FLOPs and bytes read, by number of decodes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -271,7 +272,7 @@ def draw_tiles(rows: list[Row], file: Path) -> None:
         at = np.arange(len(mine)) + 0.4 * shift
         batches = [Hybrid(**{field: r[field] for field in Hybrid._fields}) for r in mine]
         us = np.array([r["us"].get(way, np.nan) for r in mine])
-        # K and V against so many columns for each head of K and V, whether a query stands in them or not
+        # all columns are multiplied for each head of K and V, with or without a query in them
         flop = np.array([columns * b.read_bytes for b in batches])
         compute.bar(at, 100 * flop / us / PEAK_FLOP_US, 0.4, color=colour, label=f"tiles of {columns} rows")
         memory.bar(at, 100 * np.array([b.read_bytes for b in batches]) / us / PEAK_BYTES_US, 0.4, color=colour)
@@ -283,7 +284,7 @@ def draw_tiles(rows: list[Row], file: Path) -> None:
 
 
 def draw_prompt(rows: list[Row], file: Path) -> None:
-    """Figure 6: the chunks of one prompt of 16K beside 54 and 55 decodes."""
+    """Draw Figure 6: the chunks of one prompt of 16K with 54 and 55 decodes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")

@@ -1,4 +1,4 @@
-"""`Sweep`: many hybrid batches measured within a time, a row each in a file that a restart goes on with."""
+"""`Sweep`: measures many hybrid batches within a time limit, one row each in a file that a restart resumes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from weft.kernels.tuning.measure import Meter, Sustained
 from weft.tools.kernels.hybrid_batches import Hybrid, Planned
 
 ROUNDS = 3
-"""of a batch, each way once in each: what drifts drifts for all; a row has medians"""
+"""Rounds per batch, with each way once per round, so that drift affects all ways; a row has medians."""
 SUSTAINED_WAYS = ("whole", "cut", "pod rule", "pod together")
 Row = dict[str, Any]
-"""of the file: `part`, the batch's fields, `regime` ("burst" or "sustained"), `us` by way, what was planned, clock and
-watts; bursts `same` (one launch has its halves' bits) and `load_ms` (host time before the first launch), sustained
-`joules` by way"""
+"""A row of the file: `part`, the batch's fields, `regime` ("burst" or "sustained"), `us` by way, the plan, clock and
+watts. Bursts add `same` (one launch has its halves' bits) and `load_ms` (host time before the first launch), sustained
+rows `joules` by way."""
 
 
 class Calls(Protocol):
-    """Ways to attend to a batch of one model (`hybrid_calls.HybridCalls`)."""
+    """Ways to run attention of batches of one model (`hybrid_calls.HybridCalls`)."""
 
     left_out: dict[str, str]
 
@@ -35,19 +35,19 @@ class Calls(Protocol):
 
 
 class OtherRows(Exception):
-    """The file's rows were measured with other kernels, or on another card."""
+    """The file's rows were measured with other kernels or on another card."""
 
 
 class Rows:
-    """The file: a line that says what was measured with what, then a line a row. Raises `OtherRows`."""
+    """The file: a line that describes the measurement, then a line per row. Raises `OtherRows`."""
 
     def __init__(self, file: Path, about: Row) -> None:
         self._file, self.rows = file, list[Row]()
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        whole = [line for line in lines if line.endswith("\n")]  # the last one may have been cut off
+        whole = [line for line in lines if line.endswith("\n")]  # the last one may be truncated
         if whole and json.loads(whole[0]) != about:
             raise OtherRows(
-                f"{file} holds rows of other kernels, another card or other versions: remove it or name another"
+                f"{file} has rows of other kernels, another card or other versions: remove it or use another file"
             )
         self.rows = [json.loads(line) for line in whole[1:]]
         file.write_text("".join(whole) or json.dumps(about) + "\n")
@@ -59,10 +59,11 @@ class Rows:
 
 
 class Sweep:
-    """Measures `batches`, the most important first, in bursts for a part of the time and sustained in the rest.
+    """Measures `batches`, the most important first, in bursts and then sustained.
 
-    seconds: of all, from now on. share: of it, for sustained measurements, of `hold` seconds each. Every batch is timed
-    in our serial kernels and in one launch; in all other ways as many as time remains for, evenly among the batches.
+    seconds: the time limit, from now on. share: its fraction for sustained measurements, of `hold` seconds each. Every
+    batch is timed in our serial kernels and in one launch; as many as time allows, evenly spaced, also in all other
+    ways.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Sweep:
                 )
 
     def _affords(self, batches: int, left: float, costs: dict[bool, list[float]]) -> bool:
-        """Whether this batch is one of those that are timed in every way: so many that the time is used up."""
+        """Return whether this batch is timed in every way, so that exactly the available time is used."""
         core, whole = _mean(costs[False]), _mean(costs[True])
         if not costs[False] or not costs[True]:
             return not costs[True] or len(costs[True]) <= len(costs[False])
@@ -126,7 +127,7 @@ class Sweep:
         load_ms = 1e3 * (self._clock() - at)
         names = [name for name in calls.names(every) if calls.prepare(name)]
         expected = dict.fromkeys(names, max(20.0, batch.prefill_us + batch.decode_us))
-        for name in names:  # once unseen: the first launch of a graph is slower, and says how long it takes
+        for name in names:  # once without recording: a graph's first launch is slower; it also gives the expected time
             expected[name] = max(1.0, calls.burst(name, expected[name]))
         times: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(ROUNDS):
@@ -135,7 +136,7 @@ class Sweep:
         row: Row = {"part": planned.part, **batch._asdict(), "regime": "burst"}
         us = row["us"] = {name: round(statistics.median(taken), 2) for name, taken in times.items()}
         by_number = {plan[name[4:]]: taken for name, taken in us.items() if name.startswith("pod ")}
-        for name in plan.keys() - {"parts"} if by_number else ():  # settings that are the same number
+        for name in plan.keys() - {"parts"} if by_number else ():  # settings with the same number
             if plan[name] in by_number:
                 us.setdefault(f"pod {name}", by_number[plan[name]])
         row |= {"plan": plan, "load_ms": round(load_ms, 3)}
@@ -168,6 +169,6 @@ def _batch_of(row: Row) -> Hybrid:
 
 
 def _mean(values: list[float]) -> float:
-    """Of the last ones: what a batch costs changes with its size."""
+    """Return the mean of the last ones: a batch's cost changes with its size."""
     late = values[-50:]
     return sum(late) / len(late) if late else 0.0

@@ -1,6 +1,6 @@
 """Writes the tables of docs/kernels.md, which kernel runs when: `python -m weft.tools.kernels.kernel_map`.
 
-Every case builds a model on the meta device, launches each operation of a layer for each token bucket and notes the
+Every case builds a model on the meta device, launches each operation of a layer for each token bucket and records the
 kernel. No GPU and no weights are needed.
 """
 
@@ -49,14 +49,14 @@ CASES = (
 
 
 def _next(launches: Iterator[Any], gpu: Gpu) -> Any:
-    """The next launch, or None. The generator itself launches kernels between ranks."""
+    """Return the next launch, or None. The generator itself launches kernels between ranks."""
     got: list[Any] = []
     collect(lambda: got.append(next(launches, None)), gpu)
     return got[0]
 
 
 def operations(meta: MetaExecutor, tokens: int, gpu: Gpu) -> Iterator[tuple[str, Any]]:
-    """The name of each operation of an iteration of the serial plan, and what launches it."""
+    """Yield the name of each operation of a serial plan's iteration, and its launch."""
     executor, pipelines, kv, _ = meta
     pipeline = next(p for p in pipelines.serial if p.tokens == tokens)
     rows = min(tokens, 256)
@@ -79,7 +79,7 @@ def buckets(meta: MetaExecutor) -> list[int]:
 
 
 def kernels_of(case: Case) -> dict[str, list[tuple[int, str]]]:
-    """By operation: (largest token count of the bucket, files of the kernels)."""
+    """Return by operation: (largest token count of the bucket, files of the kernels)."""
     gpu: Gpu = KNOWN[case.gpu]
     config = EngineConfig.model_validate(
         {
@@ -105,7 +105,7 @@ def kernels_of(case: Case) -> dict[str, list[tuple[int, str]]]:
 
 
 def table(case: Case) -> list[str]:
-    """The Markdown lines of a case: one row an operation and range of tokens with the same kernels."""
+    """Return the Markdown lines of a case: one row per operation and range of tokens with the same kernels."""
     lines = [f"### {case.title}", "", "| operation | tokens in the iteration | kernel |", "|---|---|---|"]
     for name, rows in kernels_of(case).items():
         first, previous = 1, ""
@@ -122,7 +122,7 @@ def table(case: Case) -> list[str]:
 
 
 def page(text: str) -> str:
-    """The page with its tables made anew."""
+    """Return the page with regenerated tables."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     tables = "\n".join(line for case in CASES for line in table(case))

@@ -1,4 +1,4 @@
-"""What `mid_tuning` measures: a product checked and timed in every way, a layer sustained."""
+"""The measurements of `mid_tuning`: a GEMM checked and timed in every way, a layer sustained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.kernels.matmul.tuned import Shape
 from weft.kernels.tuning import calls as bench_calls
 
 ERROR = 6e-3
-"""relative, between two results of the same operands"""
+"""Largest relative difference between two results of the same operands."""
 REPEATS = 7
 
 
@@ -30,7 +30,7 @@ class Model(NamedTuple):
 
 
 def _half(shapes: list[Shape]) -> list[Shape]:
-    """One of two ranks: rows of the first and third product, columns of the others."""
+    """Return the shapes of one of two ranks: rows of the first and third GEMM, columns of the others."""
     qkv, o, gate_up, down = shapes
     return [
         qkv._replace(features=qkv.features // 2), o._replace(depth=o.depth // 2),
@@ -46,7 +46,7 @@ MODELS = {
 
 
 class Operands:
-    """What the product of one shape reads and writes, made once; `run` computes it."""
+    """Inputs and outputs of one shape's GEMM, made once; `run` computes it."""
 
     def __init__(self, shape: Shape, tokens: int, model: Model, num_sms: int, device: str) -> None:
         n, k = shape.features, shape.depth
@@ -76,7 +76,7 @@ class Operands:
             self.written = [self.out]
 
     def run(self, weight: Tensor, config: GemmConfig | MidConfig | None) -> Tensor | None:
-        """Sums of squares, where the product leaves them."""
+        """Run the GEMM and return its sums of squares, if it writes any."""
         options = self.common | {"config": config}
         module: Any = mid_projections if isinstance(config, MidConfig) else projections  # no table in between
         if self.shape.kind == "qkv":
@@ -92,7 +92,7 @@ class Operands:
         return None
 
     def call(self, weight: Tensor, config: GemmConfig | MidConfig | None) -> Callable[[], object]:
-        """What is timed: nothing but the product. None: today's kernels as they are chosen without a table."""
+        """Return the call to time, the GEMM alone. None: the choice without a table."""
         module: Any = mid_projections if isinstance(config, MidConfig) else projections
         if self.shape.kind == "residual":
             options = self.common | {"config": config}
@@ -106,7 +106,7 @@ class Operands:
         return lambda: self.run(weight, config)
 
     def results(self, weight: Tensor, config: GemmConfig | MidConfig | None, live: int) -> list[Tensor]:
-        """Everything that a product writes for so many live tokens, from places that held NaN."""
+        """Return everything that a GEMM writes with `live` tokens, from buffers filled with NaN."""
         self.live.fill_(live)
         for place in self.written:
             place.fill_(float("nan"))
@@ -118,13 +118,13 @@ class Operands:
 
 
 def error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    """The largest relative error by norm; NaN is worse than anything."""
+    """Return the largest relative error by norm; NaN is worse than any number."""
     errors = [float((g.double() - w.double()).norm() / w.double().norm()) for g, w in zip(got, want, strict=True)]
     return max(e if e == e else float("inf") for e in errors)
 
 
 def others(shape: Shape, tokens: int, num_sms: int) -> list[GemmConfig]:
-    """Configurations of today's kernels that their own tuning does not try for so few tokens."""
+    """Return configurations of the other kernels that their tuning does not try for so few tokens."""
     tiles = -(-tokens // 128) * -(-shape.features // 128)
     cut = [GemmConfig(128, 128, 64, 4, 8, 8, split) for split in (2, 4) if tiles * split <= 2 * num_sms]
     return ([SPECIAL] if tokens <= 256 else []) + cut
@@ -141,7 +141,7 @@ def label(config: GemmConfig | MidConfig | None) -> str:
 
 
 def item(model_name: str, index: int, tokens: int, done: set[str], say: Callable[[dict[str, Any]], None]) -> None:
-    """Check and time one product; says what it does before it does it. done: labels that are not to be tried."""
+    """Check and time one GEMM; reports each action before it starts. done: labels to skip."""
     from weft.kernels.tuning.measure import capture
 
     model = MODELS[model_name]
@@ -149,7 +149,7 @@ def item(model_name: str, index: int, tokens: int, done: set[str], say: Callable
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     ops = Operands(shape, tokens, model, sms, bench_calls.DEVICE)
     weights = bench_calls.weights(shape, bench_calls.copies_for(shape))
-    fills = {"full": tokens, "partly": mid_table.PARTLY[tokens]}
+    fills = {"full": tokens, "partly": mid_table.PARTLY_LIVE[tokens]}
     want = {fill: ops.results(weights[0], None, live) for fill, live in fills.items()}
     tried: list[GemmConfig | MidConfig | None] = [None, *others(shape, tokens, sms)]
     tried += mid_rule.candidates(shape.kind, tokens, shape.features, shape.depth, sms)
@@ -180,7 +180,7 @@ def item(model_name: str, index: int, tokens: int, done: set[str], say: Callable
     for fill, live in fills.items():
         ops.live.fill_(live)
         times: dict[str, list[float]] = {name: [] for name in graphs}
-        for _ in range(REPEATS):  # in turn: clocks drift
+        for _ in range(REPEATS):  # alternating, because clocks drift
             for name, (graph, count) in graphs.items():
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 begin.record()
@@ -197,8 +197,10 @@ def item(model_name: str, index: int, tokens: int, done: set[str], say: Callable
 
 def hold(model_name: str, tokens: int, live: int, table: dict[mid_table.Key, MidConfig], seconds: float,
          say: Callable[[dict[str, Any]], None]) -> None:  # fmt: skip
-    """A layer's four products, one behind the other for `seconds`: cuBLAS bare, today's, the table's. live: of the
-    tokens, which cuBLAS does not know of."""
+    """Run a layer's four GEMMs in sequence for `seconds`: plain cuBLAS, the choice without a table, the table's.
+
+    live: number of live tokens; cuBLAS computes all.
+    """
     from weft.kernels.tuning.measure import Meter, sustained
 
     model, sms = MODELS[model_name], torch.cuda.get_device_properties(0).multi_processor_count
@@ -230,7 +232,7 @@ def hold(model_name: str, tokens: int, live: int, table: dict[mid_table.Key, Mid
 
 
 def work(tasks: TextIO) -> None:
-    """The process that measures: a task a line, in JSON, answers likewise."""
+    """Run the measuring process: a task per line in JSON, answers likewise."""
     torch.set_grad_enabled(False)
 
     def say(what: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""Measures `mid_hopper` beside today's products and cuBLAS: `python -m weft.tools.kernels.mid_tuning --out mid_h200.json`.
+"""Compares `mid_hopper` with the other kernels and cuBLAS: `python -m weft.tools.kernels.mid_tuning`.
 
-Every configuration is checked against today's kernels before it is timed. A process of its own does the work; one that
-says nothing for some seconds is ended, what it was doing counts as hung, and another one goes on behind it. What is
-quicker than the choice without a table by `MARGIN` goes into it; put beside `mid_table.py`, engines use it. Each is
-timed with all of a bucket's tokens live and with part of them (`mid_table.PARTLY`); the mean of both decides.
+Every configuration is checked against the other kernels before it is timed. A separate process does the work; if it is
+silent for some seconds it is killed, its task counts as hung, and a new process continues. Configurations faster than
+the choice without a table by `MARGIN` enter the table; engines use it when it is stored next to `mid_table.py`. Each is
+timed with all of a bucket's tokens live and with some (`mid_table.PARTLY_LIVE`); the mean of both decides.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from weft.kernels.tuning import calls as bench_calls
 from weft.tools.kernels.mid_trial import ERROR, MODELS, Operands, others
 
 MARGIN = 0.99
-"""of the time of today's choice: a configuration that takes more is left out"""
+"""Share of the time without a table; slower configurations are left out."""
 NAMES = ("qkv", "o", "gate_up", "down")
 
 
 class Worker:
-    """The process of `work`, watched."""
+    """The process of `work`, with a timeout."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -59,7 +59,7 @@ class Worker:
         lines.put(None)
 
     def _next(self, seconds: float) -> dict[str, Any] | None:
-        """What it says next; None: it ended or says nothing."""
+        """Return its next message, or None if it ended or is silent."""
         try:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:
@@ -73,7 +73,7 @@ class Worker:
             self._process = None
 
     def run(self, task: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-        """(what it said, "" or what it was doing when it was ended)."""
+        """Return (its messages, "" or its task when it was killed)."""
         if self._process is None:
             self._begin()
         assert self._process is not None
@@ -102,7 +102,7 @@ def _tasks(models: Sequence[str], tokens: Sequence[int]) -> Iterator[tuple[str, 
 
 
 def compile_all(models: Sequence[str], tokens: Sequence[int], jobs: int) -> None:
-    """Fill Triton's cache with all that `item` will launch. For a process that launches nothing itself."""
+    """Fill Triton's cache with all launches of `item`. Call it in a process that launches nothing itself."""
     from weft.kernels.common.compilation import collect
     from weft.kernels.common.compilation import compile_all as compile_found
     from weft.kernels.common.gpu import KNOWN
@@ -126,23 +126,23 @@ def compile_all(models: Sequence[str], tokens: Sequence[int], jobs: int) -> None
 
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    options.add_argument("--out", type=Path, default=Path("mid_h200.json"), help="the table")
-    options.add_argument("--keep", type=Path, help="a table whose rows stay where nothing is measured anew")
+    options.add_argument("--out", type=Path, default=Path("mid_h200.json"), help="table to write")
+    options.add_argument("--keep", type=Path, help="table whose rows are kept unless measured again")
     options.add_argument("--models", default="8b,1b,70b/2")
     options.add_argument("--tokens", default="128,256,384,512")
     options.add_argument("--hold", default="8b:256,8b:512,8b:128,8b:128@80,1b:256",
                          help="MODEL:TOKENS, or MODEL:TOKENS@LIVE, to measure sustained")  # fmt: skip
-    options.add_argument("--seconds", type=float, default=1.2, help="of each sustained measurement")
-    options.add_argument("--budget", type=float, default=180.0, help="seconds for all of it")
-    options.add_argument("--patience", type=float, default=10.0, help="seconds of silence that are a hang")
+    options.add_argument("--seconds", type=float, default=1.2, help="length of each sustained measurement")
+    options.add_argument("--budget", type=float, default=180.0, help="seconds for all measurements")
+    options.add_argument("--patience", type=float, default=10.0, help="seconds of silence that count as a hang")
     options.add_argument("--jobs", type=int, default=16, help="processes that compile")
     options.add_argument("--compile", action="store_true", help="only compile")
     given = options.parse_args()
     models, tokens = given.models.split(","), [int(t) for t in given.tokens.split(",")]
     if unknown := set(models) - set(MODELS):
-        options.error(f"--models: {', '.join(sorted(unknown))} is none of {', '.join(MODELS)}")
+        options.error(f"--models: unknown {', '.join(sorted(unknown))}; choose from {', '.join(MODELS)}")
     if not given.compile and not (torch.cuda.is_available() and is_hopper()):
-        options.error("needs a Hopper GPU (but for --compile)")
+        options.error("needs a Hopper GPU (except with --compile)")
     if given.compile:
         compile_all(models, tokens, given.jobs)
         return
@@ -150,7 +150,7 @@ def main() -> None:
 
 
 def tune(given: argparse.Namespace, models: Sequence[str], tokens: Sequence[int]) -> None:
-    """Measure, print a row a product, write the table."""
+    """Measure, print a row per GEMM, write the table."""
     end = time.monotonic() + given.budget
     worker = Worker(given.patience)
     hung: set[str] = set()
@@ -170,7 +170,7 @@ def tune(given: argparse.Namespace, models: Sequence[str], tokens: Sequence[int]
             if not doing:
                 rows.append({"model": model, "kind": NAMES[index], "tokens": count, **said[-1]})
                 _row(name, rows[-1], MODELS[model].shapes[index], count, table)
-                given.out.write_text(mid_table.encoded(table))  # whoever ends this loses nothing
+                given.out.write_text(mid_table.encoded(table))  # an interrupted run loses nothing
                 break
             print(f"{name}: {doing} HUNG or ended the process", flush=True)
             done.add(doing)
@@ -201,7 +201,7 @@ def tune(given: argparse.Namespace, models: Sequence[str], tokens: Sequence[int]
 
 
 def _row(name: str, row: dict[str, Any], shape: Shape, tokens: int, table: dict[mid_table.Key, MidConfig]) -> None:
-    """Print a product's times; the quickest configuration goes into `table` if it is worth it."""
+    """Print a GEMM's times; the fastest configuration enters `table` if it is fast enough."""
     full, partly, errors, configs = row["us"]["full"], row["us"]["partly"], row["errors"], row["configs"]
     mean = {label: (full[label] + partly[label]) / 2 for label in full}
     ranked = sorted((mean[label], label) for label in mean if label not in ("cublas", "now"))
@@ -210,7 +210,7 @@ def _row(name: str, row: dict[str, Any], shape: Shape, tokens: int, table: dict[
     cells = [f"{label} {full[label]:.1f}, {partly[label]:.1f}{same.get(label, '')}" for _, label in ranked]
     good = [(t, label) for t, label in ranked if label in configs]
     best = min(ranked)[1] if ranked else "now"
-    print(f"{name}, and {mid_table.PARTLY[tokens]} live: cublas {full['cublas']:.1f} | now {full['now']:.1f}, "
+    print(f"{name}, and {mid_table.PARTLY_LIVE[tokens]} live: cublas {full['cublas']:.1f} | now {full['now']:.1f}, "
           f"{partly['now']:.1f} ({full['cublas'] / full['now']:.2f}) | " + " | ".join(cells + wrong)
           + f" | best of cuBLAS {full['cublas'] / full[best]:.2f}, {partly['cublas'] / partly[best]:.2f}",
           flush=True)  # fmt: skip

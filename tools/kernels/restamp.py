@@ -1,7 +1,7 @@
-"""Writes the present digest of the kernels into the shipped plans: `python -m weft.tools.kernels.restamp`.
+"""Writes the current digest of the kernels into the shipped plans: `python -m weft.tools.kernels.restamp`.
 
-For a change that leaves the machine code of every kernel as it was, such as a renamed function. First compare the PTX of
-both versions; if any kernel differs, run `weft search` instead.
+Use it after a change that leaves the machine code of every kernel unchanged, such as a renamed function. First compare
+the PTX of both versions; if any kernel differs, run `weft search` instead.
 """
 
 from __future__ import annotations

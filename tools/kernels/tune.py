@@ -1,4 +1,4 @@
-"""Finds the tile configuration of every matrix product of a model: `weft bench kernels --tune`."""
+"""Finds the tile configuration of every GEMM of a model: `weft bench kernels --tune`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from weft.kernels.matmul import gemm_launch
 from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
 from weft.kernels.matmul.tuned import Shape
-from weft.kernels.tuning.calls import DEVICE, copies_for, cublas, product, weights
+from weft.kernels.tuning.calls import DEVICE, copies_for, cublas, gemm_call, weights
 from weft.kernels.tuning.measure import burst
 
 
 def candidates(tokens: int) -> list[GemmConfig]:
-    """What `tune` tries."""
+    """Return the configurations that `tune` tries."""
     if tokens <= 128:
         block = max(16, 1 << (tokens - 1).bit_length())
         few = [
@@ -52,7 +52,7 @@ def try_config(task: tuple[Shape, int, GemmConfig, int]) -> bool:
     shape, tokens, config, head_dim = task
     try:
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-        product(shape, tokens, weights(shape, 1)[0], gemm_launch.workspace(DEVICE, 1 << 24), sms, config, head_dim)()
+        gemm_call(shape, tokens, weights(shape, 1)[0], gemm_launch.workspace(DEVICE, 1 << 24), sms, config, head_dim)()
         torch.cuda.synchronize()
     except Exception:
         return False
@@ -62,13 +62,13 @@ def try_config(task: tuple[Shape, int, GemmConfig, int]) -> bool:
 def tune(
     models: dict[str, tuple[list[Shape], int]], buckets: list[int], path: str, jobs: int, budget_s: float
 ) -> dict[str, list[int]]:
-    """Measure every candidate for every shape and bucket; puts the best into the table at `path`."""
+    """Measure every candidate for every shape and bucket; writes the best to the table at `path`."""
     started = time.monotonic()
     tasks = [
         (shape, tokens, config, d)
         for shapes, d in models.values() for shape in shapes for tokens in buckets for config in candidates(tokens)
     ]  # fmt: skip
-    # one compilation serves many: only what enters the kernel as a constant matters
+    # one compilation serves many tasks: only constants of the kernel matter
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         works = dict(zip(tasks, pool.map(try_config, tasks, chunksize=4), strict=True))
     print(f"compiled {len(tasks)} candidates in {time.monotonic() - started:.0f} s, {sum(works.values())} run")
@@ -85,7 +85,7 @@ def tune(
                 timed = []
                 for config in candidates(tokens):
                     if works[shape, tokens, config, d] and time.monotonic() - started < budget_s:
-                        calls = [product(shape, tokens, w, space, sms, config, d) for w in ws]
+                        calls = [gemm_call(shape, tokens, w, space, sms, config, d) for w in ws]
                         timed.append((burst(calls, 5), config))
                 if not timed:
                     continue
