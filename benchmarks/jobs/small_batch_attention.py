@@ -22,7 +22,7 @@ from weft.kernels.common.gpu import gpu
 from weft.kernels.matmul.fp8_projections import rows_buffer
 from weft.kernels.tuning import calls as bench_calls
 from weft.kernels.tuning.measure import burst
-from weft.tools.kernels.bench_fp8 import decode_of_eight
+from weft.tools.kernels.bench_fp8 import fp8_decode_calls
 
 
 def kernels(bits: int) -> dict[str, Callable[..., object]]:
@@ -34,7 +34,7 @@ def attention(bits: int, tokens: int, context: int, layers: int, kernel: Any) ->
     if bits == 16:
         return bench_calls.decode_calls(tokens, context, page=64, layers=layers, kernel=kernel)[0]
     out = rows_buffer(tokens, 4096, bench_calls.DEVICE)
-    return decode_of_eight(tokens, context, page=64, layers=layers, out=out, kernel=kernel)[0]
+    return fp8_decode_calls(tokens, context, page=64, layers=layers, out=out, kernel=kernel)[0]
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.tuned import Shape
 from weft.kernels.tuning import calls as bench_calls
 from weft.kernels.tuning.measure import burst
-from weft.tools.kernels.bench_fp8 import decode_of_eight, eight_bits
+from weft.tools.kernels.bench_fp8 import fp8_decode_calls, fp8_shapes
 
 
 def config_of(way: str, shape: Shape, tokens: int, num_sms: int) -> GemmConfig | None:
@@ -44,21 +44,21 @@ def chain(
     attention: 2 writes 16 bits, which a separate pass quantizes in FP8; 1 writes the quantized operand; 0 leaves
     attention out. only: the index of a single GEMM.
     """
-    shapes = bench_calls.LLAMA_8B if bits == 16 else eight_bits(bench_calls.LLAMA_8B)
+    shapes = bench_calls.LLAMA_8B if bits == 16 else fp8_shapes(bench_calls.LLAMA_8B)
     space, calls = gemm_launch.workspace(device, 1 << 24), []
     result = torch.randn(tokens, 4096, device=device, dtype=torch.bfloat16)
     operand = fp8_projections.rows_buffer(tokens, 4096, device)
     if bits == 16:
         attend = bench_calls.decode_calls(tokens, 1280, page=64, layers=layers)[0]
     else:
-        attend = decode_of_eight(tokens, 1280, page=64, layers=layers, out=operand if attention == 1 else result)[0]
+        attend = fp8_decode_calls(tokens, 1280, page=64, layers=layers, out=operand if attention == 1 else result)[0]
     for layer in range(layers):
         for index, shape in enumerate(shapes):
             if only not in (None, index):
                 continue
             config = config_of(way, shape, tokens, num_sms)
             weight = bench_calls.weights(shape, 1)[0]
-            calls.append(bench_calls.product(shape, tokens, weight, space, num_sms, config))
+            calls.append(bench_calls.gemm_call(shape, tokens, weight, space, num_sms, config))
             if shape.kind == "qkv" and attention:
                 calls.append(attend[layer])
             if shape.kind == "qkv" and attention > 1 and bits == 8:

@@ -148,7 +148,7 @@ def test_a_block_that_is_cut_changes_its_smallest_numbers_alone() -> None:
 
 
 def exact_product(a: fp8.Fp8Rows, weight: fp8.Fp8Weight) -> Tensor:
-    """As `fp8.product`, rounded once: it does not depend on how a library adds up products of some shape."""
+    """As `fp8.scaled_matmul`, rounded once: it does not depend on how a library adds up products of some shape."""
     total = fp8.row_values(a).double() @ weight.values.double().t() * weight.scale.double()
     return total.float()
 

@@ -170,14 +170,14 @@ def test_the_host_waits_for_a_top_p_that_is_alone_and_for_nothing_else(alone: bo
     logits, asked = rows(torch.Generator().manual_seed(1), 3.0, ties=True)
     if not alone:
         asked["top_p"] = torch.where(asked["top_k"] > 0, asked["top_p"], 1.0)
-    facts = sampling_shards.Asked.of(asked["temperature"], asked["top_k"], asked["top_p"])
+    facts = sampling_shards.SamplingSummary.of(asked["temperature"], asked["top_k"], asked["top_p"])
     want = sampling.sample(logits, **asked)
 
     def work(collectives: Collectives) -> tuple[Tensor, list[str]]:
         part, own = shard(logits, collectives)
         own = own.with_sizes(part)
         with Waits() as waits:
-            return sampling_shards.sample(part, own, **asked, asked=facts)[0], waits.seen
+            return sampling_shards.sample(part, own, **asked, summary=facts)[0], waits.seen
 
     for tokens, seen in on_ranks(2, work):
         assert torch.equal(tokens, want)
@@ -188,8 +188,8 @@ def test_what_the_host_knows_of_rows_is_what_their_parameters_say() -> None:
     _, asked = rows(torch.Generator().manual_seed(2), 1.0, ties=False)
     columns = {name: asked[name].numpy() for name in ("temperature", "top_k", "top_p", "min_p")}
     inputs: Any = SimpleNamespace(columns=columns)
-    found = Sampling(torch.device("cpu"), 4, range(10))._asked(inputs)
-    want = sampling_shards.Asked.of(asked["temperature"], asked["top_k"], asked["top_p"])
+    found = Sampling(torch.device("cpu"), 4, range(10))._summary(inputs)
+    want = sampling_shards.SamplingSummary.of(asked["temperature"], asked["top_k"], asked["top_p"])
     assert torch.equal(found.rows, want.rows)
     assert torch.equal(found.cut, want.cut)
     assert found[2:] == want[2:]

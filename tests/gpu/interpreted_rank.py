@@ -171,7 +171,7 @@ def side_by_side(spec: ModelSpec, sms: int) -> Period:
     for op in spec.layer_operations():
         ahead = op.name in ("qkv", "decode", "prefill")
         lane: Any = "network" if op.role is Role.NETWORK else "compute"
-        config = SMALL if op.role is Role.PRODUCT else None
+        config = SMALL if op.role is Role.PROJECTION else None
         ranges = [(CUTS[0][0], CUTS[-1][1])] if op.name == "down" else CUTS
         operations += [NanoOperation(op.name, *own, sms, lane, ahead, config) for own in ranges]
     return Period(CUTS[-1][1], tuple(operations[6:] + operations[:6]))

@@ -1,7 +1,7 @@
-"""The FP8 products of a layer in plain torch: the twins of `fp8_projections`, and what serves on the CPU.
+"""Reference implementation of `fp8_projections` in plain torch, which also serves on the CPU.
 
-Their roundings are the kernels': sums as in `fp8.product`, epilogues in float32, the residual rounded to its dtype
-before it is squared and quantised, the result of an MLP's gate quantised from float32.
+Roundings are those of the kernels: sums as in `fp8.scaled_matmul`, epilogues in float32, the residual rounded to its
+dtype before it is squared and quantized, the result of an MLP's gate quantized from float32.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from weft.kernels.formats.fp8 import (
     Fp8Rows,
     Fp8Weight,
     KvScales,
-    product,
     quantize_kv,
     quantize_rows,
+    scaled_matmul,
 )
 from weft.kernels.reference import layer as reference
 from weft.kernels.reference.layer import ACTIVATIONS, gated, rms_scale, row_sumsq
@@ -24,7 +24,7 @@ from weft.kernels.reference.layer import ACTIVATIONS, gated, rms_scale, row_sums
 
 def _normed_product(x: Fp8Rows, sumsq: Tensor | None, weight: Fp8Weight, bias: Tensor | None, eps: float) -> Tensor:
     """`[T, N]` float32. sumsq `[T]`: of the rows of what was quantised, before a norm's weight."""
-    y = product(x, weight)
+    y = scaled_matmul(x, weight)
     if sumsq is not None:
         y *= rms_scale(sumsq, x.values.shape[1], eps)[:, None]
     return y if bias is None else y + bias.float()
@@ -39,7 +39,7 @@ def norm_rows(
     *,
     centred: bool,
 ) -> Fp8Rows:
-    """What a product behind a norm reads; the rows' 1 / rms is in where the norm has a bias: see `fp8_rows`.
+    """What a GEMM after a norm reads; the rows' 1 / rms is in where the norm has a bias: see `fp8_rows`.
     sumsq `[T]`."""
     h = x.float()
     if centred:
@@ -91,7 +91,7 @@ def qkv_project(
 def residual_project(
     a: Fp8Rows, weight: Fp8Weight, x: Tensor, *, bias: Tensor | None = None, next_norm: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Fp8Rows]:
-    """`x + a @ weight.T`, rounded once, its sum of squares `[T]`, and it as the next product's operand."""
+    """`x + a @ weight.T`, rounded once, its sum of squares `[T]`, and it as the next GEMM's operand."""
     y = (x.float() + _normed_product(a, None, weight, bias, 0.0)).to(x.dtype)
     return y, row_sumsq(y), quantize_rows(y, next_norm)
 
@@ -105,7 +105,7 @@ def gate_up_project(
     activation: str = "silu",
     bias: Tensor | None = None,
 ) -> Fp8Rows:
-    """Norm, gate-up matrix `[2 I, H]` (rows alternate), bias, SwiGLU or a kin of it -> the next product's operand."""
+    """Norm, gate-up matrix `[2 I, H]` (rows alternate), bias, SwiGLU or a kin of it -> the next GEMM's operand."""
     y = _normed_product(x, sumsq, weight, bias, eps)
     return quantize_rows(gated(activation, y[:, 0::2], y[:, 1::2]))
 

@@ -1,8 +1,7 @@
-"""The FP8 products of a layer of experts in plain torch: the twins of `fp8_experts`.
+"""Reference implementation of `fp8_experts` in plain torch.
 
-Their roundings are the kernels': sums as in `fp8.product`, the hidden part of an expert quantised from float32, what an
-expert makes of a row rounded once to the stream's dtype, a token's experts added up in float32 in the order of its
-choices.
+Roundings are those of the kernels: sums as in `fp8.scaled_matmul`, an expert's hidden part quantized from float32, its
+result rounded once to the stream's dtype, a token's experts added in float32 in the order of its choices.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.kernels.formats.fp8 import Fp8Rows, Fp8Weight, product, quantize_rows
+from weft.kernels.formats.fp8 import Fp8Rows, Fp8Weight, quantize_rows, scaled_matmul
 from weft.kernels.reference.experts import Routing
 from weft.kernels.reference.layer import gated, rms_scale, row_sumsq
 
@@ -46,7 +45,7 @@ def experts_gate_up(
     for expert, count in enumerate(routing.counts):
         if count:
             own = slice(at, at + count)
-            y = product(_rows(x, tokens[own]), _expert(weight, expert)) * factor[own, None]
+            y = scaled_matmul(_rows(x, tokens[own]), _expert(weight, expert)) * factor[own, None]
             if bias is not None:
                 y += bias[expert].float()
             h[own] = gated(activation, y[:, 0::2], y[:, 1::2])
@@ -64,14 +63,14 @@ def experts_residual(
     next_norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Fp8Rows]:
     """x plus the weighted sum of what the experts' matrices `[E, H, I]` make of h `[T * K, I]`, rounded once, its sum
-    of squares `[T]`, and it, times `next_norm [H]`, as the next product's operand.
+    of squares `[T]`, and it, times `next_norm [H]`, as the next GEMM's operand.
     """
     y = torch.empty(len(h.values), weight.values.shape[1], device=x.device)
     at = 0
     for expert, count in enumerate(routing.counts):
         if count:
             own = slice(at, at + count)
-            made = product(_rows(h, own), _expert(weight, expert))
+            made = scaled_matmul(_rows(h, own), _expert(weight, expert))
             if bias is not None:
                 made += bias[expert].float()
             y[own] = made.to(x.dtype).float()
@@ -85,7 +84,7 @@ def experts_residual(
     return out, row_sumsq(out), quantize_rows(out, next_norm)
 
 
-def switch_shared(h: Fp8Rows, x: Tensor, sumsq: Tensor, gate: Tensor, eps: float) -> Fp8Rows:
+def gate_shared(h: Fp8Rows, x: Tensor, sumsq: Tensor, gate: Tensor, eps: float) -> Fp8Rows:
     """h, the hidden part of a shared expert, times the sigmoid of the normed x times `gate [1, H]`: in its scales."""
     switch = torch.sigmoid((x.float() @ gate.float().t())[:, 0] * rms_scale(sumsq, x.shape[1], eps))
     return Fp8Rows(h.values, h.scale * switch)

@@ -101,12 +101,12 @@ def upload(items: np.ndarray, fields: int, device: str) -> tuple[Tensor, Tensor]
 
 def check_decode(
     lengths: list[int], heads: int, kv_heads: int, d: int, page: int, dtype: torch.dtype, device: str, num_sms: int,
-    part_tokens: int = 0, kernel: Callable[..., Tensor] = PORTABLE, bent: Bent = PLAIN,
+    split_tokens: int = 0, kernel: Callable[..., Tensor] = PORTABLE, bent: Bent = PLAIN,
 ) -> None:  # fmt: skip
     kv, table = pool(lengths, page, kv_heads, d, dtype, device)
     q = torch.randn(len(lengths) + 2, heads, d, device=device).to(dtype)
     items = decode_items(
-        np.array(lengths), num_kv_heads=kv_heads, num_programs=4 * num_sms, max_slots=256, part_tokens=part_tokens,
+        np.array(lengths), num_kv_heads=kv_heads, num_programs=4 * num_sms, max_slots=256, split_tokens=split_tokens,
         window=bent.window, page_size=page,
     )  # fmt: skip
     options: dict[str, Any] = {}
@@ -135,17 +135,17 @@ def check_decode(
 
 
 @pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize("part_tokens", [0, 128])
-def test_decode_of_short_requests(page: int, part_tokens: int, device: str, num_sms: int) -> None:
-    check_decode([1, 64, 150, 33], 6, 2, 64, page, torch.float16, device, num_sms, part_tokens)
+@pytest.mark.parametrize("split_tokens", [0, 128])
+def test_decode_of_short_requests(page: int, split_tokens: int, device: str, num_sms: int) -> None:
+    check_decode([1, 64, 150, 33], 6, 2, 64, page, torch.float16, device, num_sms, split_tokens)
 
 
 @pytest.mark.parametrize(
-    ("part_tokens", "page"), [(0, 64), (128, 16), pytest.param(0, 16, marks=MORE), pytest.param(128, 64, marks=MORE)]
+    ("split_tokens", "page"), [(0, 64), (128, 16), pytest.param(0, 16, marks=MORE), pytest.param(128, 64, marks=MORE)]
 )
 @pytest.mark.parametrize("bent", BENT, ids=str)
-def test_decode_with_bent_scores(bent: Bent, page: int, part_tokens: int, device: str, num_sms: int) -> None:
-    check_decode([1, 64, 150, 301], 6, 2, 64, page, torch.float16, device, num_sms, part_tokens, bent=bent)
+def test_decode_with_bent_scores(bent: Bent, page: int, split_tokens: int, device: str, num_sms: int) -> None:
+    check_decode([1, 64, 150, 301], 6, 2, 64, page, torch.float16, device, num_sms, split_tokens, bent=bent)
 
 
 @pytest.mark.parametrize("page", [16, 32, 64, 128])
@@ -155,7 +155,7 @@ def test_hopper_decode_with_bent_scores(
 ) -> None:
     lengths = [1, 2, page, page + 1, 127, 128, 129, 1000, 3000, 9999]
     check_decode(lengths, 16, 2, 128, page, torch.bfloat16, device, num_sms, kernel=hopper, bent=bent)
-    check_decode(lengths, 8, 2, 64, page, torch.float16, device, 3, part_tokens=128, kernel=hopper, bent=bent)
+    check_decode(lengths, 8, 2, 64, page, torch.float16, device, 3, split_tokens=128, kernel=hopper, bent=bent)
 
 
 @pytest.mark.parametrize("page", [16, 32, 64, 128])
@@ -175,13 +175,13 @@ def test_decode(group: int, d: int, dtype: torch.dtype, page: int, device: str, 
 @pytest.mark.usefixtures("large")
 def test_decode_of_one_long_request_is_split(page: int, device: str, num_sms: int) -> None:
     check_decode([9999], 32, 8, 128, page, torch.bfloat16, device, num_sms)
-    check_decode([20000, 1, 700], 32, 8, 128, page, torch.bfloat16, device, num_sms, part_tokens=512)
+    check_decode([20000, 1, 700], 32, 8, 128, page, torch.bfloat16, device, num_sms, split_tokens=512)
 
 
 @pytest.mark.parametrize(("d", "bent"), [(80, PLAIN), (96, Bent(40, 3.0, True)), (256, Bent(40))])
 def test_decode_and_prefill_of_other_heads(d: int, bent: Bent, device: str, num_sms: int) -> None:
     check_decode([1, 64, 150], 4, 2, d, 64, torch.float16, device, num_sms, bent=bent)
-    check_decode([33, 301], 4, 2, d, 16, torch.float16, device, num_sms, part_tokens=128, bent=bent)
+    check_decode([33, 301], 4, 2, d, 16, torch.float16, device, num_sms, split_tokens=128, bent=bent)
     check_prefill([(0, 5), (150, 50)], 4, 2, d, 16, torch.float16, device, num_sms, True, bent)
 
 
@@ -206,7 +206,7 @@ def test_hopper_decode(
 ) -> None:
     lengths = [1, 2, page, page + 1, 127, 128, 129, 1000, 3000]
     check_decode(lengths, 2 * group, 2, d, page, dtype, device, num_sms, kernel=hopper)
-    check_decode(lengths, 2 * group, 2, d, page, dtype, device, 3, part_tokens=128, kernel=hopper)
+    check_decode(lengths, 2 * group, 2, d, page, dtype, device, 3, split_tokens=128, kernel=hopper)
     check_decode([1 + 17 * i % 700 for i in range(300)], 2 * group, 2, d, page, dtype, device, 24, kernel=hopper)
 
 
@@ -219,7 +219,7 @@ def test_hopper_attention_of_other_heads(
 ) -> None:
     lengths = [1, 2, page, page + 1, 127, 128, 129, 1000, 3000]
     check_decode(lengths, 2 * group, 2, d, page, torch.bfloat16, device, num_sms, kernel=hopper, bent=bent)
-    check_decode(lengths, 2 * group, 2, d, page, torch.bfloat16, device, 3, part_tokens=128, kernel=hopper, bent=bent)
+    check_decode(lengths, 2 * group, 2, d, page, torch.bfloat16, device, 3, split_tokens=128, kernel=hopper, bent=bent)
     chunks = [(0, 1), (0, 33), (100, 28), (128, 300), (1000, 7), (63, 65), (5, 700), (1500, 300)]
     check_prefill(chunks, 2 * group, 2, d, page, torch.bfloat16, device, num_sms, False, bent)
 
@@ -229,7 +229,7 @@ def test_hopper_decode_of_one_long_request_is_split(
     page: int, device: str, num_sms: int, hopper: Callable[..., Tensor]
 ) -> None:
     check_decode([9999], 32, 8, 128, page, torch.bfloat16, device, num_sms, kernel=hopper)
-    check_decode([20000, 1, 700], 32, 8, 128, page, torch.bfloat16, device, num_sms, part_tokens=512, kernel=hopper)
+    check_decode([20000, 1, 700], 32, 8, 128, page, torch.bfloat16, device, num_sms, split_tokens=512, kernel=hopper)
 
 
 def test_hopper_decode_does_not_depend_on_timing(device: str, num_sms: int, hopper: Callable[..., Tensor]) -> None:

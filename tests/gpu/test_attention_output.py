@@ -19,15 +19,15 @@ from test_fp8_projections import poisoned
 from weft.kernels.attention import fp8_attention
 from weft.kernels.attention.decode_attention import decode_attention
 from weft.kernels.attention.decode_workspace import decode_workspace
-from weft.kernels.attention.output import Output, output_places
+from weft.kernels.attention.output import Output, output_args
 from weft.kernels.attention.prefill_attention import prefill_attention, prefill_workspace
 from weft.kernels.attention.work_lists import (
     ITEM_FIELDS,
-    PART_FIELDS,
+    SPLIT_FIELDS,
     TILE_FIELDS,
     decode_items,
     prefill_items,
-    prefill_parts,
+    prefill_splits,
 )
 from weft.kernels.common.gpu import is_hopper, on_gpu
 from weft.kernels.formats.fp8 import BLOCK, E4M3, Fp8Rows, KvScales
@@ -71,7 +71,7 @@ def spread(kv: Tensor) -> None:
 
 
 def check_decode(
-    lengths: list[int], group: int, page: int, dtype: torch.dtype, device: str, num_sms: int, part_tokens: int = 0,
+    lengths: list[int], group: int, page: int, dtype: torch.dtype, device: str, num_sms: int, split_tokens: int = 0,
     kernel: Callable[..., object] = PORTABLE, bent: Bent = PLAIN, *, pages_of_eight: bool = False,
 ) -> None:  # fmt: skip
     kv_heads = 2
@@ -85,7 +85,7 @@ def check_decode(
     spread(kv)
     q = torch.randn(len(lengths) + 2, group * kv_heads, D, device=device).to(dtype)
     items = decode_items(
-        np.array(lengths), num_kv_heads=kv_heads, num_programs=4 * num_sms, max_slots=256, part_tokens=part_tokens,
+        np.array(lengths), num_kv_heads=kv_heads, num_programs=4 * num_sms, max_slots=256, split_tokens=split_tokens,
         window=bent.window, page_size=page,
     )  # fmt: skip
     work = upload(items, ITEM_FIELDS, device)
@@ -103,14 +103,14 @@ EIGHT = partial(fp8_attention.decode_attention, portable=True)
 SHORT = [1, 64, 150, 33]
 
 
-@pytest.mark.parametrize("part_tokens", [0, 128])
-def test_decode(part_tokens: int, device: str, num_sms: int) -> None:
-    check_decode(SHORT, 3, 16, FP16, device, num_sms, part_tokens, bent=Bent(40, 3.0, True))
+@pytest.mark.parametrize("split_tokens", [0, 128])
+def test_decode(split_tokens: int, device: str, num_sms: int) -> None:
+    check_decode(SHORT, 3, 16, FP16, device, num_sms, split_tokens, bent=Bent(40, 3.0, True))
 
 
-@pytest.mark.parametrize("part_tokens", [0, 128])
-def test_decode_over_pages_in_fp8(part_tokens: int, device: str, num_sms: int) -> None:
-    check_decode(SHORT, 4, 16, BF16, device, num_sms, part_tokens, EIGHT, pages_of_eight=True)
+@pytest.mark.parametrize("split_tokens", [0, 128])
+def test_decode_over_pages_in_fp8(split_tokens: int, device: str, num_sms: int) -> None:
+    check_decode(SHORT, 4, 16, BF16, device, num_sms, split_tokens, EIGHT, pages_of_eight=True)
 
 
 HOPPER = [
@@ -163,8 +163,8 @@ def check_prefill(
         wide, table = in_16_bits(kv, scales, table, pages, dtype)
     items, fields, space = prefill_items(first, queries, cached, own, group=group), TILE_FIELDS, None
     if way == "cut":
-        items = prefill_parts(items, num_kv_heads=kv_heads, num_programs=num_sms, max_slots=400, part_keys=256)
-        fields, space = PART_FIELDS, prefill_workspace(400, kv_heads, D, device)
+        items = prefill_splits(items, num_kv_heads=kv_heads, num_programs=num_sms, max_slots=400, split_keys=256)
+        fields, space = SPLIT_FIELDS, prefill_workspace(400, kv_heads, D, device)
     work = upload(items, fields, device)
     options = {"window": bent.window, "softcap": bent.softcap, "sinks": bent.sinks(q.shape[1], device)}
 
@@ -216,10 +216,10 @@ def test_one_launch_of_decodes_and_chunks(group: int, device: str, num_sms: int)
         count + np.cumsum(queries) - queries, queries, np.array([c for c, _ in chunks]),
         count + np.arange(len(chunks)), group=group,
     )  # fmt: skip
-    parts = prefill_parts(tiles, num_kv_heads=kv_heads, num_programs=num_sms, max_slots=2000)
+    parts = prefill_splits(tiles, num_kv_heads=kv_heads, num_programs=num_sms, max_slots=2000)
     space = decode_workspace(256, len(lengths), kv_heads, group, D, device)
     prefills = prefill_workspace(2000, kv_heads, D, device)
-    work = (*upload(items, ITEM_FIELDS, device), *upload(parts, PART_FIELDS, device))
+    work = (*upload(items, ITEM_FIELDS, device), *upload(parts, SPLIT_FIELDS, device))
     for decoders in (0, num_sms // 3, num_sms):
         pod = PodWork(*work, torch.tensor([decoders], dtype=torch.int32, device=device))
 
@@ -240,9 +240,9 @@ def test_only_whole_blocks_are_heads(device: str, num_sms: int) -> None:
             space=decode_workspace(4, 1, 2, 2, 64, device), portable=True,
         )  # fmt: skip
     with pytest.raises(ValueError, match="with a scale for each"):
-        output_places(poisoned(1, 256, device, 256), 1, D)
+        output_args(poisoned(1, 256, device, 256), 1, D)
     with pytest.raises(ValueError, match="scales must be"):
-        output_places(poisoned(1, 256, device), 2, D)
+        output_args(poisoned(1, 256, device), 2, D)
 
 
 @pytest.mark.parametrize("span", [128, 256])
@@ -257,7 +257,7 @@ def test_the_embedding_leaves_the_first_layers_operand(hidden: int, norm: bool, 
     plain, plain_sums = embedding.embed(ids, table, scale=3.1, out=x.clone(), sumsq=sumsq.clone())
     got = poisoned(5, hidden, device, span)
     _, sums = embedding.embed(
-        ids, table, scale=3.1, out=x, sumsq=sumsq, quantized=got.part(slice(0, 4)), next_norm=weight
+        ids, table, scale=3.1, out=x, sumsq=sumsq, quantized=got.of_tokens(slice(0, 4)), next_norm=weight
     )  # fmt: skip
     assert torch.equal(x, plain)
     torch.testing.assert_close(sums, plain_sums)

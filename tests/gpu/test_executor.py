@@ -192,7 +192,7 @@ def _pipeline(
     """While one nano-batch attends, the others go through the matrices, some of them a layer ahead."""
     ranges = list(zip((0, *cuts[:-1]), cuts, strict=True))
     operations = []
-    products = [o.name for o in spec.layer_operations() if o.role in (Role.PRODUCT, Role.EXPERTS) and o.name != "qkv"]
+    products = [o.name for o in spec.layer_operations() if o.role in (Role.PROJECTION, Role.EXPERTS) and o.name != "qkv"]
     for k, own in enumerate(ranges):
         operations += [NanoOperation(n, *own, sms - attention_sms, config=config) for n in products]
         operations.append(NanoOperation("qkv", *own, sms - attention_sms, next_layer=True, config=config))
@@ -384,7 +384,7 @@ def test_nano_batches_of_experts_give_the_serial_plans_logits_to_the_bit(cuts: t
 @pytest.mark.usefixtures("streams")
 def test_a_plan_for_layers_of_two_kinds_is_refused() -> None:
     spec = _expert_specs(128, 96, 4, 2, 64)["qwen2-moe"]
-    with pytest.raises(ConfigError, match="layers of one kind"):
+    with pytest.raises(ConfigError, match="one kind of layer"):
         Pipeline(_pipeline((128, 256), SMALL, 4, 2, spec, "router"), spec)
 
 

@@ -207,5 +207,5 @@ def test_the_gate_of_a_shared_expert(device: str) -> None:
     h = torch.randn(5, 80, device=device).to(x.dtype)
     sumsq = x.float().square().view(5, 3, -1).sum(-1).t().contiguous()
     want = h.float() * torch.sigmoid(reference.normed(x.float(), sumsq.sum(0), EPS) @ gate.t())
-    got = experts.switch_shared(x, sumsq, gate.to(x.dtype), EPS, out=h.clone())
+    got = experts.gate_shared(x, sumsq, gate.to(x.dtype), EPS, out=h.clone())
     assert error(got, want) < 4e-3

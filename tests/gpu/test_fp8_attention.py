@@ -38,12 +38,12 @@ def eight(lengths: list[int], page: int, kv_heads: int, d: int, device: str) -> 
 
 def check_decode(
     lengths: list[int], heads: int, kv_heads: int, d: int, page: int, dtype: torch.dtype, device: str, num_sms: int,
-    part_tokens: int = 0, kernel: Callable[..., Tensor] = PORTABLE, bent: Bent = PLAIN,
+    split_tokens: int = 0, kernel: Callable[..., Tensor] = PORTABLE, bent: Bent = PLAIN,
 ) -> None:  # fmt: skip
     kv, table, scales, values = eight(lengths, page, kv_heads, d, device)
     q = torch.randn(len(lengths) + 2, heads, d, device=device).to(dtype)
     items = decode_items(
-        np.array(lengths), num_kv_heads=kv_heads, num_programs=4 * num_sms, max_slots=256, part_tokens=part_tokens,
+        np.array(lengths), num_kv_heads=kv_heads, num_programs=4 * num_sms, max_slots=256, split_tokens=split_tokens,
         window=bent.window, page_size=page,
     )  # fmt: skip
     options: dict[str, Any] = {}
@@ -75,9 +75,9 @@ def check_decode(
     assert space.tickets.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(("page", "part_tokens"), [(16, 0), (64, 128)])
-def test_decode_of_short_requests(page: int, part_tokens: int, device: str, num_sms: int) -> None:
-    check_decode(SHORT, 6, 2, 64, page, torch.bfloat16, device, num_sms, part_tokens)
+@pytest.mark.parametrize(("page", "split_tokens"), [(16, 0), (64, 128)])
+def test_decode_of_short_requests(page: int, split_tokens: int, device: str, num_sms: int) -> None:
+    check_decode(SHORT, 6, 2, 64, page, torch.bfloat16, device, num_sms, split_tokens)
 
 
 @pytest.mark.parametrize("bent", [Bent(24), Bent(40, 3.0, True)], ids=str)
@@ -110,7 +110,7 @@ def test_hopper_decode(
 ) -> None:
     lengths = [1, 2, page, page + 1, 127, 128, 129, 1000, 3000]
     check_decode(lengths, 2 * group, 2, d, page, dtype, device, num_sms, kernel=hopper)
-    check_decode(lengths, 2 * group, 2, d, page, dtype, device, 3, part_tokens=128, kernel=hopper)
+    check_decode(lengths, 2 * group, 2, d, page, dtype, device, 3, split_tokens=128, kernel=hopper)
     check_decode([1 + 17 * i % 700 for i in range(300)], 2 * group, 2, d, page, dtype, device, 24, kernel=hopper)
 
 
@@ -140,7 +140,7 @@ def test_hopper_decode_with_bent_scores(
 ) -> None:
     lengths = [1, 2, page, page + 1, 127, 128, 129, 1000, 3000, 9999]
     check_decode(lengths, 16, 2, 128, page, torch.bfloat16, device, num_sms, kernel=hopper, bent=bent)
-    check_decode(lengths, 8, 2, 64, page, torch.float16, device, 3, part_tokens=128, kernel=hopper, bent=bent)
+    check_decode(lengths, 8, 2, 64, page, torch.float16, device, 3, split_tokens=128, kernel=hopper, bent=bent)
 
 
 @pytest.mark.parametrize("page", [16, 64, 128])
@@ -148,7 +148,7 @@ def test_hopper_decode_of_one_long_request_is_split(
     page: int, device: str, num_sms: int, hopper: Callable[..., Tensor]
 ) -> None:
     check_decode([9999], 32, 8, 128, page, torch.bfloat16, device, num_sms, kernel=hopper)
-    check_decode([20000, 1, 700], 32, 8, 128, page, torch.bfloat16, device, num_sms, part_tokens=512, kernel=hopper)
+    check_decode([20000, 1, 700], 32, 8, 128, page, torch.bfloat16, device, num_sms, split_tokens=512, kernel=hopper)
 
 
 def in_16_bits(kv: Tensor, scales: KvScales, table: Tensor, pages: list[int], dtype: torch.dtype) -> tuple[Tensor, ...]:

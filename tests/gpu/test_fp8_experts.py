@@ -82,7 +82,7 @@ def check(
     for rows in (space.rows, space.hidden):
         rows.values.view(torch.uint8).fill_(127)  # NaN
         rows.scale.fill_(float("nan"))
-    space.made.fill_(float("nan"))
+    space.outputs.fill_(float("nan"))
     space.factor.fill_(float("nan"))
     launch: dict[str, Any] = {
         "space": space, "num_sms": num_sms, "num_tokens": live(tokens, device), "config": config,
@@ -199,8 +199,8 @@ def test_the_gate_of_a_shared_expert(inter: int, device: str) -> None:
     x, sumsq, _, _ = stream(5, 192, device)
     gate = torch.randn(1, 192, device=device).to(x.dtype) / 14
     h = fp8.quantize_rows(torch.randn(5, inter, device=device))
-    want = fp8_experts_reference.switch_shared(h, x, sumsq.sum(0), gate, EPS)
-    got = fp8_experts.switch_shared(
+    want = fp8_experts_reference.gate_shared(h, x, sumsq.sum(0), gate, EPS)
+    got = fp8_experts.gate_shared(
         x, sumsq, gate, EPS, out=Fp8Rows(h.values, h.scale.clone()), num_tokens=live(4, device)
     )
     assert error(got.scale[:, :4], want.scale[:, :4]) < 1e-5

@@ -443,7 +443,7 @@ def test_few_tokens_on_hopper_are_as_many_as_the_count_says(live: int, device: s
     assert not int(space.arrived.abs().sum())
     if live:
         assert error(out[:live], want[:live]) < 5e-3
-        assert_same_rows(quantized.part(slice(0, live)), rows.part(slice(0, live)))
+        assert_same_rows(quantized.of_tokens(slice(0, live)), rows.of_tokens(slice(0, live)))
 
 
 def test_operands_of_other_formats_are_refused(device: str, num_sms: int) -> None:

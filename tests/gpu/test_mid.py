@@ -233,8 +233,8 @@ def test_a_table_takes_effect(monkeypatch: pytest.MonkeyPatch, num_sms: int) -> 
         pytest.skip("tables are for GPUs of 132 SMs")
     c = Case("plain", 200, 4096, 4096, num_sms)
     seen: list[MidConfig] = []
-    launch = mid_hopper.launch_product
-    monkeypatch.setattr(mid_hopper, "launch_product", lambda *a, **k: (seen.append(a[1]), launch(*a, **k)))
+    launch = mid_hopper.launch_gemm
+    monkeypatch.setattr(mid_hopper, "launch_gemm", lambda *a, **k: (seen.append(a[1]), launch(*a, **k)))
     monkeypatch.setattr(mid_table, "_shipped", dict)
     out = torch.empty_like(c.x)
     for table in ({}, {(256, 4096, 4096): MidConfig(256, 4)}):

@@ -28,11 +28,11 @@ def there_and_back(form: PackedPage, words: np.ndarray, device: str) -> int:
     """Pages of `words [pages, values]` that pack; all are checked."""
     pool = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).to(device)
     back = torch.zeros_like(pool)
-    cells = torch.full((kernels.MOST_PAGES, form.nbytes), 0xA5, dtype=torch.uint8, device=device)
+    cells = torch.full((kernels.PAGES_PER_LAUNCH, form.nbytes), 0xA5, dtype=torch.uint8, device=device)
     count = 0
-    for first in range(0, len(words), kernels.MOST_PAGES):
+    for first in range(0, len(words), kernels.PAGES_PER_LAUNCH):
         # in reverse: where a page lies and where it is packed to are two numbers
-        some = list(range(first, min(first + kernels.MOST_PAGES, len(words))))[::-1]
+        some = list(range(first, min(first + kernels.PAGES_PER_LAUNCH, len(words))))[::-1]
         kernels.pack(form, pool, some, cells)
         here = cells.cpu().numpy()
         packs = [form.holds(cell) for cell in here[: len(some)]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_projections import EPS, SQUARE, TINY, WIDE, check_qkv, error, parts_of
+from test_projections import EPS, SQUARE, TINY, WIDE, check_qkv, error, splits_of
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -35,7 +35,7 @@ def check_first_of_mlp(
     features = 2 * inter if gated else inter
     w = random(features, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
     b = random(features, dtype=dtype, device=device) if bias else None
-    sumsq = parts_of(x, 2) if normed else None
+    sumsq = splits_of(x, 2) if normed else None
     project, twin = (
         (projections.gate_up_project, reference.gate_up_project)
         if gated
@@ -160,12 +160,12 @@ def test_embedding_with_scale_and_positions(hidden: int, centred: bool, device: 
     at = torch.randint(0, 20, (6,), device=device, dtype=torch.int32)
     for scale, rows_of_places in ((1.0, places), (7.3, None), (3.1, places)):
         x, sums = embedding.embed(
-            ids, table, scale=scale, places=rows_of_places, positions=at, centred=centred,
+            ids, table, scale=scale, position_table=rows_of_places, positions=at, centred=centred,
             out=torch.empty(6, hidden, dtype=FP16, device=device),
             sumsq=projections.sumsq_buffer(hidden, 6, device),
         )  # fmt: skip
         want, squares = reference.embed(
-            ids, table, scale=scale, places=rows_of_places, positions=at.long(), centred=centred
+            ids, table, scale=scale, position_table=rows_of_places, positions=at.long(), centred=centred
         )
         assert torch.equal(x, want)
         assert error(sums[0], squares) < 1e-5

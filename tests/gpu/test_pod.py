@@ -14,11 +14,11 @@ from weft.kernels.attention.decode_workspace import decode_workspace
 from weft.kernels.attention.prefill_attention import prefill_attention, prefill_workspace
 from weft.kernels.attention.work_lists import (
     ITEM_FIELDS,
-    PART_FIELDS,
+    SPLIT_FIELDS,
     TILE_FIELDS,
     decode_items,
     prefill_items,
-    prefill_parts,
+    prefill_splits,
 )
 from weft.kernels.common.gpu import is_hopper, on_gpu
 
@@ -34,7 +34,7 @@ def hopper(device: str) -> None:
 
 def check(
     decodes: list[int], chunks: list[tuple[int, int]], heads: int, kv_heads: int, d: int, page: int,
-    dtype: torch.dtype, device: str, num_sms: int, bent: Bent = PLAIN, part_keys: int | None = None,
+    dtype: torch.dtype, device: str, num_sms: int, bent: Bent = PLAIN, split_keys: int | None = None,
     whole: bool = False, together: bool = False,
 ) -> None:  # fmt: skip
     """chunks: (tokens already in pages, queries). whole: tiles are not cut. together: of `pod_together`, whose sums are
@@ -56,11 +56,11 @@ def check(
     tiles = prefill_items(
         first, queries, np.array([c for c, _ in chunks], int), count + np.arange(len(chunks)), group=group
     )
-    parts = prefill_parts(tiles, num_kv_heads=kv_heads, num_programs=num_sms, max_slots=SLOTS, part_keys=part_keys)
-    decode_work, part_work = upload(decode, ITEM_FIELDS, device), upload(parts, PART_FIELDS, device)
+    parts = prefill_splits(tiles, num_kv_heads=kv_heads, num_programs=num_sms, max_slots=SLOTS, split_keys=split_keys)
+    decode_work, part_work = upload(decode, ITEM_FIELDS, device), upload(parts, SPLIT_FIELDS, device)
     if whole or bent.window is not None:  # tiles are cut where there is no window
         part_work, parts = upload(tiles, TILE_FIELDS, device), parts[:0]
-    cuts = part_work[0].shape[1] == PART_FIELDS
+    cuts = part_work[0].shape[1] == SPLIT_FIELDS
     space = decode_workspace(256, len(lengths), kv_heads, group, d, device)
     prefills = prefill_workspace(SLOTS, kv_heads, d, device)
 
@@ -96,7 +96,7 @@ def check(
         got = want[at : at + rows]
         assert error(got, attend(q[at : at + rows], kv, table[i, : -(-length // page)], length, bent)) < 6e-3
         at += rows
-    if cuts and part_keys is None and (parts[:, 7] & 65535).max(initial=1) == 1 and len(chunks):
+    if cuts and split_keys is None and (parts[:, 7] & 65535).max(initial=1) == 1 and len(chunks):
         plain = empty()
         prefill_attention(
             q, kv, LAYER, table, *upload(tiles, TILE_FIELDS, device), out=plain, num_sms=num_sms, **options
@@ -112,7 +112,7 @@ def check(
 def test_pod_is_its_two_halves(group: int, d: int, page: int, dtype: torch.dtype, device: str, num_sms: int) -> None:
     chunks = [(0, 1), (0, 33), (4000, 128), (100, 28), (1000, 7), (63, 65), (5, 700)]
     check([1, 700, 5000, 64, 65], chunks, 2 * group, 2, d, page, dtype, device, num_sms)
-    check([1, 700, 64], chunks, 2 * group, 2, d, page, dtype, device, num_sms, part_keys=256)
+    check([1, 700, 64], chunks, 2 * group, 2, d, page, dtype, device, num_sms, split_keys=256)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_both_halves_together(
 ) -> None:  # fmt: skip
     chunks = [(0, 1), (0, 33), (4000, 128), (100, 28), (1000, 7), (63, 65), (5, 700)]
     check([1, 700, 5000, 64, 65], chunks, 2 * group, 2, d, page, dtype, device, num_sms, together=True)
-    check([1, 700, 64], chunks, 2 * group, 2, d, page, dtype, device, num_sms, part_keys=256, together=True)
+    check([1, 700, 64], chunks, 2 * group, 2, d, page, dtype, device, num_sms, split_keys=256, together=True)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -137,7 +137,7 @@ def test_either_list_may_be_empty(together: bool, device: str, num_sms: int) -> 
 @pytest.mark.parametrize("bent", [Bent(softcap=5.0), Bent(has_sinks=True)], ids=str)
 @pytest.mark.parametrize("together", [False, True])
 def test_pod_with_bent_scores(bent: Bent, together: bool, device: str, num_sms: int) -> None:
-    check([900, 40], [(3000, 150), (0, 30)], 16, 4, 128, 64, torch.bfloat16, device, num_sms, bent, part_keys=512,
+    check([900, 40], [(3000, 150), (0, 30)], 16, 4, 128, 64, torch.bfloat16, device, num_sms, bent, split_keys=512,
           together=together)  # fmt: skip
 
 
@@ -161,5 +161,5 @@ def test_random_hybrid_batches(seed: int, device: str, num_sms: int) -> None:
         ]
         heads, kv_heads, d = [(32, 8, 128), (8, 1, 64)][seed % 2]
         cut = [None, 256, 1024][rng.integers(3)]
-        check(decodes, chunks, heads, kv_heads, d, 64, torch.bfloat16, device, num_sms, part_keys=cut,
+        check(decodes, chunks, heads, kv_heads, d, 64, torch.bfloat16, device, num_sms, split_keys=cut,
               together=i % 5 == 4)  # fmt: skip

@@ -25,7 +25,7 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def parts_of(x: Tensor, parts: int) -> Tensor:
+def splits_of(x: Tensor, parts: int) -> Tensor:
     """Sums of squares of `x`'s rows in `parts` column blocks: `[parts, T]`."""
     return x.float().square().view(x.shape[0], parts, -1).sum(-1).t().contiguous()
 
@@ -48,7 +48,7 @@ def check_qkv(
     slots = (torch.randperm((pages - 1) * page, device=device)[:tokens] + page).to(index)
     kv = torch.full((pages, layers, 2, page, kv_heads, d), float("nan"), dtype=dtype, device=device)
     want_kv = kv.float()
-    sumsq = parts_of(x, 4) if normed else None
+    sumsq = splits_of(x, 4) if normed else None
     out = torch.full((tokens, heads, d), float("nan"), dtype=dtype, device=device)
     projections.qkv_project(
         x, sumsq, w, b, EPS, rotary, positions, slots, kv, layer, heads, qn, kn, out=out,
@@ -152,7 +152,7 @@ def check_gate_up(tokens: int, hidden: int, inter: int, dtype: torch.dtype, conf
                   num_sms: int, parts: int = 2) -> None:  # fmt: skip
     x = torch.randn(tokens, hidden, device=device).to(dtype) * 2
     w = (torch.randn(2 * inter, hidden, device=device) / hidden**0.5).to(dtype)
-    sumsq = parts_of(x, parts)
+    sumsq = splits_of(x, parts)
     want = reference.gate_up_project(x.float(), sumsq.sum(0), w.float(), EPS)
     out = torch.full((tokens, inter), float("nan"), dtype=dtype, device=device)
     projections.gate_up_project(

@@ -24,7 +24,7 @@ from engine_of_rank import served
 from interpreted import interpreted_gpu, streams_in_order
 from interpreted_rank import ARENA, PRODUCT, SUMS, logits, models, partial_sums, product
 
-from weft.kernels.collectives.peer import part_width
+from weft.kernels.collectives.peer import shard_width
 from weft.kernels.reference.layer import pushed_sum
 
 Found = list[dict[str, list[Tensor]]]
@@ -61,7 +61,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def check_sums(found: Found) -> None:
     ranks = len(found)
     tokens, hidden = SUMS
-    width = part_width(hidden, ranks)
+    width = shard_width(hidden, ranks)
     for shots in (1, 2):
         every = [of_rank[f"sums in {shots}"] for of_rank in found]
         for launch in range(3):

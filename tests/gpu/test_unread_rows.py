@@ -30,7 +30,7 @@ PROMPTS = [np.random.default_rng(seed).integers(3, 190, length) for seed, length
 def said(path: Path, monkeypatch: pytest.MonkeyPatch, *, unread_from: int, **options: Any) -> tuple[list[Any], set]:
     """Everything that requests of four kinds were told; how many rows the last layer went on with."""
     kept: set[int] = set()
-    behind = CudaExecutor._behind
+    behind = CudaExecutor._after_drop
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "UNREAD_FROM", unread_from)
 
@@ -40,7 +40,7 @@ def said(path: Path, monkeypatch: pytest.MonkeyPatch, *, unread_from: int, **opt
             return behind(executor, of, *rest)
 
         if not torch.cuda.is_available():  # where a graph is captured once
-            patch.setattr(CudaExecutor, "_behind", noted)
+            patch.setattr(CudaExecutor, "_after_drop", noted)
         harness = Harness(
             path, **{
                 "page_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "num_pages": 40,

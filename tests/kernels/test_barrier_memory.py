@@ -46,13 +46,13 @@ def sixteen():
     space = gemm_launch.workspace("meta")
     for kind in ("qkv", "gate_up", "up", "residual"):
         shape = Shape(kind, 1536, 1024)
-        bench_calls.product(shape, 2048, bench_calls.weights(shape, 1, "meta")[0], space, 132, SPECIAL, 64, 2)()
+        bench_calls.gemm_call(shape, 2048, bench_calls.weights(shape, 1, "meta")[0], space, 132, SPECIAL, 64, 2)()
 
 def eight():
     space = gemm_launch.workspace("meta")
     for kind in ("qkv", "gate_up", "residual"):
         shape = Shape(kind, 1536, 1024, bits=8)
-        bench_calls.product(shape, 2048, bench_calls.weights(shape, 1, "meta")[0], space, 132, None, 128, 2)()
+        bench_calls.gemm_call(shape, 2048, bench_calls.weights(shape, 1, "meta")[0], space, 132, None, 128, 2)()
 
 def mid():
     model = MODELS["8b"]

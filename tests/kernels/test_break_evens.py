@@ -15,9 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.kernels.attention import break_evens
-from weft.kernels.attention.break_evens import FAR, WAYS, BreakEvens, Even, Made, file_of, keep, learn, read, write
+from weft.kernels.attention.break_evens import (
+    FAR,
+    WAYS,
+    BreakEven,
+    BreakEvens,
+    TableKey,
+    file_of,
+    keep,
+    learn,
+    read,
+    write,
+)
 
-H200 = Made("NVIDIA H200", 132, 32, 8, 128, 64, "3.6.0", "abc")
+H200 = TableKey("NVIDIA H200", 132, 32, 8, 128, 64, "3.6.0", "abc")
 SIZES = [(c, k, d) for c in (128, 256, 512, 1024, 2048) for k in (4096, 8192, 16384) for d in (8, 32, 128)]
 PLAN = {"parts": 1, "rule": 132, "all": 132, "few": 40, "half": 66, "share": 50, "tiles": 0, "together": -1}
 
@@ -85,7 +96,7 @@ def test_rows_that_were_not_timed_in_all_ways_teach_nothing() -> None:
 
 
 def test_what_was_not_measured_has_no_answer() -> None:
-    table = BreakEvens([Even(512, 8192, 32, 8192, "few", 40)])
+    table = BreakEvens([BreakEven(512, 8192, 32, 8192, "few", 40)])
     assert table.nearest(512, 8192, 32, 8192)
     assert table.nearest(512, 8192, 32 * 2 ** (FAR - 0.1), 8192)
     assert table.nearest(512, 8192, 32 * 2 ** (FAR + 0.1), 8192) is None
@@ -98,19 +109,22 @@ def test_what_was_not_measured_has_no_answer() -> None:
 
 sizes = st.tuples(st.integers(1, 16384), st.integers(0, 131072), st.integers(1, 512), st.integers(1, 131072))
 rows_of = st.builds(
-    lambda at, way, programs: Even(*map(float, at), way, programs), sizes, st.sampled_from(WAYS), st.integers(0, 132)
+    lambda at, way, programs: BreakEven(*map(float, at), way, programs),
+    sizes,
+    st.sampled_from(WAYS),
+    st.integers(0, 132),
 )
 EXAMPLES = settings(max_examples=60, deadline=None)
 
 
-def away(a: Even, at: tuple[int, ...]) -> float:
+def away(a: BreakEven, at: tuple[int, ...]) -> float:
     pairs = ((a.chunk, at[0]), (a.chunk + a.context, at[0] + at[1]), (a.decodes, at[2]), (a.length, at[3]))
     return sum(abs(math.log2(x / y)) for x, y in pairs)
 
 
 @EXAMPLES
 @given(st.lists(rows_of, min_size=1, max_size=20), sizes)
-def test_the_answer_is_a_row_that_none_is_nearer_than(rows: list[Even], at: tuple[int, ...]) -> None:
+def test_the_answer_is_a_row_that_none_is_nearer_than(rows: list[BreakEven], at: tuple[int, ...]) -> None:
     found = BreakEvens(rows).nearest(*at)
     least = min(away(row, at) for row in rows)
     if found is None:
@@ -131,7 +145,7 @@ def test_any_iteration_has_an_answer_or_none(chunks: list[tuple[int, int]], leng
     assert found is None or (tokens.sum() and lengths and 0 <= found.programs <= 132)
 
 
-def said_of(folder: Path, made: Made = H200) -> str:
+def said_of(folder: Path, made: TableKey = H200) -> str:
     table, said = read(folder, made)
     assert table is None
     assert "\n" not in said
@@ -191,7 +205,7 @@ def test_whoever_reads_while_two_write_sees_one_of_the_tables(tmp_path: Path) ->
     tables = [ROWS, ROWS[:7]]
     write(tmp_path, H200, ROWS)
 
-    def again_and_again(rows: list[Even]) -> None:
+    def again_and_again(rows: list[BreakEven]) -> None:
         for _ in range(30):
             write(tmp_path, H200, rows)
 
@@ -212,7 +226,7 @@ def test_tables_are_kept_by_model_and_what_cannot_be_is_said(
 ) -> None:  # fmt: skip
     said: list[str] = []
 
-    def made(model: str) -> Made:
+    def made(model: str) -> TableKey:
         return H200._replace(kv_heads={"llama-3-8b": 8, "yi-6b": 4}[model])
 
     rows = [*measured(lambda _: {"pod few": 80.0}), row(SIZES[0], {"whole": 1.0}, "yi-6b")]

@@ -44,7 +44,7 @@ def test_a_row_with_nan_or_infinity_gives_no_number_and_leaves_its_neighbours_al
     good = fp8.row_values(fp8.quantize_rows(x))
     x[0, 5], x[2, 200] = math.nan, math.inf
     rows = fp8.quantize_rows(x)
-    total = fp8.product(rows, fp8.quantize_weight(torch.randn(8, 256)))
+    total = fp8.scaled_matmul(rows, fp8.quantize_weight(torch.randn(8, 256)))
     assert bool(total[[0, 2]].isnan().all())
     assert torch.equal(fp8.row_values(rows)[1], good[1])
 
@@ -106,7 +106,7 @@ def test_a_product_is_that_of_the_numbers_that_values_and_scales_stand_for(of: s
     a = (fp8.quantize_rows if of == "blocks" else fp8.quantize_tokens)(x)
     weight = (fp8.quantize_weight_blocks if blocked else fp8.quantize_weight)(w)
     exact = fp8.row_values(a).double() @ fp8.weight_values(weight).double().t()
-    assert float((fp8.product(a, weight) - exact).norm() / exact.norm()) < 1e-6
+    assert float((fp8.scaled_matmul(a, weight) - exact).norm() / exact.norm()) < 1e-6
 
 
 def test_a_checkpoints_own_scale_of_activations_serves_all_tokens() -> None:
@@ -134,7 +134,7 @@ def test_scales_made_of_the_numbers_lose_no_more_than_a_static_one(outliers: flo
     exact = x.double() @ fp8.weight_values(weight).double().T
 
     def lost(rows: fp8.Fp8Rows) -> float:
-        apart = (fp8.product(rows, weight) - exact).norm(dim=1) / exact.norm(dim=1)
+        apart = (fp8.scaled_matmul(rows, weight) - exact).norm(dim=1) / exact.norm(dim=1)
         return float(apart.mean())
 
     static, made = lost(fp8.quantize_static(x, x.abs().max() / fp8.LARGEST)), lost(fp8.quantize_rows(x))
@@ -155,6 +155,6 @@ def test_a_product_loses_no_more_than_torch_s_with_the_same_scales(depth: int) -
         out_dtype=torch.bfloat16,
     )  # fmt: skip
     exact = fp8.row_values(rows).double() @ fp8.weight_values(weight).double().T
-    ours = fp8.product(rows, weight).to(torch.bfloat16)
+    ours = fp8.scaled_matmul(rows, weight).to(torch.bfloat16)
     assert (ours - exact).norm() <= 1.001 * (theirs - exact).norm()
-    assert (fp8.product(rows, weight) - exact).norm() < 1e-5 * exact.norm()
+    assert (fp8.scaled_matmul(rows, weight) - exact).norm() < 1e-5 * exact.norm()

@@ -22,7 +22,7 @@ from weft.kernels.attention.work_lists import (
     first_decoders,
     one_launch,
     prefill_items,
-    prefill_parts,
+    prefill_splits,
     with_decodes,
 )
 from weft.tools.kernels import foreign_attention, hybrid_calls
@@ -59,7 +59,7 @@ def check(
     table = torch.from_numpy(it.requests.page_table)
     items = decode_items(
         np.array(decodes, int), num_kv_heads=kv_heads, num_programs=programs, max_slots=SLOTS, window=window,
-        page_size=page, part_tokens=part or 0,
+        page_size=page, split_tokens=part or 0,
     )  # fmt: skip
     first = count + np.cumsum([n for _, n in chunks]) - [n for _, n in chunks]
     tiles = prefill_items(
@@ -68,7 +68,7 @@ def check(
     )  # fmt: skip
     whole = tiles
     if window is None:  # with one, tiles stay whole
-        tiles = prefill_parts(tiles, num_kv_heads=kv_heads, num_programs=programs, max_slots=SLOTS, part_keys=part)
+        tiles = prefill_splits(tiles, num_kv_heads=kv_heads, num_programs=programs, max_slots=SLOTS, split_keys=part)
         assert 0 <= first_decoders(items, tiles, num_kv_heads=kv_heads, num_programs=programs) <= programs
     played.decodes(it.q, it.kv, LAYER, table, items)
     played.tiles(it.q, it.kv, LAYER, table, tiles)
@@ -198,7 +198,7 @@ def test_every_way_of_a_batch_is_its_attention(
 
 
 def test_a_batch_that_is_too_large_is_named(calls: hybrid_calls.HybridCalls) -> None:
-    with pytest.raises(ValueError, match="room for"):
+    with pytest.raises(ValueError, match="more than the limit"):
         calls.load(SMALL._replace(chunk=9000))
 
 

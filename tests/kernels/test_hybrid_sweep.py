@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("triton")
-from weft.kernels.attention.break_evens import Made, keep, read
+from weft.kernels.attention.break_evens import TableKey, keep, read
 from weft.kernels.tuning.measure import Meter, Sustained
 from weft.tools.kernels.bench_attention import run
 from weft.tools.kernels.hybrid_batches import KV_HEADS, Hybrid, balanced, best_splits, figures, paper, split_us, sweep
@@ -115,7 +115,7 @@ def test_a_batchs_lists_do_all_of_it_in_every_way(planned: Any) -> None:
     decode, whole = lists["decode"], lists["whole"]
     assert (decode[:, 3] - decode[:, 2]).sum() == batch.decodes * batch.length
     assert whole[:, 1].sum() == batch.chunk
-    for name, queries in (("cut", batch.chunk), ("beside", batch.chunk), ("batched", batch.chunk + batch.decodes)):
+    for name, queries in (("cut", batch.chunk), ("streams", batch.chunk), ("batched", batch.chunk + batch.decodes)):
         items = lists[name]
         first = items[(items[:, 7] >> 16) == 0]  # one part of each tile
         assert first[:, 1].sum() == queries, name
@@ -169,8 +169,8 @@ def test_a_restart_goes_on_behind_the_last_whole_row(card: Card, tmp_path: Path,
 
 
 def test_a_sweep_leaves_break_evens_that_an_engine_can_read(card: Card, tmp_path: Path, capsys: Any) -> None:
-    def made(model: str) -> Made:
-        return Made("made up", 132, 32, KV_HEADS[model], 128, 64, "3.6.0", "abc")
+    def made(model: str) -> TableKey:
+        return TableKey("made up", 132, 32, KV_HEADS[model], 128, 64, "3.6.0", "abc")
 
     def swept(batches: list[Any], seconds: float, keep_in: Path) -> int:
         calls = {model: CardCalls(card) for model in MODELS}
@@ -201,7 +201,7 @@ def test_floors_are_judged_by_the_worst_and_by_the_mean(tmp_path: Path) -> None:
     found = summary(measured(tmp_path))
     assert found["mean over whole"] == pytest.approx(GAIN, abs=1e-3)
     assert found["mean over cut"] == pytest.approx(GAIN / 1.05, abs=1e-3)
-    assert found["worst beside the best other"] < 1
+    assert found["worst ratio to the best other"] < 1
     assert found["joules saved over whole"] == pytest.approx(1 - 1 / GAIN, abs=1e-3)
     assert found["mean over whole, setting of the nearest other batch"] == pytest.approx(1.3, abs=1e-3)
     assert all(r["us"]["pod all"] == r["us"]["pod rule"] for r in measured(tmp_path) if r["regime"] == "burst")

@@ -29,7 +29,7 @@ def work():
         sent = pushed.push_project(peers, one(), inbox, meta(tokens, 4096), meta(8192, 4096), None, steps=steps,
             num_sms=132, space=space, num_tokens=one())
         pushed.reduce_pushed(peers, one(), sent, meet=1 << 10, x=1 << 20, sumsq=1 << 18, stride_sumsq=2048, live=one(),
-            ticket=one(), tokens=tokens, hidden=8192, dtype=torch.bfloat16, add=True, beside=True, num_sms=132)
+            ticket=one(), tokens=tokens, hidden=8192, dtype=torch.bfloat16, add=True, overlap=True, num_sms=132)
 """
 
 

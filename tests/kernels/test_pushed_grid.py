@@ -14,10 +14,11 @@ from weft.kernels.collectives.peer import WAVES, Peers
 
 
 @pytest.mark.parametrize(
-    ("steps", "beside", "waves"), [(1, True, WAVES), (1, False, WAVES), (2, True, WAVES), (2, False, pushed.HELD)]
+    ("steps", "overlap", "waves"),
+    [(1, True, WAVES), (1, False, WAVES), (2, True, WAVES), (2, False, pushed.PROGRAMS_PER_SM)],
 )
 def test_a_sum_on_a_lane_of_its_own_has_no_more_programs_than_its_sms_hold(
-    steps: int, beside: bool, waves: int, monkeypatch: pytest.MonkeyPatch
+    steps: int, overlap: bool, waves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grids: list[tuple[int, ...]] = []
 
@@ -33,6 +34,6 @@ def test_a_sum_on_a_lane_of_its_own_has_no_more_programs_than_its_sms_hold(
     sent = pushed.Pushed(pushed.Inbox(0, 2048, 0, 4096), steps, 64, 256)
     pushed.reduce_pushed(
         peers, word, sent, meet=0, x=0, sumsq=0, stride_sumsq=2048, live=word, ticket=word, tokens=2048, hidden=8192,
-        dtype=torch.bfloat16, add=True, beside=beside, num_sms=20,
+        dtype=torch.bfloat16, add=True, overlap=overlap, num_sms=20,
     )  # fmt: skip
     assert grids[0] == (20 * waves,)

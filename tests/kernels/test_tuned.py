@@ -99,10 +99,10 @@ def test_experts_are_looked_up_and_tried_by_their_number_and_how_many_a_token_ta
     lab = Lab(lambda *_: 1.0)
     found = search([(other, 2048), (other, 16)], lab, rule, special=True, budget_s=1e3, clock=lab.clock)
     assert set(found) == {other.key(2048), other.key(16)}
-    many, few = (tile_search.tries(other, RULE, bucket, True) for bucket in (2048, 16))
+    many, few = (tile_search.configs_to_try(other, RULE, bucket, True) for bucket in (2048, 16))
     assert any(config.special for config in many)
     assert not any(config.special for config in few)
-    assert not any(config.special for config in tile_search.tries(other, RULE, 2048, False))
+    assert not any(config.special for config in tile_search.configs_to_try(other, RULE, 2048, False))
 
 
 def test_the_fastest_that_runs_wins_and_the_rule_may_be_it() -> None:
@@ -225,7 +225,7 @@ def test_a_start_does_not_wait_for_ever_for_another_one(tmp_path: Path) -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with tile_search._only_one(lock, 1.0) as alone:
+        with tile_search._exclusive(lock, 1.0) as alone:
             assert alone
             entered.set()
             leave.wait(120)
@@ -244,7 +244,7 @@ def test_a_start_does_not_wait_for_ever_for_another_one(tmp_path: Path) -> None:
 def test_products_in_fp8_have_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from weft.kernels.matmul import fp8_projections
-    from weft.kernels.matmul.fp8_few_config import few as few_of
+    from weft.kernels.matmul.fp8_few_config import few_config
 
     monkeypatch.setattr(tuned, "_found", {})
     eight = Shape("residual", 5120, 4000, bits=8)
@@ -259,13 +259,13 @@ def test_products_in_fp8_have_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch
     assert fp8_projections.choose("gate_up", 9, 5120, 4000, 132).features == 256  # else nothing would be written
     for kind, bucket, few in (("gate_up", 16, True), ("residual", 64, True), ("qkv", 2048, False)):
         rule_of = by_rule._replace(special=not few, tokens=min(bucket, 128))
-        tried = tile_search.tries(Shape(kind, 6144, 4096, bits=8), rule_of, bucket, True)[1:]
+        tried = tile_search.configs_to_try(Shape(kind, 6144, 4096, bits=8), rule_of, bucket, True)[1:]
         assert tried
         assert all(config.special != few and config.depth == 128 for config in tried)
         assert all(config.features >= (256 if kind == "gate_up" else 128) for config in tried)
-    of_few = few_of("qkv", 6144, 4096, 132)
+    of_few = few_config("qkv", 6144, 4096, 132)
     assert of_few.special
-    tried = tile_search.tries(Shape("qkv", 6144, 4096, bits=8), of_few, 16, True)
+    tried = tile_search.configs_to_try(Shape("qkv", 6144, 4096, bits=8), of_few, 16, True)
     assert tried[0] == of_few, "beside tiles of the kernel in plain Triton"
     assert len(tried) > 1
     assert not any(config.special for config in tried[1:])

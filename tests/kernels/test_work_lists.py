@@ -17,7 +17,7 @@ from weft.kernels.attention.work_lists import (
     first_decoders,
     one_launch,
     prefill_items,
-    prefill_parts,
+    prefill_splits,
     tokens_of_whole_tiles,
     with_decodes,
 )
@@ -27,10 +27,10 @@ lengths = st.lists(st.integers(1, 5000), max_size=60)
 
 @given(lengths, st.sampled_from([1, 8]), st.sampled_from([4, 528]), st.sampled_from([0, 512, 1024]))
 def test_decode_items_cover_every_request_once_longest_first(
-    requests: list[int], kv_heads: int, programs: int, part_tokens: int
+    requests: list[int], kv_heads: int, programs: int, split_tokens: int
 ) -> None:
     items = decode_items(
-        np.array(requests), num_kv_heads=kv_heads, num_programs=programs, max_slots=512, part_tokens=part_tokens
+        np.array(requests), num_kv_heads=kv_heads, num_programs=programs, max_slots=512, split_tokens=split_tokens
     )
     covered: dict[int, list[tuple[int, int]]] = {}
     slots: set[int] = set()
@@ -54,7 +54,7 @@ def test_decode_items_cover_every_request_once_longest_first(
 @given(lengths.filter(len), st.integers(1, 4000))
 def test_with_fixed_parts_a_requests_cut_does_not_depend_on_its_neighbours(others: list[int], own: int) -> None:
     def cut(requests: list[int]) -> set[tuple[int, int]]:
-        items = decode_items(np.array(requests), num_kv_heads=8, num_programs=528, max_slots=4096, part_tokens=1024)
+        items = decode_items(np.array(requests), num_kv_heads=8, num_programs=528, max_slots=4096, split_tokens=1024)
         return {(begin, end) for row, _, begin, end, *_ in items.tolist() if row == len(requests) - 1}
 
     assert cut([*others, own]) == cut([own])
@@ -101,13 +101,13 @@ def test_prompts_cut_at_whole_tiles_have_the_tiles_of_uncut_ones(group: int, len
     st.sampled_from([None, 0, 256, 1000]),
 )
 def test_parts_of_prefill_tiles_cover_every_key_once(
-    chunks: list[tuple[int, int]], kv_heads: int, part_keys: int | None
+    chunks: list[tuple[int, int]], kv_heads: int, split_keys: int | None
 ) -> None:
     queries, context = (np.array([c[i] for c in chunks], int) for i in (0, 1))
     first = np.cumsum(queries) - queries
     tiles = prefill_items(first, queries, context, np.arange(len(chunks)), group=4)
-    room = 64 if part_keys is None else 10**6
-    cut = prefill_parts(tiles, num_kv_heads=kv_heads, num_programs=132, max_slots=room, part_keys=part_keys)
+    room = 64 if split_keys is None else 10**6
+    cut = prefill_splits(tiles, num_kv_heads=kv_heads, num_programs=132, max_slots=room, split_keys=split_keys)
     keys: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     slots: list[int] = []
     for *tile, begin, end, slot, word in cut.tolist():
@@ -118,9 +118,9 @@ def test_parts_of_prefill_tiles_cover_every_key_once(
             slots.append(slot + part)
         keys.setdefault(tuple(tile), []).append((begin, end))
     assert len(slots) == len(set(slots))
-    if part_keys is None:
+    if split_keys is None:
         assert max(slots, default=0) < 64
-    if part_keys == 0:
+    if split_keys == 0:
         assert not slots
     assert set(keys) == set(map(tuple, tiles.tolist()))
     for (_, count, start, _), ranges in keys.items():
@@ -135,14 +135,14 @@ def test_parts_of_prefill_tiles_cover_every_key_once(
 
 def test_more_parts_than_there_is_room_for_are_refused() -> None:
     tiles = prefill_items(np.array([0]), np.array([1]), np.array([40000]), np.array([0]), group=4)
-    with pytest.raises(ValueError, match="157 parts of tiles, and room for 64"):
-        prefill_parts(tiles, num_kv_heads=8, num_programs=132, max_slots=64, part_keys=256)
+    with pytest.raises(ValueError, match="157 splits of tiles do not fit 64 slots"):
+        prefill_splits(tiles, num_kv_heads=8, num_programs=132, max_slots=64, split_keys=256)
 
 
 def test_only_tiles_that_leave_sms_idle_are_cut() -> None:
     def parts(queries: int, context: int) -> int:
         tiles = prefill_items(np.array([0]), np.array([queries]), np.array([context]), np.array([0]), group=4)
-        return int((prefill_parts(tiles, num_kv_heads=8, num_programs=132, max_slots=64)[:, 7] & 65535).max())
+        return int((prefill_splits(tiles, num_kv_heads=8, num_programs=132, max_slots=64)[:, 7] & 65535).max())
 
     assert parts(128, 16384) == 4
     assert parts(256, 8192) == 2
@@ -154,7 +154,7 @@ def test_programs_begin_with_decodes_where_that_ends_sooner() -> None:
     def decoders(chunk: int, context: int, decodes: int) -> int:
         items = decode_items(np.full(decodes, context), num_kv_heads=8, num_programs=528, max_slots=1024)
         tiles = prefill_items(np.array([0]), np.array([chunk]), np.array([context]), np.array([0]), group=4)
-        parts = prefill_parts(tiles, num_kv_heads=8, num_programs=132, max_slots=64)
+        parts = prefill_splits(tiles, num_kv_heads=8, num_programs=132, max_slots=64)
         return first_decoders(items, parts if chunk else parts[:0], num_kv_heads=8, num_programs=132)
 
     assert decoders(1024, 16384, 32) == 40
@@ -202,7 +202,7 @@ def test_chunks_of_many_waves_take_two_lists_with_some_that_begin_with_decodes()
     assert planned(2048, 12288, 80)[0] == "together"
     items = decode_items(np.full(220, 12288), num_kv_heads=8, num_programs=528, max_slots=1024)
     tiles = prefill_items(np.array([0]), np.array([12288]), np.array([0]), np.array([0]), group=4)
-    parts = prefill_parts(tiles, num_kv_heads=8, num_programs=132, max_slots=64)
+    parts = prefill_splits(tiles, num_kv_heads=8, num_programs=132, max_slots=64)
     assert first_decoders(items, parts, num_kv_heads=8, num_programs=132) == 40
 
 
@@ -239,8 +239,8 @@ def test_no_list_is_quicker_than_the_rule_expects_without_it(
     tiles = prefill_items(len(requests) + np.cumsum(queries) - queries, queries, context, rows, group=group)
     decodes = decode_items(np.array(requests), num_kv_heads=kv_heads, num_programs=528, max_slots=1024)
     both = with_decodes(tiles, 0, np.array(requests), np.arange(len(requests)), group=group)
-    alike = prefill_parts(both, max_slots=512 // kv_heads, **options)
-    least = work_lists._least_of_one_list(decodes, tiles, 0.0, **options)
+    alike = prefill_splits(both, max_slots=512 // kv_heads, **options)
+    least = work_lists._min_time_of_one_list(decodes, tiles, 0.0, **options)
     busiest, further = work_lists._busiest(alike, **options)
     waves = -(-len(alike) * kv_heads // 132)
     assert least <= work_lists._time_of_one_list(busiest, 0.0, further, waves) + 1e-6

@@ -28,7 +28,7 @@ def gemm_shapes(spec: ModelSpec) -> list[Shape]:
             if bits == 8:  # FP8 experts have fixed tiles
                 continue
             found.append(Shape("experts", op.out, op.inner, spec.experts.count, spec.experts.top))
-        elif op.role is Role.PRODUCT and op.kernel != "router":  # the router has a single configuration
+        elif op.role is Role.PROJECTION and op.kernel != "router":  # the router has a single configuration
             found.append(Shape(op.kernel, op.out, op.inner, bits=bits))
     return list(dict.fromkeys(found))
 
