@@ -17,8 +17,8 @@ from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.directory import read_spec
 from weft.engine.runner.options import footprint
 from weft.engine.runner.options import resolve as resolving
+from weft.engine.runner.options.budget import CONTEXT_BYTES, MemoryUsage, bytes_for_pages, share_bytes
 from weft.engine.runner.options.footprint import GIB
-from weft.engine.runner.options.gpu_memory import CONTEXT_BYTES, MemoryUsage, bytes_for_pages, share_bytes
 from weft.engine.runner.options.resolve import ResolvedConfig, resolve
 from weft.kernels.common.gpu import KNOWN, compiling_for
 

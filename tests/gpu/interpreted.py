@@ -51,7 +51,7 @@ class Replayed:
             self.replay = launch
 
 
-def _capture_beside(_: cuda_runner.CudaRunner, graph: Replayed, launch: Callable[[], object]) -> None:
+def _capture_while_running(_: cuda_runner.CudaRunner, graph: Replayed, launch: Callable[[], object]) -> None:
     graph.replay = launch
 
 
@@ -100,7 +100,7 @@ def interpreted_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 30))
     monkeypatch.setattr(cuda_runner.CudaRunner, "_capture", _capture)
-    monkeypatch.setattr(cuda_runner.CudaRunner, "_capture_beside", _capture_beside)
+    monkeypatch.setattr(cuda_runner.CudaRunner, "_capture_while_running", _capture_while_running)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
     monkeypatch.setattr(cuda_runner.CudaRunner, "_warm_up", lambda *_: None)
     monkeypatch.setattr(resolve, "gpu_device", lambda: torch.device("cpu"))

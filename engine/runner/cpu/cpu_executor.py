@@ -95,18 +95,10 @@ def _attention_arguments(it: _Iteration, layer: int) -> dict[str, Any]:
     return parts if scales is None or it.executor.unit_scales else {**parts, "kv_scale": scales.scale[layer]}
 
 
-def _decode(it: _Iteration, op: Operation, layer: int) -> None:
-    q, out = it.activations[op.source], it.activations[op.target]
-    it.executor.attention.decode(
-        q, it.executor.kv, layer, it.inputs.attention, out=out, **_attention_arguments(it, layer)
-    )
-
-
-def _prefill(it: _Iteration, op: Operation, layer: int) -> None:
-    q, out = it.activations[op.source], it.activations[op.target]
-    it.executor.attention.prefill(
-        q, it.executor.kv, layer, it.inputs.attention, out=out, **_attention_arguments(it, layer)
-    )
+def _attend(it: _Iteration, op: Operation, layer: int) -> None:
+    q, out, attention = it.activations[op.source], it.activations[op.target], it.executor.attention
+    attend = attention.decode if op.kernel == "decode" else attention.prefill
+    attend(q, it.executor.kv, layer, it.inputs.attention, out=out, **_attention_arguments(it, layer))
 
 
 def _residual(it: _Iteration, op: Operation, layer: int) -> None:
@@ -185,8 +177,8 @@ def _all_reduce(it: _Iteration, op: Operation, layer: int) -> None:  # noqa: ARG
 
 TABLE: Mapping[str, Launcher] = {
     "qkv": _qkv,
-    "decode": _decode,
-    "prefill": _prefill,
+    "decode": _attend,
+    "prefill": _attend,
     "residual": _residual,
     "gate_up": _gate_up,
     "up": _up,

@@ -18,6 +18,7 @@ from weft.engine.model.operations import Role
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import Edge, NanoOperation
 from weft.engine.runner.cuda.cuda_layers import CudaLayers
+from weft.engine.runner.cuda.sample_buffers import SampleBuffers
 from weft.engine.runner.cuda.sum_buffers import EMBEDDING_BUFFER
 from weft.engine.runner.device.collectives import Graph
 from weft.engine.runner.device.layer_launch import Fused, equal_sum_count, initial_sum_counts
@@ -29,59 +30,33 @@ from weft.kernels.matmul.gemm import matmul
 from weft.kernels.matmul.rows import gather_rows
 from weft.kernels.reference import layer as reference
 from weft.kernels.reference import sampling_shards
-from weft.kernels.sampling import resident
-from weft.kernels.sampling.sampler import sample, sample_scratch
 
 
-class CudaExecutor:
+class CudaExecutor(SampleBuffers):
     """One model on one GPU. Launches on the current stream, and on its own streams for lanes other than compute.
 
-    On the meta device only `touch` and `sample` work (see `kernels.common.gpu`). Set `steps` before each run for an
-    attention back end that plans on the host.
+    On the meta device only `touch` and `sample` work (see `kernels.common.gpu`). For an attention back end that plans
+    on the host, call `set_steps` before each run.
     """
 
     def __init__(self, layers: CudaLayers) -> None:
+        super().__init__(layers.inputs, len(layers.spec.vocabulary))
         self._layers, self._collectives = layers, layers.collectives
-        self.spec, self.weights, self.inputs = layers.spec, layers.weights, layers.inputs
-        spec, inputs, dtype = self.spec, self.inputs, layers.x.dtype
-        device = inputs.slab.device
-        t, s = inputs.layout.max_tokens, inputs.layout.max_sampled
-
-        def buffer(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(shape, dtype=kind, device=device)
-
-        self.last_token = buffer(s, kind=torch.int64)
-        """`[slots]` last sampled token of each slot's request."""
-        # The copy engine requires rows of a multiple of 16 bytes.
-        vocabulary = len(spec.vocabulary)
-        self.logits = buffer(s, -(-vocabulary // 4) * 4, kind=torch.float32)[:, :vocabulary]
-        self.sampled = buffer(2, s, kind=torch.int64)
-        """`[2, rows]` sampled tokens, and 1 for rows whose logits are not finite."""
-        self.tokens, self._bad = self.sampled
-        self._candidates = sample_scratch(s, device)
-        self._ids = buffer(t, kind=torch.int32)
-        self._rows_in_order = torch.arange(t, dtype=torch.int32, device=device)
+        spec = self.spec = layers.spec
+        self.weights, self.x = layers.weights, layers.x
+        device, layout = self.inputs.slab.device, self.inputs.layout
+        self._rows_in_order = torch.arange(layout.max_tokens, dtype=torch.int32, device=device)
         self._serial_of: dict[Pipeline, Pipeline] = {}
-        """Serial pipelines that finish the last layer of other pipelines after `_after_drop`."""
-        self._rows = buffer(s, spec.hidden_size)
+        """Serial pipelines that finish the last layer of other pipelines in `_after_drop`."""
+        self._rows = torch.zeros(layout.max_sampled, spec.hidden_size, dtype=layers.x.dtype, device=device)
         runs = device.type != "meta"
         self.gates = [torch.cuda.Event(external=True) for _ in range(spec.num_layers if runs else 0)]
         """By layer, recorded where a period's `offload` operation begins. Streams outside a graph may wait for it."""
         # Attention and collectives have priority over waiting GEMMs: they have fewer programs and need their SMs free.
         self._streams = {lane: torch.cuda.Stream(device, priority=-1) for lane in ("memory", "network")} if runs else {}
 
-    @property
-    def x(self) -> Tensor:
-        """`[T, H]` residual stream; after a run, the last layer's."""
-        return self._layers.x
-
-    @property
-    def steps(self) -> list[Any]:
-        """The attention back end's steps, one for each nano-batch."""
-        return self._layers.steps
-
-    @steps.setter
-    def steps(self, steps: list[Any]) -> None:
+    def set_steps(self, steps: list[Any]) -> None:
+        """Set the attention back end's steps, one for each nano-batch."""
         self._layers.steps = steps
 
     def fill(self, x: Tensor) -> None:
@@ -137,17 +112,16 @@ class CudaExecutor:
 
         With several ranks this always takes the most likely token; for other sampling see `set_tokens`.
         """
-        tokens = self.tokens[:num_rows]
-        if self._collectives is not None:
-            with self._within(Graph.SAMPLE):
-                best = sampling_shards.best_of(self.logits[:num_rows], self._shard)
-            tokens.copy_(best.token)
-            self._bad[:num_rows].copy_(~best.value.isfinite())
-        else:
-            sample(
-                self.logits[:num_rows], **self.inputs.sampler_arguments(num_rows), out=tokens,
-                bad=self._bad[:num_rows], scratch=self._candidates[:num_rows],
-            )  # fmt: skip
+        if self._collectives is None:
+            super().sample(num_rows)
+            return
+        shard = sampling_shards.Shard(
+            self.spec.vocabulary.start, self._collectives.rank, self._collectives.all_gather
+        )  # fmt: skip
+        with self._within(Graph.SAMPLE):
+            best = sampling_shards.best_of(self.logits[:num_rows], shard)
+        self.tokens[:num_rows].copy_(best.token)
+        self._bad[:num_rows].copy_(~best.value.isfinite())
         self._remember(num_rows)
 
     def set_tokens(self, tokens: Tensor, bad: Tensor) -> None:
@@ -158,24 +132,9 @@ class CudaExecutor:
         if rows:
             self._remember(rows)
 
-    def _remember(self, rows: int) -> None:
-        slots = self.inputs.column["slots"][:rows]
-        resident.remember(self.tokens[:rows], slots, self.inputs.count["sampled"], self.last_token)
-
-    @property
-    def _shard(self) -> sampling_shards.Shard:
-        assert self._collectives is not None
-        return sampling_shards.Shard(
-            self.spec.vocabulary.start, self._collectives.rank, self._collectives.all_gather
-        )  # fmt: skip
-
     def _embed(self, pipeline: Pipeline) -> None:
         column, count, tokens = self.inputs.column, self.inputs.count, pipeline.tokens
-        ids = self._ids[:tokens]
-        resident.prepare(
-            column["token_ids"], column["token_slots"], self.last_token, self.inputs.page_table, column["update_at"],
-            column["update_page"], count["updates"], out=ids,
-        )  # fmt: skip
+        ids = self._prepare(tokens)
         table = self.weights.embedding
         if self._collectives is not None:
             sums = self._layers.rank_sums

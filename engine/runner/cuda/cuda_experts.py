@@ -1,4 +1,8 @@
-"""`ExpertLayers`: launches the operations of experts on a GPU, with buffers that all layers share."""
+"""`ExpertLayers`: launches the operations of experts on a GPU, with buffers that all layers share.
+
+`Fp8ExpertLayers` is its FP8 variant: the output projection of attention writes the operand of its first GEMM. If no
+shared expert follows, the sum over a token's experts writes the operand of the next layer.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,14 @@ from weft.engine.errors import ConfigError
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import NanoOperation
+from weft.engine.runner.cuda.cuda_fp8 import Fp8Layers
 from weft.engine.runner.device.layer_launch import Launch
-from weft.kernels.experts import experts, router
-from weft.kernels.experts.experts import ExpertSpace
-from weft.kernels.experts.router import Choice
+from weft.kernels.common.gpu import is_hopper
+from weft.kernels.experts import experts, fp8_experts, router
 from weft.kernels.matmul.gemm_config import GemmConfig
+
+_MANY = 1 << 20
+"""A number of tokens that gives every expert many rows."""
 
 
 class ExpertLayers:
@@ -31,56 +38,90 @@ class ExpertLayers:
         e = self._experts
         self._sizes = tokens, spec.hidden_size, e.intermediate_size, e.count, e.top
         self._dtype, self._device = dtype, device
-        self.choice: Choice = router.choice_buffers(tokens, spec.hidden_size, e.count, e.top, device)
+        self._choice = router.choice_buffers(tokens, spec.hidden_size, e.count, e.top, device)
         """Routing of all tokens of an iteration."""
-        # FP8 experts have separate buffers (`cuda_fp8_experts`).
-        self._spaces = [self._space()] if spec.quantization is None else []
+        self._spaces = [self._space()]
 
-    def _space(self) -> ExpertSpace:
+    def _space(self) -> Any:
         return experts.expert_space(*self._sizes, self._dtype, self._device)
 
-    def space(self, index: int) -> ExpertSpace:
-        """Return the buffers of a token range, since two ranges may run at once. Allocated on first use, which is when
-        kernels are loaded."""
-        while len(self._spaces) <= index:
-            self._spaces.append(self._space())
-        return self._spaces[index]
-
-    def config(self, tokens: int) -> GemmConfig:
-        """Return the default tiles of both GEMMs for a number of tokens."""
+    def _config(self, it: Launch) -> GemmConfig | None:
+        """Return the tiles of both GEMMs: the plan's, or the kernels' choice."""
         _, hidden, inter, count, top = self._sizes
-        return experts.choose(tokens, 2 * inter, hidden, count, top)
+        return it.nano.config or experts.choose(it.nano.end - it.nano.begin, 2 * inter, hidden, count, top)
 
     def route(self, it: Launch, sumsq: Tensor | None, live: Tensor) -> None:
         e, w = self._experts, it.product
         router.route(
             it.x, sumsq, w.weight, self._spec.norm.eps, kind=e.router, top=e.top, normalise=e.normalise,
             scaling=e.scaling, bias=w.bias, choice_bias=w.choice_bias, groups=e.groups, top_groups=e.top_groups,
-            out=self.choice.of_tokens(it.nano.begin, it.nano.end), num_tokens=live,
+            out=self._choice.of_tokens(it.nano.begin, it.nano.end), num_tokens=live,
         )  # fmt: skip
 
     def gate_up(self, it: Launch, sumsq: Tensor | None, live: Tensor) -> None:
         experts.experts_gate_up(
-            it.x, sumsq, self.choice.of_tokens(it.nano.begin, it.nano.end), it.product.weight, self._spec.norm.eps,
-            activation=self._spec.activation, bias=it.product.bias, **self._common(it, live),
+            it.x, sumsq, self._choice.of_tokens(it.nano.begin, it.nano.end), it.product.weight, self._spec.norm.eps,
+            activation=self._spec.activation, **self._common(it, live),
         )  # fmt: skip
 
     def residual(self, it: Launch, x: Tensor, sumsq: Tensor, live: Tensor) -> Tensor:
         """Add to x in place. Returns its sums of squares, the first part of `sumsq [parts, tokens]`."""
         _, sums = experts.experts_residual(
-            self.choice.of_tokens(it.nano.begin, it.nano.end), it.product.weight, x, bias=it.product.bias, out=x,
-            sumsq=sumsq, **self._common(it, live),
+            self._choice.of_tokens(it.nano.begin, it.nano.end), it.product.weight, x, out=x, sumsq=sumsq,
+            **self._common(it, live),
         )  # fmt: skip
         return sums
 
     def _common(self, it: Launch, live: Tensor) -> dict[str, Any]:
         """Return the arguments of both GEMMs besides their operands."""
+        index = token_range_index(it.pipeline, it.nano)  # two token ranges may run at once
+        while len(self._spaces) <= index:  # on first use, which is when kernels are loaded
+            self._spaces.append(self._space())
         return {
-            "space": self.space(token_range_index(it.pipeline, it.nano)),
+            "bias": it.product.bias,
+            "space": self._spaces[index],
             "num_sms": it.nano.sms,
             "num_tokens": live,
-            "config": it.nano.config or self.config(it.nano.end - it.nano.begin),
+            "config": self._config(it),
         }
+
+
+class Fp8ExpertLayers(ExpertLayers):
+    """Experts in FP8. invariant: always use the kernel for many rows per expert, with its order of sums."""
+
+    def __init__(
+        self, spec: ModelSpec, layers: Fp8Layers, tokens: int, dtype: torch.dtype, device: torch.device,
+        *, invariant: bool = False,
+    ) -> None:  # fmt: skip
+        self._layers, self._invariant = layers, invariant
+        super().__init__(spec, tokens, dtype, device)
+
+    def _space(self) -> Any:
+        return fp8_experts.expert_space(*self._sizes, self._dtype, self._device)
+
+    def _config(self, it: Launch) -> GemmConfig | None:
+        if not self._invariant:
+            return it.nano.config
+        *_, count, top = self._sizes
+        blocked = self._layers.matrix(it.layer, "experts_gate_up").weight.scale.dim() == 3
+        return fp8_experts.by_rule(_MANY, count, top, hopper=is_hopper(), blocked=blocked)
+
+    def gate_up(self, it: Launch, sumsq: Tensor | None, live: Tensor) -> None:  # noqa: ARG002
+        fp8_experts.experts_gate_up(
+            self._layers.operand("x", it.tokens), it.sums, self._choice.of_tokens(it.nano.begin, it.nano.end),
+            self._layers.matrix(it.layer, "experts_gate_up").weight, self._spec.norm.eps,
+            activation=self._spec.activation, **self._common(it, live),
+        )  # fmt: skip
+
+    def residual(self, it: Launch, x: Tensor, sumsq: Tensor, live: Tensor) -> Tensor:
+        reader = None if self._experts.shared_size else self._layers.first_reader(it.layer + 1)
+        quantized = None if reader is None else self._layers.operand("x", it.tokens)
+        _, sums = fp8_experts.experts_residual(
+            self._choice.of_tokens(it.nano.begin, it.nano.end), self._layers.matrix(it.layer, "experts_down").weight,
+            x, out=x, sumsq=sumsq, quantized=quantized, next_norm=None if reader is None else reader.norm,
+            **self._common(it, live),
+        )  # fmt: skip
+        return sums
 
 
 def token_range_index(pipeline: Pipeline, nano: NanoOperation) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -43,8 +45,8 @@ class DeviceInputs:
         self.slab = torch.zeros(words, dtype=torch.int32, device=device)
         runs = device.type != "meta"  # the meta device stands for a GPU
         self._ring = [torch.zeros(words, dtype=torch.int32, pin_memory=runs) for _ in range(RING if runs else 0)]
-        self._host: list[dict[str, np.ndarray]] = [self._split_host(r.numpy(), columns) for r in self._ring]
-        self.column = self._split_device(self.slab, columns)
+        self._host: list[dict[str, np.ndarray]] = [self._split(r.numpy(), columns, np.float32) for r in self._ring]
+        self.column: dict[str, Tensor] = self._split(self.slab, columns, torch.float32)
         self.count = {name: self.column["counts"][i : i + 1] for i, name in enumerate(COUNTS)}
         self.count["kept"] = self.column["kept"][KEPT : KEPT + 1]
         self.page_table = torch.zeros(num_slots, max_pages, dtype=torch.int32, device=device)
@@ -56,20 +58,12 @@ class DeviceInputs:
         """Measured times for `--pod auto`."""
 
     @staticmethod
-    def _split_host(slab: np.ndarray, columns: dict[str, tuple[int, bool]]) -> dict[str, np.ndarray]:
+    def _split(slab: Any, columns: dict[str, tuple[int, bool]], float32: Any) -> dict[str, Any]:
+        """Split an array or tensor into its columns."""
         out, at = {}, 0
         for name, (size, is_float) in columns.items():
-            part = slab[at : at + size]
-            out[name] = part.view(np.float32) if is_float else part
-            at += -(-size // 4) * 4
-        return out
-
-    @staticmethod
-    def _split_device(slab: Tensor, columns: dict[str, tuple[int, bool]]) -> dict[str, Tensor]:
-        out, at = {}, 0
-        for name, (size, is_float) in columns.items():
-            part = slab[at : at + size]
-            out[name] = part.view(torch.float32) if is_float else part
+            column = slab[at : at + size]
+            out[name] = column.view(float32) if is_float else column
             at += -(-size // 4) * 4
         return out
 

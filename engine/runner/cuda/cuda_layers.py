@@ -17,9 +17,8 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import serial_period
-from weft.engine.runner.cuda.cuda_experts import ExpertLayers
+from weft.engine.runner.cuda.cuda_experts import ExpertLayers, Fp8ExpertLayers
 from weft.engine.runner.cuda.cuda_fp8 import Fp8Layers
-from weft.engine.runner.cuda.cuda_fp8_experts import Fp8ExpertLayers
 from weft.engine.runner.cuda.cuda_fp8_unfused import UnfusedFp8Layers
 from weft.engine.runner.cuda.cuda_inputs import DeviceInputs
 from weft.engine.runner.cuda.rank_sums import RankSums
@@ -92,9 +91,7 @@ class CudaLayers:
             "q": self._buffer(spec.num_heads, spec.head_dim),
             "h": self._buffer(spec.intermediate_size),
         }
-        self.expert_layers: ExpertLayers | None = None
         if spec.experts is not None:
-            self.expert_layers = ExpertLayers(spec, tokens, dtype, device)
             activations["s"] = self._buffer(spec.experts.shared_size)
         self._raw = {
             "qkv": None if self._fuses_heads() else self._buffer(spec.qkv_size),
@@ -102,11 +99,11 @@ class CudaLayers:
         }
         """GEMM outputs that a separate pass processes, if there is one."""
         self._fp8 = self._fp8_layers(activations["h"])
-        self._fp8_experts: Fp8ExpertLayers | None = None
-        if self._fp8 is not None and self.expert_layers is not None:
-            self._fp8_experts = Fp8ExpertLayers(
-                spec, self._fp8, self.expert_layers.choice, tokens, dtype, device, invariant=invariant
-            )
+        self._experts: ExpertLayers | None = None
+        if self._fp8 is not None and spec.experts is not None:
+            self._experts = Fp8ExpertLayers(spec, self._fp8, tokens, dtype, device, invariant=invariant)
+        elif spec.experts is not None:
+            self._experts = ExpertLayers(spec, tokens, dtype, device)
         self.whole, self.kept = self._rows(activations)
         self.activations = self.whole.activations
         self.gemm_space = workspace(device, elements=1 << 26)
@@ -304,26 +301,19 @@ class CudaLayers:
         )  # fmt: skip
 
     def _router(self, it: Launch) -> None:
-        assert self.expert_layers is not None
-        self.expert_layers.route(it, self._stream_sums(it), self._live(it))
+        assert self._experts is not None
+        self._experts.route(it, self._stream_sums(it), self._live(it))
 
     def _experts_gate_up(self, it: Launch) -> None:
-        assert self.expert_layers is not None
-        if self._fp8_experts is not None:
-            self._fp8_experts.gate_up(it, self._live(it))
-        else:
-            self.expert_layers.gate_up(it, self._stream_sums(it), self._live(it))
+        assert self._experts is not None
+        self._experts.gate_up(it, self._stream_sums(it), self._live(it))
 
     def _experts_residual(self, it: Launch) -> None:
-        assert self.expert_layers is not None
+        assert self._experts is not None
         if self.rank_sums is not None:
-            self.expert_layers.residual(it, *self.rank_sums.expert_buffers(it), self._live(it))
-            return
-        if self._fp8_experts is not None:
-            sums = self._fp8_experts.residual(it, self._live(it))
+            self._experts.residual(it, *self.rank_sums.expert_buffers(it), self._live(it))
         else:
-            sums = self.expert_layers.residual(it, it.x, it.sumsq, self._live(it))
-        it.note_sums(sums)
+            it.note_sums(self._experts.residual(it, it.x, it.sumsq, self._live(it)))
 
     def _live(self, it: Launch) -> Tensor:
         """Return `[1]` number of tokens that an operation really has."""

@@ -6,7 +6,6 @@ ordinary launches between them, in batches that need them. A request's last toke
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +21,7 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
-from weft.engine.progress import Progress
+from weft.engine.progress import Progress, notice
 from weft.engine.runner.cuda.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda.cuda_inputs import INVARIANT_PART_TOKENS, device_inputs
 from weft.engine.runner.cuda.cuda_layers import CudaLayers
@@ -174,12 +173,11 @@ class CudaRunner:
             """Why the model runs eagerly; "" if it is captured."""
             self._executor = self._make_executor(here.sms)
             layout = self._inputs.layout
-            paths = describe_paths(config.attention, cuts=layout.prefill_slots > 0, pod=layout.pod)
-            print(f"weft: {paths}", file=sys.stderr, flush=True)
+            notice(describe_paths(config.attention, cuts=layout.prefill_slots > 0, pod=layout.pod))
             if layout.pod == "auto" and layout.prefill_slots:
                 of = break_evens.TableKey.here(*config.attention_shape(spec)[:4])
                 self._inputs.break_evens, message = break_evens.read(config.cache_dir, of)
-                print(f"weft: {message}", file=sys.stderr, flush=True)
+                notice(message)
             self._last_end: torch.cuda.Event | None = None
             self._sampling = Sampling(
                 device, config.max_num_seqs, spec.vocabulary, None if rank_group is None else rank_group.device
@@ -246,7 +244,7 @@ class CudaRunner:
                 sleepable = cuda_sleepable_memory(self._device)
                 sleepable.adopt_weights(self.weights.tensors())
             except (OSError, AttributeError, DriverFailed) as error:
-                print(f"weft: the model cannot release its memory to sleep: {error}", file=sys.stderr, flush=True)
+                notice(f"the model cannot release its memory to sleep: {error}")
                 return None
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # the weights' old memory
@@ -273,11 +271,10 @@ class CudaRunner:
         room = bytes_for_pages(config, taken, self._reserve)
         # Other processes, or weights that are being replaced, may leave less memory free.
         if config.sharers > 1 and config.num_pages is None and free - self._reserve < room:
-            print(
-                f"weft: this engine may use {room / GIB:.1f} GiB for KV pages, but only {free / GIB:.1f} GiB of GPU "
-                "memory are free: using those",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+            notice(
+                f"this engine may use {room / GIB:.1f} GiB for KV pages, but only {free / GIB:.1f} GiB of GPU memory "
+                "are free: using those"
+            )
             room = free - self._reserve
         # Pages beyond the need of running requests serve as prefix cache.
         pages = config.num_pages or room // page_bytes
@@ -305,7 +302,7 @@ class CudaRunner:
         pipeline = pipelines[0]
         self._eager = self._executor.blocks_capture(pipeline, self.kv, self._max_sampled(pipeline))
         how = f"eagerly on the GPU: {self._eager}" if self._eager else "in captured graphs"
-        print(f"weft: {self.spec.architecture}: transformers' code runs {how}", file=sys.stderr, flush=True)
+        notice(f"{self.spec.architecture}: transformers' code runs {how}")
         # `transformers`' code allocates activations: once for all graphs, and once for eager runs.
         self._reserve += 2 * (torch.cuda.max_memory_allocated(self._device) - allocated)
         self._graph_memory = torch.cuda.graph_pool_handle()
@@ -390,7 +387,7 @@ class CudaRunner:
                 graphs.of(in_flight.attention).replay()
             else:
                 if self._host_attention is not None:
-                    self._executor.steps = [self._host_attention.prepare(batch)]
+                    self._executor.set_steps([self._host_attention.prepare(batch)])
                 self._run_model(pipeline)
             in_flight.prompt_scores = [
                 self._prompt_scores(asked, assigned, pipeline) for asked in batch.prompt_logprobs

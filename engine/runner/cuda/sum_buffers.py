@@ -38,7 +38,7 @@ def sum_buffers(spec: ModelSpec) -> list[dict[str, SumBuffer]]:
             if op.kernel == ALL_REDUCE:
                 places[op.name] = SumBuffer(turn, False, summands[-1])
                 turn, summands = 1 - turn, []
-            elif op.role in (Role.PRODUCT, Role.EXPERTS) and op.target == "x":
+            elif op.role in (Role.PROJECTION, Role.EXPERTS) and op.target == "x":
                 places[op.name] = SumBuffer(turn, not summands, op.name)
                 summands.append(op.name)
         found.append(places)

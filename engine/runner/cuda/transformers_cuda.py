@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -53,8 +53,6 @@ class TransformersCudaExecutor(SampleBuffers):
             for shape in self._calls.shapes
         ]  # fmt: skip
         self.gates: list[torch.cuda.Event] = []
-        self.steps: list[Any] = []
-        """Unused: no attention back end plans on the host here."""
 
     def forward(self, pipeline: Pipeline, kv: Tensor, num_rows: int) -> None:
         """Compute `logits[:num_rows]` of the rows that sample, from the slab."""

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 
-class Collectives(Protocol):
+class _Ranks(Protocol):
     @property
     def rank(self) -> int: ...
 
     @property
     def ranks(self) -> int: ...
 
+
+class Collectives(_Ranks, Protocol):
     def all_gather(self, mine: Tensor) -> Tensor:
         """Return every rank's tensor in rank order, `[ranks, *mine.shape]`. Raises `RankLost` if a rank has ended."""
         ...
@@ -65,14 +67,8 @@ MEASURED_STEPS = (Steps(1), Steps(2), Steps(1, 1), Steps(1, 2))
 """Alternatives that a start measures, the simplest first."""
 
 
-class DeviceCollectives(Protocol):
+class DeviceCollectives(_Ranks, Protocol):
     """`Collectives` of GPUs, which launch on the current stream and may be captured."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def ranks(self) -> int: ...
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return zeroed memory that other ranks can access. All ranks allocate the same, in the same order."""

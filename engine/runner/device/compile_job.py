@@ -94,7 +94,9 @@ class CompileJob:
         return self._outcomes.get(pipeline, "the compiling process has ended" if self._ended else None)
 
     def stop(self) -> None:
-        self._kill()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._ended = True
 
@@ -125,11 +127,6 @@ class CompileJob:
             self._outcomes[int(number)] = f"{failed} did not compile" if failed else ""
         elif progress is not None and rest:
             progress(COMPILING, int(what), int(rest))
-
-    def _kill(self) -> None:
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def has_gpu() -> bool:

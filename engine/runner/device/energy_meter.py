@@ -6,7 +6,6 @@ Nothing is estimated: without a counter that this process may read, there is no 
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
+
+from weft.engine.progress import notice
 
 PERIOD_SECONDS = 0.1
 """Seconds between readings. Counters update about as often."""
@@ -115,7 +116,7 @@ class EnergyMeter:
                 joules = self._counter.joules() - self._first
             except (OSError, ValueError) as error:
                 self.why = str(error) or type(error).__name__
-                print(f"weft: energy is no longer measured: {self.why}", file=sys.stderr, flush=True)
+                notice(f"energy is no longer measured: {self.why}")
                 return
             # The driver may be slow: use the middle of the call.
             self.latest = Reading((before + time.monotonic()) / 2, max(joules, self.latest.joules))

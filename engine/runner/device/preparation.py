@@ -6,12 +6,12 @@ calls `advance`. A runner provides the steps of each pipeline as `PipelineWork`.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from weft.engine.progress import notice
 from weft.engine.wire.messages import PlanStats
 
 Step = Callable[[], None]
@@ -92,7 +92,7 @@ class Preparation:
         self.reasons: dict[int, str] = {}
         """Why a pipeline is left out."""
         if works:
-            self._log(f"the serial plan serves; plan: 0 of {len(works)} pipelines")
+            notice(f"the serial plan serves; plan: 0 of {len(works)} pipelines")
         else:
             self.stop()
 
@@ -185,10 +185,6 @@ class Preparation:
 
     def _ended(self, line: str) -> None:
         self._steps = None
-        self._log(f"{line}, {self._clock() - self._begun:.1f} s after the engine was ready" if self.done else line)
+        notice(f"{line}, {self._clock() - self._begun:.1f} s after the engine was ready" if self.done else line)
         if self.done:
             self._compiling.stop()
-
-    @staticmethod
-    def _log(line: str) -> None:
-        print(f"weft: {line}", file=sys.stderr, flush=True)

@@ -254,22 +254,17 @@ def _check_plan(config: EngineConfig) -> None:
 def _plan(
     config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, pages: torch.dtype, backend: str
 ) -> Plan | None:  # fmt: skip
-    named = config.plan not in ("auto", "serial")
+    named, excluded = config.plan not in ("auto", "serial"), ""
     if len({layer.experts for layer in spec.layers}) > 1:
-        if named:
-            raise ConfigError(f"--plan {config.plan}: a model with both dense and expert layers runs serially")
+        excluded = "a model with both dense and expert layers runs serially"
+    elif backend != "triton":
+        excluded = "pipelines need the triton attention back end"
+    elif config.batch_invariant and any(spec.windows):  # attention's order of sums would depend on where chunks are cut
+        excluded = "--batch-invariant excludes plans for a model with attention windows"
+    if named and excluded:
+        raise ConfigError(f"--plan {config.plan}: {excluded}")
+    if excluded or (config.batch_invariant and not named):
         return None
-    if backend != "triton":
-        if named:
-            raise ConfigError(f"--plan {config.plan}: pipelines need the triton attention back end")
-        return None
-    if config.batch_invariant:
-        if named and any(spec.windows):  # with windows, attention's order of sums depends on where a chunk is cut
-            raise ConfigError(
-                f"--plan {config.plan}: --batch-invariant excludes plans for a model with attention windows"
-            )
-        if not named:
-            return None
     target = target_of(spec, device, dtype, pages)
     return choose_plan(config.plan, spec, target, config.max_num_batched_tokens)
 

@@ -39,7 +39,7 @@ def load_model(
     """
     prepare(resolved)
     if isinstance(spec, TransformersSpec):
-        from weft.engine.runner.start.transformers_load import load_tested
+        from weft.engine.runner.start.self_test import load_tested
 
         return load_tested(spec, config, resolved)
 

@@ -89,8 +89,5 @@ def _tested(
     with torch.inference_mode():
         runner.kv[1 : 1 + needed] = float("nan")  # unwritten pages may contain anything
         torch.cuda.synchronize()
-        self_test(
-            spec, weights, runner.logits_of, page_size=config.kv.page_size, max_model_len=config.max_model_len,
-            dtype=config.compute_dtype,
-        )  # fmt: skip
+        self_test(spec, weights, runner.logits_of, config)
     return runner

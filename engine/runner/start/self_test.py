@@ -1,7 +1,7 @@
 """`self_test`: checks that a `transformers` model computes the same in weft's batches as in its own `generate`.
 
 It runs tokens of two sequences in chunks, in a batch and one by one. A model that differs is refused, because it would
-give wrong answers without any error.
+give wrong answers without any error. `load_tested` loads a model and tests it on a CPU; on a GPU `make_runner` does.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from weft.engine.config import EngineConfig
 from weft.engine.errors import ModelError, one_line
 from weft.engine.model.transformers_impl.hook import NAME
 from weft.engine.model.transformers_impl.module import TransformersModule
 from weft.engine.model.transformers_impl.reading import quiet
 from weft.engine.model.transformers_impl.spec import TransformersSpec
+from weft.engine.model.transformers_impl.weights import load_transformers
+from weft.engine.runner.cpu.transformers_cpu import TransformersCpuExecutor
 from weft.engine.runner.iteration.batch import Batch, SamplingInputs
+from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.engine.wire.sampling import COLUMNS, SamplingParams
 
 LONG, SHORT, NEW = 13, 6, 3
@@ -40,54 +44,70 @@ class _Sequence(NamedTuple):
     """`[NEW, V]` from the model's own `generate`."""
 
 
+def load_tested(spec: TransformersSpec, options: EngineConfig, config: ResolvedConfig) -> TransformersModule:
+    """Load the model. Raises `ModelError`, also if its results in weft's batches differ from those on its own."""
+    model = load_transformers(
+        spec,
+        options.model_path,
+        device=config.device,
+        dtype=config.weight_dtype,
+        max_positions=config.max_model_len,
+        dummy_seed=options.seed if options.load_format == "dummy" else None,
+        trusted=options.trust_remote_code,
+    )
+    if config.attention != "triton":  # a GPU's test needs its runner's work lists
+        _test(spec, model, config)
+    return model
+
+
+def _test(spec: TransformersSpec, model: TransformersModule, config: ResolvedConfig) -> None:
+    shape = config.kv.shape(1 + pages_needed(config.kv.page_size))
+    with torch.inference_mode():
+        # Unwritten pages may contain anything.
+        pool = torch.full(shape, float("nan"), dtype=config.kv.dtype)
+        pool[0] = 0
+    executor = TransformersCpuExecutor(spec, model, pool, config)
+
+    def run(batch: Batch) -> Tensor:
+        inputs = executor.inputs(batch, torch.from_numpy(batch.token_ids).long())
+        x, place = executor.forward(inputs)
+        return executor.logits(x, place, torch.from_numpy(batch.sampling.logit_tokens).long())
+
+    self_test(spec, model, run, config)
+
+
 def pages_needed(page_size: int) -> int:
     """Return how many pages a self-test uses, starting with page 1."""
     return 2 * -(-(LONG + NEW) // page_size)
 
 
-def self_test(
-    spec: TransformersSpec,
-    model: TransformersModule,
-    run: Run,
-    *,
-    page_size: int,
-    max_model_len: int,
-    dtype: torch.dtype,
-) -> None:
+def self_test(spec: TransformersSpec, model: TransformersModule, run: Run, config: ResolvedConfig) -> None:
     """Run the test. run: uses a pool with `pages_needed` free pages. Raises `ModelError` if results differ."""
     try:
-        _self_test(spec, model, run, page_size=page_size, max_model_len=max_model_len, dtype=dtype)
+        _self_test(spec, model, run, config)
     except ModelError as error:
         raise ModelError(f"transformers' code cannot serve {spec.architecture} here: {error}") from None
 
 
-def _self_test(
-    spec: TransformersSpec,
-    model: TransformersModule,
-    run: Run,
-    *,
-    page_size: int,
-    max_model_len: int,
-    dtype: torch.dtype,
-) -> None:
+def _self_test(spec: TransformersSpec, model: TransformersModule, run: Run, config: ResolvedConfig) -> None:
     device = next(model.module.parameters()).device
     generator = np.random.default_rng(0)
-    room = max_model_len - NEW
+    room = config.max_model_len - NEW
     lengths = (min(LONG, room), min(SHORT, room))
     if room < 1:
-        raise ModelError(f"--max-model-len {max_model_len} is too short for the self-test of such a model")
+        raise ModelError(f"--max-model-len {config.max_model_len} is too short for the self-test of such a model")
     ids = _ordinary_tokens(spec)
     prompts = [generator.choice(ids, length) for length in lengths]
     try:
         with torch.inference_mode(), quiet():
             alone = [_generate_alone(model, prompt, device) for prompt in prompts]
-            got = _run_batched(run, alone, page_size)
+            got = _run_batched(run, alone, config.kv.page_size)
     except ModelError:
         raise
     except Exception as error:  # of the model's code, on weft's batch
         raise ModelError(f"its code fails on tokens of several requests in a row: {one_line(error)}") from None
     for sequence, logits in zip(alone, got, strict=True):
-        _compare(sequence.logits, logits, dtype)
+        _compare(sequence.logits, logits, config.compute_dtype)
 
 
 def _ordinary_tokens(spec: TransformersSpec) -> np.ndarray:

@@ -1,0 +1,48 @@
+"""`SampleBuffers`: logits, sampled tokens and last tokens of slots on a GPU, which all executors share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.engine.runner.cuda.cuda_inputs import DeviceInputs
+from weft.kernels.sampling import resident
+from weft.kernels.sampling.sampler import sample, sample_scratch
+
+
+class SampleBuffers:
+    """vocabulary: columns of the logits."""
+
+    def __init__(self, inputs: DeviceInputs, vocabulary: int) -> None:
+        self.inputs = inputs
+        device, s = inputs.slab.device, inputs.layout.max_sampled
+        self.last_token = torch.zeros(s, dtype=torch.int64, device=device)
+        """`[slots]` last sampled token of each slot's request."""
+        # The copy engine requires rows of a multiple of 16 bytes.
+        self.logits = torch.zeros(s, -(-vocabulary // 4) * 4, dtype=torch.float32, device=device)[:, :vocabulary]
+        self.sampled = torch.zeros(2, s, dtype=torch.int64, device=device)
+        """`[2, rows]` sampled tokens, and 1 for rows whose logits are not finite."""
+        self.tokens, self._bad = self.sampled
+        self._candidates = sample_scratch(s, device)
+        self._ids = torch.zeros(inputs.layout.max_tokens, dtype=torch.int32, device=device)
+
+    def _prepare(self, tokens: int) -> Tensor:
+        """Update the page table and return the token ids `[tokens]`, with those of decodes from `last_token`."""
+        column, ids = self.inputs.column, self._ids[:tokens]
+        resident.prepare(
+            column["token_ids"], column["token_slots"], self.last_token, self.inputs.page_table, column["update_at"],
+            column["update_page"], self.inputs.count["updates"], out=ids,
+        )  # fmt: skip
+        return ids
+
+    def sample(self, num_rows: int) -> None:
+        """Sample `tokens` from the first rows of `logits`, and store each as its slot's last token."""
+        sample(
+            self.logits[:num_rows], **self.inputs.sampler_arguments(num_rows), out=self.tokens[:num_rows],
+            bad=self._bad[:num_rows], scratch=self._candidates[:num_rows],
+        )  # fmt: skip
+        self._remember(num_rows)
+
+    def _remember(self, rows: int) -> None:
+        slots = self.inputs.column["slots"][:rows]
+        resident.remember(self.tokens[:rows], slots, self.inputs.count["sampled"], self.last_token)
