@@ -263,7 +263,7 @@ def files(_: argparse.Namespace) -> Iterator[Finding]:
         how = f"each connection needs one: raise the hard limit ({HOW})"
         yield Finding("open files", "bad" if hard < needed() else "warn", most, how)
     else:
-        yield Finding("open files", "ok", f"{most}; now {soft:,}, which the server raises")
+        yield Finding("open files", "ok", f"{most}; currently {soft:,}, raised by the server")
 
 
 def port(arguments: argparse.Namespace) -> Iterator[Finding]:

@@ -165,7 +165,7 @@ COMMANDS = (
     Command("cache clear", "delete every page; the file stays", _cache, _cache_path),
     Command(
         "search",
-        "search a nano-batch pipeline for a model and a workload",
+        "search for the best nano-batch pipeline for a model and a workload",
         "weft.autosearch.command:run",
         "weft.autosearch.options:add_search_flags",
     ),
@@ -179,10 +179,10 @@ COMMANDS = (
     Command(
         "plan model",
         "estimate a model's compute, memory and network time with the cost model",
-        "weft.autosearch.model:main",
+        "weft.autosearch.plan_model:main",
         own_parser=True,
     ),
-    Command("plan show", "print a plan and draw its pipelines", "weft.autosearch.show:main", own_parser=True),
+    Command("plan show", "print a plan and draw its pipelines", "weft.autosearch.plan_show:main", own_parser=True),
     Command("completion", "print a shell completion script", _completion, _shell),
     Command(
         "compile",
