@@ -26,6 +26,7 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+_STATUS_MESSAGES = {404: "There is nothing at this path.", 405: "This path does not support this method."}
 
 
 class ApiError(Exception):
@@ -50,16 +51,9 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def body(self) -> bytes:
-        return orjson.dumps(
-            {
-                "error": {
-                    "message": self.message,
-                    "type": _TYPES.get(self.status, "invalid_request_error"),
-                    "param": self.param,
-                    "code": self.code,
-                }
-            }
-        )
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return orjson.dumps({"error": error})
 
     def response(self, scope: Mapping[str, Any] | None = None) -> Response:
         """The error as a response. `scope`: the request's, since some paths use Anthropic's format."""
@@ -135,7 +129,9 @@ def translate(error: Exception) -> ApiError:
         case ClientDisconnect():
             return ApiError(499, "The client disconnected.")  # for metrics and log only
         case HTTPException():
-            return ApiError(error.status_code, _status_message(error), headers=error.headers)
+            status = error.status_code
+            message = _STATUS_MESSAGES.get(status) or f"{HTTPStatus(status).phrase}."
+            return ApiError(status, message, headers=error.headers)
         case _:
             return ApiError(500, "Internal server error.", code="internal_error")
 
@@ -196,13 +192,3 @@ def _in_items(value: dict[str, Any], part: str) -> list[tuple[str, int]]:
         for number, item in enumerate(items)
         if isinstance(item, dict) and part in item
     ]
-
-
-def _status_message(error: HTTPException) -> str:
-    match error.status_code:
-        case 404:
-            return "There is nothing at this path."
-        case 405:
-            return "This path does not support this method."
-        case status:
-            return HTTPStatus(status).phrase + "."

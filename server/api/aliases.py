@@ -11,7 +11,7 @@ from weft import __version__
 from weft.server.api.chat_prompt import template_input
 from weft.server.api.operations import health
 from weft.server.api.protocol import TemplatedBody
-from weft.server.api.routing import STREAMED, JsonRequest, JsonRoute, ServiceOf
+from weft.server.api.routing import STREAMED, JsonRequest, JsonRoute, ServiceOf, request_schema
 from weft.server.api.service import Phase
 from weft.server.errors import bad_request
 from weft.server.observe.shared_state import OPEN, SleepState
@@ -56,14 +56,9 @@ async def ping(service: ServiceOf) -> dict[str, str]:
     INVOCATIONS,
     summary="SageMaker's endpoint: a chat or a completion, depending on the body's fields",
     responses=STREAMED,
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/json": {"schema": {"type": "object", "description": "a ChatBody or a CompletionBody"}}
-            },
-        }
-    },
+    openapi_extra=request_schema(
+        "application/json", {"type": "object", "description": "a ChatBody or a CompletionBody"}
+    ),
 )
 async def invocations(request: Request) -> Response:
     request = JsonRequest(request.scope, request.receive)

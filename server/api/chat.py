@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request, Response
 from weft.server.api.answer import Answer
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.choices import Choices
-from weft.server.api.generate import Generation
 from weft.server.api.protocol import ChatBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.api.turn import Turn, begin_turn
@@ -25,37 +24,36 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/chat/completions", summary="Answer a conversation", responses=STREAMED)
 async def chat_completions(body: ChatBody, request: Request, service: ServiceOf) -> Response:
     turn = await begin_turn(body, request, service)
-    return Answer(turn.generation, Choices(turn.generation, ChatShape(turn), turn.model, turn.created))
+    return Answer(turn.generation, ChatChoices(turn))
 
 
-class ChatShape:
-    """The shape of the chat endpoint's choices."""
-
+class ChatChoices(Choices):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
     def __init__(self, turn: Turn) -> None:
+        super().__init__(turn.generation, turn.model, turn.created)
         self._tokenizer = turn.tokenizer
         self._token_name = turn.body.namer(turn.tokenizer)
         self._body = body = turn.body
         self._parser = turn.parser
         last = body.messages[-1]
         self._echo = (last.content or "") if body.echo and last.role == "assistant" else ""
+        self._bare = not body.logprobs and not body.return_token_ids
 
     @property
-    def plain(self) -> bool:
-        return self._parser.plain and not self._body.logprobs and not self._body.return_token_ids
+    def _uniform(self) -> bool:
+        return self._parser.plain and self._bare
 
-    def passes(self, choice: Choice, token_id: int, text: str) -> bool:
-        bare = not self._body.logprobs and not self._body.return_token_ids
-        return bare and self._parser.passes(choice, token_id, text)
+    def _passes(self, choice: Choice, token_id: int, text: str) -> bool:
+        return self._bare and self._parser.passes(choice, token_id, text)
 
-    def first_chunks(self, choice: Choice) -> list[dict[str, Any]]:
+    def _first_chunks(self, choice: Choice) -> list[dict[str, Any]]:
         deltas = [{"role": "assistant", "content": ""}, *([{"content": self._echo}] if self._echo else [])]
         return [{"index": choice.index, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas]
 
-    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
+    def _chunk(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
         if self._parser.plain:
             return self._choice(choice, piece, "delta", {"content": piece.text})
         parts = self._parser.feed(choice, piece)
@@ -64,11 +62,11 @@ class ChatShape:
             delta |= dict.fromkeys(REASONING, parts.reasoning)
         if parts.calls:
             delta["tool_calls"] = [{"index": call.index, **self._call(call)} for call in parts.calls]
-        if not delta and piece.finish_reason is None and not self._body.logprobs and not self._body.return_token_ids:
+        if not delta and piece.finish_reason is None and self._bare:
             return None  # held back: the text could become a call
         return self._choice(choice, piece, "delta", delta)
 
-    def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def _whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         parts = self._parser.feed(choice, piece)
         content = self._echo + parts.text if parts.text or not parts.calls else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -86,14 +84,13 @@ class ChatShape:
             return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
         return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
-    def extras(self, generation: Generation) -> dict[str, Any]:
+    def _extras(self) -> dict[str, Any]:
         out: dict[str, Any] = {}
         if self._body.return_token_ids:
-            out["prompt_token_ids"] = generation.prompts[0].token_ids
+            out["prompt_token_ids"] = self._generation.prompts[0].token_ids
         if (top := self._body.prompt_logprobs) is not None:
-            out["prompt_logprobs"] = prompt_logprobs(
-                self._tokenizer.token_text, generation.choices[0].prompt_logprobs, top
-            )
+            entries = self._generation.choices[0].prompt_logprobs
+            out["prompt_logprobs"] = prompt_logprobs(self._tokenizer.token_text, entries, top)
         return out
 
     def _choice(self, choice: Choice, piece: Piece, name: str, content: dict[str, Any]) -> dict[str, Any]:

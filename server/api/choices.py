@@ -2,66 +2,34 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from weft.server.api.choice import Choice, Piece
-from weft.server.api.events import MARK, event
+from weft.server.api.events import MARK, Dialect, event
 from weft.server.api.generate import Generation
 from weft.server.api.protocol import StreamOptions
-from weft.server.errors import ApiError
 
 LARGE = 4096
 """Tokens above which an answer is assembled in a worker thread: thousands of log-probabilities take time."""
 
 
-class Shape(Protocol):
-    """How an endpoint formats its choices."""
+class Choices(Dialect):
+    """Events have no names; the last is `[DONE]`. Subclasses format the choices of their endpoint."""
 
     object: str
     chunk_object: str
     id_prefix: str
 
-    @property
-    def plain(self) -> bool:
-        """Between the first and the last chunk, a choice's chunks differ only in their text."""
-        ...
-
-    def first_chunks(self, choice: Choice, /) -> list[dict[str, Any]]:
-        """Chunks to send before the first piece of a choice."""
-        ...
-
-    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
-        """The chunk of a piece; None if there is nothing to show yet."""
-        ...
-
-    def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """A finished choice; `piece` is its whole output."""
-        ...
-
-    def passes(self, choice: Choice, token_id: int, text: str, /) -> bool:
-        """Whether a token's chunk differs only in its text from the others. If so, the token is consumed."""
-        ...
-
-    def extras(self, generation: Generation, /) -> dict[str, Any]:
-        """Additional fields of a whole answer and of the first chunks."""
-        ...
-
-
-class Choices:
-    """The answer to one request in its endpoint's shape. Events have no names; the last is `[DONE]`."""
-
-    keepalive = b": waiting\n\n"
-
-    def __init__(self, generation: Generation, shape: Shape, model: str, created: int) -> None:
+    def __init__(self, generation: Generation, model: str, created: int) -> None:
         options = generation.body.stream_options or StreamOptions()
         self._generation = generation
-        self._shape = shape
         self._head = {
-            "id": f"{shape.id_prefix}-{generation.id}",
-            "object": shape.chunk_object if generation.body.stream else shape.object,
+            "id": f"{self.id_prefix}-{generation.id}",
+            "object": self.chunk_object if generation.body.stream else self.object,
             "created": created,
             "model": model,
         }
@@ -72,42 +40,62 @@ class Choices:
         self._templates: dict[int, tuple[bytes, bytes]] = {}
         """The bytes before and after the text of a chunk, by choice."""
 
+    # -- the format of choices
+
+    @property
+    @abstractmethod
+    def _uniform(self) -> bool:
+        """Between the first and the last chunk, a choice's chunks differ only in their text."""
+
+    @abstractmethod
+    def _chunk(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
+        """The chunk of a piece; None if there is nothing to show yet."""
+
+    @abstractmethod
+    def _whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """A finished choice; `piece` is its whole output."""
+
+    def _first_chunks(self, choice: Choice, /) -> list[dict[str, Any]]:  # noqa: ARG002
+        """Chunks to send before the first piece of a choice."""
+        return []
+
+    def _passes(self, choice: Choice, token_id: int, text: str, /) -> bool:  # noqa: ARG002
+        """Whether a token's chunk differs only in its text from the others. If so, the token is consumed."""
+        return False
+
+    def _extras(self) -> dict[str, Any]:
+        """Additional fields of a whole answer and of the first chunks."""
+        return {}
+
     # -- plain
 
     async def body(self, wholes: Sequence[Piece]) -> bytes:
         generation = self._generation
         if generation.usage()["total_tokens"] > LARGE:
-            return await generation.service.offload(lambda: self._body(wholes))
-        return self._body(wholes)
+            return await generation.service.offload(lambda: self._assemble(wholes))
+        return self._assemble(wholes)
 
-    def _body(self, wholes: Sequence[Piece]) -> bytes:
-        generation, shape = self._generation, self._shape
-        return orjson.dumps(
-            {
-                **self._head,
-                "choices": [shape.whole(c, p) for c, p in zip(generation.choices, wholes, strict=True)],
-                "usage": generation.usage(),
-                **shape.extras(generation),
-            }
-        )
+    def _assemble(self, wholes: Sequence[Piece]) -> bytes:
+        choices = [self._whole(c, p) for c, p in zip(self._generation.choices, wholes, strict=True)]
+        return orjson.dumps({**self._head, "choices": choices, "usage": self._generation.usage(), **self._extras()})
 
     # -- streamed
 
     @property
     def plain(self) -> bool:
-        return self._shape.plain and not self._continuous
+        return self._uniform and not self._continuous
 
     def events(self, choice: Choice, piece: Piece) -> bytes:
         first = b""
         if choice.index not in self._opened:
             self._opened.add(choice.index)
-            extras = orjson.dumps(self._shape.extras(self._generation))[1:-1]
-            first = b"".join(self._event(chunk, extras) for chunk in self._shape.first_chunks(choice))
-        chunk = self._shape.chunk(choice, piece)
+            extras = orjson.dumps(self._extras())[1:-1]
+            first = b"".join(self._event(chunk, extras) for chunk in self._first_chunks(choice))
+        chunk = self._chunk(choice, piece)
         return first if chunk is None else first + self._event(chunk)
 
     def token_event(self, choice: Choice, token_id: int, text: str) -> bytes | None:
-        if self._continuous or not self._shape.passes(choice, token_id, text):
+        if self._continuous or not self._passes(choice, token_id, text):
             return None
         if not text:
             return b""
@@ -120,9 +108,6 @@ class Choices:
     async def end(self) -> bytes:
         usage = self._before + b"]" + self._usage_field(final=True) + b"}\n\n" if self._usage else b""
         return usage + event(b"[DONE]")
-
-    async def failed(self, error: ApiError) -> bytes:
-        return event(error.body())
 
     def _event(self, chunk: dict[str, Any], extras: bytes = b"") -> bytes:
         more = b"," + extras if extras else b""

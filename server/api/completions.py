@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from weft.engine.wire.messages import Retention
+from weft.engine.wire.messages import Retention, TokenLogprobs
 from weft.server.api.answer import Answer
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.choices import Choices
@@ -19,8 +18,7 @@ from weft.server.api.protocol import CompletionBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.api.service import Service
 from weft.server.errors import bad_request
-from weft.server.text.logprobs import CompletionLogprobs, prompt_logprobs
-from weft.server.text.tokenizer import Tokenizer
+from weft.server.text.logprobs import completion_logprobs, prompt_logprobs
 from weft.server.tools.tools import marker_of
 
 DEFAULT_MAX_TOKENS = 16
@@ -49,8 +47,7 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
         for prompt in prompts
     ]
     generation = Generation(service, body, prompts, params, request.scope, grammar=grammar)
-    shape = CompletionShape(loaded.tokenizer, body, prompts)
-    return Answer(generation, Choices(generation, shape, model, int(time.time())))
+    return Answer(generation, CompletionChoices(generation, body, model))
 
 
 async def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:
@@ -73,28 +70,24 @@ async def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:
     return prompts
 
 
-class CompletionShape:
-    """The shape of the completions endpoint's choices."""
-
+class CompletionChoices(Choices):
     object = chunk_object = "text_completion"
     id_prefix = "cmpl"
 
-    def __init__(self, tokenizer: Tokenizer, body: CompletionBody, prompts: Sequence[Prompt]) -> None:
-        self._tokenizer = tokenizer
-        self._name = body.namer(tokenizer)
+    def __init__(self, generation: Generation, body: CompletionBody, model: str) -> None:
+        super().__init__(generation, model, int(time.time()))
+        self._tokenizer = generation.service.loaded.tokenizer
+        self._name = body.namer(self._tokenizer)
         self._body = body
-        self._prompts = prompts
+        self._prompts = generation.prompts
         self._echo_length: dict[int, int] = {}
         """Characters of echoed prompt before each choice's text, for choices that have started."""
 
     @property
-    def plain(self) -> bool:
+    def _uniform(self) -> bool:
         return self._body.logprobs is None and not self._body.return_token_ids
 
-    def first_chunks(self, _: Choice) -> list[dict[str, Any]]:
-        return []
-
-    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def _chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         prompt = self._prompts[choice.prompt]
         first = choice.index not in self._echo_length
         echo = self._echo(prompt) if first and self._body.echo else ""
@@ -108,38 +101,32 @@ class CompletionShape:
             "stop_reason": piece.stop_reason,
         }
         if self._body.logprobs is not None:
-            out["logprobs"] = self._logprobs(choice, piece, first).as_dict()
+            out["logprobs"] = self._logprobs(choice, piece, first)
         if self._body.return_token_ids:
             out["token_ids"] = piece.token_ids
             if first:
                 out["prompt_token_ids"] = prompt.token_ids
         return out
 
-    def passes(self, _choice: Choice, _token_id: int, _text: str) -> bool:
-        return False
-
-    def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        out = self.chunk(choice, piece)
+    def _whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        out = self._chunk(choice, piece)
         if (top := self._body.prompt_logprobs) is not None:
             out["prompt_logprobs"] = prompt_logprobs(self._tokenizer.token_text, choice.prompt_logprobs, top)
         return out
 
-    def extras(self, _: Generation) -> dict[str, Any]:
-        return {}
-
     def _echo(self, prompt: Prompt) -> str:
         return prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.token_ids)
 
-    def _logprobs(self, choice: Choice, piece: Piece, first: bool) -> CompletionLogprobs:
+    def _logprobs(self, choice: Choice, piece: Piece, first: bool) -> dict[str, Any]:
         """Arrays for the piece's tokens. With `echo`, the first piece starts with the prompt's tokens."""
-        out = CompletionLogprobs(self._name, self._body.logprobs or 0)
+        tokens: list[tuple[int, TokenLogprobs | None, int]] = []
         if first and self._body.echo:
             detokenizer, offset = self._tokenizer.detokenizer(), 0
             entries = [None, *choice.prompt_logprobs]
             for token_id, entry in zip(self._prompts[choice.prompt].token_ids, entries, strict=True):
-                out.add(token_id, entry, offset)
+                tokens.append((token_id, entry, offset))
                 offset += len(detokenizer.feed(token_id))
         base = self._echo_length[choice.index]
-        for token_id, entry, at in zip(piece.token_ids, piece.logprobs, piece.offsets, strict=True):
-            out.add(token_id, entry, base + at)
-        return out
+        parallel = zip(piece.token_ids, piece.logprobs, piece.offsets, strict=True)
+        tokens += [(token_id, entry, base + at) for token_id, entry, at in parallel]
+        return completion_logprobs(self._name, tokens, self._body.logprobs or 0)

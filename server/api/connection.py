@@ -16,7 +16,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from weft.server.api.fast_path import EXTENSION
+from weft.server.api.fast_path import EXTENSION, Outlet
 from weft.server.api.service import Service
 from weft.server.errors import ApiError
 
@@ -29,28 +29,8 @@ HEADER_SECONDS = 20.0
 UNREAD_SECONDS = 60.0
 """Seconds from the end of an answer to the end of a request body that is still arriving."""
 
-
-class Outlet:
-    """The body of a response, written by `fast_path`."""
-
-    __slots__ = ("_cycle", "_flow", "_write")
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._flow = cycle.flow
-        self._write = cycle.transport.write
-
-    def ready(self) -> bool:
-        cycle = self._cycle
-        return bool(cycle.chunked_encoding) and not (
-            cycle.disconnected or cycle.response_complete or self._flow.write_paused
-        )
-
-    def write(self, data: bytes) -> None:
-        self._write(b"%x\r\n%b\r\n" % (len(data), data))
-
-    def close_after_response(self) -> None:
-        self._cycle.keep_alive = False
+STALL_CHECKS = 4
+"""Checks per stall timeout."""
 
 
 class UntilClose:
@@ -69,6 +49,59 @@ class UntilClose:
         elif self._endless:
             self._cycle.expected_content_length = len(message.get("body", b""))  # accept any length
         await self._send(message)
+
+
+class StallWatch:
+    """Detects a client that leaves data of its connection unread for too long.
+
+    It costs nothing while clients keep up: it starts a timer only when a transport is full or closing.
+    """
+
+    __slots__ = ("_left", "_on_stall", "_seconds", "_timer", "_transport", "_unread")
+
+    def __init__(self, transport: asyncio.Transport, seconds: float, on_stall: Callable[[], None]) -> None:
+        """`seconds`: time without progress; 0 disables the watch."""
+        self._transport = transport
+        self._seconds = seconds
+        self._on_stall = on_stall
+        self._timer: asyncio.TimerHandle | None = None
+        self._unread = self._left = 0
+
+    def begin(self) -> None:
+        """Watch until the transport has nothing left to send. Idempotent."""
+        if self._timer is None and self._seconds and self._transport.get_write_buffer_size():
+            self._unread, self._left = -1, STALL_CHECKS
+            self._wait()
+
+    def end(self) -> None:
+        """The connection is closed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wait(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._seconds / STALL_CHECKS, self._check)
+
+    def _check(self) -> None:
+        self._timer = None
+        if not (buffered := self._transport.get_write_buffer_size()):
+            return
+        unread = buffered + self._in_kernel()
+        self._left = self._left - 1 if unread == self._unread else STALL_CHECKS - 1
+        self._unread = unread
+        if self._left:
+            self._wait()
+        else:
+            self._on_stall()
+
+    def _in_kernel(self) -> int:
+        """Unacknowledged bytes in the kernel, where a slow reader makes progress before the transport can write."""
+        sock = self._transport.get_extra_info("socket")
+        try:
+            size: int = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0\0\0\0"))[0]
+        except (OSError, AttributeError):  # closed, or not a socket
+            return 0
+        return size
 
 
 _NO_SHORTCUT_HEADERS = frozenset(
@@ -208,7 +241,7 @@ class Connection(HttpToolsProtocol):
     def _watch_reader(self) -> None:
         if self._stall is None:
             seconds = self._service.config.client_stall_timeout
-            self._stall = StallWatch(self.loop, self.transport, seconds, self._on_stall)
+            self._stall = StallWatch(self.transport, seconds, self._on_stall)
         self._stall.begin()
 
     def _on_stall(self) -> None:
@@ -237,9 +270,8 @@ class Connection(HttpToolsProtocol):
             return ApiError(400, "CONNECT is not supported: this server is not a proxy.", code="invalid_http")
         codings = [value for name, value in self.headers if name == b"transfer-encoding"]
         if codings and b",".join(codings).strip().lower() != b"chunked":
-            return ApiError(
-                501, "The only Transfer-Encoding supported is chunked.", code="unsupported_transfer_encoding"
-            )
+            what = "The only Transfer-Encoding supported is chunked."
+            return ApiError(501, what, code="unsupported_transfer_encoding")
         return None
 
     def _is_plain_get(self) -> bool:
@@ -291,72 +323,3 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-CHECKS = 4
-"""Checks per stall timeout."""
-
-
-class StallWatch:
-    """Watches one connection. `stalled`: it has closed the connection."""
-
-    __slots__ = ("_left", "_loop", "_on_stall", "_seconds", "_timer", "_transport", "_unread", "stalled")
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        transport: asyncio.Transport,
-        seconds: float,
-        on_stall: Callable[[], None],
-    ) -> None:
-        """`seconds`: time without progress; 0 disables the watch."""
-        self._loop = loop
-        self._transport = transport
-        self._seconds = seconds
-        self._on_stall = on_stall
-        self._timer: asyncio.TimerHandle | None = None
-        self._unread = 0
-        self._left = 0
-        self.stalled = False
-
-    def begin(self) -> None:
-        """Watch until the transport has nothing left to send. Idempotent."""
-        if self._timer is None and self._seconds and self._transport.get_write_buffer_size():
-            self._unread, self._left = -1, CHECKS
-            self._wait()
-
-    def end(self) -> None:
-        """The connection is closed."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _wait(self) -> None:
-        self._timer = self._loop.call_later(self._seconds / CHECKS, self._check)
-
-    def _check(self) -> None:
-        self._timer = None
-        if not self._transport.get_write_buffer_size():
-            return
-        unread = self._count()
-        self._left = self._left - 1 if unread == self._unread else CHECKS - 1
-        self._unread = unread
-        if self._left:
-            self._wait()
-        else:
-            self.stalled = True
-            self._on_stall()
-
-    def _count(self) -> int:
-        """Unacknowledged bytes in the transport and the kernel."""
-        return self._transport.get_write_buffer_size() + _in_kernel(self._transport)
-
-
-def _in_kernel(transport: asyncio.Transport) -> int:
-    """Unacknowledged bytes in the kernel, where a slow reader makes progress long before the transport can write."""
-    sock = transport.get_extra_info("socket")
-    try:
-        size: int = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0\0\0\0"))[0]
-    except (OSError, AttributeError):  # closed, or not a socket
-        return 0
-    return size

@@ -14,69 +14,35 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from weft.server.api.ui import source_of
+from weft.server.api.ui import page_headers
 
 PATH = "/docs"
 
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; width: 100%; overflow-wrap: anywhere; }
-td, th { border-top: 1px solid #8884; padding: .2rem .6rem; text-align: left; vertical-align: top; }
-h2 { margin: 2rem 0 .2rem; overflow-wrap: anywhere; }
-h2 + p { margin-top: 0; }
-summary { cursor: pointer; width: max-content; }
-form { display: grid; gap: .5rem; margin: .5rem 0; }
-textarea, input { font: .9rem/1.4 ui-monospace, monospace; width: 100%; box-sizing: border-box; padding: .4rem; }
-button { font: inherit; padding: .2rem .9rem; cursor: pointer; }
-pre { overflow: auto; max-height: 24rem; padding: .6rem; border: 1px solid #8886; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; }
-.row { display: flex; gap: .5rem; flex-wrap: wrap; align-items: center; }
-.status { min-height: 1.5em; margin: 0; }
-.error { color: light-dark(#c02626, #ff8a80); }
-[hidden] { display: none; }
-"""
 _FOLDER = Path(__file__).parent
+_STYLE = (_FOLDER / "docs_files/docs.css").read_text(encoding="utf-8")
 _SCRIPT = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in ("ui_files/api.js", "docs_files/docs.js"))
+_HEADERS = page_headers(_STYLE, _SCRIPT)
 
-
-_HEADERS = {
-    "content-type": "text/html; charset=utf-8",
-    "content-security-policy": (
-        "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; connect-src 'self'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'; "
-        f"style-src {source_of(_STYLE)}; script-src {source_of(_SCRIPT)}"
-    ),
-    "cache-control": "no-cache",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-}
+_TEXT = "What is 12 + 30?"
+_CHAT: dict[str, Any] = {"model": "MODEL", "messages": [{"role": "user", "content": _TEXT}]}
+_ITEMS = {"items": [{"role": "user", "content": _TEXT}]}
+_COMPLETION: dict[str, Any] = {"model": "MODEL", "prompt": "1 2 3 4"}
 EXAMPLES: dict[str, Any] = {
     "/v1/embeddings": {"input": ["The capital of France is Paris.", "12 + 30"]},
-    "/v1/completions": {"model": "MODEL", "prompt": "1 2 3 4", "max_tokens": 16},
-    "/v1/chat/completions": {
-        "model": "MODEL",
-        "messages": [{"role": "user", "content": "What is 12 + 30?"}],
-        "max_tokens": 64,
-        "stream": True,
-    },
-    "/v1/messages": {
-        "model": "MODEL",
-        "messages": [{"role": "user", "content": "What is 12 + 30?"}],
-        "max_tokens": 64,
-        "stream": True,
-    },
-    "/v1/messages/count_tokens": {"model": "MODEL", "messages": [{"role": "user", "content": "What is 12 + 30?"}]},
-    "/v1/completions/render": {"model": "MODEL", "prompt": "1 2 3 4"},
-    "/v1/responses": {"model": "MODEL", "input": "What is 12 + 30?", "max_output_tokens": 64},
-    "/v1/responses/input_tokens": {"model": "MODEL", "input": "What is 12 + 30?"},
-    "/v1/conversations": {"items": [{"role": "user", "content": "What is 12 + 30?"}]},
-    "/v1/conversations/{id}/items": {"items": [{"role": "user", "content": "What is 12 + 30?"}]},
-    "/v1/chat/completions/render": {"model": "MODEL", "messages": [{"role": "user", "content": "What is 12 + 30?"}]},
-    "/tokenize": {"model": "MODEL", "prompt": "What is 12 + 30?"},
+    "/v1/completions": {**_COMPLETION, "max_tokens": 16},
+    "/v1/chat/completions": {**_CHAT, "max_tokens": 64, "stream": True},
+    "/v1/messages": {**_CHAT, "max_tokens": 64, "stream": True},
+    "/v1/messages/count_tokens": _CHAT,
+    "/v1/completions/render": _COMPLETION,
+    "/v1/responses": {"model": "MODEL", "input": _TEXT, "max_output_tokens": 64},
+    "/v1/responses/input_tokens": {"model": "MODEL", "input": _TEXT},
+    "/v1/conversations": _ITEMS,
+    "/v1/conversations/{id}/items": _ITEMS,
+    "/v1/chat/completions/render": _CHAT,
+    "/tokenize": {"model": "MODEL", "prompt": _TEXT},
     "/detokenize": {"model": "MODEL", "tokens": [5, 6, 7]},
-    "/invocations": {"model": "MODEL", "prompt": "1 2 3 4", "max_tokens": 16},
-    "/apply-template": {"model": "MODEL", "messages": [{"role": "user", "content": "What is 12 + 30?"}]},
+    "/invocations": {**_COMPLETION, "max_tokens": 16},
+    "/apply-template": _CHAT,
 }
 """Example bodies; MODEL is replaced by the served model. Other bodies are made from their required fields."""
 _BOUNDS = {

@@ -16,7 +16,8 @@ from pydantic import Field
 from weft.engine.errors import ModelError
 from weft.engine.wire.sampling import SamplingParams
 from weft.server.api.answer import Answer
-from weft.server.api.choice import Choice, Piece
+from weft.server.api.choice import Piece
+from weft.server.api.events import Dialect
 from weft.server.api.field_types import INT32, CacheKey, CacheSalt, Inputs, Priority
 from weft.server.api.generate import Generation, Prompt
 from weft.server.api.model_text import too_long
@@ -105,11 +106,8 @@ async def _prompts(service: Service, body: EmbeddingBody, pooler: Pooler) -> lis
     return [Prompt(part) for part in ids]
 
 
-class Embeddings:
+class Embeddings(Dialect):
     """The dialect of embeddings: a list in the order of the inputs, never a stream."""
-
-    keepalive = b""
-    plain = False
 
     def __init__(self, generation: Generation, body: EmbeddingBody, pooler: Pooler, model: str) -> None:
         self._generation = generation
@@ -130,18 +128,6 @@ class Embeddings:
         data = [{"object": "embedding", "index": i, "embedding": code(v)} for i, v in enumerate(vectors)]
         answer = {"object": "list", "data": data, "model": self._model, "usage": usage}
         return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
-
-    def events(self, _choice: Choice, _piece: Piece) -> bytes:
-        raise NotImplementedError
-
-    def token_event(self, _choice: Choice, _token_id: int, _text: str) -> None:
-        raise NotImplementedError
-
-    async def end(self) -> bytes:
-        raise NotImplementedError
-
-    async def failed(self, error: ApiError) -> bytes:
-        return error.body()
 
 
 def _base64(vector: npt.NDArray[np.float32]) -> str:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from weft.engine.wire.messages import TokenLogprobs
 from weft.server.api.choice import Choice
@@ -26,18 +27,29 @@ _encode = orjson.dumps
 _now = time.perf_counter
 
 
-class Outlet(Protocol):
+class Outlet:
     """The body of a response, with non-blocking writes."""
+
+    __slots__ = ("_cycle", "_flow", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
 
     def ready(self) -> bool:
         """The response has started, is chunked, and the client keeps up."""
-        ...
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding) and not (
+            cycle.disconnected or cycle.response_complete or self._flow.write_paused
+        )
 
-    def write(self, data: bytes) -> None: ...
+    def write(self, data: bytes) -> None:
+        self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def close_after_response(self) -> None:
         """Close the connection after the response."""
-        ...
+        self._cycle.keep_alive = False
 
 
 class FastPath(ABC):

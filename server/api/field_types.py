@@ -19,6 +19,7 @@ MAX_PARTS = 8192
 """Content parts per message."""
 INT32 = 2**31 - 1
 _BIAS = BOUNDS["logit_bias"]
+_PROMPT_FORMS = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
 def bounded(name: str, default: Any = ..., *, le: int | None = None) -> Any:
@@ -34,7 +35,7 @@ def _parse_prompts(value: Any, most: int = MAX_PROMPTS) -> list[str] | list[list
     elif isinstance(value, list):
         prompts = [value] if value and set(map(type, value)) == {int} else value
     else:
-        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+        raise ValueError(_PROMPT_FORMS)
     if not prompts or any(prompt in ("", []) for prompt in prompts):
         raise ValueError("must not be empty")
     if len(prompts) > most:
@@ -42,7 +43,7 @@ def _parse_prompts(value: Any, most: int = MAX_PROMPTS) -> list[str] | list[list
     kinds = set(map(type, prompts))
     if kinds == {str} or (kinds == {list} and all(set(map(type, prompt)) == {int} for prompt in prompts)):
         return prompts
-    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+    raise ValueError(_PROMPT_FORMS)
 
 
 def _parse_stop(value: Any) -> list[str]:
@@ -71,13 +72,8 @@ def _parse_logit_bias(value: Any) -> dict[int, float]:
     return bias
 
 
-_TEXT_FIELDS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
-}
+_TEXT_KINDS = ("text", "input_text", "output_text")
+_TEXT_FIELDS = dict.fromkeys(_TEXT_KINDS, "text") | {"refusal": "refusal", "thinking": "thinking"}
 """Types of text parts, and the field that holds the text."""
 
 
@@ -101,13 +97,22 @@ def _part_text(part: Any) -> str:
         raise ValueError(f"a part of type {clip(kind)!r} is not supported: this server takes text")
     if not isinstance(part.get(field), str):
         raise ValueError(f"a part of type {kind} needs a string {field!r}")
-    text: str = part[field]
-    return text
+    return part[field]
 
 
 def _nonempty(items: dict[str, Any], most: int | None = None) -> dict[str, Any]:
     """The schema of a non-empty list."""
     return {"type": "array", "items": items, "minItems": 1} | ({} if most is None else {"maxItems": most})
+
+
+def _prompt_schema(most: int) -> WithJsonSchema:
+    lists = _nonempty(_TEXT, most), _nonempty(_ID), _nonempty(_nonempty(_ID), most)
+    return WithJsonSchema({"anyOf": [_TEXT, *lists]})
+
+
+def _part_schema(kind: dict[str, Any], field: str, required: list[str]) -> dict[str, Any]:
+    """The schema of a content part with its text in `field`."""
+    return {"type": "object", "properties": {"type": kind, field: {"type": "string"}}, "required": required}
 
 
 _TEXT = {"type": "string", "minLength": 1}
@@ -116,35 +121,16 @@ _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _TEXT_PART = {
     "anyOf": [
         {"type": "string"},
-        {
-            "type": "object",
-            "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": {"type": "string"}},
-            "required": ["text"],
-        },
-        *(
-            {
-                "type": "object",
-                "properties": {"type": {"const": kind}, kind: {"type": "string"}},
-                "required": ["type", kind],
-            }
-            for kind in ("refusal", "thinking")
-        ),
+        _part_schema({"enum": [*_TEXT_KINDS]}, "text", ["text"]),
+        *(_part_schema({"const": kind}, kind, ["type", kind]) for kind in ("refusal", "thinking")),
     ]
 }
 
-Prompts = Annotated[
-    list[str] | list[list[int]],
-    PlainValidator(_parse_prompts),
-    WithJsonSchema(
-        {"anyOf": [_TEXT, _nonempty(_TEXT, MAX_PROMPTS), _nonempty(_ID), _nonempty(_nonempty(_ID), MAX_PROMPTS)]}
-    ),
-]
+Prompts = Annotated[list[str] | list[list[int]], PlainValidator(_parse_prompts), _prompt_schema(MAX_PROMPTS)]
 Inputs = Annotated[
     list[str] | list[list[int]],
     PlainValidator(partial(_parse_prompts, most=MAX_INPUTS)),
-    WithJsonSchema(
-        {"anyOf": [_TEXT, _nonempty(_TEXT, MAX_INPUTS), _nonempty(_ID), _nonempty(_nonempty(_ID), MAX_INPUTS)]}
-    ),
+    _prompt_schema(MAX_INPUTS),
 ]
 Stop = Annotated[
     list[str],
@@ -158,11 +144,7 @@ LogitBias = Annotated[
         {
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "additionalProperties": {
-                "type": "number",
-                "minimum": BOUNDS["logit_bias"].ge,
-                "maximum": BOUNDS["logit_bias"].le,
-            },
+            "additionalProperties": {"type": "number", "minimum": _BIAS.ge, "maximum": _BIAS.le},
             "maxProperties": MAX_LOGIT_BIAS,
         }
     ),

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import FileResponse
 
+from weft.server.api.routing import request_schema
 from weft.server.api.service import Service
 from weft.server.api.transfer import Download, UploadBody, receive
 from weft.server.batches.files import DAY, KEPT_SECONDS, Files, StoredFile, StoreFull
@@ -25,8 +26,7 @@ router = APIRouter()
 
 
 async def folder_of(request: Request) -> Folder:
-    folder: Folder = request.app.state.folder
-    return folder
+    return request.app.state.folder
 
 
 async def owner_of(request: Request) -> str:
@@ -59,12 +59,9 @@ def not_found_error(what: str, id: str) -> ApiError:
 
 def disk_error(error: OSError) -> ApiError:
     """The client's error when the disk fails."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return ApiError(
-        507 if full else 500,
-        "The disk is full." if full else "The files folder cannot be used.",
-        code="files_full" if full else "files_unusable",
-    )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ApiError(507, "The disk is full.", code="files_full")
+    return ApiError(500, "The files folder cannot be used.", code="files_unusable")
 
 
 def kept_seconds(anchor: str | None, seconds: object, param: str) -> int:
@@ -79,29 +76,19 @@ def kept_seconds(anchor: str | None, seconds: object, param: str) -> int:
     return number
 
 
-@router.post(
-    PATH,
-    summary="Upload a batch input file",
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {
-                "multipart/form-data": {
-                    "schema": {
-                        "type": "object",
-                        "required": ["file", "purpose"],
-                        "properties": {
-                            "file": {"type": "string", "format": "binary"},
-                            "purpose": {"const": "batch"},
-                            "expires_after[anchor]": {"const": "created_at"},
-                            "expires_after[seconds]": {"type": "integer", "minimum": KEPT[0], "maximum": KEPT[1]},
-                        },
-                    }
-                }
-            },
-        }
+_FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"const": "batch"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": KEPT[0], "maximum": KEPT[1]},
     },
-)
+}
+
+
+@router.post(PATH, summary="Upload a batch input file", openapi_extra=request_schema("multipart/form-data", _FORM))
 async def create_file(request: Request, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
     body = UploadBody(request)
     try:
@@ -122,12 +109,9 @@ async def _create(content_type: str, body: UploadBody, files: Files, owner: str)
         if purpose != "batch":
             raise bad_request(f"purpose must be batch, not {clip(purpose)}.", "purpose")
         after = [form.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds")]
+        about = {"filename": form.filename, "purpose": purpose, "owner": owner}
         kept = kept_seconds(after[0], after[1], "expires_after")
-
-        def take() -> StoredFile:
-            return files.take(upload.path, filename=form.filename, purpose="batch", owner=owner, kept=kept)
-
-        return await asyncio.to_thread(take)
+        return await asyncio.to_thread(files.take, upload.path, **about, kept=kept)
     finally:
         upload.close()
 

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from weft.server.api.answer import Answer
 from weft.server.api.chat_prompt import prompt_ids
 from weft.server.api.choice import Choice, Piece
-from weft.server.api.events import MARK, event
+from weft.server.api.events import MARK, Dialect, event
 from weft.server.api.messages_protocol import CountTokensBody, MessagesBody, MessagesErrorBody
 from weft.server.api.protocol import ChatBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
@@ -52,7 +52,7 @@ def _chat(body: CountTokensBody) -> ChatBody:
         raise translate(error) from None
 
 
-class MessagesDialect:
+class MessagesDialect(Dialect):
     """Writes an answer as a message of content blocks: thinking, text, calls."""
 
     keepalive = event(b'{"type":"ping"}', b"ping")

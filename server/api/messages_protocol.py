@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -136,13 +138,12 @@ def _known(kinds: Sequence[type[Body]]) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _one_of(*kinds: type[Body]) -> Any:
+    """The type of a block of these kinds."""
+    return Annotated[reduce(or_, kinds), Field(discriminator="type"), _AnyOf(), _known(kinds)]
+
+
 _SHOWN = (TextBlock, DocumentBlock, SearchResultBlock, ToolReferenceBlock)
-Shown = Annotated[
-    TextBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock,
-    Field(discriminator="type"),
-    _AnyOf(),
-    _known(_SHOWN),
-]
 
 
 def _text_or(blocks: Any) -> Any:
@@ -155,24 +156,11 @@ def _text_or(blocks: Any) -> Any:
 class ToolResultBlock(Marked):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: _text_or(Shown) = ""  # type: ignore[valid-type]
+    content: _text_or(_one_of(*_SHOWN)) = ""  # type: ignore[valid-type]
     is_error: bool = False
 
 
-_BLOCKS = (*_SHOWN, ToolUseBlock, ToolResultBlock, ThinkingBlock, RedactedThinkingBlock)
-Block = Annotated[
-    TextBlock
-    | DocumentBlock
-    | SearchResultBlock
-    | ToolReferenceBlock
-    | ToolUseBlock
-    | ToolResultBlock
-    | ThinkingBlock
-    | RedactedThinkingBlock,
-    Field(discriminator="type"),
-    _AnyOf(),
-    _known(_BLOCKS),
-]
+Block = _one_of(*_SHOWN, ToolUseBlock, ToolResultBlock, ThinkingBlock, RedactedThinkingBlock)
 
 
 class Message(Body):
@@ -205,9 +193,8 @@ def _client_tools(tools: Any) -> Any:
         if isinstance(kind, str) and kind.startswith(_TOOL_SEARCH):
             continue
         if isinstance(kind, str) and kind != "custom":
-            raise ValueError(
-                f"tools of type {clip(kind)!r} run at Anthropic; this server supports tools with an input_schema"
-            )
+            where = f"tools of type {clip(kind)!r} run at Anthropic"
+            raise ValueError(f"{where}; this server supports tools with an input_schema")
         kept.append(tool)
     return kept
 
@@ -398,9 +385,7 @@ def _mark(blocks: Any) -> dict[str, Any]:
 
 def _text(content: Any) -> str:
     """The text of a string, or of blocks joined with newlines."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(map(_block_text, content))
+    return content if isinstance(content, str) else "\n".join(map(_block_text, content))
 
 
 def _block_text(block: Body) -> str:

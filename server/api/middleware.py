@@ -288,6 +288,5 @@ def _endpoint(scope: Scope) -> str:
 def _header(scope: Scope, name: bytes) -> str | None:
     for key, value in scope["headers"]:
         if key == name:
-            text: str = value.decode("latin-1")
-            return text
+            return value.decode("latin-1")
     return None

@@ -28,6 +28,11 @@ LOGGED_BODY = 4096
 logger = logging.getLogger("weft.requests")
 
 
+def request_schema(content_type: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """The `openapi_extra` of an endpoint that reads its body itself."""
+    return {"requestBody": {"required": True, "content": {content_type: {"schema": schema}}}}
+
+
 class JsonRequest(Request):
     """Parses bodies with `parse_json`; parses and validates large ones off the event loop."""
 
@@ -69,9 +74,7 @@ class JsonRoute(APIRoute):
             if request.method == "POST" and self.body_field is not None:
                 _require_json(request)
                 json_request.model = cast(type[Body], self.body_field.field_info.annotation)
-                await (
-                    json_request.json()
-                )  # parsed here because FastAPI would drop the error's message; the value is cached
+                await json_request.json()  # FastAPI would drop the error's message; the value is cached
                 await _log_body(json_request)
             return await handler(json_request)
 
@@ -97,8 +100,7 @@ def _require_json(request: Request) -> None:
 
 
 async def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
+    return request.app.state.service
 
 
 ServiceOf = Annotated[Service, Depends(_service)]

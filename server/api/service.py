@@ -140,7 +140,8 @@ class Service:
         limits = {"max_requests": config.max_queued_requests, "max_tokens": config.max_queued_tokens}
         rejected = self.metrics.rejected
         self._admission = Admission(self.replicas, self.shared_state, row, rejected, **limits, model=self.model)
-        self._loaded: LoadedModel | None = None
+        self.last_loaded: LoadedModel | None = None
+        """The model as it was last loaded, even if it is not loaded now; None before its first load."""
         self._served = False
         """Every API process has served the model at least once."""
         self._grammars: GrammarCompiler | None = None
@@ -176,8 +177,8 @@ class Service:
             vocabulary = (tokenizer.to_json, ready.vocab_size, ready.eos_token_ids)
             self._grammars = GrammarCompiler(*vocabulary, self.metrics.grammar_tried)
         text = ModelText(tokenizer, ready, self._threads, control=self.config.allow_special_tokens)
-        self._loaded = LoadedModel(self.replicas, ready, tokenizer, text, self._admission, self._grammars)
-        longest = max(each._loaded.ready.max_model_len for each in self.models if each._loaded is not None)
+        self.last_loaded = LoadedModel(self.replicas, ready, tokenizer, text, self._admission, self._grammars)
+        longest = max(each.last_loaded.ready.max_model_len for each in self.models if each.last_loaded is not None)
         self.lead.body_bounds = BodyBounds.of(self.config.max_body_mib, longest)
         if self.phase is Phase.LOADING:
             self.phase = Phase.SERVING
@@ -213,10 +214,10 @@ class Service:
     @property
     def loaded(self) -> LoadedModel:
         """The loaded model. Raises `ApiError` if there is none. It may be asleep, see `enter`."""
-        if self._loaded is None or self.phase is not Phase.SERVING:
+        if self.last_loaded is None or self.phase is not Phase.SERVING:
             self.metrics.rejected.labels(self.phase.value).inc()
             raise self._refusal()
-        return self._loaded
+        return self.last_loaded
 
     def _refusal(self, phase: Phase | None = None) -> ApiError:
         phase = phase or self.phase
@@ -226,14 +227,9 @@ class Service:
         return unavailable(message, phase.value, retry_after)
 
     @property
-    def last_loaded(self) -> LoadedModel | None:
-        """The model as it was last loaded, even if it is not loaded now; None before its first load."""
-        return self._loaded
-
-    @property
     def known(self) -> LoadedModel:
         """Like `last_loaded`. Raises `ApiError` before the first load."""
-        return self.loaded if self._loaded is None else self._loaded
+        return self.last_loaded or self.loaded
 
     @property
     def closing(self) -> bool:

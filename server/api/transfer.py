@@ -31,31 +31,22 @@ class Download(FileResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises `ApiError`, before anything is sent."""
+        status = 200
 
-        async def checked(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                raise _Refused(message)
-            await send(message)
+        async def send_unless_refused(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            if status < 400:
+                await send(message)
 
-        try:
-            await super().__call__(scope, receive, checked)
-        except _Refused as refusal:
-            if refusal.status == 416:
-                size = Path(self.path).stat().st_size
-                raise ApiError(
-                    416,
-                    f"The requested range is outside the file, which has {size} bytes.",
-                    code="range_not_satisfiable",
-                    headers={"Content-Range": f"bytes */{size}"},
-                ) from None
+        await super().__call__(scope, receive, send_unless_refused)
+        if status == 416:
+            size = Path(self.path).stat().st_size
+            what = f"The requested range is outside the file, which has {size} bytes."
+            raise ApiError(416, what, code="range_not_satisfiable", headers={"Content-Range": f"bytes */{size}"})
+        if status >= 400:
             headers = [(name, value) for name, value in scope["headers"] if name != b"range"]
             await super().__call__({**scope, "headers": headers}, receive, send)
-
-
-class _Refused(Exception):
-    def __init__(self, message: Message) -> None:
-        super().__init__()
-        self.status: int = message["status"]
 
 
 def base_name(name: str) -> str:

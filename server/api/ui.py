@@ -21,9 +21,24 @@ def _read(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
-def source_of(text: str) -> str:
-    """Return the Content-Security-Policy source of an inline style or script."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+def page_headers(style: str, script: str, *policies: str) -> dict[str, str]:
+    """The headers of a page that contains this style and script and may load nothing else.
+
+    `policies`: further directives of its Content-Security-Policy.
+    """
+    inline = (
+        f"{kind}-src 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        for kind, text in (("script", script), ("style", style))
+    )
+    none = (f"{name} 'none'" for name in ("default-src", "base-uri", "form-action", "frame-ancestors", "trusted-types"))
+    policy = (*none, *inline, "connect-src 'self'", "require-trusted-types-for 'script'", *policies)
+    return {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": "; ".join(policy),
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
 
 
 def _assemble() -> tuple[bytes, dict[str, str]]:
@@ -31,31 +46,10 @@ def _assemble() -> tuple[bytes, dict[str, str]]:
     style, script = _read("style.css"), "\n".join(map(_read, SCRIPTS))
     page = _read("index.html")
     for empty, content in (("<style></style>", style), ('<script type="module"></script>', script)):
-        before, _, after = page.partition(empty)
         opening, closing = empty.split("><")
-        page = f"{before}{opening}>{content}<{closing}{after}"
-    policy = {
-        "default-src": "'none'",
-        "script-src": source_of(script),
-        "style-src": source_of(style),
-        "img-src": "data:",
-        "connect-src": "'self'",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",
-        "trusted-types": "'none'",
-    }
-    headers = {
-        "content-type": "text/html; charset=utf-8",
-        "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
-        "cache-control": "no-cache",
-        "cross-origin-opener-policy": "same-origin",
-        "cross-origin-resource-policy": "same-origin",
-        "referrer-policy": "no-referrer",
-        "x-content-type-options": "nosniff",
-    }
-    return page.encode(), headers
+        page = page.replace(empty, f"{opening}>{content}<{closing}", 1)
+    alone = {f"cross-origin-{name}-policy": "same-origin" for name in ("opener", "resource")}
+    return page.encode(), {**page_headers(style, script, "img-src data:"), **alone}
 
 
 _PAGE, _HEADERS = _assemble()

@@ -28,6 +28,11 @@ LONGEST_WAIT = 60.0
 MAX_ENGINES = 3
 """Engines that may die while running a request before it fails."""
 
+_ENDINGS = {
+    "cancelled": "The batch was cancelled.",
+    "expired": "The batch expired before this request was answered.",
+}
+
 logger = logging.getLogger("weft")
 
 
@@ -173,8 +178,7 @@ class Runner:
                     left -= 1
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        work = self._open.pop(task, None)
-        if work is not None:
+        if (work := self._open.pop(task, None)) is not None:
             work.open -= 1
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a request of a batch failed", exc_info=error)
@@ -204,13 +208,7 @@ class Runner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        code = f"batch_{status}"
-        why = (
-            "The batch was cancelled."
-            if status == "cancelled"
-            else "The batch expired before this request was answered."
-        )
-        await asyncio.to_thread(work.fail_rest, code, why)
+        await asyncio.to_thread(work.fail_rest, f"batch_{status}", _ENDINGS[status])
         await self._finish(work, status)
 
     async def _finish(self, work: Work, status: str) -> None:

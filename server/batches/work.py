@@ -41,11 +41,12 @@ class Work:
 
     def next(self) -> BatchLine | None:
         """The next request without an answer."""
-        for line in self._lines:
-            if line.custom_id not in self._good.done and line.custom_id not in self._bad.done:
-                return line
-        self.exhausted = True
-        return None
+        line = next((line for line in self._lines if not self._answered(line)), None)
+        self.exhausted = line is None
+        return line
+
+    def _answered(self, line: BatchLine) -> bool:
+        return line.custom_id in self._good.done or line.custom_id in self._bad.done
 
     @property
     def written(self) -> bool:
@@ -79,7 +80,7 @@ class Work:
         self._lines = iter(())
         self.exhausted = True
         for line in self._requests:
-            if line.custom_id not in self._good.done and line.custom_id not in self._bad.done:
+            if not self._answered(line):
                 self._bad.add(line.custom_id, lines.failure(line.custom_id, code, message), failed=True)
         self._count()
 
@@ -91,8 +92,7 @@ class Work:
     def finish(self, status: str, files: Files, batches: Batches) -> None:
         """End the batch. Raises `OSError`."""
         if self._failure is not None:
-            code, message = self._failure
-            status, self.batch.errors = "failed", [_error(code, message, None, None)]
+            status, self.batch.errors = "failed", [_error(*self._failure)]
         self.close(sync=True)
         self.batch.error_file_id = f"file-{self.batch.id[6:]}" if self._bad.done else None
         # An id that differs from the error file's and is the same if this is repeated.
@@ -132,13 +132,12 @@ def begin(batch: Batch, files: Files, batches: Batches) -> Work | None:
                 raise FileNotFoundError
             requests = RequestFile(files.content(batch.input_file_id), batch.endpoint, MAX_REQUESTS)
         except FileNotFoundError:
-            gone = _error("invalid_file", "The input file no longer exists.", "input_file_id", None)
-            _failed(batch, batches, [gone])
+            _failed(batch, batches, _error("invalid_file", "The input file no longer exists.", "input_file_id"))
             return None
         opened.callback(requests.close)
         if requests.errors:
-            errors = [_error(e.code, f"Line {n} {e.message}.", e.param, n) for n, e in requests.errors]
-            _failed(batch, batches, errors)
+            errors = (_error(e.code, f"Line {n} {e.message}.", e.param, n) for n, e in requests.errors)
+            _failed(batch, batches, *errors)
             return None
         try:
             good = AnswerFile(batches.output(batch.id, "out"))
@@ -146,7 +145,7 @@ def begin(batch: Batch, files: Files, batches: Batches) -> Work | None:
             bad = AnswerFile(batches.output(batch.id, "err"))
             opened.callback(bad.close)
         except NoAnswers as error:
-            _failed(batch, batches, [_error("output_unreadable", f"The output file is unusable: {error}.", None, None)])
+            _failed(batch, batches, _error("output_unreadable", f"The output file is unusable: {error}."))
             return None
         work = Work(batch, requests, good, bad)
         if batch.status == "validating":
@@ -156,11 +155,11 @@ def begin(batch: Batch, files: Files, batches: Batches) -> Work | None:
         return work
 
 
-def _failed(batch: Batch, batches: Batches, errors: list[dict[str, object]]) -> None:
-    batch.errors = errors
+def _failed(batch: Batch, batches: Batches, *errors: dict[str, object]) -> None:
+    batch.errors = list(errors)
     batch.enter("failed")
     batches.save(batch)
 
 
-def _error(code: str, message: str, param: str | None, line: int | None) -> dict[str, object]:
+def _error(code: str, message: str, param: str | None = None, line: int | None = None) -> dict[str, object]:
     return {"code": code, "message": message, "param": param, "line": line}

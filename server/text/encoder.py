@@ -63,8 +63,7 @@ class Encoder:
         for i, each in zip(missing, made, strict=True):
             ids[i] = np.array(each.ids, np.int32)
         self._keep(((parts[i], ids[i]) for i in missing if i < len(parts) - 1), salt)  # the last one grows next time
-        joined: list[int] = np.concatenate(ids).tolist()
-        return joined
+        return np.concatenate(ids).tolist()
 
     def _segments(self, text: str) -> list[str]:
         """Cut the text where its tokens do not depend on what follows."""

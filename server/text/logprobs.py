@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from weft.engine.wire.messages import TokenLogprobs
@@ -24,39 +24,23 @@ def _best(entry: TokenLogprobs, top: int) -> list[tuple[int, float]]:
     return pairs if min(values) >= FLOOR else [(token_id, max(value, FLOOR)) for token_id, value in pairs]
 
 
-class CompletionLogprobs:
-    """The four parallel arrays of `/v1/completions`, built token by token."""
+def completion_logprobs(
+    name: Name, tokens: Iterable[tuple[int, TokenLogprobs | None, int]], top: int
+) -> dict[str, list[Any]]:
+    """The four parallel arrays of `/v1/completions`, with `top` alternatives per token.
 
-    def __init__(self, name: Name, top: int) -> None:
-        self._name = name
-        self._top = top
-        self.tokens: list[str] = []
-        self.token_logprobs: list[float | None] = []
-        self.top_logprobs: list[dict[str, float] | None] = []
-        self.text_offset: list[int] = []
-
-    def add(self, token_id: int, entry: TokenLogprobs | None, offset: int) -> None:
-        """`entry` is None for the first token of a prompt, which has no prediction."""
-        name = self._name
-        self.tokens.append(name(token_id))
-        self.text_offset.append(offset)
-        if entry is None:
-            self.token_logprobs.append(None)
-            self.top_logprobs.append(None)
-            return
-        self.token_logprobs.append(max(entry.values[0], FLOOR))
-        top: dict[str, float] = {}
-        for other, value in _best(entry, self._top):
-            top.setdefault(name(other), value)  # best first, so the better of two tokens with the same text stays
-        self.top_logprobs.append(top)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "tokens": self.tokens,
-            "token_logprobs": self.token_logprobs,
-            "top_logprobs": self.top_logprobs,
-            "text_offset": self.text_offset,
-        }
+    `tokens`: id, entry and text offset. The entry of a prompt's first token, which has no prediction, is None.
+    """
+    out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for token_id, entry, offset in tokens:
+        best: dict[str, float] = {}
+        for other, value in _best(entry, top) if entry is not None else ():
+            best.setdefault(name(other), value)  # best first, so the better of two tokens with the same text stays
+        out["tokens"].append(name(token_id))
+        out["token_logprobs"].append(None if entry is None else max(entry.values[0], FLOOR))
+        out["top_logprobs"].append(None if entry is None else best)
+        out["text_offset"].append(offset)
+    return out
 
 
 def chat_logprobs(

@@ -6,6 +6,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -54,9 +55,9 @@ class Tokenizer:
         """Breaks up text that spells a control token, from `as_text` to `encode`. Random digits pass any template and
         cannot be guessed."""
         self._token_bytes = TokenBytes.of(self._backend)
-        self.token_text: Callable[[int], str] = _Spellings(self.token_bytes).__getitem__
+        self.token_text: Callable[[int], str] = cache(lambda token_id: spell(self.token_bytes(token_id)))
         """A token's bytes as a string, see `spell`."""
-        self._byte_sizes = _Sizes(self.token_bytes)
+        self._byte_size = cache(lambda token_id: len(self.token_bytes(token_id)))
         self.longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         """Maximum characters of one token."""
         self._template_fault = self._find_template_fault()
@@ -139,13 +140,11 @@ class Tokenizer:
     def faults(self, vocab_size: int) -> list[str]:
         """Problems of this tokenizer with a model of `vocab_size`, one line each, for the operator."""
         found = []
-        if self._template_fault is not None:
-            found.append(f"the model's chat template is broken: {self._template_fault}; chat requests fail with 500")
-        if self.vocab_size > vocab_size:
-            found.append(
-                f"the tokenizer has {self.vocab_size} tokens, but the model only {vocab_size}; "
-                "prompts that use the others are rejected"
-            )
+        if (fault := self._template_fault) is not None:
+            found.append(f"the model's chat template is broken: {fault}; chat requests fail with 500")
+        if (size := self.vocab_size) > vocab_size:
+            what = f"the tokenizer has {size} tokens, but the model only {vocab_size}"
+            found.append(f"{what}; prompts that use the others are rejected")
         return found
 
     def _find_template_fault(self) -> str | None:
@@ -197,10 +196,8 @@ class Tokenizer:
             raise ApiError(500, why, code="broken_chat_template")
         if (named := arguments.get("chat_template")) is not None and named not in self.template_names:
             names = f": {', '.join(self.template_names)}" if self.template_names else ""
-            raise bad_request(
-                f"Chat templates in requests are not supported; only the model's own can be used{names}.",
-                "chat_template",
-            )
+            what = f"Chat templates in requests are not supported; only the model's own can be used{names}."
+            raise bad_request(what, "chat_template")
         template = self._hf.chat_template[named] if named is not None else self.chat_template or ""
         roles = {} if "developer" in template else {"developer": "system"}
         absent = None if _TESTS_FOR_NONE.search(template) else ""
@@ -214,34 +211,23 @@ class Tokenizer:
                     message["content"] = self.as_text(message["content"])
                     if "name" in message:
                         message["name"] = self.as_text(message["name"])
-            outer = {
-                name: self._strings_as_text(arguments[name]) for name in ("tools", "documents") if name in arguments
-            }
-            arguments = {**arguments, **outer}
+            outer = [name for name in ("tools", "documents") if name in arguments]
+            arguments = {**arguments, **{name: self._strings_as_text(arguments[name]) for name in outer}}
         try:
-            text = self._render(conversation, arguments)
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-        ) as error:  # raised by templates for unexpected messages
+            return self._render(conversation, arguments)
+        except (TemplateError, TypeError, ValueError, LookupError) as error:  # templates raise them for odd messages
             reason = clip(self.without_seams(str(error)))
             raise bad_request(f"The chat template rejects these messages: {reason}", "messages") from error
-        return text
 
     def _render(self, conversation: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
-        text: str
         if all(message["content"] is not None for message in conversation):
-            text = self._hf.apply_chat_template(conversation, tokenize=False, **arguments)
-            return text
+            return self._hf.apply_chat_template(conversation, tokenize=False, **arguments)
         # `apply_chat_template` drops nulls, which breaks templates that test for them.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         variables = {**self._hf.special_tokens_map, **arguments}
         template = self._hf.get_chat_template(variables.pop("chat_template", None), variables.get("tools"))
-        (text,), _ = render_jinja_template(conversations=[conversation], chat_template=template, **variables)
-        return text
+        return render_jinja_template(conversations=[conversation], chat_template=template, **variables)[0][0]
 
     def _strings_as_text(self, value: Any) -> Any:
         """Apply `as_text` to all strings of a JSON value."""
@@ -264,8 +250,7 @@ class Tokenizer:
         return self._decode([token_id for token_id in token_ids if token_id not in self.skip_ids])
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._backend.decode(token_ids, skip_special_tokens=False)
-        return text
+        return self._backend.decode(token_ids, skip_special_tokens=False)
 
     def detokenizer(self, prompt: Sequence[int] = (), *, show: frozenset[int] = frozenset()) -> Detokenizer:
         """A detokenizer for text that continues `prompt`. `show`: special tokens to keep in the text."""
@@ -284,13 +269,11 @@ class Tokenizer:
 
     def byte_sizes(self, token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         """The number of bytes of each token."""
-        sizes = self._byte_sizes
-        return np.fromiter((sizes[token_id] for token_id in token_ids), np.int64, len(token_ids))
+        return np.fromiter(map(self._byte_size, token_ids), np.int64, len(token_ids))
 
     def token_id(self, name: str) -> int | None:
         """The id of a token by its spelling in the vocabulary."""
-        token_id: int | None = self._backend.token_to_id(name)
-        return token_id
+        return self._backend.token_to_id(name)
 
     def token_name(self, token_id: int) -> str:
         """A token's spelling in the vocabulary."""
@@ -298,18 +281,15 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        token_id: int | None = self._hf.bos_token_id
-        return token_id
+        return self._hf.bos_token_id
 
     @property
     def vocab_size(self) -> int:
-        size: int = self._backend.get_vocab_size(with_added_tokens=True)
-        return size
+        return self._backend.get_vocab_size(with_added_tokens=True)
 
     def to_json(self) -> str:
         """The content of its `tokenizer.json`."""
-        text: str = self._backend.to_str()
-        return text
+        return self._backend.to_str()
 
     def info(self) -> dict[str, Any]:
         return {
@@ -321,30 +301,6 @@ class Tokenizer:
             "unk_token": self._hf.unk_token,
             "chat_template": self._hf.chat_template,
         }
-
-
-class _Spellings(dict[int, str]):
-    """Token id to its `spell`ing, filled on access."""
-
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
-        super().__init__()
-        self._token_bytes = token_bytes
-
-    def __missing__(self, token_id: int) -> str:
-        text = self[token_id] = spell(self._token_bytes(token_id))
-        return text
-
-
-class _Sizes(dict[int, int]):
-    """Token id to its number of bytes, filled on access."""
-
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
-        super().__init__()
-        self._token_bytes = token_bytes
-
-    def __missing__(self, token_id: int) -> int:
-        size = self[token_id] = len(self._token_bytes(token_id))
-        return size
 
 
 def spell(data: bytes) -> str:

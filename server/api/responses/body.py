@@ -40,8 +40,7 @@ def _parse_conversation(value: Any) -> str:
 
 def _parse_choice(value: Any) -> str | dict[str, Any]:
     if isinstance(value, dict) or value in ("none", "auto", "required"):
-        choice: str | dict[str, Any] = value
-        return choice
+        return value
     raise ValueError('must be "none", "auto", "required" or an object with a type')
 
 

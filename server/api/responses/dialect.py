@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from weft.server.api.choice import Choice, Piece
-from weft.server.api.events import event
+from weft.server.api.events import Dialect, event
 from weft.server.api.responses.body import ENCRYPTED, OfferedTools, ResponseBody
 from weft.server.api.responses.output import Output
 from weft.server.api.turn import Turn
@@ -20,11 +20,8 @@ Keep = Callable[[dict[str, Any]], Awaitable[None]]
 """Stores a response object before the client gets it."""
 
 
-class ResponseDialect:
+class ResponseDialect(Dialect):
     """Writes the one choice of a turn."""
-
-    keepalive = b": waiting\n\n"
-    plain = False
 
     def __init__(self, turn: Turn, body: ResponseBody, tools: OfferedTools, hex_id: str, keep: Keep) -> None:
         """`hex_id`: the response's id without its prefix."""
@@ -52,9 +49,7 @@ class ResponseDialect:
         return orjson.dumps(await self._finished())
 
     def events(self, choice: Choice, piece: Piece) -> bytes:
-        first = b""
-        if not self._begun:
-            first = self._begin()
+        first = b"" if self._begun else self._begin()
         return first + self._feed(choice, piece)
 
     def token_event(self, choice: Choice, token_id: int, text: str) -> bytes | None:

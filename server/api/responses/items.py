@@ -132,8 +132,7 @@ def _read_output(given: dict[str, Any], path: str) -> str | list[dict[str, Any]]
     if isinstance(output, str):
         return output
     if isinstance(output, dict) and isinstance(output.get("content"), str):
-        text: str = output["content"]
-        return text
+        return output["content"]
     if isinstance(output, list) and all(isinstance(part, dict) and "stdout" in part for part in output):
         return json.dumps(output)  # a shell's output, one entry per command
     return _read_parts(output, "input_text", f"{path}.output")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -39,7 +39,7 @@ class Output:
         self._hex_id = hex_id
         self._is_custom = is_custom
         self._namespaces = namespaces
-        self._as_summary = as_summary
+        self._reasoning_form = _AS_SUMMARY if as_summary else _AS_TEXT
         self._sealed = sealed
         self._may_call = may_call
         self._space = ""
@@ -192,31 +192,37 @@ class Output:
     # -- reasoning
 
     def _begin_reasoning(self) -> bytes:
+        form = self._reasoning_form
         out = self._begin("rs", "reasoning", summary=[])
-        if self._as_summary:
-            part = {"type": "summary_text", "text": ""}
-            out += self.event("response.reasoning_summary_part.added", **self._place, summary_index=0, part=part)
-            self._set_delta("response.reasoning_summary_text.delta", summary_index=0)
-        else:
-            part = {"type": "reasoning_text", "text": ""}
-            out += self.event("response.content_part.added", **self._place, content_index=0, part=part)
-            self._set_delta("response.reasoning_text.delta", content_index=0)
+        part = {"type": form.kind, "text": ""}
+        out += self.event(f"response.{form.part_event}.added", **self._place, **form.position, part=part)
+        self._set_delta(f"response.{form.text_event}.delta", **form.position)
         return out
 
     def _close_reasoning(self, item: Item, text: str, place: dict[str, Any]) -> bytes:
+        form = self._reasoning_form
         if self._sealed:
             item["encrypted_content"] = seal(text)
-        if self._as_summary:
-            part = {"type": "summary_text", "text": text}
-            item["summary"] = [part]
-            return self.event("response.reasoning_summary_text.done", **place, summary_index=0, text=text) + self.event(
-                "response.reasoning_summary_part.done", **place, summary_index=0, part=part
-            )
-        part = {"type": "reasoning_text", "text": text}
-        item["content"] = [part]
-        return self.event("response.reasoning_text.done", **place, content_index=0, text=text) + self.event(
-            "response.content_part.done", **place, content_index=0, part=part
-        )
+        part = {"type": form.kind, "text": text}
+        item[form.field] = [part]
+        done = self.event(f"response.{form.text_event}.done", **place, **form.position, text=text)
+        return done + self.event(f"response.{form.part_event}.done", **place, **form.position, part=part)
+
+
+class _ReasoningForm(NamedTuple):
+    """The names of reasoning in an item and its events."""
+
+    field: str
+    kind: str
+    part_event: str
+    text_event: str
+    position: dict[str, int]
+
+
+_AS_TEXT = _ReasoningForm("content", "reasoning_text", "content_part", "reasoning_text", {"content_index": 0})
+_AS_SUMMARY = _ReasoningForm(
+    "summary", "summary_text", "reasoning_summary_part", "reasoning_summary_text", {"summary_index": 0}
+)
 
 
 def _brief(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -116,8 +116,7 @@ class Records:
             found = self.store.get(f"resp_{hex_id}", self.owner)
             items = [] if found is None else found.body["input"] if is_input else found.body["response"]["output"]
             if int(number, 16) < len(items):
-                resolved: Item = items[int(number, 16)]
-                return resolved
+                return items[int(number, 16)]
         raise bad_request(f"input: there is no item with the id '{clip(id)}'.", "input", "item_not_found")
 
     # -- conversations
