@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, RequestError
@@ -54,6 +53,7 @@ from weft.engine.wire.log_sink import dropped_lines
 from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, Outputs, PlanStats
 from weft.engine.wire.weight_exchange import WeightExchange
 
+Part = TypeVar("Part")
 BLOCKED_SECONDS = 0.005
 """Seconds to wait for a load or a grammar, while nothing can be computed, before the caller looks for messages."""
 
@@ -138,7 +138,6 @@ class Engine:
         self._page_reports: PageReports | None = None
         self.listeners = Listeners(self._features())
         self.loop = Loop(self.scheduler, self.runner, self.listeners, depth=1 if config.async_scheduling else 0)
-        self._closing = self._closers()
         phases.end()
         self.start_seconds = phases.seconds
         """Seconds of each phase of the start that reports progress."""
@@ -199,41 +198,19 @@ class Engine:
 
     def _features(self) -> Iterator[Listener]:
         """Yield the features that are on, in the order in which hooks run."""
-        yield CompiledGrammars(self.grammars, self.scheduler, self._outbox)
-        if self._late is not None:
-            yield self._late
+        outbox, share = self._outbox, self.config.share
+        yield CompiledGrammars(self.grammars, self.scheduler, outbox)
+        yield from given(self._late, lambda late: late)
         yield NonfiniteWarning(self.scheduler)
-        if self.tiers is not None:
-            yield TierTransfers(self.tiers)
-        if self.energy is not None:
-            yield EnergyCharges(self.energy, self._outbox, shares_device=self.config.share.models > 1)
-        # Ahead of the chunk keeper, which forgets the iteration.
+        yield from given(self.tiers, lambda tiers: TierTransfers(tiers, self.drain_in_flight))
+        yield from given(self.energy, lambda ledger: EnergyCharges(ledger, outbox, shares_device=share.models > 1))
         if self.config.adaptive_limit:
+            # Ahead of the chunk keeper, which forgets the iteration.
             yield SlotLimitKeeper.of(self.config, self.scheduler)
-        if self.scheduler.chunk_keeper is not None:
-            yield self.scheduler.chunk_keeper
-        if self._events is not None:
-            yield KvEvents(self._events)
-        if self.runner.preparation is not None:
-            yield PlanPreparation(self.runner.preparation, lambda: self.has_work, self._outbox)
-        if self.ranks is not None:
-            yield RankCheck(self.ranks)
-
-    def _closers(self) -> ExitStack:
-        """Return what `close` does, last entry first."""
-        closing = ExitStack()
-        if self.ranks is not None:
-            closing.callback(self.ranks.stop)
-        closing.callback(self.runner.close)
-        if self.energy is not None:
-            closing.callback(self.energy.close)
-        closing.callback(self.grammars.close)
-        if self._events is not None:
-            closing.callback(self._events.close)
-        if self.tiers is not None:
-            closing.callback(self.tiers.close)
-            closing.callback(self.drain_in_flight)
-        return closing
+        yield from given(self.scheduler.chunk_keeper, lambda keeper: keeper)
+        yield from given(self._events, KvEvents)
+        yield from given(self.runner.preparation, lambda p: PlanPreparation(p, lambda: self.has_work, outbox))
+        yield from given(self.ranks, RankCheck)
 
     def describe(self) -> EngineReady:
         resolved, preparation = self.resolved, self.runner.preparation
@@ -436,9 +413,19 @@ class Engine:
         """Commit what is in flight, so that its fences pass, and end all transfers."""
         while self.loop.in_flight:
             self.scheduler.commit(self.loop.in_flight.popleft().wait())
-        if self.tiers is not None:
-            self.tiers.drain()
+        for drain in self.listeners.drain:
+            drain()
 
     def close(self) -> None:
-        """Close the runner and every feature. Pages that only the host holds are written to the SSD if time allows."""
-        self._closing.close()
+        """Close every feature, the runner and the ranks."""
+        for close in self.listeners.close:
+            close()
+        self.runner.close()
+        if self.ranks is not None:
+            self.ranks.stop()
+
+
+def given(part: Part | None, feature: Callable[[Part], Listener]) -> Iterator[Listener]:
+    """Yield the feature of a part if the engine has that part."""
+    if part is not None:
+        yield feature(part)

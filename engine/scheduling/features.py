@@ -45,12 +45,15 @@ class CompiledGrammars(Listener):
     def on_blocked(self, seconds: float) -> bool:
         return self._grammars.wait(seconds)
 
+    def close(self) -> None:
+        self._grammars.close()
+
 
 class TierTransfers(Listener):
     """Stores pages in the lower tiers while an iteration computes, and reports loads and a tier that failed."""
 
-    def __init__(self, tiers: Tiers) -> None:
-        self._tiers = tiers
+    def __init__(self, tiers: Tiers, drain_engine: Callable[[], None]) -> None:
+        self._tiers, self._drain_engine = tiers, drain_engine
         self._ssd_up = tiers.ssd.store is not None
         self._reported_bytes = 0
 
@@ -76,6 +79,14 @@ class TierTransfers(Listener):
 
     def stats(self) -> dict[str, Any]:
         return {"load_seconds": self._tiers.take_load_seconds()}
+
+    def drain(self) -> None:
+        self._tiers.drain()
+
+    def close(self) -> None:
+        """Write pages that only the host holds to the SSD if time allows."""
+        self._drain_engine()
+        self._tiers.close()
 
 
 class PlanPreparation(Listener):
@@ -132,6 +143,9 @@ class EnergyCharges(Listener):
     def stats(self) -> dict[str, Any]:
         return {"energy": self._ledger.stats()}
 
+    def close(self) -> None:
+        self._ledger.close()
+
 
 class KvEvents(Listener):
     """Publishes the pages that each step has added to the tiers or removed from them."""
@@ -141,6 +155,9 @@ class KvEvents(Listener):
 
     def on_step_end(self) -> None:
         self._events.flush()
+
+    def close(self) -> None:
+        self._events.close()
 
 
 class PageReports(Listener):

@@ -65,6 +65,12 @@ class Listener:
         """Return this feature's fields of `EngineStats`."""
         return {}
 
+    def drain(self) -> None:
+        """Wait for everything that the feature has started."""
+
+    def close(self) -> None:
+        """Release the feature's resources: the engine ends."""
+
 
 Found = TypeVar("Found", bound=Listener)
 
@@ -109,3 +115,5 @@ class Listeners:
         self.on_sleep = [own.on_sleep for own in using("on_sleep")]
         self.on_wake = [own.on_wake for own in using("on_wake")]
         self.stats = [own.stats for own in using("stats")]
+        self.drain = [own.drain for own in using("drain")]
+        self.close = [own.close for own in using("close")]

@@ -262,7 +262,7 @@ class SlotLimitControl:
             wanted = max(at * objective / strain, at / GROWTH)
         level.failed += 1
         level.mean = max(level.mean, self._target + self._noise)  # it was late, even if its mean was not
-        return self._move(max(1, min(at - 1, int(wanted))), "late")
+        return self._move(max(1, int(min(at - 1, wanted))), "late")
 
     def _move(self, limit: int, why: str) -> int:
         if limit != self.limit or why == "out_of_reach":
