@@ -16,7 +16,7 @@ import torch
 
 from weft.kernels.common.gpu import gpu
 from weft.kernels.matmul import fp8_projections, gemm_launch, tuned
-from weft.kernels.matmul.fp8_few_config import few
+from weft.kernels.matmul.fp8_few_config import few_config
 from weft.kernels.matmul.fp8_rows import quantize_rows
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.tuned import Shape
@@ -28,7 +28,7 @@ from weft.tools.kernels.bench_fp8 import fp8_decode_calls, fp8_shapes
 def config_of(way: str, shape: Shape, tokens: int, num_sms: int) -> GemmConfig | None:
     sizes = tokens, shape.features, shape.depth
     if way == "few":
-        return few(shape.kind, shape.features, shape.depth, num_sms)
+        return few_config(shape.kind, shape.features, shape.depth, num_sms)
     if way == "table":
         return tuned.lookup(*sizes, bits=shape.bits) or config_of("plain", shape, tokens, num_sms)
     if shape.bits == 16:

@@ -15,7 +15,7 @@ from weft.kernels.formats import fp8
 from weft.kernels.formats.fp8 import Fp8Rows, Fp8Weight
 from weft.kernels.matmul import fp8_projections, fp8_rows, gemm_launch
 from weft.kernels.matmul import weight_layout as pack
-from weft.kernels.matmul.fp8_few_config import few
+from weft.kernels.matmul.fp8_few_config import few_config
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.reference import layer as reference
 
@@ -115,7 +115,7 @@ def test_few_tokens(tokens: int, features: int, depth: int, blocked: bool | str,
 @pytest.mark.parametrize(("features", "depth"), [(4096, 4096), (6144, 4096), (4096, 14336), (1000, 1040), (128, 256)])
 @pytest.mark.usefixtures("large")
 def test_few_tokens_on_hopper(features: int, depth: int, tokens: int, device: str, num_sms: int) -> None:
-    config = few("linear", features, depth, num_sms)
+    config = few_config("linear", features, depth, num_sms)
     assert config.special
     check_linear(tokens, features, depth, config, "", device, num_sms)
 
@@ -235,7 +235,7 @@ def test_residual(hidden: int, depth: int, tokens: int, config: GemmConfig | Non
 @pytest.mark.parametrize(("hidden", "depth"), [(4096, 4096), (4096, 14336), (896, 4864), (1152, 512)])
 @pytest.mark.usefixtures("large")
 def test_residual_of_few_tokens_on_hopper(hidden: int, depth: int, tokens: int, device: str, num_sms: int) -> None:
-    config = few("residual", hidden, depth, num_sms)
+    config = few_config("residual", hidden, depth, num_sms)
     assert config.special
     check_residual(tokens, hidden, depth, config, "", device, num_sms, tokens % 2 == 0)
 
@@ -292,7 +292,7 @@ def test_gate_up(hidden: int, inter: int, tokens: int, config: GemmConfig | None
 @pytest.mark.parametrize(("hidden", "inter"), [(4096, 14336), (896, 4864), (1040, 1000)])
 @pytest.mark.usefixtures("large")
 def test_gate_up_of_few_tokens_on_hopper(hidden: int, inter: int, tokens: int, device: str, num_sms: int) -> None:
-    config = few("gate_up", 2 * inter, hidden, num_sms)
+    config = few_config("gate_up", 2 * inter, hidden, num_sms)
     assert config.special
     check_gate_up(tokens, hidden, inter, config, "", device, num_sms, "silu" if tokens > 1 else "gelu_tanh")
 
@@ -361,7 +361,7 @@ def test_qkv_of_few_tokens_on_hopper(
     heads: int, kv_heads: int, d: int, page: int, norm: bool, eight: bool, tokens: int, hidden: int, device: str,
     num_sms: int,
 ) -> None:  # fmt: skip
-    config = few("qkv", (heads + 2 * kv_heads) * d, hidden, num_sms)
+    config = few_config("qkv", (heads + 2 * kv_heads) * d, hidden, num_sms)
     assert config.special
     check_qkv(tokens, heads, kv_heads, d, page, hidden, norm, eight, config, "", device, num_sms)
 
@@ -378,7 +378,7 @@ def test_few_tokens_in_a_chain_are_the_same_each_time(device: str, num_sms: int)
     options = {"num_sms": num_sms, "space": space}
 
     def of(kind: str, features: int) -> GemmConfig:
-        config = few(kind, features, 2048, num_sms)
+        config = few_config(kind, features, 2048, num_sms)
         assert config.special
         return config
 
@@ -436,7 +436,7 @@ def test_few_tokens_on_hopper_are_as_many_as_the_count_says(live: int, device: s
     quantized = poisoned(7, 1000, device)
     fp8_projections.residual_project(
         c.a, c.weight, x, out=out, sumsq=sums, quantized=quantized, num_sms=num_sms, space=space, num_tokens=count,
-        config=few("residual", 1000, 1040, num_sms),
+        config=few_config("residual", 1000, 1040, num_sms),
     )  # fmt: skip
     for left in (out[live:], sums[:, live:], quantized.scale[:, live:], quantized.values[live:].float()):
         assert bool(left.isnan().all())
