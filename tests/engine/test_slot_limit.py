@@ -17,7 +17,7 @@ from list_device import ListEngine
 from weft.engine.config import Objective
 from weft.engine.demo import MODEL_PATH
 from weft.engine.scheduling.pace import Pace
-from weft.engine.scheduling.slot_limit import BACKOFF, START, SlotLimitControl, Window
+from weft.engine.scheduling.slot_limit import BACKOFF, START, SlotLimitControl, Window, _Level
 
 SECONDS = 300
 """of a phase"""
@@ -218,10 +218,17 @@ def test_more_seats_are_taken_at_once() -> None:
     engine.run()
 
 
-@pytest.mark.parametrize("seats", [0, 7])
-def test_seats_that_are_not_there_are_refused(seats: int) -> None:
+def test_a_late_limit_with_a_mean_below_a_smaller_one_is_cut_by_one() -> None:
+    """The line through the two levels never reaches the objective."""
+    control = SlotLimitControl(64, start=20)
+    control._levels = {10: _Level(-0.5, 100.0, n=5)}
+    assert control._fewer(_Level(-0.6, 100.0, n=5, late=2)) == 19
+
+
+@pytest.mark.parametrize("limit", [0, 7])
+def test_limits_outside_the_slots_are_refused(limit: int) -> None:
     with pytest.raises(ValueError, match="must be 1 to 6"):
-        ListEngine(40, slots=6).scheduler.limit_running(seats)
+        ListEngine(40, slots=6).scheduler.limit_running(limit)
 
 
 def test_gaps_are_those_between_a_requests_own_tokens() -> None:
