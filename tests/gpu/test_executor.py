@@ -33,9 +33,9 @@ from weft.engine.runner.cuda.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda.cuda_inputs import DeviceInputs
 from weft.engine.runner.cuda.cuda_layers import CudaLayers
 from weft.engine.runner.cuda.cuda_runner import _Graphs
+from weft.engine.runner.cuda.layer_launch import Fused
 from weft.engine.runner.cuda.rank_sums import RankSums
 from weft.engine.runner.device.collectives import DeviceCollectives
-from weft.engine.runner.device.layer_launch import Fused
 from weft.engine.runner.iteration.attention_lists import AttentionGrid
 from weft.engine.runner.iteration.attention_path import AttentionPath
 from weft.engine.runner.iteration.batch import Batch
@@ -192,7 +192,8 @@ def _pipeline(
     """While one nano-batch attends, the others go through the matrices, some of them a layer ahead."""
     ranges = list(zip((0, *cuts[:-1]), cuts, strict=True))
     operations = []
-    products = [o.name for o in spec.layer_operations() if o.role in (Role.PROJECTION, Role.EXPERTS) and o.name != "qkv"]
+    roles = Role.PROJECTION, Role.EXPERTS
+    products = [o.name for o in spec.layer_operations() if o.role in roles and o.name != "qkv"]
     for k, own in enumerate(ranges):
         operations += [NanoOperation(n, *own, sms - attention_sms, config=config) for n in products]
         operations.append(NanoOperation("qkv", *own, sms - attention_sms, next_layer=True, config=config))

@@ -197,15 +197,9 @@ class CpuExecutor:
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Weights,
-        kv: Tensor,
-        attention: HostAttention[Any],
-        *,
-        invariant: bool = False,
+        self, spec: ModelSpec, weights: Weights, kv: Tensor, attention: HostAttention[Any], *, invariant: bool = False,
         collectives: Collectives | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.spec, self.weights, self.kv, self.attention = spec, weights, kv, attention
         self.collectives = collectives or SingleRank()
         self.kv_scales = weights.kv_page_scales(spec, kv.dtype)

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -161,22 +162,17 @@ class CpuRunner:
         d = batch.num_decodes
         token_ids[:d] = self._last_token[torch.from_numpy(batch.slots[:d].astype(np.int64))]
         x, sumsq = self._executor.forward(self._executor.inputs(batch, token_ids))
-        prompt_scores = [self._prompt_scores(x, sumsq, asked) for asked in batch.prompt_logprobs]
+        prompt_scores = [self._prompt_scores(x, sumsq, prompt) for prompt in batch.prompt_logprobs]
         states = pooled(
             batch, lambda rows: self._executor.hidden(x, sumsq, self._sampling.to_device(rows.astype(np.int64)))
         )
         tokens, nonfinite, scores = self._sample(x, sumsq, batch)
         self._last_end = time.perf_counter()
         return StepResult(
-            batch,
-            tokens.numpy().astype(np.int32),
-            None if scores is None else scores.read(),
-            tuple(s.read() for s in prompt_scores),
-            self._last_end - begin,
-            idle_seconds,
-            nonfinite=nonfinite.numpy(),
+            batch, tokens.numpy().astype(np.int32), None if scores is None else scores.read(),
+            tuple(s.read() for s in prompt_scores), self._last_end - begin, idle_seconds, nonfinite=nonfinite.numpy(),
             pooled=None if states is None else states.numpy(),
-        )
+        )  # fmt: skip
 
     def _sample(self, x: Tensor, sumsq: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Scores | None]:
         """Return tokens `[S]` int64, rows that are not finite `[S]` bool, and requested log-probabilities."""
@@ -189,5 +185,5 @@ class CpuRunner:
         self._sampling.count(tokens, s)
         return tokens, nonfinite, self._sampling.scores(tokens, s, raw)
 
-    def _prompt_scores(self, x: Tensor, sumsq: Tensor, asked: PromptLogprobs) -> Scores:
-        return self._sampling.prompt_scores(asked, asked.token_rows, lambda rows: self._executor.logits(x, sumsq, rows))
+    def _prompt_scores(self, x: Tensor, sumsq: Tensor, prompt: PromptLogprobs) -> Scores:
+        return self._sampling.prompt_scores(prompt, prompt.token_rows, partial(self._executor.logits, x, sumsq))

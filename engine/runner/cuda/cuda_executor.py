@@ -18,10 +18,10 @@ from weft.engine.model.operations import Role
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import Edge, NanoOperation
 from weft.engine.runner.cuda.cuda_layers import CudaLayers
+from weft.engine.runner.cuda.layer_launch import Fused, equal_sum_count, initial_sum_counts
 from weft.engine.runner.cuda.sample_buffers import SampleBuffers
 from weft.engine.runner.cuda.sum_buffers import EMBEDDING_BUFFER
 from weft.engine.runner.device.collectives import Graph
-from weft.engine.runner.device.layer_launch import Fused, equal_sum_count, initial_sum_counts
 from weft.kernels.attention.output import slice_output
 from weft.kernels.collectives.peer import embed_shard
 from weft.kernels.common.dependent_launch import dependent_launch
@@ -68,12 +68,12 @@ class CudaExecutor(SampleBuffers):
         `inputs.fuses(pipeline)`."""
         with self._within(Graph.MODEL):
             self._embed(pipeline)
-            parts = self.layers(pipeline, kv, drops_rows=True, fused=fused)
+            sum_counts = self.layers(pipeline, kv, drops_rows=True, fused=fused)
             if pipeline.after_drop:
-                parts = initial_sum_counts(pipeline)
-            for launch in self._after_drop(pipeline, kv, parts):
+                sum_counts = initial_sum_counts(pipeline)
+            for launch in self._after_drop(pipeline, kv, sum_counts):
                 launch()
-            self._head(parts, pipeline, num_rows)
+            self._head(sum_counts, pipeline, num_rows)
 
     def _within(self, graph: Graph) -> AbstractContextManager[None]:
         """Return a context for all launches of a graph."""
@@ -90,11 +90,11 @@ class CudaExecutor(SampleBuffers):
             yield partial(self._embed, pipeline)
             fuses = self.inputs.fuses(pipeline)
             # The second layer reads sums of squares of the first. After the last one FP8 GEMMs write no operand.
-            parts, last = initial_sum_counts(pipeline), pipeline.num_layers - 1
+            sum_counts, last = initial_sum_counts(pipeline), pipeline.num_layers - 1
 
             def launch_one(layer: int, i: int, fused: Fused = "lists") -> None:
                 with dependent_launch(len(pipeline.lanes) == 1):
-                    launch = self._layers.launch_of(pipeline, i, layer, kv, parts)
+                    launch = self._layers.launch_of(pipeline, i, layer, kv, sum_counts)
                     self._layers.launch(launch._replace(fused=fused if fuses else None))
 
             for layer, i in pipeline.unrolled():
@@ -103,7 +103,7 @@ class CudaExecutor(SampleBuffers):
                     if fuses and pipeline.operations[i][1].role is Role.DECODE_ATTENTION:
                         yield partial(launch_one, layer, i, fused="together")
                         yield partial(launch_one, layer, i, fused="tiles")
-            kept_counts = initial_sum_counts(pipeline) if pipeline.after_drop else parts
+            kept_counts = initial_sum_counts(pipeline) if pipeline.after_drop else sum_counts
             yield from self._after_drop(pipeline, kv, kept_counts)
             yield partial(self._head, kept_counts, pipeline, num_rows)
 
@@ -139,10 +139,10 @@ class CudaExecutor(SampleBuffers):
         if self._collectives is not None:
             sums = self._layers.rank_sums
             assert sums is not None
-            part, table = sums.partials[EMBEDDING_BUFFER][:tokens], sums.summed[:tokens]
-            embed_shard(ids, self.weights.embedding, self.spec.vocabulary.start, out=part)
+            partial_sum, table = sums.partials[EMBEDDING_BUFFER][:tokens], sums.summed[:tokens]
+            embed_shard(ids, self.weights.embedding, self.spec.vocabulary.start, out=partial_sum)
             self._collectives.reduce(
-                part, table, self._layers.sumsq[:, :tokens], live=count["tokens"], add=False,
+                partial_sum, table, self._layers.sumsq[:, :tokens], live=count["tokens"], add=False,
                 num_sms=self._layers.num_sms,
             )  # fmt: skip
             ids = self._rows_in_order[:tokens]
@@ -152,10 +152,11 @@ class CudaExecutor(SampleBuffers):
             sumsq=self._layers.sumsq[:, :tokens], **self._layers.embedding_outputs(pipeline),
         )  # fmt: skip
 
-    def _head(self, parts: list[int], pipeline: Pipeline, num_rows: int) -> None:
+    def _head(self, sum_counts: list[int], pipeline: Pipeline, num_rows: int) -> None:
         column, count, spec, weights = self.inputs.column, self.inputs.count, self.spec, self.weights
         layers = self._layers
-        sums = (layers.kept if pipeline.after_drop else layers.whole).sumsq[: equal_sum_count(parts), : pipeline.tokens]
+        last = layers.kept if pipeline.after_drop else layers.whole
+        sums = last.sumsq[: equal_sum_count(sum_counts), : pipeline.tokens]
         rows = self._rows[:num_rows]
         at = self._rows_in_order if pipeline.after_drop else column["logit_tokens"]  # sampled rows come first
         final_norm(
@@ -198,11 +199,11 @@ class CudaExecutor(SampleBuffers):
         lanes = pipeline.lanes - {"compute"}
         for lane in lanes:
             self._streams[lane].wait_stream(main)
-        parts = initial_sum_counts(pipeline)
+        sum_counts = initial_sum_counts(pipeline)
         way = fused if only is None and self.inputs.fuses(pipeline) else None
         events: dict[tuple[int, int], torch.cuda.Event] = {}
         for layer, i in pipeline.unrolled():
-            launch = self._layers.launch_of(pipeline, i, layer, kv, parts)._replace(fused=way)
+            launch = self._layers.launch_of(pipeline, i, layer, kv, sum_counts)._replace(fused=way)
             nano = launch.nano
             if only is not None and nano not in only:
                 continue
@@ -227,11 +228,11 @@ class CudaExecutor(SampleBuffers):
                 event.record(stream)
         for lane in lanes:
             main.wait_stream(self._streams[lane])
-        return parts
+        return sum_counts
 
-    def _after_drop(self, pipeline: Pipeline, kv: Tensor, parts: list[int]) -> Iterator[Callable[[], None]]:
+    def _after_drop(self, pipeline: Pipeline, kv: Tensor, sum_counts: list[int]) -> Iterator[Callable[[], None]]:
         """Yield the launches of the last layer after its attention, on the kept rows only, if rows are dropped. Updates
-        `parts`. Tiles are those for all rows, so that no bit of a row changes.
+        `sum_counts`. Tiles are those for all rows, so that no bit of a row changes.
         """
         if not pipeline.after_drop:
             return
@@ -250,7 +251,7 @@ class CudaExecutor(SampleBuffers):
                 )  # fmt: skip
 
         def launch_one(i: int) -> None:
-            launch = self._layers.launch_of(serial, i, last, kv, parts)._replace(rows=kept)
+            launch = self._layers.launch_of(serial, i, last, kv, sum_counts)._replace(rows=kept)
             with dependent_launch(early):
                 self._layers.launch(launch)
 

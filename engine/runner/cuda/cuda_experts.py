@@ -16,7 +16,7 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import NanoOperation
 from weft.engine.runner.cuda.cuda_fp8 import Fp8Layers
-from weft.engine.runner.device.layer_launch import Launch
+from weft.engine.runner.cuda.layer_launch import Launch
 from weft.kernels.common.gpu import is_hopper
 from weft.kernels.experts import experts, fp8_experts, router
 from weft.kernels.matmul.gemm_config import GemmConfig
@@ -51,7 +51,7 @@ class ExpertLayers:
         return it.nano.config or experts.choose(it.nano.end - it.nano.begin, 2 * inter, hidden, count, top)
 
     def route(self, it: Launch, sumsq: Tensor | None, live: Tensor) -> None:
-        e, w = self._experts, it.product
+        e, w = self._experts, it.projection
         router.route(
             it.x, sumsq, w.weight, self._spec.norm.eps, kind=e.router, top=e.top, normalise=e.normalise,
             scaling=e.scaling, bias=w.bias, choice_bias=w.choice_bias, groups=e.groups, top_groups=e.top_groups,
@@ -60,14 +60,14 @@ class ExpertLayers:
 
     def gate_up(self, it: Launch, sumsq: Tensor | None, live: Tensor) -> None:
         experts.experts_gate_up(
-            it.x, sumsq, self._choice.of_tokens(it.nano.begin, it.nano.end), it.product.weight, self._spec.norm.eps,
+            it.x, sumsq, self._choice.of_tokens(it.nano.begin, it.nano.end), it.projection.weight, self._spec.norm.eps,
             activation=self._spec.activation, **self._common(it, live),
         )  # fmt: skip
 
     def residual(self, it: Launch, x: Tensor, sumsq: Tensor, live: Tensor) -> Tensor:
         """Add to x in place. Returns its sums of squares, the first part of `sumsq [parts, tokens]`."""
         _, sums = experts.experts_residual(
-            self._choice.of_tokens(it.nano.begin, it.nano.end), it.product.weight, x, out=x, sumsq=sumsq,
+            self._choice.of_tokens(it.nano.begin, it.nano.end), it.projection.weight, x, out=x, sumsq=sumsq,
             **self._common(it, live),
         )  # fmt: skip
         return sums
@@ -78,7 +78,7 @@ class ExpertLayers:
         while len(self._spaces) <= index:  # on first use, which is when kernels are loaded
             self._spaces.append(self._space())
         return {
-            "bias": it.product.bias,
+            "bias": it.projection.bias,
             "space": self._spaces[index],
             "num_sms": it.nano.sms,
             "num_tokens": live,

@@ -19,7 +19,7 @@ from weft.engine.errors import ModelError
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
-from weft.engine.runner.device.layer_launch import Launch
+from weft.engine.runner.cuda.layer_launch import Launch
 from weft.kernels.attention.output import slice_output
 from weft.kernels.common.gpu import gpu
 from weft.kernels.experts.fp8_experts import gate_shared
@@ -110,7 +110,7 @@ class Fp8Layers:
         matrix, rows = self.matrix(it.layer, "qkv"), self._stream(it)
         common = common | self._invariant_options.get("qkv", {})
         fp8_projections.qkv_project(
-            rows, it.sums, matrix.weight, it.product.bias, self._spec.norm.eps, *heads, out=out, **common
+            rows, it.sums, matrix.weight, it.projection.bias, self._spec.norm.eps, *heads, out=out, **common
         )  # fmt: skip
 
     def residual(self, it: Launch, common: dict[str, Any]) -> Tensor:
@@ -119,9 +119,9 @@ class Fp8Layers:
         attention = it.operation.source == "a"
         reader = self._reader_after_attention(it.layer) if attention else self.first_reader(it.layer + 1)
         _, sums = fp8_projections.residual_project(
-            rows, self.matrix(it.layer, it.operation.name).weight, it.x, out=it.x, sumsq=it.sumsq, bias=it.product.bias,
-            quantized=None if reader is None else self._stream(it), next_norm=None if reader is None else reader.norm,
-            **common | self._invariant_options.get("residual", {}),
+            rows, self.matrix(it.layer, it.operation.name).weight, it.x, out=it.x, sumsq=it.sumsq,
+            bias=it.projection.bias, quantized=None if reader is None else self._stream(it),
+            next_norm=None if reader is None else reader.norm, **common | self._invariant_options.get("residual", {}),
         )  # fmt: skip
         return sums
 
@@ -130,8 +130,8 @@ class Fp8Layers:
         out, eps = self.operand(it.operation.target, it.tokens), self._spec.norm.eps
         fp8_projections.gate_up_project(
             self._stream(it), it.sums, self.matrix(it.layer, it.operation.name).weight, eps,
-            activation=self._spec.activation, bias=it.product.bias, quantized=out,
+            activation=self._spec.activation, bias=it.projection.bias, quantized=out,
             **common | self._invariant_options.get("gate_up", {}),
         )  # fmt: skip
-        if it.product.gate is not None:
-            gate_shared(it.x, it.sums, it.product.gate, eps, out=out, num_tokens=common["num_tokens"])
+        if it.projection.gate is not None:
+            gate_shared(it.x, it.sums, it.projection.gate, eps, out=out, num_tokens=common["num_tokens"])

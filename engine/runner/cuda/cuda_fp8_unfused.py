@@ -17,7 +17,7 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.runner.cuda.cuda_fp8 import Fp8Layers
-from weft.engine.runner.device.layer_launch import Launch
+from weft.engine.runner.cuda.layer_launch import Launch
 from weft.kernels.formats.fp8 import Fp8Rows
 from weft.kernels.matmul import fp8_projections
 from weft.kernels.matmul.fp8_rows import norm_rows, quantize_rows
@@ -59,7 +59,7 @@ class UnfusedFp8Layers(Fp8Layers):
     ) -> None:  # fmt: skip
         fp8_projections.linear_project(
             rows, sums, self.matrix(it.layer, it.operation.name).weight, self._spec.norm.eps, activation=activation,
-            bias=it.product.bias, out=out, **common | self._invariant_options.get("linear", {}),
+            bias=it.projection.bias, out=out, **common | self._invariant_options.get("linear", {}),
         )  # fmt: skip
 
     def _stream_operand(self, it: Launch, live: Tensor) -> tuple[Fp8Rows, Tensor | None]:
@@ -83,7 +83,7 @@ class UnfusedFp8Layers(Fp8Layers):
         place_heads(raw, self._spec.norm.eps, *heads, out=out, num_tokens=live, **scales)
 
     def residual(self, it: Launch, common: dict[str, Any]) -> Tensor:
-        norm, rows, product = self._spec.norm, self._source(it, common["num_tokens"]), it.product
+        norm, rows, product = self._spec.norm, self._source(it, common["num_tokens"]), it.projection
         if product.post_norm is not None:
             raw = self._raw_rows("residual", it)
             self._linear(it, rows, None, raw, common)
@@ -104,7 +104,7 @@ class UnfusedFp8Layers(Fp8Layers):
         if it.operation.kernel == "gate_up":
             fp8_projections.gate_up_project(
                 rows, sums, self.matrix(it.layer, it.operation.name).weight, self._spec.norm.eps,
-                activation=activation, bias=it.product.bias, quantized=hidden,
+                activation=activation, bias=it.projection.bias, quantized=hidden,
                 **common | self._invariant_options.get("gate_up", {}),
             )  # fmt: skip
             return

@@ -21,10 +21,10 @@ from weft.engine.runner.cuda.cuda_experts import ExpertLayers, Fp8ExpertLayers
 from weft.engine.runner.cuda.cuda_fp8 import Fp8Layers
 from weft.engine.runner.cuda.cuda_fp8_unfused import UnfusedFp8Layers
 from weft.engine.runner.cuda.cuda_inputs import DeviceInputs
+from weft.engine.runner.cuda.layer_launch import Launch, Rows, rows_of
 from weft.engine.runner.cuda.rank_sums import RankSums
 from weft.engine.runner.device.collectives import DeviceCollectives
 from weft.engine.runner.device.launchers import launchers_for
-from weft.engine.runner.device.layer_launch import Launch, Rows, rows_of
 from weft.engine.runner.options.gpu_limits import unfused_fp8
 from weft.kernels.attention.backend import AttentionBackend
 from weft.kernels.attention.decode_workspace import decode_workspace
@@ -51,17 +51,10 @@ class CudaLayers:
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Weights,
-        inputs: DeviceInputs,
-        dtype: torch.dtype,
-        attention: AttentionBackend[Any],
-        *,
-        invariant: bool = False,
-        collectives: DeviceCollectives | None = None,
+        self, spec: ModelSpec, weights: Weights, inputs: DeviceInputs, dtype: torch.dtype,
+        attention: AttentionBackend[Any], *, invariant: bool = False, collectives: DeviceCollectives | None = None,
         kv_scales: KvScales | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """invariant: the order of accumulation in GEMMs, sums of squares and attention does not depend on the batch.
         collectives: given for one of several ranks, whose GEMMs write partial sums. kv_scales: scales of e4m3 pages.
         """
@@ -155,10 +148,10 @@ class CudaLayers:
         attended = self._buffer(width) if operand is None else rows_buffer(tokens, width, device)
         return whole, rows_of(kept, sums, attended, self.inputs.count["kept"])
 
-    def launch_of(self, pipeline: Pipeline, i: int, layer: int, kv: Tensor, parts: list[int]) -> Launch:
+    def launch_of(self, pipeline: Pipeline, i: int, layer: int, kv: Tensor, sum_counts: list[int]) -> Launch:
         """Return the launch of operation `i` of a pipeline's period in a layer, on all rows."""
         nano, op = pipeline.operations[i]
-        return Launch(nano, op, layer, self.weights.layers[layer].get(op.name), kv, pipeline, parts, self.whole)
+        return Launch(nano, op, layer, self.weights.layers[layer].get(op.name), kv, pipeline, sum_counts, self.whole)
 
     def launch(self, it: Launch) -> None:
         self._launchers[it.operation.name](self, it)
@@ -171,13 +164,13 @@ class CudaLayers:
             self.inputs.slab.device,
         )  # fmt: skip
         decodes, prefill = self.inputs.decode_work(nano), self.inputs.prefill_work(nano)
-        parts = None
+        splits = None
         if layout.prefill_slots:
             partial_sums = prefill_workspace(
                 layout.prefill_slots, spec.num_kv_heads, spec.head_dim, self.inputs.slab.device
             )
-            parts = PrefillSplits(partial_sums, self.inputs.decoders(nano))
-        return TritonStep(self.inputs.page_table, decodes, *prefill, space, self._unpacked(nano), parts)
+            splits = PrefillSplits(partial_sums, self.inputs.decoders(nano))
+        return TritonStep(self.inputs.page_table, decodes, *prefill, space, self._unpacked(nano), splits)
 
     def _unpacked(self, nano: int) -> Unpacked | None:
         (pages, page_size), table = self.inputs.layout.unpacked, self.inputs.page_table
@@ -214,7 +207,7 @@ class CudaLayers:
     # -- launchers
 
     def _qkv(self, it: Launch) -> None:
-        own, w, column, eps = it.tokens, it.product, self.inputs.column, self.spec.norm.eps
+        own, w, column, eps = it.tokens, it.projection, self.inputs.column, self.spec.norm.eps
         x, sums, raw = it.rows.activations[it.operation.source][own], self._stream_sums(it), self._raw_of("qkv", own)
         heads = (
             self.weights.rotary[self.spec.rotary_table(it.layer)], column["positions"][own],
@@ -262,7 +255,7 @@ class CudaLayers:
         if self._fp8 is not None:
             it.note_sums(self._fp8.residual(it, self._common(it)))
             return
-        own, w, norm = it.tokens, it.product, self.spec.norm
+        own, w, norm = it.tokens, it.projection, self.spec.norm
         x, sumsq = it.x, it.sumsq
         _, sums = residual_project(
             it.rows.activations[it.operation.source][own], w.weight, x, out=x, sumsq=sumsq, post_norm=w.post_norm,
@@ -283,21 +276,21 @@ class CudaLayers:
             return
         out = it.rows.activations[it.operation.target][it.tokens]
         gate_up_project(
-            it.x, self._stream_sums(it), it.product.weight, self.spec.norm.eps, activation=self.spec.activation,
-            bias=it.product.bias, out=out, **self._common(it),
+            it.x, self._stream_sums(it), it.projection.weight, self.spec.norm.eps, activation=self.spec.activation,
+            bias=it.projection.bias, out=out, **self._common(it),
         )  # fmt: skip
-        if it.product.gate is not None:
+        if it.projection.gate is not None:
             sums = self._stream_sums(it)
             assert sums is not None  # `resolve` refuses experts without norms before them
-            gate_shared(it.x, sums, it.product.gate, self.spec.norm.eps, out=out)
+            gate_shared(it.x, sums, it.projection.gate, self.spec.norm.eps, out=out)
 
     def _up(self, it: Launch) -> None:
         if self._fp8 is not None:
             self._fp8.gate_up(it, self._common(it))
             return
         linear_project(
-            it.x, self._stream_sums(it), it.product.weight, self.spec.norm.eps, activation=self.spec.activation,
-            bias=it.product.bias, out=it.rows.activations[it.operation.target][it.tokens], **self._common(it),
+            it.x, self._stream_sums(it), it.projection.weight, self.spec.norm.eps, activation=self.spec.activation,
+            bias=it.projection.bias, out=it.rows.activations[it.operation.target][it.tokens], **self._common(it),
         )  # fmt: skip
 
     def _router(self, it: Launch) -> None:
@@ -333,7 +326,7 @@ class CudaLayers:
             "num_sms": it.nano.sms,
             "space": self.gemm_space,
             "num_tokens": self._live(it),
-            "config": self.config(it.nano.config, it.nano.end - it.nano.begin, it.product.weight),
+            "config": self.config(it.nano.config, it.nano.end - it.nano.begin, it.projection.weight),
         }
 
     def config(self, given: GemmConfig | None, tokens: int, weight: Tensor) -> GemmConfig | None:

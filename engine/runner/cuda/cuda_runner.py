@@ -25,9 +25,9 @@ from weft.engine.progress import Progress, notice
 from weft.engine.runner.cuda.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda.cuda_inputs import INVARIANT_PART_TOKENS, device_inputs
 from weft.engine.runner.cuda.cuda_layers import CudaLayers
+from weft.engine.runner.cuda.layer_launch import Fused
 from weft.engine.runner.device.collectives import RankGroup
 from weft.engine.runner.device.compile_job import CompileJob
-from weft.engine.runner.device.layer_launch import Fused
 from weft.engine.runner.device.pooling import pooled
 from weft.engine.runner.device.preparation import PipelineWork, Preparation, Step
 from weft.engine.runner.device.sampling import Sampling, Scores
@@ -121,31 +121,20 @@ class CudaInFlight:
         self.end.synchronize()
         tokens, bad = self.sampled[:, : len(self.batch.sampled_rows)].numpy()
         return StepResult(
-            self.batch,
-            tokens.astype(np.int32),
-            None if self.scores is None else self.scores.read(),
-            tuple(scores.read() for scores in self.prompt_scores),
-            self.begin.elapsed_time(self.end) / 1e3,
-            self._before.elapsed_time(self.begin) / 1e3 if self._before is not None else 0.0,
-            self.nano_batches,
-            bad.astype(np.bool_),
-            None if self.pooled is None else self.pooled.numpy(),
-            self.attention,
-        )
+            self.batch, tokens.astype(np.int32), None if self.scores is None else self.scores.read(),
+            tuple(scores.read() for scores in self.prompt_scores), self.begin.elapsed_time(self.end) / 1e3,
+            self._before.elapsed_time(self.begin) / 1e3 if self._before is not None else 0.0, self.nano_batches,
+            bad.astype(np.bool_), None if self.pooled is None else self.pooled.numpy(), self.attention,
+        )  # fmt: skip
 
 
 class CudaRunner:
     """`Runner` on one GPU. It allocates everything that graphs use once, when it is created."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Weights | TransformersModule,
-        config: ResolvedConfig,
-        progress: Progress | None = None,
-        compiling: CompileJob | None = None,
-        rank_group: RankGroup | None = None,
-    ) -> None:
+        self, spec: ModelSpec, weights: Weights | TransformersModule, config: ResolvedConfig,
+        progress: Progress | None = None, compiling: CompileJob | None = None, rank_group: RankGroup | None = None,
+    ) -> None:  # fmt: skip
         """compiling: compiles pipelines that are not waited for; None: all kernels are in the cache. rank_group: the
         other ranks, which must create their runners at once and launch the same iterations in the same order.
         """
@@ -267,8 +256,8 @@ class CudaRunner:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         own = torch.cuda.memory_reserved(self._device) + (self.sleepable.num_bytes if self.sleepable is not None else 0)
-        taken = MemoryUsage(total, free, own, self.weights.num_bytes if config.common_weights else 0)
-        room = bytes_for_pages(config, taken, self._reserve)
+        usage = MemoryUsage(total, free, own, self.weights.num_bytes if config.common_weights else 0)
+        room = bytes_for_pages(config, usage, self._reserve)
         # Other processes, or weights that are being replaced, may leave less memory free.
         if config.sharers > 1 and config.num_pages is None and free - self._reserve < room:
             notice(
@@ -390,7 +379,7 @@ class CudaRunner:
                     self._executor.set_steps([self._host_attention.prepare(batch)])
                 self._run_model(pipeline)
             in_flight.prompt_scores = [
-                self._prompt_scores(asked, assigned, pipeline) for asked in batch.prompt_logprobs
+                self._prompt_scores(prompt, assigned, pipeline) for prompt in batch.prompt_logprobs
             ]
             states = pooled(batch, lambda rows: self._hidden(rows, assigned, pipeline))
             if states is not None:
@@ -428,7 +417,7 @@ class CudaRunner:
             return self._executor.hidden(pipeline, at)
         return self._executor.hidden_of(pipeline, self.kv, at)
 
-    def _prompt_scores(self, asked: PromptLogprobs, assigned: Assignment, pipeline: Pipeline) -> Scores:
+    def _prompt_scores(self, prompt: PromptLogprobs, assigned: Assignment, pipeline: Pipeline) -> Scores:
         """Score a prompt eagerly, because the graph computes only logits of sampled rows."""
         w, spec = self.weights, self.spec
 
@@ -442,4 +431,4 @@ class CudaRunner:
                 softcap=spec.logits_softcap,
             )  # fmt: skip
 
-        return self._sampling.prompt_scores(asked, assigned.output_rows(asked.token_rows), logits_of)
+        return self._sampling.prompt_scores(prompt, assigned.output_rows(prompt.token_rows), logits_of)

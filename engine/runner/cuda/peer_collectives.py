@@ -101,15 +101,15 @@ class PeerCollectives:
         self.abort = torch.zeros(1, dtype=torch.int32, device=device)
         """See `Peers`."""
         self._peers = Peers(memory.addresses, rank, ranks, self.abort, memory.bases)
-        self._sums = self._place(self.allocate((sizes.sum_flag_bytes,), torch.uint8))
-        self._samples = self._place(self.allocate((sizes.sample_flag_bytes,), torch.uint8))
-        self._sample_inbox = self._place(self.allocate((ranks, sizes.inbox_words), torch.int32))
-        self._eager = self._place(self.allocate((sizes.eager_flag_bytes,), torch.uint8))
-        self._eager_inboxes = [self._place(self.allocate((ranks, EAGER_WORDS), torch.int32)) for _ in range(2)]
+        self._sums = self._offset(self.allocate((sizes.sum_flag_bytes,), torch.uint8))
+        self._samples = self._offset(self.allocate((sizes.sample_flag_bytes,), torch.uint8))
+        self._sample_inbox = self._offset(self.allocate((ranks, sizes.inbox_words), torch.int32))
+        self._eager = self._offset(self.allocate((sizes.eager_flag_bytes,), torch.uint8))
+        self._eager_inboxes = [self._offset(self.allocate((ranks, EAGER_WORDS), torch.int32)) for _ in range(2)]
         self._numbers = {graph: torch.zeros(1, dtype=torch.int32, device=device) for graph in Graph}
         self._eager_number = torch.zeros(1, dtype=torch.int32, device=device)
-        self._inboxes = [self._place(self.allocate((sizes.inbox,), torch.uint8)) for _ in range(2)]
-        self._tiles = self._place(self.allocate((sizes.pushes * sizes.tile_flag_bytes,), torch.uint8))
+        self._inboxes = [self._offset(self.allocate((sizes.inbox,), torch.uint8)) for _ in range(2)]
+        self._tiles = self._offset(self.allocate((sizes.pushes * sizes.tile_flag_bytes,), torch.uint8))
         self._graph: Graph | None = None
         self._steps: list[tuple[int, Steps]] = []
         self._pushes_nano_batches = False
@@ -136,7 +136,7 @@ class PeerCollectives:
         assert self._taken <= len(self._memory), "the peer memory is too small"
         return self._memory[begin : begin + size].view(dtype).view(shape)
 
-    def _place(self, tensor: Tensor) -> int:
+    def _offset(self, tensor: Tensor) -> int:
         """Return a tensor's offset in the peer memory, in bytes."""
         return int(tensor.storage_offset()) * tensor.element_size()
 
@@ -246,13 +246,13 @@ class PeerCollectives:
         number = self._numbers[Graph.MODEL]
         if pushed is not None:
             reduce_pushed(
-                self._peers, number, pushed, meet=flags + 4 * self.ranks, x=self._place(x), sumsq=self._place(sumsq),
+                self._peers, number, pushed, meet=flags + 4 * self.ranks, x=self._offset(x), sumsq=self._offset(sumsq),
                 stride_sumsq=sumsq.stride(0), live=live, ticket=self._ticket, tokens=tokens, hidden=hidden,
                 dtype=x.dtype, add=add, overlap=begin is None, num_sms=num_sms,
             )  # fmt: skip
         else:
             kernels.reduce(
-                self._peers, number, flags, partial=self._place(partial), x=self._place(x), sumsq=self._place(sumsq),
+                self._peers, number, flags, partial=self._offset(partial), x=self._offset(x), sumsq=self._offset(sumsq),
                 stride_sumsq=sumsq.stride(0), live=live, tokens=tokens, hidden=hidden, dtype=x.dtype, add=add,
                 shots=self.steps(tokens).sums, num_sms=num_sms,
             )  # fmt: skip

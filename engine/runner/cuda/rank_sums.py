@@ -11,9 +11,9 @@ from weft.engine.model.operations import ALL_REDUCE
 from weft.engine.model.reductions import directly_reduced
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
+from weft.engine.runner.cuda.layer_launch import Launch
 from weft.engine.runner.cuda.sum_buffers import SumBuffer, sum_buffers
 from weft.engine.runner.device.collectives import DeviceCollectives
-from weft.engine.runner.device.layer_launch import Launch
 from weft.kernels.matmul.mid_projections import linear_project, residual_project
 from weft.kernels.matmul.projections import sumsq_buffer
 from weft.kernels.matmul.rows import add_normed, row_sumsq
@@ -53,13 +53,13 @@ class RankSums:
         """Launch a GEMM whose sum over all ranks is added to the stream."""
         if self._pushes(it, common):
             return
-        source, w, place = it.rows.activations[it.operation.source][it.tokens], it.product, self._buffer(it)
-        part = self.partials[place.turn][it.tokens]
+        source, w, place = it.rows.activations[it.operation.source][it.tokens], it.projection, self._buffer(it)
+        partial = self.partials[place.turn][it.tokens]
         if place.first:
-            linear_project(source, None, w.weight, self._spec.norm.eps, bias=w.bias, out=part, **common)
+            linear_project(source, None, w.weight, self._spec.norm.eps, bias=w.bias, out=partial, **common)
         else:
             residual_project(
-                source, w.weight, part, out=part, sumsq=self._squares[:, it.tokens], bias=w.bias, **common
+                source, w.weight, partial, out=partial, sumsq=self._squares[:, it.tokens], bias=w.bias, **common
             )  # fmt: skip
 
     def _pushes(self, it: Launch, common: dict[str, Any]) -> bool:
@@ -72,7 +72,7 @@ class RankSums:
         sums = [n for n, op in it.pipeline.operations if op.name == self._sum_after[name]]
         if begin is not None and own not in [(n.begin, n.end) for n in sums]:
             return False
-        source, w = it.rows.activations[it.operation.source][it.tokens], it.product
+        source, w = it.rows.activations[it.operation.source][it.tokens], it.projection
         return self._collectives.push(
             source, w.weight, w.bias, turn=self._buffer(it).turn, begin=begin,
             among=None if begin is None else it.pipeline.tokens, **common,
@@ -86,23 +86,23 @@ class RankSums:
     def expert_buffers(self, it: Launch) -> tuple[Tensor, Tensor]:
         """Return the buffer for partial sums of experts, `[T, H]`, and one for their squares, which are not used."""
         place = self._buffer(it)
-        part = self.partials[place.turn][it.tokens]
+        partial = self.partials[place.turn][it.tokens]
         if place.first:
-            part.zero_()
-        return part, self._squares[:, it.tokens]
+            partial.zero_()
+        return partial, self._squares[:, it.tokens]
 
     def reduce(self, it: Launch, live: Tensor) -> Tensor:
         """Add all ranks' sums to the stream, after the post-norm if there is one. Returns the part of `sumsq` written.
         live `[1]`: number of tokens."""
         own, norm, place = it.tokens, self._spec.norm, self._buffer(it)
         post_norm = self._layers[it.layer][place.last].post_norm
-        x, sumsq, part = it.x, it.sumsq, self.partials[place.turn][own]
+        x, sumsq, partial = it.x, it.sumsq, self.partials[place.turn][own]
         options: dict[str, Any] = {"live": live, "num_sms": it.nano.sms, "begin": self._begin_if_interleaved(it)}
         if post_norm is None:
-            sums = self._collectives.reduce(part, x, sumsq, add=True, **options)
+            sums = self._collectives.reduce(partial, x, sumsq, add=True, **options)
         else:
             total, sums = self.summed[own], sumsq[:1]
-            self._collectives.reduce(part, total, sumsq, add=False, **options)
+            self._collectives.reduce(partial, total, sumsq, add=False, **options)
             add_normed(x, total, post_norm, norm.eps, sumsq=sumsq)
         if norm.centred or (self._invariant and post_norm is None):
             return row_sumsq(x, out=sumsq[:1], centred=norm.centred)

@@ -73,13 +73,9 @@ class Preparation:
     """
 
     def __init__(
-        self,
-        works: Sequence[PipelineWork] = (),
-        compiling: Compiling | None = None,
-        *,
-        serving: int = 0,
+        self, works: Sequence[PipelineWork] = (), compiling: Compiling | None = None, *, serving: int = 0,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._works, self._compiling, self._clock = works, compiling or Compiled(), clock
         self._served = serving
         self._begun = clock()

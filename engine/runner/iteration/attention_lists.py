@@ -27,7 +27,7 @@ from weft.kernels.attention.work_lists import (
 
 NO_TILES = np.zeros((0, TILE_FIELDS), np.int32)
 """Prefill items of an iteration without chunks."""
-NO_PARTS = np.zeros((0, SPLIT_FIELDS), np.int32)
+NO_SPLITS = np.zeros((0, SPLIT_FIELDS), np.int32)
 Items = npt.NDArray[np.int32]
 
 
@@ -117,7 +117,7 @@ class AttentionLists:
         }  # fmt: skip
         self._host["decoders"][k] = sms
         if not len(tiles):
-            return decode, NO_PARTS
+            return decode, NO_SPLITS
         if pod == "off":
             return decode, whole_tiles(tiles) if _too_short(tiles) else prefill_splits(tiles, **options)
         even = self._measured(nano)
@@ -149,12 +149,12 @@ class AttentionLists:
             start, length, context = nano.chunk_start[these], nano.chunk_len[these], nano.chunk_context[these]
             return prefill_items(start, length, context, page_rows[these], group=grid.group)
 
-        room = self._layout.unpacked[0]
-        if not room:
+        capacity = self._layout.unpacked[0]
+        if not capacity:
             return items(np.ones(len(slots), np.bool_), slots), NO_TILES
         pages = -(-(nano.chunk_context + nano.chunk_len) // grid.page_size)
         ends = np.cumsum(pages)
-        fits = ends <= room
+        fits = ends <= capacity
         wide = items(fits, ends - pages)
         self._write("unpacked_items", wide, k)
         of = [batch.page_table[row, :count] for row, count in zip(nano.chunk_rows[fits], pages[fits], strict=True)]
@@ -196,11 +196,11 @@ def _too_short(tiles: Items) -> bool:
 
 def whole_tiles(tiles: Items) -> Items:
     """`prefill_splits` if no tile is split."""
-    parts = np.zeros((len(tiles), SPLIT_FIELDS), np.int32)
-    parts[:, :TILE_FIELDS] = tiles
-    np.add(tiles[:, 1], tiles[:, 2], out=parts[:, 5])
-    parts[:, 7] = 1
-    return parts
+    splits = np.zeros((len(tiles), SPLIT_FIELDS), np.int32)
+    splits[:, :TILE_FIELDS] = tiles
+    np.add(tiles[:, 1], tiles[:, 2], out=splits[:, 5])
+    splits[:, 7] = 1
+    return splits
 
 
 def _tiles_of(items: Items, places: npt.NDArray[np.int64]) -> Items:

@@ -53,29 +53,29 @@ class Assignment(NamedTuple):
         return rows if self.places is None else self.places[rows]
 
 
-def decode_counts(num_decodes: int, room: Sequence[int]) -> list[int]:
-    """Return the number of decodes per nano-batch: equal shares, and the surplus where `room` tokens allow it."""
-    counts = [0] * len(room)
-    remaining, not_full = num_decodes, [k for k, r in enumerate(room) if r]
+def decode_counts(num_decodes: int, capacity: Sequence[int]) -> list[int]:
+    """Return the number of decodes per nano-batch: equal shares, and the surplus where `capacity` tokens allow it."""
+    counts = [0] * len(capacity)
+    remaining, not_full = num_decodes, [k for k, r in enumerate(capacity) if r]
     while remaining:
         share = max(1, -(-remaining // len(not_full)))
         for k in not_full:
-            take = min(share, room[k] - counts[k], remaining)
+            take = min(share, capacity[k] - counts[k], remaining)
             counts[k] += take
             remaining -= take
-        not_full = [k for k in not_full if counts[k] < room[k]]
+        not_full = [k for k in not_full if counts[k] < capacity[k]]
     return counts
 
 
 def whole_counts(batch: Batch, ranges: Sequence[tuple[int, int]], tile: int) -> list[int] | None:
     """`decode_counts`, adjusted so that nano-batches cut prompts only at multiples of `tile` tokens: a few decodes more
     or less move the cut after them. Returns None if it finds no way; for two nano-batches none exists then."""
-    room = _room(batch, ranges)
-    counts = decode_counts(batch.num_decodes, room)
+    capacity = _range_tokens(batch, ranges)
+    counts = decode_counts(batch.num_decodes, capacity)
     length = batch.query_len[batch.num_decodes :].astype(np.int64)
     ends, context = np.cumsum(length), batch.kv_len[batch.num_decodes :].astype(np.int64) - length
     for k in range(len(ranges) - 1):
-        cut = sum(room[: k + 1]) - sum(counts[: k + 1])
+        cut = sum(capacity[: k + 1]) - sum(counts[: k + 1])
         chunk = int(np.searchsorted(ends, cut, side="right"))
         if chunk == len(ends):  # after all chunks
             break
@@ -85,18 +85,18 @@ def whole_counts(batch: Batch, ranges: Sequence[tuple[int, int]], tile: int) -> 
             continue
         back, on = min(beyond, offset), min(tile - beyond, int(ends[chunk]) - cut)
         later = sum(counts[k + 1 :])
-        if back <= min(later, room[k] - counts[k]):
+        if back <= min(later, capacity[k] - counts[k]):
             moved = back
-        elif on <= min(counts[k], sum(room[k + 1 :]) - later):
+        elif on <= min(counts[k], sum(capacity[k + 1 :]) - later):
             moved = -on
         else:
             return None
         counts[k] += moved
-        counts[k + 1 :] = decode_counts(later - moved, room[k + 1 :])
+        counts[k + 1 :] = decode_counts(later - moved, capacity[k + 1 :])
     return counts
 
 
-def _room(batch: Batch, ranges: Sequence[tuple[int, int]]) -> list[int]:
+def _range_tokens(batch: Batch, ranges: Sequence[tuple[int, int]]) -> list[int]:
     """Return the number of tokens per nano-batch."""
     return [max(0, min(end, batch.num_tokens) - begin) for begin, end in ranges]
 
@@ -111,8 +111,8 @@ def assign(batch: Batch, ranges: Sequence[tuple[int, int]], tile: int = 1) -> As
     if len(ranges) == 1:
         whole = NanoBatch(0, np.arange(d), starts[d:], batch.query_len[d:].astype(np.int64), context[d:], chunk_rows)
         return Assignment(None, None, (whole,))
-    room = _room(batch, ranges)
-    counts = (whole_counts(batch, ranges, tile) if tile > 1 else None) or decode_counts(d, room)
+    capacity = _range_tokens(batch, ranges)
+    counts = (whole_counts(batch, ranges, tile) if tile > 1 else None) or decode_counts(d, capacity)
     # The j-th of a nano-batch's n decodes belongs at (j + 1/2) / n of the sorted list.
     owner = np.repeat(np.arange(len(ranges)), counts)
     turn = np.concatenate([(np.arange(n) + 0.5) / n for n in counts if n] or [np.zeros(0)])
@@ -124,21 +124,13 @@ def assign(batch: Batch, ranges: Sequence[tuple[int, int]], tile: int = 1) -> As
         # Keep the batch's order, so that neighbours stay neighbours.
         decodes = np.sort(by_length[owner == k])
         order[begin : begin + counts[k]] = decodes
-        first, last = at, at + room[k] - counts[k]
+        first, last = at, at + capacity[k] - counts[k]
         place = begin + counts[k]
-        order[place : begin + room[k]] = np.arange(first, last)
+        order[place : begin + capacity[k]] = np.arange(first, last)
         low, high = np.maximum(starts[d:], first), np.minimum(starts[d:] + batch.query_len[d:], last)
         own = low < high
-        nano_batches.append(
-            NanoBatch(
-                begin,
-                decodes,
-                (low - first + place)[own],
-                (high - low)[own],
-                (context[d:] + low - starts[d:])[own],
-                chunk_rows[own],
-            )
-        )
+        pieces = (low - first + place)[own], (high - low)[own], (context[d:] + low - starts[d:])[own]
+        nano_batches.append(NanoBatch(begin, decodes, *pieces, chunk_rows[own]))
         at = last
     places = np.empty(t, np.int64)
     places[order] = np.arange(t)

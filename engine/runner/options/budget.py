@@ -41,12 +41,12 @@ def share_bytes(config: ResolvedConfig, total: int, common: int) -> int:
     return common + (int(total * config.gpu_memory_utilization) - common) // config.sharers
 
 
-def bytes_for_pages(config: ResolvedConfig, taken: MemoryUsage, reserve: int) -> int:
+def bytes_for_pages(config: ResolvedConfig, usage: MemoryUsage, reserve: int) -> int:
     """Return the bytes; negative if the engine does not fit even without pages. reserve: bytes to leave free."""
-    share = share_bytes(config, taken.total, taken.common)
+    share = share_bytes(config, usage.total, usage.common)
     if config.sharers > 1 or config.has_neighbours:
-        return share - taken.common - taken.own - CONTEXT_BYTES - reserve
-    return share - (taken.total - taken.free) - reserve
+        return share - usage.common - usage.own - CONTEXT_BYTES - reserve
+    return share - (usage.total - usage.free) - reserve
 
 
 def memory_budget(

@@ -83,11 +83,11 @@ class Footprint:
         """Raise `OutOfMemory` if all engines together do not fit. pool_bytes: of one rank of one engine."""
         config, sharers = self.config, self.config.share.sharers
         own = self.ranks * (self.weight_bytes * self.copies // sharers + pool_bytes)
-        all_of_it = config.share.memory * memory_bytes(self.device)
-        if (together := sharers * (own + (0 if self.on_gpu else config.host_kv_gib * GIB))) > all_of_it:
+        available = config.share.memory * memory_bytes(self.device)
+        if (needed := sharers * (own + (0 if self.on_gpu else config.host_kv_gib * GIB))) > available:
             raise OutOfMemory(
-                f"{sharers} engines need {together / GIB:.1f} GiB for weights and KV pages, the "
-                f"{'GPU' if self.on_gpu else 'machine'} has {all_of_it / GIB:.1f} GiB for them: lower --kv-cache-gib"
+                f"{sharers} engines need {needed / GIB:.1f} GiB for weights and KV pages, the "
+                f"{'GPU' if self.on_gpu else 'machine'} has {available / GIB:.1f} GiB for them: lower --kv-cache-gib"
                 f"{' or --num-pages' if self.on_gpu else ', --num-pages or --host-kv-gib'}, which are each engine's, "
                 "or the number of engines"
             )

@@ -69,15 +69,9 @@ def tune_gemms(
     with torch.cuda.device(device), torch.inference_mode():
         timer = QuickTimer(spec.head_dim, spec.num_kv_heads)
         found = tile_search.find(
-            gemm_shapes(spec),
-            max_tokens,
-            tuned.machine(device),
-            cache_dir,
-            timer,
-            timer.rule,
-            budget_s=seconds,
+            gemm_shapes(spec), max_tokens, tuned.machine(device), cache_dir, timer, timer.rule, budget_s=seconds,
             progress=report,
-        )
+        )  # fmt: skip
         del timer
         torch.cuda.empty_cache()
     tuned.use(found)

@@ -25,14 +25,9 @@ if TYPE_CHECKING:
 
 
 def load_model(
-    spec: ModelSpec | TransformersSpec,
-    config: EngineConfig,
-    resolved: ResolvedConfig,
-    phases: Phases,
-    *,
-    exchange: WeightExchange | None,
-    model: str,
-) -> Weights | TransformersModule:
+    spec: ModelSpec | TransformersSpec, config: EngineConfig, resolved: ResolvedConfig, phases: Phases, *,
+    exchange: WeightExchange | None, model: str,
+) -> Weights | TransformersModule:  # fmt: skip
     """Load the weights to `resolved.device`. exchange: lets replicas share weights; `model` identifies them there.
 
     Raises `ModelError`.
@@ -83,13 +78,7 @@ def use_expandable_segments() -> None:
 def read_weights(spec: ModelSpec, config: EngineConfig, resolved: ResolvedConfig, progress: Progress) -> Weights:
     """Read the weights of a model or of a rank's shard. Raises `ModelError`."""
     return load_weights(
-        spec,
-        config.model_path,
-        device=resolved.device,
-        dtype=resolved.weight_dtype,
-        max_positions=resolved.max_model_len,
-        dummy_seed=config.seed if config.load_format == "dummy" else None,
-        dummy_skew=config.dummy_skew,
-        dummy_realistic=config.dummy_weights == "realistic",
-        progress=progress,
-    )
+        spec, config.model_path, device=resolved.device, dtype=resolved.weight_dtype,
+        max_positions=resolved.max_model_len, dummy_seed=config.seed if config.load_format == "dummy" else None,
+        dummy_skew=config.dummy_skew, dummy_realistic=config.dummy_weights == "realistic", progress=progress,
+    )  # fmt: skip

@@ -26,14 +26,9 @@ if TYPE_CHECKING:
 
 
 def make_runner(
-    spec: ModelSpec,
-    weights: Weights | TransformersModule,
-    options: EngineConfig,
-    config: ResolvedConfig,
-    progress: Progress | None = None,
-    compiling: CompileJob | None = None,
-    rank_group: RankGroup | None = None,
-) -> Runner:
+    spec: ModelSpec, weights: Weights | TransformersModule, options: EngineConfig, config: ResolvedConfig,
+    progress: Progress | None = None, compiling: CompileJob | None = None, rank_group: RankGroup | None = None,
+) -> Runner:  # fmt: skip
     """Create the runner with its KV pool. Raises `OutOfMemory`.
 
     options: the options that `config` was resolved from. compiling: a job started for them, which ends here or belongs

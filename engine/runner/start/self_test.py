@@ -47,14 +47,9 @@ class _Sequence(NamedTuple):
 def load_tested(spec: TransformersSpec, options: EngineConfig, config: ResolvedConfig) -> TransformersModule:
     """Load the model. Raises `ModelError`, also if its results in weft's batches differ from those on its own."""
     model = load_transformers(
-        spec,
-        options.model_path,
-        device=config.device,
-        dtype=config.weight_dtype,
-        max_positions=config.max_model_len,
-        dummy_seed=options.seed if options.load_format == "dummy" else None,
-        trusted=options.trust_remote_code,
-    )
+        spec, options.model_path, device=config.device, dtype=config.weight_dtype, max_positions=config.max_model_len,
+        dummy_seed=options.seed if options.load_format == "dummy" else None, trusted=options.trust_remote_code,
+    )  # fmt: skip
     if config.attention != "triton":  # a GPU's test needs its runner's work lists
         _test(spec, model, config)
     return model
@@ -100,13 +95,13 @@ def _self_test(spec: TransformersSpec, model: TransformersModule, run: Run, conf
     prompts = [generator.choice(ids, length) for length in lengths]
     try:
         with torch.inference_mode(), quiet():
-            alone = [_generate_alone(model, prompt, device) for prompt in prompts]
-            got = _run_batched(run, alone, config.kv.page_size)
+            expected = [_generate_alone(model, prompt, device) for prompt in prompts]
+            got = _run_batched(run, expected, config.kv.page_size)
     except ModelError:
         raise
     except Exception as error:  # of the model's code, on weft's batch
         raise ModelError(f"its code fails on tokens of several requests in a row: {one_line(error)}") from None
-    for sequence, logits in zip(alone, got, strict=True):
+    for sequence, logits in zip(expected, got, strict=True):
         _compare(sequence.logits, logits, config.compute_dtype)
 
 
@@ -162,13 +157,9 @@ def _run_batched(run: Run, sequences: list[_Sequence], page_size: int) -> list[T
 
 
 def _batch(
-    number: int,
-    parts: list[tuple[int, int, int, bool]],
-    decodes: int,
-    sequences: list[_Sequence],
-    tables: list[np.ndarray],
-    page_size: int,
-) -> Batch:
+    number: int, parts: list[tuple[int, int, int, bool]], decodes: int, sequences: list[_Sequence],
+    tables: list[np.ndarray], page_size: int,
+) -> Batch:  # fmt: skip
     """parts: (sequence, first position, end, whether its last token is sampled)."""
     positions = np.concatenate([np.arange(begin, end, dtype=np.int32) for _, begin, end, _ in parts])
     owners = np.concatenate([np.full(end - begin, i) for i, begin, end, _ in parts])
@@ -201,15 +192,15 @@ def _batch(
     )
 
 
-def _compare(alone: Tensor, together: Tensor, dtype: torch.dtype) -> None:
-    if not together.isfinite().all() or not alone.isfinite().all():
+def _compare(expected: Tensor, actual: Tensor, dtype: torch.dtype) -> None:
+    if not actual.isfinite().all() or not expected.isfinite().all():
         raise ModelError("its logits are not finite in the self-test")
     if (tolerance := TOLERANCE.get(dtype)) is not None:
-        difference = float((together - alone).abs().max() / alone.abs().max().clamp(min=1e-6))
+        difference = float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     else:
         tolerance = NARROW_TOLERANCE
-        lengths = alone.norm(dim=-1).clamp(min=1e-6)
-        difference = float(((together - alone).norm(dim=-1) / lengths).median())
+        lengths = expected.norm(dim=-1).clamp(min=1e-6)
+        difference = float(((actual - expected).norm(dim=-1) / lengths).median())
     if difference > tolerance:
         raise ModelError(
             f"its logits differ by {difference:.2g} of the largest between a batch of two and generate() alone, so "

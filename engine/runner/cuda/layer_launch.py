@@ -48,7 +48,7 @@ class Launch(NamedTuple):
     """None for an operation without weights."""
     kv: Tensor
     pipeline: Pipeline
-    parts: list[int]
+    sum_counts: list[int]
     """Rows of `sumsq` that hold sums, by block of tokens. A GEMM writes one per feature tile."""
     rows: Rows
     drops_rows: bool = False
@@ -66,7 +66,7 @@ class Launch(NamedTuple):
         return self.rows.sumsq[:, self.tokens]
 
     @property
-    def product(self) -> ProjectionWeights:
+    def projection(self) -> ProjectionWeights:
         assert self.weights is not None
         return self.weights
 
@@ -77,12 +77,12 @@ class Launch(NamedTuple):
     @property
     def sums(self) -> Tensor:
         """`[parts, T]` of `sumsq` that the preceding operations have written."""
-        return self.sumsq[: equal_sum_count(self.parts[self._blocks])]
+        return self.sumsq[: equal_sum_count(self.sum_counts[self._blocks])]
 
     def note_sums(self, sums: Tensor) -> None:
         """Record the part of `sumsq` that an operation which adds to the stream has written."""
         blocks = self._blocks
-        self.parts[blocks] = [sums.shape[0]] * len(self.parts[blocks])
+        self.sum_counts[blocks] = [sums.shape[0]] * len(self.sum_counts[blocks])
 
     @property
     def _blocks(self) -> slice:
@@ -94,8 +94,8 @@ def initial_sum_counts(pipeline: Pipeline) -> list[int]:
     return [1] * -(-pipeline.tokens // TOKEN_STEP)
 
 
-def equal_sum_count(parts: list[int]) -> int:
+def equal_sum_count(counts: list[int]) -> int:
     """Return the number of partial sums that an operation reads, which must be the same for all its tokens."""
-    if len(set(parts)) != 1:
+    if len(set(counts)) != 1:
         raise ConfigError("a plan has different feature tiles for nano-operations that one operation reads together")
-    return parts[0]
+    return counts[0]
