@@ -1,4 +1,4 @@
-"""The accelerators of NanoFlow's Table 1, and the power term that the table lacks."""
+"""The accelerators of NanoFlow's Table 1, plus their energy coefficients."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from weft.engine.errors import ConfigError
 
 
 class Energy(NamedTuple):
-    """What work costs beyond idling, measured on one card under sustained load."""
+    """Energy of work beyond idling, measured on one card under sustained load."""
 
     idle_watts: float
     joules_per_tflop: float
-    """dense bf16 products from the tensor cores, their operands' traffic included"""
+    """Dense BF16 GEMMs on tensor cores, including their operand traffic."""
     joules_per_gb: float
-    """streaming reads of HBM"""
+    """Streaming reads of HBM."""
 
 
 class Accelerator(NamedTuple):
-    """One device. Sizes and rates are decimal: GB, GB/s, GFLOP/s."""
+    """One device. Units are decimal: GB, GB/s, GFLOP/s."""
 
     name: str
     vendor: str
     mem_gb: float
     mem_gbs: float
     net_gbs: float
-    """both directions together; one direction is half of it"""
+    """Both directions; one direction is half of it."""
     gflops: float
-    """dense FP16"""
+    """Dense FP16."""
     watts: float
-    """power limit of the module"""
+    """Power limit of the module."""
     energy: Energy | None = None
     sms: int = 0
-    """streaming multiprocessors or compute units; 0: none that a plan could share out"""
+    """Streaming multiprocessors or compute units; 0: unknown, so that no plan can divide them."""
     built_gb: float = 0.0
-    """the product's memory where the table has another figure; 0: the table's"""
+    """Actual memory if it differs from the table; 0: as in the table."""
 
     @property
     def mem_seconds(self) -> float:
-        """MemSize / MemBW: reading the whole memory once."""
+        """MemSize / MemBW: seconds to read the whole memory once."""
         return self.mem_gb / self.mem_gbs
 
 
-# (690 - 122) W x 1.370 ms for 0.893 TFLOP of products; (656 - 122) W x 0.626 ms for 2.684 GB of keys and values.
+# (690 - 122) W x 1.370 ms for 0.893 TFLOP of GEMMs; (656 - 122) W x 0.626 ms for 2.684 GB of keys and values.
 _H200_ENERGY = Energy(122, 0.871, 0.1245)
 
 ACCELERATORS = (
@@ -50,7 +50,7 @@ ACCELERATORS = (
     Accelerator("a100-40gb", "NVIDIA", 40, 1_555, 600, 312_000, 400, sms=108),
     Accelerator("a100", "NVIDIA", 80, 2_000, 600, 312_000, 400, sms=108),
     Accelerator("h100", "NVIDIA", 80, 3_352, 900, 989_000, 700, sms=132),
-    # the paper prints 96 GB; the product has 141
+    # the paper lists 96 GB; the card has 141
     Accelerator("h200", "NVIDIA", 96, 4_800, 900, 989_000, 700, _H200_ENERGY, 132, 141),
     Accelerator("b100", "NVIDIA", 120, 8_000, 1_800, 1_800_000, 700),
     Accelerator("b200", "NVIDIA", 120, 8_000, 1_800, 2_250_000, 1_000, sms=148),
@@ -64,7 +64,7 @@ ACCELERATORS = (
 
 
 def accelerator(name: str) -> Accelerator:
-    """The row of Table 1 with this name. Raises `ConfigError`."""
+    """Return the row of Table 1 with this name. Raises `ConfigError`."""
     for row in ACCELERATORS:
         if row.name == name.lower():
             return row

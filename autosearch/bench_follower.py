@@ -1,7 +1,7 @@
-"""A rank but the first of a bench of several GPUs: `python -m weft.autosearch.bench_follower RANK PARENT`.
+"""A follower rank of a bench on several GPUs: `python -m weft.autosearch.bench_follower RANK PARENT`.
 
-PARENT is the process of rank 0, or 0 where the thread that starts this does not live as long as that. On stdin come
-lines of JSON: an `Opening`, then what is `Asked`, which all ranks measure at once. It ends with stdin.
+PARENT is the process id of rank 0, or 0 if the starting thread may end before that process. Stdin has one JSON document
+per line: a `BenchConfig`, then `MeasureRequest`s, which all ranks measure together. The process ends with stdin.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from weft.autosearch.bench_protocol import Bench, Load, SumsBench, Timing
+from weft.autosearch.bench_protocol import Bench, Load, ReductionBench, Timing
 from weft.engine.config import EngineConfig
 from weft.engine.errors import RankLost, WeftError
 from weft.engine.model.directory import read_spec
@@ -29,22 +29,21 @@ if TYPE_CHECKING:
     from weft.autosearch.gpu_bench import GpuBench
 
 
-class Opening(msgspec.Struct, frozen=True):
-    """What every rank's bench is made from."""
+class BenchConfig(msgspec.Struct, frozen=True):
+    """The configuration of every rank's bench."""
 
     model: str
-    """folder of the whole model"""
+    """Folder of the whole model."""
     descriptors: str
     max_tokens: int
     max_context: int
     seconds: float
-    """see `Bench`"""
     tuning_seconds: float
-    """of rank 0"""
+    """Time limit for rank 0, which tunes GEMMs for all."""
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """A measurement: arguments of the method `what` of a `Bench`; or new `seconds` or `sums` for those to come."""
+class MeasureRequest(msgspec.Struct, frozen=True):
+    """A call of the `Bench` method `what`, or new `seconds` or `sums` for later measurements."""
 
     what: Literal["alone", "pair", "period", "seconds", "sums"]
     operations: tuple[NanoOperation, ...] = ()
@@ -54,30 +53,30 @@ class Asked(msgspec.Struct, frozen=True):
     way: str = ""
 
 
-def measure(bench: Bench, asked: Asked) -> tuple[Timing, ...]:
-    """Raises what the bench raises."""
-    if asked.what == "seconds":
-        bench.seconds = asked.seconds
+def measure(bench: Bench, request: MeasureRequest) -> tuple[Timing, ...]:
+    """Execute a request. Raises what the bench raises."""
+    if request.what == "seconds":
+        bench.seconds = request.seconds
         return ()
-    if asked.what == "sums":
-        assert isinstance(bench, SumsBench)
-        bench.sums(asked.way)
+    if request.what == "sums":
+        assert isinstance(bench, ReductionBench)
+        bench.sums(request.way)
         return ()
-    assert asked.load is not None
-    if asked.what == "period":
-        assert asked.period is not None
-        return (bench.period(asked.period, asked.load),)
-    if asked.what == "alone":
-        return (bench.alone(asked.operations[0], asked.load),)
-    first, second = asked.operations
-    return bench.pair(first, second, asked.load)
+    assert request.load is not None
+    if request.what == "period":
+        assert request.period is not None
+        return (bench.period(request.period, request.load),)
+    if request.what == "alone":
+        return (bench.alone(request.operations[0], request.load),)
+    first, second = request.operations
+    return bench.pair(first, second, request.load)
 
 
 def follow(bench: Bench, lines: Iterable[bytes]) -> None:
-    """Measure what is asked for, until there is no more. What cannot be measured, rank 0 has seen to fail as well."""
+    """Execute requests until `lines` end. Failed measurements are ignored, because they fail on rank 0 too."""
     for line in lines:
         try:
-            measure(bench, msgspec.json.decode(line, type=Asked))
+            measure(bench, msgspec.json.decode(line, type=MeasureRequest))
         except RankLost:
             raise
         except (WeftError, ValueError):
@@ -85,12 +84,10 @@ def follow(bench: Bench, lines: Iterable[bytes]) -> None:
 
 
 def open_rank(
-    links: Links,
-    opening: Opening,
-    progress: Callable[[str], None] = lambda _: None,
+    links: Links, config: BenchConfig, progress: Callable[[str], None] = lambda _: None,
     make: type[GpuBench] | None = None,
-) -> GpuBench:
-    """The bench of one rank; all ranks make theirs at once. Rank 0 tunes products, the others read what it found.
+) -> GpuBench:  # fmt: skip
+    """Open the bench of one rank; all ranks do so together. Rank 0 tunes GEMMs and the others read its results.
 
     make: the class of the bench, if not `GpuBench`. Raises `ConfigError`, `ModelError`, `OutOfMemory` or `RankLost`.
     """
@@ -98,31 +95,31 @@ def open_rank(
 
     from weft.engine.ranks.shared_collectives import SharedCollectives
 
-    host, spec = SharedCollectives(links), read_spec(Path(opening.model)).shard(links.rank, links.ranks)
+    host, spec = SharedCollectives(links), read_spec(Path(config.model)).shard(links.rank, links.ranks)
     from weft.autosearch.gpu_bench import GpuBench
-    from weft.engine.runner.start.gemm_tuning import prepare_products
+    from weft.engine.runner.start.gemm_tuning import tune_gemms
 
-    config, device = EngineConfig.model_validate({}), torch.device("cuda", torch.cuda.current_device())
+    cache, device = EngineConfig.model_validate({}).cache_path, torch.device("cuda", torch.cuda.current_device())
 
-    def told(phase: str, done: int, total: int) -> None:
+    def report(phase: str, done: int, total: int) -> None:
         links.check()
         progress(f"{phase}, {done} of {total}")
 
-    def prepare(seconds: float) -> None:
-        prepare_products(spec, device, opening.max_tokens, config.cache_path, seconds, told)
+    def tune(seconds: float) -> None:
+        tune_gemms(spec, device, config.max_tokens, cache, seconds, report)
 
     if links.rank == 0:
-        prepare(opening.tuning_seconds)
+        tune(config.tuning_seconds)
     host.all_gather(torch.tensor([1]))
     if links.rank != 0:
-        prepare(0.0)
+        tune(0.0)
     return (make or GpuBench)(
-        spec, max_tokens=opening.max_tokens, max_context=opening.max_context, seconds=opening.seconds, host=host
+        spec, max_tokens=config.max_tokens, max_context=config.max_context, seconds=config.seconds, host=host
     )  # fmt: skip
 
 
 def lines_of_stdin() -> Iterable[bytes]:
-    """Of stdin, read on a thread: with its end the process ends, whatever it waits for."""
+    """Yield lines of stdin, read on a thread. At its end the process exits, even during a measurement."""
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:
@@ -134,18 +131,18 @@ def lines_of_stdin() -> Iterable[bytes]:
     return iter(lines.get, None)
 
 
-def main(open_bench: Callable[[Links, Opening], Bench] = open_rank) -> int:
-    """Follow rank 0 until stdin ends, with the bench that `open_bench` makes."""
+def main(open_bench: Callable[[Links, BenchConfig], Bench] = open_rank) -> int:
+    """Follow rank 0 until stdin ends, on the bench that `open_bench` returns."""
     rank, parent = int(sys.argv[1]), int(sys.argv[2])
     settle(parent or None)
-    opening = msgspec.json.decode(sys.stdin.buffer.readline(), type=Opening)
-    links = Links(rank, Descriptors.load(opening.descriptors))
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=BenchConfig)
+    links = Links(rank, Descriptors.load(config.descriptors))
     state = links.state(rank)
     try:
-        follow(open_bench(links, opening), lines_of_stdin())
+        follow(open_bench(links, config), lines_of_stdin())
     except WeftError as error:
         state.end(str(error))
-    except Exception as error:  # a defect
+    except Exception as error:  # a bug
         traceback.print_exc()
         state.end(f"{type(error).__name__}: {error}".splitlines()[0])
     os._exit(1)

@@ -1,4 +1,4 @@
-"""`Bench`: what the search asks of a machine. A GPU implements it, and so does a synthetic machine in the tests."""
+"""`Bench`: the measurements that a search needs. Implemented by GPUs, by profiles and by tests."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from weft.kernels.tuning.measure import Sustained
 
 
 class Load(NamedTuple):
-    """The iteration that is measured: a dense batch in the steady state of a workload."""
+    """One iteration: a dense batch in the steady state of a workload."""
 
     tokens: int
-    """the dense batch: decodes, then prefill tokens"""
+    """Size of the dense batch: decodes, then prefill tokens."""
     decodes: int
-    """requests that decode one token each"""
+    """Requests that decode one token each."""
     context: int
-    """mean KV tokens that a decode reads"""
+    """Mean KV tokens that a decode reads."""
     prompt: int
-    """mean prompt length: a prefill token attends to half of it on average"""
+    """Mean prompt length. A prefill token attends to half of it on average."""
 
     @property
     def kv_tokens(self) -> int:
-        """KV tokens of all decodes together: the work of decode attention."""
+        """KV tokens of all decodes: the work of decode attention."""
         return self.decodes * self.context
 
     @property
@@ -32,54 +32,51 @@ class Load(NamedTuple):
         return max(0, self.tokens - self.decodes)
 
     def within(self, capacity: int | None) -> Load:
-        """The load with no more decodes than there is room for; prefill takes the tokens that they leave.
-
-        capacity: tokens of KV that the device holds; None: not known.
-        """
+        """Limit the decodes to `capacity` KV tokens (None: unknown). Prefill takes the other tokens of the batch."""
         return self if capacity is None else self._replace(decodes=min(self.decodes, capacity // self.context))
 
     def assigned(self, ranges: Sequence[tuple[int, int]]) -> tuple[Load, ...]:
-        """The loads of the nano-batches `[begin, end)`, as the engine assigns tokens (`engine/runner/iteration/nano.py`)."""
-        room = [max(0, min(end, self.tokens) - begin) for begin, end in ranges]
-        counts = decode_counts(min(self.decodes, sum(room)), room)
-        return tuple(self._replace(tokens=r, decodes=d) for r, d in zip(room, counts, strict=True))
+        """Return the loads of the nano-batches `[begin, end)`, assigned as in `engine/runner/iteration/nano.py`."""
+        sizes = [max(0, min(end, self.tokens) - begin) for begin, end in ranges]
+        counts = decode_counts(min(self.decodes, sum(sizes)), sizes)
+        return tuple(self._replace(tokens=n, decodes=d) for n, d in zip(sizes, counts, strict=True))
 
 
 Timing = Sustained
-"""ms, watts and mhz of the same work for a while, at the clock and power that are then left"""
+"""Sustained ms, watts and mhz."""
 
 
 class PeriodBench(Protocol):
-    """The part of a `Bench` that pipelines are compared on."""
+    """The part of a `Bench` that measures pipelines."""
 
     num_sms: int
 
     def period(self, period: Period, load: Load) -> Timing:
-        """The pipeline over a few layers: milliseconds and joules of one layer."""
+        """Run the pipeline over a few layers; returns the time and power of one layer."""
         ...
 
 
 class Bench(PeriodBench, Protocol):
-    """Sustained timings on one accelerator. `load` is always that of the whole dense batch, `op` a part of it."""
+    """Sustained timings on one accelerator. `load` is the whole dense batch; `op` covers a range of its tokens."""
 
     memory: int
-    """bytes of its memory; 0: not known"""
+    """Bytes of device memory; 0: unknown."""
     seconds: float
-    """how long a measurement runs"""
+    """Duration of a measurement."""
 
     def alone(self, op: NanoOperation, load: Load) -> Timing:
-        """One nano-operation repeated on `op.sms` SMs: time, watts and clock of one."""
+        """Repeat one nano-operation on `op.sms` SMs; returns the timing of one run."""
         ...
 
     def pair(self, a: NanoOperation, b: NanoOperation, load: Load) -> tuple[Timing, Timing]:
-        """Each repeated on its own lane, both busy all the time: the time of each; watts are the card's."""
+        """Repeat each operation on a separate lane, both busy all the time. Power is that of the whole card."""
         ...
 
 
 @runtime_checkable
-class SumsBench(Bench, Protocol):
-    """A bench of ranks that can switch how their partial sums are added: those of `weft bench ranks`."""
+class ReductionBench(Bench, Protocol):
+    """A bench of ranks that can switch how partial sums are added (`weft bench ranks`)."""
 
     def sums(self, way: str) -> None:
-        """Use `way` from now on. Every rank calls this at once. Raises `ConfigError` if this bench cannot."""
+        """Add partial sums by `way` from now on. All ranks call this together. Raises `ConfigError` if unsupported."""
         ...

@@ -1,6 +1,6 @@
-"""The command `weft search`: it opens the GPU, finds the profile and the collectives, searches, and writes the plan.
+"""The command `weft search`: opens the GPU, finds a profile, chooses collectives, searches and writes the plan.
 
-Without a GPU it runs on a recorded profile and everything in the report is predicted.
+Without a GPU it searches on a recorded profile, and the whole report is predicted.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import NamedTuple
 import msgspec
 
 from weft import unwritable
-from weft.autosearch import breakeven, gantt, limits
+from weft.autosearch import break_even, gantt
 from weft.autosearch.accelerators import accelerator
-from weft.autosearch.alternatives import compare
-from weft.autosearch.bar import SearchBar
-from weft.autosearch.batches import steady_within
 from weft.autosearch.bench_protocol import Load
-from weft.autosearch.budget import Budget, Progress
-from weft.autosearch.given import find_profile, known_plan
+from weft.autosearch.dense_batch import steady_within
+from weft.autosearch.formula_profile import formula_profile
 from weft.autosearch.journal import Journal, unfinished
 from weft.autosearch.machine import Machine
-from weft.autosearch.modelled import modelled_profile
-from weft.autosearch.profile import Profile, cache_path, kv_capacity
-from weft.autosearch.profiler import Grid, Profiler, open_gpu, today
-from weft.autosearch.report import Result, report
+from weft.autosearch.open_bench import open_gpu
+from weft.autosearch.profile import Profile, cache_path, kv_capacity, today
+from weft.autosearch.profiler import Grid, Profiler
+from weft.autosearch.progress_bar import SearchBar
+from weft.autosearch.report import Result, optimum, provenance, report, share_of_optimum
 from weft.autosearch.search import LOADS, Search
-from weft.autosearch.stages import KeptStages, keep_stages, read_stages
+from weft.autosearch.search_inputs import find_profile, known_plan
+from weft.autosearch.time_budget import Progress, TimeBudget
+from weft.autosearch.two_stage_search import StageStore, compare_collectives, load_stages, save_stages
 from weft.autosearch.workload import workload_load
 from weft.engine.config import PRESETS, EngineConfig
 from weft.engine.errors import ConfigError, WeftError
@@ -48,25 +48,23 @@ from weft.engine.progress import for_stdout
 from weft.engine.wire.cores import cores
 
 ALTERNATIVES_SHARE = 0.3
-"""of the budget, for choosing among collectives where there are any"""
+"""Share of the budget for choosing collectives."""
 
 
-class Question(NamedTuple):
-    """What a search is of."""
+class SearchInput(NamedTuple):
+    """Model, workload and starting plan of a search."""
 
     name: str
-    """of the model"""
     model: Path
     whole: ModelSpec
     spec: ModelSpec
-    """one rank's part of it"""
+    """One rank's shard of `whole`."""
     load: Load
     start: Plan | None
-    """pipelines that compete from the start"""
 
 
-class Card(NamedTuple):
-    """What a search measures on: a GPU, or one for each rank."""
+class MeasuredTarget(NamedTuple):
+    """The GPU to measure on, or one GPU for each rank."""
 
     bench: Journal
     target: Target
@@ -76,155 +74,158 @@ def search(
     arguments: argparse.Namespace, progress: Progress = lambda *_: None, ended: Callable[[], bool] = lambda: False,
     found: Callable[[Plan], None] = lambda _: None,
 ) -> Result:  # fmt: skip
-    """`weft search`: everything up to the plan; `found` hears of plans on the way.
+    """Run `weft search` up to the plan. found: receives each intermediate plan.
 
-    Raises `ConfigError`, `ModelError`, and `WeftError` when it is ended before there is a profile.
+    Raises `ConfigError`, `ModelError`, or `WeftError` if it is ended before there is a profile.
     """
-    asked = _question(arguments)
-    budget = Budget(arguments.budget_seconds, progress, ended)
+    given = _search_input(arguments)
+    budget = TimeBudget(arguments.budget_seconds, progress, ended)
 
     def preparing(text: str) -> None:
         if ended():
-            raise WeftError("ended before there was a plan to write; the same command goes on from here")
-        if arguments.full_profile:  # asked for beside the budget
+            raise WeftError("ended before there was a plan to write; run the same command to continue")
+        if arguments.full_profile:  # not part of the budget
             progress(text)
         else:
-            budget.tell(text)
+            budget.report(text)
 
-    with _card(arguments, asked, preparing) as card:
-        profile = _profile(arguments, asked, card, budget, preparing)
-        result = _search(arguments, asked, profile, card, budget, found)
-    best, line = limits.optimum(profile, asked.spec, asked.whole)
+    with _gpu(arguments, given, preparing) as gpu:
+        profile = _profile(arguments, given, gpu, budget, preparing)
+        result = _search(arguments, given, profile, gpu, budget, found)
+    best, line = optimum(profile, given.spec, given.whole)
     notes = [*result.notes, line]
     for stage, ms in _fastest(result):
-        notes.append(limits.reached(stage, result.load.tokens, ms, asked.spec, best))
-    return result._replace(notes=(*notes, *limits.provenance(profile)))
+        notes.append(share_of_optimum(stage, result.load.tokens, ms, given.spec, best))
+    return result._replace(notes=(*notes, *provenance(profile)))
 
 
-def _question(arguments: argparse.Namespace) -> Question:
+def _search_input(arguments: argparse.Namespace) -> SearchInput:
     name, ranks = str(arguments.model_preset or arguments.model), arguments.tensor_parallel_size
     model = PRESETS / EngineConfig.known_preset(name) if arguments.model_preset else find_model(name, weights=False)
     whole = widened(in_format(read_spec(model), arguments.quantization))
     if whole.experts is not None:
-        raise ConfigError(f"{name} has experts, which weft search cannot measure yet: it runs serially")
+        raise ConfigError(f"{name} has experts, which weft search cannot measure yet: serve it without a plan")
     if whole.quantization is not None:
         measured = num_gpus() and not arguments.predict_only and arguments.gpu is None
         if ranks > 1 or not (measured or arguments.profile):
             raise ConfigError(
-                "products in FP8 are measured on one GPU: search there, with --tensor-parallel-size 1 and without "
-                "--predict-only and --gpu, or give a recorded profile"
+                "FP8 GEMMs must be measured on one GPU: use --tensor-parallel-size 1 without --predict-only and --gpu, "
+                "or give a recorded profile with --profile FILE"
             )
     spec = whole.shard(0, ranks)
     load = workload_load(arguments.workload, arguments.tokens, arguments.max_num_seqs, arguments.lengths)
     start = known_plan(arguments.start, spec) if arguments.start is not None else None
-    return Question(name, model, whole, spec, load, start)
+    return SearchInput(name, model, whole, spec, load, start)
 
 
 @contextlib.contextmanager
-def _card(arguments: argparse.Namespace, asked: Question, preparing: Callable[[str], None]) -> Iterator[Card | None]:
-    """None where there is none, or it is not to be measured on."""
+def _gpu(
+    arguments: argparse.Namespace, given: SearchInput, preparing: Callable[[str], None]
+) -> Iterator[MeasuredTarget | None]:
+    """Open the GPUs; None if there are too few, or if the options exclude measuring."""
     if arguments.predict_only or arguments.gpu is not None or num_gpus() < arguments.tensor_parallel_size:
         yield None
         return
-    heaviest = breakeven.scaled(asked.load, max(breakeven.KV_FACTORS))
-    gpu, target = open_gpu(
-        asked.spec, heaviest, progress=preparing, model=asked.model, tuning_seconds=arguments.tuning_seconds
+    heaviest = break_even.scaled(given.load, max(break_even.KV_FACTORS))
+    bench, target = open_gpu(
+        given.spec, heaviest, progress=preparing, model=given.model, tuning_seconds=arguments.tuning_seconds
     )  # fmt: skip
-    with closing(gpu):
-        file = unfinished(target, asked.load, "measured")
+    with closing(bench):
+        file = unfinished(target, given.load, "measured")
         if arguments.fresh:
             file.unlink(missing_ok=True)
-        journal = Journal(gpu, file)
+        journal = Journal(bench, file)
         if journal.known:
-            told = f"going on from a search that was interrupted, with {journal.known} measurements (else --fresh)"
-            print(f"weft search: {told}", file=sys.stderr, flush=True)
-        yield Card(journal, target)
+            note = f"continuing an interrupted search with {journal.known} measurements (--fresh discards them)"
+            print(f"weft search: {note}", file=sys.stderr, flush=True)
+        yield MeasuredTarget(journal, target)
 
 
 def _profile(
-    arguments: argparse.Namespace, asked: Question, card: Card | None, budget: Budget, preparing: Callable[[str], None]
-) -> Profile:
-    """The one that is given, known or modelled; else one that is measured now."""
-    spec, load, profile = asked.spec, asked.load, None
+    arguments: argparse.Namespace, given: SearchInput, gpu: MeasuredTarget | None, budget: TimeBudget,
+    preparing: Callable[[str], None],
+) -> Profile:  # fmt: skip
+    """Return the given, recorded or formula-based profile, or else measure one now."""
+    spec, load, profile = given.spec, given.load, None
     if arguments.gpu is not None:
-        profile = modelled_profile(spec, load, accelerator(arguments.gpu))
+        profile = formula_profile(spec, load, accelerator(arguments.gpu))
     elif not arguments.full_profile:
-        profile = find_profile(spec, load, arguments.profile, None if card is None else card.target)
+        profile = find_profile(spec, load, arguments.profile, None if gpu is None else gpu.target)
     if profile is not None:
         capacity = profile.kv_capacity(spec)
     else:
-        capacity = kv_capacity(card.bench.memory if card is not None else 0, spec)
+        capacity = kv_capacity(gpu.bench.memory if gpu is not None else 0, spec)
     if capacity is not None and capacity < load.context:
         raise ConfigError(
-            f"this GPU has no room for one request of {load.context} tokens beside the weights of "
-            f"{asked.name}: search on a larger one, or on more of them (--tensor-parallel-size)"
+            f"this GPU has too little memory for the weights of {given.name} and one request of {load.context} tokens: "
+            "search on a larger GPU or on several (--tensor-parallel-size)"
         )
     if profile is not None:
         return profile
-    assert card is not None
+    assert gpu is not None
     profiler = Profiler(
-        card.bench, spec, load, Grid.coarse(load, card.bench.num_sms),
-        lambda text, i, n: preparing(f"profile: {text}, {i} of {n}"), Grid.full(load, card.bench.num_sms), COLLECTIVES,
+        gpu.bench, spec, load, Grid.coarse(load, gpu.bench.num_sms),
+        lambda text, i, n: preparing(f"profile: {text}, {i} of {n}"), Grid.full(load, gpu.bench.num_sms), COLLECTIVES,
     )  # fmt: skip
     seconds = float("inf") if arguments.full_profile else min(150.0, budget.seconds / 3)
     began = time.monotonic()
-    profile = profiler.run(card.target, seconds, today())
-    profile.save(cache_path(card.target))
+    profile = profiler.run(gpu.target, seconds, today())
+    profile.save(cache_path(gpu.target))
     if arguments.full_profile:
-        budget.leave_out(time.monotonic() - began)  # asked for beside it
+        budget.exclude(time.monotonic() - began)
     return profile
 
 
-def _kept_stages(arguments: argparse.Namespace, profile: Profile, load: Load, unfinished: Path) -> KeptStages:
-    """What the solver found before; in the file of `--stages`, or in that of an unfinished search."""
+def _stage_store(arguments: argparse.Namespace, profile: Profile, load: Load, unfinished: Path) -> StageStore:
+    """Load earlier solver results from the `--stages` file or from that of an unfinished search."""
     if arguments.fresh:
         unfinished.unlink(missing_ok=True)
     file = unfinished if arguments.stages is None else arguments.stages
     try:
-        stages = read_stages(file, profile.target, load)
+        stages = load_stages(file, profile.target, load)
     except ConfigError:
         if arguments.stages is not None:
             raise
         stages = {}
-    return KeptStages(stages, partial(keep_stages, file, profile.target, load))
+    return StageStore(stages, partial(save_stages, file, profile.target, load))
 
 
 def _search(
-    arguments: argparse.Namespace, asked: Question, profile: Profile, card: Card | None, budget: Budget,
+    arguments: argparse.Namespace, given: SearchInput, profile: Profile, gpu: MeasuredTarget | None, budget: TimeBudget,
     found: Callable[[Plan], None],
 ) -> Result:  # fmt: skip
-    """On a profile: the choice of collectives, then the search with those."""
-    load, bench = asked.load, card.bench if card is not None else None
+    """Choose the collectives, then search with them."""
+    load, bench = given.load, gpu.bench if gpu is not None else None
     if bench is not None:
         bench.seconds = arguments.measure_seconds
     solved = unfinished(profile.target, load, "solved", msgspec.json.encode(profile))
-    kept = _kept_stages(arguments, profile, load, solved)
-    ways = compare(
-        asked.spec, profile, steady_within(load, profile.kv_capacity(asked.spec)), kept.stages,
-        lambda text, share: budget.tell(text, ALTERNATIVES_SHARE * share), ALTERNATIVES_SHARE * budget.seconds,
+    store = _stage_store(arguments, profile, load, solved)
+    collectives = compare_collectives(
+        given.spec, profile, steady_within(load, profile.kv_capacity(given.spec)), store.stages,
+        lambda text, share: budget.report(text, ALTERNATIVES_SHARE * share), ALTERNATIVES_SHARE * budget.seconds,
         budget.ended,
     )  # fmt: skip
-    if not ways:
+    if not collectives:
         raise ConfigError(f"the profile lacks operations of this model; it has {', '.join(profile.features)}")
-    chosen = ways[0]
-    known = asked.start.periods if asked.start is not None and asked.start.sums == dict(chosen.spec.sums) else ()
+    chosen = collectives[0]
+    known = given.start.periods if given.start is not None and given.start.sums == dict(chosen.spec.sums) else ()
     machine = Machine(profile, chosen.spec)
     one = Search(
-        machine, load, bench, budget.rest(ALTERNATIVES_SHARE if bench is None and len(ways) > 1 else 0.0),
-        max_num_seqs=arguments.max_num_seqs, known=(*known, *(c.period for c in chosen.stages.choices[:1])), kept=kept,
-        workers=cores(),
+        machine, load, bench, budget.remainder(ALTERNATIVES_SHARE if bench is None and len(collectives) > 1 else 0.0),
+        max_num_seqs=arguments.max_num_seqs, known=(*known, *(c.period for c in chosen.stages.choices[:1])),
+        store=store, workers=cores(),
     )  # fmt: skip
     result = one.run(f"lengths of {arguments.lengths.name}" if arguments.lengths else arguments.workload, found)
     if arguments.stages is not None:
-        kept.keep(kept.stages)
-    if len(ways) > 1:
-        result = result._replace(notes=(*(f"collectives: {a.line}" for a in ways), *result.notes))
+        store.save(store.stages)
+    if len(collectives) > 1:
+        result = result._replace(notes=(*(f"collectives: {c.line}" for c in collectives), *result.notes))
     files = [solved] if bench is None else [solved, unfinished(profile.target, load, "measured")]
     return result._replace(unfinished=tuple(files))
 
 
 def _fastest(result: Result) -> list[tuple[str, float]]:
-    """(what, ms of a layer) of the serial plan on the dense batch, and of the fastest pipeline where that is faster."""
+    """Return ms per layer of the serial plan on the dense batch, and of the fastest pipeline if that is faster."""
     load = LOADS[0][0]
     times: dict[str, float] = {}
     for line in result.lines:
@@ -242,17 +243,16 @@ def num_gpus() -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """What can be refused before minutes of search. Raises `ConfigError`."""
+    """Check options before a search of minutes. Raises `ConfigError`."""
     if arguments.tensor_parallel_size < 1:
         raise ConfigError(f"--tensor-parallel-size {arguments.tensor_parallel_size}: must be at least 1")
     if arguments.gpu is not None and (arguments.profile is not None or arguments.full_profile):
-        raise ConfigError("--gpu searches on a modelled profile: leave out --profile and --full-profile")
+        raise ConfigError("--gpu searches on a profile from formulas: leave out --profile and --full-profile")
     if arguments.full_profile:
         if arguments.profile is not None or arguments.predict_only:
             raise ConfigError("--full-profile measures a new profile: leave out --profile and --predict-only")
         if (here := num_gpus()) < (ranks := arguments.tensor_parallel_size):
-            needed = "a GPU, and there is none here" if not here else f"{ranks} GPUs, and there are {here} here"
-            raise ConfigError(f"--full-profile measures on {needed}")
+            raise ConfigError(f"--full-profile needs {ranks} GPU(s) to measure on; this machine has {here}")
     for option in ("budget", "measure"):
         seconds = getattr(arguments, f"{option}_seconds")
         if seconds <= 0:
@@ -262,20 +262,20 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command: progress on stderr, the report on stdout."""
+    """Run the command: progress on stderr, report on stdout."""
     _check(arguments)
     out: Path = arguments.out
-    # a device, or what a link names, is written and not replaced
+    # devices and link targets are written in place, not replaced
     ordinary = not os.path.lexists(out) or (out.is_file() and not out.is_symlink())
     partial = out.with_name(f"{out.name}.partial") if ordinary else out
 
     def keep(plan: Plan) -> None:
         if partial == out:
             return
-        whole = partial.with_name(f"{partial.name}.{os.getpid()}")
-        with contextlib.suppress(OSError):  # a full disk ends no search
-            plan.save(whole)
-            whole.replace(partial)
+        temporary = partial.with_name(f"{partial.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):  # a full disk must not end the search
+            plan.save(temporary)
+            temporary.replace(partial)
 
     with SearchBar(arguments.budget_seconds) as bar:
         result = search(arguments, bar, lambda: bar.ended, keep)
@@ -285,7 +285,7 @@ def run(arguments: argparse.Namespace) -> int:
                 partial.replace(out)
         except OSError as error:
             raise WeftError(unwritable(out, error)) from None
-    if not bar.ended:  # else the same command goes on from there
+    if not bar.ended:  # otherwise the same command continues from these files
         for file in result.unfinished:
             file.unlink(missing_ok=True)
     if arguments.svg is not None and result.plan.periods:
@@ -300,5 +300,5 @@ def run(arguments: argparse.Namespace) -> int:
         gantt.draw(period, console, title=f"pipeline {i + 1} of {len(result.plan.periods)}")
     print(f"{arguments.out}: {gantt.summary(result.plan)}")
     if arguments.svg is not None and not result.plan.periods:
-        print(f"{arguments.svg}: not written, for there is no pipeline to draw")
+        print(f"{arguments.svg}: not written, because there is no pipeline to draw")
     return 0

@@ -1,40 +1,74 @@
-"""The choice of the dense batch: how many tokens an iteration shall have."""
+"""The iterations that a search considers, and the choice of the dense batch: the tokens of a full iteration."""
 
 from __future__ import annotations
 
-from weft.autosearch import batches, breakeven
 from weft.autosearch.bench_protocol import Load
-from weft.autosearch.budget import Budget
+from weft.autosearch.break_even import MIN_GAIN
 from weft.autosearch.machine import Machine
 from weft.autosearch.refine import OutOfTime, serial_for
 from weft.autosearch.report import Line
-from weft.autosearch.solving import Solving
-from weft.autosearch.timely import Timely
+from weft.autosearch.time_budget import TimeBudget
+from weft.autosearch.timed_bench import TimedBench
+from weft.autosearch.two_stage_search import LoadSolver
+from weft.engine.plans.plan import TOKEN_STEP
+
+DENSE_STEPS = 5
+"""Number of dense batches to consider: the largest, then each smaller by TOKEN_STEP."""
+
+
+def steady_within(load: Load, capacity: int | None) -> Load:
+    """Reduce a steady state to the decodes that fit the KV pool. The dense batch shrinks in proportion."""
+    fitting = load.within(capacity)
+    if fitting.decodes == load.decodes:
+        return load
+    steps = -(-load.tokens * fitting.decodes // (load.decodes * TOKEN_STEP))
+    return fitting._replace(tokens=min(load.tokens, max(1, steps) * TOKEN_STEP))
+
+
+def dense_batches(load: Load) -> list[Load]:
+    """Return the load's dense batch and smaller ones in the same steady state, with decodes in proportion."""
+    sizes = [load.tokens - k * TOKEN_STEP for k in range(DENSE_STEPS)]
+    return [load._replace(tokens=n, decodes=round(load.decodes * n / load.tokens)) for n in sizes if n >= TOKEN_STEP]
+
+
+def decode_batches(load: Load, max_num_seqs: int, capacity: int | None) -> list[Load]:
+    """Return iterations without prefill, in which every running request decodes.
+
+    One has the requests that fit at the workload's context. The other has `max_num_seqs` requests at a context that
+    fits. Sizes are even multiples of TOKEN_STEP; sizes that are no smaller than the dense batch are left out.
+    """
+    fitting = max_num_seqs if capacity is None else min(max_num_seqs, capacity // load.context)
+    batches = []
+    for tokens in sorted({-(-n // (2 * TOKEN_STEP)) * 2 * TOKEN_STEP for n in (fitting, max_num_seqs)}):
+        context = load.context if capacity is None else min(load.context, capacity // max(1, tokens))
+        if 0 < tokens < load.tokens and context:
+            batches.append(load._replace(tokens=tokens, decodes=tokens, context=context))
+    return batches
 
 
 def choose_dense_batch(
-    name: str, full: Load, machine: Machine, bench: Timely | None, solving: Solving, budget: Budget
+    name: str, full: Load, machine: Machine, bench: TimedBench | None, solver: LoadSolver, budget: TimeBudget
 ) -> tuple[Load, list[Line]]:
-    """The load of the dense batch whose best pipeline takes the least time a token, and what was looked at.
+    """Return the load whose best pipeline takes the least time per token, and the report lines of all candidates.
 
-    Tiles and SMs must come out even: fewer tokens in whole waves can beat more of them. Where no pipeline is faster
-    than the serial plan of the largest dense batch, `full`, it is that one. name: of its load.
+    Fewer tokens in whole waves of tiles can beat more tokens. Returns the largest dense batch, `full`, if no pipeline
+    beats its serial plan. name: the load's name.
     """
     lines: list[Line] = []
     serial = serial_for(machine.spec, full, machine.num_sms)
     try:
-        best = ((bench or machine).period(serial, full).ms * (1 - breakeven.MIN_GAIN) / full.tokens, full)
+        best = ((bench or machine).period(serial, full).ms * (1 - MIN_GAIN) / full.tokens, full)
     except OutOfTime:
         return full, lines
-    candidates = batches.dense_batches(full)
-    if solving.workers > 1:  # else one by one, between measurements
-        solving.solve([(name, load) for load in candidates])
+    candidates = dense_batches(full)
+    if solver.workers > 1:  # otherwise solve one at a time, between measurements
+        solver.solve([(name, load) for load in candidates])
     for load in candidates:
-        stages = solving.stages(name, load)
-        if not stages.choices:
+        results = solver.results(name, load)
+        if not results.choices:
             continue
-        budget.tell(f"{load.tokens} tokens")
-        chosen = stages.choices[0]
+        budget.report(f"{load.tokens} tokens")
+        chosen = results.choices[0]
         try:
             timing = (bench or machine).period(chosen.period, load)
         except OutOfTime:

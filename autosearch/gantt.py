@@ -1,4 +1,4 @@
-"""Draws a period: on the terminal and as SVG, the lanes of NanoFlow's Figure 6, SM shares as heights."""
+"""Draws a period on the terminal and as SVG: lanes as in NanoFlow's Figure 6, with SM shares as heights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LANES = ("compute", "memory", "network", "copies")
-"""rows: those of a plan, and the copy engine's"""
+"""Rows: the lanes of a plan, and the copy engine."""
 COLORS = {
     "qkv": "#4c78a8", "o": "#72b7b2", "gate_up": "#f2a65a", "down": "#d1725b", "prefill": "#9d83c4",
     "decode": "#5aa469",
@@ -22,12 +22,12 @@ COLLECTIVES = {
     "_reduce": ("all-reduce", "#5b7fb0"), "_scatter": ("reduce-scatter", "#a97fb5"),
     "_gather": ("all-gather", "#7fb0c9"), "_gather_in": ("all-gather", "#7fb0c9"),
 }  # fmt: skip
-"""end of an operation's name -> what it is, and its colour"""
-WIDEST = 150
-"""columns of a picture, where a terminal has more or there is none"""
+"""Suffix of an operation's name -> its kind and color."""
+MAX_COLUMNS = 150
+"""Maximum width of a picture on a terminal."""
 OTHER_COLOR = "#8fa3bf"
 ENDED_EARLY = ", ended early"
-"""how `Plan.made` ends where somebody did not wait for all of the search"""
+"""Suffix of `Plan.made` if the search was ended early."""
 
 
 class Bar(NamedTuple):
@@ -39,18 +39,18 @@ class Bar(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """What is drawn."""
+    """The bars to draw. Times in ms."""
 
     ms: float
     bars: list[Bar]
     timed: bool
-    """False: the plan has no times, widths are tokens"""
+    """False if the plan has no times; widths are then tokens."""
     serial: list[tuple[str, float]]
-    """operation and ms of the serial plan, where known"""
+    """Operation and ms of the serial plan, if known."""
 
 
 def picture(period: Period) -> Picture:
-    """The bars of a period, from its figures; without them one after another in each lane, as wide as their tokens."""
+    """Return the bars of a period. Without times they are in sequence in each lane, as wide as their tokens."""
     figures = period.figures
     if all(f"start.{i}" in figures and f"ms.{i}" in figures for i in range(len(period.operations))):
         bars = [Bar(figures[f"start.{i}"], figures[f"ms.{i}"], op) for i, op in enumerate(period.operations)]
@@ -66,7 +66,7 @@ def picture(period: Period) -> Picture:
 
 
 def _offload(period: Period, bars: list[Bar]) -> list[Bar]:
-    """Where pages leave for the host: beside the first part of the operation that the plan names."""
+    """Return bars for page offloads, during the first nano-operation that the plan names."""
     gate = period.gate
     copies = NanoOperation("offload", 0, 0, 0)
     return [
@@ -76,18 +76,18 @@ def _offload(period: Period, bars: list[Bar]) -> list[Bar]:
 
 
 def lane_of(op: NanoOperation) -> str:
-    """The row that it is drawn in."""
+    """The row of an operation."""
     return op.lane if op.sms else "copies"
 
 
 def legend(picture: Picture) -> list[tuple[str, str]]:
-    """(what, colour) of everything in the picture, collectives by what they do."""
+    """Return (kind, color) of everything in the picture."""
     found = {_kind(bar.op.operation): _color(bar.op.operation) for bar in picture.bars}
     return list(found.items())
 
 
 def wrapped(picture: Picture) -> list[Bar]:
-    """Bars cut at the end of the period: what sticks out runs at the beginning of the next one."""
+    """Cut bars at the end of the period. The remainder is drawn at its beginning."""
     out = []
     for bar in picture.bars:
         start = bar.start % picture.ms if picture.ms else 0.0
@@ -99,7 +99,7 @@ def wrapped(picture: Picture) -> list[Bar]:
 
 
 def summary(plan: Plan) -> str:
-    """One line."""
+    """Summarize a plan in one line."""
     if not plan.periods:
         if plan.made.endswith(ENDED_EARLY):
             return "the search was ended before a pipeline beat the serial plan; the serial plan runs"
@@ -116,12 +116,12 @@ def summary(plan: Plan) -> str:
 
 
 def draw(period: Period, console: Console, title: str = "") -> None:
-    """Bars of Unicode blocks, one row a lane, then the operations in the order of their launch."""
+    """Draw bars, one row per lane, then a table of the operations in launch order."""
     from rich.table import Table
     from rich.text import Text
 
     shown = picture(period)
-    width = min(max(40, console.width - 10), WIDEST)
+    width = min(max(40, console.width - 10), MAX_COLUMNS)
     unit = "ms" if shown.timed else "tokens"
     console.print(f"\n[bold]{escape(title) or 'pipeline'}[/bold]: {_loads(period)}", highlight=False)
     if times := _times(period):
@@ -161,12 +161,12 @@ def draw(period: Period, console: Console, title: str = "") -> None:
         )  # fmt: skip
     console.print(table)
     for edge in period.waits:
-        away = " of the period before" if edge.distance else ""
+        away = " of the previous period" if edge.distance else ""
         console.print(f"{edge.after} waits for {edge.before}{away}", highlight=False)
 
 
 def _loads(period: Period) -> str:
-    """The loads that it serves, and its gain."""
+    """The loads of a period, and its gain."""
     parts = [f"up to {period.tokens} tokens"]
     if period.min_tokens > 1:
         parts[0] = f"{period.min_tokens}-{period.tokens} tokens"
@@ -183,11 +183,11 @@ def _times(period: Period) -> str:
     parts = []
     for kind in ("predicted", "measured"):
         if f"{kind}_ms" in f:
-            parts.append(f"{kind} {f[f'{kind}_ms']:.3f} ms a layer")
+            parts.append(f"{kind} {f[f'{kind}_ms']:.3f} ms per layer")
             if f"serial_{kind}_ms" in f:
                 parts[-1] += f" (serial {f[f'serial_{kind}_ms']:.3f})"
             if f"{kind}_joules" in f:
-                parts[-1] += f", {f[f'{kind}_joules'] / period.tokens * 1e3:.3f} mJ a token and layer"
+                parts[-1] += f", {f[f'{kind}_joules'] / period.tokens * 1e3:.3f} mJ per token and layer"
     return "; ".join(parts)
 
 
@@ -206,7 +206,7 @@ WIDTH, LEFT, LANE_HEIGHT, GAP, TOP = 1180, 92, 92, 14, 79
 
 
 def svg(period: Period, title: str = "") -> str:
-    """A self-contained SVG document. Times run to the right; the height of a bar is its share of the SMs."""
+    """Return an SVG document. The x axis is time; the height of a bar is its share of the SMs."""
     shown = picture(period)
     bars = wrapped(shown)
     lanes = [lane for lane in LANES if any(lane_of(b.op) == lane for b in bars)]
@@ -268,8 +268,8 @@ def _bar(bar: Bar, x: float, y: float, width: float, height: float, starts: list
     ]
     name = op.operation + ("'" if op.next_layer else "")
     lines = [(name, 12, True), (f"{op.begin}-{op.end}", 10, False), (share, 10, False)]
-    room = int((height - 4) // 14)
-    lines = [line for line in lines[: max(1, room)] if width > 6.2 * len(line[0])]
+    num_lines = int((height - 4) // 14)
+    lines = [line for line in lines[: max(1, num_lines)] if width > 6.2 * len(line[0])]
     middle = y + height / 2 + 4 - 7 * (len(lines) - 1)
     for i, (text, size, bold) in enumerate(lines):
         out.append(_text(x + width / 2, middle + 14 * i, text, "middle", size, bold=bold))
@@ -287,7 +287,7 @@ def _axis(length: float, scale: float, y: float, unit: str) -> list[str]:
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, tip: str = "", shade: int = 0) -> str:
-    """shade: token range; later ones are paler, as Figure 6 shades the second nano-batch."""
+    """shade: index of the token range; later ranges are paler, as the second nano-batch in Figure 6."""
     opacity = f' fill-opacity="{max(0.4, 1 - 0.28 * shade):.2f}"' if shade else ""
     stroke = ' stroke="#333" stroke-width="0.7"' if tip else ""
     tip = f"<title>{escape(tip)}</title>" if tip else ""

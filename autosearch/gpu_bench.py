@@ -1,4 +1,4 @@
-"""`GpuBench`: the `Bench` of a GPU: some layers of the model with random weights, captured and run for a while."""
+"""`GpuBench`: the `Bench` of a GPU. It captures some layers of the model with random weights and replays them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from weft.autosearch.bench_protocol import Load, Timing
-from weft.autosearch.iteration import batch_of
+from weft.autosearch.synthetic_batch import batch_of
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.operations import Role
@@ -27,8 +27,8 @@ from weft.engine.ranks.peer_memory import PeerMemory
 from weft.engine.runner.cuda.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda.cuda_inputs import DeviceInputs
 from weft.engine.runner.cuda.cuda_layers import CudaLayers
-from weft.engine.runner.cuda.peer_collectives import PeerCollectives, Sizes
-from weft.engine.runner.device.collectives import Alone, Collectives, Graph
+from weft.engine.runner.cuda.peer_collectives import PeerCollectives, PeerLayout
+from weft.engine.runner.device.collectives import Collectives, Graph, SingleRank
 from weft.engine.runner.iteration.attention_lists import AttentionGrid
 from weft.engine.runner.iteration.batch import Batch
 from weft.engine.runner.iteration.input_layout import Layout
@@ -37,25 +37,17 @@ from weft.kernels.attention.triton_backend import PER_SM, TritonAttention
 from weft.kernels.tuning.measure import Meter, sustained
 
 LAYERS = 16
-"""of the model that is measured: at the first and the last of them a pipeline is not full, as in a whole model"""
+"""Number of layers to measure. As in a whole model, the pipeline is not full in the first and last ones."""
 
 
 class GpuBench:
-    """See `bench_protocol.Bench`. `seconds`: of each measurement, its second half is what counts."""
+    """Implements `Bench`. Only the second half of the `seconds` of each measurement counts."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        layers: int = LAYERS,
-        max_tokens: int = 2048,
-        max_context: int = 8192,
-        page_size: int = 64,
-        seconds: float = 0.5,
-        dtype: torch.dtype = torch.bfloat16,
-        host: Collectives | None = None,
-    ) -> None:
-        """host: of a rank of several, each of which has such a bench and measures the same at once."""
+        self, spec: ModelSpec, *, layers: int = LAYERS, max_tokens: int = 2048, max_context: int = 8192,
+        page_size: int = 64, seconds: float = 0.5, dtype: torch.dtype = torch.bfloat16, host: Collectives | None = None,
+    ) -> None:  # fmt: skip
+        """host: collectives of this rank, if all ranks measure together on benches like this."""
         device = torch.device("cuda", torch.cuda.current_device())
         layers = min(layers, spec.num_layers)
         self.spec = replace(spec, num_layers=layers, vocab_size=256)
@@ -69,7 +61,7 @@ class GpuBench:
             self._inputs = DeviceInputs(layout, device, max_tokens, -(-max_context // page_size))
             shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, dtype, device)
             attention = TritonAttention(shape, self.num_sms)
-            self._host: Collectives = host or Alone()
+            self._host: Collectives = host or SingleRank()
             self._collectives = None if host is None else self._of_ranks(host, max_tokens, dtype, device)
             self._executor = CudaExecutor(
                 CudaLayers(self.spec, weights, self._inputs, dtype, attention, collectives=self._collectives)
@@ -82,16 +74,16 @@ class GpuBench:
     def close(self) -> None:
         self._meter.close()
 
-    def end_waiting(self) -> None:
-        """From any thread: another rank has ended."""
+    def abort_waits(self) -> None:
+        """Abort waits for another rank that has ended. Any thread may call this."""
         if self._collectives is not None:
-            self._collectives.end_waiting()
+            self._collectives.abort_waits()
 
     def _of_ranks(
         self, host: Collectives, max_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> Any:  # fmt: skip
-        """`PeerCollectives`, or what a subclass wraps them in."""
-        sizes = Sizes(self.spec, max_tokens, 1, dtype)
+        """Create `PeerCollectives`. Subclasses may wrap them."""
+        sizes = PeerLayout(self.spec, max_tokens, 1, dtype)
         return PeerCollectives(PeerMemory(sizes.total, device, host), host.rank, host.ranks, sizes)
 
     def alone(self, op: NanoOperation, load: Load) -> Timing:
@@ -124,7 +116,7 @@ class GpuBench:
         ends: list[list[torch.cuda.Event]] = [[], []]
         for stream in streams:
             stream.wait_event(origin)
-        # replays of each in turn, as many as last about equally long; the host stays ahead by the queue's depth
+        # alternate replays so that both streams have equally much work; the host runs ahead by the queue's depth
         counts = [0.0, 0.0]
         while max(c * t for c, t in zip(counts, alone, strict=True)) < self.seconds * 1e3:
             i = min((0, 1), key=lambda i: counts[i] * alone[i])
@@ -136,7 +128,7 @@ class GpuBench:
             counts[i] += 1
         torch.cuda.synchronize()
         times = [[origin.elapsed_time(e) for e in e_list] for e_list in ends]
-        # the second half of the time in which both were busy
+        # second half of the time in which both were busy
         last = min(t[-1] for t in times)
         first = last / 2
         mhz, watts = self._meter.mean(started + (time.monotonic() - started) / 2)
@@ -146,18 +138,16 @@ class GpuBench:
             result.append(Timing(float((last - first) / (done[1] - done[0])) / self._layers, watts, mhz))
         return result[0], result[1]
 
-    # -- how
-
     def _launch(self, pipeline: Pipeline, only: tuple[NanoOperation, ...] | None) -> Callable[[], object]:
         def launch() -> None:
-            if only is None:  # the residual stream would grow from run to run
+            if only is None:  # otherwise the residual stream would grow with each run
                 self._executor.x[: pipeline.tokens].copy_(self._start[: pipeline.tokens])
             with inside():
                 self._executor.layers(pipeline, self._kv, only)
 
         collectives = self._collectives
         sums = any(op.role is Role.NETWORK and (only is None or nano in only) for nano, op in pipeline.operations)
-        # what ranks count by, and once at a time: in a pair one graph alone has sums
+        # ranks synchronize in one graph at a time: in a pair only one graph has collectives
         inside = partial(collectives.inside, Graph.MODEL) if collectives is not None and sums else nullcontext
         return launch
 
@@ -168,7 +158,7 @@ class GpuBench:
             with torch.cuda.stream(stream):
                 launch()
             torch.cuda.synchronize()
-            # a vendor's collectives have threads that ask for events meanwhile
+            # threads of vendor collectives query events during the capture
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 launch()
         return graph
@@ -176,14 +166,14 @@ class GpuBench:
     def _sustain(self, pipeline: Pipeline, load: Load, launch: Callable[[], object], layers: int) -> Timing:
         self._send(pipeline, load)
         if self._collectives is not None:
-            s = self._in_step(self._graph(launch))
+            s = self._sustain_together(self._graph(launch))
         else:
             with torch.inference_mode():
                 s = sustained([launch], self._meter, self.seconds)
         return Timing(s.ms / layers, s.watts, s.mhz)
 
-    def _in_step(self, graph: torch.cuda.CUDAGraph) -> Timing:
-        """As `sustained`, on several ranks, and as often on each: who replayed once more would wait for ever."""
+    def _sustain_together(self, graph: torch.cuda.CUDAGraph) -> Timing:
+        """Like `sustained`, with equally many replays on all ranks. An extra replay would wait forever."""
         (ms,) = self._agreed(_milliseconds(graph, 2))
         half = max(2, round(self.seconds / 2 * 1e3 / max(ms, 0.01)))
         _milliseconds(graph, half)
@@ -193,7 +183,7 @@ class GpuBench:
         return Timing(ms, watts, mhz)
 
     def _agreed(self, *values: float) -> list[float]:
-        """Rank 0's."""
+        """Return the values of rank 0."""
         return list(self._host.all_gather(torch.tensor(values, dtype=torch.float64))[0].tolist())
 
     def _send(self, pipeline: Pipeline, load: Load) -> None:
@@ -208,24 +198,24 @@ class GpuBench:
                 torch.cuda.empty_cache()
                 with suppress(torch.OutOfMemoryError):
                     self._kv = torch.empty(self.layout.shape(pages), device=self._start.device, dtype=self.layout.dtype)
-                # a rank that has room must not go on alone
+                # all ranks must fail together
                 if not self._host.all_gather(torch.tensor([self._kv.numel()])).all():
                     raise OutOfMemory(
-                        f"no room on the GPU for {load.kv_tokens:,} KV tokens of {spec.num_layers} layers: "
-                        "give a workload of shorter requests or a smaller --tokens"
+                        f"too little GPU memory for {load.kv_tokens:,} KV tokens of {spec.num_layers} layers: "
+                        "use a workload of shorter requests or a smaller --tokens"
                     )
-                for part in self._kv.view(-1).chunk(64):
-                    part.normal_()
+                for chunk in self._kv.view(-1).chunk(64):
+                    chunk.normal_()
             torch.cuda.synchronize()
             self._executor.fill(self._start)
             self._inputs.send(batch, pipeline, AttentionGrid(spec.num_kv_heads, spec.heads_per_kv, PER_SM))
-            # in an engine the graph itself applies the updates
+            # in an engine the graph applies the updates
             table = torch.from_numpy(batch.page_table)
             self._inputs.page_table[: table.shape[0], : table.shape[1]].copy_(table)
             torch.cuda.synchronize()
 
     def _around(self, load: Load, *ops: NanoOperation) -> Pipeline:
-        """Contains `ops` and attention for the rest of the dense batch, so that tokens have their places."""
+        """Build a pipeline of `ops` plus attention for the other tokens, so that every token is assigned."""
         attention = [o.name for o in self.spec.layer_operations() if o.role.attends]
         ranges = {(o.begin, o.end) for o in ops if o.operation in attention}
         edges = sorted({0, load.tokens} | {e for r in ranges for e in r})
@@ -238,7 +228,7 @@ class GpuBench:
 
 
 def _milliseconds(graph: torch.cuda.CUDAGraph, times: int) -> float:
-    """Of one of so many replays."""
+    """Mean time of a replay in ms."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(times):

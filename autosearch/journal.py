@@ -1,4 +1,4 @@
-"""`Journal`: a `Bench` that writes down what it measures, so that an interrupted search goes on where it was."""
+"""`Journal`: a `Bench` that records its measurements, so that an interrupted search can continue."""
 
 from __future__ import annotations
 
@@ -18,55 +18,54 @@ from weft.engine.errors import ConfigError
 from weft.engine.plans.plan import NanoOperation, Period, Target
 
 KEPT_SECONDS = 30 * 86400.0
-"""that nobody has added to the file of a search before it is forgotten: drivers, kernels and cards change"""
+"""Age at which the file of an unfinished search is deleted, since drivers, kernels and cards change."""
 
 
 class Entry(msgspec.Struct):
-    """A line of the file: one measurement."""
+    """One measurement: a line of the file."""
 
     key: str
-    """of what was measured, how long, and how often it had been measured before"""
+    """Identifies what was measured, for how long, and which repetition it was."""
     timings: tuple[Timing, ...] = ()
     refused: str = ""
-    """why this cannot run"""
+    """Reason why this cannot run; empty if it can."""
     took: float = 0.0
-    """seconds, what was made ready for it included"""
+    """Seconds, including compilation."""
 
 
 def unfinished(target: Target, load: Load, what: str, *more: bytes) -> Path:
-    """Where a search keeps what it finds until its plan is written. more: what it is valid for besides."""
+    """File for a search's results until its plan is written. more: further inputs that the results depend on."""
     digest = hashlib.sha256(b"".join((msgspec.json.encode(load), *more))).hexdigest()[:12]
     profile = cache_path(target)
     return profile.parent.parent / "searches" / f"{profile.stem}-{digest}.{what}"
 
 
 class Journal:
-    """See `Bench`. What the file has is not measured again: the second measurement of a pipeline is the second one of
-    the search before, and so on. Who asks in the same order so comes to where that search was, in no time.
+    """Implements `Bench`. Measurements in the file are not repeated.
 
-    The file is made at the first measurement; old files of other searches go with a new search. A line that was cut off
-    when its writer was killed is no line.
+    The n-th measurement of a pipeline is the n-th one of the earlier search, so a search that measures in the same
+    order quickly reaches the point of interruption. A new search deletes old files. Truncated lines are ignored.
     """
 
     def __init__(self, bench: Bench, file: Path) -> None:
-        """Raises `ConfigError` where nothing can be kept in the file's folder."""
+        """Raises `ConfigError` if the file's folder cannot be created."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{file.parent} cannot be made ({error.strerror or error}): set XDG_CACHE_HOME") from None
-        _forget_old(file)
+            raise ConfigError(f"cannot create {file.parent} ({error.strerror or error}): set XDG_CACHE_HOME") from None
+        _delete_old(file.parent)
         self._bench, self._file = bench, file
         self.num_sms, self.memory = bench.num_sms, bench.memory
         self._times: Counter[str] = Counter()
         self._known = {entry.key: entry for entry in _read(file)}
-        self.taken = 0
-        """measurements that the file had"""
+        self.reused = 0
+        """Measurements taken from the file."""
         self.took = 0.0
-        """seconds of the last measurement, when it was made"""
+        """Seconds that the last measurement took when it was made."""
 
     @property
     def known(self) -> int:
-        """Measurements of searches before."""
+        """Number of measurements in the file at the start."""
         return len(self._known)
 
     @property
@@ -93,7 +92,7 @@ class Journal:
         key = f"{name}-{self._times[name]}"
         self._times[name] += 1
         if (entry := self._known.get(key)) is not None:
-            self.taken += 1
+            self.reused += 1
         else:
             entry, begun = Entry(key), time.monotonic()
             try:
@@ -101,18 +100,20 @@ class Journal:
             except ConfigError as error:
                 entry.refused = str(error)
             entry.took = time.monotonic() - begun
-            with contextlib.suppress(OSError), self._file.open("ab") as file:  # a full disk ends no search
-                file.write(b"\n" + msgspec.json.encode(entry))  # ahead: behind half a line this begins a new one
+            with contextlib.suppress(OSError), self._file.open("ab") as file:  # a full disk must not end the search
+                file.write(
+                    b"\n" + msgspec.json.encode(entry)
+                )  # the newline comes first in case the last line is truncated
         self.took = entry.took
         if entry.refused:
             raise ConfigError(entry.refused)
         return entry.timings
 
 
-def _forget_old(file: Path) -> None:
-    """Of searches that nobody went on with."""
-    for old in file.parent.iterdir():
-        with contextlib.suppress(OSError):  # somebody else's, or another search has just removed it
+def _delete_old(folder: Path) -> None:
+    """Delete the files of abandoned searches."""
+    for old in folder.iterdir():
+        with contextlib.suppress(OSError):  # no permission, or another search has just deleted it
             if old.suffix in (".measured", ".solved") and time.time() - old.stat().st_mtime > KEPT_SECONDS:
                 old.unlink()
 
@@ -120,12 +121,12 @@ def _forget_old(file: Path) -> None:
 def _read(file: Path) -> list[Entry]:
     try:
         lines = file.read_bytes().splitlines()
-    except FileNotFoundError:  # none yet, or another search of the same has ended meanwhile
+    except FileNotFoundError:  # none yet, or the same search has ended in another process
         return []
     entries = []
     for line in lines:
         try:
             entries.append(msgspec.json.decode(line, type=Entry))
-        except ValueError:  # half a line, or bytes that a disk has lost
+        except ValueError:  # a truncated or corrupted line
             continue
     return entries

@@ -1,4 +1,4 @@
-"""`Machine`: a `Bench` made of a recorded profile: predicts what a GPU would measure. The stages search on it."""
+"""`Machine`: a `Bench` that predicts measurements from a profile. Both stages search on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.engine.plans.plan import NanoOperation, Period
 
 
 class Machine:
-    """Durations D_best / P(R): alone on all SMs, or beside a partner on some of them (NanoFlow §4.1.3)."""
+    """Durations D_best / P(R): alone on all SMs, or on some SMs while another operation runs (NanoFlow §4.1.3)."""
 
     def __init__(self, profile: Profile, spec: ModelSpec) -> None:
         self.spec, self.profile = spec, profile
@@ -21,15 +21,15 @@ class Machine:
         self.memory, self.seconds = profile.memory, 0.0
         self.operations = {o.name: o for o in spec.layer_operations()}
         if missing := sorted(set(self.operations) - set(profile.features)):
-            raise ConfigError(f"the profile has no operation {', '.join(missing)}: it was made for another model")
+            raise ConfigError(f"the profile has no operation {', '.join(missing)}: use a profile of this model")
         self.curves = Curves(profile)
         resources = {name: o.resource for name, o in self.operations.items()}
         self.interference = Interference(profile, self.curves, resources)
         self.watts = max(p.watts for p in profile.points)
-        """the most that the card was seen to draw for long"""
+        """Highest sustained power of the card."""
 
     def works(self, period: Period, load: Load) -> list[float]:
-        """The work of each nano-operation of the period."""
+        """Return the work of each nano-operation of the period."""
         ranges = period.nano_batches(self.spec)
         assigned = dict(zip(ranges, load.assigned(ranges), strict=True))
         works = []
@@ -40,19 +40,19 @@ class Machine:
         return works
 
     def duration(self, operation: str, work: float, sms: int, *, serial: bool = False) -> float:
-        """Milliseconds on `sms` SMs: alone when they are all, else beside a partner."""
+        """Milliseconds on `sms` SMs: alone if that is all of them, otherwise next to another operation."""
         ms = self.curves.ms(operation, work, sms, serial=serial)
         return ms if sms >= self.num_sms else ms * self.interference.slowdown(self.operations[operation].resource, sms)
 
     def durations(self, period: Period, load: Load) -> list[float]:
-        """Milliseconds of each nano-operation, but for what collectives beside it cost."""
+        """Milliseconds of each nano-operation, without the cost of concurrent collectives."""
         return [
             self.duration(op.operation, work, op.sms, serial=op.config is None)
             for op, work in zip(period.operations, self.works(period, load), strict=True)
         ]
 
     def drag(self, period: Period) -> Drag | None:
-        """What collectives cost those that run beside them; None: the period has none."""
+        """Return the slowdown by concurrent collectives, or None if the period has no collectives."""
         kinds = [self.resource(op.operation) for op in period.operations]
         if Resource.NETWORK not in kinds:
             return None
@@ -60,13 +60,13 @@ class Machine:
         return lambda i, others: factors[i] if any(kinds[j] is Resource.NETWORK for j in others) else 1.0
 
     def timeline(self, period: Period, load: Load) -> tuple[Timeline, list[float]]:
-        """The period as it would run, and the milliseconds of each nano-operation."""
+        """Simulate the period; also returns the milliseconds of each nano-operation."""
         durations = self.durations(period, load)
         timeline = simulate(period, self.spec, durations, self.num_sms, drag=self.drag(period))
         return timeline, list(timeline.lasts)
 
     def serial_ms(self, load: Load) -> float:
-        """The sum of all operations on the whole batch."""
+        """Milliseconds of all operations in sequence on the whole batch."""
         return sum(
             self.curves.ms(name, work_of(op, load), self.num_sms, serial=True) for name, op in self.operations.items()
         )
@@ -90,7 +90,7 @@ class Machine:
         return Timing(ms[0], self.watts, 0.0), Timing(ms[1], self.watts, 0.0)
 
     def period(self, period: Period, load: Load) -> Timing:
-        """Energy: that of every operation alone, or what the card can draw in the time where that is less."""
+        """Predict time and energy. Energy is the sum over operations alone, capped by the card's highest power."""
         timeline, _ = self.timeline(period, load)
         joules = sum(
             self.curves.joules(op.operation, work, self.num_sms, serial=op.config is None)

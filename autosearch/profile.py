@@ -1,15 +1,17 @@
-"""`Profile`: measured times and watts of every operation alone and of pairs, on one GPU for one model. A JSON file.
+"""`Profile`: times and watts of every operation, alone and in pairs, on one GPU for one model. Stored as JSON.
 
-A point's `work` is what its time grows with: tokens of a product or a collective, KV tokens of decode attention,
-query-key pairs of prefill attention. For several ranks it is one rank's, with the collectives of all `transformations`.
-Between points, `Curves` interpolates the time of a unit of work; for products the
-unit is a wave of tiles over the SMs, so that the steps of wave quantisation stay where they are.
+The unit of a point's `work` depends on the operation: tokens (GEMMs, collectives), KV tokens (decode attention) or
+query-key pairs (prefill attention). A profile of several ranks describes one rank, with the collectives of all
+`transformations`. `Curves` interpolates the time per unit of work. For GEMMs the unit is a wave of tiles over the SMs,
+which preserves the steps of wave quantization.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -30,12 +32,14 @@ from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
 VERSION = 1
 MEMORY_SHARE = 0.9
 KV_DTYPE = torch.bfloat16
-"""or any other of two bytes, of weights and pages alike"""
+"""Any dtype of two bytes, for weights and pages."""
 SHIPPED = Path(__file__).with_name("profiles")
+Side = tuple[str, float, int, float]
+"""An operation of a pair: name, work, SMs, ms."""
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One operation alone on `sms` SMs, sustained."""
+    """A sustained measurement of one operation alone on `sms` SMs."""
 
     operation: str
     work: float
@@ -47,7 +51,7 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class PairPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A compute operation beside one of memory or network, both busy all the time."""
+    """A compute operation next to a memory or network operation, both busy all the time."""
 
     compute: str
     guest: str
@@ -59,9 +63,16 @@ class PairPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     guest_ms: float
     watts: float
 
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return (
+            (self.compute, self.compute_work, self.compute_sms, self.compute_ms),
+            (self.guest, self.guest_work, self.guest_sms, self.guest_ms),
+        )
+
 
 class GuestPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A memory operation beside a collective, both busy all the time."""
+    """A memory operation next to a collective, both busy all the time."""
 
     memory: str
     network: str
@@ -73,49 +84,55 @@ class GuestPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network_ms: float
     watts: float
 
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return (
+            (self.memory, self.memory_work, self.memory_sms, self.memory_ms),
+            (self.network, self.network_work, self.network_sms, self.network_ms),
+        )
+
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that was measured, or modelled for want of it. Reused wherever `target` is the same."""
+    """All measurements, or formulas in their place. A profile is reused for the same `target`."""
 
     target: Target
     load: Load
     features: dict[str, int]
-    """operation -> rows of its weight; 0 where it has none"""
+    """Operation -> rows of its weight; 0 if it has none."""
     points: tuple[Point, ...]
     pairs: tuple[PairPoint, ...] = ()
     memory: int = 0
-    """bytes of the device's memory; 0: not known"""
+    """Bytes of device memory; 0: unknown."""
     configs: dict[str, GemmConfig] = {}
-    """operation -> kernel configuration of its nano-operations; the serial plan leaves the choice to the kernel"""
+    """Operation -> kernel configuration of its nano-operations. In the serial plan the kernel chooses."""
     version: int = VERSION
     format: Literal["weft-profile"] = "weft-profile"
     made: str = ""
-    """date, versions, seconds: for the reader"""
+    """Date and versions, for information."""
     guest_pairs: tuple[GuestPair, ...] = ()
     modelled: tuple[str, ...] = ()
-    """operations whose points and pairs are formulas' (`modelled.py`), not measurements"""
+    """Operations whose points and pairs come from formulas (`formula_profile.py`), not measurements."""
 
     def kv_capacity(self, spec: ModelSpec) -> int | None:
-        """See `kv_capacity`."""
         return kv_capacity(self.memory, spec)
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".new")
-        temporary.write_bytes(msgspec.json.encode(self).replace(b'},{"', b'},\n{"') + b"\n")  # a line a measurement
+        temporary.write_bytes(msgspec.json.encode(self).replace(b'},{"', b'},\n{"') + b"\n")  # one line per measurement
         temporary.replace(path)
 
 
 def kv_capacity(memory: int, spec: ModelSpec) -> int | None:
-    """Tokens of KV that fit beside the weights at the engine's default share of `memory` bytes; None: 0 bytes."""
+    """KV tokens that fit next to the weights at the engine's default share of `memory` bytes; None if 0 bytes."""
     if not memory:
         return None
-    room = MEMORY_SHARE * memory - spec.num_parameters * KV_DTYPE.itemsize
-    return max(1, int(room / KvLayout.of(spec, 1, KV_DTYPE).token_bytes))
+    free = MEMORY_SHARE * memory - spec.num_parameters * KV_DTYPE.itemsize
+    return max(1, int(free / KvLayout.of(spec, 1, KV_DTYPE).token_bytes))
 
 
 def load_profile(path: Path) -> Profile:
-    """Read a profile. Raises `ConfigError`, one line."""
+    """Read a profile. Raises `ConfigError`."""
     profile = read_document(
         path, Profile, form="weft-profile", version=VERSION, kind="profile", made_by="weft search records them"
     )  # fmt: skip
@@ -123,7 +140,7 @@ def load_profile(path: Path) -> Profile:
     if missing:
         raise ConfigError(f"the profile {path} has no point of {', '.join(missing)}: record it again")
     if any(p.ms <= 0 or p.work <= 0 or p.sms < 1 for p in profile.points):
-        raise ConfigError(f"the profile {path} has a time, a work or an SM count that is not positive")
+        raise ConfigError(f"the profile {path} has a time, work or SM count that is not positive: record it again")
     return profile
 
 
@@ -132,13 +149,13 @@ def cache_folder() -> Path:
 
 
 def cache_path(target: Target) -> Path:
-    """Where a profile of this GPU, model and kernels is kept."""
+    """Cache file of the profile for this GPU, model and kernels."""
     parts = (target.gpu, target.model, target.dtype, target.kernels)
     return cache_folder() / (re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(parts)).strip("-").lower() + ".json")
 
 
 def recorded_profiles() -> Iterator[tuple[Path, Profile]]:
-    """Every readable profile of the cache, then the shipped ones."""
+    """Yield every readable profile in the cache, then the shipped ones."""
     for folder in (cache_folder(), SHIPPED):
         for path in sorted(folder.glob("*.json")):
             try:
@@ -148,7 +165,7 @@ def recorded_profiles() -> Iterator[tuple[Path, Profile]]:
 
 
 def work_of(operation: Operation, load: Load) -> float:
-    """The work of one operation on a nano-batch of this load."""
+    """Work of one operation on a nano-batch of this load."""
     match operation.role:
         case Role.DECODE_ATTENTION:
             return float(load.kv_tokens)
@@ -159,7 +176,7 @@ def work_of(operation: Operation, load: Load) -> float:
 
 
 class Curves:
-    """Time and energy of an operation at any work and SM count, from a profile's points."""
+    """Time and energy of an operation at any work and SM count, interpolated between a profile's points."""
 
     def __init__(self, profile: Profile) -> None:
         self.num_sms = profile.target.sms
@@ -177,7 +194,7 @@ class Curves:
             ]
 
     def ms(self, operation: str, work: float, sms: int, *, serial: bool = False) -> float:
-        """Milliseconds alone on `sms` SMs. serial: with the configuration that the kernel itself chooses."""
+        """Milliseconds alone on `sms` SMs. serial: with the kernel's default configuration."""
         if work <= 0:
             return 0.0
         return self._units(operation, work, sms) / self._interpolated(operation, work, sms, serial, 0)
@@ -202,7 +219,7 @@ class Curves:
         return np.array([p.work for p in points]), np.array(speed), np.array([p.watts for p in points])
 
     def _interpolated(self, operation: str, work: float, sms: int, serial: bool, what: int) -> float:
-        """Units of work per millisecond (0) or watts (1): linear in 1/speed over the work, in the speed over SMs."""
+        """Units of work per ms (what=0) or watts (what=1): linear in 1/speed over work, and in speed over SMs."""
         levels = self._levels[operation, serial]
 
         def at(level: tuple[int, np.ndarray, np.ndarray, np.ndarray]) -> float:
@@ -213,7 +230,7 @@ class Curves:
 
         counts = [level[0] for level in levels]
         if sms <= counts[0]:
-            # attention slows down with its SMs; a product's unit already counts them
+            # attention slows down with its SMs; the unit of GEMMs already accounts for them
             shrink = 1.0 if what or self._features[operation] else sms / counts[0]
             return at(levels[0]) * shrink
         if sms >= counts[-1]:
@@ -225,10 +242,21 @@ class Curves:
 
 
 def _chosen(points: list[Point], config: GemmConfig | None) -> list[Point]:
-    """One point a work: that of `config` where it was measured, else the fastest."""
+    """Choose one point per amount of work: the one of `config` if it was measured, else the fastest."""
     best: dict[float, Point] = {}
     for point in points:
         before = best.get(point.work)
         if before is None or (point.config == config, -point.ms) > (before.config == config, -before.ms):
             best[point.work] = point
     return list(best.values())
+
+
+def today() -> str:
+    """Date and versions, to identify a file."""
+    names = []
+    for name in ("torch", "triton"):
+        try:
+            names.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join([datetime.now(UTC).strftime("%Y-%m-%d"), *names])

@@ -1,4 +1,4 @@
-"""`RanksBench`: the `Bench` of several GPUs: rank 0's, with a process for each of the others that measures the same."""
+"""`RanksBench`: the `Bench` of several GPUs: rank 0 in this process, and a process for each follower."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from weft.autosearch.bench_follower import Asked, Opening, measure, open_rank
+from weft.autosearch.bench_follower import BenchConfig, MeasureRequest, measure, open_rank
 from weft.autosearch.bench_protocol import Bench, Load, Timing
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, RankLost
@@ -22,23 +22,23 @@ from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.wire.preloaded import environment
 
 END_SECONDS = 2.0
-"""that a rank gets to end when its stdin has"""
+"""Seconds to wait for a follower to exit after its stdin is closed."""
 MODULE = "weft.autosearch.bench_follower"
 
 
 class RanksBench:
-    """See `SumsBench`. Watts and clocks are the mean of all GPUs'; times are alike on all: they wait for each other.
+    """Implements `ReductionBench`. Watts and clocks are means over all GPUs. Times agree, since ranks synchronize.
 
-    Raises, as all its methods do, `RankLost` when another rank has ended.
+    The constructor and all methods raise `RankLost` if another rank has ended.
     """
 
     def __init__(
         self, model: Path, ranks: int, *, max_tokens: int, max_context: int, seconds: float, tuning_seconds: float,
         progress: Callable[[str], None] = lambda _: None,
-        open_own: Callable[[Links, Opening, Callable[[str], None]], Bench] = open_rank,
+        open_own: Callable[[Links, BenchConfig, Callable[[str], None]], Bench] = open_rank,
         module: str = "", device: str = "cuda",
     ) -> None:  # fmt: skip
-        """model: folder of the whole one. open_own: makes rank 0's bench. module: what the other ranks run."""
+        """model: folder of the whole model. open_own: opens rank 0's bench. module: the followers' module."""
         self._module, self._device = module or MODULE, device
         self._why: str | None = None
         self._closing = False
@@ -47,20 +47,20 @@ class RanksBench:
         self._lost = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._links = Links(0, self._shared, self._lost)
         self._links.check = self._check
-        opening = Opening(str(model), self._shared.dump(), max_tokens, max_context, seconds, tuning_seconds)
+        opening = BenchConfig(str(model), self._shared.dump(), max_tokens, max_context, seconds, tuning_seconds)
         try:
             for rank in self._links.peers:
-                self._begin(rank, opening)
+                self._start(rank, opening)
             self._own = open_own(self._links, opening, progress)
         except BaseException:
             self.close()
             raise
-        self._links.on_lost = getattr(self._own, "end_waiting", lambda: None)
+        self._links.on_lost = getattr(self._own, "abort_waits", lambda: None)
         self.num_sms, self.memory = self._own.num_sms, self._own.memory
         self._check()
 
-    def _begin(self, rank: int, opening: Opening) -> None:
-        # The kernel ends a child with the thread that made it.
+    def _start(self, rank: int, opening: BenchConfig) -> None:
+        # The kernel ends a child when the thread that created it ends.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         options = {"tensor_parallel_size": self._links.ranks, **({"device": "cpu"} if self._device == "cpu" else {})}
         config = EngineConfig.model_validate(options)
@@ -75,10 +75,10 @@ class RanksBench:
         except OSError as error:
             raise ConfigError(f"--tensor-parallel-size: cannot start a rank: {error.strerror or error}") from None
         threading.Thread(target=self._watch, args=(rank, process), name="weft-ranks", daemon=True).start()
-        self._tell(process, opening)
+        self._send(process, opening)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """On a thread: end what waits for a rank that has ended."""
+        """On a thread: abort waits for a rank that has ended."""
         code = process.wait()
         if not self._closing:
             self._why = f"rank {rank}: {self._links.state(rank).why or f'its process ended (status {code})'}"
@@ -89,18 +89,18 @@ class RanksBench:
         if self._why is not None:
             raise RankLost(self._why)
 
-    def _tell(self, process: subprocess.Popen[bytes], what: msgspec.Struct) -> None:
+    def _send(self, process: subprocess.Popen[bytes], message: msgspec.Struct) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which `_watch` gpu_environment
-            process.stdin.write(msgspec.json.encode(what) + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which `_watch` notices
+            process.stdin.write(msgspec.json.encode(message) + b"\n")
             process.stdin.flush()
 
-    def _measure(self, asked: Asked) -> tuple[Timing, ...]:
+    def _measure(self, request: MeasureRequest) -> tuple[Timing, ...]:
         self._check()
         for process in self._followers.values():
-            self._tell(process, asked)
-        found = measure(self._own, asked)
-        self._check()  # what was measured while a rank ended is no measurement
+            self._send(process, request)
+        found = measure(self._own, request)
+        self._check()  # a measurement during which a rank ended is invalid
         return found
 
     @property
@@ -109,21 +109,20 @@ class RanksBench:
 
     @seconds.setter
     def seconds(self, value: float) -> None:
-        self._measure(Asked("seconds", seconds=value))
+        self._measure(MeasureRequest("seconds", seconds=value))
 
     def alone(self, op: NanoOperation, load: Load) -> Timing:
-        return self._measure(Asked("alone", (op,), load=load))[0]
+        return self._measure(MeasureRequest("alone", (op,), load=load))[0]
 
     def pair(self, a: NanoOperation, b: NanoOperation, load: Load) -> tuple[Timing, Timing]:
-        first, second = self._measure(Asked("pair", (a, b), load=load))
+        first, second = self._measure(MeasureRequest("pair", (a, b), load=load))
         return first, second
 
     def period(self, period: Period, load: Load) -> Timing:
-        return self._measure(Asked("period", period=period, load=load))[0]
+        return self._measure(MeasureRequest("period", period=period, load=load))[0]
 
     def sums(self, way: str) -> None:
-        """See `SumsBench`."""
-        self._measure(Asked("sums", way=way))
+        self._measure(MeasureRequest("sums", way=way))
 
     def close(self) -> None:
         """Idempotent."""

@@ -1,6 +1,6 @@
-"""Measured refinement: hill climbing on a bench over shares, sizes, order and configurations; the serial plan competes.
+"""Measured refinement: hill climbing on a bench over SM shares, sizes, order and kernel configurations.
 
-Every measurement is sustained, so a pipeline that wins a burst and loses at the power limit loses here.
+Measurements are sustained, so a pipeline that is faster only until the power limit is reached does not win.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from weft.engine.plans.plan import TOKEN_STEP, Edge, Period, serial_period
 from weft.kernels.matmul.gemm_config import GemmConfig
 
 MIN_GAIN = 0.002
-"""medians closer than this are equal"""
+"""Relative difference below which medians are equal."""
 SCREEN = 1.01
-"""a first measurement this much slower needs no second one"""
+"""A first measurement slower by this factor is not repeated."""
 REPEATS = 3
 SM_STEP = 4
 Clock = Callable[[], float]
@@ -32,22 +32,22 @@ Move = tuple[str, Period]
 
 
 class OutOfTime(WeftError):
-    """A bench will not begin a measurement that could not end in its time."""
+    """A measurement would not finish in the available time."""
 
 
 class Refined(NamedTuple):
-    """What the bench says."""
+    """The result of `Refiner`."""
 
     period: Period
     ms: float
-    """as it was last measured, or the median"""
+    """Last measurement, or the median of several."""
     tried: int
     accepted: tuple[str, ...]
-    """the changes that made it faster, in order"""
+    """Accepted changes, in order."""
 
 
 class Refiner:
-    """Climbs from a period. `configs`: kernel configurations to try for products."""
+    """Climbs from a period. `configs`: kernel configurations to try for GEMMs."""
 
     def __init__(
         self, bench: PeriodBench, spec: ModelSpec, load: Load, configs: Sequence[GemmConfig] = (),
@@ -56,12 +56,12 @@ class Refiner:
         self._bench, self._spec, self._load, self._configs = bench, spec, load, configs
         self._progress, self._clock = progress, clock
         self._resource = {o.name: o.resource for o in spec.layer_operations()}
+        # bound by compute, but can run in the memory lane too
         self._movable = [o.name for o in spec.layer_operations() if o.role is Role.PREFILL_ATTENTION]
-        """bound by compute and yet at home on either lane"""
         self._tried: dict[bytes, float] = {}
 
     def run(self, candidates: Sequence[Period], budget_s: float) -> Refined | None:
-        """The fastest period found from the best of `candidates`; None when none of them can run."""
+        """Climb from the best of `candidates`. Returns None if none of them can run."""
         end = self._clock() + budget_s
         first = [(t.ms, i) for i, p in enumerate(candidates) if (t := self._measure(p)) is not None]
         if not first:
@@ -84,13 +84,8 @@ class Refiner:
                     break
         return Refined(current, self._tried[period_key(current)], len(self._tried), tuple(accepted))
 
-    def median(self, periods: Sequence[Period]) -> list[Timing]:
-        """See `medians`."""
-        self._progress(f"repeating {len(periods)} pipeline{'s' if len(periods) > 1 else ''}")
-        return medians(self._bench, periods, self._load)
-
     def _measure(self, period: Period) -> Timing | None:
-        """None: this GPU cannot run it, or not any more."""
+        """Return None if this GPU cannot run the period or no time is left."""
         try:
             period.check(self._spec, self._bench.num_sms)
             timing = self._bench.period(period, self._load)
@@ -109,8 +104,9 @@ class Refiner:
         timing = self._measure(period)
         if timing is None or timing.ms > self._tried[period_key(current)] * SCREEN:
             return False
+        self._progress("repeating 2 pipelines")
         try:
-            new, old = self.median([period, current])
+            new, old = medians(self._bench, [period, current], self._load)
         except OutOfTime:
             return False
         self._tried[period_key(period)], self._tried[period_key(current)] = new.ms, old.ms
@@ -119,13 +115,13 @@ class Refiner:
     # -- moves
 
     def moves(self, period: Period) -> Iterator[Move]:
-        """Every neighbour; many are not possible, which `Period.check` finds out."""
+        """Yield every neighbor. Many are invalid, which `Period.check` detects."""
         yield from self._shares(period)
         yield from _sizes(period)
         yield from _orders(period)
         for edge in period.waits:
             waits = tuple(e for e in period.waits if e != edge)
-            yield "one wait less", msgspec.structs.replace(period, waits=waits)
+            yield "one wait fewer", msgspec.structs.replace(period, waits=waits)
         yield from self._other_configs(period)
         for name, other in product(self._movable, ("compute", "memory")):
             if any(o.operation == name and o.lane != other for o in period.operations):
@@ -155,23 +151,27 @@ class Refiner:
 
 
 def medians(bench: PeriodBench, periods: Sequence[Period], load: Load) -> list[Timing]:
-    """Medians of `REPEATS` measurements of each, taken in turn so that drifting clocks meet all of them.
+    """Return the median of `REPEATS` measurements of each period, alternating so that clock drift affects all alike.
 
-    Of fewer where time ends them. Raises `OutOfTime` when it does before there is one of each.
+    Uses fewer measurements if time runs out. Raises `OutOfTime` if there is not even one of each.
     """
-    rounds: list[list[Timing]] = []
+    repeats: list[list[Timing]] = []
     for _ in range(REPEATS):
         try:
-            rounds.append([bench.period(p, load) for p in periods])
+            repeats.append([bench.period(p, load) for p in periods])
         except OutOfTime:
-            if not rounds:
+            if not repeats:
                 raise
             break
-    return [Timing(*(statistics.median(v) for v in zip(*each, strict=True))) for each in zip(*rounds, strict=True)]
+    return [median(each) for each in zip(*repeats, strict=True)]
+
+
+def median(timings: Sequence[Timing]) -> Timing:
+    return Timing(*(statistics.median(values) for values in zip(*timings, strict=True)))
 
 
 def period_key(period: Period) -> bytes:
-    """What is measured: tokens, operations and waits."""
+    """Identify what a measurement depends on: tokens, operations and waits."""
     return msgspec.json.encode((period.tokens, period.operations, period.waits))
 
 
@@ -187,11 +187,10 @@ def _changed_one(period: Period, i: int, **change: object) -> Period:
 
 
 def _sizes(period: Period) -> Iterator[Move]:
-    """A place where token ranges meet moves by one step, for every operation that is cut there."""
+    """Move a boundary between token ranges by one step, for every operation that is cut there."""
     for place in period.begins[1:]:
         for step in (-TOKEN_STEP, TOKEN_STEP):
             to = place + step
-
             if 0 < to < period.tokens and to not in period.begins:
                 operations = (
                     msgspec.structs.replace(
@@ -204,7 +203,7 @@ def _sizes(period: Period) -> Iterator[Move]:
 
 
 def _orders(period: Period) -> Iterator[Move]:
-    """Neighbours of a lane change places."""
+    """Swap neighbors in a lane."""
     last: dict[str, int] = {}
     for j, op in enumerate(period.operations):
         if (i := last.get(op.lane)) is not None:
@@ -222,12 +221,12 @@ def _orders(period: Period) -> Iterator[Move]:
 
 
 def without_overlap(period: Period, num_sms: int) -> Period:
-    """The same nano-operations one after another on all SMs: what cutting the batch costs by itself (paper §6.4)."""
+    """Run the same nano-operations in sequence on all SMs. This isolates the cost of cutting the batch (paper §6.4)."""
     operations = (msgspec.structs.replace(op, lane="compute", sms=num_sms) for op in period.operations)
     return msgspec.structs.replace(period, operations=tuple(operations), waits=())
 
 
 def serial_for(spec: ModelSpec, load: Load, num_sms: int) -> Period:
-    """The serial plan of an iteration: padded to whole steps, as the engine's buckets are."""
+    """Return the serial plan of an iteration, padded to whole steps as the engine's buckets are."""
     tokens = -(-load.tokens // TOKEN_STEP) * TOKEN_STEP
     return serial_period(spec, tokens, num_sms, decode_only=not load.prefill_tokens)

@@ -1,13 +1,18 @@
-"""What a search found, as tables: predicted against measured for each load and stage, and what sharing SMs costs."""
+"""The report of a search: predicted and measured times, interference, the optimum of Equation 5, provenance."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from weft.autosearch import cost_model
 from weft.autosearch.bench_protocol import Load, Timing
+from weft.autosearch.formula_profile import SOURCES
 from weft.autosearch.interference import Row
-from weft.engine.model.operations import Resource
+from weft.autosearch.pipeline_structure import every_operation
+from weft.autosearch.profile import Profile
+from weft.engine.model.operations import Resource, Role
+from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -15,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Line(NamedTuple):
-    """A row of the report: one load, one stage."""
+    """A row of the report: one stage for one load."""
 
     load: str
     stage: str
@@ -27,26 +32,62 @@ class Result(NamedTuple):
     plan: Plan
     lines: list[Line]
     exchange: dict[Resource, list[Row]]
-    """R -> P by what a kernel is short of, R exactly its SMs"""
+    """R -> P by bottleneck resource; R is the exact share of the SMs."""
     table_3: dict[Resource, list[tuple[float, float]]]
-    """R -> P as the paper has it, R what the product beside it loses"""
+    """R -> P as in the paper; R is the loss of the concurrent GEMM."""
     accepted: tuple[str, ...]
-    """what refinement changed"""
+    """Changes made by refinement."""
     dropped: tuple[str, ...]
-    """pipelines that did not win when they were measured again"""
+    """Pipelines that lost when they were measured again."""
     seconds: float
     measured: bool
     load: Load
-    """the dense batch"""
+    """The dense batch."""
     notes: tuple[str, ...] = ()
-    """printed last: the choice of collectives, the optimum, what was modelled"""
+    """Final lines: choice of collectives, optimum, provenance."""
     source: str = "a recorded profile"
     unfinished: tuple[Path, ...] = ()
-    """files that this search, had it been interrupted, would go on from"""
+    """Files from which an interrupted search continues."""
+
+
+def fastest_gemm_flops(profile: Profile, spec: ModelSpec) -> float:
+    """FLOP/s of the fastest GEMM in the profile, on one GPU. spec: of one rank."""
+    operations = every_operation(spec)
+    gemms = [o.name for o in operations.values() if o.role in (Role.PROJECTION, Role.EXPERTS)]
+    return max(operations[p.operation].flops * p.work / p.ms * 1e3 for p in profile.points if p.operation in gemms)
+
+
+def optimum(profile: Profile, spec: ModelSpec, whole: ModelSpec) -> tuple[float, str]:
+    """Return the optimal tokens/s per GPU (Equation 5) and its report line. spec: of one rank; whole: of all ranks."""
+    flops, gpus = fastest_gemm_flops(profile, spec), spec.shard_of.ranks
+    best = cost_model.optimal_throughput(flops, whole.active_parameters)
+    kind = "modeled" if profile.modelled else "measured"
+    text = f"optimal throughput (Equation 5) {best:,.0f} tokens/s/GPU"
+    if gpus > 1:
+        text += f", {gpus * best:,.0f} on {gpus} GPUs"
+    return best, f"{text}, at the {flops / 1e12:,.0f} TFLOP/s of the fastest {kind} GEMM"
+
+
+def share_of_optimum(name: str, tokens: int, layer_ms: float, spec: ModelSpec, best: float) -> str:
+    """Report line: throughput of an iteration, without embedding and sampling, as a share of the optimum `best`."""
+    rate = tokens / (layer_ms / 1e3 * spec.num_layers) / spec.shard_of.ranks
+    return f"{name}: {rate:,.0f} tokens/s/GPU in the layers alone, {rate / best:.0%} of the optimum"
+
+
+def provenance(profile: Profile) -> list[str]:
+    """Report lines on what was measured and what was modeled; none if everything was measured."""
+    if not profile.modelled:
+        return []
+    measured = [name for name in profile.features if name not in profile.modelled]
+    return [
+        f"MODELED, NOT MEASURED ({profile.target.gpu}): {', '.join(profile.modelled)}",
+        f"measured: {', '.join(measured) or 'nothing of this model, and no pair of operations'}",
+        *(f"basis of the formulas: {text}" for text in SOURCES),
+    ]
 
 
 def report(result: Result, console: Console) -> None:
-    """Predicted against measured for each load and stage, and what sharing SMs costs."""
+    """Print predicted and measured times for each load and stage, the interference and the notes."""
     from rich.table import Table
 
     title = f"one layer, {result.plan.target.gpu}, {result.plan.workload}, {result.seconds:.0f} s of search"
@@ -72,11 +113,11 @@ def report(result: Result, console: Console) -> None:
         console.print(f"share of the SMs -> share of solo speed, {resource.value}: {kept}", highlight=False)
     for resource, pairs in result.table_3.items():
         text = ", ".join(f"{r:.2f} -> {p:.2f}" for r, p in pairs)
-        console.print(f"loss of the product -> share of solo speed, {resource.value}: {text}", highlight=False)
+        console.print(f"loss of the GEMM -> share of solo speed, {resource.value}: {text}", highlight=False)
     if not result.exchange:
-        console.print("No pair of operations was measured: the predictions leave out what overlap costs.")
+        console.print("No pair of operations was measured: the predictions ignore interference.")
     if not result.measured:
-        console.print(f"Nothing here was measured: these are predictions from {result.source}.")
+        console.print(f"Nothing was measured: these are predictions from {result.source}.")
     for text in result.accepted:
         console.print(f"refinement: {text}", highlight=False)
     for text in result.dropped:

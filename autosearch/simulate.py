@@ -1,4 +1,4 @@
-"""Plays a period over many layers, event by event: lanes run in launch order, dependencies hold, SMs are counted."""
+"""Discrete-event simulation of a period over many layers, with launch order, dependencies and SM counts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from weft.engine.plans.plan import Period
 
 LAYERS = 32
 Drag = Callable[[int, Collection[int]], float]
-"""how many times slower an operation (its index) is while others (theirs) run beside it"""
+"""Slowdown factor of an operation (its index) while other operations (their indices) run concurrently."""
 Node = tuple[int, int]
-"""(turn, operation)"""
+"""(turn, operation)."""
 
 
 class Run(NamedTuple):
@@ -21,7 +21,7 @@ class Run(NamedTuple):
 
     turn: int
     operation: int
-    """its index in the period"""
+    """Index in the period."""
     start: float
     end: float
 
@@ -30,20 +30,20 @@ class Timeline(NamedTuple):
     """A steady period. Times in ms."""
 
     ms: float
-    """length of the period: time per layer"""
+    """Length of the period: time per layer."""
     starts: tuple[float, ...]
-    """of each nano-operation, from the start of the period's first one; one may end after the period does"""
+    """Start of each nano-operation after the first. An operation may end after the period does."""
     lasts: tuple[float, ...]
-    """how long each runs"""
+    """Duration of each."""
 
 
 def simulate(
     period: Period, spec: ModelSpec, durations: Sequence[float], num_sms: int, layers: int = LAYERS,
     drag: Drag | None = None,
 ) -> Timeline:  # fmt: skip
-    """The steady period. An operation lasts its duration (ms), stretched by `drag`. Raises as `play` does."""
+    """Return the steady period. durations: in ms, before `drag` stretches them. Raises what `play` raises."""
     runs = {(r.turn, r.operation): r for r in play(period, spec, durations, num_sms, layers, drag)}
-    # between a third and two thirds of the way it neither fills nor drains
+    # from one third to two thirds of the layers the pipeline neither fills nor drains
     first, last = max(1, layers // 3), max(2, 2 * layers // 3)
     origin = runs[last, 0].start
     steady = [runs[last, i] for i in range(len(period.operations))]
@@ -57,10 +57,10 @@ def simulate(
 def play(
     period: Period, spec: ModelSpec, durations: Sequence[float], num_sms: int, layers: int, drag: Drag | None = None
 ) -> list[Run]:
-    """Every nano-operation of `layers` layers, in the order of ends.
+    """Return every nano-operation of `layers` layers in the order of their ends.
 
-    An operation starts when the one before it in its lane and all that it depends on have ended and its SMs are free;
-    of two that wait for SMs the one that was ready first starts first. Raises `ValueError` when nothing can proceed.
+    An operation starts once its predecessor in the lane and all its dependencies have ended and its SMs are free. SMs
+    go to the operation that became ready first. Raises `ValueError` if nothing can proceed.
     """
     ops = period.operations
     missing, children = _graph(period, spec, layers)
@@ -99,7 +99,7 @@ def play(
 
 
 def _graph(period: Period, spec: ModelSpec, layers: int) -> tuple[dict[Node, int], dict[Node, list[Node]]]:
-    """Of every node of `layers` layers: how many others it waits for, and which wait for it."""
+    """Return the number of dependencies and the dependents of every node of `layers` layers."""
     ops = period.operations
     waits: list[list[tuple[int, int]]] = [[] for _ in ops]  # (before, periods away)
     for edge in period.dependencies(spec):
@@ -110,7 +110,7 @@ def _graph(period: Period, spec: ModelSpec, layers: int) -> tuple[dict[Node, int
     for members in lanes.values():
         for place, i in enumerate(members):
             waits[i].append((members[place - 1], 0 if place else -1))
-    # the first period holds only what belongs to the layer after it, the last one only what does not
+    # the first period runs only operations of the next layer, the last one only those of its own layer
     runs = {(t, i) for t in range(layers + 1) for i, op in enumerate(ops) if op.next_layer or t}
     runs -= {(layers, i) for i, op in enumerate(ops) if op.next_layer}
     missing: dict[Node, int] = {}
@@ -124,7 +124,7 @@ def _graph(period: Period, spec: ModelSpec, layers: int) -> tuple[dict[Node, int
 
 
 class _Progress:
-    """A running operation: when it ends if nothing around it changes."""
+    """A running operation and its end, unless concurrent operations change."""
 
     __slots__ = ("_drag", "end", "start")
 

@@ -1,4 +1,4 @@
-"""Workloads: the lengths of their requests, and the load that they put on an iteration."""
+"""Workloads: the lengths of their requests, and the load of an iteration in their steady state."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ Lengths = list[tuple[int, int]]
 
 
 def steady_load(lengths: Lengths, tokens: int, max_num_seqs: int = 1024) -> Load:
-    """The iteration of a steady state: of every p + d tokens of work d are decodes (NanoFlow §3.1).
+    """Return the iteration of a steady state: d of every p + d tokens are decodes (NanoFlow §3.1).
 
-    Every decode step of a request sees its prompt and what it has answered so far; prompts count by their tokens.
-    Raises `ConfigError` when the dense batch is too small to split.
+    A decode reads its prompt and its output so far. The mean prompt is weighted by tokens. Raises `ConfigError`.
     """
     if tokens < 1:
-        raise ConfigError(f"--tokens {tokens}: the dense batch must have at least one token")
+        raise ConfigError(f"--tokens {tokens}: must be at least 1")
     if max_num_seqs < 1:
-        raise ConfigError(f"--max-num-seqs {max_num_seqs}: at least one request must run")
+        raise ConfigError(f"--max-num-seqs {max_num_seqs}: must be at least 1")
     prompts, outputs = sum(p for p, _ in lengths), sum(d for _, d in lengths)
     context = sum(d * (p + d / 2) for p, d in lengths) / outputs
     prompt = sum(p * p for p, _ in lengths) / prompts
@@ -29,17 +28,15 @@ def steady_load(lengths: Lengths, tokens: int, max_num_seqs: int = 1024) -> Load
     return Load(tokens, max(0, min(decodes, max_num_seqs)), max(1, round(context)), max(1, round(prompt)))
 
 
-def workload_load(
-    workload: str, tokens: int, max_num_seqs: int = 1024, lengths: Path | None = None
-) -> Load:  # fmt: skip
-    """The load of `--workload P:D` or of `--lengths FILE`. Raises `ConfigError`, one line."""
+def workload_load(workload: str, tokens: int, max_num_seqs: int = 1024, lengths: Path | None = None) -> Load:
+    """Return the load of `--workload P:D` or `--lengths FILE`. Raises `ConfigError`."""
     if lengths is not None:
         return steady_load(read_lengths("", lengths, 0), tokens, max_num_seqs)
     return steady_load([workload_pair(workload)], tokens, max_num_seqs)
 
 
 def workload_pair(workload: str) -> tuple[int, int]:
-    """(prompt tokens, output tokens) of `P:D`. Raises `ConfigError`, one line."""
+    """Parse `P:D` into (prompt tokens, output tokens). Raises `ConfigError`."""
     try:
         prompt, output = map(int, workload.split(":"))
     except ValueError:
@@ -50,7 +47,7 @@ def workload_pair(workload: str) -> tuple[int, int]:
 
 
 def read_lengths(workload: str, file: Path | None, seed: int) -> Lengths:
-    """The requests of a workload. Raises `ConfigError`, one line, when it cannot be read."""
+    """Return the requests of `file`, or of a synthetic `workload`. Raises `ConfigError`."""
     if file is not None:
         try:
             pairs = [(int(a), int(b)) for a, b in json.loads(file.read_text())]
@@ -60,7 +57,7 @@ def read_lengths(workload: str, file: Path | None, seed: int) -> Lengths:
             raise ConfigError(f"--lengths {file} must be a JSON list of [input, output] pairs") from None
     else:
         try:
-            pairs = _made_up(workload, seed)
+            pairs = _synthetic(workload, seed)
         except ValueError:
             raise ConfigError(
                 f"--workload {workload!r} is neither IN:OUT:REQUESTS "
@@ -71,7 +68,7 @@ def read_lengths(workload: str, file: Path | None, seed: int) -> Lengths:
     return pairs
 
 
-def _made_up(workload: str, seed: int) -> Lengths:
+def _synthetic(workload: str, seed: int) -> Lengths:
     parts = workload.split(":")
     if parts[0] != "lognormal":
         inputs, outputs, count = map(int, parts)

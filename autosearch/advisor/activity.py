@@ -1,4 +1,4 @@
-"""`Activity`: how busy a GPU's memory and SMs were, by the driver's own counters; nothing where it has none."""
+"""`Activity`: how busy a GPU's memory and SMs were, by the driver's counters."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch
 
 
 class Shares(NamedTuple):
-    """Mean of an interval, 0 to 1."""
+    """Means over an interval, 0 to 1."""
 
     dram: float
-    """of the memory's bandwidth"""
+    """Share of the memory bandwidth."""
     sm: float
-    """of the SMs busy"""
+    """Share of SMs that are busy."""
     warps: float
-    """of the warps that fit, in flight"""
+    """Share of warp slots in use."""
 
 
 class Activity:
-    """NVML's GPM metrics: Hopper and later, nobody needs to be root."""
+    """Reads NVML's GPM metrics, which Hopper and later GPUs have. Needs no root."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises `OSError`, which says why nothing is shown."""
+        """Raises `OSError` with the reason if the metrics are unavailable."""
         if device.type != "cuda":
-            raise OSError("a CPU does not show what its memory does")
+            raise OSError("a CPU has no such counters")
         try:
             import pynvml
         except ImportError:
@@ -34,7 +34,7 @@ class Activity:
             pynvml.nvmlInit()
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
             if not pynvml.nvmlGpmQueryDeviceSupport(self._handle).isSupportedDevice:
-                raise OSError("this GPU has no GPM metrics (Hopper and later have)")
+                raise OSError("this GPU has no GPM metrics (Hopper and later do)")
             self._before, self._after = pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()
             self.begin()
             self.end()
@@ -45,7 +45,7 @@ class Activity:
         self._nvml.nvmlGpmSampleGet(self._handle, self._before)
 
     def end(self) -> Shares | None:
-        """Since `begin`; None where the driver answers nothing."""
+        """Return the means since `begin`, or None if the driver returns nothing."""
         nvml = self._nvml
         wanted = (nvml.NVML_GPM_METRIC_DRAM_BW_UTIL, nvml.NVML_GPM_METRIC_SM_UTIL, nvml.NVML_GPM_METRIC_SM_OCCUPANCY)
         try:
@@ -65,7 +65,7 @@ class Activity:
 
 
 def activity_of(device: torch.device) -> tuple[Activity | None, str]:
-    """Or why there is none."""
+    """Open the counters; otherwise return None and the reason."""
     try:
         return Activity(device), ""
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`weft advise`: measures, or reads what was measured; solves; writes configuration, page, picture."""
+"""`weft advise`: measures a curve or reads one, and writes the advice as configuration, page and picture."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ import numpy as np
 from weft import install_hint, unwritable
 from weft.autosearch.advisor import curve as curves
 from weft.autosearch.advisor.advice import Advice, advise, configuration, write
+from weft.autosearch.advisor.concurrent_engines import ConcurrentEngines
 from weft.autosearch.advisor.curve import Curve, RateRun, check_measures
-from weft.autosearch.advisor.rate import predicted_rate
-from weft.autosearch.advisor.rate_search import MORE, RateSearch
+from weft.autosearch.advisor.optimal_batch import check_joules, engine_objectives, solve
+from weft.autosearch.advisor.predicted_rate import predicted_rate
+from weft.autosearch.advisor.rate_search import MISS_FACTOR, RateSearch
 from weft.autosearch.advisor.replicas import advise_replicas
-from weft.autosearch.advisor.side_by_side import SideBySide
-from weft.autosearch.advisor.solve import check_joules, held, solve
 from weft.autosearch.advisor.sweep import Sweep
 from weft.autosearch.advisor.terminal import show
-from weft.autosearch.bar import SearchBar
-from weft.autosearch.budget import Budget
+from weft.autosearch.progress_bar import SearchBar
+from weft.autosearch.time_budget import TimeBudget
 from weft.autosearch.workload import Lengths, read_lengths
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, WeftError
@@ -36,32 +36,32 @@ if TYPE_CHECKING:
     from weft.autosearch.advisor.engine_bench import EngineBench
 
 SWEEP_SHARE = 0.5
-"""of the time for measurements; the rest is for runs at rates"""
-LEFT_OUT = {"slo", "max_num_seqs", "share", "model"}
-"""options that do not tell how the points were measured, or are told apart"""
+"""Share of the measuring time for the sweep; the rest is for runs at rates."""
+EXCLUDED = {"slo", "max_num_seqs", "share", "model"}
+"""Options that do not affect the points, or are stored separately."""
 
 
 def options_given(config: EngineConfig) -> dict[str, Any]:
-    """What the operator said, but for the model and the bound."""
-    given = config.model_dump(mode="json", include=config.model_fields_set - LEFT_OUT)
+    """Return the options that were set, without `EXCLUDED`."""
+    given = config.model_dump(mode="json", include=config.model_fields_set - EXCLUDED)
     return {name: value for name, value in sorted(given.items()) if value is not None}
 
 
 def lengths_of(workload: str, file: Path | None, seed: int) -> Lengths:
-    """Of `P:D`, `P:D:N` or lognormal:…, or a file. Raises `ConfigError`."""
+    """Return the requests of `P:D`, `P:D:N`, lognormal:… or a file. Raises `ConfigError`."""
     if file is None and ":" not in workload:
         raise ConfigError(f"--workload {workload}: give prompt and output tokens as P:D, or lognormal:…")
     return read_lengths(f"{workload}:1" if workload.count(":") == 1 else workload, file, seed)
 
 
 def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
-    """The command. Raises `WeftError`, one line."""
+    """Run the command. Raises `WeftError`."""
     if arguments.out is None and arguments.html is None and arguments.png is None and arguments.points is None:
         raise ConfigError("name a file to write: --out weft.yaml, --html, --png or --points")
     if (arguments.html or arguments.png) and find_spec("matplotlib") is None:
         raise ConfigError(f"--html and --png need matplotlib: {install_hint('loadgen')}")
     if config.adaptive_limit:
-        raise ConfigError("--max-num-seqs is the largest bound that is tried here: a number, not auto")
+        raise ConfigError("--max-num-seqs is the largest limit to try: give a number, not auto")
     if not (arguments.budget_seconds > 0 and 0 < arguments.point_seconds < math.inf):
         raise ConfigError("--budget-seconds and --point-seconds must be more than 0")
     if not 0 <= arguments.rate_seconds < math.inf:
@@ -71,18 +71,18 @@ def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
     if arguments.measure_replicas < 1:
         raise ConfigError("--measure-replicas must be 1 or more")
     if arguments.measure_replicas > 1 and config.tensor_parallel_size > 1:
-        raise ConfigError("--measure-replicas needs --tensor-parallel-size 1: ranks have no weights in common")
+        raise ConfigError("--measure-replicas needs --tensor-parallel-size 1: ranks cannot share weights")
     check_measures(config.objectives)
     if arguments.curves is not None:
         curve = curves.load(arguments.curves)
         outputs, given = None, dict(curve.options)
-        if "model" in config.model_fields_set:  # the file has its name alone, not where it lies
+        if "model" in config.model_fields_set:  # the file has only its name, not its folder
             model = {"model": config.model}
         else:
             model = {} if curve.model == "demo" or "model_preset" in given else {"model": curve.model}
     else:
         lengths = lengths_of(arguments.workload, arguments.lengths, config.seed)
-        curve = measured(config, lengths, arguments)
+        curve = measure(config, lengths, arguments)
         outputs, given = np.array([d for _, d in lengths], np.float64), options_given(config)
         model = {} if config.model_preset is not None else {"model": config.model}
     advice = advise(curve, config.objectives, arguments.epsilon, arguments.objective, outputs)
@@ -109,8 +109,8 @@ def report(advice: Advice, given: dict[str, Any], arguments: argparse.Namespace)
     return 0 if found else 1
 
 
-def measured(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespace) -> Curve:
-    """The curve, from where `--points` stands."""
+def measure(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespace) -> Curve:
+    """Measure the curve, starting from the `--points` file."""
     from weft.autosearch.advisor.engine_bench import EngineBench, means
     from weft.engine.engine import Engine
 
@@ -128,37 +128,36 @@ def measured(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespa
         if arguments.objective == "energy":
             check_joules(curve)
         if file is not None and file.exists():
-            curve = continued(curve, file)
-        budget = Budget(arguments.budget_seconds, bar, lambda: bar.ended)
+            curve = resume(curve, file)
+        budget = TimeBudget(arguments.budget_seconds, bar, lambda: bar.ended)
         share = SWEEP_SHARE if arguments.rate_seconds else 1.0
         sweep = Sweep(
-            bench, curve, held(config.objectives), arguments.epsilon, arguments.objective,
-            Budget(share * arguments.budget_seconds, bar, lambda: bar.ended),
-            kept_in(file),
+            bench, curve, engine_objectives(config.objectives), arguments.epsilon, arguments.objective,
+            TimeBudget(share * arguments.budget_seconds, bar, lambda: bar.ended), saver(file),
         )  # fmt: skip
         try:
             curve = sweep.run()
             if bar.ended and not curve.points:
-                raise WeftError("ended before one bound was measured")
+                raise WeftError("ended before one slot limit was measured")
             if arguments.rate_seconds and not bar.ended:
                 outputs = np.array([d for _, d in lengths], np.float64)
-                curve = with_rates(curve, bench, config, outputs, arguments, budget.rest())
+                curve = with_rates(curve, bench, config, outputs, arguments, budget.remainder())
         finally:
             bench.close()
             engine.close()
         if arguments.measure_replicas > 1 and not bar.ended:
-            del bench, engine, sweep.bench  # the device's memory is for the others
+            del bench, engine, sweep.bench  # free the device memory
             try:
                 curve = with_replicas(curve, config, lengths, arguments, bar)
-            except WeftError as error:  # the advice for one stands
-                print(f"weft advise: no engines side by side: {error}", file=sys.stderr, flush=True)
-            kept_in(file)(curve)
+            except WeftError as error:  # the advice for one engine stands
+                print(f"weft advise: cannot measure concurrent engines: {error}", file=sys.stderr, flush=True)
+            saver(file)(curve)
         return curve
 
 
-def kept_in(file: Path | None) -> Callable[[Curve], None]:
-    """Keeps what is measured, to go on from. Where that fails (a disk that is full by now) the advice goes on."""
-    told: list[str] = []
+def saver(file: Path | None) -> Callable[[Curve], None]:
+    """Return a function that saves a curve, to resume from. It reports each error, such as a full disk, only once."""
+    reported: list[str] = []
 
     def keep(curve: Curve) -> None:
         if file is None:
@@ -166,33 +165,33 @@ def kept_in(file: Path | None) -> Callable[[Curve], None]:
         try:
             curves.save(curve, file)
         except ConfigError as error:
-            if str(error) not in told:
-                print(f"weft advise: {error}: what is measured is not kept", file=sys.stderr, flush=True)
-                told.append(str(error))
+            if str(error) not in reported:
+                print(f"weft advise: {error}: the measurements are not saved", file=sys.stderr, flush=True)
+                reported.append(str(error))
 
     return keep
 
 
 def with_rates(
     curve: Curve, bench: EngineBench, config: EngineConfig, outputs: np.ndarray, arguments: argparse.Namespace,
-    budget: Budget,
+    budget: TimeBudget,
 ) -> Curve:  # fmt: skip
-    """Runs at rates around the knee, with the bound that was found. outputs: tokens of requests."""
-    best = solve(curve, held(config.objectives), arguments.epsilon, arguments.objective).best
+    """Add runs at rates around the knee, at the best slot limit. outputs: output tokens of requests."""
+    best = solve(curve, engine_objectives(config.objectives), arguments.epsilon, arguments.objective).best
     if best is None:
         return curve
     bound, objectives, made = best.point.bound, config.objectives, list(curve.rates)
-    kept = kept_in(arguments.points)
+    save = saver(arguments.points)
 
     def keep(run: RateRun) -> None:
         made.append(run)
-        kept(msgspec.structs.replace(curve, rates=tuple(made)))
+        save(msgspec.structs.replace(curve, rates=tuple(made)))
 
     class Runs:
         def serve(self, bound: int, rate: float, seed: int) -> RateRun:
             return bench.serve(bound, rate, seed, arguments.rate_seconds, objectives)
 
-    start = math.sqrt(MORE) * predicted_rate(curve, bound, objectives, outputs)
+    start = math.sqrt(MISS_FACTOR) * predicted_rate(curve, bound, objectives, outputs)
     start = start or best.point.output_per_s / curve.output / 2
     known = curve.runs(bound, objectives)
     RateSearch(Runs(), bound, start, budget, known, keep).run()
@@ -202,13 +201,13 @@ def with_rates(
 def with_replicas(
     curve: Curve, config: EngineConfig, lengths: Lengths, arguments: argparse.Namespace, bar: SearchBar
 ) -> Curve:
-    """2, 4 … engines at the bound that was found, as many as fit, up to --measure-replicas. Raises `WeftError`."""
+    """Measure 2, 4 … engines at the best slot limit, up to --measure-replicas, if they fit. Raises `WeftError`."""
     import torch
 
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    best = solve(curve, held(config.objectives), arguments.epsilon, arguments.objective).best
+    best = solve(curve, engine_objectives(config.objectives), arguments.epsilon, arguments.objective).best
     if best is None:
         return curve
     found = advise_replicas(curve, best)
@@ -217,16 +216,16 @@ def with_replicas(
     wanted = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= min(arguments.measure_replicas, found.fit)]
     if set(wanted) <= known:
         return curve
-    measured = list(curve.replicas)
-    with SideBySide(config, max(wanted), bound, pages, lengths, seconds, bar, lambda: bar.ended) as engines:
-        for number in [*wanted, 1]:  # one alone before and after: the machine may have changed meanwhile
-            measured.append(engines.measure(number, bound))
-    return msgspec.structs.replace(curve, replicas=tuple(measured))
+    points = list(curve.replicas)
+    with ConcurrentEngines(config, max(wanted), bound, pages, lengths, seconds, bar, lambda: bar.ended) as engines:
+        for number in [*wanted, 1]:  # one alone before and after, in case the machine's speed changes
+            points.append(engines.measure(number, bound))
+    return msgspec.structs.replace(curve, replicas=tuple(points))
 
 
-def continued(curve: Curve, file: Path) -> Curve:
-    """With the points of the file. Raises `ConfigError` where they were measured under other circumstances."""
-    kept = curves.load(file)
-    if difference := curve.differs(kept):
+def resume(curve: Curve, file: Path) -> Curve:
+    """Load the curve in the file. Raises `ConfigError` if it was measured under other conditions."""
+    saved = curves.load(file)
+    if difference := curve.differs(saved):
         raise ConfigError(f"--points {file} was measured with {difference}: name another file, or delete it")
-    return kept
+    return saved

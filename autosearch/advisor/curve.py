@@ -1,4 +1,4 @@
-"""`Curve`: what an engine did at each bound on running requests, as a file."""
+"""`Curve`: an engine's measurements at each slot limit, as a file. The file calls the slot limit `bound`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUANTILES = (0.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.9, 100.0)
 
 
 class Times(msgspec.Struct, frozen=True):
-    """A distribution of seconds: its mean, and the percentiles of `QUANTILES`; none of either where nothing came."""
+    """A distribution of seconds: its mean and the percentiles `QUANTILES`. Both are missing if there are no values."""
 
     mean: float | None = None
     quantiles: tuple[float, ...] = ()
@@ -31,103 +31,100 @@ class Times(msgspec.Struct, frozen=True):
         return cls(float(values.mean()), tuple(float(v) for v in np.percentile(values, QUANTILES)))
 
     def at(self, statistic: float | None) -> float:
-        """The mean (None) or a percentile, straight between those that were kept; NaN where nothing came."""
+        """Return the mean (None) or an interpolated percentile; NaN if there are no values."""
         if self.mean is None:
             return math.nan
         return self.mean if statistic is None else float(np.interp(statistic, QUANTILES, self.quantiles))
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """One bound, measured in a steady state: whoever ends is followed by the next."""
+    """One slot limit, measured in a steady state with a full queue."""
 
     bound: int
     batch: float
-    """requests that really ran, mean over time"""
+    """Requests that ran, mean over time."""
     seconds: float
     iterations: int
     output_per_s: float
-    """tokens"""
+    """Output tokens per second."""
     itl: Times
-    """between a request's tokens, as the engine commits them"""
+    """Time between the tokens of a request, as the engine commits them."""
     ttft: Times
-    """from a request's first schedule to its first token: without waiting for a seat"""
+    """Time from a request's first schedule to its first token, without the wait for a slot."""
     kv_pages: int
-    """held at most"""
+    """Maximum of pages held."""
     kv_share: float
-    """of the pool, mean"""
+    """Mean share of the pool held."""
     idle_share: float
-    """of the time: the device waited for the CPU between iterations"""
+    """Share of the time in which the device waited for the CPU between iterations."""
     prefill_share: float
-    """of the device's time, by tokens: prompts"""
+    """Share of device time for prompts, by tokens."""
     joules_per_token: float | None = None
-    """per output token, by the device's counter; None where there is none"""
+    """Energy per output token, by the device's counter; None if there is none."""
     dram_share: float | None = None
-    """of the memory's bandwidth, mean; None where the machine does not show it"""
     sm_share: float | None = None
-    """of the SMs busy, likewise"""
     warps_share: float | None = None
-    """of the warps that fit, in flight, likewise"""
+    """Means as in `activity.Shares`; None if unavailable."""
 
     def of(self, objective: Objective) -> float:
-        """Seconds: L(B)."""
+        """Return L(B) in seconds."""
         times: Times = getattr(self, objective.measure)
         return times.at(objective.statistic)
 
 
 class ReplicaPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """So many engines on one device, each with its own bound, measured at the same time."""
+    """Several engines on one device, measured concurrently. `bound` applies to each engine."""
 
     replicas: int
     bound: int
-    """of each"""
     batch: float
-    """of all"""
+    """Sum over engines."""
     output_per_s: float
-    """of all"""
+    """Sum over engines."""
     itl: Times
     idle_share: float = 0.0
-    """of each engine's time, mean"""
+    """Mean over engines."""
     joules_per_token: float | None = None
 
 
 class RateRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that came at a rate, at random times."""
+    """One run with Poisson arrivals."""
 
     bound: int
     rate: float
-    """requests a second"""
+    """Requests per second."""
     seconds: float
-    """for which they came"""
+    """Duration of the arrivals."""
     seed: int
     objectives: tuple[str, ...]
     kept: bool
-    """all of the objectives, and no queue grew"""
+    """All objectives were met and the queue did not grow."""
     requests: int
-    """that had a first token; a run ends as soon as it is sure to miss"""
+    """Requests with a first token. A run ends early once it is sure to miss."""
     ttft: Times
-    """from its arrival to a request's first token"""
+    """Time from a request's arrival to its first token."""
     itl: Times
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where it was measured, and what an engine takes of it, in bytes."""
+    """The machine, and the memory that an engine uses there, in bytes."""
 
     device: str
     name: str
     memory: int
-    """that engines may use"""
+    """Memory available to engines."""
     weights: int
     working: int
-    """everything else but KV pages"""
+    """Everything except weights and KV pages."""
     page_bytes: int
     page_size: int
     pages: int
     joules: str = ""
-    """whose counter"""
+    """Source of the energy counter."""
     no_joules: str = ""
-    """why there is none"""
+    """Reason why there is no counter."""
     no_activity: str = ""
-    """why activity of memory and SMs is not shown"""
+    """Reason why memory and SM activity is unavailable."""
     versions: str = ""
 
 
@@ -136,18 +133,17 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     workload: str
     prompt: float
-    """tokens, mean"""
     output: float
-    """tokens, mean"""
+    """Mean tokens per request."""
     options: dict[str, str | int | float | bool | list[str]]
-    """that the engine was given beside the model"""
+    """Engine options that were set, without the model."""
     machine: Machine
     points: tuple[Point, ...] = ()
     replicas: tuple[ReplicaPoint, ...] = ()
     rates: tuple[RateRun, ...] = ()
 
     def throughput(self, point: Point | ReplicaPoint) -> float:
-        """T(B): prompt and output tokens a second, as the workload has them."""
+        """Return T(B): prompt and output tokens per second."""
         return point.output_per_s * (self.prompt + self.output) / self.output
 
     def by_batch(self) -> list[Point]:
@@ -161,12 +157,12 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         return next((p for p in self.points if p.bound == bound), None)
 
     def runs(self, bound: int, objectives: Sequence[Objective]) -> list[RateRun]:
-        """At rates, with this bound and held to these objectives."""
-        asked = tuple(map(str, objectives))
-        return [run for run in self.rates if run.bound == bound and run.objectives == asked]
+        """Return the runs with this slot limit and these objectives."""
+        names = tuple(map(str, objectives))
+        return [run for run in self.rates if run.bound == bound and run.objectives == names]
 
     def differs(self, other: Curve) -> str:
-        """What was measured under other circumstances; empty where the points belong together."""
+        """Describe how the conditions of measurement differ; empty if they are the same."""
         for name in ("model", "workload", "prompt", "output", "options"):
             if (mine := getattr(self, name)) != (theirs := getattr(other, name)):
                 return f"{name} {theirs!r}, this is {mine!r}"
@@ -177,30 +173,30 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save(curve: Curve, path: Path) -> None:
-    """Whole, or not at all. Raises `ConfigError`."""
-    beside = path.with_name(path.name + ".new")
+    """Write a curve atomically. Raises `ConfigError`."""
+    temporary = path.with_name(path.name + ".new")
     try:
-        beside.write_bytes(msgspec.json.format(msgspec.json.encode(curve), indent=1) + b"\n")
-        os.replace(beside, path)
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(curve), indent=1) + b"\n")
+        os.replace(temporary, path)
     except OSError as error:
         raise ConfigError(unwritable(path, error)) from None
 
 
 def load(path: Path) -> Curve:
-    """Raises `ConfigError`, one line."""
+    """Read a curve. Raises `ConfigError`."""
     try:
         curve = msgspec.json.decode(path.read_bytes(), type=Curve)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a file of points that weft advise wrote: {error}") from None
+        raise ConfigError(f"{path} is not a points file of weft advise: {error}") from None
     if curve.format != FORMAT:
         raise ConfigError(f"{path} has the format {curve.format!r}, this weft reads {FORMAT}")
     return curve
 
 
 def check_measures(objectives: Sequence[Objective]) -> None:
-    """Raises `ConfigError` for what no point tells."""
+    """Raise `ConfigError` for objectives that points do not measure."""
     for objective in objectives:
         if objective.measure not in ("itl", "ttft"):
             raise ConfigError(f"--slo {objective}: weft advise measures itl and ttft")

@@ -1,4 +1,4 @@
-"""`EngineBench`: one warm engine, measured at one bound after the other in a steady state."""
+"""`EngineBench`: measures one warm engine at successive slot limits, each in a steady state."""
 
 from __future__ import annotations
 
@@ -26,44 +26,43 @@ from weft.engine.wire.messages import AddRequest, EngineStats, Outputs
 from weft.engine.wire.sampling import SamplingParams
 
 SPARE = 8
-"""requests that wait at least, so that a seat is never free for want of one"""
-FEWEST_ITERATIONS = 30
+"""Minimum queue length, so that no slot stays free."""
+MIN_ITERATIONS = 30
 RAMP_SECONDS = 60.0
-"""until measuring at a bound may begin, at most"""
-LONGEST = 20.0
-"""times as long as was asked a bound is measured at most, until a request has begun meanwhile"""
+"""Maximum time to reach the steady state of a slot limit."""
+MAX_EXTENSION = 20.0
+"""Factor by which a measurement may be extended until a request has started in it."""
 GROWING = 0.05
-"""of a run's seconds: by so much longer the last tenth of its requests waits than the first where a queue grows"""
+"""The queue grows if the last tenth of the requests waits this share of the run longer than the first."""
 STUCK = 20
-"""iterations for which memory, not seats, holds requests back: no more fit"""
+"""Iterations limited by memory, not slots, after which no more requests are assumed to fit."""
 
 
 class EngineBench(Listener):
-    """Requests without end: whoever has finished is followed by the next, so the bound alone says how many run.
+    """Keeps the queue full, so that the slot limit alone sets the number of running requests.
 
-    The first ones enter in the middle of their lives, with a part of their output in their prompt, so that their ends
-    are spread as they will be later, and the steady state is there at once. A higher bound keeps those that run.
+    The first requests enter in mid-life, with some of their output already in the prompt. Their ends are then spread as
+    in the steady state. A higher slot limit keeps the running requests.
     """
 
     def __init__(
         self, engine: Engine, lengths: Lengths, seconds: float, seed: int = 0,
         ended: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        """seconds: of measuring at one bound."""
+        """seconds: duration of a measurement."""
         longest = max(p + d for p, d in lengths)
         if longest > engine.resolved.max_model_len:
             raise ConfigError(
-                f"--workload: its longest request has {longest} tokens, the model takes {engine.resolved.max_model_len}"
+                f"--workload: one request has {longest} tokens, the model allows {engine.resolved.max_model_len}"
             )
         self.engine, self._seconds = engine, seconds
         self.lengths = lengths
-        """of the requests to come"""
         self.capacity = engine.resolved.max_num_seqs
         self._rng = np.random.default_rng(seed)
         self._ended = ended
         self._next = 0
         self._open: dict[int, bool] = {}
-        """handle -> it has had a token"""
+        """Handle -> whether it has produced a token."""
         self._pace = Pace([], engine.scheduler.slots, 0.0)
         self._gaps: list[np.ndarray] = []
         self._prefill_seconds = self._busy_seconds = 0.0
@@ -95,14 +94,14 @@ class EngineBench(Listener):
         scheduler.limit_running(bound)
         begun = [handle for handle, has_tokens in self._open.items() if has_tokens]
         stay = spread(begun, bound)
-        for handle in set(self._open) - set(stay):  # with fewer seats nobody else takes requests away
+        for handle in set(self._open) - set(stay):  # a lower limit does not end running requests
             engine.abort(handle)
             del self._open[handle]
         self._ramp(bound)
         self._gaps, self._prefill_seconds, self._busy_seconds = [], 0.0, 0.0
         if self._activity is not None:
             self._activity.begin()
-        before = told = engine.stats()
+        before = latest = engine.stats()
         begin = time.perf_counter()
         ttft: list[float] = []
         weighted = shares = 0.0
@@ -111,8 +110,8 @@ class EngineBench(Listener):
             outputs = self._step(bound)
             now = time.perf_counter()
             if outputs is not None:
-                told = outputs.stats
-            stats = told.scheduler
+                latest = outputs.stats
+            stats = latest.scheduler
             weighted += (now - at) * stats.running
             shares += (now - at) * stats.pages_held / stats.pages_total
             most, at = max(most, stats.pages_held), now
@@ -120,10 +119,10 @@ class EngineBench(Listener):
                 ttft += [started.prefill_seconds for started in outputs.started]
                 finished += int(np.count_nonzero(outputs.columns()[2]))
             elapsed = now - begin
-            iterations = told.iterations - before.iterations
-            # As many ends as requests run: each phase of a life counts as often as it is there.
-            enough = elapsed >= self._seconds and iterations >= FEWEST_ITERATIONS and finished >= stats.running
-            long = elapsed >= 4 * self._seconds and (ttft or elapsed >= LONGEST * self._seconds)
+            iterations = latest.iterations - before.iterations
+            # as many requests end as run, so that every phase of a request is represented
+            enough = elapsed >= self._seconds and iterations >= MIN_ITERATIONS and finished >= stats.running
+            long = elapsed >= 4 * self._seconds and (ttft or elapsed >= MAX_EXTENSION * self._seconds)
             if enough or long or self._ended():
                 break
         activity = self._activity.end() if self._activity is not None else None
@@ -148,7 +147,7 @@ class EngineBench(Listener):
         )
 
     def serve(self, bound: int, rate: float, seed: int, seconds: float, objectives: Sequence[Objective]) -> RateRun:
-        """Poisson arrivals for so many seconds, from an idle engine on, until all that came have begun."""
+        """Serve Poisson arrivals for `seconds` on an idle engine, until all have a first token."""
         self.drop()
         engine, rng = self.engine, np.random.default_rng((seed, 11))
         engine.scheduler.limit_running(bound)
@@ -180,7 +179,7 @@ class EngineBench(Listener):
         between = Times.of(gaps)
         times = {"ttft": Times.of(first), "itl": between}
         late = any(times[o.measure].at(o.statistic) > o.limit for o in objectives)
-        # A queue that grows is nobody's objective, and no rate to advise.
+        # a rate at which the queue grows cannot be advised
         tenth = max(1, len(first) // 10)
         growing = len(first) > bound and first[-tenth:].mean() - first[:tenth].mean() > GROWING * seconds
         self.drop()
@@ -190,17 +189,17 @@ class EngineBench(Listener):
         )  # fmt: skip
 
     def ready(self, bound: int) -> None:
-        """All that a measurement at this bound begins with."""
+        """Reach the steady state of a slot limit."""
         self.engine.scheduler.limit_running(bound)
         self._ramp(bound)
 
     def run(self, bound: int) -> None:
-        """Go on for an iteration, measuring nothing."""
+        """Run one iteration without measuring."""
         self._step(bound)
         self._gaps.clear()
 
     def drop(self) -> None:
-        """End what runs."""
+        """Abort all requests."""
         for handle in self._open:
             self.engine.abort(handle)
         self._open.clear()
@@ -208,12 +207,12 @@ class EngineBench(Listener):
             self.engine.step()
 
     def close(self) -> None:
-        """The engine stays."""
+        """Detach from the engine, which stays open."""
         self.drop()
         self.engine.listeners.remove(self)
 
     def _ramp(self, bound: int) -> None:
-        """Until so many run as will, and all of these have had their first token."""
+        """Run until as many requests as possible are running and have a first token."""
         scheduler = self.engine.scheduler
         missing = bound - len(self._open)
         for _ in range(missing):
@@ -229,7 +228,7 @@ class EngineBench(Listener):
                 return
 
     def _step(self, bound: int) -> Outputs | None:
-        """An iteration, with enough requests behind those that run."""
+        """Run one iteration with a full queue."""
         while len(self._open) < bound + SPARE + bound // 8:
             self._add(*self._draw())
         return self._advance()
@@ -267,14 +266,14 @@ class EngineBench(Listener):
 
 
 def spread(handles: Sequence[int], number: int) -> list[int]:
-    """So many of them, of all ages as they came: the oldest would end together, and their followers begin so."""
+    """Pick `number` handles of all ages. The oldest alone would end together, and so would their successors."""
     if len(handles) <= number:
         return list(handles)
     return [handles[i * len(handles) // number] for i in range(number)]
 
 
 def _hopeless(ttft: list[float], waits: list[float], number: int, objectives: Sequence[Objective]) -> bool:
-    """Whether a percentile of the time to first token is missed whatever comes. number: requests in all."""
+    """Whether the run is sure to miss a percentile of the time to first token. number: all requests."""
     for objective in objectives:
         if objective.measure == "ttft" and objective.statistic is not None:
             late = sum(t > objective.limit for t in ttft) + sum(t > objective.limit for t in waits)
@@ -291,7 +290,7 @@ def _joules(before: EngineStats, after: EngineStats, tokens: int) -> float | Non
 
 
 def means(lengths: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """(prompt, output) tokens of a request."""
+    """Return mean (prompt, output) tokens per request."""
     return float(np.mean([p for p, _ in lengths])), float(np.mean([d for _, d in lengths]))
 
 

@@ -1,4 +1,4 @@
-"""The advice as one HTML page without any other file."""
+"""The advice as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pre { background: #f6f6f6; padding: 1rem; overflow-x: auto }
 
 
 def page(advice: Advice, yaml: str) -> str:
-    """`yaml`: the configuration; empty where there is none. Everything that came from outside is escaped."""
+    """yaml: the configuration; empty if there is none. All input is escaped."""
     curve = advice.curve
     first, *others = sentences(advice)
     cells = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
@@ -31,16 +31,16 @@ def page(advice: Advice, yaml: str) -> str:
         f'<p class="lead">{escape(first)}</p>',
         "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in others) + "</ul>",
         plots.svg(plots.figure(advice), "Curves of the advice"),
-        f'<h2>What was measured</h2><div class="table"><table><tr>{cells}</tr>',
+        f'<h2>Measurements</h2><div class="table"><table><tr>{cells}</tr>',
     ]
     for row in rows(advice):
         marked = ' class="advised"' if row[-1].startswith("advised") else ""
         body.append(f"<tr{marked}>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>")
     body.append("</table></div>")
     body.append(
-        "<p>bound: requests that might run; ran: that did, mean over time. eff.: T(B) / (B T(1)). itl: between "
-        "two tokens of a request, as the engine commits them. ttft: from the first schedule, no waiting for a seat. "
-        "KV: pages held, of the pool. idle: the device waited for the CPU. J/token: of an output token.</p>"
+        "<p>slot limit: requests that may run; ran: mean number that ran. eff.: T(B) / (B T(1)). itl: time between two "
+        "tokens of a request, as the engine commits them. ttft: from the first schedule, without the wait for a slot. "
+        "KV: share of the pool held. idle: the device waited for the CPU. J/token: per output token.</p>"
     )
     if yaml:
         body.append(f"<h2>weft serve --config</h2><pre>{escape(yaml)}</pre>")

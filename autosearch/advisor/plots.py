@@ -1,4 +1,4 @@
-"""The curves of an advice, drawn."""
+"""Plots of an advice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLUE, RED, GREEN, GREY, PURPLE = "#0072b2", "#d55e00", "#009e73", "#888888", "#c
 
 
 def figure(advice: Advice) -> Figure:
-    """Throughput and latency with their limits; efficiency; memory; energy, where it was counted."""
+    """Plot throughput and latency with their limits, efficiency, memory, and energy or idle time."""
     verdicts = advice.solution.verdicts
     metered = any(v.point.joules_per_token is not None for v in verdicts)
     out = Figure(figsize=(11, 7.2), layout=ConstrainedLayoutEngine(h_pad=0.12, hspace=0.06))
@@ -75,15 +75,11 @@ def _memory(axis: Any, advice: Advice) -> None:
     freed = replicas.freed if replicas is not None else (m.pages - pages) * m.page_bytes
     used = m.pages * m.page_bytes - freed
     left = 0.0
-    for name, size, colour in (
-        ("weights", m.weights, BLUE),
-        ("buffers", m.working, GREY),
-        ("KV in use", used, RED),
-        ("KV freed", freed, GREEN),
-    ):
-        axis.barh(["memory"], [size / 2**30], left=[left], color=colour, label=f"{name}: {size / 2**30:.2f} GiB")
+    bars = (("weights", m.weights), ("buffers", m.working), ("KV in use", used), ("KV freed", freed))
+    for (name, size), color in zip(bars, (BLUE, GREY, RED, GREEN), strict=True):
+        axis.barh(["memory"], [size / 2**30], left=[left], color=color, label=f"{name}: {size / 2**30:.2f} GiB")
         left += size / 2**30
-    axis.set(xlabel="GiB", title="Memory of one engine at the advised bound", ylim=(-0.8, 1.4))
+    axis.set(xlabel="GiB", title="Memory of one engine at the advised limit", ylim=(-0.8, 1.4))
     axis.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
 
 
@@ -91,7 +87,7 @@ def _energy(axis: Any, advice: Advice) -> None:
     metered = [v.point for v in advice.solution.verdicts if v.point.joules_per_token is not None]
     axis.plot([p.batch for p in metered], [p.joules_per_token for p in metered], "o-", color=PURPLE)
     _mark(axis, advice)
-    axis.set(xlabel="requests that ran", ylabel="joules", title="Energy of an output token", ylim=(0, None))
+    axis.set(xlabel="requests that ran", ylabel="joules", title="Energy per output token", ylim=(0, None))
     axis.legend(frameon=False, fontsize=8)
 
 
@@ -99,8 +95,8 @@ def _idle(axis: Any, advice: Advice) -> None:
     points = [v.point for v in advice.solution.verdicts]
     axis.plot([p.batch for p in points], [100 * p.idle_share for p in points], "o-", color=PURPLE)
     _mark(axis, advice)
-    title = "The device waits for the CPU"
-    axis.set(xlabel="requests that ran", ylabel="%", title=f"{title} (no counter of joules)", ylim=(0, None))
+    title = "Idle time of the device (energy is unavailable)"
+    axis.set(xlabel="requests that ran", ylabel="%", title=title, ylim=(0, None))
     axis.legend(frameon=False, fontsize=8)
 
 
@@ -111,7 +107,7 @@ def png(drawn: Figure) -> bytes:
 
 
 def svg(drawn: Figure, name: str) -> str:
-    """For a page: no prolog, no size but the drawing's."""
+    """Return an SVG element to embed in a page, without prolog and fixed size."""
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
         drawn.savefig(out, format="svg", metadata={"Date": None, "Creator": None})

@@ -1,4 +1,4 @@
-"""`Sweep`: which bounds are measured: doubling until the curve is flat, then closer around what matters."""
+"""`Sweep`: chooses the slot limits to measure: doubling until the curve is flat, then refining where it matters."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from weft.autosearch.advisor.curve import Curve, Point
-from weft.autosearch.advisor.solve import Aim, judge, solve
-from weft.autosearch.budget import Budget
+from weft.autosearch.advisor.optimal_batch import Aim, judge, solve
+from weft.autosearch.time_budget import TimeBudget
 from weft.engine.config import Objective
 
 FLAT = 0.03
-"""a doubling that gains less is flat; two in a row end the ascent"""
+"""Minimum gain of a doubling. Two smaller gains in a row end the ascent."""
 TOO_LATE = 4.0
-"""times its limit: far enough beyond an objective"""
+"""Multiple of an objective at which the ascent ends."""
 CLOSE = 1.12
-"""bounds whose ratio is less are not told apart"""
+"""Ratio of slot limits below which no more are measured between them."""
 MOST_POINTS = 24
 
 
 class Bench(Protocol):
-    """Measures an engine at one bound after the other. `capacity`: the largest."""
+    """Measures an engine at a slot limit, up to `capacity`."""
 
     capacity: int
 
@@ -29,10 +29,10 @@ class Bench(Protocol):
 
 
 class Sweep:
-    """One curve. Points that it has already are not measured again."""
+    """Completes one curve. Known points are not measured again."""
 
     def __init__(
-        self, bench: Bench, curve: Curve, objectives: Sequence[Objective], epsilon: float, aim: Aim, budget: Budget,
+        self, bench: Bench, curve: Curve, objectives: Sequence[Objective], epsilon: float, aim: Aim, budget: TimeBudget,
         keep: Callable[[Curve], None] = lambda _: None,
     ) -> None:  # fmt: skip
         """keep: called with each new point."""
@@ -41,7 +41,7 @@ class Sweep:
         self._budget, self._keep = budget, keep
         self._measured = 0
         self.stopped = ""
-        """why the ascent ended"""
+        """Reason why the ascent ended."""
 
     def run(self) -> Curve:
         self._ascend()
@@ -56,23 +56,23 @@ class Sweep:
         before: Point | None = None
         while True:
             if before is not None and not self._time_for_one() and self.curve.known(bound) is None:
-                self.stopped = "the time was up"
+                self.stopped = "out of time"
                 return
             point = self._point(bound)
             if point is None:
-                self.stopped = "it was ended"
+                self.stopped = "ended early"
                 return
             if before is not None:
                 gain = point.output_per_s / before.output_per_s - 1
                 flat = flat + 1 if gain < FLAT else 0
                 if point.batch < 0.6 * bound and point.batch < 1.1 * before.batch:
-                    self.stopped = f"no more than {point.batch:.0f} requests fit the KV pool"
+                    self.stopped = f"only {point.batch:.0f} requests fit the KV pool"
                     return
             if flat == 2:
                 self.stopped = "the curve is flat"
                 return
             if any(point.of(o) > TOO_LATE * o.limit for o in self._objectives):
-                self.stopped = f"the objectives are far behind at {bound}"
+                self.stopped = f"the objectives are far exceeded at {bound}"
                 return
             if bound >= self.bench.capacity:
                 self.stopped = f"--max-num-seqs {self.bench.capacity}"
@@ -80,16 +80,14 @@ class Sweep:
             before, bound = point, min(2 * bound, self.bench.capacity)
 
     def _closer(self) -> int | None:
-        """The bound in the widest gap around the best one, the last one that fits, and the first that does not."""
+        """Return a slot limit in the widest gap around the best, the last that fits, or the first that does not."""
         verdicts = judge(self.curve, self._objectives, self._epsilon)
         bounds = [v.point.bound for v in verdicts]
         solution = solve(self.curve, self._objectives, self._epsilon, self._aim)
-        at = set()
-        if solution.best is not None:
-            at.add(bounds.index(solution.best.point.bound))
-        at |= {i for i in range(len(verdicts) - 1) if verdicts[i].fits and not verdicts[i + 1].fits}
         if solution.best is None:
             return None
+        at = {i for i in range(len(verdicts) - 1) if verdicts[i].fits and not verdicts[i + 1].fits}
+        at.add(bounds.index(solution.best.point.bound))
         gaps = []
         for i in at:
             for low, high in ((i - 1, i), (i, i + 1)):
@@ -102,10 +100,10 @@ class Sweep:
         return max(gaps)[2] if gaps else None
 
     def _point(self, bound: int) -> Point | None:
-        """None where it was cut short: that is no measurement."""
+        """Measure a slot limit, or return the known point. Returns None if the measurement was cut short."""
         if (known := self.curve.known(bound)) is not None:
             return known
-        self._budget.tell(f"{bound} running requests")
+        self._budget.report(f"slot limit {bound}")
         point = self.bench.measure(bound)
         if self._budget.ended():
             return None
@@ -115,6 +113,6 @@ class Sweep:
         return point
 
     def _time_for_one(self) -> bool:
-        """Another point, as long as they took in the mean, ends within the budget."""
+        """Whether another point of mean duration fits the budget."""
         budget, spent = self._budget, self._budget.spent
         return not budget.ended() and spent + spent / max(1, self._measured) <= budget.seconds

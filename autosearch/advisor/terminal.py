@@ -1,4 +1,4 @@
-"""The advice as a table for the terminal, and in sentences, which the page has too."""
+"""The advice as a table and sentences for the terminal; the HTML page uses both too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from weft.autosearch.advisor.advice import Advice
-from weft.autosearch.advisor.solve import Verdict
+from weft.autosearch.advisor.optimal_batch import Verdict
 
 GIB = 2**30
 
@@ -17,28 +17,28 @@ def sentences(advice: Advice) -> list[str]:
     curve, solution = advice.curve, advice.solution
     best, most, replicas = solution.best, solution.most, advice.replicas
     if best is None or replicas is None:
-        return [f"No bound fits: {solution.why_not}.", *_noted(advice)]
+        return [f"No slot limit fits: {solution.why_not}.", *_noted(advice)]
     point, share = best.point, best.throughput / most.throughput
-    aim = "the fewest joules a token" if advice.aim == "energy" else "the most throughput"
+    aim = "the fewest joules per token" if advice.aim == "energy" else "the highest throughput"
     out = [
-        f"Run {point.bound} requests at once: {aim} of the bounds that "
-        + (f"keep {', '.join(map(str, advice.objectives))} and " if advice.objectives else "")
+        f"Run {point.bound} requests at once: {aim} of the slot limits that "
+        + (f"meet {', '.join(map(str, advice.objectives))} and " if advice.objectives else "")
         + f"have an efficiency above {advice.epsilon:g} (here {best.efficiency:.2f}).",
-        f"{point.batch:.1f} really ran; {best.throughput:,.0f} tokens/s, {share:.0%} of the most ({most.point.bound} "
-        f"requests); time between tokens {ms(point.itl.at(50.0))} (median), {ms(point.itl.at(99.0))} (p99).",
-        f"They held {point.kv_pages} of {curve.machine.pages} KV pages at most: {replicas.freed / GIB:.2f} GiB of "
-        f"{curve.machine.pages * curve.machine.page_bytes / GIB:.2f} GiB are free for prefixes, or for other engines.",
-        f"replicas: {replicas.replicas}. {replicas.reason[0].upper()}{replicas.reason[1:]}. The memory has room for "
-        f"{replicas.fit} engines at this bound, with one copy of the weights.",
+        f"{point.batch:.1f} ran on average; {best.throughput:,.0f} tokens/s, {share:.0%} of the maximum (at "
+        f"{most.point.bound}); time between tokens {ms(point.itl.at(50.0))} (median), {ms(point.itl.at(99.0))} (p99).",
+        f"They held up to {point.kv_pages} of {curve.machine.pages} KV pages: {replicas.freed / GIB:.2f} GiB of "
+        f"{curve.machine.pages * curve.machine.page_bytes / GIB:.2f} GiB are free for prefixes or other engines.",
+        f"replicas: {replicas.replicas}. {replicas.reason[0].upper()}{replicas.reason[1:]}. The memory fits "
+        f"{replicas.fit} engines at this limit, with one copy of the weights.",
     ]
     if point.joules_per_token is not None:
         out.append(f"{point.joules_per_token:.3g} joules per output token.")
     if advice.measured is not None:
         out.append(f"Advised rate: {advice.rate:.3g} requests/s. Measured with Poisson arrivals: {advice.measured}.")
     elif advice.rate:
-        out.append(f"Advised rate: {advice.rate:.3g} requests/s, played out on these curves with Poisson arrivals.")
+        out.append(f"Advised rate: {advice.rate:.3g} requests/s, simulated on these curves with Poisson arrivals.")
     else:
-        out.append("No request rate keeps the objectives when played out on these curves.")
+        out.append("No request rate meets the objectives when simulated on these curves.")
     return [*out, *_noted(advice)]
 
 
@@ -55,33 +55,32 @@ def percent(share: float | None) -> str:
 
 
 COLUMNS = (
-    "bound", "ran", "tokens/s", "eff.", "itl p50", "itl p99", "ttft p50", "KV", "idle", "J/token", "DRAM", "SMs",
+    "slot limit", "ran", "tokens/s", "eff.", "itl p50", "itl p99", "ttft p50", "KV", "idle", "J/token", "DRAM", "SMs",
     "",
 )  # fmt: skip
-DISPENSABLE = ("SMs", "DRAM", "ttft p50", "ran", "idle", "KV", "eff.")
-"""of the columns, those that a narrow terminal does without first"""
+OPTIONAL_COLUMNS = ("SMs", "DRAM", "ttft p50", "ran", "idle", "KV", "eff.")
+"""Columns that a narrow terminal omits, in this order."""
 NOTHING = "–"
 
 
 def rows(advice: Advice) -> list[tuple[str, ...]]:
-    """By batch, as `COLUMNS`."""
+    """Return the table rows, by batch, with the cells of `COLUMNS`."""
     return [_row(advice, v) for v in advice.solution.verdicts]
 
 
 def _row(advice: Advice, v: Verdict) -> tuple[str, ...]:
     p, best = v.point, advice.solution.best
-    said = [f"{o.measure} {'late' if p.of(o) == p.of(o) else 'not seen'}" for o in v.late] + (
-        [] if v.efficient else ["inefficient"]
-    )
+    marks = [f"{o.measure} {'late' if p.of(o) == p.of(o) else 'not seen'}" for o in v.late]
+    marks += [] if v.efficient else ["inefficient"]
     if best is not None and p.bound == best.point.bound:
-        said = ["advised"]
+        marks = ["advised"]
     if v is advice.solution.knee:
-        said.append("knee")
+        marks.append("knee")
     joules = NOTHING if p.joules_per_token is None else f"{p.joules_per_token:.3g}"
     return (
         str(p.bound), f"{p.batch:.1f}", f"{v.throughput:,.0f}", f"{v.efficiency:.2f}", ms(p.itl.at(50.0)),
         ms(p.itl.at(99.0)), ms(p.ttft.at(50.0)), percent(p.kv_share), f"{p.idle_share:.1%}", joules,
-        percent(p.dram_share), percent(p.sm_share), ", ".join(said),
+        percent(p.dram_share), percent(p.sm_share), ", ".join(marks),
     )  # fmt: skip
 
 
@@ -99,17 +98,17 @@ def show(advice: Advice, console: Console) -> None:
     curve = advice.curve
     lines = rows(advice)
     shown = [i for i, name in enumerate(COLUMNS) if not name or any(line[i] != NOTHING for line in lines)]
-    left_out = []
+    omitted = []
     wide = console.options.update(width=1000)
     while Measurement.get(console, wide, table := _table(advice, lines, shown)).maximum > console.width:
-        least = next((name for name in DISPENSABLE if COLUMNS.index(name) in shown), None)
-        if least is None:
+        column = next((name for name in OPTIONAL_COLUMNS if COLUMNS.index(name) in shown), None)
+        if column is None:
             break
-        shown.remove(COLUMNS.index(least))
-        left_out.append(least)
+        shown.remove(COLUMNS.index(column))
+        omitted.append(column)
     console.print(table)
-    if left_out:
-        console.print(f"No room for {', '.join(left_out)}: see the report, or a wider terminal.", highlight=False)
+    if omitted:
+        console.print(f"Omitted {', '.join(omitted)}: use a wider terminal or --html.", highlight=False)
     for r in curve.replicas:
         console.print(
             f"{r.replicas} engines, {r.bound} each: {curve.throughput(r):,.0f} tokens/s, itl p99 {ms(r.itl.at(99.0))}",

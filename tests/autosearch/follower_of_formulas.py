@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from synthetic import SyntheticBench
 
-from weft.autosearch.bench_follower import Asked, Opening, follow, lines_of_stdin
+from weft.autosearch.bench_follower import BenchConfig, MeasureRequest, follow, lines_of_stdin
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.engine.errors import ConfigError
 from weft.engine.model.directory import read_spec
@@ -26,11 +26,11 @@ class Formulas(SyntheticBench):
 
 if __name__ == "__main__":
     rank = int(sys.argv[1])
-    opening = msgspec.json.decode(sys.stdin.buffer.readline(), type=Opening)
+    opening = msgspec.json.decode(sys.stdin.buffer.readline(), type=BenchConfig)
     ranks = Descriptors.load(opening.descriptors).ranks
     bench = Formulas(read_spec(Path(opening.model)).shard(rank, ranks))
     told = Path(os.environ["TOLD"])
     for line in lines_of_stdin():
         follow(bench, [line])
         with told.open("a") as file:
-            file.write(f"{msgspec.json.decode(line, type=Asked).what} {bench.calls} {bench.seconds}\n")
+            file.write(f"{msgspec.json.decode(line, type=MeasureRequest).what} {bench.calls} {bench.seconds}\n")

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from weft.autosearch.bench_protocol import Load, Timing
+from weft.autosearch.pipeline_structure import every_operation
 from weft.autosearch.profile import PairPoint, Point, Profile, work_of
 from weft.autosearch.simulate import Drag, play, simulate
-from weft.autosearch.structure import every_operation
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.operations import Operation, Resource, Role
 from weft.engine.model.parts import Norm
@@ -74,7 +74,7 @@ class SyntheticBench:
     def ms(self, op: Operation, work: float, sms: int) -> float:
         if work <= 0:
             return 0.0
-        if op.role is Role.PRODUCT:
+        if op.role is Role.PROJECTION:
             waves = -(-(-(-int(work) // 128) * -(-op.out // 256)) // sms)
             return 0.003 + waves * 2 * 128 * 256 * op.inner / (660e12 / 132) * 1e3
         if op.role is Role.DECODE_ATTENTION:

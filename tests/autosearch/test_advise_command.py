@@ -16,8 +16,8 @@ from made_curves import MACHINE, curve
 
 from weft.autosearch.advisor import command
 from weft.autosearch.advisor import curve as curves
+from weft.autosearch.advisor.concurrent_engines import ConcurrentEngines, EndedEarly
 from weft.autosearch.advisor.engine_bench import EngineBench
-from weft.autosearch.advisor.side_by_side import Ended, SideBySide
 from weft.engine import demo
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
@@ -55,19 +55,19 @@ def test_where_no_bound_fits_the_limit_that_was_asked_for_is_told(
     curves.save(curve(), tmp_path / "curve.json")
     line = ["advise", "--curves", str(tmp_path / "curve.json"), "--slo", "itl:p99:1ms", "--html", str(tmp_path / "a")]
     assert main(line) == 1
-    assert "A bound may take 95% of itl:p99:1ms" in " ".join(capsys.readouterr().out.split())
+    assert "The engine may use 95% of itl:p99:1ms" in " ".join(capsys.readouterr().out.split())
 
 
 def test_points_that_cannot_be_kept_any_longer_are_told_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keep = command.kept_in(tmp_path / "gone" / "points.json")
+    keep = command.saver(tmp_path / "gone" / "points.json")
     keep(curve())
     keep(curve())
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("what is measured is not kept")
-    command.kept_in(None)(curve())
-    command.kept_in(tmp_path / "points.json")(curve())
+    assert line.endswith("the measurements are not saved")
+    command.saver(None)(curve())
+    command.saver(tmp_path / "points.json")(curve())
     assert curves.load(tmp_path / "points.json") == curve()
 
 
@@ -100,8 +100,8 @@ def test_when_nothing_fits_it_says_so_and_writes_no_configuration(
     curves.save(curve(), recorded)
     assert main(["advise", "--curves", str(recorded), "--slo", "itl:p99:1ms", "--out", str(out)]) == 1
     told = capsys.readouterr().out
-    assert "No bound fits" in told
-    assert "The bound keeps" not in told
+    assert "No slot limit fits" in told
+    assert "The slot limit meets" not in told
     assert not out.exists()
 
 
@@ -154,11 +154,11 @@ def test_the_demo_model_on_a_cpu(
     def none_starts(*_: object) -> None:
         raise WeftError("one of them ended")
 
-    monkeypatch.setattr(command, "SideBySide", none_starts)
+    monkeypatch.setattr(command, "ConcurrentEngines", none_starts)
     out.unlink()
     capsys.readouterr()
     assert main([*line, "--measure-replicas", "2"]) == 0
-    assert "weft advise: no engines side by side: one of them ended\n" in capsys.readouterr().err
+    assert "weft advise: cannot measure concurrent engines: one of them ended\n" in capsys.readouterr().err
     assert load(ServeConfig, {}, out).replicas == 1
     line[line.index("6:8")] = "5:8"
     assert main(line) == 2
@@ -185,6 +185,6 @@ def test_engines_side_by_side_end_when_the_command_is_told_to(monkeypatch: pytes
         return begun[-1]
 
     monkeypatch.setattr(subprocess, "Popen", noted)
-    with pytest.raises(Ended, match="ended before they were measured"):
-        SideBySide(EngineConfig(device="cpu"), 2, 4, 64, [(6, 8)], 0.05, ended=lambda: True)
+    with pytest.raises(EndedEarly, match="ended before the engines were measured"):
+        ConcurrentEngines(EngineConfig(device="cpu"), 2, 4, 64, [(6, 8)], 0.05, ended=lambda: True)
     assert [child.returncode for child in begun] == [-signal.SIGKILL] * 2

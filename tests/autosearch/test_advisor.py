@@ -16,13 +16,13 @@ from made_curves import GIB, MACHINE, SLO, curve, point, times
 from weft.autosearch.advisor import curve as curves
 from weft.autosearch.advisor.activity import activity_of
 from weft.autosearch.advisor.advice import advise, configuration
+from weft.autosearch.advisor.concurrent_engines import ConcurrentEngines, combine
 from weft.autosearch.advisor.curve import Curve, Point, ReplicaPoint
 from weft.autosearch.advisor.engine_bench import spread
+from weft.autosearch.advisor.optimal_batch import solve
 from weft.autosearch.advisor.replicas import advise_replicas
-from weft.autosearch.advisor.side_by_side import SideBySide, together
-from weft.autosearch.advisor.solve import solve
 from weft.autosearch.advisor.sweep import CLOSE, Sweep
-from weft.autosearch.budget import Budget
+from weft.autosearch.time_budget import TimeBudget
 from weft.engine.config import EngineConfig, Objective
 from weft.engine.errors import ConfigError, WeftError
 from weft.server.config import ServeConfig
@@ -49,7 +49,7 @@ class MadeUp:
 
 def sweep(bench: MadeUp, budget: float = 1e9, start: Curve | None = None, slo: list[Objective] = SLO) -> Sweep:
     begun = start or msgspec.structs.replace(curve(), points=())
-    return Sweep(bench, begun, slo, 0.1, "throughput", Budget(budget, clock=lambda: bench.now))
+    return Sweep(bench, begun, slo, 0.1, "throughput", TimeBudget(budget, clock=lambda: bench.now))
 
 
 def test_the_sweep_ends_close_to_the_largest_bound_that_keeps_the_objective() -> None:
@@ -74,7 +74,7 @@ def test_the_ascent_stops_where_memory_is_full() -> None:
     bench = MadeUp(room=50)
     ran = sweep(bench, slo=[])
     ran.run()
-    assert ran.stopped == "no more than 50 requests fit the KV pool"
+    assert ran.stopped == "only 50 requests fit the KV pool"
     assert max(bench.asked) == 128
 
 
@@ -82,17 +82,17 @@ def test_time_that_is_up_ends_it_with_what_there_is() -> None:
     bench = MadeUp()
     ran = sweep(bench, budget=22.0)
     assert [p.bound for p in ran.run().points] == [1, 2, 4, 8]
-    assert ran.stopped == "the time was up"
+    assert ran.stopped == "out of time"
 
 
 def test_a_point_that_is_cut_short_is_no_point() -> None:
     bench, kept = MadeUp(), []
     begun = msgspec.structs.replace(curve(), points=())
-    budget = Budget(1e9, ended=lambda: len(bench.asked) == 3)
+    budget = TimeBudget(1e9, ended=lambda: len(bench.asked) == 3)
     ran = Sweep(bench, begun, [], 0.1, "throughput", budget, kept.append)
     assert [p.bound for p in ran.run().points] == [1, 2]
     assert [[p.bound for p in told.points] for told in kept] == [[1], [1, 2]]
-    assert ran.stopped == "it was ended"
+    assert ran.stopped == "ended early"
 
 
 def test_points_that_are_known_are_not_measured_again() -> None:
@@ -130,7 +130,7 @@ def test_without_batch_1_there_is_no_efficiency() -> None:
 def test_what_nothing_keeps_is_said() -> None:
     solution = solve(curve(), [Objective.parse("itl:p99:5ms")])
     assert solution.best is None
-    assert solution.why_not == "no bound keeps itl:p99:5ms: at 1 running requests itl is 15.2 ms, the limit 5 ms"
+    assert solution.why_not == "no slot limit meets itl:p99:5ms: at 1 requests itl is 15.2 ms, the limit 5 ms"
     assert "above --epsilon 1: 1.00 at 1" in solve(curve(), [], 1.0).why_not
 
 
@@ -163,24 +163,24 @@ def replicas(made: Curve, **tried: float) -> tuple[int, str]:
 def test_no_replicas_where_the_device_never_waits() -> None:
     number, reason = replicas(curve())
     assert number == 1
-    assert reason == "the device waits for the CPU 0.4% of the time: filling all of it would gain 0.4% at most"
+    assert reason == "the device waits for the CPU 0.4% of the time: using all of it would gain at most 0.4%"
 
 
 def test_no_replicas_on_a_promise() -> None:
     waiting = curve([point(2**i, idle_share=0.3) for i in range(10)])
     number, reason = replicas(waiting)
     assert number == 1
-    assert "43% at most; nobody measured that they do" in reason
+    assert "at most 43%, which was not measured" in reason
 
 
 def test_replicas_on_a_measured_gain_alone() -> None:
     # At its best bound one engine has 54 % of what it has at the largest.
-    assert replicas(curve(), n2=1.3, n4=2.2) == (4, "4 engines had 2.20 times the throughput of one, measured")
+    assert replicas(curve(), n2=1.3, n4=2.2) == (4, "4 engines had 2.20 times the measured throughput of one")
     number, reason = replicas(curve(), n2=0.93)
-    assert (number, reason) == (1, "2 engines had 0.93 times the throughput of one, measured: nothing to gain")
+    assert (number, reason) == (1, "2 engines had 0.93 times the measured throughput of one: nothing to gain")
     number, reason = replicas(curve(), n2=1.2)
     assert number == 1
-    assert "one engine with more running requests has" in reason
+    assert "one engine with more running requests reached" in reason
     small = msgspec.structs.replace(MACHINE, memory=12 * GIB)
     assert replicas(curve(machine=small), n4=2.2)[0] == 1
 
@@ -189,7 +189,7 @@ def test_replicas_are_held_to_one_engine_measured_beside_them() -> None:
     # The machine was slower when the curve was measured than when one and two engines were.
     number, reason = replicas(curve(), n1=1.9, n2=1.9)
     assert number == 1
-    assert "1.00 times the throughput of one" in reason
+    assert "1.00 times the measured throughput of one" in reason
 
 
 class Nvml:
@@ -225,18 +225,18 @@ class Nvml:
 
 
 def test_activity_is_what_the_driver_tells_or_the_reason_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert activity_of(torch.device("cpu")) == (None, "a CPU does not show what its memory does")
+    assert activity_of(torch.device("cpu")) == (None, "a CPU has no such counters")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1"))
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
     activity, why = activity_of(torch.device("cuda"))
     assert activity is not None
     assert (activity.end(), why) == ((0.61, 0.8, 0.12), "")
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(supported=False))
-    assert activity_of(torch.device("cuda"))[1] == "this GPU has no GPM metrics (Hopper and later have)"
+    assert activity_of(torch.device("cuda"))[1] == "this GPU has no GPM metrics (Hopper and later do)"
 
 
 def test_engines_side_by_side_are_told_as_one() -> None:
-    both = together([point(8), point(8, itl=times(0.05))])
+    both = combine([point(8), point(8, itl=times(0.05))])
     assert (both.replicas, both.bound, both.batch) == (2, 8, 16.0)
     assert both.output_per_s == 2 * point(8).output_per_s
     assert 0.0116 < both.itl.at(25.0) < both.itl.at(75.0) <= 0.05
@@ -259,7 +259,7 @@ def test_a_file_of_points_comes_back_as_it_was(tmp_path: Path) -> None:
     assert curves.load(file) == curve()
     assert not list(tmp_path.glob("*.new"))
     file.write_text('{"format": "weft-curve-1"}')
-    with pytest.raises(ConfigError, match="not a file of points"):
+    with pytest.raises(ConfigError, match="not a points file"):
         curves.load(file)
 
 
@@ -279,7 +279,7 @@ def test_a_lower_bound_keeps_requests_of_all_ages() -> None:
 @pytest.mark.nightly
 def test_engines_that_were_started_once_are_measured_in_any_number_at_any_bound() -> None:
     config = EngineConfig(device="cpu", page_size=8, cpu_threads=2)
-    with SideBySide(config, most=2, bound=4, pages=64, lengths=[(6, 8)], seconds=0.05) as engines:
+    with ConcurrentEngines(config, most=2, bound=4, pages=64, lengths=[(6, 8)], seconds=0.05) as engines:
         found = [engines.measure(number, bound) for number, bound in ((1, 4), (2, 2), (2, 4), (1, 2))]
     assert [(p.replicas, p.bound) for p in found] == [(1, 4), (2, 2), (2, 4), (1, 2)]
     for p in found:
@@ -290,4 +290,4 @@ def test_engines_that_were_started_once_are_measured_in_any_number_at_any_bound(
 @pytest.mark.nightly
 def test_one_of_several_engines_that_cannot_start_is_one_line() -> None:
     with pytest.raises(WeftError, match="an engine of several ended with status 1; its reason is above"):
-        SideBySide(EngineConfig(model="/nowhere", device="cpu"), 2, 4, 64, [(6, 8)], 0.05)
+        ConcurrentEngines(EngineConfig(model="/nowhere", device="cpu"), 2, 4, 64, [(6, 8)], 0.05)

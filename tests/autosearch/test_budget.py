@@ -12,18 +12,26 @@ from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, target_for
 from test_journal import Counted
 from test_search import model, quick
 
-from weft.autosearch import batches, command, gantt, profile, search, solving, stage_one, stage_two, stages
+from weft.autosearch import (
+    command,
+    dense_batch,
+    gantt,
+    profile,
+    resource_assignment,
+    search,
+    structure_search,
+    two_stage_search,
+)
 from weft.autosearch.accelerators import accelerator
 from weft.autosearch.bench_protocol import Load, Timing
-from weft.autosearch.budget import Budget
+from weft.autosearch.formula_profile import formula_profile
 from weft.autosearch.machine import Machine
-from weft.autosearch.modelled import modelled_profile
 from weft.autosearch.profile import Profile
 from weft.autosearch.profiler import CONFIGS, Grid, Profiler
 from weft.autosearch.refine import OutOfTime, serial_for
-from weft.autosearch.solving import Solving
-from weft.autosearch.stages import KeptStages, Stages
-from weft.autosearch.timely import Timely
+from weft.autosearch.time_budget import TimeBudget
+from weft.autosearch.timed_bench import TimedBench
+from weft.autosearch.two_stage_search import LoadSolver, StageResults, StageStore, search_pipelines
 from weft.engine.plans.plan import Period, Plan, load_plan
 from weft.server.daemon import cli
 
@@ -59,23 +67,23 @@ class Slow(SyntheticBench):
 
 
 class Solved:
-    """Instead of `predict`: one structure for each load, for which the solver uses all of its time."""
+    """Instead of `search_pipelines`: one structure for each load, for which the solver uses all of its time."""
 
     def __init__(self, bench: Slow) -> None:
         self.bench, self.seconds = bench, dict[Load, float]()
 
     def __call__(
         self, machine: Machine, load: Load, progress: Callable[[str, float], None], seconds: float, *_: object
-    ) -> Stages:
+    ) -> StageResults:
         self.seconds[load] = seconds
         progress("stage II", 0.5)
         self.bench.now += seconds
         if load not in _STAGES:
-            _STAGES[load] = stages.predict(machine, load, seconds=0.0)
+            _STAGES[load] = search_pipelines(machine, load, seconds=0.0)
         return _STAGES[load]
 
 
-_STAGES: dict[Load, Stages] = {}
+_STAGES: dict[Load, StageResults] = {}
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +104,13 @@ class Run:
         self.plans: list[Plan] = []
         self.shares: list[tuple[float, float]] = []
         """(of the budget that has passed, told)"""
-        monkeypatch.setattr(solving, "predict", self.solved)
+        monkeypatch.setattr(two_stage_search, "search_pipelines", self.solved)
 
         def told(_: str, share: float | None = None) -> None:
             assert share is not None
             self.shares.append((self.bench.now / budget_s, share))
 
-        budget = Budget(budget_s, told, self.bench.ended, self.bench.clock)
+        budget = TimeBudget(budget_s, told, self.bench.ended, self.bench.clock)
         one = search.Search(Machine(recorded, LLAMA_8B), TYPICAL, self.bench, budget, max_num_seqs=1024)
         self.result = one.run("x", self.plans.append)
 
@@ -135,7 +143,7 @@ def test_the_solver_has_time_for_every_load_though_kernels_compile_meanwhile(
     monkeypatch: pytest.MonkeyPatch, recorded: Profile
 ) -> None:
     run = Run(monkeypatch, recorded, 125.0)
-    assert len(run.solved.seconds) >= batches.DENSE_STEPS + len(search.LOADS) - 1
+    assert len(run.solved.seconds) >= dense_batch.DENSE_STEPS + len(search.LOADS) - 1
     assert max(run.solved.seconds.values()) < 3 * min(run.solved.seconds.values())
 
 
@@ -167,34 +175,34 @@ def test_loads_that_are_solved_at_once_all_count_for_the_share(
 ) -> None:
     both, shares = threading.Barrier(2), list[float]()
 
-    def half(_: Machine, __: Load, progress: Callable[[str, float], None], *___: object) -> Stages:
+    def half(_: Machine, __: Load, progress: Callable[[str, float], None], *___: object) -> StageResults:
         progress("stage I", 0.5)
         both.wait(240)
         progress("stage II", 0.5)
-        return Stages(1.0, 1.0, [])
+        return StageResults(1.0, 1.0, [])
 
-    monkeypatch.setattr(solving, "predict", half)
-    machine, budget = Machine(recorded, LLAMA_8B), Budget(1e6, lambda _, share=None: shares.append(share))
-    one = Solving(machine, budget, KeptStages(), 10, measured=False, workers=2)
+    monkeypatch.setattr(two_stage_search, "search_pipelines", half)
+    machine, budget = Machine(recorded, LLAMA_8B), TimeBudget(1e6, lambda _, share=None: shares.append(share))
+    one = LoadSolver(machine, budget, StageStore(), 10, measured=False, workers=2)
     one.solve([("a", TYPICAL), ("b", TYPICAL._replace(tokens=1024))])
-    assert 2 * 0.5 / 10 * solving.SHARE in [pytest.approx(s) for s in shares]
+    assert 2 * 0.5 / 10 * two_stage_search.SHARE in [pytest.approx(s) for s in shares]
 
 
 # -- what is asked to end
 
 
 def test_the_solver_begins_no_other_structure_once_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(modelled_profile(LLAMA_8B, TYPICAL, accelerator("h200")), LLAMA_8B)
-    solve, calls = stage_one.solve, list[float]()
+    machine = Machine(formula_profile(LLAMA_8B, TYPICAL, accelerator("h200")), LLAMA_8B)
+    solve, calls = structure_search.solve, list[float]()
 
     def counted(*arguments: object) -> object:
         calls.append(0.0)
         return solve(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stage_one, "solve", counted)
-    (found,) = stage_one.search(machine, TYPICAL, 32, 0.1, ended=lambda: bool(calls))
-    monkeypatch.setattr(stage_two.Shares, "solve", lambda *_: pytest.fail("solved"))
-    assert stage_two.assign(machine, found.period, TYPICAL, 0.1, ended=lambda: True).ms > 0
+    monkeypatch.setattr(structure_search, "solve", counted)
+    (found,) = structure_search.search(machine, TYPICAL, 32, 0.1, ended=lambda: bool(calls))
+    monkeypatch.setattr(resource_assignment.ResourceAssignment, "solve", lambda *_: pytest.fail("solved"))
+    assert resource_assignment.assign(machine, found.period, TYPICAL, 0.1, ended=lambda: True).ms > 0
 
 
 @pytest.mark.usefixtures("quick")
@@ -210,7 +218,7 @@ def test_a_search_that_is_ended_while_it_profiles_ends_there_and_keeps_no_profil
     out = tmp_path / "p.json"
     out.write_text("the plan of another day")
     assert cli.main(["search", "--model", str(model), "--out", str(out)]) == 1
-    assert "ended before there was a plan to write; the same command goes on" in capsys.readouterr().err
+    assert "ended before there was a plan to write; run the same command to continue" in capsys.readouterr().err
     assert bench.calls < 40
     assert out.read_text() == "the plan of another day"
     assert not profile.cache_path(target).exists()
@@ -220,7 +228,7 @@ def test_a_search_that_is_ended_while_it_profiles_ends_there_and_keeps_no_profil
 def test_a_search_that_is_killed_leaves_the_plan_that_it_had(
     recorded: Profile, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "DENSE_STEPS", 1)
+    monkeypatch.setattr(dense_batch, "DENSE_STEPS", 1)
     recorded.save(profile.cache_path(recorded.target))
     out, partial = tmp_path / "p.json", tmp_path / "p.json.partial"
     left: list[Plan] = []
@@ -258,12 +266,12 @@ def test_what_a_link_names_is_written_and_the_link_stays(recorded: Profile, mode
     assert not list(tmp_path.glob("*.partial*"))
 
 
-# -- `Timely`
+# -- `TimedBench`
 
 
 def test_what_would_not_end_in_time_is_not_begun(recorded: Profile) -> None:
     bench = Slow()
-    timely = Timely(bench, Machine(recorded, LLAMA_8B), Budget(100.0, ended=bench.ended, clock=bench.clock))
+    timely = TimedBench(bench, Machine(recorded, LLAMA_8B), TimeBudget(100.0, ended=bench.ended, clock=bench.clock))
     serial = serial_for(LLAMA_8B, TYPICAL, 132)
     pipeline = _pipeline(recorded)
     with timely.until(10.0):
@@ -287,7 +295,7 @@ def test_what_would_not_end_in_time_is_not_begun(recorded: Profile) -> None:
 
 def test_the_record_answers_what_was_measured_and_in_proportion(recorded: Profile) -> None:
     bench, machine = Slow(), Machine(recorded, LLAMA_8B)
-    timely = Timely(bench, machine, Budget(1000.0, clock=bench.clock))
+    timely = TimedBench(bench, machine, TimeBudget(1000.0, clock=bench.clock))
     pipeline, serial = _pipeline(recorded), serial_for(LLAMA_8B, TYPICAL, 132)
     light = TYPICAL._replace(context=640)
     for factor in (1.2, 1.4, 1.3):
@@ -305,5 +313,5 @@ def test_the_record_answers_what_was_measured_and_in_proportion(recorded: Profil
 
 def _pipeline(recorded: Profile) -> Period:
     if TYPICAL not in _STAGES:
-        _STAGES[TYPICAL] = stages.predict(Machine(recorded, LLAMA_8B), TYPICAL, seconds=0.0)
+        _STAGES[TYPICAL] = search_pipelines(Machine(recorded, LLAMA_8B), TYPICAL, seconds=0.0)
     return _STAGES[TYPICAL].choices[0].period

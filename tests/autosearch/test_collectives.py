@@ -17,26 +17,25 @@ from rich.console import Console
 from synthetic import SyntheticBench, assert_schedule_is_possible, spec_of, target_for
 
 from weft.autosearch import (
-    alternatives,
-    batches,
     command,
-    costmodel,
+    cost_model,
+    dense_batch,
     gantt,
-    limits,
     profile,
+    report,
+    resource_assignment,
     search,
-    stage_one,
-    stage_two,
-    stages,
+    structure_search,
+    two_stage_search,
 )
 from weft.autosearch.accelerators import accelerator
 from weft.autosearch.bench_protocol import Load
+from weft.autosearch.formula_profile import formula_profile
 from weft.autosearch.interference import Interference
 from weft.autosearch.machine import Machine
-from weft.autosearch.modelled import modelled_profile
+from weft.autosearch.pipeline_structure import describe_collectives, every_operation, first_structures, transformations
 from weft.autosearch.profile import Curves, Profile
 from weft.autosearch.profiler import Grid, Profiler
-from weft.autosearch.structure import described, every_operation, first_structures, transformations
 from weft.engine.config import PRESETS
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.model.directory import read_spec
@@ -95,7 +94,10 @@ def test_gathers_are_left_out_where_they_would_send_more_or_cannot_add_up() -> N
     assert ways_of(replace(FOUR, head_dim=256)) == set()  # as wide heads as Qwen3's make o's input wider too
     parallel = replace(FOUR, placement=Placement.PARALLEL)  # one sum of two products
     assert ways_of(parallel) == set()
-    assert [described(v) for v in transformations(parallel)] == ["down: all-reduce", "down: reduce-scatter, all-gather"]
+    assert [describe_collectives(v) for v in transformations(parallel)] == [
+        "down: all-reduce",
+        "down: reduce-scatter, all-gather",
+    ]
 
 
 def test_an_impossible_choice_is_one_line() -> None:
@@ -112,7 +114,7 @@ def test_an_impossible_choice_is_one_line() -> None:
 def test_every_choice_moves_the_network_row_of_table_2() -> None:
     """LLaMA-2-70B on 8 A100, 2048 tokens: 75.2 GB over the network, 18.8 GFLOP, 31.33 ms."""
     for variant in transformations(LLAMA2_70B.shard(0, 8)):
-        cost = costmodel.total(costmodel.collective_costs(variant, 2048))
+        cost = cost_model.total(cost_model.collective_costs(variant, 2048))
         assert cost.net_gb == pytest.approx(75.2, abs=0.05)
         assert cost.seconds(A100, 8)[Resource.NETWORK] * 1e3 == pytest.approx(31.33, abs=0.02)
         assert cost.bound(A100, 8) is Resource.NETWORK
@@ -121,10 +123,10 @@ def test_every_choice_moves_the_network_row_of_table_2() -> None:
 
 
 def test_the_papers_example_is_bound_by_compute_as_a_whole() -> None:
-    costs = costmodel.operation_costs(LLAMA2_70B, costmodel.Usage(2048, 512, 1024), gpus=8)
-    seconds = costmodel.total(costs).seconds(A100, 8)
+    costs = cost_model.operation_costs(LLAMA2_70B, cost_model.Usage(2048, 512, 1024), gpus=8)
+    seconds = cost_model.total(costs).seconds(A100, 8)
     assert max(seconds, key=lambda r: seconds[r]) is Resource.COMPUTE
-    assert costmodel.classify(2048, 70e9, A100, 8) is Resource.COMPUTE
+    assert cost_model.classify(2048, 70e9, A100, 8) is Resource.COMPUTE
 
 
 # -- plans
@@ -221,16 +223,16 @@ def test_on_gpus_the_profile_has_what_an_engine_runs_and_so_has_the_plan() -> No
     assert {p.guest for p in found.pairs} == {"decode", "down_reduce"}
     # the largest product beside attention and beside a sum, before more of what is measured alone
     texts = [text for text, _ in profiler.tasks()]
-    beside = [text for text in texts if text.startswith("gate_up beside")]
-    assert {text.split()[2] for text in beside[:8]} == {"decode", "down_reduce"}
+    beside = [text for text in texts if text.startswith("gate_up next to")]
+    assert {text.split()[3] for text in beside[:8]} == {"decode", "down_reduce"}
     alone = max(i for i, text in enumerate(texts) if text == "down alone")
     assert max(texts.index(text) for text in beside[:8]) < alone
-    variants = alternatives.compare(spec, found, LOAD, {}, lambda *_: None, 1.0, lambda: False)
+    variants = two_stage_search.compare_collectives(spec, found, LOAD, {}, lambda *_: None, 1.0, lambda: False)
     assert [v.spec.sums for v in variants] == [()]
 
 
 def test_a_product_is_modelled_to_take_half_as_long_again_beside_a_collective() -> None:
-    found = modelled_profile(FOUR, LOAD, accelerator("h200"))
+    found = formula_profile(FOUR, LOAD, accelerator("h200"))
     kinds = {n: o.resource for n, o in every_operation(FOUR).items()}
     interference = Interference(found, Curves(found), kinds)
     own = 132 - 16
@@ -238,9 +240,9 @@ def test_a_product_is_modelled_to_take_half_as_long_again_beside_a_collective() 
 
     beside = {Resource.COMPUTE: own, Resource.MEMORY: 16, Resource.NETWORK: 16}
     structure = next(first_structures(FOUR))
-    machine, period = Machine(found, FOUR), stage_one.solve(Machine(found, FOUR), LOAD, structure, 132, 0.2)
+    machine, period = Machine(found, FOUR), structure_search.solve(Machine(found, FOUR), LOAD, structure, 132, 0.2)
     assert period is not None
-    shared = stage_two.with_sms(period.period, [beside[kinds[o.operation]] for o in period.period.operations])
+    shared = resource_assignment.with_sms(period.period, [beside[kinds[o.operation]] for o in period.period.operations])
     _, lasts = machine.timeline(shared, LOAD)
     stretched = [
         last / ms
@@ -266,10 +268,10 @@ def test_every_pipeline_with_collectives_is_possible_and_no_longer_than_its_part
     _, found = recorded(ranks, load, slowdown, slowdown)
     spec = transformations(LLAMA_70B.shard(0, ranks))[variant]
     machine = Machine(found, spec)
-    solved = stage_one.solve(machine, load, list(first_structures(spec))[structure], guest_sms, 0.3)
+    solved = structure_search.solve(machine, load, list(first_structures(spec))[structure], guest_sms, 0.3)
     if solved is None:  # the decodes of half the requests do not fit one range
         return
-    choice = stage_two.assign(machine, solved.period, load, 0.1)
+    choice = resource_assignment.assign(machine, solved.period, load, 0.1)
     choice.period.check(spec, 132)
     assert {o.lane for o in choice.period.operations} == {"compute", "memory", "network"}
     durations, drag = machine.durations(choice.period, load), machine.drag(choice.period)
@@ -281,14 +283,14 @@ def test_every_pipeline_with_collectives_is_possible_and_no_longer_than_its_part
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(stages, "GUEST_SMS", (32,))
-    monkeypatch.setattr(stages, "PER_LEVEL", 1)
-    monkeypatch.setattr(stages, "EFFORT", 0.5)
-    monkeypatch.setattr(stage_one, "first_structures", lambda spec: islice(first_structures(spec), 3))
-    monkeypatch.setattr(stage_one, "can_grow", lambda _: False)
-    monkeypatch.setattr(batches, "DENSE_STEPS", 1)
+    monkeypatch.setattr(two_stage_search, "GUEST_SMS", (32,))
+    monkeypatch.setattr(two_stage_search, "PER_LEVEL", 1)
+    monkeypatch.setattr(two_stage_search, "EFFORT", 0.5)
+    monkeypatch.setattr(structure_search, "first_structures", lambda spec: islice(first_structures(spec), 3))
+    monkeypatch.setattr(structure_search, "can_grow", lambda _: False)
+    monkeypatch.setattr(dense_batch, "DENSE_STEPS", 1)
     monkeypatch.setattr(search, "LOADS", search.LOADS[:1])
-    monkeypatch.setattr(batches, "decode_batches", lambda *_: [])
+    monkeypatch.setattr(dense_batch, "decode_batches", lambda *_: [])
     monkeypatch.setattr(command, "num_gpus", lambda: 1)
     monkeypatch.setattr(profile, "SHIPPED", tmp_path / "none")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -300,7 +302,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_search_on_measured_collectives_chooses_among_them_and_draws_the_third_lane(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alternatives, "transformations", lambda spec: transformations(spec)[::4])
+    monkeypatch.setattr(two_stage_search, "transformations", lambda spec: transformations(spec)[::4])
     recorded(4)[1].save(tmp_path / "profile.json")
     out, svg, kept = tmp_path / "plan.json", tmp_path / "plan.svg", tmp_path / "stages.json"
     arguments = ["search", "--model-preset", "llama-3-70b", "--tensor-parallel-size", "4", "--svg", str(svg)]
@@ -308,7 +310,7 @@ def test_a_search_on_measured_collectives_chooses_among_them_and_draws_the_third
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
     assert sorted(re.findall(r"collectives: o: ([a-z-]+)", text)) == ["all-gather", "all-reduce"]
-    assert "MODELLED" not in text
+    assert "MODELED" not in text
     plan = load_plan(out)
     assert plan.periods
     for period in plan.periods:
@@ -332,15 +334,15 @@ def test_a_search_on_measured_collectives_chooses_among_them_and_draws_the_third
 def test_without_a_gpu_and_a_profile_the_search_says_what_was_modelled(
     preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alternatives, "transformations", lambda spec: transformations(spec)[:2])
+    monkeypatch.setattr(two_stage_search, "transformations", lambda spec: transformations(spec)[:2])
     ranks = {"llama-3-70b": 4, "qwen2.5-72b": 2}[preset]
     arguments = ["search", "--tensor-parallel-size", str(ranks), "--model-preset", preset, "--budget-seconds", "1"]
     assert cli.main([*arguments, "--out", str(tmp_path / "plan.json")]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "MODELLED, NOT MEASURED (modelled h200): qkv, decode, prefill, o, o_reduce" in text
+    assert "MODELED, NOT MEASURED (modelled h200): qkv, decode, prefill, o, o_reduce" in text
     assert "measured: nothing of this model" in text
     for source in ("measured on four H200s", "derived there", "assumed:"):
-        assert f"behind the formulas: {source}" in text
+        assert f"basis of the formulas: {source}" in text
     whole = read_spec(PRESETS / preset)
     best = re.search(r"\(Equation 5\) ([\d,]+) tokens/s/GPU, ([\d,]+) on (\d) GPUs, at the ([\d,]+) TFLOP/s", text)
     assert best is not None
@@ -354,13 +356,13 @@ def test_without_a_gpu_and_a_profile_the_search_says_what_was_modelled(
 
 def test_the_modelled_accelerator_meets_what_was_measured_on_four_cards() -> None:
     """H200: two-shot all-reduces of [2048 | 512 | 128, 8192] over four cards took 177, 55 and 20 us."""
-    curves = Machine(modelled_profile(FOUR, LOAD, accelerator("h200")), FOUR).curves
+    curves = Machine(formula_profile(FOUR, LOAD, accelerator("h200")), FOUR).curves
     for tokens, us in ((2048, 177), (512, 55), (128, 20)):
         assert curves.ms("o_reduce", tokens, 132) * 1e3 == pytest.approx(us, rel=0.1)
     # one layer's products of 2,048 tokens took 1,305 to 1,366; here their tiles are never narrower than 256
     products = sum(curves.ms(n, 2048, 132) for n in ("qkv", "o", "gate_up", "down")) * 1e3
     assert 1305 < products < 1.12 * 1305
-    assert limits.product_flops(modelled_profile(FOUR, LOAD, accelerator("h200")), FOUR) < 989e12 * 0.68
+    assert report.fastest_gemm_flops(formula_profile(FOUR, LOAD, accelerator("h200")), FOUR) < 989e12 * 0.68
 
 
 @pytest.mark.parametrize(
@@ -369,9 +371,12 @@ def test_the_modelled_accelerator_meets_what_was_measured_on_four_cards() -> Non
         (["--tensor-parallel-size", "0"], "--tensor-parallel-size 0: must be at least 1"),
         (["--tensor-parallel-size", "3"], "cannot be split over 3 ranks"),
         (["--gpu", "tpu"], "unknown accelerator 'tpu'"),
-        (["--gpu", "gaudi2"], "--gpu gaudi2: its multiprocessors are not known"),
+        (["--gpu", "gaudi2"], "--gpu gaudi2: its number of SMs is unknown"),
         (["--gpu", "h200", "--profile", "x.json"], "leave out --profile"),
-        (["--tensor-parallel-size", "2", "--full-profile"], "--full-profile measures on 2 GPUs, and there are 1 here"),
+        (
+            ["--tensor-parallel-size", "2", "--full-profile"],
+            "--full-profile needs 2 GPU(s) to measure on; this machine has 1",
+        ),
         (["--model", "demo"], "not allowed with"),
         (["--tensor-parallel-size", "2", "--gpu", "a100-40gb"], "--tensor-parallel-size"),
     ],
@@ -392,7 +397,7 @@ def test_a_wrong_option_is_one_line(
 
 
 def test_the_serial_plan_of_several_ranks_has_their_collectives() -> None:
-    machine = Machine(modelled_profile(FOUR, LOAD, accelerator("h200")), FOUR)
+    machine = Machine(formula_profile(FOUR, LOAD, accelerator("h200")), FOUR)
     serial = serial_period(FOUR, 2048, 132)
     assert [o.operation for o in serial.operations if o.operation.endswith("_reduce")] == ["o_reduce", "down_reduce"]
     assert machine.period(serial, LOAD).ms == pytest.approx(machine.serial_ms(LOAD), rel=1e-6)

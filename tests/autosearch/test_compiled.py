@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.autosearch.compiled import DENSE_BATCH, compile_first
+from weft.autosearch.open_bench import DENSE_BATCH, compile_first
 from weft.engine.config import PRESETS, EngineConfig
 from weft.engine.model.directory import read_spec
 from weft.engine.runner.device.compile_job import CompileJob, stamp_file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.autosearch import costmodel
+from weft.autosearch import cost_model
 from weft.autosearch.accelerators import ACCELERATORS, accelerator
 from weft.engine.errors import ConfigError
 from weft.engine.model.operations import Resource
@@ -38,7 +38,7 @@ TABLE_2 = {
 
 
 @pytest.mark.parametrize(("row", "printed"), list(zip(ACCELERATORS, TABLE_1, strict=True)), ids=lambda v: str(v)[:30])
-def test_ratios_of_table_1(row: costmodel.Accelerator, printed: tuple[float, float, float]) -> None:
+def test_ratios_of_table_1(row: cost_model.Accelerator, printed: tuple[float, float, float]) -> None:
     # The paper rounds or cuts the last digit.
     assert row.mem_seconds == pytest.approx(printed[0], abs=0.00101)
     # H200: 989,000 / 4,800 is 206, MI300: 1,307,000 / 5,300 is 247
@@ -49,8 +49,8 @@ def test_ratios_of_table_1(row: costmodel.Accelerator, printed: tuple[float, flo
 @pytest.mark.parametrize("name", list(TABLE_2))
 def test_estimates_of_table_2(name: str) -> None:
     """LLaMA-2-70B on 8 A100, dense batch 2048: the numbers are those of prompts of 512 and answers of 1024 tokens."""
-    costs = costmodel.operation_costs(LLAMA2_70B, costmodel.Usage(2048, 512, 1024), gpus=8)
-    cost = next(c for c in [*costs, costmodel.total(costs)] if c.name == name)
+    costs = cost_model.operation_costs(LLAMA2_70B, cost_model.Usage(2048, 512, 1024), gpus=8)
+    cost = next(c for c in [*costs, cost_model.total(costs)] if c.name == name)
     gflop, mem, net, *milliseconds = TABLE_2[name]
     if gflop is not None:
         assert cost.gflop == pytest.approx(gflop, rel=3e-3)
@@ -62,7 +62,7 @@ def test_estimates_of_table_2(name: str) -> None:
 
 
 def test_every_operation_is_bound_as_table_2_prints_in_bold() -> None:
-    costs = costmodel.operation_costs(LLAMA2_70B, costmodel.Usage(2048, 512, 1024), gpus=8)
+    costs = cost_model.operation_costs(LLAMA2_70B, cost_model.Usage(2048, 512, 1024), gpus=8)
     bound = {c.name: c.bound(A100, 8) for c in costs}
     assert bound.pop("decode") is Resource.MEMORY
     assert bound.pop("network") is Resource.NETWORK
@@ -71,18 +71,20 @@ def test_every_operation_is_bound_as_table_2_prints_in_bold() -> None:
 
 def test_optimal_throughput_of_the_paper() -> None:
     # §3.5 says 280 TFLOP/s; its 1857 tokens/s/GPU follows from 260.
-    assert costmodel.optimal_throughput(260e12, 70e9) == pytest.approx(1857, abs=0.5)
+    assert cost_model.optimal_throughput(260e12, 70e9) == pytest.approx(1857, abs=0.5)
 
 
 def test_large_models_are_bound_by_compute_and_small_batches_by_memory() -> None:
-    assert costmodel.t_ratio(2048, 70e9, A100, 8) == pytest.approx(0.04 * 8 * 312e12 / (2 * 2048 * 70e9))
-    assert costmodel.classify(2048, 70e9, A100, 8) is Resource.COMPUTE
-    assert costmodel.classify(128, 8e9, A100) is Resource.MEMORY
+    assert cost_model.t_ratio(2048, 70e9, A100, 8) == pytest.approx(0.04 * 8 * 312e12 / (2 * 2048 * 70e9))
+    assert cost_model.classify(2048, 70e9, A100, 8) is Resource.COMPUTE
+    assert cost_model.classify(128, 8e9, A100) is Resource.MEMORY
 
 
 def test_power_bounds_a_product_longer_than_its_arithmetic_on_the_h200() -> None:
     h200 = accelerator("H200")
-    product = next(c for c in costmodel.operation_costs(LLAMA2_70B, costmodel.Usage(2048, 1, 1)) if c.name == "gate_up")
+    product = next(
+        c for c in cost_model.operation_costs(LLAMA2_70B, cost_model.Usage(2048, 1, 1)) if c.name == "gate_up"
+    )
     assert product.power_seconds(h200) == pytest.approx(product.gflop / 1e3 * 0.871 / (700 - 122))
     assert product.power_seconds(h200) > product.seconds(h200)[Resource.COMPUTE]  # type: ignore[operator]
     assert product.joules(A100) is None

@@ -14,17 +14,16 @@ import pytest
 from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, target_for
 from test_search import CONFIG, quick
 
-from weft.autosearch import batches, command, solving, stages
+from weft.autosearch import command, dense_batch, two_stage_search
 from weft.autosearch.accelerators import accelerator
 from weft.autosearch.bench_protocol import Load, Timing
-from weft.autosearch.budget import Budget
+from weft.autosearch.formula_profile import formula_profile
 from weft.autosearch.journal import Journal
 from weft.autosearch.machine import Machine
-from weft.autosearch.modelled import modelled_profile
 from weft.autosearch.profile import cache_path
 from weft.autosearch.refine import serial_for
-from weft.autosearch.solving import Solving
-from weft.autosearch.stages import KeptStages, Stages
+from weft.autosearch.time_budget import TimeBudget
+from weft.autosearch.two_stage_search import LoadSolver, StageResults, StageStore
 from weft.engine.errors import ConfigError, RankLost
 from weft.engine.plans.plan import NanoOperation, Period, load_plan
 from weft.server.daemon import cli
@@ -87,7 +86,7 @@ def test_what_was_measured_is_measured_once_and_repeats_are_told_apart(tmp_path:
     assert again.pair(a, b, TYPICAL) == both
     with pytest.raises(ConfigError, match="more SMs"):
         again.alone(NanoOperation("gate_up", 0, 2048, 133), TYPICAL)
-    assert (again.known, again.taken, bench.calls) == (4, 4, before)
+    assert (again.known, again.reused, bench.calls) == (4, 4, before)
     assert again.period(SERIAL, TYPICAL).watts == before + 1  # a third time
     again.seconds = 1.0
     again.period(SERIAL, TYPICAL)  # for longer
@@ -106,18 +105,18 @@ def test_a_folder_that_cannot_be_is_told_before_anything_is_measured(tmp_path: P
 def test_a_search_goes_on_where_it_was_and_then_forgets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(batches, "DENSE_STEPS", 1)
+    monkeypatch.setattr(dense_batch, "DENSE_STEPS", 1)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     bench, target = Counted({("alone", 30), ("period", 6)}), target_for(LLAMA_8B)
     solved: list[Load] = []
-    predict = solving.predict
+    predict = two_stage_search.search_pipelines
 
-    def noted(machine: Machine, load: Load, *others: Any) -> Stages:
+    def noted(machine: Machine, load: Load, *others: Any) -> StageResults:
         solved.append(load)
         return predict(machine, load, *others)
 
-    monkeypatch.setattr(solving, "predict", noted)
+    monkeypatch.setattr(two_stage_search, "search_pipelines", noted)
     monkeypatch.setattr(command, "num_gpus", lambda: 1)
     monkeypatch.setattr(command, "open_gpu", lambda *_, **__: (bench, target))
     plan = tmp_path / "plan.json"
@@ -143,14 +142,14 @@ def test_a_search_goes_on_where_it_was_and_then_forgets(
 def test_loads_that_are_solved_at_once_have_the_pipelines_of_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(stages, "EFFORT", 0.02)
+    monkeypatch.setattr(two_stage_search, "EFFORT", 0.02)
     loads = [(f"{n}", TYPICAL._replace(tokens=n, decodes=n // 3)) for n in (256, 384)]
-    machine = Machine(modelled_profile(LLAMA_8B, TYPICAL, accelerator("h200")), LLAMA_8B)
+    machine = Machine(formula_profile(LLAMA_8B, TYPICAL, accelerator("h200")), LLAMA_8B)
     kept: list[int] = []
 
-    def solved(workers: int) -> dict[str, Stages]:
-        found = KeptStages(keep=lambda _: kept.append(workers))
-        one = Solving(machine, Budget(1e6), found, len(loads), measured=False, workers=workers)
+    def solved(workers: int) -> dict[str, StageResults]:
+        found = StageStore(keep=lambda _: kept.append(workers))
+        one = LoadSolver(machine, TimeBudget(1e6), found, len(loads), measured=False, workers=workers)
         one.solve(loads)
         return found.stages
 

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 from synthetic import LLAMA_8B, TYPICAL
 
-from weft.autosearch import gantt, given, profile, stage_one, stage_two
+from weft.autosearch import gantt, profile, resource_assignment, search_inputs, structure_search
 from weft.autosearch.machine import Machine
+from weft.autosearch.pipeline_structure import first_structures
 from weft.autosearch.profile import Profile, load_profile
-from weft.autosearch.structure import first_structures
 from weft.engine.plans import choose
 from weft.engine.plans.plan import Target, load_plan, model_key
 
@@ -30,7 +30,7 @@ def test_the_shipped_profile_is_found_for_its_model_without_a_gpu(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert recorded.target.model == model_key(LLAMA_8B)
     assert (recorded.modelled, recorded.guest_pairs) == ((), ())  # a file from before there were any
-    assert given.find_profile(LLAMA_8B, TYPICAL, None, None) == recorded
+    assert search_inputs.find_profile(LLAMA_8B, TYPICAL, None, None) == recorded
     assert {p.guest_sms for p in recorded.pairs} >= {16, 32, 48}
 
 
@@ -44,9 +44,9 @@ def test_decode_attention_keeps_most_of_its_bandwidth_on_a_third_of_the_sms(reco
 def test_the_stages_predict_overlap_in_whole_waves_of_tiles(recorded: Profile) -> None:
     machine = Machine(recorded, LLAMA_8B)
     load = TYPICAL._replace(tokens=1792, decodes=597)
-    solved = stage_one.solve(machine, load, next(first_structures(LLAMA_8B)), 20, 0.5)
+    solved = structure_search.solve(machine, load, next(first_structures(LLAMA_8B)), 20, 0.5)
     assert solved is not None
-    found = stage_two.assign(machine, solved.period, load, 0.2)
+    found = resource_assignment.assign(machine, solved.period, load, 0.2)
     assert found.ms < 0.95 * machine.serial_ms(load)
     # 896 tokens are seven tiles of 128: `down` has 7 x 16 tiles of 128 x 256, one for each of 112 SMs
     assert {(o.end - o.begin, o.sms) for o in found.period.operations if o.operation == "down"} == {(896, 112)}
@@ -54,7 +54,7 @@ def test_the_stages_predict_overlap_in_whole_waves_of_tiles(recorded: Profile) -
 
 def test_the_shipped_plan_is_chosen_on_its_card_possible_there_and_can_be_drawn() -> None:
     # kernels that change need a new search: until there is one, their commit removes the plan
-    here = Target("NVIDIA H200", 132, model_key(LLAMA_8B), "bfloat16", choose.kernels_digest())
+    here = Target("NVIDIA H200", 132, model_key(LLAMA_8B), "bfloat16", choose.kernels_digest(LLAMA_8B, fp8=False))
     plan = choose.choose_plan("auto", LLAMA_8B, here, None)
     assert plan == load_plan(PLAN)
     assert plan.sums == {}  # a file from before there were any

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from synthetic import LLAMA_8B, TYPICAL, SyntheticBench
 
-from weft.autosearch import breakeven
+from weft.autosearch import break_even
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.profiler import CONFIGS
 from weft.autosearch.refine import Refiner, serial_for
@@ -125,7 +125,7 @@ def heavy_and_light(period: Period, load: Load) -> float:
     """Serial: 1 + kv; a light pipeline wins from 0.4 to 1.0, a heavy one from 1.0 to 1.8 (of the typical KV)."""
     kv = load.kv_tokens / TYPICAL.kv_tokens
     if len(period.operations) == 6:
-        return (1 + kv) * load.tokens / 2048 / (1 - breakeven.MIN_GAIN)
+        return (1 + kv) * load.tokens / 2048 / (1 - break_even.MIN_GAIN)
     if sms_of(period)[0] == 24:
         return 1.4 if kv <= 1.0 else 1.4 + 2 * (kv - 1)
     return 1.8 if kv <= 1.0 else 1.4 + 1.4 * (kv - 1) + (10 if kv > 1.8 else 0)
@@ -138,7 +138,7 @@ class LoadBench(SyntheticBench):
 
 def test_pipelines_are_placed_where_they_win() -> None:
     factors = tuple(k / 10 for k in range(1, 21))
-    light, heavy = breakeven.place(LoadBench(LLAMA_8B), LLAMA_8B, [naive(24), naive(48)], TYPICAL, factors=factors)
+    light, heavy = break_even.place(LoadBench(LLAMA_8B), LLAMA_8B, [naive(24), naive(48)], TYPICAL, factors=factors)
     kv = TYPICAL.kv_tokens
     assert sms_of(light.period) == [24, 24]
     assert sms_of(heavy.period) == [48, 48]
@@ -156,10 +156,10 @@ def test_beyond_what_was_measured_the_serial_plan_runs() -> None:
         def period(self, period: Period, _: Load) -> Timing:
             return Timing(2.0 if len(period.operations) == 6 else 1.0, 1.0, 1.0)
 
-    (placed,) = breakeven.place(Fast(LLAMA_8B), LLAMA_8B, [naive()], TYPICAL)
-    assert placed.period.min_kv_tokens == TYPICAL.decodes * round(TYPICAL.context * breakeven.KV_FACTORS[0])
-    assert placed.period.max_kv_tokens == TYPICAL.decodes * round(TYPICAL.context * breakeven.KV_FACTORS[-1]) + 1
-    assert placed.period.min_tokens == round(2048 * breakeven.TOKEN_SHARES[0]) - TOKEN_STEP + 1
+    (placed,) = break_even.place(Fast(LLAMA_8B), LLAMA_8B, [naive()], TYPICAL)
+    assert placed.period.min_kv_tokens == TYPICAL.decodes * round(TYPICAL.context * break_even.KV_FACTORS[0])
+    assert placed.period.max_kv_tokens == TYPICAL.decodes * round(TYPICAL.context * break_even.KV_FACTORS[-1]) + 1
+    assert placed.period.min_tokens == round(2048 * break_even.TOKEN_SHARES[0]) - TOKEN_STEP + 1
 
 
 @pytest.mark.parametrize("room", [0.6, 1.1, 1.7, 3.0])
@@ -172,7 +172,7 @@ def test_no_more_kv_is_promised_than_the_device_holds(room: float) -> None:
             return Timing(2.0 if len(period.operations) == 6 else 1.0, 1.0, 1.0)
 
     capacity = round(room * TYPICAL.kv_tokens)
-    (placed,) = breakeven.place(Fast(LLAMA_8B), LLAMA_8B, [naive()], TYPICAL, capacity=capacity)
+    (placed,) = break_even.place(Fast(LLAMA_8B), LLAMA_8B, [naive()], TYPICAL, capacity=capacity)
     # as many decodes in each, so that a KV count stands for one load
     assert {load.decodes for load in measured} == {TYPICAL.decodes}
     assert placed.period.min_kv_tokens < placed.period.max_kv_tokens <= capacity + 1
@@ -184,8 +184,8 @@ def test_a_pipeline_that_never_wins_has_no_place() -> None:
         def period(self, period: Period, _: Load) -> Timing:
             return Timing(1.0 if len(period.operations) == 6 else 0.999, 1.0, 1.0)  # less than it must gain
 
-    assert breakeven.place(Slow(LLAMA_8B), LLAMA_8B, [naive()], TYPICAL) == []
-    assert breakeven.place(Slow(LLAMA_8B), LLAMA_8B, [], TYPICAL) == []
+    assert break_even.place(Slow(LLAMA_8B), LLAMA_8B, [naive()], TYPICAL) == []
+    assert break_even.place(Slow(LLAMA_8B), LLAMA_8B, [], TYPICAL) == []
 
 
 def test_the_serial_plan_is_padded_to_a_bucket() -> None:

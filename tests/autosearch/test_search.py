@@ -20,14 +20,24 @@ import pytest
 from rich.console import Console
 from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, spec_of, target_for
 
-from weft.autosearch import batches, command, gantt, given, profile, search, show, solving, stages
+from weft.autosearch import (
+    command,
+    dense_batch,
+    gantt,
+    pipeline_structure,
+    plan_show,
+    profile,
+    search,
+    search_inputs,
+    two_stage_search,
+)
 from weft.autosearch.bench_protocol import Load, Timing
-from weft.autosearch.budget import Budget
 from weft.autosearch.machine import Machine
 from weft.autosearch.profile import Profile
 from weft.autosearch.profiler import Grid, Profiler, configs_of
 from weft.autosearch.refine import without_overlap
 from weft.autosearch.report import report
+from weft.autosearch.time_budget import TimeBudget
 from weft.engine.errors import ConfigError
 from weft.engine.model.parts import Quantization
 from weft.engine.plans.plan import Period, Plan, load_plan, serial_period
@@ -50,10 +60,10 @@ def recorded() -> Profile:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(stages, "GUEST_SMS", (32,))
-    monkeypatch.setattr(stages, "PER_LEVEL", 1)
-    monkeypatch.setattr(batches, "DENSE_STEPS", 2)
-    monkeypatch.setattr(stages, "EFFORT", 0.2)
+    monkeypatch.setattr(two_stage_search, "GUEST_SMS", (32,))
+    monkeypatch.setattr(two_stage_search, "PER_LEVEL", 1)
+    monkeypatch.setattr(dense_batch, "DENSE_STEPS", 2)
+    monkeypatch.setattr(two_stage_search, "EFFORT", 0.2)
     monkeypatch.setattr(search, "LOADS", search.LOADS[:1])
     monkeypatch.setattr(command, "num_gpus", lambda: 0)
     monkeypatch.setattr(profile, "SHIPPED", tmp_path / "none")
@@ -70,23 +80,25 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def plan(recorded: Profile) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "GUEST_SMS", (32,))
-        patch.setattr(stages, "PER_LEVEL", 1)
-        patch.setattr(batches, "DENSE_STEPS", 1)
-        patch.setattr(stages, "EFFORT", 0.2)
+        patch.setattr(two_stage_search, "GUEST_SMS", (32,))
+        patch.setattr(two_stage_search, "PER_LEVEL", 1)
+        patch.setattr(dense_batch, "DENSE_STEPS", 1)
+        patch.setattr(two_stage_search, "EFFORT", 0.2)
         patch.setattr(search, "LOADS", search.LOADS[:1])
-        return search.Search(Machine(recorded, LLAMA_8B), TYPICAL, None, Budget(1000)).run("1024:512").plan
+        return search.Search(Machine(recorded, LLAMA_8B), TYPICAL, None, TimeBudget(1000)).run("1024:512").plan
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_search_with_a_bench_measures_what_it_reports(recorded: Profile) -> None:
     bench = SyntheticBench(LLAMA_8B)
-    result = search.Search(Machine(recorded, LLAMA_8B), TYPICAL, bench, Budget(600, clock=bench.clock)).run("1024:512")
+    result = search.Search(Machine(recorded, LLAMA_8B), TYPICAL, bench, TimeBudget(600, clock=bench.clock)).run(
+        "1024:512"
+    )
     assert result.measured
     dense = [line.load for line in result.lines if line.load.endswith("tokens")]
     assert dense == ["2048 tokens", "1920 tokens"]
     lines = {line.stage.split(",")[0]: line for line in result.lines if line.load == "typical"}
-    assert list(lines) == ["stage I", "serial", "nano-batches in turn", "stage II", "refined"]
+    assert list(lines) == ["stage I", "serial", "nano-batches in sequence", "stage II", "refined"]
     serial, second, refined = (lines[s] for s in ("serial", "stage II", "refined"))
     assert serial.measured is not None
     assert second.measured is not None
@@ -96,7 +108,7 @@ def test_a_search_with_a_bench_measures_what_it_reports(recorded: Profile) -> No
     assert second.measured.ms == pytest.approx(second.predicted_ms, rel=0.03)
     assert refined.measured.ms <= second.measured.ms < serial.measured.ms
     # cutting alone costs; only overlap wins
-    assert lines["nano-batches in turn"].measured.ms >= serial.measured.ms * 0.999  # type: ignore[union-attr]
+    assert lines["nano-batches in sequence"].measured.ms >= serial.measured.ms * 0.999  # type: ignore[union-attr]
     for period in result.plan.periods:
         period.check(LLAMA_8B, 132)
         assert period.figures["gain"] == pytest.approx(
@@ -111,7 +123,7 @@ def test_where_overlap_cannot_win_there_is_no_pipeline() -> None:
     bench = SyntheticBench(LLAMA_8B, compute_slowdown=2.5, guest_slowdown=2.5)
     profiler = Profiler(bench, LLAMA_8B, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *_: None)
     machine = Machine(profiler.run(target_for(LLAMA_8B), 100), LLAMA_8B)
-    result = search.Search(machine, TYPICAL, bench, Budget(1000, clock=bench.clock)).run("1024:512")
+    result = search.Search(machine, TYPICAL, bench, TimeBudget(1000, clock=bench.clock)).run("1024:512")
     assert result.plan.periods == ()
     assert "the serial plan runs" in gantt.summary(result.plan)
 
@@ -126,10 +138,10 @@ def test_a_pipeline_that_was_only_lucky_is_dropped_and_the_report_says_so(record
             return timing._replace(ms=timing.ms * (1.5 if self.last else 0.9)) if len(period.operations) > 6 else timing
 
         def hear(self, text: str, _: float | None = None) -> None:
-            self.last |= "last look" in text
+            self.last |= "final measurement" in text
 
     bench = Lucky(LLAMA_8B)
-    budget = Budget(600, bench.hear, clock=bench.clock)
+    budget = TimeBudget(600, bench.hear, clock=bench.clock)
     result = search.Search(Machine(recorded, LLAMA_8B), TYPICAL, bench, budget).run("1024:512")
     assert result.plan.periods == ()
     assert result.plan.dense_batch == 0
@@ -155,7 +167,7 @@ def test_the_command_goes_from_a_profile_to_a_plan_and_a_picture(
     arguments += ["--svg", str(svg), "--stages", str(kept)]
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
-    assert "Nothing here was measured" in text
+    assert "Nothing was measured" in text
     assert "predicted gain over the serial plan 1." in text
     plan = load_plan(out)
     assert plan.target == recorded.target
@@ -164,24 +176,27 @@ def test_the_command_goes_from_a_profile_to_a_plan_and_a_picture(
     def unused(*_: object) -> None:
         raise AssertionError("the stages were kept")
 
-    monkeypatch.setattr(solving, "predict", unused)
+    monkeypatch.setattr(two_stage_search, "search_pipelines", unused)
     assert cli.main(arguments) == 0
     assert [p.operations for p in load_plan(out).periods] == [p.operations for p in plan.periods]
     assert cli.main([*arguments, "--tokens", "1024"]) == 2
-    assert "of another GPU, model, workload" in capsys.readouterr().err
+    assert "for another GPU, model, workload" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_recorded_profile_is_found_by_its_model(recorded: Profile) -> None:
     with pytest.raises(ConfigError, match="no recorded profile of this model: give one with --profile"):
-        given.find_profile(LLAMA_8B, TYPICAL, None, None)
+        search_inputs.find_profile(LLAMA_8B, TYPICAL, None, None)
     recorded.save(profile.cache_path(recorded.target))
-    assert given.find_profile(LLAMA_8B, TYPICAL, None, None) == recorded
-    assert given.find_profile(LLAMA_8B, TYPICAL, None, recorded.target) == recorded
-    assert given.find_profile(LLAMA_8B, TYPICAL, None, msgspec.structs.replace(recorded.target, kernels="x")) is None
-    assert given.find_profile(LLAMA_8B, TYPICAL._replace(tokens=4096), None, recorded.target) is None
-    with pytest.raises(ConfigError, match="is of another model"):
-        given.find_profile(spec_of(4096, 14336, 40, 32, 8), TYPICAL, profile.cache_path(recorded.target), None)
+    assert search_inputs.find_profile(LLAMA_8B, TYPICAL, None, None) == recorded
+    assert search_inputs.find_profile(LLAMA_8B, TYPICAL, None, recorded.target) == recorded
+    assert (
+        search_inputs.find_profile(LLAMA_8B, TYPICAL, None, msgspec.structs.replace(recorded.target, kernels="x"))
+        is None
+    )
+    assert search_inputs.find_profile(LLAMA_8B, TYPICAL._replace(tokens=4096), None, recorded.target) is None
+    with pytest.raises(ConfigError, match="is for another model"):
+        search_inputs.find_profile(spec_of(4096, 14336, 40, 32, 8), TYPICAL, profile.cache_path(recorded.target), None)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +208,7 @@ def test_a_recorded_profile_is_found_by_its_model(recorded: Profile) -> None:
         (["--budget-seconds", "0"], "--budget-seconds 0: must be more than 0"),
         (["--profile", "/nowhere.json"], "cannot read the profile /nowhere.json"),
         (["--lengths", "/nowhere.json"], "cannot read --lengths"),
-        (["--full-profile"], "--full-profile measures on a GPU, and there is none here"),
+        (["--full-profile"], "--full-profile needs 1 GPU(s) to measure on; this machine has 0"),
         (["--full-profile", "--predict-only"], "leave out --profile and --predict-only"),
         ([], "no recorded profile"),
         (["--tokes", "5"], "unknown option --tokes; did you mean --tokens"),
@@ -217,29 +232,33 @@ def test_a_wrong_option_is_one_line(
 def test_without_ortools_the_search_says_what_to_install(
     recorded: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    for name in [n for n in sys.modules if n.startswith(("ortools", "weft.autosearch.stage"))]:
+    for name in [
+        n
+        for n in sys.modules
+        if n.startswith(("ortools", "weft.autosearch.structure_search", "weft.autosearch.resource_"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ortools", None)
-    monkeypatch.delattr("weft.autosearch.stage_one", raising=False)
-    monkeypatch.delattr("weft.autosearch.stage_two", raising=False)
+    monkeypatch.delattr("weft.autosearch.structure_search", raising=False)
+    monkeypatch.delattr("weft.autosearch.resource_assignment", raising=False)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[search\]'"):
-        search.Search(Machine(recorded, LLAMA_8B), TYPICAL, None, Budget(5)).run("1024:512")
+        search.Search(Machine(recorded, LLAMA_8B), TYPICAL, None, TimeBudget(5)).run("1024:512")
 
 
 def test_decodes_alone_fill_the_pool_in_halves_of_whole_steps() -> None:
     dense = TYPICAL._replace(tokens=1920, decodes=640)
-    small, large = batches.decode_batches(dense, 1024, 908_190)  # room for 709 of the workload's requests
+    small, large = dense_batch.decode_batches(dense, 1024, 908_190)  # room for 709 of the workload's requests
     assert (small.tokens, small.decodes, small.context) == (768, 768, 908_190 // 768)
     assert (large.tokens, large.decodes, large.context) == (1024, 1024, 908_190 // 1024)
-    assert [b.context for b in batches.decode_batches(dense, 1024, None)] == [dense.context]
-    assert batches.decode_batches(dense._replace(tokens=512), 1024, None) == []
-    assert batches.decode_batches(dense, 0, 908_190) == []
+    assert [b.context for b in dense_batch.decode_batches(dense, 1024, None)] == [dense.context]
+    assert dense_batch.decode_batches(dense._replace(tokens=512), 1024, None) == []
+    assert dense_batch.decode_batches(dense, 0, 908_190) == []
 
 
 @pytest.mark.usefixtures("quick")
 def test_decodes_alone_are_searched_too(recorded: Profile) -> None:
     bench = SyntheticBench(LLAMA_8B)
-    budget = Budget(600, clock=bench.clock)
+    budget = TimeBudget(600, clock=bench.clock)
     result = search.Search(Machine(recorded, LLAMA_8B), TYPICAL, bench, budget, max_num_seqs=1024).run("x")
     decodes = [p for p in result.plan.periods if p.tokens == 1024]
     assert decodes
@@ -253,16 +272,16 @@ def test_decodes_alone_are_searched_too(recorded: Profile) -> None:
 def test_a_plan_to_start_from_competes(
     recorded: Profile, plan: Plan, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "DENSE_STEPS", 1)
+    monkeypatch.setattr(dense_batch, "DENSE_STEPS", 1)
     known = msgspec.structs.replace(plan.periods[0], min_tokens=1, min_kv_tokens=0)
     bad = without_overlap(known, 132)  # the only one that the solver found
 
     def found(*start: Period) -> list[Period]:
-        kept = stages.KeptStages(
-            {"typical, 2048 tokens": stages.Stages(99.0, 1.0, [stages.Choice(9.0, bad)])}
+        kept = two_stage_search.StageStore(
+            {"typical, 2048 tokens": two_stage_search.StageResults(99.0, 1.0, [pipeline_structure.Candidate(9.0, bad)])}
         )  # fmt: skip
-        machine, budget = Machine(recorded, LLAMA_8B), Budget(1000, clock=clock)
-        one = search.Search(machine, TYPICAL, bench, budget, known=start, kept=kept)
+        machine, budget = Machine(recorded, LLAMA_8B), TimeBudget(1000, clock=clock)
+        one = search.Search(machine, TYPICAL, bench, budget, known=start, store=kept)
         return [msgspec.structs.replace(p, figures={}) for p in one.run("x").plan.periods]
 
     monkeypatch.setattr(search.Refiner, "moves", lambda *_: iter(()))
@@ -282,7 +301,7 @@ def test_a_search_ends_in_its_time(recorded: Profile) -> None:
             return super().period(period, load)
 
     bench = Slow(LLAMA_8B)
-    budget = Budget(400.0, clock=lambda: bench.now)
+    budget = TimeBudget(400.0, clock=lambda: bench.now)
     search.Search(Machine(recorded, LLAMA_8B), TYPICAL, bench, budget, max_num_seqs=1024).run("x")
     assert 200 < bench.now <= 400
 
@@ -304,13 +323,13 @@ def test_the_solver_keeps_to_its_time_and_every_load_gets_a_share(
             if share is not None:
                 self.shares.append(share)
 
-    monkeypatch.setattr(stages, "EFFORT", 0.02)
+    monkeypatch.setattr(two_stage_search, "EFFORT", 0.02)
     steps = Steps()
-    budget = Budget(600.0, steps, clock=lambda: steps.now)
+    budget = TimeBudget(600.0, steps, clock=lambda: steps.now)
     search.Search(Machine(recorded, LLAMA_8B), TYPICAL, None, budget, max_num_seqs=1024).run("x")
     assert steps.now <= 600.0
     counts = Counter(steps.loads)
-    assert len(counts) >= batches.DENSE_STEPS + len(search.LOADS) - 1
+    assert len(counts) >= dense_batch.DENSE_STEPS + len(search.LOADS) - 1
     assert max(counts.values()) <= 3 * min(counts.values())
     assert steps.shares == sorted(steps.shares)
     assert 0 <= steps.shares[0] < 0.1
@@ -323,7 +342,7 @@ def test_a_search_that_is_ended_leaves_the_best_so_far(recorded: Profile) -> Non
     def note(text: str, _: float | None = None) -> None:
         said.append(text)
 
-    budget = Budget(1e6, note, lambda: "1920" in " ".join(said))
+    budget = TimeBudget(1e6, note, lambda: "1920" in " ".join(said))
     result = search.Search(Machine(recorded, LLAMA_8B), TYPICAL, None, budget, max_num_seqs=1024).run("x")
     assert result.plan.periods
     assert result.plan.made.endswith("ended early")
@@ -342,7 +361,7 @@ def test_ctrl_c_writes_the_plan_that_there_is(recorded: Profile, model: Path, tm
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert "ending with the best so far" in err
+    assert "ending with the best result so far" in err
     assert load_plan(tmp_path / "p.json").made.endswith("ended early")
     assert "p.json:" in out
 
@@ -351,10 +370,10 @@ def test_ctrl_c_writes_the_plan_that_there_is(recorded: Profile, model: Path, tm
 def test_a_plan_of_another_model_is_no_start(plan: Plan, model: Path, tmp_path: Path) -> None:
     other = msgspec.structs.replace(plan.target, model="another")
     msgspec.structs.replace(plan, target=other).save(tmp_path / "start.json")
-    with pytest.raises(ConfigError, match="a plan of another model"):
-        given.known_plan(tmp_path / "start.json", LLAMA_8B)
+    with pytest.raises(ConfigError, match="a plan for another model"):
+        search_inputs.known_plan(tmp_path / "start.json", LLAMA_8B)
     plan.save(tmp_path / "own.json")
-    assert given.known_plan(tmp_path / "own.json", LLAMA_8B) == plan
+    assert search_inputs.known_plan(tmp_path / "own.json", LLAMA_8B) == plan
     done = cli.main(
         ["search", "--model", str(model), "--out", str(tmp_path / "p.json"), "--start", str(tmp_path / "start.json")]
     )
@@ -365,8 +384,8 @@ def test_a_plan_of_another_model_is_no_start(plan: Plan, model: Path, tmp_path: 
 def test_a_gpu_machine_needs_neither_the_solver_nor_the_server() -> None:
     code = (
         "import sys\nfor n in ('ortools','fastapi','yaml','uvicorn','transformers'): sys.modules[n] = None\n"
-        "import weft.autosearch.profiler, weft.autosearch.refine, weft.autosearch.breakeven, weft.autosearch.command, "
-        "weft.autosearch.show, weft.autosearch.machine"
+        "import weft.autosearch.profiler, weft.autosearch.refine, weft.autosearch.break_even, weft.autosearch.command, "
+        "weft.autosearch.plan_show, weft.autosearch.machine"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
@@ -449,12 +468,10 @@ def test_show_refuses_a_plan_that_lacks_an_operation_of_its_model(
         rest = tuple(op for op in period.operations if op.operation != "down")
         lacking.append(msgspec.structs.replace(period, operations=rest, waits=()))
     msgspec.structs.replace(plan, periods=tuple(lacking)).save(file)
-    assert show.main([str(file)]) == 2
+    assert plan_show.main([str(file)]) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert re.fullmatch(
-        rf"weft plan show: {file} is not a plan that works: a plan must compute down once .*\n", told.err
-    )
+    assert re.fullmatch(rf"weft plan show: {file} is not a valid plan: a plan must compute down once .*\n", told.err)
 
 
 def test_show_says_of_which_model_it_knows_nothing(
@@ -462,18 +479,18 @@ def test_show_says_of_which_model_it_knows_nothing(
 ) -> None:
     file, target = tmp_path / "plan.json", plan.target
     plan.save(file)
-    assert show.main([str(file), "--model", "demo"]) == 2
-    assert "is a plan of another model" in capsys.readouterr().err
+    assert plan_show.main([str(file), "--model", "demo"]) == 2
+    assert "is a plan for another model" in capsys.readouterr().err
     elsewhere = msgspec.structs.replace(target, model=target.model.replace("layers=32", "layers=33"))
     msgspec.structs.replace(plan, target=elsewhere).save(file)
-    assert show.main([str(file)]) == 0
-    assert capsys.readouterr().out.count("not checked, for weft has no preset of these shapes") == 1
+    assert plan_show.main([str(file)]) == 0
+    assert capsys.readouterr().out.count("not checked, because no preset has these shapes") == 1
 
 
 @pytest.mark.parametrize("arguments", [["/nowhere.json"], [], ["--sgv", "x", "y"]])
 def test_show_refuses_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        status = show.main(arguments)
+        status = plan_show.main(arguments)
     except SystemExit as stop:
         status = int(stop.code or 0)
     assert status == 2
@@ -520,7 +537,7 @@ def test_a_full_profile_has_every_step_is_kept_and_found_again(
         measured = {(p.work, p.sms) for p in kept.points if p.operation == operation}
         assert {(t, s) for t in range(128, 2049, 128) for s in (132, *range(68, 125, 8))} <= measured
     assert {p.guest_sms for p in kept.pairs} == {20, *range(8, 65, 8)}
-    assert given.find_profile(LLAMA_8B, TYPICAL, None, target) == kept
+    assert search_inputs.find_profile(LLAMA_8B, TYPICAL, None, target) == kept
 
 
 @pytest.mark.usefixtures("quick")
@@ -531,7 +548,7 @@ def test_a_model_whose_kv_fills_the_gpu_is_searched_at_the_batch_it_can_run() ->
     profiler = Profiler(bench, spec, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *_: None)
     recorded = profiler.run(target_for(spec), 100)
     bench.calls = 0
-    budget = Budget(400, clock=bench.clock)
+    budget = TimeBudget(400, clock=bench.clock)
     result = search.Search(Machine(recorded, spec), TYPICAL, bench, budget, max_num_seqs=1024).run("x")
     measured = {line.load for line in result.lines if line.load.endswith("tokens")}
     assert measured == {"384 tokens", "256 tokens"}  # about 100 decodes and the prefill that keeps up with them
@@ -557,7 +574,7 @@ def test_products_in_fp8_are_not_modelled(
     out = ("--quantization", "fp8", "--out", str(tmp_path / "p.json"))
     assert cli.main(["search", "--model", str(model), *out, *asked]) != 0
     error = capsys.readouterr().err.strip()
-    assert "products in FP8 are measured on one GPU" in error
+    assert "FP8 GEMMs must be measured on one GPU" in error
     assert len(error.splitlines()) == 1
 
 
@@ -589,5 +606,5 @@ def test_a_model_that_leaves_no_room_for_a_request_is_refused_in_one_line(
     arguments = ["--model", str(model), "--profile", str(tmp_path / "profile.json"), "--out", str(tmp_path / "p.json")]
     assert cli.main(["search", *arguments]) != 0
     error = capsys.readouterr().err.strip()
-    assert "no room for one request of 1280 tokens" in error
+    assert "too little memory for the weights of" in error
     assert len(error.splitlines()) == 1

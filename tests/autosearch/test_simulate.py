@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from synthetic import LLAMA_8B, assert_schedule_is_possible, with_operations
 
 from weft.autosearch.simulate import simulate
-from weft.engine.model.operations import Resource, product
+from weft.engine.model.operations import Resource, projection
 from weft.engine.plans.plan import Edge, NanoOperation, Period, serial_period
 
 TWO = with_operations(
-    LLAMA_8B, [product("mix", (), 1, 1), replace(product("read", ("mix",), 1, 1), resource=Resource.MEMORY)]
+    LLAMA_8B, [projection("mix", (), 1, 1), replace(projection("read", ("mix",), 1, 1), resource=Resource.MEMORY)]
 )
 
 

@@ -21,15 +21,15 @@ from synthetic import (
     with_operations,
 )  # fmt: skip
 
-from weft.autosearch import stage_one, stage_two, stages
+from weft.autosearch import resource_assignment, structure_search, two_stage_search
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.machine import Machine
+from weft.autosearch.pipeline_structure import Structure, first_structures
 from weft.autosearch.profiler import Grid, Profiler
 from weft.autosearch.simulate import simulate
-from weft.autosearch.structure import Structure, first_structures
 from weft.engine.errors import ConfigError
 from weft.engine.model.operations import Resource, all_gather
-from weft.engine.model.operations import product as dense
+from weft.engine.model.operations import projection as dense
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import Edge, NanoOperation, Period
 
@@ -109,7 +109,7 @@ def test_stage_one_finds_what_enumeration_finds(
 
     machine = Machine(small_profile(spec, load, formula), spec)
     structures = list(first_structures(spec))
-    found = [s for x in structures if (s := stage_one.solve(machine, load, x, machine.num_sms, 10.0))]
+    found = [s for x in structures if (s := structure_search.solve(machine, load, x, machine.num_sms, 10.0))]
     best = min(found, key=lambda s: s.ms)
     assert best.ms == pytest.approx(best_structure(machine, load, structures), rel=2e-3)
     best.period.check(spec, 16)
@@ -123,7 +123,7 @@ def test_stage_one_keeps_whole_what_does_not_pay_to_cut() -> None:
     def formula(name: str, work: float, _: int) -> float:
         return {"a": 0.5, "b": 0.1, "c": 0.6}[name] + 0.01 * work / 512
 
-    best = stage_one.search(Machine(small_profile(spec, load, formula), spec), load, 16, 5.0)[0]
+    best = structure_search.search(Machine(small_profile(spec, load, formula), spec), load, 16, 5.0)[0]
     assert dict(best.structure.cuts) == {"a": (), "b": (), "c": ()}
 
 
@@ -134,9 +134,9 @@ def test_more_nano_batches_are_tried_near_bubbles() -> None:
         return {"a": 0.2, "b": 2.0, "c": 0.2}[name] * work / 1024
 
     machine = Machine(small_profile(spec, load, formula), spec)
-    two = [s for x in first_structures(spec) if (s := stage_one.solve(machine, load, x, 16, 5.0))]
-    found = stage_one.search(machine, load, 16, 5.0)
-    assert stage_one.bubble(min(two, key=lambda s: s.ms)) is not None
+    two = [s for x in first_structures(spec) if (s := structure_search.solve(machine, load, x, 16, 5.0))]
+    found = structure_search.search(machine, load, 16, 5.0)
+    assert structure_search.bubble(min(two, key=lambda s: s.ms)) is not None
     assert max(s.structure.pieces for s in found) > 2
     assert found[0].ms <= min(s.ms for s in two)
 
@@ -144,7 +144,7 @@ def test_more_nano_batches_are_tried_near_bubbles() -> None:
 def best_shares(machine: Machine, period: Period) -> float:
     """Stage II by enumeration: SM counts of everything, and who goes first where two do not fit together."""
     spec, total = machine.spec, machine.num_sms
-    levels = stage_two.guest_levels(total)
+    levels = resource_assignment.guest_levels(total)
     best = float("inf")
     lanes = [[o for o in period.operations if o.lane == lane] for lane in ("compute", "memory")]
     for places in combinations(range(len(period.operations)), len(lanes[0])):
@@ -183,9 +183,9 @@ def test_stage_two_finds_what_enumeration_finds(
     profile = small_profile(spec, load, formula, sms=32, slowdown=slowdown, levels=(8, 16, 24, 32))
     machine = Machine(profile, spec)
     structure = Structure(2, (("a", (1,)), ("b", (1,))))
-    solved = stage_one.solve(machine, load, structure, 32, 5.0)
+    solved = structure_search.solve(machine, load, structure, 32, 5.0)
     assert solved is not None
-    found = stage_two.assign(machine, solved.period, load, 10.0)
+    found = resource_assignment.assign(machine, solved.period, load, 10.0)
     assert found.ms == pytest.approx(best_shares(machine, solved.period), rel=2e-3)
 
 
@@ -208,11 +208,11 @@ def test_every_pipeline_is_possible_and_lasts_as_predicted(
     load = Load(tokens, max(1, round(tokens * share)), context, 1024)
     machine = real_machine(slowdown, slowdown, load=load)
     structure = list(first_structures(LLAMA_8B))[which]
-    solved = stage_one.solve(machine, load, structure, guest_sms, 1.0)
+    solved = structure_search.solve(machine, load, structure, guest_sms, 1.0)
     if solved is None:  # the decodes of half the requests do not fit one range
         assert tokens // 128 < 2 * -(-load.decodes // 256)
         return
-    choice = stage_two.assign(machine, solved.period, load, 0.5)
+    choice = resource_assignment.assign(machine, solved.period, load, 0.5)
     choice.period.check(LLAMA_8B, 132)
     timeline, durations = machine.timeline(choice.period, load)
     assert_schedule_is_possible(choice.period, LLAMA_8B, durations, 132)
@@ -227,8 +227,8 @@ def test_what_the_solver_promises_is_what_plays_out() -> None:
     """Its objective, not only the replay: waits keep the order that the solver counts on."""
     machine = real_machine()
     for guest_sms in (132, 32):
-        solved = stage_one.search(machine, TYPICAL, guest_sms, 1.0)[0]
-        shares = stage_two.Shares(machine, solved.period, TYPICAL)
+        solved = structure_search.search(machine, TYPICAL, guest_sms, 1.0)[0]
+        shares = resource_assignment.ResourceAssignment(machine, solved.period, TYPICAL)
         greedy = shares.greedy()
         found = shares.solve(greedy, 5.0)
         assert found.ms < greedy.ms
@@ -239,17 +239,20 @@ def test_what_the_solver_promises_is_what_plays_out() -> None:
 
 
 def test_the_same_search_twice_gives_the_same_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "GUEST_SMS", (32,))
-    monkeypatch.setattr(stages, "PER_LEVEL", 1)
+    monkeypatch.setattr(two_stage_search, "GUEST_SMS", (32,))
+    monkeypatch.setattr(two_stage_search, "PER_LEVEL", 1)
     machine = real_machine()
-    first, second = stages.predict(machine, TYPICAL), stages.predict(machine, TYPICAL)
+    first, second = (
+        two_stage_search.search_pipelines(machine, TYPICAL),
+        two_stage_search.search_pipelines(machine, TYPICAL),
+    )
     assert first == second
     assert first.choices[0].ms < first.serial_ms
     assert first.structure_ms < first.choices[0].ms
 
 
 def test_without_time_one_structure_is_looked_at() -> None:
-    found = stages.predict(real_machine(), TYPICAL, seconds=0.0)
+    found = two_stage_search.search_pipelines(real_machine(), TYPICAL, seconds=0.0)
     assert len(found.choices) == 1
     found.choices[0].period.check(LLAMA_8B, 132)
 
@@ -257,15 +260,15 @@ def test_without_time_one_structure_is_looked_at() -> None:
 @pytest.mark.parametrize("load", [Load(128, 64, 500, 100), Load(100, 10, 500, 100), Load(1, 1, 1, 1)])
 def test_a_batch_too_small_to_cut_has_no_pipeline(load: Load) -> None:
     machine = real_machine()
-    assert stage_one.search(machine, load, 132, 1.0) == []
-    assert stages.predict(machine, load).choices == []
+    assert structure_search.search(machine, load, 132, 1.0) == []
+    assert two_stage_search.search_pipelines(machine, load).choices == []
 
 
 @pytest.mark.parametrize("load", [Load(2048, 0, 1, 1024), Load(2048, 2048, 4000, 1), Load(2100, 700, 1000, 1024)])
 def test_odd_loads_have_possible_pipelines(load: Load) -> None:
     machine = real_machine(load=load)
-    for solved in stage_one.search(machine, load, 132, 1.0)[:2]:
-        choice = stage_two.assign(machine, solved.period, load, 0.5)
+    for solved in structure_search.search(machine, load, 132, 1.0)[:2]:
+        choice = resource_assignment.assign(machine, solved.period, load, 0.5)
         choice.period.check(LLAMA_8B, 132)
         assert choice.period.tokens == load.tokens
 
@@ -280,8 +283,8 @@ def test_odd_loads_have_possible_pipelines(load: Load) -> None:
 def test_models_never_seen_need_no_manual_step(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shapes of Qwen2.5-7B and Llama-2-13B."""
     machine = real_machine(spec=spec)
-    monkeypatch.setattr(stages, "GUEST_SMS", (32,))
-    found = stages.predict(machine, TYPICAL)
+    monkeypatch.setattr(two_stage_search, "GUEST_SMS", (32,))
+    found = two_stage_search.search_pipelines(machine, TYPICAL)
     found.choices[0].period.check(spec, 132)
     assert found.choices[0].ms < found.serial_ms
 
@@ -293,8 +296,8 @@ def test_three_lanes_never_hold_more_than_all_sms() -> None:
         return {"a": 1.0, "b": 0.6, "c": 0.5}[name] * work / 512 * (32 / sms) ** (1.0 if name == "a" else 0.4)
 
     machine = Machine(small_profile(spec, load, formula, sms=32, levels=(8, 16, 24, 32)), spec)
-    solved = stage_one.search(machine, load, 32, 2.0)[0]
-    choice = stage_two.assign(machine, solved.period, load, 2.0)
+    solved = structure_search.search(machine, load, 32, 2.0)[0]
+    choice = resource_assignment.assign(machine, solved.period, load, 2.0)
     durations = machine.timeline(choice.period, load)[1]
     assert_schedule_is_possible(choice.period, spec, durations, 32)
     assert choice.ms < machine.serial_ms(load)
@@ -302,12 +305,14 @@ def test_three_lanes_never_hold_more_than_all_sms() -> None:
 
 def test_waits_that_lanes_and_data_bring_about_are_left_out() -> None:
     machine = real_machine()
-    solved = stage_one.search(machine, TYPICAL, 132, 1.0)[0]
-    choice = stage_two.assign(machine, solved.period, TYPICAL, 1.0)
-    lanes = {tuple(m): None for m in stage_two.members_of_lanes(choice.period)}
+    solved = structure_search.search(machine, TYPICAL, 132, 1.0)[0]
+    choice = resource_assignment.assign(machine, solved.period, TYPICAL, 1.0)
+    lanes = {tuple(m): None for m in resource_assignment.members_of_lanes(choice.period)}
     for wait in choice.period.waits:
         without = tuple(w for w in choice.period.waits if w != wait)
         rest = msgspec.structs.replace(choice.period, waits=without)
-        again = stage_two.without_implied(msgspec.structs.replace(rest, waits=()), machine, choice.period.waits)
+        again = resource_assignment.without_implied(
+            msgspec.structs.replace(rest, waits=()), machine, choice.period.waits
+        )
         assert wait in again.waits
     assert all(a < b for members in lanes for a, b in pairwise(members))

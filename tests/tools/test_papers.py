@@ -13,7 +13,7 @@ from made_curves import curve, point, times
 
 from weft.autosearch.advisor import curve as curves
 from weft.autosearch.advisor.curve import ReplicaPoint
-from weft.autosearch.advisor.solve import solve
+from weft.autosearch.advisor.optimal_batch import solve
 from weft.server.daemon.cli import main
 from weft.tools.papers import paper
 from weft.tools.papers.paper import write

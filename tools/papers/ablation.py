@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from weft import output_file, unwritable
 from weft.autosearch.bench_protocol import Load, Timing
-from weft.autosearch.compiled import compile_first
+from weft.autosearch.open_bench import compile_first
 from weft.autosearch.options import OneLineParser
 from weft.autosearch.profile import kv_capacity
 from weft.autosearch.ranks_bench import RanksBench

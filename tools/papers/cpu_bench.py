@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.autosearch.bench_protocol import Load, Timing
-from weft.autosearch.iteration import batch_of
+from weft.autosearch.synthetic_batch import batch_of
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.spec import ModelSpec
@@ -51,7 +51,7 @@ class _Sums:
 
 
 class CpuBench:
-    """A `SumsBench` that times whole iterations of the serial plan. It measures no watts and clocks."""
+    """A `ReductionBench` that times whole iterations of the serial plan. It measures no watts and clocks."""
 
     num_sms, memory = 1, 0
 

@@ -14,14 +14,14 @@ import msgspec
 import numpy as np
 
 from weft.autosearch.advisor import curve as curves
+from weft.autosearch.advisor.concurrent_engines import ConcurrentEngines, EndedEarly
 from weft.autosearch.advisor.curve import Curve
 from weft.autosearch.advisor.engine_bench import EngineBench, means
+from weft.autosearch.advisor.optimal_batch import solve
 from weft.autosearch.advisor.replicas import advise_replicas
-from weft.autosearch.advisor.side_by_side import Ended, SideBySide
-from weft.autosearch.advisor.solve import solve
 from weft.autosearch.advisor.sweep import Sweep
-from weft.autosearch.bar import SearchBar
-from weft.autosearch.budget import Budget
+from weft.autosearch.progress_bar import SearchBar
+from weft.autosearch.time_budget import TimeBudget
 from weft.autosearch.workload import Lengths, workload_pair
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
@@ -55,18 +55,18 @@ def measure_model(arguments: Namespace) -> None:
             machine=bench.machine(),
         )
         if file.exists():
-            from weft.autosearch.advisor.command import continued
+            from weft.autosearch.advisor.command import resume
 
-            curve = continued(curve, file)
+            curve = resume(curve, file)
 
         def keep(made: Curve) -> None:
             curves.save(made, file)
 
         share = SWEEP_SHARE if arguments.replicas else 1.0
 
-        def left() -> Budget:
+        def left() -> TimeBudget:
             seconds = max(0.1, share * budget - (time.monotonic() - begun))
-            return Budget(seconds, bar, lambda: bar.ended)
+            return TimeBudget(seconds, bar, lambda: bar.ended)
 
         curve = Sweep(bench, curve, [], EPSILON, "throughput", left(), keep).run()
         for slo in objectives(curve).values():
@@ -102,8 +102,10 @@ def _replicas(
     number = min(arguments.replicas, asked[largest].fit)
     pages = asked[largest].needed_pages + 1
     with (
-        suppress(Ended),
-        SideBySide(config, number, largest, pages, lengths, arguments.point_seconds, bar, lambda: bar.ended) as engines,
+        suppress(EndedEarly),
+        ConcurrentEngines(
+            config, number, largest, pages, lengths, arguments.point_seconds, bar, lambda: bar.ended
+        ) as engines,
     ):
         took = 0.0
         for bound, several in wanted:

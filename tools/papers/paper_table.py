@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from weft.autosearch.advisor.curve import Curve, Point
+from weft.autosearch.advisor.optimal_batch import Solution, solve
 from weft.autosearch.advisor.replicas import advise_replicas
-from weft.autosearch.advisor.solve import Solution, solve
 from weft.engine.config import Objective
 
 EPSILON = 0.1

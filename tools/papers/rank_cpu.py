@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from weft.autosearch.bench_follower import Opening, main
+from weft.autosearch.bench_follower import BenchConfig, main
 from weft.engine.model.directory import read_spec
 from weft.engine.ranks.links import Links
 from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.tools.papers.cpu_bench import CpuBench
 
 
-def open_rank(links: Links, opening: Opening, _: Callable[[str], None] = lambda _: None) -> CpuBench:
+def open_rank(links: Links, opening: BenchConfig, _: Callable[[str], None] = lambda _: None) -> CpuBench:
     """Raises `ConfigError`, `ModelError`, `OutOfMemory` or `RankLost`."""
     spec = read_spec(Path(opening.model)).shard(links.rank, links.ranks)
     torch.set_num_threads(1)

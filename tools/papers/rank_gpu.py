@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from weft.autosearch import bench_follower
-from weft.autosearch.bench_follower import Opening, main
+from weft.autosearch.bench_follower import BenchConfig, main
 from weft.autosearch.gpu_bench import GpuBench
 from weft.engine.ranks.links import Links
 from weft.engine.runner.cuda.peer_collectives import PeerCollectives
@@ -16,7 +16,7 @@ from weft.tools.papers.sums_of_bench import SumsOfBench
 
 
 class SumsGpuBench(GpuBench):
-    """A `GpuBench` that implements `SumsBench`."""
+    """A `GpuBench` that implements `ReductionBench`."""
 
     def _of_ranks(
         self, host: Collectives, max_tokens: int, dtype: torch.dtype, device: torch.device
@@ -31,7 +31,7 @@ class SumsGpuBench(GpuBench):
         self._collectives.use(way)
 
 
-def open_rank(links: Links, opening: Opening, progress: Callable[[str], None] = lambda _: None) -> SumsGpuBench:
+def open_rank(links: Links, opening: BenchConfig, progress: Callable[[str], None] = lambda _: None) -> SumsGpuBench:
     """Raises `ConfigError`, `ModelError`, `OutOfMemory` or `RankLost`."""
     bench = bench_follower.open_rank(links, opening, progress, SumsGpuBench)
     assert isinstance(bench, SumsGpuBench)

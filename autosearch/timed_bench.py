@@ -1,6 +1,6 @@
-"""`Timely`: a `Bench` that measures pipelines only while there is time, and what it has measured: its `Record`.
+"""`TimedBench`: a bench that raises `OutOfTime` once its time is over, and the `Record` of its measurements.
 
-Who measures need not look at a clock: whatever a search is at, it gets `OutOfTime` there, and goes by the record.
+Code that measures does not check a clock. It catches `OutOfTime` and falls back to the record.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weft.autosearch.bench_protocol import Bench, Load, Timing
-from weft.autosearch.budget import Budget
 from weft.autosearch.journal import Journal
 from weft.autosearch.machine import Machine
-from weft.autosearch.refine import OutOfTime, period_key
+from weft.autosearch.refine import OutOfTime, median, period_key
+from weft.autosearch.time_budget import TimeBudget
 from weft.engine.plans.plan import Period
 
 
 class Record:
-    """What was measured of pipelines; it answers as a bench does, in no time.
+    """Measurements of pipelines. It can stand in for a bench and answers immediately.
 
-    Where nothing was measured, it says what the profile predicts, in the proportion in which the profile was wrong
-    about the same pipeline at other loads. Of a pipeline that was never measured it believes the best: a serial plan
-    of fewer tokens must not look worse than it is.
+    For an unmeasured load it scales the profile's prediction by the error of that prediction for the same pipeline at
+    other loads. For a pipeline without measurements it uses the smallest error ratio of all pipelines, since a serial
+    plan of fewer tokens must not look slower than it is.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -36,17 +36,17 @@ class Record:
         self._proportions.setdefault(key, []).append(timing.ms / self._machine.period(period, load).ms)
 
     def loads(self, period: Period) -> list[Load]:
-        """At which it was measured."""
+        """Return the loads at which the period was measured."""
         key = period_key(period)
         return [load for known, load in self._timings if known == key]
 
     def measured(self, period: Period, load: Load) -> Timing | None:
-        """Medians of all measurements; None: there are none."""
+        """Return the median of all measurements, or None if there are none."""
         found = self._timings.get((period_key(period), load))
         return None if found is None else median(found)
 
     def period(self, period: Period, load: Load) -> Timing:
-        """Measured, else as above."""
+        """Return the measured timing, or an estimate."""
         if (timing := self.measured(period, load)) is not None:
             return timing
         own = self._proportions.get(period_key(period))
@@ -56,24 +56,24 @@ class Record:
         return predicted._replace(ms=predicted.ms * proportion)
 
 
-class Timely:
-    """See above. Raises `OutOfTime` instead of beginning what would not end in time."""
+class TimedBench:
+    """Raises `OutOfTime` instead of starting a measurement that would not finish in time."""
 
-    def __init__(self, bench: Bench, machine: Machine, budget: Budget) -> None:
-        """budget: of all measurements."""
+    def __init__(self, bench: Bench, machine: Machine, budget: TimeBudget) -> None:
+        """budget: time for all measurements."""
         self._bench, self._budget = bench, budget
         self._ends = [budget.end]
         self.num_sms = bench.num_sms
         self.record = Record(machine)
         self.cost = 0.0
-        """seconds of one measurement whose kernels are there; 0: none was made yet"""
+        """Seconds per measurement with compiled kernels; 0 before the first one."""
         self._kernels: set[tuple[object, ...]] = set()
         self._compiling = 0.0
-        """seconds of the longest measurement that had kernels which none before it had"""
+        """Seconds of the longest measurement that used new kernels."""
 
     @contextmanager
     def until(self, end: float) -> Iterator[None]:
-        """Inside there is time until `end` at most."""
+        """End the available time at `end` within the block."""
         self._ends.append(min(end, self._ends[-1]))
         try:
             yield
@@ -82,7 +82,7 @@ class Timely:
 
     @property
     def over(self) -> bool:
-        """Nothing can be measured any more."""
+        """Whether no time is left to measure."""
         left = self._ends[-1] - self._budget.clock()
         return self._budget.ended() or left <= 0 or left < self.cost
 
@@ -90,7 +90,7 @@ class Timely:
         """See `Bench`. Raises `OutOfTime`, and what the bench raises."""
         now = self._budget.clock()
         kernels = {(op.operation, op.config, op.sms == self.num_sms) for op in period.operations}
-        # compiling takes many times as long as measuring, and may use the time of others but not more than there is
+        # Compiling takes many times as long as measuring. It may exceed the innermost limit but not the budget.
         unknown = not kernels <= self._kernels
         if self.over or (unknown and self._ends[0] - now < self._compiling):
             raise OutOfTime("no time is left to measure")
@@ -103,7 +103,3 @@ class Timely:
             self.cost = min(self.cost or took, took)
         self.record.add(period, load, timing)
         return timing
-
-
-def median(timings: list[Timing]) -> Timing:
-    return Timing(*(statistics.median(values) for values in zip(*timings, strict=True)))

@@ -1,7 +1,7 @@
-"""Stage I (NanoFlow §4.1.2): number, sizes and order of nano-operations, without interference. CP-SAT.
+"""Stage I (NanoFlow §4.1.2): find the number, sizes and order of nano-operations, without interference. Uses CP-SAT.
 
-The layer repeats, so this is a modulo schedule: every nano-operation has a place `r` in the period of length T and
-belongs to this layer or, marked `next_layer`, to the one after. T is minimised.
+The layer repeats, so this is a modulo schedule: every nano-operation has a position `r` in the period of length T and
+belongs to this layer or, if marked `next_layer`, to the following one. The solver minimizes T.
 """
 
 from __future__ import annotations
@@ -15,47 +15,46 @@ from ortools.sat.python import cp_model
 
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.machine import Machine
+from weft.autosearch.pipeline_structure import Structure, attention, can_grow, first_structures
 from weft.autosearch.profile import work_of
-from weft.autosearch.solver import solver_for
-from weft.autosearch.structure import Structure, attention, can_grow, first_structures
 from weft.engine.model.operations import Resource
 from weft.engine.plans.plan import TOKEN_STEP, NanoOperation, Period
 
 TICKS = 6000
-"""the serial period in the solver's unit of time"""
+"""Length of the serial or incumbent period in the solver's unit of time."""
 LEAST_SECONDS = 0.3
-"""of a clock, in which the solver finds some period"""
+"""Wall-clock seconds within which the solver finds some period."""
 NETWORK_SHARE = 0.125
-"""of the SMs: few are enough for a link's speed"""
+"""Share of the SMs for collectives. Few SMs saturate a link."""
 MIN_GAIN = 0.002
-"""a longer structure must be shorter in time by this share"""
+"""Minimum gain, as a share, that justifies a structure with more nano-batches."""
 
 
-class Solved(NamedTuple):
-    """A structure with sizes and an order."""
+class SolvedStructure(NamedTuple):
+    """A structure with its token ranges and launch order. Times in ms."""
 
     ms: float
     period: Period
     structure: Structure
     starts: tuple[float, ...]
     ends: tuple[float, ...]
-    """ms from the start of the period, in its order"""
+    """Offsets from the start of the period, in launch order."""
 
 
-class Tables(NamedTuple):
+class DurationTables(NamedTuple):
     """Durations of one structure's nano-operations by size."""
 
     smallest: int
-    """steps of a token range that attention is cut into: its share of the decodes must fit"""
+    """Minimum size of a token range of attention, in steps: its share of the decodes must fit."""
     ms: dict[str, list[float]]
-    """operation -> ms for 0, 1, … steps of TOKEN_STEP tokens"""
+    """Operation -> ms for 0, 1, … steps of TOKEN_STEP tokens."""
 
 
-def tables(machine: Machine, load: Load, structure: Structure, guest_sms: int) -> Tables:
-    """Interference-free durations.
+def duration_tables(machine: Machine, load: Load, structure: Structure, guest_sms: int) -> DurationTables:
+    """Return durations without interference.
 
-    guest_sms: SMs of memory operations, and of collectives up to `NETWORK_SHARE`. When they are all, so are those of
-    products, as in the paper; else products have the others: how many tokens fill the last wave of tiles depends on it.
+    guest_sms: SMs of memory operations, and of collectives up to `NETWORK_SHARE`. If it is all SMs, GEMMs also get all
+    of them, as in the paper. Otherwise GEMMs get the others, which sets how many tokens fill the last wave of tiles.
     """
     steps, total = load.tokens // TOKEN_STEP, machine.num_sms
     alone = guest_sms == total
@@ -75,27 +74,25 @@ def tables(machine: Machine, load: Load, structure: Structure, guest_sms: int) -
             part = load._replace(tokens=tokens, decodes=decodes)
             column.append(machine.curves.ms(name, work_of(op, part), sms))
         ms[name] = column
-    return Tables(max(1, -(-load.decodes // (parts * TOKEN_STEP))), ms)
+    return DurationTables(max(1, -(-load.decodes // (parts * TOKEN_STEP))), ms)
 
 
 class _Schedule:
-    """The modulo schedule of one structure as a CP-SAT model: variables, rules, and what a solution means."""
+    """The modulo schedule of one structure as a CP-SAT model."""
 
     def __init__(self, machine: Machine, load: Load, structure: Structure, guest_sms: int) -> None:
         self._machine, self._load, self._structure = machine, load, structure
         self._groups = structure.groups
         self._base = structure.period(machine.spec)
-        self._table = tables(machine, load, structure, guest_sms)
-        self._tick = machine.serial_ms(load) / TICKS
-        """ms"""
+        self._table = duration_tables(machine, load, structure, guest_sms)
+        self._tick = machine.serial_ms(load) / TICKS  # ms
         self.model = model = cp_model.CpModel()
         steps, bound, places = load.tokens // TOKEN_STEP, 2 * TICKS, range(len(self._groups))
         self._sizes = [model.new_int_var(1, steps, f"u{k}") for k in range(structure.pieces)]
         model.add(sum(self._sizes) == steps)
         self._period = model.new_int_var(1, bound, "T")
         self._starts = [model.new_int_var(0, bound, f"r{i}") for i in places]
-        self._ahead = [model.new_bool_var(f"n{i}") for i in places]
-        """`next_layer`"""
+        self._ahead = [model.new_bool_var(f"n{i}") for i in places]  # `next_layer`
         self._lengths = [self._add_length(i) for i in places]
         self._add_dependencies()
         self._add_lanes()
@@ -103,7 +100,7 @@ class _Schedule:
         model.minimize(self._period)
 
     def _add_length(self, i: int) -> cp_model.IntVar:
-        """How long i takes, by its size; it fits into the period."""
+        """Add the duration of operation i as a function of its size. It must fit into the period."""
         model, (name, a, b) = self.model, self._groups[i]
         size = sum(self._sizes[a:b])
         if name in attention(self._machine.spec):
@@ -116,7 +113,7 @@ class _Schedule:
         return length
 
     def _after(self, j: int, i: int, shift: int, *only: cp_model.LiteralT) -> None:
-        """i starts after j, `shift` periods earlier, has ended."""
+        """Require operation i to start after j of `shift` periods earlier has ended, if all `only` literals hold."""
         rule = self.model.add(self._starts[i] + shift * self._period >= self._starts[j] + self._lengths[j])
         if only:
             rule.only_enforce_if(*only)
@@ -130,14 +127,14 @@ class _Schedule:
                 after(j, i, 0, ahead[i])
                 after(j, i, 0, ahead[j].negated())
                 after(j, i, 1, ahead[j], ahead[i].negated())
-            else:  # the layer before must be done
+            else:  # the previous layer must be done
                 model.add_implication(ahead[j], ahead[i])
                 after(j, i, 0, ahead[i], ahead[j].negated())
                 after(j, i, 1, ahead[j])
                 after(j, i, 1, ahead[i].negated())
 
     def _add_lanes(self) -> None:
-        """A lane does one operation at a time, also across the end of the period."""
+        """Require each lane to run one operation at a time, also across the end of the period."""
         lanes: dict[str, list[int]] = {}
         for i, op in enumerate(self._base.operations):
             lanes.setdefault(op.lane, []).append(i)
@@ -151,15 +148,15 @@ class _Schedule:
                 self._after(i, j, 1, first.negated())
 
     def _fix_beginning(self) -> None:
-        """A period may begin anywhere: it does at the product that waits for attention, which is of this layer."""
+        """Break the symmetry: the period begins with this layer's GEMM that depends on attention."""
         for i, (name, a, _) in enumerate(self._groups):
             if a == 0 and _waits_for_guests(self._machine, name):
                 self.model.add(self._starts[i] == 0)
                 self.model.add(self._ahead[i] == 0)
                 return
 
-    def solved(self, solver: cp_model.CpSolver) -> Solved:
-        """What the solver, which is done, has found."""
+    def solution(self, solver: cp_model.CpSolver) -> SolvedStructure:
+        """Convert the solver's result."""
         machine, load, groups, tick = self._machine, self._load, self._groups, self._tick
         values = [solver.value(u) for u in self._sizes]
         edges = [TOKEN_STEP * sum(values[:k]) for k in range(self._structure.pieces + 1)]
@@ -175,20 +172,34 @@ class _Schedule:
         begins = tuple(solver.value(self._starts[i]) * tick for i in order)
         ends = tuple(b + solver.value(self._lengths[i]) * tick for b, i in zip(begins, order, strict=True))
         period = Period(load.tokens, operations)
-        return Solved(solver.value(self._period) * tick, period, self._structure, begins, ends)
+        return SolvedStructure(solver.value(self._period) * tick, period, self._structure, begins, ends)
+
+
+def make_solver(effort: float, seconds: float) -> cp_model.CpSolver:
+    """Return a solver that gives the same answer every time if the wall-clock limit `seconds` suffices.
+
+    effort: deterministic solver time, roughly seconds.
+    """
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # the command handles Ctrl-C
+    solver.parameters.random_seed = 1
+    solver.parameters.max_deterministic_time = effort
+    solver.parameters.max_time_in_seconds = seconds
+    return solver
 
 
 def solve(
     machine: Machine, load: Load, structure: Structure, guest_sms: int, effort: float, seconds: float = float("inf")
-) -> Solved | None:  # fmt: skip
-    """The shortest period of a structure; None when the solver found none.
+) -> SolvedStructure | None:  # fmt: skip
+    """Return the shortest period of a structure, or None if the solver finds none.
 
-    effort: the solver's deterministic time, about seconds. seconds: of a clock, which a busy machine needs more of.
+    effort: deterministic solver time, roughly seconds. seconds: wall-clock limit; a busy machine needs more.
     """
     schedule = _Schedule(machine, load, structure, guest_sms)
-    solver = solver_for(effort, max(LEAST_SECONDS, seconds))
+    solver = make_solver(effort, max(LEAST_SECONDS, seconds))
     found = solver.solve(schedule.model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    return schedule.solved(solver) if found else None
+    return schedule.solution(solver) if found else None
 
 
 def _waits_for_guests(machine: Machine, name: str) -> bool:
@@ -198,8 +209,8 @@ def _waits_for_guests(machine: Machine, name: str) -> bool:
     )
 
 
-def bubble(solved: Solved) -> tuple[NanoOperation, NanoOperation] | None:
-    """The operations before and after the longest pause of the compute lane; None when it never pauses."""
+def bubble(solved: SolvedStructure) -> tuple[NanoOperation, NanoOperation] | None:
+    """Return the operations before and after the longest pause of the compute lane, or None if it never pauses."""
     lane = [
         (begin, end, op)
         for begin, end, op in zip(solved.starts, solved.ends, solved.period.operations, strict=True)
@@ -213,14 +224,13 @@ def bubble(solved: Solved) -> tuple[NanoOperation, NanoOperation] | None:
     return (before, after) if length > solved.ms * MIN_GAIN else None
 
 
-def grow(machine: Machine, solved: Solved) -> list[Structure]:
-    """One more nano-batch for the operations beside the longest bubble, in each of the places where it can be cut."""
-    beside = bubble(solved)
-    if beside is None or not can_grow(solved.structure):
+def grow(machine: Machine, solved: SolvedStructure) -> list[Structure]:
+    """Add a nano-batch for the operations around the longest bubble, once for each piece that can be split."""
+    adjacent = bubble(solved)
+    if adjacent is None or not can_grow(solved.structure):
         return []
-    names = {op.operation for op in beside}
-    for name in list(names):  # and what the bubble waits for
-        names.update(p for p in machine.operations[name].parents)
+    names = {op.operation for op in adjacent}
+    names.update(*(machine.operations[name].parents for name in names))  # and their inputs
     if names & set(attention(machine.spec)):
         names.update(attention(machine.spec))
     everything = tuple(machine.operations)
@@ -234,15 +244,16 @@ def grow(machine: Machine, solved: Solved) -> list[Structure]:
 def search(
     machine: Machine, load: Load, guest_sms: int, effort: float, progress: Callable[[str], None] = lambda _: None,
     seconds: float = float("inf"), ended: Callable[[], bool] = lambda: False,
-) -> list[Solved]:  # fmt: skip
-    """Solved structures, shortest period first: two nano-batches, then more near bubbles until that stops helping.
+) -> list[SolvedStructure]:  # fmt: skip
+    """Search structures; returns the shortest period first.
 
-    seconds: of a clock, at most, but for one structure. ended: nobody waits for more than there is.
+    Starts with two nano-batches, then adds more around bubbles while that helps. At least one structure is solved, even
+    if that takes longer than `seconds` (wall clock). The search stops early once `ended()` is true.
     """
     end = time.monotonic() + seconds
-    found: list[Solved] = []
+    found: list[SolvedStructure] = []
 
-    def attempt(structure: Structure, effort: float) -> Solved | None:
+    def attempt(structure: Structure, effort: float) -> SolvedStructure | None:
         left = 0.0 if ended() else end - time.monotonic()
         return solve(machine, load, structure, guest_sms, effort, left) if left > 0 or not found else None
 
@@ -260,5 +271,5 @@ def search(
     return sorted(found, key=_rank)
 
 
-def _rank(solved: Solved) -> tuple[float, int]:
+def _rank(solved: SolvedStructure) -> tuple[float, int]:
     return (solved.ms, len(solved.period.operations))

@@ -1,4 +1,4 @@
-"""The cost model of NanoFlow §3: Equations 1-5, the classification T_R, and Table 2; and joules beside its seconds."""
+"""The cost model of NanoFlow §3: Equations 1-5, the ratio T_R, and Table 2. Adds energy to the paper's times."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weft.engine.model.parts import Layer
 from weft.engine.model.spec import ModelSpec, Shard
 
 ITEMSIZE = 2
-"""bytes of a number: weights, activations and KV"""
+"""Bytes per element of weights, activations and KV."""
 
 
 class Usage(NamedTuple):
-    """Workload of one iteration: a dense batch in the steady state of prompts of `prompt` and answers of `output`."""
+    """Workload of an iteration: a dense batch in the steady state of `prompt` and `output` tokens per request."""
 
     dense_batch: int
     prompt: float
@@ -28,7 +28,7 @@ class Usage(NamedTuple):
 
     @property
     def decodes(self) -> float:
-        """Of every p + d tokens a request needs, d are decoded."""
+        """d of every p + d tokens are decodes."""
         return self.dense_batch * self.output / (self.prompt + self.output)
 
     @property
@@ -37,12 +37,12 @@ class Usage(NamedTuple):
 
     @property
     def context(self) -> float:
-        """Mean keys of a decode: the prompt and half of the answer."""
+        """Mean keys of a decode: the prompt and half of the output."""
         return self.prompt + self.output / 2
 
 
 class Cost(NamedTuple):
-    """What one operation needs in one iteration over all layers and GPUs (a row of Table 2)."""
+    """The cost of one operation per iteration, over all layers and GPUs (a row of Table 2)."""
 
     name: str
     gflop: float
@@ -50,7 +50,7 @@ class Cost(NamedTuple):
     net_gb: float
 
     def seconds(self, device: Accelerator, gpus: int = 1) -> dict[Resource, float]:
-        """T_compute, T_mem and T_net; the network counts one direction (footnote 5)."""
+        """T_compute, T_mem and T_net. T_net uses the bandwidth of one direction (footnote 5)."""
         return {
             Resource.COMPUTE: self.gflop / (gpus * device.gflops),
             Resource.MEMORY: self.mem_gb / (gpus * device.mem_gbs),
@@ -58,21 +58,21 @@ class Cost(NamedTuple):
         }
 
     def bound(self, device: Accelerator, gpus: int = 1) -> Resource:
-        """The resource that it is short of: the longest of its times."""
+        """The bottleneck: the resource with the longest time."""
         seconds = self.seconds(device, gpus)
         return max(seconds, key=lambda r: seconds[r])
 
     def joules(self, device: Accelerator) -> float | None:
-        """Energy beyond idling; None where this device's was never measured.
+        """Energy beyond idling, or None if this device was never measured.
 
-        The coefficient of a product holds its operands' traffic, so the larger of the two terms counts.
+        The coefficient of GEMMs includes their operand traffic, so the larger of both terms counts.
         """
         if (energy := device.energy) is None:
             return None
         return max(self.gflop / 1e3 * energy.joules_per_tflop, self.mem_gb * energy.joules_per_gb)
 
     def power_seconds(self, device: Accelerator, gpus: int = 1) -> float | None:
-        """The fourth resource: its joules by the watts that the limit leaves above idling."""
+        """The fourth resource: energy divided by the power limit above idling."""
         joules = self.joules(device)
         return None if joules is None or device.energy is None else joules / (
             gpus * (device.watts - device.energy.idle_watts)
@@ -90,7 +90,7 @@ def t_compute(dense_batch: int, parameters: float, device: Accelerator, gpus: in
 
 
 def t_ratio(dense_batch: int, parameters: float, device: Accelerator, gpus: int = 1) -> float:
-    """Equation 4, T_R: above 1 the workload is bound by memory, below by compute."""
+    """Equation 4, T_R: above 1 the workload is memory-bound, below compute-bound."""
     return t_mem(device) / t_compute(dense_batch, parameters, device, gpus)
 
 
@@ -99,20 +99,20 @@ def classify(dense_batch: int, parameters: float, device: Accelerator, gpus: int
 
 
 def optimal_throughput(flops: float, parameters: float) -> float:
-    """Equation 5: tokens/s of one GPU that computes `flops` FLOP/s without a pause."""
+    """Equation 5: tokens/s of one GPU that sustains `flops` FLOP/s."""
     return flops / (2 * parameters)
 
 
 def _kinds(spec: ModelSpec) -> Counter[int]:
-    """The first layer of each kind, and how many there are: layers differ in windows and in experts."""
+    """Count layers by kind, keyed by the first of each kind. Kinds differ in windows and experts."""
     first: dict[Layer, int] = {}
     return Counter(first.setdefault(spec.layer(i), i) for i in range(spec.num_layers))
 
 
 def collective_costs(spec: ModelSpec, tokens: float) -> list[Cost]:
-    """Every collective of an iteration over all layers and ranks. spec: of one rank, with the collectives it asks for.
+    """Return every collective of an iteration over all layers and ranks. spec: of one rank, with its collectives.
 
-    What a GPU sends, another one reads from its memory, and adds up where it is a partial sum.
+    Another GPU reads the data that a GPU sends from its memory, and adds it up if it is a partial sum.
     """
     found: dict[str, Cost] = {}
     for layer, layers in _kinds(spec).items():
@@ -126,11 +126,11 @@ def collective_costs(spec: ModelSpec, tokens: float) -> list[Cost]:
 
 
 def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1) -> list[Cost]:
-    """Table 2: every operation of an iteration over all layers. `gpus` > 1 adds the collectives, as one row.
+    """Table 2: every operation of an iteration over all layers. `gpus` > 1 adds the collectives as one row.
 
-    A product reads its weights and its input once and writes its output once; one with experts reads all of theirs.
-    Attention reads keys and values, reads queries, writes outputs, and writes the new keys and values. Prompts attend
-    to all of their tokens (not to half of them), as in the paper's table.
+    A GEMM reads its weights (of all experts) and its input once, and writes its output once. Attention reads queries,
+    keys and values, and writes outputs and the new keys and values. Prompts attend to all of their tokens, not to half
+    of them, as in the paper's table.
     """
     tokens = usage.dense_batch
     kv_bytes = KvLayout.of(spec, 1, torch.bfloat16).token_values * ITEMSIZE / spec.num_layers
@@ -139,10 +139,9 @@ def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1) -> list[Cost]:
         window = spec.layer(layer).window or math.inf
         context, prompt = min(usage.context, window), min(usage.prompt, window)
         for op in spec.layer_operations(layer):
-            gflop: float
-            moved: float
+            gflop, moved = 0.0, 0.0
             match op.role:
-                case Role.PRODUCT | Role.EXPERTS:
+                case Role.PROJECTION | Role.EXPERTS:
                     gflop = op.flops * tokens
                     moved = (op.parameters + tokens * op.moved) * ITEMSIZE
                 case Role.DECODE_ATTENTION:
@@ -152,13 +151,13 @@ def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1) -> list[Cost]:
                     gflop = op.flops * usage.prefills * prompt
                     moved = usage.prefills * (op.moved * ITEMSIZE + kv_bytes)
                 case Role.NETWORK:
-                    continue  # one row of the table, below
+                    continue  # one row, added below
             before = found.get(op.name, Cost(op.name, 0.0, 0.0, 0.0))
             gflop, moved = gflop * layers / 1e9, moved * layers / 1e9
             found[op.name] = Cost(op.name, before.gflop + gflop, before.mem_gb + moved, 0.0)
     out = list(found.values())
     if gpus > 1:
-        shared = replace(spec, shard_of=Shard(ranks=gpus))  # sums are as wide, however the matrices are cut
+        shared = replace(spec, shard_of=Shard(ranks=gpus))  # the reductions have the same width for any split
         out.append(total(collective_costs(shared, tokens))._replace(name="network"))
     return out
 

@@ -1,4 +1,4 @@
-"""`solve`: the bound to run with, of those that were measured."""
+"""`solve`: chooses the slot limit from the measured ones (Equation 2)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from weft.engine.errors import ConfigError
 
 Aim = Literal["throughput", "energy"]
 TIE = 0.01
-"""points this close to the best are as good: the smallest of them is taken"""
-OWN = 0.95
-"""of a limit on itl: what the engine may take at the bound to advise"""
+"""Relative distance to the best within which the smallest point is chosen."""
+ENGINE_SHARE = 0.95
+"""Share of an itl limit that the engine may use; the rest is for the way to the client."""
 ONE = 1.5
-"""requests that batch 1 may have had"""
+"""Largest mean batch that counts as batch 1."""
 
 
 class Verdict(NamedTuple):
-    """One point against what is asked."""
+    """One point compared with the requirements."""
 
     point: Point
     throughput: float
-    """T(B), tokens a second"""
+    """T(B), tokens per second."""
     efficiency: float
-    """T(B) / (B T(1))"""
+    """T(B) / (B T(1))."""
     late: tuple[Objective, ...]
-    """objectives that it misses"""
+    """Missed objectives."""
     efficient: bool
 
     @property
@@ -38,28 +38,27 @@ class Verdict(NamedTuple):
 
 class Solution(NamedTuple):
     best: Verdict | None
-    """None: nothing that was measured fits"""
+    """None if no measured point fits."""
     verdicts: tuple[Verdict, ...]
-    """by batch"""
+    """Sorted by batch."""
     most: Verdict
-    """MAX: the most throughput, whatever it takes"""
+    """MAX: the highest throughput, regardless of the requirements."""
     knee: Verdict
-    """the farthest above the line from the first to the last point"""
+    """The point farthest above the line from the first to the last point."""
     why_not: str = ""
-    """where there is no best: one line"""
+    """Reason if there is no best."""
 
 
-def held(objectives: Sequence[Objective]) -> list[Objective]:
-    """As a bound to advise is held to them: what is over is for the way to the client. So the time between tokens keeps
-    its limit at any rate, and what is too much shows where requests wait."""
-    return [o._replace(limit=OWN * o.limit) if o.measure == "itl" else o for o in objectives]
+def engine_objectives(objectives: Sequence[Objective]) -> list[Objective]:
+    """Tighten itl objectives to the engine's share. The slot limit then meets them at any rate of requests."""
+    return [o._replace(limit=ENGINE_SHARE * o.limit) if o.measure == "itl" else o for o in objectives]
 
 
 def judge(curve: Curve, objectives: Sequence[Objective], epsilon: float) -> tuple[Verdict, ...]:
-    """Raises `ConfigError` when batch 1 was not measured."""
+    """Judge all points. Raises `ConfigError` if batch 1 was not measured."""
     points = curve.by_batch()
     if not points or points[0].batch > ONE:
-        raise ConfigError("batch 1 was not measured: what throughput costs in efficiency is relative to it")
+        raise ConfigError("batch 1 was not measured, but efficiency is relative to it")
     one = curve.throughput(points[0]) / points[0].batch
     out = []
     for point in points:
@@ -73,14 +72,13 @@ def judge(curve: Curve, objectives: Sequence[Objective], epsilon: float) -> tupl
 def solve(
     curve: Curve, objectives: Sequence[Objective] = (), epsilon: float = 0.1, aim: Aim = "throughput", tie: float = TIE
 ) -> Solution:
-    """Equation 2 of the paper, §VI:
+    """Solve Equation 2 of the paper, §VI:
 
         B_opt = argmax T(B)  subject to  L(B) <= SLO  and  T(B) / (B T(1)) > epsilon
 
-    B is the batch that really ran, not its bound; T(1) is measured, per request that ran. Of points within `tie` of the
-    best the smallest is taken: they differ by noise. With the `aim` energy it is the one of the least joules an
-    output token, under the same conditions. Raises `ConfigError` where batch 1 is missing, or joules are asked for and
-    nobody counted them.
+    B is the batch that ran, not the slot limit. T(1) is measured, per request that ran. Among points within `tie` of
+    the best, which differ by noise only, the smallest is chosen. The aim "energy" minimizes joules per output token
+    under the same conditions. Raises `ConfigError` if batch 1 is missing, or for "energy" without a joule counter.
     """
     verdicts = judge(curve, objectives, epsilon)
     most = max(verdicts, key=lambda v: v.throughput)
@@ -100,7 +98,7 @@ def solve(
 
 
 def check_joules(curve: Curve) -> None:
-    """Raises `ConfigError` where nothing counts them."""
+    """Raise `ConfigError` if the machine has no joule counter."""
     if not curve.machine.joules:
         raise _no_joules(curve)
 
@@ -114,13 +112,13 @@ def _why_not(verdicts: Sequence[Verdict], objectives: Sequence[Objective], epsil
     if kept:
         best = max(kept, key=lambda v: v.efficiency)
         return (
-            f"of the bounds that keep the objectives none has an efficiency above --epsilon {epsilon:g}: "
+            f"no slot limit that meets the objectives has an efficiency above --epsilon {epsilon:g}: "
             f"{best.efficiency:.2f} at {best.point.bound}"
         )
     least = min(verdicts, key=lambda v: max((v.point.of(o) / o.limit for o in v.late), default=0.0))
     worst = max(least.late, key=lambda o: least.point.of(o) / o.limit)
     return (
-        f"no bound keeps {', '.join(map(str, objectives))}: at {least.point.bound} running requests {worst.measure} is "
+        f"no slot limit meets {', '.join(map(str, objectives))}: at {least.point.bound} requests {worst.measure} is "
         f"{least.point.of(worst) * 1e3:.3g} ms, the limit {worst.limit * 1e3:.3g} ms"
     )
 

@@ -1,13 +1,13 @@
-"""`weft plan model`: what a model needs of an accelerator, by the cost model alone (NanoFlow Table 2)."""
+"""`weft plan model`: the cost of a model on an accelerator, by the cost model alone (NanoFlow Table 2)."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from weft.autosearch import costmodel
+from weft.autosearch import cost_model as costmodel
 from weft.autosearch.accelerators import ACCELERATORS, accelerator
-from weft.autosearch.options import OneLineParser
+from weft.autosearch.options import OneLineParser, add_workload_flag
 from weft.autosearch.workload import workload_pair
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.model.directory import read_spec
@@ -24,12 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = OneLineParser(prog="weft plan model", description=main.__doc__)
     names = ", ".join(a.name for a in ACCELERATORS)
     parser.add_argument("--model", metavar="MODEL", required=True, help="'demo', a model directory or ORG/NAME")
-    parser.add_argument(
-        "--workload", metavar="P:D", default="1024:512", help="mean prompt and output tokens [1024:512]"
-    )
+    add_workload_flag(parser)
     parser.add_argument("--gpu", metavar="NAME", default="h200", help=f"one of {names} [h200]")
-    parser.add_argument("--gpus", metavar="N", type=int, default=1, help="GPUs that share the model [1]")
-    parser.add_argument("--tokens", metavar="N", type=int, default=2048, help="the dense batch [2048]")
+    parser.add_argument("--gpus", metavar="N", type=int, default=1, help="number of GPUs that share the model [1]")
+    parser.add_argument("--tokens", metavar="N", type=int, default=2048, help="size of the dense batch [2048]")
     arguments = parser.parse_args(argv)
     try:
         if arguments.gpus < 1 or arguments.tokens < 1:
@@ -43,19 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     costs = costmodel.operation_costs(spec, costmodel.Usage(arguments.tokens, prompt, output), gpus)
     title = f"one iteration of {arguments.tokens} tokens, {gpus} x {device.name}, all layers"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for name in (
-        "operation",
-        "GFLOP",
-        "GB",
-        "net GB",
-        "compute ms",
-        "memory ms",
-        "net ms",
-        "power ms",
-        "bound",
-    ):
-        words = name in ("operation", "bound")
-        table.add_column(name, justify="left" if words else "right", no_wrap=words, overflow="fold")
+    for name in ["operation", "GFLOP", "GB", "net GB", "compute ms", "memory ms", "net ms", "power ms", "bound"]:
+        text = name in ("operation", "bound")
+        table.add_column(name, justify="left" if text else "right", no_wrap=text, overflow="fold")
     powers = [cost.power_seconds(device, gpus) for cost in costs]
     powers.append(sum(p for p in powers if p) if any(powers) else None)
     for cost, power in zip([*costs, costmodel.total(costs)], powers, strict=True):
@@ -73,7 +61,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"T_R {ratio:.2f}: bound by {kind} (Equation 4)", highlight=False)
     console.print(f"optimal throughput {best:,.0f} tokens/s/GPU at the printed FLOP/s (Equation 5)", highlight=False)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""`predicted_rate`: how many requests a second an engine serves within its objectives, played out on its curve."""
+"""`predicted_rate`: simulates arrivals on a curve to find the rate that meets the objectives."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from heapq import heappop, heappush
 import numpy as np
 
 from weft.autosearch.advisor.curve import Curve
-from weft.autosearch.advisor.rate_search import MORE
+from weft.autosearch.advisor.rate_search import MISS_FACTOR
 from weft.engine.config import Objective
 
 RUN_SECONDS = 120.0
 SEEDS = 9
 PRECISION = 0.02
-"""of the rate"""
+"""Relative precision of the rate."""
 
 
 class Queue:
-    """Poisson arrivals at an engine that runs at most `bound` requests and is as quick as its curve says."""
+    """Poisson arrivals at an engine with slot limit `bound` and the speed of its curve."""
 
     def __init__(self, curve: Curve, bound: int, objectives: Sequence[Objective]) -> None:
         points = [
-            p
-            for p in curve.by_batch()
+            p for p in curve.by_batch()
             if p.bound <= bound and p.itl.mean and all(p.of(o) == p.of(o) for o in objectives)
-        ]
+        ]  # fmt: skip
         self._batch = np.array([p.batch for p in points])
         self._token = np.array([p.itl.mean or 0.0 for p in points])
         self._bound, self._objectives = min(bound, max(1, round(float(self._batch[-1])))), objectives
@@ -34,9 +33,9 @@ class Queue:
         self._values = {o: np.array([p.of(o) for p in points]) for o in objectives}
 
     def keeps(self, rate: float, seed: int, outputs: np.ndarray) -> bool:
-        """Every objective in one run of `RUN_SECONDS`; outputs `[k]`: tokens, drawn from at random.
+        """Whether a run of `RUN_SECONDS` meets every objective. outputs `[k]`: output tokens to draw from.
 
-        Time goes in steps of a token: all that run get one, in as long as so many take.
+        Time advances in token steps: each running request gets a token, in the step time of that batch size.
         """
         rng = np.random.default_rng(seed)
         arrivals = np.cumsum(rng.exponential(1 / rate, max(8, int(rate * RUN_SECONDS * 1.5))))
@@ -44,10 +43,8 @@ class Queue:
         if not len(arrivals):
             return True
         lengths = rng.choice(outputs, len(arrivals))
-        ends: list[float] = []
-        """heap of what `told` will be when a request ends"""
-        now = told = 0.0
-        """time, and tokens that each running request has been told since the beginning"""
+        ends: list[float] = []  # heap: `steps_done` at which each running request ends
+        now = steps_done = 0.0
         arrived = 0
         waits: list[float] = []
         late: dict[Objective, list[float]] = {o: [0.0, 0.0] for o in self._objectives if o.measure == "itl"}
@@ -55,19 +52,19 @@ class Queue:
         while arrived < len(arrivals):
             while arrived < len(arrivals) and len(ends) < self._bound and arrivals[arrived] <= now:
                 waits.append(now - float(arrivals[arrived]))
-                heappush(ends, told + float(lengths[arrived]))
+                heappush(ends, steps_done + float(lengths[arrived]))
                 arrived += 1
             if not ends:
                 if arrived < len(arrivals):
                     now = float(arrivals[arrived])
                 continue
-            running, tokens = len(ends), ends[0] - told
-            # As many tokens as nothing changes for: the shortest answer, or the next arrival.
+            running, tokens = len(ends), ends[0] - steps_done
+            # steps until the next request ends or arrives
             if running < self._bound and arrived < len(arrivals):
                 tokens = min(tokens, max(1.0, float(np.ceil((arrivals[arrived] - now) / steps[running]))))
             now += tokens * steps[running]
-            told += tokens
-            while ends and ends[0] <= told:
+            steps_done += tokens
+            while ends and ends[0] <= steps_done:
                 heappop(ends)
             for objective, share in late.items():
                 value = values[objective][running]
@@ -76,7 +73,7 @@ class Queue:
         return self._kept(np.array(waits), late)
 
     def _by_running(self) -> tuple[list[float], dict[Objective, list[float]]]:
-        """Seconds of a token, and each objective's value, by how many run."""
+        """Seconds per token and each objective's value, by the number of running requests."""
         running = np.arange(self._bound + 1)
         steps = np.interp(running, self._batch, self._token).tolist()
         return steps, {o: np.interp(running, self._batch, v).tolist() for o, v in self._values.items()}
@@ -97,11 +94,11 @@ class Queue:
 
 
 def predicted_rate(curve: Curve, bound: int, objectives: Sequence[Objective], outputs: np.ndarray) -> float:
-    """Requests a second, at which runs keep the objectives and no queue grows, while they do not at 15 % more.
+    """Return the requests per second at which runs meet the objectives without a growing queue, while 15 % more miss.
 
-    That is as far below the rate at which half of the runs do as 15 % more is above it. The highest at which all of
-    some runs do would be kept by half of the next ones. 0 where none does. On objectives of `itl` alone the bound
-    itself keeps them at any rate: then it is the rate beyond which requests wait longer and longer.
+    It is as far below the knee, the rate that half of the runs meet, as 15 % more is above it. The highest rate that
+    several runs met would be missed by half of further runs. Returns 0 if no rate meets the objectives. With `itl`
+    objectives alone the slot limit meets them at any rate; then only the growing queue counts.
     """
     point = max((p for p in curve.points if p.bound <= bound), key=lambda p: p.bound)
     highest = 1.1 * point.output_per_s / max(curve.output, 1.0)
@@ -114,4 +111,4 @@ def predicted_rate(curve: Curve, bound: int, objectives: Sequence[Objective], ou
     while high - low > PRECISION * highest:
         middle = (low + high) / 2
         low, high = (middle, high) if kept(middle) else (low, middle)
-    return low / math.sqrt(MORE)
+    return low / math.sqrt(MISS_FACTOR)

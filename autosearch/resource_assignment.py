@@ -1,8 +1,7 @@
-"""Stage II (NanoFlow §4.1.3): the structure stays, every nano-operation gets its share R of the SMs. CP-SAT.
+"""Stage II (NanoFlow §4.1.3): assign each nano-operation of a given structure its share R of the SMs. Uses CP-SAT.
 
-Shares of operations that run at the same time add up to at most all SMs; an operation lasts D_best / P(R). The product
-"share times overlap" is linear here because R is a choice among a few counts: two operations whose counts do not fit
-together must not overlap, which is an order between them.
+Concurrent operations use at most all SMs together. An operation takes D_best / P(R). R is one of a few SM counts, which
+makes "share times overlap" linear: two operations whose counts do not fit together must not overlap.
 """
 
 from __future__ import annotations
@@ -10,40 +9,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise, product
-from typing import NamedTuple
 
 import msgspec
 from ortools.sat.python import cp_model
 
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.machine import Machine
-from weft.autosearch.solver import solver_for
+from weft.autosearch.pipeline_structure import Candidate
+from weft.autosearch.structure_search import TICKS, make_solver
 from weft.engine.model.operations import Resource
 from weft.engine.plans.plan import Edge, NanoOperation, Period
 
-TICKS = 6000
-"""the incumbent's period in the solver's unit of time"""
 SM_STEP = 4
 POLISH_ROUNDS = 4
 NETWORK_LEVELS = 4
-"""SM counts of collectives that are tried with each of attention's"""
-
-
-class Choice(NamedTuple):
-    """A period with its shares, and its length when it is played out event by event."""
-
-    ms: float
-    period: Period
+"""SM counts of collectives to try with each SM count of attention."""
 
 
 def guest_levels(num_sms: int) -> tuple[int, ...]:
-    """SM counts that memory and network operations may have beside others: up to half, in steps of 4."""
+    """SM counts for memory and network operations that share the GPU: up to half, in steps of 4."""
     step = SM_STEP if num_sms >= 2 * SM_STEP else 1
     return tuple(range(step, num_sms // 2 + 1, step))
 
 
-class Shares:
-    """The choice of shares for one period."""
+class ResourceAssignment:
+    """Chooses the SM shares of one period."""
 
     def __init__(self, machine: Machine, period: Period, load: Load) -> None:
         self._machine, self._period, self._load = machine, period, load
@@ -62,15 +52,15 @@ class Shares:
         return self._machine.resource(op.operation) is Resource.COMPUTE
 
     def _guest_levels(self) -> tuple[int, ...]:
-        """Of three lanes every second count: the solver gets much further in its time."""
+        """Use every second count if there are three lanes; the solver then gets much further in its time."""
         levels = guest_levels(self._machine.num_sms)
         return levels[1::2] or levels if len(members_of_lanes(self._period)) > 2 else levels
 
-    def evaluate(self, period: Period) -> Choice:
-        return Choice(self._machine.timeline(period, self._load)[0].ms, period)
+    def evaluate(self, period: Period) -> Candidate:
+        return Candidate(self._machine.timeline(period, self._load)[0].ms, period)
 
-    def greedy(self) -> Choice:
-        """The best with one count for each lane of guests and the rest for all products, each started when it can."""
+    def greedy(self) -> Candidate:
+        """Try one SM count per lane of guests, with the remaining SMs for all GEMMs. Operations start when they can."""
         total = self._machine.num_sms
         guests = sorted({op.lane for op in self._period.operations if not self._is_compute(op)} - {"compute"})
         found = [self.evaluate(with_sms(self._period, [total] * len(self._period.operations)))]
@@ -79,7 +69,7 @@ class Shares:
             tried["network"] = tried["network"][:NETWORK_LEVELS]
         for counts in product(*tried.values()):
             of_lane = dict(zip(guests, counts, strict=True))
-            for taken in {sum(counts), max(counts, default=0)}:  # beside all guests, or beside one at a time
+            for taken in {sum(counts), max(counts, default=0)}:  # all guests at once, or one at a time
                 rest = [
                     total - taken if self._is_compute(op) else of_lane.get(op.lane, total)
                     for op in self._period.operations
@@ -88,8 +78,8 @@ class Shares:
                     found.append(self.evaluate(with_sms(self._period, rest)))
         return min(found, key=lambda c: c.ms)
 
-    def polish(self, choice: Choice, ended: Callable[[], bool] = lambda: False) -> Choice:
-        """Change the SMs of one operation at a time while the played-out period gets shorter."""
+    def polish(self, choice: Candidate, ended: Callable[[], bool] = lambda: False) -> Candidate:
+        """Change the SMs of one operation at a time while the simulated period gets shorter."""
         for _ in range(POLISH_ROUNDS):
             if ended():
                 break
@@ -108,10 +98,10 @@ class Shares:
                 if lowest <= count <= total:
                     yield with_sms(period, [*counts[:i], count, *counts[i + 1 :]])
 
-    def solve(self, hint: Choice, effort: float, seconds: float = float("inf")) -> Choice:
-        """The solver's best, played out; `hint` when that is no better.
+    def solve(self, hint: Candidate, effort: float, seconds: float = float("inf")) -> Candidate:
+        """Return the solver's best candidate as simulated, or `hint` if that is no better.
 
-        effort: deterministic time, about seconds. seconds: of a clock.
+        effort: deterministic solver time, roughly seconds. seconds: wall-clock limit.
         """
         ops = self._period.operations
         tick = max(hint.ms, 1e-9) / TICKS
@@ -121,7 +111,7 @@ class Shares:
         chosen, lengths = [], []
         for i, levels in enumerate(self._levels):
             ticks = {n: max(1, round(self._duration[i][n] / tick)) for n in levels}
-            # what alone is longer than the incumbent is no candidate
+            # a count with which the operation outlasts the incumbent period is no candidate
             ticks = {n: t for n, t in ticks.items() if t <= TICKS} or {max(levels): min(TICKS, ticks[max(levels)])}
             sms = model.new_int_var_from_domain(cp_model.Domain.from_values(list(ticks)), f"R{i}")
             duration = model.new_int_var(min(ticks.values()), max(ticks.values()), f"d{i}")
@@ -140,10 +130,10 @@ class Shares:
             model.add(starts[members[0]] + length >= starts[members[-1]] + lengths[members[-1]])
             model.add(length >= sum(lengths[i] for i in members))
         model.add(starts[0] <= length)
-        apart = self._apart(model, starts, lengths, length)
-        self._capacity(model, chosen, apart, lanes)
+        disjoint = self._disjoint(model, starts, lengths, length)
+        self._capacity(model, chosen, disjoint, lanes)
         model.minimize(length)
-        solver = solver_for(effort, max(0.0, seconds))
+        solver = make_solver(effort, max(0.0, seconds))
         if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return hint
         values = [solver.value(s) for s in starts]
@@ -152,44 +142,43 @@ class Shares:
         found = self.evaluate(self._ordered(period, values, ends, solver.value(length)))
         return min(hint, found, key=lambda c: c.ms)
 
-    def _apart(
+    def _disjoint(
         self, model: cp_model.CpModel, starts: list[cp_model.IntVar], lengths: list[cp_model.IntVar],
         length: cp_model.IntVar,
     ) -> dict[tuple[int, int], cp_model.IntVar]:  # fmt: skip
-        """For two operations of different lanes, a literal that says they never run at the same time."""
+        """Return a literal for every two operations of different lanes that implies they never run concurrently."""
         ops = self._period.operations
         out = {}
         for i, j in combinations(range(len(ops)), 2):
             if ops[i].lane == ops[j].lane:
                 continue
-            ways = []
+            cases = []
             for turn in (0, 1):  # j of `turn` periods later lies between i and the next i
-                way = model.new_bool_var(f"{i}|{j}@{turn}")
-                model.add(starts[j] + turn * length >= starts[i] + lengths[i]).only_enforce_if(way)
-                model.add(starts[i] + length >= starts[j] + turn * length + lengths[j]).only_enforce_if(way)
-                ways.append(way)
-            apart = model.new_bool_var(f"{i}|{j}")
-            model.add_bool_or([apart.negated(), *ways])
-            out[i, j] = apart
+                case = model.new_bool_var(f"{i}|{j}@{turn}")
+                model.add(starts[j] + turn * length >= starts[i] + lengths[i]).only_enforce_if(case)
+                model.add(starts[i] + length >= starts[j] + turn * length + lengths[j]).only_enforce_if(case)
+                cases.append(case)
+            out[i, j] = model.new_bool_var(f"{i}|{j}")
+            model.add_bool_or([out[i, j].negated(), *cases])
         return out
 
     def _capacity(
-        self, model: cp_model.CpModel, chosen: list[cp_model.IntVar], apart: dict[tuple[int, int], cp_model.IntVar],
+        self, model: cp_model.CpModel, chosen: list[cp_model.IntVar], disjoint: dict[tuple[int, int], cp_model.IntVar],
         lanes: list[list[int]],
     ) -> None:  # fmt: skip
         total = self._machine.num_sms
-        for (i, j), literal in apart.items():
+        for (i, j), literal in disjoint.items():
             model.add(chosen[i] + chosen[j] <= total).only_enforce_if(literal.negated())
         if len(lanes) < 3:
             return
         for i, j, k in product(*lanes):
-            together = [apart[min(p), max(p)].negated() for p in ((i, j), (i, k), (j, k))]
+            together = [disjoint[min(p), max(p)].negated() for p in ((i, j), (i, k), (j, k))]
             model.add(chosen[i] + chosen[j] + chosen[k] <= total).only_enforce_if(together)
 
     def _ordered(self, period: Period, starts: list[int], ends: list[int], length: int) -> Period:
-        """The period in the order of its starts, with a wait wherever two that do not fit together follow each other.
+        """Order the period by start times, and add a wait between successive operations that do not fit together.
 
-        Without it the later one would start as soon as its data is there and take SMs that the other one counts on.
+        Without the wait the later one would start as soon as its inputs are ready and take SMs assigned to the other.
         """
         order = sorted(range(len(starts)), key=lambda i: (starts[i], i))
         ops = period.operations
@@ -205,17 +194,17 @@ class Shares:
 
 
 def without_implied(period: Period, machine: Machine, needed: Sequence[Edge]) -> Period:
-    """The period with those of the `needed` waits that dependencies and lanes do not bring about anyway."""
+    """Return the period with the `needed` waits that dependencies and lanes do not already imply."""
     never = -99
     places = range(len(period.operations))
-    # periods between two operations of which the second cannot start before the first has ended; the most is strongest
+    # Distance in periods at which the second operation must wait for the first. The largest is the strongest.
     reach = {(a, b): 0 if a == b else never for a in places for b in places}
 
     def add(edge: Edge) -> None:
         for a in places:
             for b in places:
-                way = reach[a, edge.before] + edge.distance + reach[edge.after, b]
-                reach[a, b] = max(reach[a, b], way)
+                path = reach[a, edge.before] + edge.distance + reach[edge.after, b]
+                reach[a, b] = max(reach[a, b], path)
 
     for edge in period.dependencies(machine.spec):
         add(edge)
@@ -224,7 +213,7 @@ def without_implied(period: Period, machine: Machine, needed: Sequence[Edge]) ->
             add(Edge(a, b, 0))
         add(Edge(members[-1], members[0], -1))
     waits = []
-    # the strongest first: the nearest period, the latest operation to wait for, the earliest that waits
+    # strongest first: nearest period, then latest operation to wait for, then earliest waiting operation
     for edge in sorted(needed, key=lambda e: (-e.distance, -e.before, e.after)):
         if reach[edge.before, edge.after] < edge.distance:
             waits.append(edge)
@@ -248,15 +237,15 @@ def with_sms(period: Period, sms: Sequence[int]) -> Period:
 def assign(
     machine: Machine, period: Period, load: Load, effort: float, seconds: float = float("inf"),
     ended: Callable[[], bool] = lambda: False,
-) -> Choice:  # fmt: skip
-    """Shares for a period of stage I: greedy, then the solver from there, then single changes.
+) -> Candidate:  # fmt: skip
+    """Assign shares to a period of stage I: greedily, then with the solver, then by single changes.
 
-    seconds: of a clock, for the solver; the rest takes a fraction of one. ended: nobody waits for more than there is.
+    seconds: wall-clock limit of the solver; the other steps take less than a second. ended: whether to stop early.
     """
     end = time.monotonic() + seconds
-    shares = Shares(machine, period, load)
+    shares = ResourceAssignment(machine, period, load)
     first = shares.greedy()
-    if len(members_of_lanes(period)) < 3:  # of three lanes single changes help little before the solver ran
+    if len(members_of_lanes(period)) < 3:  # with three lanes single changes help little before the solver
         first = shares.polish(first, ended)
     if ended() or time.monotonic() >= end:
         return first

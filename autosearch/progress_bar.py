@@ -1,4 +1,4 @@
-"""`SearchBar`: shows a search (or sweep) on stderr: what it does, how much is done, time left; hears who ends it."""
+"""`SearchBar`: the progress of a search or sweep on stderr, and its early end by signal."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 from types import FrameType, TracebackType
 
 LINE_SECONDS = 5.0
-"""between two lines of a log"""
+"""Minimum seconds between two log lines."""
 
 
 class SearchBar:
-    """While the block runs: a bar on a terminal, a line now and then in a log.
+    """Shows a bar on a terminal, or prints a line every few seconds otherwise, while the block runs.
 
-    The first Ctrl-C or SIGTERM sets `ended`: the search leaves the best that it has found. The second one ends the
-    process, as ever.
+    The first Ctrl-C or SIGTERM sets `ended`, so that the search returns its best result so far. The second one ends the
+    process as usual.
     """
 
     def __init__(self, budget_s: float, command: str = "weft search") -> None:
@@ -40,7 +40,7 @@ class SearchBar:
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self._before[number] = signal.signal(number, self._on_signal)
-            except ValueError:  # in a thread: whoever runs it hears the signals
+            except ValueError:  # not the main thread, which alone receives signals
                 break
         return self
 
@@ -58,10 +58,14 @@ class SearchBar:
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.ended = True
         self._restore()
-        print(f"{self._command}: ending with the best so far; again ends at once", file=sys.stderr, flush=True)
+        print(
+            f"{self._command}: ending with the best result so far; press Ctrl-C again to quit now",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def __call__(self, text: str, share: float | None = None) -> None:
-        """What is done now, and the share of the search that is behind it, where that is known."""
+        """Show the current step and, if known, the completed share of the search."""
         if share is not None:
             self._share = max(self._share, min(share, 0.99))
         if self._terminal:
@@ -71,7 +75,7 @@ class SearchBar:
             print(f"{self._command}: {self._share:.0%}{self._left()}: {text}", file=sys.stderr, flush=True)
 
     def _left(self) -> str:
-        """The budget is the bound; a search may need less."""
+        """Estimate the remaining time. It is at most the rest of the budget."""
         elapsed = time.monotonic() - self._begun
         left = max(0.0, self._budget_s - elapsed)
         if self._share > 0.02:

@@ -1,4 +1,4 @@
-"""`Budget`: the time of a search. Who is told how much is behind it, and who ends it early."""
+"""`TimeBudget`: the time for a search, its progress, and its early end."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Told what is done now, and the share of the whole that is behind it where that is known."""
+    """Receives the current step and, if known, the completed share of the whole."""
 
     def __call__(self, text: str, share: float | None = None, /) -> None: ...
 
 
-class Budget:
-    """It begins when it is made. `ended`: somebody wants the best that there is by now."""
+class TimeBudget:
+    """Starts when it is created. `ended()` is true once the user wants the best result so far."""
 
     def __init__(
         self, seconds: float, progress: Progress = lambda *_: None, ended: Callable[[], bool] = lambda: False,
@@ -22,37 +22,37 @@ class Budget:
     ) -> None:  # fmt: skip
         self.seconds, self._progress, self.ended, self.clock = seconds, progress, ended, clock
         self._begun = clock()
-        self._behind = 0.0
+        self._done = 0.0
 
     @property
     def end(self) -> float:
-        """On `clock`."""
+        """Time on `clock` at which the budget ends."""
         return self._begun + self.seconds
 
     @property
     def spent(self) -> float:
-        """Seconds."""
+        """Elapsed seconds."""
         return self.clock() - self._begun
 
     @property
     def left(self) -> float:
-        """Seconds; none once it has ended."""
+        """Remaining seconds; 0 once the search has ended."""
         return 0.0 if self.ended() else max(0.0, self.end - self.clock())
 
-    def leave_out(self, seconds: float) -> None:
-        """So many seconds that have passed were not of this budget."""
+    def exclude(self, seconds: float) -> None:
+        """Do not count these elapsed seconds."""
         self._begun += seconds
 
-    def tell(self, text: str, done: float = 0.0) -> None:
-        """done: share of the whole that is behind it; more is where more of the time is."""
-        self._behind = max(self._behind, done, min(1.0, self.spent / max(1e-9, self.seconds)))
-        self._progress(text, self._behind)
+    def report(self, text: str, done: float = 0.0) -> None:
+        """Report progress. done: completed share of the whole, at least; the elapsed share counts if it is larger."""
+        self._done = max(self._done, done, min(1.0, self.spent / max(1e-9, self.seconds)))
+        self._progress(text, self._done)
 
-    def rest(self, done: float = 0.0) -> Budget:
-        """What is left, as a budget of its own. done: share of the whole that is behind it, at least."""
+    def remainder(self, done: float = 0.0) -> TimeBudget:
+        """Return a budget of the remaining time. done: completed share of the whole, at least."""
         first = min(1.0, max(done, self.spent / self.seconds))
 
         def progress(text: str, share: float | None = None) -> None:
             self._progress(text, None if share is None else first + (1 - first) * share)
 
-        return Budget(self.end - self.clock(), progress, self.ended, self.clock)
+        return TimeBudget(self.end - self.clock(), progress, self.ended, self.clock)

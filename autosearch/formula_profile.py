@@ -1,9 +1,8 @@
-"""`modelled_profile`: a profile of formulas for an accelerator of the table, where nothing was recorded.
+"""`formula_profile`: a profile computed from formulas for an accelerator of Table 1, to search before one was recorded.
 
-So that the search has something to search on before there is a machine: nothing in it was measured on the model, or on
-several cards of the accelerator at once. What the formulas reach of the table's figures, and what sharing a card costs,
-was measured on H200s, or derived from measurements there, or assumed; `SOURCES` says which. Plans found on it carry the
-name of no real card, so no engine takes them.
+Nothing in it was measured on the model or on several cards of the accelerator. The efficiency factors and the cost of
+sharing a card were measured on H200s, derived from measurements there, or assumed; `SOURCES` lists which. Plans found
+on it name no real card, so engines reject them.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import torch
 
 from weft.autosearch.accelerators import Accelerator
 from weft.autosearch.bench_protocol import Load
+from weft.autosearch.pipeline_structure import every_operation
 from weft.autosearch.profile import GuestPair, PairPoint, Point, Profile, work_of
-from weft.autosearch.structure import every_operation
 from weft.engine.errors import ConfigError
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.operations import ALL_REDUCE, Operation, Resource, Role
@@ -26,47 +25,47 @@ from weft.engine.plans.plan import TOKEN_STEP, Target, model_key
 from weft.kernels.matmul.gemm_config import SPECIAL
 
 SOURCES = (
-    "measured on one H200, Llama-3-8B: products reach 0.68 of the printed FLOP/s, attention 0.90 of the bandwidth and "
-    "0.53 of the FLOP/s; what sharing SMs with attention costs",
-    "measured on four H200s: an all-reduce takes 10 us and 0.67 of one direction of the link; how many SMs it needs",
-    "derived there from nano-batches beside collectives: a product runs 1.5 times longer while one does",
-    "assumed: halves of an all-reduce take half of it; attention and collectives slow each other down by a tenth",
+    "measured on one H200, Llama-3-8B: GEMMs reach 0.68 of the rated FLOP/s, attention 0.90 of the bandwidth and "
+    "0.53 of the FLOP/s; the cost of sharing SMs with attention",
+    "measured on four H200s: an all-reduce takes 10 us plus the transfer at 0.67 of one link direction; its SMs",
+    "derived there from nano-batches next to collectives: a GEMM takes 1.5 times longer during a collective",
+    "assumed: each half of an all-reduce takes half its time; attention and collectives slow each other by a tenth",
 )
-"""what stands behind the formulas, for the reader of a report"""
+"""Basis of the formulas, for the report."""
 
-PRODUCT, READ, PREFILL, LINK = 0.68, 0.90, 0.53, 0.67
-"""of the printed FLOP/s, bytes/s, FLOP/s and bytes/s of one direction, sustained"""
+GEMM, READ, PREFILL, LINK = 0.68, 0.90, 0.53, 0.67
+"""Sustained shares of the rated FLOP/s, bytes/s, FLOP/s, and link bytes/s of one direction."""
 LAUNCH_MS, HOP_MS = 0.004, 0.005
-"""of any operation; of a scatter or a gather on top, and twice that of an all-reduce"""
+"""Latency of any operation; additional latency of a scatter or gather, twice that for an all-reduce."""
 READ_ON = ((0, 0.12, 0.18, 0.24, 0.30, 0.36, 0.42, 0.48, 1), (0, 0.30, 0.43, 0.57, 0.68, 0.80, 0.89, 0.95, 1))
-"""share of the SMs -> share of the bandwidth that attention reaches on them"""
+"""Share of the SMs -> share of the bandwidth that attention reaches."""
 SEND_ON = ((0, 0.06, 0.12, 0.24, 1), (0, 0.62, 0.93, 1, 1))
-"""share of the SMs -> share of the link's speed"""
-BESIDE_ATTENTION = ((0.52, 0.64, 0.76, 0.88), (2.70, 2.03, 1.50, 1.26))
-"""share of the SMs of a product -> how much longer it takes beside attention that has the others"""
-BESIDE_PRODUCT, BESIDE_COLLECTIVE, BESIDE_EACH_OTHER = 1.31, 1.5, 1.1
-"""how much longer attention takes beside a product, a product beside a collective, attention and collectives"""
+"""Share of the SMs -> share of the link speed."""
+NEXT_TO_ATTENTION = ((0.52, 0.64, 0.76, 0.88), (2.70, 2.03, 1.50, 1.26))
+"""Share of the SMs of a GEMM -> its slowdown next to attention on the other SMs."""
+NEXT_TO_GEMM, NEXT_TO_COLLECTIVE, NEXT_TO_EACH_OTHER = 1.31, 1.5, 1.1
+"""Slowdown of attention next to a GEMM, of a GEMM next to a collective, of attention and collectives."""
 WATTS = {Resource.COMPUTE: 0.99, Resource.MEMORY: 0.94, Resource.NETWORK: 0.34}
-"""of the power limit"""
+"""Share of the power limit."""
 GUEST_SHARES = (0.06, 0.12, 0.18, 0.24, 0.36, 0.48)
-"""of the SMs, for attention and collectives beside others"""
+"""Shares of the SMs for attention and collectives next to other operations."""
 WORK_SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Formulas:
-    """How long operations of one rank's part of a model take on an accelerator."""
+    """Durations of the operations of one rank's shard of a model on an accelerator."""
 
     spec: ModelSpec
     device: Accelerator
 
     def ms(self, op: Operation, work: float, sms: int) -> float:
-        """Alone on `sms` SMs."""
+        """Milliseconds alone on `sms` SMs."""
         device, share = self.device, sms / self.device.sms
         match op.role:
-            case Role.PRODUCT | Role.EXPERTS:
+            case Role.PROJECTION | Role.EXPERTS:
                 tiles = -(-int(work) // SPECIAL.tokens) * -(-op.out // SPECIAL.features)
-                each = 2 * SPECIAL.tokens * SPECIAL.features * op.inner / (device.gflops * PRODUCT / device.sms) / 1e6
+                each = 2 * SPECIAL.tokens * SPECIAL.features * op.inner / (device.gflops * GEMM / device.sms) / 1e6
                 read = op.parameters * 2 / (device.mem_gbs * READ) / 1e6
                 return LAUNCH_MS + max(-(-tiles // sms) * each, read)
             case Role.DECODE_ATTENTION:
@@ -81,10 +80,10 @@ class Formulas:
                 return hops * HOP_MS + work * op.sent * 2 / rate / 1e6
 
 
-def modelled_profile(spec: ModelSpec, load: Load, device: Accelerator) -> Profile:
-    """Every operation of one rank, alone and in pairs. Raises `ConfigError` for an accelerator without SMs."""
+def formula_profile(spec: ModelSpec, load: Load, device: Accelerator) -> Profile:
+    """Compute every operation of one rank, alone and in pairs. Raises `ConfigError` if the SM count is unknown."""
     if not device.sms:
-        raise ConfigError(f"--gpu {device.name}: its multiprocessors are not known, so a plan cannot share them out")
+        raise ConfigError(f"--gpu {device.name}: its number of SMs is unknown, so a plan cannot divide them")
     formulas, operations = Formulas(spec, device), every_operation(spec)
     total = device.sms
     guests = sorted({max(1, round(share * total)) for share in GUEST_SHARES})
@@ -109,7 +108,7 @@ def modelled_profile(spec: ModelSpec, load: Load, device: Accelerator) -> Profil
 
 
 def _works(op: Operation, load: Load) -> list[float]:
-    """Amounts of work from an eighth of the load's to all of it; of products and collectives each step of tokens."""
+    """Amounts of work from an eighth of the load's to all of it; each step of tokens for GEMMs and collectives."""
     if not op.role.attends:
         return [float(t) for t in (*range(TOKEN_STEP, load.tokens, TOKEN_STEP), load.tokens)]
     return sorted({max(1.0, work_of(op, load) * share) for share in WORK_SHARES})
@@ -125,9 +124,9 @@ def _pairs(
             for sms in guests:
                 own = total - sms
                 if guest.resource is Resource.MEMORY:
-                    slower = float(np.interp(own / total, *BESIDE_ATTENTION)), BESIDE_PRODUCT
+                    slower = float(np.interp(own / total, *NEXT_TO_ATTENTION)), NEXT_TO_GEMM
                 else:
-                    slower = BESIDE_COLLECTIVE, 1.0
+                    slower = NEXT_TO_COLLECTIVE, 1.0
                 first, second = formulas.ms(op, works[0], own), formulas.ms(guest, works[1], sms)
                 yield PairPoint(
                     op.name, guest.name, *works, own, sms, first * slower[0], second * slower[1], limit
@@ -142,5 +141,5 @@ def _guest_pairs(
             works = work_of(op, load), work_of(guest, load)
             for sms in guests:
                 both = formulas.ms(op, works[0], sms), formulas.ms(guest, works[1], sms)
-                slow = both[0] * BESIDE_EACH_OTHER, both[1] * BESIDE_EACH_OTHER
+                slow = both[0] * NEXT_TO_EACH_OTHER, both[1] * NEXT_TO_EACH_OTHER
                 yield GuestPair(op.name, guest.name, *works, sms, sms, *slow, formulas.device.watts)

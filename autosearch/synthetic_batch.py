@@ -1,4 +1,4 @@
-"""`batch_of`: an iteration of made-up requests that is a `Load`, for benches."""
+"""`batch_of`: a synthetic iteration with a given `Load`, for benches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.engine.runner.iteration.batch import Batch, SamplingInputs
 
 
 def batch_of(load: Load, page_size: int) -> Batch:
-    """A synthetic iteration: decodes of `context` tokens give or take a quarter, then whole prompts and a piece."""
+    """Build an iteration: decodes with `context` tokens ±25 %, then whole prompts and one partial prompt."""
     rng = np.random.default_rng(0)
     spread = rng.uniform(0.75, 1.25, load.decodes)
     decodes = np.maximum(1, load.context * spread / spread.mean() if load.decodes else spread).astype(np.int32)
@@ -22,7 +22,7 @@ def batch_of(load: Load, page_size: int) -> Batch:
     kv_len = np.concatenate((decodes, np.array(chunks, np.int32)))
     pages = -(-kv_len // page_size)
     first = 1 + np.cumsum(pages) - pages
-    # pages of a request lie anywhere in a pool that has been in use for a while
+    # the pages of a request are scattered in a pool that has been in use
     shuffled = np.concatenate(([0], 1 + rng.permutation(int(pages.sum())))).astype(np.int32)
     column = np.arange(int(pages.max()))
     at = np.minimum(first[:, None] + column, int(pages.sum()))

@@ -23,13 +23,13 @@ from weft.engine.progress import for_stdout
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a plan file and draw its pipelines."""
     parser = OneLineParser(prog="weft plan show", description=main.__doc__)
-    parser.add_argument("file", metavar="FILE", type=Path, help="a plan of `weft search`")
+    parser.add_argument("file", metavar="FILE", type=Path, help="plan file written by `weft search`")
     parser.add_argument(
-        "--svg", metavar="FILE", type=output_file, help="draw it here as well; several pipelines: FILE-2.svg …"
+        "--svg", metavar="FILE", type=output_file, help="also draw the pipelines to this file, FILE-2.svg …"
     )
     parser.add_argument(
         "--model", metavar="MODEL",
-        help="the model that the plan is for: 'demo', a model directory or ORG/NAME [a preset of its shapes]",
+        help="model of the plan, to check it: 'demo', a model directory or ORG/NAME [a preset with the same shapes]",
     )  # fmt: skip
     arguments = parser.parse_args(argv)
     try:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"for {t.gpu} ({t.sms} SMs), {t.model}, {t.dtype}, kernels {t.kernels}", highlight=False)
         console.print(f"workload {plan.workload}" + (f"; made {plan.made}" if plan.made else ""), highlight=False)
         if not checked:
-            console.print("not checked, for weft has no preset of these shapes: --model MODEL says which it is")
+            console.print("not checked, because no preset has these shapes: give the model with --model MODEL")
         for i, period in enumerate(plan.periods):
             gantt.draw(period, console, f"pipeline {i + 1} of {len(plan.periods)}")
             if arguments.svg is not None:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 except OSError as error:
                     raise ConfigError(unwritable(name, error)) from None
         if arguments.svg is not None and not plan.periods:
-            console.print(f"{arguments.svg}: not written, for there is no pipeline to draw", highlight=False)
+            console.print(f"{arguments.svg}: not written, because there is no pipeline to draw", highlight=False)
     except WeftError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
@@ -59,23 +59,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(plan: Plan, file: Path, name: str | None) -> bool:
-    """Hold the pipelines against the model, as an engine does. `name`: of the model; None: a preset of these shapes.
+    """Check the pipelines against the model, as an engine does. name: the model; None: presets with the same shapes.
 
-    False where there is none. Raises `ConfigError` for a plan that no such model can run.
+    Returns False if there is no such preset. Raises `ConfigError` if the model cannot run the plan.
     """
     ranks = int(found[1]) if (found := re.search(r" ranks=(\d+)$", plan.target.model)) else 1
     wrong: ConfigError | None = None
     for spec in _specs(name, ranks):
         if (key := model_key(spec)) != plan.target.model:
             if name is not None:
-                raise ConfigError(f"{file} is a plan of another model ({plan.target.model}), not {key}")
+                raise ConfigError(f"{file} is a plan for another model ({plan.target.model}), not {key}")
             continue
         try:
             bound = plan.spec_of(spec)
             for period in plan.periods:
                 period.check(bound, plan.target.sms)
         except ConfigError as error:
-            wrong = ConfigError(f"{file} is not a plan that works: {error}")
+            wrong = ConfigError(f"{file} is not a valid plan: {error}")
         else:
             return True
     if wrong is not None:
@@ -84,14 +84,10 @@ def _check(plan: Plan, file: Path, name: str | None) -> bool:
 
 
 def _specs(name: str | None, ranks: int) -> Iterator[ModelSpec]:
-    """One rank's part of the model, or of each preset."""
+    """Yield one rank's shard of the model, or of each preset."""
     if name is not None:
         yield read_spec(find_model(name, weights=False)).shard(0, ranks)
         return
     for folder in sorted(PRESETS.iterdir()):
-        with suppress(ModelError):  # it cannot be divided so
+        with suppress(ModelError):  # it cannot be split over these ranks
             yield read_spec(folder).shard(0, ranks)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
