@@ -425,10 +425,10 @@ def test_a_product_is_asked_to_send_its_partial_sums_where_their_sum_is_of_the_s
         for nano, op in pipeline.operations:
             if op.name == "o":
                 launch: Any = SimpleNamespace(
-                    pipeline=pipeline, operation=op, nano=nano, product=SimpleNamespace(weight=None, bias=None),
+                    pipeline=pipeline, operation=op, nano=nano, projection=SimpleNamespace(weight=None, bias=None),
                     tokens=slice(nano.begin, nano.end), rows=rows,
                 )  # fmt: skip
-                assert RankSums._pushes(sums, launch, {}) is bool(want)
+                assert RankSums._try_push(sums, launch, {}) is bool(want)
         assert asked == want
 
 

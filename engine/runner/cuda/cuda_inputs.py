@@ -27,7 +27,7 @@ from weft.kernels.attention.work_lists import (
 
 RING = 4
 """Pinned copies: more than iterations in flight, so that none is rewritten before its transfer has ended."""
-INVARIANT_PART_TOKENS = 1024
+INVARIANT_SPLIT_TOKENS = 1024
 """Tokens per split of a request's decode attention with batch invariance."""
 UNPACKED_TOKENS = 16384, 131072
 """Minimum and maximum tokens of FP8 pages that prefill attention reads unpacked to 16 bits at once."""
@@ -216,7 +216,7 @@ def _prefill_slots(spec: ModelSpec, config: ResolvedConfig) -> int:
 def device_inputs(spec: ModelSpec, config: ResolvedConfig, nano_batches: int) -> DeviceInputs:
     """Return the inputs of a runner. nano_batches: maximum over its pipelines."""
     slots, pages = config.max_num_seqs, -(-config.max_model_len // config.kv.page_size)
-    parts = slots * -(-config.max_model_len // INVARIANT_PART_TOKENS) if config.batch_invariant else 1024
+    parts = slots * -(-config.max_model_len // INVARIANT_SPLIT_TOKENS) if config.batch_invariant else 1024
     windows = config.attention_shape(spec).windows
     unpacked = 0, 0
     # Batch invariance needs one kernel for a chunk, whether or not its pages could be unpacked.

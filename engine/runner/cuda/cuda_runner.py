@@ -23,7 +23,7 @@ from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.progress import Progress, notice
 from weft.engine.runner.cuda.cuda_executor import CudaExecutor
-from weft.engine.runner.cuda.cuda_inputs import INVARIANT_PART_TOKENS, device_inputs
+from weft.engine.runner.cuda.cuda_inputs import INVARIANT_SPLIT_TOKENS, device_inputs
 from weft.engine.runner.cuda.cuda_layers import CudaLayers
 from weft.engine.runner.cuda.layer_launch import Fused
 from weft.engine.runner.device.collectives import RankGroup
@@ -140,7 +140,7 @@ class CudaRunner:
         """
         self.spec, self.weights, self.config = spec, weights, config
         self._grid = AttentionGrid(
-            spec.num_kv_heads, spec.heads_per_kv, PER_SM, INVARIANT_PART_TOKENS if config.batch_invariant else 0,
+            spec.num_kv_heads, spec.heads_per_kv, PER_SM, INVARIANT_SPLIT_TOKENS if config.batch_invariant else 0,
             config.kv.page_size,
         )  # fmt: skip
         self._rank_group = rank_group

@@ -82,12 +82,8 @@ class PeerLayout:
         self.tile_flag_bytes = ranks * (self.tiles + partial_tiles) * 4
         """Bytes of flags per all-reduce after a push, over all nano-batches."""
         activations = 4 * max_tokens * hidden * dtype.itemsize + max_tokens * max(ranks, -(-hidden // 64)) * 4
-        own = (
-            self.sum_flag_bytes
-            + self.sample_flag_bytes
-            + self.eager_flag_bytes
-            + 4 * ranks * (self.inbox_words + 2 * EAGER_WORDS)
-        )
+        flags = self.sum_flag_bytes + self.sample_flag_bytes + self.eager_flag_bytes
+        own = flags + 4 * ranks * (self.inbox_words + 2 * EAGER_WORDS)
         self.total = activations + own + 2 * self.inbox + self.pushes * self.tile_flag_bytes + 32 * ALIGNED
 
 

@@ -51,18 +51,18 @@ class RankSums:
 
     def project(self, it: Launch, common: dict[str, Any]) -> None:
         """Launch a GEMM whose sum over all ranks is added to the stream."""
-        if self._pushes(it, common):
+        if self._try_push(it, common):
             return
-        source, w, place = it.rows.activations[it.operation.source][it.tokens], it.projection, self._buffer(it)
-        partial = self.partials[place.turn][it.tokens]
-        if place.first:
+        source, w, buffer = it.rows.activations[it.operation.source][it.tokens], it.projection, self._buffer(it)
+        partial = self.partials[buffer.turn][it.tokens]
+        if buffer.first:
             linear_project(source, None, w.weight, self._spec.norm.eps, bias=w.bias, out=partial, **common)
         else:
             residual_project(
                 source, w.weight, partial, out=partial, sumsq=self._squares[:, it.tokens], bias=w.bias, **common
             )  # fmt: skip
 
-    def _pushes(self, it: Launch, common: dict[str, Any]) -> bool:
+    def _try_push(self, it: Launch, common: dict[str, Any]) -> bool:
         """Launch a GEMM that pushes its tiles to other ranks. Returns False and launches nothing if that is not faster,
         or if the pipeline's all-reduce covers other tokens."""
         name, own = it.operation.name, (it.nano.begin, it.nano.end)
@@ -85,18 +85,18 @@ class RankSums:
 
     def expert_buffers(self, it: Launch) -> tuple[Tensor, Tensor]:
         """Return the buffer for partial sums of experts, `[T, H]`, and one for their squares, which are not used."""
-        place = self._buffer(it)
-        partial = self.partials[place.turn][it.tokens]
-        if place.first:
+        buffer = self._buffer(it)
+        partial = self.partials[buffer.turn][it.tokens]
+        if buffer.first:
             partial.zero_()
         return partial, self._squares[:, it.tokens]
 
     def reduce(self, it: Launch, live: Tensor) -> Tensor:
         """Add all ranks' sums to the stream, after the post-norm if there is one. Returns the part of `sumsq` written.
         live `[1]`: number of tokens."""
-        own, norm, place = it.tokens, self._spec.norm, self._buffer(it)
-        post_norm = self._layers[it.layer][place.last].post_norm
-        x, sumsq, partial = it.x, it.sumsq, self.partials[place.turn][own]
+        own, norm, buffer = it.tokens, self._spec.norm, self._buffer(it)
+        post_norm = self._layers[it.layer][buffer.last].post_norm
+        x, sumsq, partial = it.x, it.sumsq, self.partials[buffer.turn][own]
         options: dict[str, Any] = {"live": live, "num_sms": it.nano.sms, "begin": self._begin_if_interleaved(it)}
         if post_norm is None:
             sums = self._collectives.reduce(partial, x, sumsq, add=True, **options)
