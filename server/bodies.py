@@ -9,8 +9,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
-MAX_NESTING = 128
-"""Levels of a JSON document, limited because later processing recurses."""
+MAX_NESTING = 128  # levels of a JSON document, limited because later processing recurses
 
 _CONTAINERS = frozenset({dict, list})
 _NULL = {"type": "null"}
@@ -20,10 +19,8 @@ class BodyBounds(NamedTuple):
     """Limits of a request body, so that parsing takes a fraction of a second."""
 
     max_bytes: int
-    max_keys: int
-    """Keys of all objects; also the limit of arrays and objects."""
-    max_values: int
-    """Values in all arrays and objects."""
+    max_keys: int  # keys of all objects; also the limit of arrays and objects
+    max_values: int  # values in all arrays and objects
 
     @classmethod
     def of(cls, max_mib: float | None, max_model_len: int) -> BodyBounds:
@@ -71,8 +68,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
-    _integers: ClassVar[frozenset[str]] = frozenset()
-    """The names of integer fields."""
+    _integers: ClassVar[frozenset[str]] = frozenset()  # the names of integer fields
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

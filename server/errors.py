@@ -15,8 +15,7 @@ from starlette.responses import Response
 
 from weft.engine.errors import EngineDead, RequestError
 
-MAX_ECHO = 200
-"""Characters of a client's input that a message may repeat."""
+MAX_ECHO = 200  # characters of a client's input that a message may repeat
 
 _TYPES = {
     401: "authentication_error",
@@ -43,11 +42,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.retry_after = retry_after
+        self.status, self.message, self.param = status, message, param
+        self.code, self.retry_after = code, retry_after
         self.headers = headers or {}
 
     def body(self) -> bytes:

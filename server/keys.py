@@ -12,8 +12,7 @@ from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
 
-GAP = b""
-"""Stands for a removed key in a list of digests."""
+GAP = b""  # stands for a removed key in a list of digests
 
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 

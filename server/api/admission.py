@@ -10,8 +10,7 @@ from weft.server.observe.counters import Counter
 from weft.server.observe.shared_state import ENTERED, OPEN, PREFILL, SharedState
 from weft.server.replicas.replicas import Replicas
 
-RETRY_AFTER = 1
-"""Seconds; queues drain fast once they drain."""
+RETRY_AFTER = 1  # seconds; queues drain fast once they drain
 
 
 class Admission:
@@ -32,9 +31,7 @@ class Admission:
         model: int = 0,
     ) -> None:
         """`row`: this process's row of `shared_state`. `rejected`: counts refusals by code. `model`: its number."""
-        self._replicas = replicas
-        self._rejected = rejected
-        self._shared_state = shared_state
+        self._replicas, self._rejected, self._shared_state = replicas, rejected, shared_state
         self._load = shared_state.load[row, model]
         self._loads = shared_state.load[:, model]
         self._max_requests = max_requests

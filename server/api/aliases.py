@@ -129,7 +129,5 @@ async def props(service: ServiceOf) -> dict[str, Any]:
 
 @router.post("/apply-template", summary="Render a conversation as text, in llama.cpp's format")
 async def apply_template(body: TemplatedBody, request: Request, service: ServiceOf) -> dict[str, str]:
-    service = service.for_model(body.model)
-    body.check_template()
-    await service.enter(body.model, request.scope)
+    service = await service.enter(body.model, request.scope, body.check_template)
     return {"prompt": await service.loaded.text.render(*template_input(body, body.messages, body.tools, service))}

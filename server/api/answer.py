@@ -18,8 +18,7 @@ from weft.server.api.generate import Generation, wait_for_disconnect
 from weft.server.api.service import Service
 from weft.server.errors import ApiError, translate
 
-HEARTBEAT = 15.0
-"""Seconds of silence after which a stream gets a comment line."""
+HEARTBEAT = 15.0  # seconds of silence after which a stream gets a comment line
 
 logger = logging.getLogger(__name__)
 

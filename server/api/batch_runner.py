@@ -20,8 +20,7 @@ from weft.server.observe.shared_state import OPEN, PREFILL
 
 logger = logging.getLogger("weft")
 
-PRIORITY = 1000
-"""The best priority of batch requests; clients' requests default to 0."""
+PRIORITY = 1000  # the best priority of batch requests; clients' requests default to 0
 SHARE = 7 / 8
 """Fraction of the engines' slots that batches may use; the rest stays free for clients."""
 

@@ -44,9 +44,8 @@ async def create_batch(body: BatchBody, folder: FolderOf, owner: OwnerOf) -> dic
         raise bad_request("completion_window must be a time such as 24h or 7d, at most 30 days.", "completion_window")
     if body.metadata is not None and any(len(k) > 64 or len(v) > 512 for k, v in body.metadata.items()):
         raise bad_request("metadata: keys must have at most 64 characters, values at most 512.", "metadata")
-    kept = KEPT_SECONDS
-    if (after := body.output_expires_after) is not None:
-        kept = kept_seconds(after.anchor, after.seconds, "output_expires_after")
+    after = body.output_expires_after
+    kept = KEPT_SECONDS if after is None else kept_seconds(after.anchor, after.seconds, "output_expires_after")
     file = await asyncio.to_thread(folder.files.get, body.input_file_id, owner)
     if file is None or file.purpose != "batch":
         raise bad_request(f"There is no batch input file '{clip(body.input_file_id)}'.", "input_file_id", "not_found")
@@ -79,8 +78,7 @@ async def batches(folder: FolderOf, owner: OwnerOf, limit: Limit = 20, after: st
 
 
 async def _get(folder: FolderOf, id: str, owner: str) -> Batch:
-    batch = await asyncio.to_thread(folder.batches.get, id, owner)
-    if batch is None:
+    if (batch := await asyncio.to_thread(folder.batches.get, id, owner)) is None:
         raise not_found_error("batch", id)
     return batch
 

@@ -7,12 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
-from weft.server.api.field_types import MAX_PARTS, Content, flatten_content
+from weft.server.api.field_types import MAX_PARTS, Content, flatten_content, given
 from weft.server.bodies import Body
 from weft.server.tools.cache_control import CacheControl, longest_mark
 
-MAX_MESSAGES = 8192
-"""Limited because messages are validated on the event loop."""
+MAX_MESSAGES = 8192  # limited because messages are validated on the event loop
 MAX_CALLS = 1024
 
 
@@ -40,21 +39,10 @@ class ToolCall(Body):
 _THOUGHTS = ("thinking", "reasoning")
 
 
-def _thought_text(part: dict[str, Any]) -> str:
-    """The text of a thinking part: a string, or Mistral's list of text parts."""
-    inside = part.get(part["type"], part.get("text", ""))
-    if isinstance(inside, str):
-        return inside
-    return flatten_content(inside)
-
-
 class ChatMessage(Body):
     model_config = ConfigDict(
         json_schema_extra={
-            "anyOf": [
-                {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
-                {"properties": {"role": {"const": "assistant"}}, "required": ["role"]},
-            ]
+            "anyOf": [given("content"), {"properties": {"role": {"const": "assistant"}}, "required": ["role"]}]
         }
     )
 
@@ -65,8 +53,7 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
     """The assistant's earlier thinking, which some templates show again."""
-    refusal: str | None = Field(None, exclude=True)
-    """The assistant's refusal, in place of content."""
+    refusal: str | None = Field(None, exclude=True)  # the assistant's refusal, in place of content
     cache_control: CacheControl | None = Field(None, exclude=True)
     """Retain the conversation through this message. It may also be set on a content part."""
 
@@ -89,7 +76,8 @@ class ChatMessage(Body):
         if not thoughts:
             return data
         rest = [part for part in data["content"] if not any(part is thought for thought in thoughts)]
-        texts = [_thought_text(part) for part in thoughts]
+        # The text of a thinking part is a string, or Mistral's list of text parts.
+        texts = [flatten_content(part.get(part["type"], part.get("text", ""))) for part in thoughts]
         given = data.get("reasoning_content") or data.get("reasoning")
         return {**data, "content": rest or None, "reasoning_content": given or "\n".join(texts)}
 

@@ -28,16 +28,11 @@ class ParsedChat:
     """A checked request and everything about it that does not depend on the prompt."""
 
     body: ChatBody
-    service: Service
-    """The service of the requested model."""
-    tools: list[Tool]
-    """The tools that the model is offered."""
-    tool_format: ToolFormat | None
-    """The syntax of calls; None if no tools are offered."""
-    salt: str
-    """Separates cached prefixes and tokenizations of different clients."""
-    names: tuple[bytes, ...]
-    """Names of the conversation, see `names_of`."""
+    service: Service  # the service of the requested model
+    tools: list[Tool]  # the tools that the model is offered
+    tool_format: ToolFormat | None  # the syntax of calls; None if no tools are offered
+    salt: str  # separates cached prefixes and tokenizations of different clients
+    names: tuple[bytes, ...]  # names of the conversation, see `names_of`
 
     @property
     def must_call(self) -> bool:
@@ -47,14 +42,13 @@ class ParsedChat:
 
 class RenderedPrompt(NamedTuple):
     ids: list[int]
-    text: str
-    """The rendered text, with the seams of `Tokenizer.as_text`."""
+    text: str  # the rendered text, with the seams of `Tokenizer.as_text`
     thinking: ThinkingMarks | None
 
 
 async def parse_chat(body: ChatBody, scope: MutableMapping[str, Any], service: Service) -> ParsedChat:
     """Check the request, wake its model if it sleeps, and start prefetching its pages. Raises `ApiError`."""
-    service = await _enter(body, scope, service)
+    service = await service.enter(body.model, scope, body.check)
     loaded = service.loaded
     loaded.text.check_sampled_ids(body)
     salt = scope["weft.salt"] + body.cache_salt
@@ -73,7 +67,7 @@ async def render_prompt(chat: ParsedChat) -> RenderedPrompt:
 
 async def prompt_ids(body: ChatBody, scope: MutableMapping[str, Any], service: Service) -> list[int]:
     """Token ids of a request's prompt, for endpoints that generate nothing. Raises `ApiError`."""
-    service = await _enter(body, scope, service)
+    service = await service.enter(body.model, scope, body.check)
     return (await _encode(body, _offered(body), service)).ids
 
 
@@ -92,12 +86,6 @@ def template_input(
     form = tool_format(service.config.tool_call_parser, tokenizer) or UNKNOWN
     as_text = (lambda text: text) if service.config.allow_special_tokens else tokenizer.as_text
     return write_out(messages, tools, form, as_text), body.template_arguments([], tokenizer.chat_template or "")
-
-
-async def _enter(body: ChatBody, scope: MutableMapping[str, Any], service: Service) -> Service:
-    service = service.for_model(body.model)
-    body.check()
-    return await service.enter(body.model, scope)
 
 
 def _offered(body: ChatBody) -> list[Tool]:

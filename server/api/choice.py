@@ -12,8 +12,7 @@ from weft.server.text.detokenizer import Detokenizer
 from weft.server.text.stops import StopStrings
 from weft.server.tools.structured import explain
 
-BUSY_RETRY_AFTER = 2
-"""Seconds."""
+BUSY_RETRY_AFTER = 2  # seconds
 
 
 @dataclass(slots=True)
@@ -23,8 +22,7 @@ class Piece:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    """Where each token's text starts in the choice's text."""
+    offsets: list[int] = field(default_factory=list)  # where each token's text starts in the choice's text
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -41,16 +39,11 @@ class Piece:
 class EndRules:
     """How the choices of a request end, and how much of the end is shown."""
 
-    min_tokens: int
-    """Output tokens before which stop strings are ignored."""
-    stop_token_ids: Sequence[int]
-    """The request's stop tokens."""
-    end_ids: Sequence[int]
-    """The model's end tokens."""
-    hidden_ids: frozenset[int]
-    """Tokens that are never shown."""
-    include_stop: bool
-    """Show stop strings and stop tokens."""
+    min_tokens: int  # output tokens before which stop strings are ignored
+    stop_token_ids: Sequence[int]  # the request's stop tokens
+    end_ids: Sequence[int]  # the model's end tokens
+    hidden_ids: frozenset[int]  # tokens that are never shown
+    include_stop: bool  # show stop strings and stop tokens
 
 
 class Choice:
@@ -67,33 +60,23 @@ class Choice:
         constraint: str | None = None,
     ) -> None:
         """`constraint`: the request field that constrains the answer, for error messages."""
-        self.index = index
-        self.prompt = prompt
-        self.stream = stream
+        self.index, self.prompt, self.stream = index, prompt, stream
         self.num_tokens = 0
         self.cached_tokens = 0
-        self.retained_tokens = 0
-        """Prompt tokens that are retained at the client's request."""
+        self.retained_tokens = 0  # prompt tokens that are retained at the client's request
         self.reasoning_tokens: int | None = None
         """Output tokens that are thinking; None if thinking is not parsed."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.pooled: bytes | None = None
         """Pooled hidden states (float32), if the request asks for them instead of output."""
         self.finished = False
-        self.attempts = 1
-        """Engines that it was submitted to."""
-        self.counted = False
-        """Its start is in the metrics."""
+        self.attempts = 1  # engines that it was submitted to
+        self.counted = False  # its start is in the metrics
         self.first_token_at = 0.0
         self.last_token_at = 0.0
-        self._detokenizer = detokenizer
-        self._stops = stops
-        self._ends = ends
-        self._constraint = constraint
-        self._length = 0
-        """Characters decoded so far."""
-        self._deferred: Piece | Exception | None = None
-        """The argument of `defer`."""
+        self._detokenizer, self._stops, self._ends, self._constraint = detokenizer, stops, ends, constraint
+        self._length = 0  # characters decoded so far
+        self._deferred: Piece | Exception | None = None  # the argument of `defer`
 
     def take(self, delta: Delta) -> Piece:
         """Convert an engine delta to a piece. Raises `ApiError` if the engine refused or aborted the sequence."""

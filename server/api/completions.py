@@ -28,9 +28,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/completions", summary="Continue a prompt", responses=STREAMED)
 async def completions(body: CompletionBody, request: Request, service: ServiceOf) -> Response:
-    service = service.for_model(body.model)
-    body.check()
-    await service.enter(body.model, request.scope)
+    service = await service.enter(body.model, request.scope, body.check)
     loaded, model = service.loaded, service.name(body.model)
     loaded.text.check_sampled_ids(body)
     prompts = await prompts_of(service, body)
@@ -90,8 +88,10 @@ class CompletionChoices(Choices):
     def _chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         prompt = self._prompts[choice.prompt]
         first = choice.index not in self._echo_length
-        echo = self._echo(prompt) if first and self._body.echo else ""
+        echo = ""
         if first:
+            if self._body.echo:
+                echo = prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.token_ids)
             self._echo_length[choice.index] = len(echo)
         out: dict[str, Any] = {
             "index": choice.index,
@@ -113,9 +113,6 @@ class CompletionChoices(Choices):
         if (top := self._body.prompt_logprobs) is not None:
             out["prompt_logprobs"] = prompt_logprobs(self._tokenizer.token_text, choice.prompt_logprobs, top)
         return out
-
-    def _echo(self, prompt: Prompt) -> str:
-        return prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.token_ids)
 
     def _logprobs(self, choice: Choice, piece: Piece, first: bool) -> dict[str, Any]:
         """Arrays for the piece's tokens. With `echo`, the first piece starts with the prompt's tokens."""

@@ -29,8 +29,7 @@ HEADER_SECONDS = 20.0
 UNREAD_SECONDS = 60.0
 """Seconds from the end of an answer to the end of a request body that is still arriving."""
 
-STALL_CHECKS = 4
-"""Checks per stall timeout."""
+STALL_CHECKS = 4  # checks per stall timeout
 
 
 class UntilClose:
@@ -61,9 +60,7 @@ class StallWatch:
 
     def __init__(self, transport: asyncio.Transport, seconds: float, on_stall: Callable[[], None]) -> None:
         """`seconds`: time without progress; 0 disables the watch."""
-        self._transport = transport
-        self._seconds = seconds
-        self._on_stall = on_stall
+        self._transport, self._seconds, self._on_stall = transport, seconds, on_stall
         self._timer: asyncio.TimerHandle | None = None
         self._unread = self._left = 0
 
@@ -119,8 +116,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._service = service
         self._shortcuts = shortcuts
-        self._shortcut: Callable[[], bytes] | None = None
-        """The shortcut of the request being read."""
+        self._shortcut: Callable[[], bytes] | None = None  # the shortcut of the request being read
         self._header_bytes = 0
         self._in_headers = True
         self._refused = False

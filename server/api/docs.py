@@ -18,9 +18,13 @@ from weft.server.api.ui import page_headers
 
 PATH = "/docs"
 
-_FOLDER = Path(__file__).parent
-_STYLE = (_FOLDER / "docs_files/docs.css").read_text(encoding="utf-8")
-_SCRIPT = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in ("ui_files/api.js", "docs_files/docs.js"))
+
+def _read(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+_HEAD, _FORM, _STYLE = map(_read, ("docs_files/head.html", "docs_files/form.html", "docs_files/docs.css"))
+_SCRIPT = "\n".join(map(_read, ("ui_files/api.js", "docs_files/docs.js")))
 _HEADERS = page_headers(_STYLE, _SCRIPT)
 
 _TEXT = "What is 12 + 30?"
@@ -67,15 +71,7 @@ async def docs(request: Request) -> Response:
 
 def _page(api: Mapping[str, Any]) -> str:
     title = escape(f"{api['info']['title']} {api['info']['version']}")
-    parts = [
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{_STYLE}</style>"
-        f"<h1>{title}</h1><p>Null fields count as omitted; unknown fields are ignored. "
-        'Schema: <a href="openapi.json">openapi.json</a></p>'
-        '<form id="key-form"><label>API key, if the server requires one; it stays in this tab '
-        '<input id="key" type="password" autocomplete="off" spellcheck="false"></label></form>'
-    ]
+    parts = [_HEAD.format(title=title, style=_STYLE)]
     for path, operations in api["paths"].items():
         for method, operation in operations.items():
             parts.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(operation['summary'])}</p>")
@@ -100,14 +96,7 @@ def _form(method: str, path: str, body: Any, schemas: Mapping[str, Any]) -> str:
         text = json.dumps(example(path, body, schemas), indent=2)
         rows = text.count("\n") + 1
         inputs += f'<textarea class="body" rows="{rows}" spellcheck="false" aria-label="Body">{escape(text)}</textarea>'
-    return (
-        "<details><summary>Try it</summary>"
-        f'<form class="try" data-method="{method.upper()}" data-path="{escape(path)}">'
-        f'{inputs}<div class="row"><button class="send">Send</button>'
-        '<button type="button" class="stop" hidden>Stop</button>'
-        '<button type="button" class="curl">As curl</button></div>'
-        '<p class="status" role="status"></p><pre class="answer" tabindex="0" hidden></pre></form></details>'
-    )
+    return _FORM.format(method=method.upper(), path=escape(path), inputs=inputs)
 
 
 def example(path: str, body: Mapping[str, Any], schemas: Mapping[str, Any]) -> Any:

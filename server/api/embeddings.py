@@ -45,8 +45,7 @@ class EmbeddingBody(Body):
     prompt_cache_key: CacheKey | None = None
     user: str | None = None
     request_id: str | None = Field(None, pattern=REQUEST_ID)
-    include_energy: bool = False
-    """See `GenerationBody`."""
+    include_energy: bool = False  # see `GenerationBody`
 
 
 @router.post("/v1/embeddings", summary="Embed texts: the model's hidden states, pooled")
@@ -110,10 +109,7 @@ class Embeddings(Dialect):
     """The dialect of embeddings: a list in the order of the inputs, never a stream."""
 
     def __init__(self, generation: Generation, body: EmbeddingBody, pooler: Pooler, model: str) -> None:
-        self._generation = generation
-        self._body = body
-        self._pooler = pooler
-        self._model = model
+        self._generation, self._body, self._pooler, self._model = generation, body, pooler, model
 
     async def body(self, _wholes: Sequence[Piece]) -> bytes:
         return await self._generation.service.offload(self._write)

@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from weft.server.api.choice import Choice, Piece
 from weft.server.errors import ApiError
 
-MARK = "\x00"
-"""The placeholder text of an event from which a template is made."""
+MARK = "\x00"  # the placeholder text of an event from which a template is made
 
 
 class Dialect(ABC):
     """Writes one answer: `body` for a plain one; for a stream, `events` for each piece and then `end` or `failed`."""
 
-    keepalive = b": waiting\n\n"
-    """A keep-alive for streams: a comment or an event without content."""
+    keepalive = b": waiting\n\n"  # a keep-alive for streams: a comment or an event without content
 
     @abstractmethod
     async def body(self, wholes: Sequence[Piece], /) -> bytes:

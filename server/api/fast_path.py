@@ -20,8 +20,7 @@ from weft.server.api.choice import Choice
 from weft.server.api.events import MARK, Dialect
 from weft.server.observe.counters import Buckets
 
-EXTENSION = "weft.outlet"
-"""The ASGI scope extension that `Connection` provides."""
+EXTENSION = "weft.outlet"  # the ASGI scope extension that `Connection` provides
 
 _encode = orjson.dumps
 _now = time.perf_counter
@@ -63,10 +62,7 @@ class FastPath(ABC):
     def __init__(self, choice: Choice, outlet: Outlet, itl: Buckets, idle: Callable[[], bool] | None) -> None:
         """`itl`: observes the gaps between tokens. `idle`: nothing of the answer is queued for its task; None if that
         always holds when the stream is read."""
-        self._choice = choice
-        self._outlet = outlet
-        self._itl = itl
-        self._idle = idle
+        self._choice, self._outlet, self._itl, self._idle = choice, outlet, itl, idle
         self.sent_at = 0.0
 
     @abstractmethod

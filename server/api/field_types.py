@@ -11,12 +11,10 @@ from weft.engine.wire.sampling import BOUNDS, MAX_LOGIT_BIAS
 from weft.server.errors import clip
 
 MAX_PROMPTS = 1024
-MAX_INPUTS = 2048
-"""Inputs per embeddings request, as at OpenAI."""
+MAX_INPUTS = 2048  # inputs per embeddings request, as at OpenAI
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
-MAX_PARTS = 8192
-"""Content parts per message."""
+MAX_PARTS = 8192  # content parts per message
 INT32 = 2**31 - 1
 _BIAS = BOUNDS["logit_bias"]
 _PROMPT_FORMS = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
@@ -101,8 +99,12 @@ def _part_text(part: Any) -> str:
 
 
 def _nonempty(items: dict[str, Any], most: int | None = None) -> dict[str, Any]:
-    """The schema of a non-empty list."""
     return {"type": "array", "items": items, "minItems": 1} | ({} if most is None else {"maxItems": most})
+
+
+def given(name: str) -> dict[str, Any]:
+    """The schema of an object in which this field is not null."""
+    return {"properties": {name: {"not": {"type": "null"}}}, "required": [name]}
 
 
 def _prompt_schema(most: int) -> WithJsonSchema:
@@ -128,9 +130,7 @@ _TEXT_PART = {
 
 Prompts = Annotated[list[str] | list[list[int]], PlainValidator(_parse_prompts), _prompt_schema(MAX_PROMPTS)]
 Inputs = Annotated[
-    list[str] | list[list[int]],
-    PlainValidator(partial(_parse_prompts, most=MAX_INPUTS)),
-    _prompt_schema(MAX_INPUTS),
+    list[str] | list[list[int]], PlainValidator(partial(_parse_prompts, most=MAX_INPUTS)), _prompt_schema(MAX_INPUTS)
 ]
 Stop = Annotated[
     list[str],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -13,14 +13,13 @@ from starlette.responses import FileResponse
 
 from weft.server.api.routing import request_schema
 from weft.server.api.service import Service
-from weft.server.api.transfer import Download, UploadBody, receive
+from weft.server.api.transfer import Download, discard, receive
 from weft.server.batches.files import DAY, KEPT_SECONDS, Files, StoredFile, StoreFull
 from weft.server.batches.records import Folder
 from weft.server.errors import ApiError, bad_request, clip
 
 PATH = "/v1/files"
-KEPT = (3600, KEPT_SECONDS)
-"""Bounds of `expires_after`, in seconds."""
+KEPT = (3600, KEPT_SECONDS)  # bounds of `expires_after`, in seconds
 
 router = APIRouter()
 
@@ -90,26 +89,26 @@ _FORM = {
 
 @router.post(PATH, summary="Upload a batch input file", openapi_extra=request_schema("multipart/form-data", _FORM))
 async def create_file(request: Request, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
-    body = UploadBody(request)
+    chunks = request.stream()
     try:
-        return (await _create(request.headers.get("content-type", ""), body, folder.files, owner)).to_json()
+        return (await _create(request.headers.get("content-type", ""), chunks, folder.files, owner)).to_json()
     except StoreFull as error:
         raise ApiError(413, str(error), param="file", code="files_full") from None
     except OSError as error:
         raise disk_error(error) from None
     finally:
-        await body.drop()
+        await discard(chunks)
 
 
-async def _create(content_type: str, body: UploadBody, files: Files, owner: str) -> StoredFile:
+async def _create(content_type: str, chunks: AsyncIterator[bytes], files: Files, owner: str) -> StoredFile:
     upload = await asyncio.to_thread(files.begin)
     try:
-        form = await receive(content_type, body, upload)
+        form = await receive(content_type, chunks, upload)
         purpose = form.fields.get("purpose")
         if purpose != "batch":
             raise bad_request(f"purpose must be batch, not {clip(purpose)}.", "purpose")
         after = [form.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds")]
-        about = {"filename": form.filename, "purpose": purpose, "owner": owner}
+        about = {"filename": form.filename, "purpose": "batch", "owner": owner}
         kept = kept_seconds(after[0], after[1], "expires_after")
         return await asyncio.to_thread(files.take, upload.path, **about, kept=kept)
     finally:
@@ -130,8 +129,7 @@ async def files(
 
 
 async def _get(folder: Folder, id: str, owner: str) -> StoredFile:
-    file = await asyncio.to_thread(folder.files.get, id, owner)
-    if file is None:
+    if (file := await asyncio.to_thread(folder.files.get, id, owner)) is None:
         raise not_found_error("file", id)
     return file
 

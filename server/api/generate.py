@@ -35,8 +35,7 @@ class Prompt:
 
     token_ids: Sequence[int]
     text: str | None = None
-    retention: tuple[Retention, ...] = ()
-    """Prefixes whose pages are retained, and for how long."""
+    retention: tuple[Retention, ...] = ()  # prefixes whose pages are retained, and for how long
 
 
 class Generation:
@@ -63,12 +62,9 @@ class Generation:
         """
         if body.request_id is not None and not scope["weft.named"]:
             scope["weft.request_id"] = body.request_id
-        self.service = service
-        self.body = body
-        self.prompts = prompts
+        self.service, self.body, self.prompts = service, body, prompts
         self.id: str = scope["weft.request_id"]
-        self.arrival: float = scope["weft.arrival"]
-        """`time.perf_counter()` when the request arrived."""
+        self.arrival: float = scope["weft.arrival"]  # `time.perf_counter()` when the request arrived
         self.choices: list[Choice] = []
         self._params = params
         self._stops = body.stop if stops is None else stops
@@ -85,10 +81,8 @@ class Generation:
         )  # fmt: skip
         self._tenant: int = scope["weft.key"]
         self._charge: Callable[[int], None] = scope["weft.charge"]
-        self._charged = 0
-        """Tokens charged so far."""
-        self._prefilling: dict[int, int] = {}
-        """Prompt tokens by choice, for choices without output."""
+        self._charged = 0  # tokens charged so far
+        self._prefilling: dict[int, int] = {}  # prompt tokens by choice, for choices without output
         self._tickets: list[Ticket] = []  # by choice
         self._lookups: list[PromptPages] = []  # by prompt
         self._restarts: dict[int, tuple[Ticket, int]] = {}
@@ -120,7 +114,7 @@ class Generation:
         loaded, body, params, prompt = self._loaded, self.body, self._params[i], self.prompts[i]
         k = index % body.n
         if k and params.seed is not None:
-            params = msgspec.structs.replace(params, seed=_next_seed(params.seed, k))
+            params = msgspec.structs.replace(params, seed=(params.seed + k + 2**63) % 2**64 - 2**63)  # wraps to 64 bits
         stream = ticket.replica.client.submit(
             self._lookups[i].tokens,
             params,
@@ -311,11 +305,6 @@ async def _pump(choice: Choice, queue: asyncio.Queue[tuple[Choice, Delta | Excep
             queue.put_nowait((choice, delta))
             if delta.finish:
                 return
-
-
-def _next_seed(seed: int, k: int) -> int:
-    """The seed of the k-th sequence of a prompt, wrapped to 64 bits."""
-    return (seed + k + 2**63) % 2**64 - 2**63
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

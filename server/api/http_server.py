@@ -30,8 +30,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._acceptors: list[Acceptor] = []
-        self.tls: ssl.SSLContext | None = None
-        """The context for new connections."""
+        self.tls: ssl.SSLContext | None = None  # the context for new connections
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -41,14 +40,12 @@ class Server(uvicorn.Server):
         """`sockets`: listeners, which other processes may accept from as well."""
         await super().startup(sockets=None if sockets is None else [])
         self.tls = self.config.ssl
-        refused = self._service.metrics.accepts_refused.inc
-        self._acceptors = [Acceptor(s, self._protocol, lambda: self.tls, refused) for s in sockets or ()]
+        refused, config = self._service.metrics.accepts_refused.inc, self.config
+        state = {"server_state": self.server_state, "app_state": self.lifespan.state}
+        protocol: Callable[[], asyncio.Protocol] = partial(config.http_protocol_class, config=config, **state)  # type: ignore[call-arg]
+        self._acceptors = [Acceptor(s, protocol, lambda: self.tls, refused) for s in sockets or ()]
         for acceptor in self._acceptors:
             acceptor.start()
-
-    def _protocol(self) -> asyncio.Protocol:
-        make = self.config.http_protocol_class
-        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg]
 
     def stop_accepting(self) -> None:
         """Leave queued connections to other processes. Idempotent."""
@@ -105,14 +102,10 @@ def make_server(service: Service) -> Server:
     )
 
 
-SPARE = 16
-"""File descriptors reserved for the rest of the process."""
-BATCH = 64
-"""Connections accepted per turn of the event loop."""
-PAUSE = 0.1
-"""Seconds to wait after accepting fails."""
-LOG_SECONDS = 60.0
-"""Seconds between log lines about refused connections."""
+SPARE = 16  # file descriptors reserved for the rest of the process
+BATCH = 64  # connections accepted per turn of the event loop
+PAUSE = 0.1  # seconds to wait after accepting fails
+LOG_SECONDS = 60.0  # seconds between log lines about refused connections
 
 
 class Acceptor:
@@ -126,18 +119,14 @@ class Acceptor:
         on_refused: Callable[[], None],
     ) -> None:
         """`tls`: called for each connection. `on_refused`: called for each connection closed unread."""
-        self._listener = listener
-        self._make_protocol = make_protocol
-        self._tls = tls
-        self._on_refused = on_refused
+        self._listener, self._make_protocol, self._tls, self._on_refused = listener, make_protocol, tls, on_refused
         self._loop = asyncio.get_running_loop()
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._limit = limit
         self._highest = limit - SPARE if limit != resource.RLIM_INFINITY else 2**31
         self._beginning: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
-        self._refused = 0
-        """Refused connections since the last log line."""
+        self._refused = 0  # refused connections since the last log line
         self._logged_at = -LOG_SECONDS
         listener.setblocking(False)
 

@@ -64,14 +64,10 @@ class MessagesDialect(Dialect):
         self._generation = turn.generation
         self._max_tokens = max_tokens
         self._begun = False
-        self._blocks = 0
-        """Blocks started so far."""
-        self._open = ""
-        """The type of the open block, or empty."""
-        self._call = -1
-        """The index of the open call."""
-        self._held = ""
-        """Leading white space, dropped if a call follows."""
+        self._blocks = 0  # blocks started so far
+        self._open = ""  # the type of the open block, or empty
+        self._call = -1  # the index of the open call
+        self._held = ""  # leading white space, dropped if a call follows
         self._last = Piece()
         self._template: tuple[bytes, bytes] | None = None
         """The bytes before and after the text in an event of the open block."""

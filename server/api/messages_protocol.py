@@ -12,7 +12,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     GetJsonSchemaHandler,
@@ -32,17 +31,13 @@ from weft.server.tools.tools import MAX_TOOLS, FunctionName
 MAX_STOP_SEQUENCES = 16
 
 
-class MessagesError(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class MessagesError(BaseModel, extra="forbid"):
     type: str
     message: str
 
 
-class MessagesErrorBody(BaseModel):
+class MessagesErrorBody(BaseModel, extra="forbid"):
     """The body of every non-2xx answer of these paths."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["error"]
     error: MessagesError
@@ -70,8 +65,7 @@ def _bounded(blocks: list[Any]) -> list[Any]:
 
 
 class Marked(Body):
-    cache_control: CacheControl | None = None
-    """Retain everything up to here in the cache."""
+    cache_control: CacheControl | None = None  # retain everything up to here in the cache
 
 
 class TextBlock(Marked):
@@ -245,8 +239,7 @@ class CountTokensBody(Body):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     mcp_servers: SkipJsonSchema[Any] = None
-    cache_control: CacheControl | None = None
-    """Retain the whole prompt in the cache."""
+    cache_control: CacheControl | None = None  # retain the whole prompt in the cache
 
     def as_chat(self) -> dict[str, Any]:
         """The fields of the equivalent `ChatBody`. Raises `ApiError`."""
@@ -302,8 +295,7 @@ class MessagesBody(CountTokensBody):
     temperature: float = bounded("temperature", 1.0)
     top_p: float = bounded("top_p", 1.0)
     top_k: int = bounded("top_k", 0, le=INT32)
-    metadata: Metadata | None = None
-    """`user_id` routes requests to the same engine, like `prompt_cache_key`."""
+    metadata: Metadata | None = None  # `user_id` routes requests to the same engine, like `prompt_cache_key`
     priority: Priority = 0
     cache_salt: CacheSalt = ""
 
@@ -344,15 +336,18 @@ def _chat_messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
 def _assistant(blocks: Sequence[Body]) -> dict[str, Any]:
     text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
     thinking = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-    uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
-    functions = [{"name": use.name, "arguments": orjson.dumps(use.input).decode()} for use in uses]
-    calls = [{"id": u.id, "type": "function", "function": f} for u, f in zip(uses, functions, strict=True)]
+    calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
     if thinking:
         message["reasoning_content"] = thinking
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def _call(use: ToolUseBlock) -> dict[str, Any]:
+    function = {"name": use.name, "arguments": orjson.dumps(use.input).decode()}
+    return {"id": use.id, "type": "function", "function": function}
 
 
 def _user(blocks: Sequence[Body]) -> Iterator[dict[str, Any]]:

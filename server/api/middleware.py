@@ -41,8 +41,7 @@ _ENDPOINTS = frozenset(ENDPOINTS)
 STORED_PATHS = ("/v1/files/", "/v1/batches/", "/v1/responses/", "/v1/conversations/")
 _REQUEST_ID = re.compile(REQUEST_ID)
 
-FORM_BYTES = 2**16
-"""Bytes of an upload's body in addition to the file."""
+FORM_BYTES = 2**16  # bytes of an upload's body in addition to the file
 
 access = logging.getLogger("weft.access")
 
@@ -56,10 +55,7 @@ class Trace:
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, *, log: bool, spans: tracing.Spans | None) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._log = log
-        self._spans = spans
+        self._app, self._metrics, self._log, self._spans = app, metrics, log, spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -215,9 +211,7 @@ class BodyLimit:
 
     def __init__(self, app: ASGIApp, bounds: Callable[[], BodyBounds], uploads: str | None = None) -> None:
         """`bounds`: the current limits, which depend on the model. `uploads`: the path of file uploads."""
-        self._app = app
-        self._bounds = bounds
-        self._uploads = uploads
+        self._app, self._bounds, self._uploads = app, bounds, uploads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -14,14 +14,12 @@ from weft.server.api.protocol import GenerationBody
 from weft.server.errors import ApiError, bad_request
 from weft.server.text.tokenizer import Tokenizer, Truncation
 
-RENDER_SECONDS = 5.0
-"""Time limit of a chat template, in seconds."""
+RENDER_SECONDS = 5.0  # time limit of a chat template, in seconds
 
 
 class EncodedChat(NamedTuple):
     ids: list[int]
-    text: str
-    """Rendered, with seams; see `Tokenizer.without_seams`."""
+    text: str  # rendered, with seams; see `Tokenizer.without_seams`
 
 
 class ModelText:
@@ -29,10 +27,7 @@ class ModelText:
 
     def __init__(self, tokenizer: Tokenizer, ready: EngineReady, threads: Executor, *, control: bool) -> None:
         """`control`: parse special tokens in messages instead of treating them as text."""
-        self._tokenizer = tokenizer
-        self._ready = ready
-        self._threads = threads
-        self._control = control
+        self._tokenizer, self._ready, self._threads, self._control = tokenizer, ready, threads, control
 
     async def encode(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,20 +73,14 @@ async def model(model: str, service: ServiceOf, request: Request) -> dict[str, A
 @router.head("/health", include_in_schema=False)
 @router.get("/health", summary="200 while the engine makes progress, 503 if it has died or hangs")
 async def health(service: ServiceOf) -> dict[str, Any]:
-    reasons = [_broken(each) for each in service.models]
+    dead = ApiError(503, "The engine has died.", code="engine_dead")
+    reasons = [dead if each.phase is Phase.DEAD else each.stalled for each in service.models]
     if all(reasons) and reasons[0] is not None:
         raise reasons[0]
     if service.shared_state.engines > 1:
         return {"status": "ok", **_model_states(service), "engines": _engines(service)}
     stage = service.engine_stage()
     return {"status": "ok", **_sleep_state(service), **({"stage": stage} if stage else {})}
-
-
-def _broken(service: Service) -> ApiError | None:
-    """Why this model makes no progress, or None."""
-    if service.phase is Phase.DEAD:
-        return ApiError(503, "The engine has died.", code="engine_dead")
-    return service.stalled
 
 
 def _model_states(service: Service) -> dict[str, Any]:
@@ -174,27 +167,23 @@ async def profile(body: ProfileBody, service: ServiceOf) -> Response:
         raise bad_request(f"engine: engine {body.engine} is not running.", "engine")
     client = replica.client
     try:
-        directory = Path(tempfile.mkdtemp(prefix="weft-profile-"))
+        folder = tempfile.TemporaryDirectory(prefix="weft-profile-", ignore_cleanup_errors=True)
     except OSError as error:
+        what = f"Cannot create a folder for the trace: {clip(error.strerror or str(error))}"
         where = "Make a temporary directory writable, or start the server with TMPDIR set to a writable directory"
-        raise ApiError(
-            500,
-            f"Cannot create a folder for the trace: {clip(error.strerror or str(error))}. {where}.",
-            code="no_temporary_directory",
-        ) from None
-    trace = directory / "trace.json"
-    try:
+        raise ApiError(500, f"{what}. {where}.", code="no_temporary_directory") from None
+    with folder:
+        trace = Path(folder.name) / "trace.json"
         client.profile(str(trace), body.seconds)
-        async with asyncio.timeout(body.seconds + PROFILE_PATIENCE):
-            while not trace.exists():
-                if not client.alive:
-                    raise EngineDead
-                await asyncio.sleep(PROFILE_POLL)
+        try:
+            async with asyncio.timeout(body.seconds + PROFILE_PATIENCE):
+                while not trace.exists():
+                    if not client.alive:
+                        raise EngineDead
+                    await asyncio.sleep(PROFILE_POLL)
+        except TimeoutError:
+            raise ApiError(504, "The engine did not write the trace in time.", code="timeout") from None
         return Response(await service.offload(trace.read_bytes), media_type="application/json")
-    except TimeoutError:
-        raise ApiError(504, "The engine did not write the trace in time.", code="timeout") from None
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 @router.post("/admin/reset_prefix_cache", summary="Drop all cached prefixes (admin key)")
@@ -206,8 +195,7 @@ async def reset_prefix_cache(service: ServiceOf) -> dict[str, str]:
 
 
 class ModelBody(Body):
-    model: str | None = Field(None, max_length=512)
-    """The model's name, by default the first model."""
+    model: str | None = Field(None, max_length=512)  # the model's name, by default the first model
 
 
 class SleepBody(ModelBody):

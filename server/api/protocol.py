@@ -23,6 +23,7 @@ from weft.server.api.field_types import (
     TokenId,
     TokenIds,
     bounded,
+    given,
 )
 from weft.server.bodies import Body
 from weft.server.errors import bad_request
@@ -42,25 +43,20 @@ from weft.server.tools.template import TemplateBody
 from weft.server.tools.tool_format import Marker
 from weft.server.tools.tools import AllowedTools, NamedToolChoice, ToolChoice, names_of
 
-MAX_SEQUENCES = 1024
-"""Limit of n × prompts per request."""
+MAX_SEQUENCES = 1024  # limit of n × prompts per request
 REQUEST_ID = r"^[!-~]{1,128}$"
 DAY = 86400.0  # seconds
 
 
-class ErrorDetail(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class ErrorDetail(BaseModel, extra="forbid"):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorBody(BaseModel):
+class ErrorBody(BaseModel, extra="forbid"):
     """The body of every non-2xx answer."""
-
-    model_config = ConfigDict(extra="forbid")
 
     error: ErrorDetail
 
@@ -119,8 +115,7 @@ class GenerationBody(SamplingFields, LegacyConstraints):
     """Add the request's energy in joules to `usage`; null if there is no energy counter."""
     add_special_tokens: bool | None = None
     """Default: true for prompts, false for messages, whose template adds its own."""
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32)
-    """-1: the context minus the output."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32)  # -1: the context minus the output
     truncation_side: Side = "left"
     skip_special_tokens: bool = True
     return_tokens_as_token_ids: bool = False
@@ -131,8 +126,7 @@ class GenerationBody(SamplingFields, LegacyConstraints):
     structured_outputs: StructuredOutputs | None = None
     n_predict: SkipJsonSchema[int | None] = Field(None, ge=-1, le=INT32)
     """llama.cpp's `max_tokens`; -1: the rest of the context."""
-    no_stop_trim: SkipJsonSchema[bool] = False
-    """SGLang's `include_stop_str_in_output`."""
+    no_stop_trim: SkipJsonSchema[bool] = False  # SGLang's `include_stop_str_in_output`
     use_beam_search: SkipJsonSchema[Any] = None
     logits_processors: SkipJsonSchema[Any] = None
     prompt_embeds: SkipJsonSchema[Any] = None
@@ -154,15 +148,12 @@ class GenerationBody(SamplingFields, LegacyConstraints):
         if self.stream and self.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs cannot be streamed.", "prompt_logprobs")
         if len(asked := self._writers(literal)) > 1:
-            raise bad_request(
-                f"Give only one output constraint, not {' and '.join(field for field, _ in asked)}.",
-                "structured_outputs",
-            )
+            fields = " and ".join(field for field, _ in asked)
+            raise bad_request(f"Give only one output constraint, not {fields}.", "structured_outputs")
 
     def constraint(self, marker: Marker) -> Writer | None:
         """A writer of the requested output grammar, if any. `marker`: how grammars spell the model's special tokens."""
-        writers = self._writers(marker)
-        return writers[0] if writers else None
+        return next(iter(self._writers(marker)), None)
 
     @property
     def asks_for_structure(self) -> bool:
@@ -190,9 +181,8 @@ class GenerationBody(SamplingFields, LegacyConstraints):
         self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None, grammar: Grammar | None = None
     ) -> SamplingParams:
         """The engine's parameters. Raises `RequestError` for values that only the engine rejects."""
-        shared = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         return SamplingParams(
-            **shared,
+            **{name: getattr(self, name) for name in _SAMPLING_FIELDS},
             max_tokens=max_tokens,
             stop_token_ids=tuple(self.stop_token_ids),
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(dict.fromkeys(self.allowed_token_ids)),
@@ -204,14 +194,8 @@ class GenerationBody(SamplingFields, LegacyConstraints):
         )
 
 
-_SAMPLING_FIELDS = (set(SamplingParams.__struct_fields__) & set(GenerationBody.model_fields)) - {
-    "max_tokens",
-    "stop_token_ids",
-    "prompt_logprobs",
-    "allowed_token_ids",
-    "bad_words",
-    "grammar",
-}
+_CONVERTED = {"max_tokens", "stop_token_ids", "prompt_logprobs", "allowed_token_ids", "bad_words", "grammar"}
+_SAMPLING_FIELDS = (set(SamplingParams.__struct_fields__) & set(GenerationBody.model_fields)) - _CONVERTED
 """Fields that are passed to the engine unchanged under the same name."""
 
 
@@ -242,10 +226,8 @@ class Reasoning(Body):
 
 class ChatBody(GenerationBody, TemplateBody):
     messages: Messages
-    cache_control: CacheControl | None = None
-    """Retain the whole prompt in the cache."""
-    include_reasoning: bool = True
-    """Include the model's thinking in the answer."""
+    cache_control: CacheControl | None = None  # retain the whole prompt in the cache
+    include_reasoning: bool = True  # include the model's thinking in the answer
     max_thinking_tokens: int | None = Field(
         None, ge=0, le=INT32, validation_alias=AliasChoices("max_thinking_tokens", "thinking_token_budget")
     )
@@ -256,11 +238,9 @@ class ChatBody(GenerationBody, TemplateBody):
     top_logprobs: int | None = bounded("logprobs", None)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    echo: bool = False
-    """Start the answer with the last message if it is the assistant's."""
+    echo: bool = False  # start the answer with the last message if it is the assistant's
     functions: SkipJsonSchema[Any] = None
-    function_call: SkipJsonSchema[Any] = None
-    """The oldest form of tools, rejected."""
+    function_call: SkipJsonSchema[Any] = None  # the oldest form of tools, rejected
     modalities: SkipJsonSchema[list[str] | None] = None
     audio: SkipJsonSchema[Any] = None
     web_search_options: SkipJsonSchema[Any] = None
@@ -323,13 +303,7 @@ class TemplatedBody(TemplateBody):
 class TokenizeBody(TemplateBody):
     """Either `prompt` (a text, or a list of texts) or `messages`."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [
-                {"properties": {name: {"not": {"type": "null"}}}, "required": [name]} for name in ("prompt", "messages")
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"oneOf": [given("prompt"), given("messages")]})
 
     model: str | None = None
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None

@@ -19,11 +19,9 @@ from weft.server.errors import ApiError, bad_request, clip
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 """The schema of endpoints that also answer with a stream."""
 
-LARGE_BODY = 2**18
-"""Bytes above which a body is parsed in a thread."""
+LARGE_BODY = 2**18  # bytes above which a body is parsed in a thread
 
-LOGGED_BODY = 4096
-"""Bytes of a body that --log-requests logs."""
+LOGGED_BODY = 4096  # bytes of a body that --log-requests logs
 
 logger = logging.getLogger("weft.requests")
 
@@ -36,8 +34,7 @@ def request_schema(content_type: str, schema: dict[str, Any]) -> dict[str, Any]:
 class JsonRequest(Request):
     """Parses bodies with `parse_json`; parses and validates large ones off the event loop."""
 
-    model: type[Body] | None = None
-    """The type of the body."""
+    model: type[Body] | None = None  # the type of the body
 
     async def json(self) -> Any:
         if not hasattr(self, "_parsed"):

@@ -62,8 +62,7 @@ class LoadedModel(NamedTuple):
     """Everything that needs a ready engine."""
 
     replicas: Replicas
-    ready: EngineReady
-    """All engines combined."""
+    ready: EngineReady  # all engines combined
     tokenizer: Tokenizer
     text: ModelText
     admission: Admission
@@ -91,14 +90,11 @@ class Service:
         `watch`: watches the daemon's processes. `lead`: None for the first model.
         """
         self.lead = lead or self
-        self.model = 0 if lead is None else len(lead.models)
-        """The model's number."""
+        self.model = 0 if lead is None else len(lead.models)  # the model's number
         whole, config = config, config.each[self.model]
-        self.config = config
-        """The options of this model and of the daemon."""
+        self.config = config  # the options of this model and of the daemon
         self.memory_share = whole.memory_shares[self.model]
-        self.engines = whole.engine_numbers[self.model]
-        """The numbers of the model's engines."""
+        self.engines = whole.engine_numbers[self.model]  # the numbers of the model's engines
         if lead is None:
             self.models: list[Service] = [self]
             self.keys = load_keys(config) if keys is None else list(keys)
@@ -128,13 +124,11 @@ class Service:
         """Asks the daemon to wake a model; returns once it is awake, or a refusal. Lead only."""
         self.sleep: Callable[[int, int, float | None], Awaitable[str]] | None = None
         """Asks the daemon to put a model to sleep: model, level, seconds for open requests to finish. Lead only."""
-        self.unshared_engines: set[int] = set()
-        """Engines that other API processes may not serve with yet."""
+        self.unshared_engines: set[int] = set()  # engines that other API processes may not serve with yet
         self.failures: dict[int, dict[str, Any]] = {}
         """The last unexpected end of each engine, for operators: a message and a time."""
         self._watch = watch
-        self._expected = set(self.engines)
-        """Engines that are running or starting."""
+        self._expected = set(self.engines)  # engines that are running or starting
         self._row = row
         self._waking: asyncio.Future[str] | None = None
         limits = {"max_requests": config.max_queued_requests, "max_tokens": config.max_queued_tokens}
@@ -142,8 +136,7 @@ class Service:
         self._admission = Admission(self.replicas, self.shared_state, row, rejected, **limits, model=self.model)
         self.last_loaded: LoadedModel | None = None
         """The model as it was last loaded, even if it is not loaded now; None before its first load."""
-        self._served = False
-        """Every API process has served the model at least once."""
+        self._served = False  # every API process has served the model at least once
         self._grammars: GrammarCompiler | None = None
         self.shared_state.load[row, self.model, ENTERED:] = 0
         if lead is None:
@@ -260,12 +253,16 @@ class Service:
             return "loading"
         return self.sleep_state.word
 
-    async def enter(self, asked: str | None, scope: MutableMapping[str, Any]) -> Service:
+    async def enter(
+        self, asked: str | None, scope: MutableMapping[str, Any], check: Callable[[], None] | None = None
+    ) -> Service:
         """The service of the requested model. Wakes the model and keeps it awake until `leave`.
 
-        Idempotent for a scope. Raises `ApiError`.
+        `check`: checks the request before the model wakes. Idempotent for a scope. Raises `ApiError`.
         """
         service = self.for_model(asked)
+        if check is not None:
+            check()
         entered: list[Service] = scope.setdefault("weft.entered", [])
         if service not in entered:
             await service._admit()
@@ -396,7 +393,7 @@ class Service:
 
     def name(self, asked: str | None) -> str:
         """The model name in answers."""
-        return self.config.model_names[0] if asked is None else asked
+        return asked if asked is not None else self.config.model_names[0]
 
     async def offload(self, function: Callable[[], T]) -> T:
         """Run CPU work in a worker thread."""

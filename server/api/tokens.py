@@ -13,7 +13,6 @@ from weft.server.api.chat_prompt import prompt_ids, template_input
 from weft.server.api.completions import prompts_of
 from weft.server.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from weft.server.api.routing import JsonRoute, ServiceOf
-from weft.server.api.service import Service
 from weft.server.errors import bad_request
 
 router = APIRouter(route_class=JsonRoute)
@@ -21,9 +20,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/completions/render", summary="Return the prompt token ids of a completion request")
 async def render_completions(body: CompletionBody, request: Request, service: ServiceOf) -> list[dict[str, Any]]:
-    service = service.for_model(body.model)
-    body.check()
-    await service.enter(body.model, request.scope)
+    service = await service.enter(body.model, request.scope, body.check)
     model = service.name(body.model)
     return [{"token_ids": p.token_ids, "model": model} for p in await prompts_of(service, body)]
 
@@ -34,44 +31,33 @@ async def render_chat(body: ChatBody, request: Request, service: ServiceOf) -> d
     return {"token_ids": ids, "features": None, "model": service.name(body.model)}
 
 
-DETOKENIZED_CONTEXTS = 16
-"""Token ids per request, in multiples of the context length."""
+DETOKENIZED_CONTEXTS = 16  # token ids per request, in multiples of the context length
 
 
 @router.post("/tokenize", summary="Tokenize a text or a conversation")
 async def tokenize(body: TokenizeBody, request: Request, service: ServiceOf) -> dict[str, Any]:
-    service = service.for_model(body.model)
-    body.check_template()
-    await service.enter(body.model, request.scope)
-    loaded = service.loaded
-    if body.messages is not None and body.prompt is None:
+    service = await service.enter(body.model, request.scope, body.check_template)
+    loaded, prompts = service.loaded, body.prompt
+    if body.messages is not None and prompts is None:
         ids, _ = await loaded.text.encode_chat(
             *template_input(body, body.messages, body.tools, service), add_special_tokens=bool(body.add_special_tokens)
         )
-    elif body.prompt is not None and body.messages is None:
-        special = body.add_special_tokens is not False
-        if isinstance(body.prompt, list):
-            return await _tokenize_all(service, body, body.prompt, special)
-        (ids,) = await loaded.text.encode([body.prompt], add_special_tokens=special, param="prompt")
+        all_ids = [ids]
+    elif prompts is not None and body.messages is None:
+        special, texts = body.add_special_tokens is not False, prompts if isinstance(prompts, list) else [prompts]
+        all_ids = await loaded.text.encode(texts, add_special_tokens=special, param="prompt")
     else:
         raise bad_request("Give either prompt or messages.", "prompt")
-    names = _names(service, ids) if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": loaded.ready.max_model_len, "tokens": ids, "token_strs": names}
-
-
-async def _tokenize_all(service: Service, body: TokenizeBody, prompts: list[str], special: bool) -> dict[str, Any]:
-    """The answer for several prompts: each field is a list."""
-    all_ids = await service.loaded.text.encode(prompts, add_special_tokens=special, param="prompt")
-    return {
+    named = body.return_token_strs
+    names = [[loaded.tokenizer.token_name(token_id) for token_id in ids] if named else None for ids in all_ids]
+    fields: dict[str, Any] = {
         "count": [len(ids) for ids in all_ids],
-        "max_model_len": service.loaded.ready.max_model_len,
         "tokens": all_ids,
-        "token_strs": [_names(service, ids) for ids in all_ids] if body.return_token_strs else None,
+        "token_strs": names if named else None,
     }
-
-
-def _names(service: Service, ids: list[int]) -> list[str]:
-    return [service.loaded.tokenizer.token_name(token_id) for token_id in ids]
+    if not isinstance(prompts, list):  # several prompts have a list in each field
+        fields = {name: None if values is None else values[0] for name, values in fields.items()}
+    return {"max_model_len": loaded.ready.max_model_len, **fields}
 
 
 @router.post("/detokenize", summary="Convert token ids to text")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from fastapi import Request
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
@@ -62,18 +61,15 @@ def disposition(name: str) -> str:
     return f'attachment; filename="{plain}"' + ("" if plain == name else f"; filename*=UTF-8''{quote(name, safe='')}")
 
 
-CHUNK_BYTES = 2**20
-"""Bytes to parse and write per call of a thread."""
+CHUNK_BYTES = 2**20  # bytes to parse and write per call of a thread
 DISCARD_SECONDS = 5.0
 MAX_FIELDS = 16
-MAX_VALUE = 4096
-"""Bytes of a field other than the file."""
+MAX_VALUE = 4096  # bytes of a field other than the file
 
 
 class Form(NamedTuple):
     fields: dict[str, str]
-    filename: str
-    """The base name."""
+    filename: str  # the base name
 
 
 class _Parts:
@@ -137,53 +133,33 @@ class _Parts:
         self.ended = True
 
 
-class UploadBody:
-    """The chunks of a request's body."""
-
-    def __init__(self, request: Request) -> None:
-        self._receive = request.receive
-        self._complete = False
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while not self._complete:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                self._complete = True
-                raise ClientDisconnect
-            self._complete = not message.get("more_body")
-            yield message.get("body", b"")
-
-    async def drop(self) -> None:
-        """Read and drop the rest for a while, because a client that is cut off never sees the answer."""
-        with suppress(TimeoutError, ClientDisconnect):
-            async with asyncio.timeout(DISCARD_SECONDS):
-                async for _ in self:
-                    pass
+async def discard(chunks: AsyncIterator[bytes]) -> None:
+    """Read and drop the rest of a body for a while, because a client that is cut off never sees the answer."""
+    with suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(DISCARD_SECONDS):
+            async for _ in chunks:
+                pass
 
 
-async def receive(content_type: str, body: UploadBody, upload: Upload) -> Form:
+async def receive(content_type: str, chunks: AsyncIterator[bytes], upload: Upload) -> Form:
     """Read the form. Raises `ApiError` if it is invalid, and `StoreFull` and `OSError` from the upload."""
     try:
-        return await _receive(content_type, body, upload)
+        kind, options = parse_options_header(content_type)
+        if kind != b"multipart/form-data" or not options.get(b"boundary"):
+            raise bad_request("Content-Type must be multipart/form-data, with a boundary.", code="wrong_content_type")
+        parts = _Parts(upload)
+        parser = MultipartParser(options[b"boundary"], parts.callbacks())  # type: ignore[arg-type]
+        buffered: list[bytes] = []
+        async for chunk in chunks:
+            buffered.append(chunk)
+            if sum(map(len, buffered)) >= CHUNK_BYTES:
+                await asyncio.to_thread(parser.write, b"".join(buffered))
+                buffered = []
+        await asyncio.to_thread(parser.write, b"".join(buffered))
+        parser.finalize()
+        await asyncio.to_thread(upload.end)
     except (FormParserError, ValueError) as error:
         raise bad_request(f"The form cannot be read: {error}.", code="invalid_form") from None
-
-
-async def _receive(content_type: str, body: UploadBody, upload: Upload) -> Form:
-    kind, options = parse_options_header(content_type)
-    if kind != b"multipart/form-data" or not options.get(b"boundary"):
-        raise bad_request("Content-Type must be multipart/form-data, with a boundary.", code="wrong_content_type")
-    parts = _Parts(upload)
-    parser = MultipartParser(options[b"boundary"], parts.callbacks())  # type: ignore[arg-type]
-    buffered: list[bytes] = []
-    async for chunk in body:
-        buffered.append(chunk)
-        if sum(map(len, buffered)) >= CHUNK_BYTES:
-            await asyncio.to_thread(parser.write, b"".join(buffered))
-            buffered = []
-    await asyncio.to_thread(parser.write, b"".join(buffered))
-    parser.finalize()
-    await asyncio.to_thread(upload.end)
     if not parts.ended:
         raise bad_request("The form is incomplete.", code="invalid_form")
     if parts.filename is None:

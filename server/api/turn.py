@@ -12,17 +12,15 @@ from typing import NamedTuple
 
 import msgspec
 from starlette.requests import Request
-from starlette.types import Scope
 
 from weft.engine.wire.messages import Retention
-from weft.server.api.chat_prompt import ParsedChat, RenderedPrompt, parse_chat, render_prompt
+from weft.server.api.chat_prompt import parse_chat, render_prompt
 from weft.server.api.constraint import constrain_answer
 from weft.server.api.generate import Generation, Prompt, output_limit
 from weft.server.api.protocol import ChatBody
 from weft.server.api.service import Service
 from weft.server.api.turn_parser import TurnParser
 from weft.server.text.tokenizer import Tokenizer
-from weft.server.tools.structured import Grammar
 from weft.server.tools.tools import NamedToolChoice
 
 
@@ -31,13 +29,10 @@ class Turn:
     """A request that is ready for the engine, and what a dialect needs to write its answer."""
 
     body: ChatBody
-    generation: Generation
-    """Not submitted yet."""
+    generation: Generation  # not submitted yet
     parser: TurnParser
-    model: str
-    """The model name in the answer."""
-    created: int
-    """Unix time."""
+    model: str  # the model name in the answer
+    created: int  # unix time
     tokenizer: Tokenizer
 
 
@@ -51,33 +46,11 @@ async def begin_turn(
     """
     chat = await parse_chat(body, request.scope, service)
     prompt = await render_prompt(chat)
+    service, form, thinking = chat.service, chat.tool_format, prompt.thinking
+    tokenizer = service.loaded.tokenizer
     grammar = await constrain_answer(chat, prompt, request)
-    max_tokens = output_limit(chat.service, body.output_limit, default_limit, len(prompt.ids), "messages")
-    retention = await _retention(chat, prompt, by_key=retain_by_key)
-    generation = _generation(chat, prompt, grammar, max_tokens, retention, request.scope)
-    tokenizer = chat.service.loaded.tokenizer
-    return Turn(body, generation, _parser(chat, prompt), chat.service.name(body.model), int(time.time()), tokenizer)
-
-
-async def _retention(chat: ParsedChat, prompt: RenderedPrompt, *, by_key: bool) -> tuple[Retention, ...]:
-    """The parts of the prompt whose pages the client wants retained."""
-    if not (marks := marks_of(chat.body, by_key=by_key)):
-        return ()
-    tokenizer = chat.service.loaded.tokenizer
-    return await chat.service.offload(lambda: retention_of(marks, chat.body, prompt.text, prompt.ids, tokenizer))
-
-
-def _generation(
-    chat: ParsedChat,
-    prompt: RenderedPrompt,
-    grammar: Grammar | None,
-    max_tokens: int,
-    retention: tuple[Retention, ...],
-    scope: Scope,
-) -> Generation:
-    body, form, thinking, tokenizer = chat.body, chat.tool_format, prompt.thinking, chat.service.loaded.tokenizer
     params = body.sampling(
-        max_tokens=max_tokens,
+        max_tokens=output_limit(service, body.output_limit, default_limit, len(prompt.ids), "messages"),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         grammar=grammar,
@@ -85,14 +58,17 @@ def _generation(
     if thinking is not None and (budget := body.max_thinking_tokens) is not None:
         limit = thinking.limit(budget, tokenizer, tools=form is not None)
         params = msgspec.structs.replace(params, thinking=limit)
+    retention: tuple[Retention, ...] = ()
+    if marks := marks_of(body, by_key=retain_by_key):
+        retention = await service.offload(lambda: retention_of(marks, body, prompt.text, prompt.ids, tokenizer))
     markers = (*(form.markers if form is not None else ()), *(thinking.format.markers if thinking is not None else ()))
     marker_ids = map(tokenizer.token_id, markers)
-    return Generation(
-        chat.service,
+    generation = Generation(
+        service,
         body,
         [Prompt(prompt.ids, retention=retention)],
         [params],
-        scope,
+        request.scope,
         show=frozenset(token_id for token_id in marker_ids if token_id is not None),
         grammar=grammar,
         # A forced call is markup only, so stop strings have no text to end.
@@ -100,29 +76,25 @@ def _generation(
         markup=form.markup if form is not None else None,
         names=chat.names,
     )
-
-
-def _parser(chat: ParsedChat, prompt: RenderedPrompt) -> TurnParser:
-    return TurnParser(
-        chat.tool_format,
-        chat.body.tools,
+    parser = TurnParser(
+        form,
+        body.tools,
         forced=chat.must_call,
-        parallel=chat.body.parallel_tool_calls,
-        named=isinstance(chat.body.tool_choice, NamedToolChoice),
-        thinking=prompt.thinking,
-        show_thinking=chat.body.include_reasoning,
+        parallel=body.parallel_tool_calls,
+        named=isinstance(body.tool_choice, NamedToolChoice),
+        thinking=thinking,
+        show_thinking=body.include_reasoning,
     )
+    return Turn(body, generation, parser, service.name(body.model), int(time.time()), tokenizer)
 
 
-WHOLE = -1
-"""A `Mark.message` that stands for the whole prompt."""
+WHOLE = -1  # a `Mark.message` that stands for the whole prompt
 HEAD = -2
 """A `Mark.message` that stands for everything before the first non-system message: tools and instructions."""
 
 
 class Mark(NamedTuple):
-    message: int
-    """Retain the prompt through this message, or `WHOLE`, or `HEAD`."""
+    message: int  # retain the prompt through this message, or `WHOLE`, or `HEAD`
     seconds: float
 
 

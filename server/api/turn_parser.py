@@ -33,14 +33,10 @@ class ThinkingMarks:
     """The marks that delimit thinking in answers to one prompt."""
 
     format: ReasoningFormat
-    inside: bool
-    """The prompt ends inside the thinking, so the answer starts there."""
-    closed: bool
-    """The prompt switches thinking off."""
-    begin: tuple[int, ...]
-    """The opening mark as token ids."""
-    end: tuple[int, ...]
-    """The closing mark as token ids."""
+    inside: bool  # the prompt ends inside the thinking, so the answer starts there
+    closed: bool  # the prompt switches thinking off
+    begin: tuple[int, ...]  # the opening mark as token ids
+    end: tuple[int, ...]  # the closing mark as token ids
 
     def limit(self, budget: int, tokenizer: Tokenizer, *, tools: bool) -> Thinking | None:
         """A rule that ends the thinking after `budget` tokens."""
@@ -80,20 +76,15 @@ class TurnParser:
         `forced`: the answer consists of calls only. `parallel`: it may contain several. `named`: the client named the
         tool. `thinking`: the marks of thinking, if any. `show_thinking`: include thinking in the parts.
         """
-        self._tool_format = tool_format
-        self._thinking = thinking
-        self._show_thinking = show_thinking
+        self._tool_format, self._thinking, self._show_thinking = tool_format, thinking, show_thinking
         self._counts: dict[int, ThoughtCount] = {}
         self._tools = {tool.function.name: tool.function.schema_ for tool in tools}
         self._custom = frozenset(tool.function.name for tool in tools if tool.custom)
-        self._forced = forced
-        self._parallel = parallel
-        self._named = named
+        self._forced, self._parallel, self._named = forced, parallel, named
         self._inputs: dict[tuple[int, int], Call] = {}
         """Incomplete calls of custom tools, by choice and call number."""
         self._parsers: dict[int, StreamParser] = {}
-        self._called: set[int] = set()
-        """Choices that contain a call."""
+        self._called: set[int] = set()  # choices that contain a call
 
     @property
     def plain(self) -> bool:

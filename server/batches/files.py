@@ -11,21 +11,21 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 DAY = 86400
-KEPT_SECONDS = 30 * DAY
-"""Default and maximum lifetime of a file."""
+KEPT_SECONDS = 30 * DAY  # default and maximum lifetime of a file
 MAX_FILES = 10_000
 MAX_FILE_BYTES = 200 * 2**20
-LEFT_OVER_SECONDS = 3600
-"""Age after which an unfinished upload is removed."""
+LEFT_OVER_SECONDS = 3600  # age after which an unfinished upload is removed
 _ID = re.compile(r"file-[0-9a-f]{32}")
+
+R = TypeVar("R")
 
 
 class StoreFull(Exception):
@@ -39,8 +39,7 @@ class StoredFile(msgspec.Struct, kw_only=True):
     expires_at: int
     filename: str
     purpose: str
-    owner: str
-    """Only the owner sees the file."""
+    owner: str  # only the owner sees the file
 
     def to_json(self) -> dict[str, Any]:
         """As clients see it."""
@@ -57,6 +56,19 @@ def replace(path: Path, data: bytes, *, by: Path) -> None:
     except OSError:
         by.unlink(missing_ok=True)
         raise
+
+
+def read(path: Path, kind: type[R]) -> R | None:
+    """A stored record; None if the file is missing or not one."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def oldest_first(records: Iterable[Any]) -> list[Any]:
+    """The records that are not None, by creation time."""
+    return sorted((r for r in records if r is not None), key=lambda r: (r.created_at, r.id))
 
 
 class Upload:
@@ -118,30 +130,22 @@ class Files:
             content = self.content(name)
             if id is None or path.exists():
                 path.replace(content)
-            now = int(time.time())
-            file = StoredFile(
-                id=name,
-                bytes=content.stat().st_size,
-                created_at=now,
-                expires_at=now + kept,
-                filename=filename,
-                purpose=purpose,
-                owner=owner,
-            )
+            size, now = content.stat().st_size, int(time.time())
+            about = {"filename": filename, "purpose": purpose, "owner": owner}
+            file = StoredFile(id=name, bytes=size, created_at=now, expires_at=now + kept, **about)
             replace(self._description(name), msgspec.json.encode(file), by=self._partial / uuid.uuid4().hex)
             return file
 
     def get(self, id: str, owner: str) -> StoredFile | None:
         """A file; None if it is missing, expired or belongs to another owner."""
-        file = self._read(self._description(id)) if _ID.fullmatch(id) else None
+        file = read(self._description(id), StoredFile) if _ID.fullmatch(id) else None
         if file is None or file.owner != owner or file.expires_at <= time.time():
             return None
         return file
 
     def owned_by(self, owner: str) -> list[StoredFile]:
         """All files of an owner, oldest first."""
-        found = (self.get(path.stem, owner) for path in self._root.glob("*.json"))
-        return sorted((f for f in found if f is not None), key=lambda f: (f.created_at, f.id))
+        return oldest_first(self.get(path.stem, owner) for path in self._root.glob("*.json"))
 
     def content(self, id: str) -> Path:
         return self._root / f"{id}.jsonl"
@@ -154,7 +158,7 @@ class Files:
         """Remove expired files and leftovers of killed processes."""
         now = time.time()
         for path in self._root.glob("*.json"):
-            if (file := self._read(path)) is not None and file.expires_at <= now:
+            if (file := read(path, StoredFile)) is not None and file.expires_at <= now:
                 self.remove(path.stem)
         with self._lock():
             orphans = (p for p in self._root.glob("*.jsonl") if not p.with_suffix(".json").exists())
@@ -176,13 +180,6 @@ class Files:
 
     def _description(self, id: str) -> Path:
         return self._root / f"{id}.json"
-
-    @staticmethod
-    def _read(path: Path) -> StoredFile | None:
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=StoredFile)
-        except (OSError, msgspec.MsgspecError):
-            return None
 
     @contextmanager
     def _lock(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ import uuid
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import orjson
 
@@ -17,10 +17,8 @@ from weft.server.errors import clip
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
-BEGINNING = '{"id":"batch_req_'
-"""The start of every answer line."""
-MAX_ID = 512
-"""Characters of a custom_id."""
+BEGINNING = '{"id":"batch_req_'  # the start of every answer line
+MAX_ID = 512  # characters of a custom_id
 
 
 class LineError(Exception):
@@ -33,8 +31,7 @@ class LineError(Exception):
 
 class BatchLine(NamedTuple):
     custom_id: str
-    url: str
-    """One of `ENDPOINTS`."""
+    url: str  # one of `ENDPOINTS`
     body: dict[str, Any]
 
 
@@ -88,8 +85,7 @@ def _encode(custom_id: str, response: Any, error: Any) -> bytes:
     return orjson.dumps({"id": name, "custom_id": custom_id, "response": response, "error": error}) + b"\n"
 
 
-MAX_ERRORS = 100
-"""Errors reported per file."""
+MAX_ERRORS = 100  # errors reported per file
 
 
 class RequestFile:
@@ -97,15 +93,11 @@ class RequestFile:
 
     def __init__(self, path: Path, endpoint: str | None = None, most: int | None = None) -> None:
         """`endpoint`: the required url. `most`: maximum number of requests. Raises `OSError`."""
-        self.errors: list[tuple[int, LineError]] = []
-        """The first errors, with line numbers from 1."""
-        self.models: set[str] = set()
-        """Model names in the requests."""
-        self.ids: frozenset[str] = frozenset()
-        """The custom_ids of a file without errors."""
+        self.errors: list[tuple[int, LineError]] = []  # the first errors, with line numbers from 1
+        self.models: set[str] = set()  # model names in the requests
+        self.ids: frozenset[str] = frozenset()  # the custom_ids of a file without errors
         self._ends = array("Q", [0])
-        self._lines = array("Q")
-        """Numbers, from 0, of the non-empty lines."""
+        self._lines = array("Q")  # numbers, from 0, of the non-empty lines
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         seen: set[str] = set()
         with path.open("rb") as file:
@@ -151,24 +143,13 @@ class NoAnswers(Exception):
     """The file was not written by this module, or another process is writing it."""
 
 
-class Answers(Protocol):
-    """Collects answers."""
-
-    done: set[str]
-    """The answered custom_ids."""
-
-    def add(self, custom_id: str, line: bytes, *, failed: bool) -> None: ...
-
-
 class AnswerFile:
     """Can be open in one process at a time. Opening it cuts off an incomplete last line."""
 
     def __init__(self, path: Path) -> None:
         """Raises `NoAnswers` and `OSError`."""
-        self.done: set[str] = set()
-        """The answered custom_ids."""
-        self.failed = 0
-        """The number of them that failed."""
+        self.done: set[str] = set()  # the answered custom_ids
+        self.failed = 0  # the number of them that failed
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,18 +17,15 @@ import msgspec
 
 from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
-from weft.server.batches.files import KEPT_SECONDS, Files, replace
+from weft.server.batches.files import KEPT_SECONDS, Files, oldest_first, read, replace
 
-MAX_OPEN = 1000
-"""Unfinished batches of all owners."""
-RUNNING = ("validating", "in_progress", "finalizing")
-"""Statuses of unfinished batches."""
+MAX_OPEN = 1000  # unfinished batches of all owners
+RUNNING = ("validating", "in_progress", "finalizing")  # statuses of unfinished batches
 _ID = re.compile(r"batch_[0-9a-f]{32}")
 _WINDOW = re.compile(r"(\d{1,3})([hd])")
 
 
-_INTERNAL = frozenset({"owner", "kept", "next_status"})
-"""Fields that clients do not see."""
+_INTERNAL = frozenset({"owner", "kept", "next_status"})  # fields that clients do not see
 
 
 class TooMany(Exception):
@@ -51,11 +48,9 @@ class Batch(msgspec.Struct, kw_only=True):
     created_at: int
     expires_at: int
     owner: str
-    kept: int = KEPT_SECONDS
-    """Lifetime of the output in seconds."""
+    kept: int = KEPT_SECONDS  # lifetime of the output in seconds
     status: str = "validating"
-    next_status: str | None = None
-    """The status after "finalizing"."""
+    next_status: str | None = None  # the status after "finalizing"
     errors: list[dict[str, Any]] | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -100,8 +95,7 @@ class Batches:
         """Raises `OSError` if the folder cannot be used."""
         self.root = root / "batches"
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._ended: set[str] = set()
-        """Ids of finished batches, which no longer change."""
+        self._ended: set[str] = set()  # ids of finished batches, which no longer change
 
     def try_own(self) -> int | None:
         """Become the owner while the returned file descriptor is open. None if another process is the owner."""
@@ -139,8 +133,7 @@ class Batches:
 
     def owned_by(self, owner: str) -> list[Batch]:
         """All batches of an owner, oldest first."""
-        found = (self.get(path.stem, owner) for path in self.root.glob("batch_*.json"))
-        return sorted((b for b in found if b is not None), key=lambda b: (b.created_at, b.id))
+        return oldest_first(self.get(path.stem, owner) for path in self.root.glob("batch_*.json"))
 
     def open(self) -> list[Batch]:
         """All unfinished batches, oldest first."""
@@ -151,7 +144,7 @@ class Batches:
                     self._ended.add(batch.id)
                 else:
                     found.append(batch)
-        return sorted(found, key=lambda b: (b.created_at, b.id))
+        return oldest_first(found)
 
     def cancel(self, id: str) -> None:
         """Ask the owner, possibly another process, to cancel a batch."""
@@ -179,10 +172,7 @@ class Batches:
                 path.unlink(missing_ok=True)
 
     def _read(self, id: str) -> Batch | None:
-        try:
-            return msgspec.json.decode((self.root / f"{id}.json").read_bytes(), type=Batch)
-        except (OSError, msgspec.MsgspecError):
-            return None
+        return read(self.root / f"{id}.json", Batch)
 
 
 class Folder(NamedTuple):

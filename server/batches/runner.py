@@ -16,17 +16,12 @@ from weft.server.batches.records import Batch, Batches
 from weft.server.batches.work import Work, begin
 
 POLL_SECONDS = 0.5
-SAVE_SECONDS = 1.0
-"""Seconds between saves of a batch's progress."""
+SAVE_SECONDS = 1.0  # seconds between saves of a batch's progress
 SWEEP_SECONDS = 300.0
-RETRY_SECONDS = 5.0
-"""Seconds before retrying after the disk failed."""
-LOG_SECONDS = 60.0
-"""Seconds between log lines about a failing disk."""
-LONGEST_WAIT = 60.0
-"""Cap of Retry-After, in seconds."""
-MAX_ENGINES = 3
-"""Engines that may die while running a request before it fails."""
+RETRY_SECONDS = 5.0  # seconds before retrying after the disk failed
+LOG_SECONDS = 60.0  # seconds between log lines about a failing disk
+LONGEST_WAIT = 60.0  # cap of Retry-After, in seconds
+MAX_ENGINES = 3  # engines that may die while running a request before it fails
 
 _ENDINGS = {
     "cancelled": "The batch was cancelled.",

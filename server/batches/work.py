@@ -24,12 +24,9 @@ class Work:
         self._unwritten: deque[tuple[BatchLine, bytes, bool]] = deque()
         """Answers that the disk did not take, at most one per request in progress."""
         self._failure: tuple[str, str] | None = None
-        self.exhausted = False
-        """All requests have been started."""
-        self.open = 0
-        """Requests in progress."""
-        self.not_before = 0.0
-        """`time.monotonic()` before which no request is started."""
+        self.exhausted = False  # all requests have been started
+        self.open = 0  # requests in progress
+        self.not_before = 0.0  # `time.monotonic()` before which no request is started
         self.saved = 0.0
         self.changed = False
         self._count()

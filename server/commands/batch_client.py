@@ -14,7 +14,7 @@ import orjson
 
 from weft.loadgen.connection import Address, Body, ConnectionBroken, Pool
 from weft.server.batches import lines
-from weft.server.batches.lines import Answers, BatchLine, LineError
+from weft.server.batches.lines import AnswerFile, BatchLine, LineError
 from weft.server.commands.endpoint import Refused
 
 PAUSE_SECONDS = (0.5, 30.0)
@@ -48,7 +48,7 @@ class BatchClient:
     """Sends requests and writes responses. `on_answer` is called after each response."""
 
     def __init__(
-        self, url: str, key: str | None, answers: Answers, *, patience: float, on_answer: Callable[[], None]
+        self, url: str, key: str | None, answers: AnswerFile, *, patience: float, on_answer: Callable[[], None]
     ) -> None:
         """`patience`: seconds without any response, while requests fail, before it gives up."""
         self._address = Address.parse(url)

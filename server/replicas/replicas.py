@@ -21,9 +21,7 @@ class Replica:
     """A ready engine."""
 
     def __init__(self, engine: int, client: Streams, ready: EngineReady) -> None:
-        self.engine = engine
-        self.client = client
-        self.ready = ready
+        self.engine, self.client, self.ready = engine, client, ready
         self.cached_pages = CachedPages(ready.pages)
 
 
@@ -61,11 +59,8 @@ class Ticket:
         self, replica: Replica, load: npt.NDArray[np.int64], prefill: int, output: int, pages: list[bytes]
     ) -> None:
         """`load`: this process's load by engine. `prefill`, `output`: tokens. `pages`: keys of pages to be computed."""
-        self.replica = replica
-        self._load = load
-        self._prefill = prefill
-        self._output = output
-        self._pages = pages
+        self.replica, self._load, self._prefill = replica, load, prefill
+        self._output, self._pages = output, pages
         load[replica.engine] += prefill + output
         replica.cached_pages.expect(pages)
 

@@ -16,20 +16,15 @@ import xxhash
 class Policy(NamedTuple):
     """Limits on load imbalance and cache misses."""
 
-    load_bound: float = 1.25
-    """Engines above this multiple of the mean load get no requests."""
-    load_slack: float = 4.0
-    """Requests of mean size that an engine may have beyond `load_bound`."""
-    work_bound: float = 1.2
-    """Engines above this multiple of the mean recent work get no requests."""
+    load_bound: float = 1.25  # engines above this multiple of the mean load get no requests
+    load_slack: float = 4.0  # requests of mean size that an engine may have beyond `load_bound`
+    work_bound: float = 1.2  # engines above this multiple of the mean recent work get no requests
     work_slack: float = 8.0
     """Requests of mean size that an engine may have been given beyond `work_bound`."""
     tolerance: float = 0.1
     """Fraction of the prompt by which an engine may cache less than the best one and still tie with it."""
-    expected_output: int = 128
-    """Output tokens assumed for a request, unless its limit is lower."""
-    window: int = 2048
-    """Requests after which recent work is halved."""
+    expected_output: int = 128  # output tokens assumed for a request, unless its limit is lower
+    window: int = 2048  # requests after which recent work is halved
 
 
 POLICY = Policy()
@@ -39,12 +34,9 @@ class Candidate(NamedTuple):
     """An engine that accepts requests."""
 
     engine: int
-    cached: int = 0
-    """Prompt tokens whose pages it has cached."""
-    load: float = 0.0
-    """Tokens left to compute."""
-    work: float = 0.0
-    """Tokens it was given recently."""
+    cached: int = 0  # prompt tokens whose pages it has cached
+    load: float = 0.0  # tokens left to compute
+    work: float = 0.0  # tokens it was given recently
 
 
 def choose(

@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-MAX_BYTES = 2**25
-"""Size of the cached texts and ids."""
+MAX_BYTES = 2**25  # size of the cached texts and ids
 MIN_SEGMENT = 256
 """Minimum characters of a segment; shorter ones are joined with the next."""
-_ENTRY_BYTES = 200
-"""Overhead of a cache entry in addition to its text and ids."""
+_ENTRY_BYTES = 200  # overhead of a cache entry in addition to its text and ids
 
 
 class Encoder:
@@ -29,9 +27,7 @@ class Encoder:
 
     def __init__(self, backend: Any, max_bytes: int = MAX_BYTES, min_segment: int = MIN_SEGMENT) -> None:
         """`backend`: a `tokenizers.Tokenizer`. `min_segment`: see `MIN_SEGMENT`."""
-        self._backend = backend
-        self._min_segment = min_segment
-        self._max_bytes = max_bytes
+        self._backend, self._min_segment, self._max_bytes = backend, min_segment, max_bytes
         added = backend.get_added_tokens_decoder().values()
         fixed = {token.content for token in added if not token.normalized}
         self._absorbing = {token.content for token in added if token.lstrip}

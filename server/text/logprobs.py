@@ -7,11 +7,9 @@ from typing import Any
 
 from weft.engine.wire.messages import TokenLogprobs
 
-Name = Callable[[int], str]
-"""Names a token."""
+Name = Callable[[int], str]  # names a token
 
-FLOOR = -9999.0
-"""Stands for minus infinity, which JSON lacks."""
+FLOOR = -9999.0  # stands for minus infinity, which JSON lacks
 
 
 def _best(entry: TokenLogprobs, top: int) -> list[tuple[int, float]]:

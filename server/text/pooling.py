@@ -25,10 +25,8 @@ class Pooler:
     """Pools hidden states, truncates them to the requested dimensions and normalizes them."""
 
     pooling: Pooling
-    prompts: dict[str, str] = field(default_factory=dict)
-    """Text prefixes by name."""
-    default: str = ""
-    """The prefix for requests that name none."""
+    prompts: dict[str, str] = field(default_factory=dict)  # text prefixes by name
+    default: str = ""  # the prefix for requests that name none
 
     def finish(self, state: bytes, dimensions: int | None) -> npt.NDArray[np.float32]:
         """The normalized embedding `[dimensions]` of a pooled float32 hidden state. None keeps all dimensions."""

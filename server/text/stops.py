@@ -19,8 +19,7 @@ class StopStrings:
         self._stops = tuple(stops)
         self._include = include
         self._markup = markup
-        self._inside = False
-        """The text is inside markup."""
+        self._inside = False  # the text is inside markup
         self._held = ""
         self.matched: str | None = None
 

@@ -26,12 +26,9 @@ class TokenBytes(dict[int, bytes]):
 
     def __init__(self, tokenizer: Tokenizer, *, byte_level: bool, replace: dict[str, str], strips_space: bool) -> None:
         super().__init__()
-        self._tokenizer = tokenizer
-        self._byte_level = byte_level
-        self._replace = replace
-        self.strips_space = strips_space
-        self.names_unknown = False
-        """Render ids outside the vocabulary as `<id>` instead of nothing."""
+        self._tokenizer, self._byte_level = tokenizer, byte_level
+        self._replace, self.strips_space = replace, strips_space
+        self.names_unknown = False  # render ids outside the vocabulary as `<id>` instead of nothing
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenBytes | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -24,8 +25,7 @@ from weft.server.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDet
 from weft.server.text.encoder import Encoder, any_of
 from weft.server.text.token_bytes import TokenBytes
 
-_CONTEXT_TOKENS = 8
-"""Prompt tokens in a window detokenizer's context."""
+_CONTEXT_TOKENS = 8  # prompt tokens in a window detokenizer's context
 
 _TAIL_TOKENS = 16
 
@@ -324,7 +324,8 @@ def _as_template_input(message: BaseModel, roles: Mapping[str, str], absent: str
     data["role"] = roles.get(data["role"], data["role"])
     data.setdefault("content", absent)
     for call in data.get("tool_calls", ()):
-        call["function"]["arguments"] = _parse_arguments(call["function"]["arguments"])
+        with suppress(ValueError):
+            call["function"]["arguments"] = parse_json(call["function"]["arguments"])
     return data
 
 
@@ -346,13 +347,6 @@ def _place_thinking(message: dict[str, Any], template: str) -> None:
     if "thinking" in message and message.get("tool_calls") and message["content"] and "<|channel|>" in template:
         # gpt-oss renders either of them before a call and rejects both.
         message["thinking"], message["content"] = f"{thinking}\n\n{message['content']}", ""
-
-
-def _parse_arguments(arguments: str) -> Any:
-    try:
-        return parse_json(arguments)
-    except ValueError:
-        return arguments
 
 
 Side = Literal["left", "right"]

@@ -146,7 +146,7 @@ async def test_a_slow_body_is_408(server: Server, monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_body_that_nobody_waits_for_must_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "REST_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "UNREAD_SECONDS", 0.2)
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n{")
@@ -155,7 +155,7 @@ async def test_a_body_that_nobody_waits_for_must_end(server: Server, monkeypatch
         await reader.read()  # the end of the connection
     writer.close()
     # A request that ends in time has a connection to go on with.
-    monkeypatch.setattr(connection, "REST_SECONDS", 2.0)
+    monkeypatch.setattr(connection, "UNREAD_SECONDS", 2.0)
     late = b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
     reader, writer = await asyncio.open_connection(host, int(port))
     for _ in range(2):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Message
@@ -16,8 +17,7 @@ from weft.server.api.responses.records import OPEN, Records
 from weft.server.api.service import Service
 from weft.server.errors import ApiError, translate, unavailable
 
-MAX_RUNS = 256
-"""Background responses per process; each also counts as a request."""
+MAX_RUNS = 256  # background responses per process; each also counts as a request
 TICK = 0.2
 """Seconds between store accesses of a running response and of its followers."""
 
@@ -49,13 +49,12 @@ class Background:
         id = dialect.response["id"]
         events = dialect.queue()
         if not await records.add(id, record):
-            raise ApiError(
-                413, "The request is larger than the response store (--responses-max-mib).", code="store_full"
-            )
+            what = "The request is larger than the response store (--responses-max-mib)."
+            raise ApiError(413, what, code="store_full")
         # A copy without the connection: the run must not write to the client's socket.
         own = {key: value for key, value in scope.items() if key != "extensions"}
         scope.pop("weft.entered", None)  # this run keeps the model awake from now on
-        task = asyncio.create_task(_Run(answer, dialect, records, record, events).run(own))
+        task = asyncio.create_task(_Run(answer, dialect, records, record, bytearray(events)).run(own))
         self._runs[task] = answer
         task.add_done_callback(lambda task: self._runs.pop(task, None))
         task.add_done_callback(lambda _: Service.leave(own))
@@ -68,41 +67,39 @@ class Background:
             await asyncio.wait(self._runs)
 
 
+@dataclass(slots=True)
 class _Run:
-    def __init__(
-        self, answer: Answer, dialect: ResponseDialect, records: Records, record: dict[str, Any], events: bytes
-    ) -> None:
-        self._answer = answer
-        self._dialect = dialect
-        self._records = records
-        self._record = record
-        self._events = bytearray(events)
+    answer: Answer
+    dialect: ResponseDialect
+    records: Records
+    record: dict[str, Any]
+    events: bytearray
 
     async def run(self, scope: MutableMapping[str, Any]) -> None:
-        store, id = self._records.store, self._dialect.response["id"]
-        work = asyncio.create_task(self._answer(scope, _never, self._send))
+        store, id = self.records.store, self.dialect.response["id"]
+        work = asyncio.create_task(self.answer(scope, _never, self._send))
         while not (await asyncio.wait((work,), timeout=TICK))[0]:
             try:
                 going = await store.run(store.heartbeat, id, self._take_events())
             except ApiError as unusable:
                 going = False
                 logger.error("response %s aborted: %s", id, unusable.message)
-            if not going and not self._dialect.cancelled:
-                self._dialect.cancelled = True
-                self._answer.interrupt(ApiError(499, "The response was cancelled.", code="cancelled"), "disconnect")
+            if not going and not self.dialect.cancelled:
+                self.dialect.cancelled = True
+                self.answer.interrupt(ApiError(499, "The response was cancelled.", code="cancelled"), "disconnect")
         if (error := work.exception()) is not None and isinstance(error, Exception):
-            self._events += await self._dialect.failed(translate(error))
+            self.events += await self.dialect.failed(translate(error))
         try:
-            await self._records.finish(id, self._record, self._take_events())
+            await self.records.finish(id, self.record, self._take_events())
         except ApiError as unusable:
             logger.error("response %s could not be stored: %s", id, unusable.message)
 
     async def _send(self, message: Message) -> None:
-        self._events += message.get("body", b"")
+        self.events += message.get("body", b"")
 
     def _take_events(self) -> bytes:
-        events, self._events = bytes(self._events), bytearray()
-        return events if self._record["streams"] else b""
+        events, self.events = bytes(self.events), bytearray()
+        return events if self.record["streams"] else b""
 
 
 async def _never() -> Message:
@@ -122,7 +119,8 @@ async def follow(records: Records, id: str, after: int) -> AsyncIterator[bytes]:
         found, last = await store.run(store.events, id, last)
         data = b"".join(found)
         if after >= 0:
-            data = b"".join(event + b"\n\n" for event in data.split(b"\n\n") if event and _number(event) > after)
+            numbered = ((_NUMBER.search(event), event) for event in data.split(b"\n\n") if event)
+            data = b"".join(event + b"\n\n" for number, event in numbered if number and int(number[1]) > after)
         if data:
             silence = 0.0
             yield data
@@ -133,8 +131,3 @@ async def follow(records: Records, id: str, after: int) -> AsyncIterator[bytes]:
         if silence >= HEARTBEAT:
             silence = 0.0
             yield b": waiting\n\n"
-
-
-def _number(event: bytes) -> int:
-    match = _NUMBER.search(event)
-    return -1 if match is None else int(match[1])

@@ -44,15 +44,12 @@ def _parse_choice(value: Any) -> str | dict[str, Any]:
     raise ValueError('must be "none", "auto", "required" or an object with a type')
 
 
-_TEXT_PARTS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
-        "required": ["type", "text"],
-    },
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
+    "required": ["type", "text"],
 }
-_CONTENT = {"anyOf": [{"type": "string"}, _TEXT_PARTS]}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}
 _NAME = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[a-zA-Z0-9_-]+$"}
 
 
@@ -87,12 +84,7 @@ _CHOICE_SCHEMA = {
     ]
 }
 
-_TOOL = {
-    "anyOf": [
-        _item("function", name=_NAME),
-        _item("custom", name=_NAME),
-    ]
-}
+_TOOL = {"anyOf": [_item("function", name=_NAME), _item("custom", name=_NAME)]}
 Offered = Annotated[list[dict[str, Any]], WithJsonSchema({"type": "array", "items": _TOOL})]
 Input = Annotated[
     str | list[Any],
@@ -100,11 +92,7 @@ Input = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM}]}),
 ]
 Metadata = Annotated[
-    dict[
-        Annotated[str, Field(max_length=64)],
-        Annotated[str, Field(max_length=512)],
-    ],
-    Field(max_length=MAX_METADATA),
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)
 ]
 
 
@@ -131,15 +119,12 @@ class Reasoning(Body):
 class ResponseBody(SamplingFields):
     model: str | None = None
     input: Input = Field([])
-    instructions: str | None = None
-    """Placed before the conversation, for this response only."""
+    instructions: str | None = None  # placed before the conversation, for this response only
     previous_response_id: str | None = Field(None, max_length=128)
     conversation: Annotated[
         str | None,
         PlainValidator(_parse_conversation),
-        WithJsonSchema(
-            {"anyOf": [{"type": "string"}, {"type": "object", "properties": {"id": {"type": "string"}}}]},
-        ),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object", "properties": {"id": {"type": "string"}}}]}),
     ] = None
     tools: Offered = Field([], max_length=2 * MAX_TOOLS)
     tool_choice: Annotated[str | dict[str, Any], PlainValidator(_parse_choice), WithJsonSchema(_CHOICE_SCHEMA)] = "auto"
@@ -162,8 +147,7 @@ class ResponseBody(SamplingFields):
     safety_identifier: str | None = Field(None, max_length=512)
     chat_template_kwargs: dict[str, Any] = Field({}, max_length=64)
     """Template variables, such as `enable_thinking`."""
-    prompt: SkipJsonSchema[Any] = None
-    """A prompt stored at OpenAI, rejected."""
+    prompt: SkipJsonSchema[Any] = None  # a prompt stored at OpenAI, rejected
 
     def check(self) -> None:
         """Check rules between fields. Raises `ApiError`."""
@@ -219,8 +203,7 @@ class ResponseBody(SamplingFields):
 class OfferedTools(NamedTuple):
     """The tools of a request."""
 
-    as_chat: list[dict[str, Any]]
-    """In the form of chat requests."""
+    as_chat: list[dict[str, Any]]  # in the form of chat requests
     namespaces: dict[str, tuple[str, str]]
     """Namespace and name of namespaced tools, by the full name that the model sees."""
 
@@ -245,11 +228,8 @@ class OfferedTools(NamedTuple):
         if kind not in ("function", "custom"):
             if isinstance(kind, str) and kind.startswith(_IGNORED_TOOLS):
                 return
-            raise bad_request(
-                f"{path}: tools of type {clip(kind)!r} are not supported; use function or custom.",
-                path,
-                "unsupported_tool",
-            )
+            what = f"{path}: tools of type {clip(kind)!r} are not supported; use function or custom."
+            raise bad_request(what, path, "unsupported_tool")
         fields = {key: value for key, value in tool.items() if key != "type" and value is not None}
         if not isinstance(fields.get("name"), str):
             raise bad_request(f"{path}: a tool requires a name.", f"{path}.name")
@@ -268,8 +248,7 @@ def _choice_of(choice: str | dict[str, Any]) -> Any:
     if kind in ("function", "custom"):
         return {"type": "function", "function": {"name": choice.get("name")}}
     if kind == "allowed_tools":
-        named = choice.get("tools")
-        tools = named if isinstance(named, list) else []
+        tools = named if isinstance(named := choice.get("tools"), list) else []
         known = [t for t in tools if isinstance(t, dict) and t.get("type") in ("function", "custom")]
         return {**choice, "tools": known}
     raise bad_request(f"tool_choice: there is no tool of type {clip(kind)!r}.", "tool_choice")
@@ -280,7 +259,5 @@ def _format_of(asked: TextFormat) -> dict[str, Any] | None:
         return None
     if asked.type == "json_object":
         return {"type": asked.type}
-    return {
-        "type": asked.type,
-        "json_schema": {"name": asked.name or "", "schema": asked.schema_, "strict": bool(asked.strict)},
-    }
+    schema = {"name": asked.name or "", "schema": asked.schema_, "strict": bool(asked.strict)}
+    return {"type": asked.type, "json_schema": schema}

@@ -19,14 +19,12 @@ from weft.server.bodies import Body
 from weft.server.errors import ApiError, bad_request, clip
 
 PATH = "/v1/conversations"
-MAX_ADDED = 128
-"""Items per request."""
+MAX_ADDED = 128  # items per request
 
 router = APIRouter(route_class=JsonRoute)
 
 
-Items = Annotated[list[dict[str, Any]], Field(max_length=MAX_ADDED)]
-"""Items as in a response's input."""
+Items = Annotated[list[dict[str, Any]], Field(max_length=MAX_ADDED)]  # items as in a response's input
 
 
 class ConversationBody(Body):
@@ -83,11 +81,7 @@ async def create_items(id: str, body: ItemsBody, records: RecordsOf) -> dict[str
 
 @router.get(f"{PATH}/{{id}}/items", summary="List the items of a conversation")
 async def list_items(
-    id: str,
-    records: RecordsOf,
-    limit: Limit = 20,
-    order: Order = "desc",
-    after: str | None = None,
+    id: str, records: RecordsOf, limit: Limit = 20, order: Order = "desc", after: str | None = None
 ) -> dict[str, Any]:
     return page(await records.items_of(id), limit, order, after)
 

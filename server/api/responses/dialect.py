@@ -16,8 +16,7 @@ from weft.server.api.turn import Turn
 from weft.server.errors import ApiError
 from weft.server.text.logprobs import chat_logprobs
 
-Keep = Callable[[dict[str, Any]], Awaitable[None]]
-"""Stores a response object before the client gets it."""
+Keep = Callable[[dict[str, Any]], Awaitable[None]]  # stores a response object before the client gets it
 
 
 class ResponseDialect(Dialect):
@@ -38,8 +37,7 @@ class ResponseDialect(Dialect):
         self._queued = False
         self._begun = False
         self._finish_reason: str | None = None
-        self.cancelled = False
-        """The client cancelled the response."""
+        self.cancelled = False  # the client cancelled the response
         self.response = blank(turn, body, hex_id)
 
     async def body(self, wholes: Sequence[Piece]) -> bytes:
@@ -143,6 +141,14 @@ def _by_token(whole: Piece) -> Iterator[Piece]:
         yield piece
 
 
+_ECHOED = (
+    "background", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls",
+    "previous_response_id", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "store", "temperature",
+    "tool_choice", "tools", "top_logprobs", "top_p", "truncation", "user",
+)  # fmt: skip
+"""Fields that a response repeats from its request."""
+
+
 def blank(turn: Turn, body: ResponseBody, hex_id: str) -> dict[str, Any]:
     """The response object before there is an answer."""
     asked = body.text.format
@@ -155,35 +161,18 @@ def blank(turn: Turn, body: ResponseBody, hex_id: str) -> dict[str, Any]:
         "object": "response",
         "created_at": turn.created,
         "status": "in_progress",
-        "background": body.background,
         "completed_at": None,
         "conversation": None if body.conversation is None else {"id": body.conversation},
         "error": None,
         "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
-        "metadata": body.metadata,
         "model": turn.model,
         "output": [],
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "previous_response_id": body.previous_response_id,
-        "prompt_cache_key": body.prompt_cache_key,
-        "prompt_cache_retention": body.prompt_cache_retention,
         "reasoning": {
             "effort": None if reasoning is None else reasoning.effort,
             "summary": None if reasoning is None else reasoning.summary or reasoning.generate_summary,
         },
-        "safety_identifier": body.safety_identifier,
         "service_tier": body.service_tier or "default",
-        "store": body.store,
-        "temperature": body.temperature,
         "text": {"format": form, "verbosity": body.text.verbosity},
-        "tool_choice": body.tool_choice,
-        "tools": body.tools,
-        "top_logprobs": body.top_logprobs,
-        "top_p": body.top_p,
-        "truncation": body.truncation,
         "usage": None,
-        "user": body.user,
+        **{name: getattr(body, name) for name in _ECHOED},
     }

@@ -27,12 +27,10 @@ from weft.server.api.turn import Turn, begin_turn
 from weft.server.errors import ApiError, bad_request
 
 PATH = "/v1/responses"
-CANCEL_SECONDS = 5.0
-"""Seconds to wait for a cancelled response to end."""
+CANCEL_SECONDS = 5.0  # seconds to wait for a cancelled response to end
 
 Limit = Annotated[int, Query(ge=1, le=100)]
-Order = Annotated[str, Query(pattern="^(asc|desc)$")]
-"""The order of a list of items."""
+Order = Annotated[str, Query(pattern="^(asc|desc)$")]  # the order of a list of items
 
 router = APIRouter(route_class=JsonRoute)
 logger = logging.getLogger(__name__)
@@ -86,7 +84,7 @@ async def create_response(body: ResponseBody, request: Request, service: Service
 async def count_input_tokens(
     body: ResponseBody, request: Request, service: ServiceOf, records: RecordsOf
 ) -> dict[str, Any]:
-    service = service.for_model(body.model)
+    service.for_model(body.model)
     body.check()
     own = read_input(body.input)
     context = await records.context(body.previous_response_id, body.conversation, own)
@@ -96,10 +94,7 @@ async def count_input_tokens(
 
 @router.get(f"{PATH}/{{id}}", summary="Retrieve a stored response or its events", responses=STREAMED)
 async def retrieve_response(
-    id: str,
-    records: RecordsOf,
-    stream: bool = False,
-    starting_after: Annotated[int, Query(ge=-1)] = -1,
+    id: str, records: RecordsOf, stream: bool = False, starting_after: Annotated[int, Query(ge=-1)] = -1
 ) -> Response:
     record = await records.get(id)
     if not stream:
@@ -132,11 +127,7 @@ async def cancel_response(id: str, records: RecordsOf) -> Response:
 
 @router.get(f"{PATH}/{{id}}/input_items", summary="List the input items of a stored response")
 async def list_input_items(
-    id: str,
-    records: RecordsOf,
-    limit: Limit = 20,
-    order: Order = "desc",
-    after: str | None = None,
+    id: str, records: RecordsOf, limit: Limit = 20, order: Order = "desc", after: str | None = None
 ) -> dict[str, Any]:
     record = await records.get(id)
     items = await records.context(record["previous"], None, record["input"])

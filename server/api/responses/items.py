@@ -16,14 +16,11 @@ from weft.server.api.field_types import MAX_PARTS
 from weft.server.errors import ApiError, bad_request, clip
 from weft.server.tools.cache_control import CacheControl, longest_mark
 
-Item = dict[str, Any]
-"""An item as JSON, checked by `read_input`."""
+Item = dict[str, Any]  # an item as JSON, checked by `read_input`
 
-MAX_ITEMS = MAX_MESSAGES
-"""Items per conversation."""
+MAX_ITEMS = MAX_MESSAGES  # items per conversation
 MAX_NAME = 256
-_SEALED = "weft1:"
-"""Prefix of the encrypted content of this server's reasoning items."""
+_SEALED = "weft1:"  # prefix of the encrypted content of this server's reasoning items
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT = {"input_text", "output_text", "text"}
@@ -219,7 +216,7 @@ def to_messages(instructions: str | None, items: Sequence[Item]) -> list[ChatMes
         else:
             ours.tool_calls = [*(ours.tool_calls or ()), _call(item)]
         _mark(ours, item)
-    return [message for message in out if message.role != "assistant" or _is_nonempty(message)]
+    return [m for m in out if m.role != "assistant" or m.content is not None or m.tool_calls or m.reasoning_content]
 
 
 def _mark(message: ChatMessage, item: Item) -> None:
@@ -238,10 +235,6 @@ def _add(out: list[ChatMessage], role: str, text: str) -> None:
 
 def _chat_message(role: str, content: str | None, **more: str) -> ChatMessage:
     return ChatMessage.model_validate({"role": role, "content": content, **more})
-
-
-def _is_nonempty(message: ChatMessage) -> bool:
-    return message.content is not None or bool(message.tool_calls) or bool(message.reasoning_content)
 
 
 def _text(content: str | Iterable[dict[str, Any]]) -> str:

@@ -34,20 +34,14 @@ class Output:
         between calls is not a message.
         """
         self.items: list[Item] = []
-        self.sequence = 0
-        """The number of the next event."""
-        self._hex_id = hex_id
-        self._is_custom = is_custom
-        self._namespaces = namespaces
+        self.sequence = 0  # the number of the next event
+        self._hex_id, self._is_custom, self._namespaces = hex_id, is_custom, namespaces
         self._reasoning_form = _AS_SUMMARY if as_summary else _AS_TEXT
         self._sealed = sealed
         self._may_call = may_call
-        self._space = ""
-        """White space that counts only if text follows."""
-        self._open: str | None = None
-        """The type of the open item."""
-        self._texts: list[str] = []
-        """The open item's text so far."""
+        self._space = ""  # white space that counts only if text follows
+        self._open: str | None = None  # the type of the open item
+        self._texts: list[str] = []  # the open item's text so far
         self._logprobs: list[dict[str, Any]] = []
         self._pending_logprobs: list[dict[str, Any]] = []
         """Log-probabilities of tokens whose text is not out yet."""

@@ -22,11 +22,9 @@ from weft.server.errors import ApiError
 
 T = TypeVar("T")
 
-MAX_COUNT = 100_000
-"""Documents in the store."""
+MAX_COUNT = 100_000  # documents in the store
 FILE = "responses.sqlite"
-WAIT_SECONDS = 10.0
-"""Seconds to wait for another process's transaction."""
+WAIT_SECONDS = 10.0  # seconds to wait for another process's transaction
 
 _SCHEMA = """
 create table if not exists documents(
@@ -52,8 +50,7 @@ create trigger if not exists removed after delete on documents begin
 
 class Stored(NamedTuple):
     body: dict[str, Any]
-    heartbeat: float
-    """Unix time at which a process last worked on it."""
+    heartbeat: float  # unix time at which a process last worked on it
 
 
 class Store:
