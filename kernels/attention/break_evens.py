@@ -226,26 +226,26 @@ def keep(
     """Write a table for each model in a sweep's rows. Returns False if one cannot be written; `say` gets the reason."""
     done = True
     if not rows:
-        say("no break-evens to keep: nothing was measured")
+        say("no break-evens to write: nothing was measured")
         return False
     for model in dict.fromkeys(str(row["model"]) for row in rows):
         of = made(model)
         mine = [row for row in rows if row["model"] == model]
         found = learn(mine, of.sms)
         if not found:
-            say(f"{model}: no break-evens to keep: no batch was timed in all ways, give it more --budget-seconds")
+            say(f"{model}: no break-evens to write: no batch was timed in all ways, increase --budget-seconds")
             done = False
             continue
         try:
             file = write(folder, of, found)
         except OSError as error:
-            say(f"{model}: break-evens cannot be kept in {folder}: {error.strerror or error}")
+            say(f"{model}: break-evens cannot be written to {folder}: {error.strerror or error}")
             done = False
             continue
         counts = ", ".join(f"{sum(row.way == way for row in found)} {way}" for way in WAYS)
-        say(f"{model}: break-evens of {len(found)} batches ({counts}) are kept in {file}")
+        say(f"{model}: break-evens of {len(found)} batches ({counts}) written to {file}")
         apart = [r for r in mine if r["regime"] == "burst" and r["us"].keys() >= REQUIRED]
         ones = [min(us for way, us in r["us"].items() if way.startswith("pod ")) for r in apart]
         late = sum(one > 1.01 * min(r["us"]["whole"], r["us"]["cut"]) for one, r in zip(ones, apart, strict=True))
-        say(f"{model}: two launches were quicker than any one by more than 1 % in {late} of them")
+        say(f"{model}: two launches were faster than any single one by more than 1 % in {late} of them")
     return done

@@ -9,7 +9,6 @@ The host plans the work (`decode_items`): one item per request or per split of a
 partial sums to a workspace; the last one adds them in order, so the result does not depend on timing.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ A box that extends past the last token is fetched *shifted*: it starts that many
 token, NaN included, is ever loaded.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ kernel decodes (`fp8_decode`). For prefill there, `fp8_unpack` converts the page
 per layer, and the 16-bit kernel runs on those. The plain Triton kernels here serve everything else.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ pairs, which `ldmatrix` can move, and are converted to float16 in registers:
 So no data moves between lanes. Arithmetic is float16, which represents every e4m3 number; sums are float32.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

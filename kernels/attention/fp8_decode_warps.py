@@ -6,7 +6,6 @@ caches, which cost half of the time. A program feeds itself: when a block of K o
 refills its place with the block `PLACES` blocks ahead, so tasks are drawn that far ahead of the work.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Converts e4m3 pages to 16-bit pages where a prefill kernel reads those faster."""
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 The reference is attention rounded to 16 bits, then `fp8.quantize_rows`.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

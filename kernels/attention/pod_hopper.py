@@ -8,7 +8,6 @@ others with chunks, and every task is drawn. The halves come from `decode_hopper
 identical.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

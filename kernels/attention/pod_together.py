@@ -9,7 +9,6 @@ The halves come from `decode_hopper` and `prefill_hopper`, but smaller blocks re
 those of `pod_hopper` in the last bits.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ first. On Hopper a warp-specialized kernel runs (`prefill_hopper`); the plain Tr
 including the interpreter.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

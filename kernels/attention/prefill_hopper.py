@@ -8,7 +8,6 @@ A box that extends past a chunk's last token is fetched *shifted*: it starts tha
 before the page with zeros. So nothing after the last token, NaN included, is ever loaded.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

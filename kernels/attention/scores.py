@@ -1,6 +1,5 @@
 """Attention scores in the log2 domain, and the changes a model makes to them before and after the softmax."""
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ITEM_FIELDS = 8
-"""Fields of a decode item, int32: q row, page-table row, first, end, first partial slot, splits, split, first visible.
-"""
+"""Fields of a decode item, int32: q row, table row, first, end, first partial slot, splits, split, first visible."""
 BLOCK_TOKENS = 64
 """Tokens that decode attention processes at once."""
 TILE_ROWS = 128

@@ -12,7 +12,6 @@ Writers do not wait for readers because two buffers for partial sums alternate. 
 every rank has reported that the other buffer is full, and a rank reports that after its reads of the first.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined,union-attr"
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ The GEMM never waits for another rank. A buffer can be reused because two of the
 only after it has seen the flags of every rank, which are set after the reads of this buffer.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined,union-attr"
 
 from __future__ import annotations

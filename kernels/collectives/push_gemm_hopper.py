@@ -5,7 +5,6 @@ until they are complete, at the destination too, and sets the tile's flags. So t
 only after the last tile.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Kernels launched with `pdl_options` call `begin` before they touch data that the previous kernel wrote.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Gluon helpers shared by the Hopper kernels: TMA copies, barriers and dependent launch."""
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

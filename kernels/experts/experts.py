@@ -6,7 +6,6 @@ row of each choice of each token: `_combine_kernel` fetches a token's rows from 
 choices. No token is dropped, and there are no sorts and no atomic additions.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

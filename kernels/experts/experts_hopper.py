@@ -5,7 +5,6 @@ tile is rarely full: if its tokens end within the first 64 rows, the second warp
 are not fetched.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

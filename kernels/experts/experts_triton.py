@@ -4,7 +4,6 @@ Rows are in expert order (see `experts`), so both operands are tiles of a tensor
 tile over all of K, so a row's result depends on that row alone.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ and applied in the epilogue, which quantizes each expert's hidden part. The kern
 writes the next GEMM's operand.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ of K. As in 16 bits, if an expert's rows end within the first 64 of its last til
 nothing and its rows are not fetched.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

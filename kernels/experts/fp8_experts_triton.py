@@ -1,6 +1,5 @@
 """FP8 expert GEMMs in plain Triton: `experts_triton`'s loop with the two-level sums and scales of `fp8_triton`."""
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

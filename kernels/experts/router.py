@@ -6,7 +6,6 @@ and counts for every `TILE` tokens how many take each expert and each token's ra
 `experts._scatter_kernel` computes every row's place without a sort.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Gluon device functions that quantize to e4m3, with the same scales as `fp8_triton`."""
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

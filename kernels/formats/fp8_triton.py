@@ -1,6 +1,5 @@
 """FP8 arithmetic for Triton kernels: power-of-two scales and saturating conversion to e4m3."""
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Embedding lookup with row sums of squares and an optional FP8 operand, and the final norm before the logits."""
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ adds them in order of K. The weight is the left operand of the MMA.
 was no faster than plain Triton.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ An epilogue that produces the next GEMM's operand quantizes it: each row of a ti
 for each 128 columns (`fp8.quantize_rows`).
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

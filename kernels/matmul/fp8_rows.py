@@ -3,7 +3,6 @@
 Used after attention with heads of other sizes than 128, for unfused GEMMs, and after a norm that needs the whole row.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

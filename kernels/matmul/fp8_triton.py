@@ -6,7 +6,6 @@ a tile's K, and their sums are added in a fixed order. It serves all GPUs that m
 that neither `fp8_few_hopper` nor `fp8_hopper` serves.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """MLP activations in GEMM epilogues, in Triton (reference: `reference/layer.py: ACTIVATIONS, gated`)."""
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

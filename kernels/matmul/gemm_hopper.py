@@ -10,7 +10,6 @@ SMs take one and a half waves instead of two.
 `projections` and `gemm.matmul` launch these; the plain Triton kernels serve few tokens and other shapes.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Shared device functions of the Triton GEMMs: tile order, sums over K, joining of splits."""
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ The loop has two forms:
   the last program adds them in a fixed order: the result does not depend on timing.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

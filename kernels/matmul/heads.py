@@ -3,7 +3,6 @@
 A program processes one token; heads are padded to a power of two.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

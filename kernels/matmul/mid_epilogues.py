@@ -1,6 +1,5 @@
 """Epilogues of `mid_hopper`: for a whole tile, and for rows added from splits."""
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ A tile of 192 tokens has three warpgroups; the third one's tokens have a separat
 `mid_projections` launches these.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

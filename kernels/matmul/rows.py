@@ -1,6 +1,5 @@
 """Row passes over the residual stream: sums of squares, a norm after a GEMM, and gathering the rows that are needed."""
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

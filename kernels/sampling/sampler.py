@@ -5,7 +5,6 @@ candidates are left, and these are ranked exactly. Ties with it stay in id order
 the cumulative distribution in token order.
 """
 
-# Device functions carry no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def test_a_sweep_leaves_break_evens_that_an_engine_can_read(card: Card, tmp_path
         assert {row.way for row in table.rows} == {"few"}
     (tmp_path / "file").write_text("")
     assert swept(batches, 1.0, tmp_path / "file") == 1
-    assert "cannot be kept" in capsys.readouterr().out
+    assert "cannot be written" in capsys.readouterr().out
 
 
 def test_floors_are_judged_by_the_worst_and_by_the_mean(tmp_path: Path) -> None:
