@@ -151,20 +151,16 @@ class Checkpoint:
         if file is None:
             raise ModelError(f"{self._path} has no tensor {name}, which config.json requires")
         self._asked.add(name)
-        try:
-            inside = self.inside(name)
-            lazy = self._open[file].get_slice(inside)
-            there, want = tuple(lazy.get_shape()), part.whole(shape)
-            if there != want:
-                raise ModelError(f"{name} has shape {there}, config.json requires {want}")
-            tensor: Tensor = lazy[part.of_whole(shape)] if part.of > 1 else self._open[file].get_tensor(inside)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"cannot read {name} from {self._path / file}: {error}") from None
-        return Stored(tensor)
+        inside, want = self.inside(name), part.whole(shape)
+        if (there := self.inside_shape(inside, file)) != want:
+            raise ModelError(f"{name} has shape {there}, config.json requires {want}")
+        if part.of == 1:
+            return Stored(self.whole(inside, file))
+        return Stored(self._read(inside, file, lambda f, name: f.get_slice(name)[part.of_whole(shape)]))
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape in the files of an existing tensor."""
-        return self._read(self.inside(name), self._files[name], lambda f, inside: f.get_slice(inside).get_shape())
+        return self.inside_shape(self.inside(name), self._files[name])
 
     def inside(self, name: str) -> str:
         """Return the tensor's name in the files."""

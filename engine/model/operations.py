@@ -23,7 +23,7 @@ class Resource(Enum):
 class Role(Enum):
     """The function of an operation in a layer."""
 
-    PRODUCT = "product"
+    PROJECTION = "projection"
     """A GEMM with its epilogue, on any range of tokens."""
     EXPERTS = "experts"
     """A GEMM with many matrices, a few of them for each token; on any range of tokens."""
@@ -68,12 +68,12 @@ class Operation:
     """Values that one rank sends to the others per token."""
 
 
-def product(
+def projection(
     name: str, parents: tuple[str, ...], out: int, inner: int, *, kernel: str = "", source: str = "", target: str = ""
 ) -> Operation:
     """A dense GEMM `[T, inner] -> [T, out]`, which reads its input once and writes its output once."""
     return Operation(
-        name, Role.PRODUCT, Resource.COMPUTE, parents, kernel, source, target, out, inner,
+        name, Role.PROJECTION, Resource.COMPUTE, parents, kernel, source, target, out, inner,
         parameters=out * inner, flops=2 * out * inner, moved=out + inner,
     )  # fmt: skip
 

@@ -26,9 +26,9 @@ def _all_reduces(operations: Iterable[Operation]) -> Iterator[tuple[str, Operati
     addends: list[Operation] = []
     for op in operations:
         if op.kernel == ALL_REDUCE:
-            yield op.name, addends[0] if [a.role for a in addends] == [Role.PRODUCT] else None
+            yield op.name, addends[0] if [a.role for a in addends] == [Role.PROJECTION] else None
             addends = []
-        elif op.role in (Role.PRODUCT, Role.EXPERTS) and op.target == "x":
+        elif op.role in (Role.PROJECTION, Role.EXPERTS) and op.target == "x":
             addends.append(op)
 
 
@@ -58,10 +58,10 @@ def with_reductions(operations: Iterable[Operation], chosen: Mapping[str, str], 
         if way not in possible.get(name, ()):
             known = "; ".join(f"{n}: {', '.join(w)}" for n, w in possible.items()) or "it has no collectives"
             raise ModelError(f"this model cannot do {name} as {way} on {ranks} ranks ({known})")
-    product_of = {op.name: op.parents[0] for op in listed if op.kernel == ALL_REDUCE}
-    columns = {product_of[name] for name, way in chosen.items() if way == "two_gathers"}
+    projection_of = {op.name: op.parents[0] for op in listed if op.kernel == ALL_REDUCE}
+    columns = {projection_of[name] for name, way in chosen.items() if way == "two_gathers"}
     # The gather takes the place of the all-reduce as a parent.
-    ends = {name: f"{product_of[name]}_gather" for name, way in chosen.items() if way != "all_reduce"}
+    ends = {name: f"{projection_of[name]}_gather" for name, way in chosen.items() if way != "all_reduce"}
     for op in listed:
         parents = tuple(ends.get(p, p) for p in op.parents)
         if op.name in columns:
@@ -73,7 +73,7 @@ def with_reductions(operations: Iterable[Operation], chosen: Mapping[str, str], 
                 moved=op.out // ranks + width,
             )  # fmt: skip
         elif op.name in ends:
-            own = product_of[op.name]
+            own = projection_of[op.name]
             width = op.moved // 2
             if own in columns:
                 before = f"{own}_columns"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from weft.engine.errors import ModelError
-from weft.engine.model.operations import Operation, Resource, Role, all_reduce, attention, product
+from weft.engine.model.operations import Operation, Resource, Role, all_reduce, attention, projection
 from weft.engine.model.operations import experts as _experts
 from weft.engine.model.parts import (
     ACTIVATIONS,
@@ -190,14 +190,14 @@ class ModelSpec:
         hidden, width = self.hidden_size, self.num_heads * self.head_dim
         ranks, parallel = self.shard_of.ranks, self.placement.parallel
         experts = self.experts if self.layer(layer % self.num_layers).experts else None
-        yield product("qkv", (), self.qkv_size, hidden, kernel="qkv", source="x", target="q")
+        yield projection("qkv", (), self.qkv_size, hidden, kernel="qkv", source="x", target="q")
         # In a parallel layer the MLP reads the stream before attention adds to it.
         reads = tuple(self._mlp_reads(("qkv",), experts)) if parallel else ()
         yield from reads
         yield attention("decode", Role.DECODE_ATTENTION, Resource.MEMORY, ("qkv",), width)
         yield attention("prefill", Role.PREFILL_ATTENTION, Resource.COMPUTE, ("qkv",), width)
         before = ("decode", "prefill", *(op.name for op in reads))
-        yield product("o", before, hidden, width, kernel="residual", source="a", target="x")
+        yield projection("o", before, hidden, width, kernel="residual", source="a", target="x")
         after = "o"
         if ranks > 1 and not parallel:  # a parallel layer adds up attention and MLP at once
             after = "o_reduce"
@@ -208,7 +208,7 @@ class ModelSpec:
         # A projection that adds to the stream waits for all operations that read it.
         before = (*([after] if parallel else []), *(op.name for op in reads))
         if experts is None:
-            yield product("down", before, hidden, self.intermediate_size, kernel="residual", source="h", target="x")
+            yield projection("down", before, hidden, self.intermediate_size, kernel="residual", source="h", target="x")
             after = "down"
         else:
             yield _experts(
@@ -217,7 +217,7 @@ class ModelSpec:
             )  # fmt: skip
             after = "experts_down"
             if experts.shared_size:
-                yield product(
+                yield projection(
                     "shared_down", (after,), hidden, experts.shared_size, kernel="residual", source="s", target="x"
                 )
                 after = "shared_down"
@@ -228,17 +228,17 @@ class ModelSpec:
         """Yield the operations of an MLP that read the stream."""
         hidden, inter = self.hidden_size, self.intermediate_size
         if experts is None and self.gated:
-            yield product("gate_up", parents, 2 * inter, hidden, kernel="gate_up", source="x", target="h")
+            yield projection("gate_up", parents, 2 * inter, hidden, kernel="gate_up", source="x", target="h")
         elif experts is None:
-            yield product("up", parents, inter, hidden, kernel="up", source="x", target="h")
+            yield projection("up", parents, inter, hidden, kernel="up", source="x", target="h")
         else:
-            yield product("router", parents, experts.count, hidden, kernel="router", source="x", target="r")
+            yield projection("router", parents, experts.count, hidden, kernel="router", source="x", target="r")
             yield _experts(
                 "experts_gate_up", ("router",), 2 * experts.intermediate_size, hidden, experts.count, experts.top,
                 kernel="experts_gate_up", source="x", target="h",
             )  # fmt: skip
             if experts.shared_size:
-                yield product(
+                yield projection(
                     "shared_gate_up", parents, 2 * experts.shared_size, hidden, kernel="gate_up", source="x", target="s"
                 )
 

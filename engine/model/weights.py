@@ -54,9 +54,9 @@ class Weights:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors; some may be the same."""
-        products = (product for layer in self.layers for product in layer.values())
+        projections = (projection for layer in self.layers for projection in layer.values())
         own = (self.embedding, self.norm, self.lm_head, self.norm_bias, self.head_bias, self.positions, self.kv_scales)
-        tensors = (*own, *self.rotary, *(tensor for product in products for tensor in product.tensors()))
+        tensors = (*own, *self.rotary, *(tensor for projection in projections for tensor in projection.tensors()))
         return [tensor for tensor in tensors if tensor is not None]
 
     def kv_page_scales(self, spec: ModelSpec, dtype: torch.dtype) -> fp8.KvScales | None:

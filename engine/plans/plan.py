@@ -125,7 +125,7 @@ class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
                 raise ConfigError(f"{op.label}: {op.sms} SMs, but the GPU has {num_sms}")
             if op.lane == "network" and operations[op.operation].resource is not Resource.NETWORK:
                 raise ConfigError(f"{op.label}: only network operations belong to the network lane")
-        if self.offload and self.offload not in {o.name for o in operations.values() if o.role is Role.PRODUCT}:
+        if self.offload and self.offload not in {o.name for o in operations.values() if o.role is Role.PROJECTION}:
             raise ConfigError(f"a plan offloads pages during {self.offload!r}, which is not a GEMM of this model")
         for name in operations:
             at = 0

@@ -26,7 +26,7 @@ from weft.autosearch.bench_protocol import Load
 from weft.autosearch.machine import Machine
 from weft.autosearch.pipeline_structure import Structure, first_structures
 from weft.autosearch.profiler import Grid, Profiler
-from weft.autosearch.simulate import simulate
+from weft.autosearch.simulate import members_of_lanes, simulate
 from weft.engine.errors import ConfigError
 from weft.engine.model.operations import Resource, all_gather
 from weft.engine.model.operations import projection as dense
@@ -307,7 +307,7 @@ def test_waits_that_lanes_and_data_bring_about_are_left_out() -> None:
     machine = real_machine()
     solved = structure_search.search(machine, TYPICAL, 132, 1.0)[0]
     choice = resource_assignment.assign(machine, solved.period, TYPICAL, 1.0)
-    lanes = {tuple(m): None for m in resource_assignment.members_of_lanes(choice.period)}
+    lanes = {tuple(m): None for m in members_of_lanes(choice.period)}
     for wait in choice.period.waits:
         without = tuple(w for w in choice.period.waits if w != wait)
         rest = msgspec.structs.replace(choice.period, waits=without)

@@ -1,4 +1,4 @@
-"""One architecture on the broad path, under every condition, beside its own `generate`."""
+"""One architecture computed by transformers' code, under every condition, compared with its own `generate`."""
 
 from __future__ import annotations
 

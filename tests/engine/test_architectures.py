@@ -1,4 +1,4 @@
-"""Architectures that weft has no layers for, on the broad path: some of each kind; `make architectures` runs all."""
+"""Architectures that weft has no layers for: some of each kind; `make architectures` runs all."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The model families that weft supports: everything that the modules of this folder define.
 
 Owns: the meaning of `config.json` files and the names of checkpoint tensors.
-May import: `spec.py`, `parts.py`, `quantization.py`, `integer_config.py` and `rope.py` of model/; no torch.
+May import: `spec.py`, `parts.py`, `quantization.py` and `rope.py` of model/; no torch.
 Never: depends on a kernel, a device or a plan.
 """
 

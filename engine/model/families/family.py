@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.engine.errors import ModelError
-from weft.engine.model.integer_config import read_integers
 from weft.engine.model.parts import Layer, Norm
-from weft.engine.model.quantization import read_quantization
+from weft.engine.model.quantization import read_integers, read_quantization
 from weft.engine.model.rope import read_rope
 from weft.engine.model.spec import ModelSpec
 
