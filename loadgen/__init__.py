@@ -1,4 +1,6 @@
-"""Load generator for OpenAI-compatible servers: arrivals, workloads, a streaming client, statistics and reports.
+"""Load generator for OpenAI-compatible servers: it measures any server over HTTP.
 
-It speaks only HTTP. From weft it imports only helpers for error messages, from weft's `__init__.py`.
+Owns: `weft load`: arrivals, workloads, a streaming client, statistics, service level objectives, reports.
+May import: the helpers for error messages of weft's `__init__.py`; no folder of weft.
+Never: needs a server or an engine of weft; imports numpy or matplotlib to show `weft --help`.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -28,16 +27,18 @@ def renewal(
     `poisson`: exponential gaps. `gamma`: gaps Gamma(shape `burstiness`, scale 1 / (rate * burstiness)), whose
     coefficient of variation is 1 / sqrt(burstiness): below 1 is burstier than Poisson. `constant`: equal gaps.
     """
-    draw: dict[str, Callable[[int], Times]] = {
-        "poisson": lambda n: rng.exponential(1 / rate, n),
-        "gamma": lambda n: rng.gamma(burstiness, 1 / (rate * burstiness), n),
-        "constant": lambda n: np.full(n, 1 / rate),
-    }
-    gaps = draw[process]
     if process == "constant":
         # Due at 0, 1/rate, 2/rate, …: multiply instead of summing, so that errors do not accumulate.
-        n = min(int(np.ceil((duration or np.inf) * rate - 1e-9)) if duration else 2**62, count or 2**62)
-        return np.arange(n) / rate
+        limits = [count] if count else []
+        if duration:
+            limits.append(int(np.ceil(duration * rate - 1e-9)))
+        return np.arange(min(limits)) / rate
+
+    def gaps(n: int) -> Times:
+        return (
+            rng.exponential(1 / rate, n) if process == "poisson" else rng.gamma(burstiness, 1 / (rate * burstiness), n)
+        )
+
     if count is not None:
         times = np.cumsum(gaps(count))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,11 +49,8 @@ class Target:
             body["messages"] = [{"role": "user", "content": content}] if isinstance(content, str) else content
         else:
             body["prompt"] = content
-        body["max_tokens"] = output_tokens
-        if self.exact_output:
-            body["ignore_eos"] = True
-            body["min_tokens"] = output_tokens
-        return orjson.dumps({**body, **self.extra})
+        exact = {"ignore_eos": True, "min_tokens": output_tokens} if self.exact_output else {}
+        return orjson.dumps({**body, "max_tokens": output_tokens, **exact, **self.extra})
 
 
 class Client:
@@ -62,9 +60,7 @@ class Client:
         self.target = target
         self.epoch = epoch
         self._pool = Pool(target.address)
-        marker = "\0"
-        head = target.address.head("POST", target.path, {**target.all_headers(), "Content-Length": marker})
-        self._head, self._tail = head.split(marker.encode())
+        self._headers = target.all_headers()
 
     async def send(self, record: Record, body: bytes, *, keep_text: bool = False) -> str:
         """Send the request and complete `record`; return the answer's text if `keep_text` is set.
@@ -72,57 +68,46 @@ class Client:
         Server failures never raise. If cancelled, it leaves the record `UNFINISHED` and raises `CancelledError`.
         """
         reader = AnswerReader(record.times, keep_text=keep_text)
-        request = self._head + str(len(body)).encode() + self._tail + body
-        started = time.monotonic()
-        record.start = started - self.epoch
+        request = self.target.address.head("POST", self.target.path, self._headers, len(body)) + body
+        record.start = time.monotonic() - self.epoch
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + self.target.timeout):
                 record.status = await self._pool.exchange(request, reader)
         except TimeoutError:
-            self._fail(record, Outcome.TIMEOUT, f"no complete answer within {self.target.timeout:g} s")
+            result = Outcome.TIMEOUT, f"no complete answer within {self.target.timeout:g} s"
         except ConnectionBroken as error:
-            self._fail(record, Outcome.BROKEN if error.began else Outcome.CONNECTION, str(error))
+            result = Outcome.BROKEN if error.began else Outcome.CONNECTION, str(error)
         except OSError as error:
-            self._fail(record, Outcome.CONNECTION, f"cannot connect: {error.strerror or error}")
+            result = Outcome.CONNECTION, f"cannot connect: {error.strerror or error}"
         else:
-            self._classify(record, reader)
+            result = _classify(record.status, reader)
         finally:
-            self._take_times(record, reader)
+            if record.times:
+                record.times = array("d", [t - self.epoch for t in record.times])
+                record.first, record.end = record.times[0], reader.end - self.epoch
+            record.prompt_tokens, record.completion_tokens = reader.prompt, reader.completion
+            record.cached_tokens = reader.cached
+        record.outcome, record.error = result
         return "".join(reader.text)
-
-    def _classify(self, record: Record, reader: AnswerReader) -> None:
-        if record.status != 200:
-            overloaded = record.status in (429, 503)
-            self._fail(record, Outcome.OVERLOADED if overloaded else Outcome.REFUSED, _explain(reader.body))
-        elif not reader.is_stream:
-            self._fail(record, Outcome.BROKEN, "the answer is not an event stream")
-        elif reader.error:
-            self._fail(record, Outcome.BROKEN, reader.error)
-        elif not (reader.finished or reader.done):
-            self._fail(record, Outcome.BROKEN, "the stream ended without a finish reason and without [DONE]")
-        elif not record.times:
-            self._fail(record, Outcome.BROKEN, "the stream ended without a token")
-        else:
-            record.outcome = Outcome.OK
-
-    @staticmethod
-    def _fail(record: Record, outcome: Outcome, error: str) -> None:
-        record.outcome, record.error = outcome, error
-
-    def _take_times(self, record: Record, reader: AnswerReader) -> None:
-        if record.times:
-            record.times = type(record.times)("d", [t - self.epoch for t in record.times])
-            record.first = record.times[0]
-            record.end = reader.end - self.epoch
-        record.prompt_tokens, record.completion_tokens = reader.prompt, reader.completion
-        record.cached_tokens = reader.cached
 
     def close(self) -> None:
         self._pool.close()
 
 
-def _explain(body: bytes) -> str:
-    try:
-        return error_message(orjson.loads(body))
-    except orjson.JSONDecodeError:
-        return " ".join(body.decode("utf-8", "replace").split())[:200]
+def _classify(status: int, reader: AnswerReader) -> tuple[Outcome, str]:
+    """Return the outcome of a complete answer, and its error."""
+    if status != 200:
+        try:
+            error = error_message(orjson.loads(reader.body))
+        except orjson.JSONDecodeError:
+            error = " ".join(reader.body.decode("utf-8", "replace").split())[:200]
+        return Outcome.OVERLOADED if status in (429, 503) else Outcome.REFUSED, error
+    if not reader.is_stream:
+        return Outcome.BROKEN, "the answer is not an event stream"
+    if reader.error:
+        return Outcome.BROKEN, reader.error
+    if not (reader.finished or reader.done):
+        return Outcome.BROKEN, "the stream ended without a finish reason and without [DONE]"
+    if not reader.times:
+        return Outcome.BROKEN, "the stream ended without a token"
+    return Outcome.OK, ""

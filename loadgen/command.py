@@ -11,14 +11,13 @@ from typing import Any
 
 from weft import install_hint
 from weft.loadgen import files, settings
-from weft.loadgen.client import Target
 from weft.loadgen.errors import LoadError
-from weft.loadgen.interrupts import run_async
 from weft.loadgen.preflight import Ready, prepare
+from weft.loadgen.processes import run_async
 from weft.loadgen.run import Run, execute
 from weft.loadgen.settings import Settings
 from weft.loadgen.sweep import Sweep, search
-from weft.loadgen.terminal import Live, note, print_runs, print_sweeps
+from weft.loadgen.terminal import note, print_runs, print_sweeps, progress_line
 from weft.loadgen.workload import build
 
 
@@ -34,22 +33,24 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(options: Settings) -> int:
     if "html" in options.files and find_spec("matplotlib") is None:
         raise LoadError(f"--html needs matplotlib: {install_hint('loadgen')}")
+    sweeps: list[Sweep] = []
+    runs: list[Run] = []
+    for target in options.targets:
+        ready = run_async(partial(prepare, target, options.maker))
+        ready = replace(ready, context=options.max_context or ready.context)
+        if options.sweep is not None:
+            sweeps.append(search(target.name, options.sweep, partial(_measure_rate, options, ready)))
+            runs += sweeps[-1].runs
+        else:
+            runs.append(_measure(options, ready, None, target.name))
+        if (sweeps or runs)[-1].interrupted:
+            break
     if options.sweep is not None:
-        sweeps = []
-        for target in options.targets:
-            sweeps.append(_sweep(options, target))
-            if sweeps[-1].interrupted:
-                break
-        runs = [run for sweep in sweeps for run in sweep.runs]
-        status = 0 if all(sweep.best is not None for sweep in sweeps) else 1
+        good = all(sweep.best is not None for sweep in sweeps)
+    elif options.run.objectives:
+        good = all(run.attainment.met for run in runs)
     else:
-        sweeps = []
-        runs = []
-        for target in options.targets:
-            runs.append(_one(options, target))
-            if runs[-1].interrupted:
-                break
-        status = 0 if all(_good(run) for run in runs) else 1
+        good = all(run.measures.ok.any() for run in runs)
     try:
         files.write(options.files, runs, sweeps, _description(options), options.row)
     finally:  # after the files, because stdout may be closed, as with `head`
@@ -59,16 +60,7 @@ def _run(options: Settings) -> int:
             print_runs(runs)
     for path in options.files.values():
         note(f"wrote {path}")
-    return status
-
-
-def _good(run: Run) -> bool:
-    return run.attainment.met if run.options.objectives else bool(run.measures.ok.any())
-
-
-def _prepare(options: Settings, target: Target) -> Ready:
-    ready = run_async(partial(prepare, target, options.maker))
-    return replace(ready, context=options.max_context or ready.context)
+    return 0 if good else 1
 
 
 def _measure(options: Settings, ready: Ready, rate: float | None, what: str) -> Run:
@@ -78,26 +70,18 @@ def _measure(options: Settings, ready: Ready, rate: float | None, what: str) -> 
     if context is not None and maker.kind == "words":
         context = max(2, int(context * 0.95))  # words match their token counts only on average
     workload = build(arrival, options.content, maker, context)
-    with Live(what, len(workload), quiet=options.quiet) as live:
-        return execute(ready, workload, options.run, live.update)
+    with progress_line(what, len(workload), quiet=options.quiet) as update:
+        return execute(ready, workload, options.run, update)
 
 
-def _one(options: Settings, target: Target) -> Run:
-    return _measure(options, _prepare(options, target), None, target.name)
-
-
-def _sweep(options: Settings, target: Target) -> Sweep:
-    assert options.sweep is not None
-    ready = _prepare(options, target)
-
-    def measure(rate: float) -> Run:
-        run = _measure(options, ready, rate, f"{target.name} at {rate:.3g}/s")
-        if not options.quiet:
-            verdicts = ", ".join(f"{v.objective} {'met' if v.met else 'missed'}" for v in run.attainment.verdicts)
-            note(f"{target.name} at {rate:.3g} requests/s: {verdicts}")
-        return run
-
-    return search(target.name, options.sweep, measure)
+def _measure_rate(options: Settings, ready: Ready, rate: float) -> Run:
+    """Measure one rate of a sweep."""
+    name = ready.target.name
+    run = _measure(options, ready, rate, f"{name} at {rate:.3g}/s")
+    if not options.quiet:
+        verdicts = ", ".join(f"{v.objective} {'met' if v.met else 'missed'}" for v in run.attainment.verdicts)
+        note(f"{name} at {rate:.3g} requests/s: {verdicts}")
+    return run
 
 
 def _description(options: Settings) -> dict[str, Any]:

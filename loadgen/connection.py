@@ -19,15 +19,13 @@ MAX_PAGE_BYTES = 64 << 20
 
 
 class Reader(Protocol):
-    """Receives an answer's body as it arrives."""
+    """Receives an answer's body as it arrives, in `feed`, which may raise `AnswerTooLong`."""
 
     is_stream: bool
     retry_after: str
     """The Retry-After header, or empty."""
 
-    def feed(self, data: bytes, now: float) -> None:
-        """Take bytes that arrived at `now`. Raises `AnswerTooLong`."""
-        ...
+    def feed(self, data: bytes, now: float) -> None: ...
 
 
 class Body:
@@ -36,18 +34,16 @@ class Body:
     def __init__(self) -> None:
         self.is_stream = False
         self.retry_after = ""
-        self._parts: list[bytes] = []
-        self._bytes = 0
+        self._content = bytearray()
 
     def feed(self, data: bytes, _now: float) -> None:
-        self._bytes += len(data)
-        if self._bytes > MAX_PAGE_BYTES:
+        self._content += data
+        if len(self._content) > MAX_PAGE_BYTES:
             raise AnswerTooLong(f"a body of more than {MAX_PAGE_BYTES >> 20} MiB")
-        self._parts.append(data)
 
     @property
     def content(self) -> bytes:
-        return b"".join(self._parts)
+        return bytes(self._content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +97,6 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, released: Callable[[Connection], None]) -> None:
         self.alive = False
-        self.used = False
         self._released = released
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[int] | None = None
@@ -123,7 +118,6 @@ class Connection(asyncio.Protocol):
         try:
             return await self._done
         finally:
-            self.used = True
             if not self._done.done() or self._done.cancelled() or self._done.exception() is not None:
                 self.close()
             elif self.alive:
@@ -213,25 +207,17 @@ class Pool:
         If the server had closed an idle connection before it saw the request, the exchange is repeated once.
         """
         while self._idle:
-            connection = self._idle.pop()
-            if not connection.alive:
-                continue
-            try:
-                return await connection.exchange(request, reader)
-            except ConnectionBroken as error:
-                if error.began:
-                    raise
-                break
-        return await (await self._open()).exchange(request, reader)
-
-    async def _open(self) -> Connection:
+            if (connection := self._idle.pop()).alive:
+                try:
+                    return await connection.exchange(request, reader)
+                except ConnectionBroken as error:
+                    if error.began:
+                        raise
+                    break
         _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: Connection(self._idle.append),
-            self.address.host,
-            self.address.port,
-            ssl=self._tls,
+            lambda: Connection(self._idle.append), self.address.host, self.address.port, ssl=self._tls
         )
-        return connection
+        return await connection.exchange(request, reader)
 
     def close(self) -> None:
         for connection in self._idle:

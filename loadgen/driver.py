@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.loadgen.client import Client, Target
-from weft.loadgen.prompts import Content
 from weft.loadgen.record import Outcome, Record
 from weft.loadgen.workload import Planned, Workload
 
@@ -90,7 +89,11 @@ class Driver:
             helpers.append(asyncio.create_task(self._report_regularly(self._report)))
         cpu = time.process_time()
         try:
-            await (self._open_loop() if job.workload.times is not None else self._closed_loop())
+            if job.workload.times is not None:
+                await self._open_loop()
+            else:
+                for user in range(job.part, job.workload.users, job.parts):
+                    self._start(self._user(user))
             await self._drain()
         finally:
             self._out.cpu_seconds = time.process_time() - cpu
@@ -110,24 +113,14 @@ class Driver:
     # -- schedules
 
     async def _open_loop(self) -> None:
-        workload, job = self.job.workload, self.job
-        for index in workload.share(job.part, job.parts):
+        workload = self.job.workload
+        for index in workload.share(self.job.part, self.job.parts):
             planned = workload.planned(index)
-            # Build the body before it is due, so that building does not delay sending.
-            content = None if workload.is_conversation else workload.content(planned)
-            body = b"" if content is None else job.target.body(content, planned.output_tokens)
+            body = self._body_ahead(planned)
             assert planned.at is not None
             if not await self._sleep_until(planned.at):
                 return
-            if workload.is_conversation:
-                self._start(self._converse(planned, planned.at))
-            else:
-                self._start(self._one(planned, planned.at, body))
-
-    async def _closed_loop(self) -> None:
-        workload, job = self.job.workload, self.job
-        for user in range(job.part, workload.users, job.parts):
-            self._start(self._user(user))
+            self._start(self._request(planned, planned.at, body))
 
     async def _user(self, user: int) -> None:
         """Run one user of a closed loop, who sends every `users`-th request, each after an answer and a think time.
@@ -140,16 +133,28 @@ class Driver:
             if workload.duration is not None and due >= workload.duration:
                 return
             planned = workload.planned(index)
-            body = None if workload.is_conversation else self._body(workload.content(planned), planned.output_tokens)
+            body = self._body_ahead(planned)
             if not await self._sleep_until(due):
                 return
-            if body is None:
-                due = await self._converse(planned, due)
-            else:
-                due = await self._one(planned, due, body)
             turn += 1
-            due += workload.think(user, turn)
+            due = await self._request(planned, due, body) + workload.think(user, turn)
             index += workload.users
+
+    def _body_ahead(self, planned: Planned) -> bytes | None:
+        """Build a body before it is due, so that building does not delay sending. None: it starts a conversation."""
+        workload = self.job.workload
+        if workload.is_conversation:
+            return None
+        return self.job.target.body(workload.content(planned), planned.output_tokens)
+
+    async def _request(self, planned: Planned, due: float, body: bytes | None) -> float:
+        """Send a request, or a conversation if `body` is None. Return the time it ended."""
+        if body is None:
+            return await self._converse(planned, due)
+        record = self._record(planned.index, due, planned.input_tokens, planned.output_tokens)
+        await self._send(record, body)
+        # After an immediate failure, a user must not retry immediately forever.
+        return self._now() + (0.0 if record.ok else 0.1)
 
     async def _converse(self, first: Planned, due: float) -> float:
         """Run a conversation; each turn resends all earlier messages and answers. Return the time it ended."""
@@ -162,14 +167,10 @@ class Driver:
                 self._out.conversations_cut += 1
                 break
             words = workload.maker.turn(first.index, turn, inputs)
-            content: Content
-            if target.chat:
-                content = [*messages, {"role": "user", "content": words}]
-            else:
-                content = history + words
+            content = [*messages, {"role": "user", "content": words}] if target.chat else history + words
             if turn:
                 due += workload.think(first.index, turn)
-            body = self._body(content, outputs)
+            body = target.body(content, outputs)
             if not await self._sleep_until(due):
                 break
             record = self._record(first.index, due, said + inputs, outputs)
@@ -182,20 +183,10 @@ class Driver:
                 history = content + answer + " "
             else:
                 messages = [*content, {"role": "assistant", "content": answer}]
-            counted = record.prompt_tokens if record.prompt_tokens >= 0 else said + inputs
-            said = counted + record.received_tokens
+            said = (record.prompt_tokens if record.prompt_tokens >= 0 else said + inputs) + record.received_tokens
         return max(due, self._now())
 
-    async def _one(self, planned: Planned, due: float, body: bytes) -> float:
-        record = self._record(planned.index, due, planned.input_tokens, planned.output_tokens)
-        await self._send(record, body)
-        # After an immediate failure, a user must not retry immediately forever.
-        return self._now() + (0.0 if record.ok else 0.1)
-
     # -- one request
-
-    def _body(self, content: Content, output_tokens: int) -> bytes:
-        return self.job.target.body(content, output_tokens)
 
     def _record(self, index: int, due: float, inputs: int, outputs: int) -> Record:
         record = Record(index, due, inputs, outputs)
@@ -208,8 +199,7 @@ class Driver:
         try:
             return await self._client.send(record, body, keep_text=keep_text)
         except asyncio.CancelledError:
-            record.outcome = Outcome.UNFINISHED
-            record.error = "given up at the end of the run"
+            record.outcome, record.error = Outcome.UNFINISHED, "given up at the end of the run"
             raise
         finally:
             progress.done += 1
@@ -251,11 +241,11 @@ class Driver:
     async def _drain(self) -> None:
         """Wait for running requests until the drain limit or `stop`."""
         workload, limit = self.job.workload, None
-        if self.job.drain is not None:
-            last = workload.duration
-            if last is None and workload.times is not None:
-                last = float(workload.times[-1])
-            limit = None if last is None else max(0.0, last + self.job.drain - self._now())
+        last = workload.duration
+        if last is None and workload.times is not None:
+            last = float(workload.times[-1])
+        if self.job.drain is not None and last is not None:
+            limit = max(0.0, last + self.job.drain - self._now())
         with suppress(TimeoutError):
             async with asyncio.timeout(limit):
                 await self._idle.wait()

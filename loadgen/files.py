@@ -23,6 +23,7 @@ COLUMNS = (
     "index", "session", "turn", "due", "start", "first", "end", "input_tokens", "output_tokens", "prompt_tokens",
     "completion_tokens", "cached_tokens", "outcome", "status", "error",
 )  # fmt: skip
+RECORDED = ("index", "session", "turn", "start", "status", "error")
 
 
 def write(
@@ -83,33 +84,30 @@ def _write_csv(path: Path, runs: Sequence[Run]) -> None:
             values = [getattr(measures, name) for name in PER_REQUEST]
             for i, record in enumerate(measures.records):
                 cells = [getattr(record, name) for name in COLUMNS] + [float(column[i]) for column in values]
-                writer.writerow([run.name, run.rate if run.rate is not None else "", *map(_cell, cells)])
+                writer.writerow([run.name, "" if run.rate is None else run.rate, *map(_cell, cells)])
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, float):
-        return "" if value != value else f"{value:.6f}"
-    return value
+    if not isinstance(value, float):
+        return value
+    return "" if value != value else f"{value:.6f}"
 
 
 def _write_record(path: Path, runs: Sequence[Run]) -> None:
     with path.open("wb") as file:
         for run in runs:
             for record in run.everything.records:
-                times = np.asarray(record.times)
                 row = {
                     "at": record.due,
                     "input_tokens": record.prompt_tokens if record.prompt_tokens > 0 else max(record.input_tokens, 1),
                     "output_tokens": record.output_tokens,
                     "server": run.name,
                     "rate": run.rate,
-                    **{
-                        name: getattr(record, name) for name in ("index", "session", "turn", "start", "status", "error")
-                    },
+                    **{name: getattr(record, name) for name in RECORDED},
                     "outcome": record.outcome.value,
                     "received_tokens": record.received_tokens,
                     "ttft": record.first - record.start,
                     "e2e": record.end - record.start,
-                    "itl": np.round(np.diff(times), 6),
+                    "itl": np.round(np.diff(np.asarray(record.times)), 6),
                 }
                 file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")

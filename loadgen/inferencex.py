@@ -22,7 +22,8 @@ def row(run: Run, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the row. `fields`: isl, osl, and operator-supplied values (hw, tp, image …), which take precedence."""
     build = run.view.build if run.view is not None else {}
     gpus = int(fields.get("tp", 1))
-    through, output = run.throughput(), run.throughput()["output_tokens_per_second"]
+    through = run.throughput()
+    prompt, output = through["prompt_tokens_per_second"], through["output_tokens_per_second"]
     out: dict[str, Any] = {
         "hw": None,
         "conc": run.users,
@@ -40,9 +41,9 @@ def row(run: Run, fields: dict[str, Any]) -> dict[str, Any]:
         "ep": 1,
         "dp_attention": False,
         **fields,
-        "tput_per_gpu": (output + through["prompt_tokens_per_second"]) / gpus,
+        "tput_per_gpu": (output + prompt) / gpus,
         "output_tput_per_gpu": output / gpus,
-        "input_tput_per_gpu": through["prompt_tokens_per_second"] / gpus,
+        "input_tput_per_gpu": prompt / gpus,
     }
     for measure, name in MEASURES.items():
         for statistic, value in _statistics(run.measures.values(measure)).items():
@@ -60,13 +61,12 @@ def _statistics(values: Values) -> dict[str, float | None]:
 
 
 def _power(run: Run, gpus: int) -> dict[str, Any]:
-    energy = run.energy()
-    out: dict[str, Any] = {"power_metric_schema_version": POWER_SCHEMA, "power_valid": int(energy is not None)}
+    energy, prompt = run.energy(), run.tokens()["prompt_received"]
     if energy is None:
-        return out
-    prompt = run.tokens()["prompt_received"]
+        return {"power_metric_schema_version": POWER_SCHEMA, "power_valid": 0}
     return {
-        **out,
+        "power_metric_schema_version": POWER_SCHEMA,
+        "power_valid": 1,
         "power_source": "energy counter of the server",
         "avg_power_w": energy["watts"] / gpus,
         "avg_total_gpu_power_w": energy["watts"],

@@ -52,19 +52,18 @@ PRESETS = {
 
 def parse(text: str, option: str) -> Lengths:
     """Parse `128`, `uniform:64:256` or `lognormal:MEAN:SD`. Raises `LoadError` naming `option`."""
-    kind, _, rest = text.partition(":")
-    parts = rest.split(":")
-    if not rest:
-        return Lengths("constant", whole(text, option))
-    if kind == "constant" and len(parts) == 1:
-        return Lengths("constant", whole(parts[0], option))
-    if kind == "uniform" and len(parts) == 2:
-        low, high = (whole(part, option) for part in parts)
-        if low > high:
-            raise LoadError(f"{option}: uniform:{low}:{high} has its bounds swapped")
-        return Lengths("uniform", low, high)
-    if kind == "lognormal" and len(parts) == 2:
-        return Lengths("lognormal", number(parts[0], option, low=1), number(parts[1], option))
+    match text.split(":"):
+        case [_] | [_, ""]:
+            return Lengths("constant", whole(text, option))
+        case ["constant", length]:
+            return Lengths("constant", whole(length, option))
+        case ["uniform", a, b]:
+            low, high = whole(a, option), whole(b, option)
+            if low > high:
+                raise LoadError(f"{option}: uniform:{low}:{high} has its bounds swapped")
+            return Lengths("uniform", low, high)
+        case ["lognormal", mean, deviation]:
+            return Lengths("lognormal", number(mean, option, low=1), number(deviation, option))
     raise LoadError(f"{option}: {text!r} must be N, uniform:LOW:HIGH or lognormal:MEAN:SD")
 
 
@@ -77,11 +76,10 @@ def read_pairs(path: Path) -> Counts:
         text = path.read_text(encoding="utf-8")
         if path.suffix.lower() == ".csv":
             rows = [row[:2] for row in csv.reader(text.splitlines()) if row]
-            if rows and not rows[0][0].strip().isdigit():
-                rows = rows[1:]
-            pairs = np.array([[int(a), int(b)] for a, b in rows], np.int64)
+            rows = rows[1:] if rows and not rows[0][0].strip().isdigit() else rows
         else:
-            pairs = np.array([[int(a), int(b)] for a, b in json.loads(text)], np.int64)
+            rows = json.loads(text)
+        pairs = np.array([[int(a), int(b)] for a, b in rows], np.int64)
     except OSError as error:
         raise LoadError(f"cannot read --lengths {path}: {error.strerror}") from None
     except (ValueError, TypeError):

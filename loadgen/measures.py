@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.loadgen.record import Outcome, Record
-from weft.loadgen.statistics import Values
+from weft.loadgen.statistics import Distribution, Values
 
 FORMULAS = {
     "ttft": "time to first token = arrival of the first event with a token − start of sending",
@@ -31,47 +32,33 @@ TITLES = {
 PER_REQUEST = ("ttft", "tpot", "e2e", "normalized")
 
 
+def _column(name: str) -> cached_property[Values]:
+    return cached_property(lambda measures: np.array([getattr(r, name) for r in measures.records], np.float64))
+
+
 @dataclass(frozen=True)
 class Measures:
     """Columns `[n]` over the requests of a run, including failures; NaN if a failed request has no value."""
 
     records: Sequence[Record]
 
-    def _column(self, name: str) -> Values:
-        return np.array([getattr(record, name) for record in self.records], np.float64)
+    due = _column("due")
+    start = _column("start")
+    first = _column("first")
+    end = _column("end")
+    tokens = _column("received_tokens")
 
     @cached_property
     def ok(self) -> NDArray[np.bool_]:
         return np.array([record.ok for record in self.records], bool)
 
     @cached_property
-    def due(self) -> Values:
-        return self._column("due")
-
-    @cached_property
-    def start(self) -> Values:
-        return self._column("start")
-
-    @cached_property
-    def first(self) -> Values:
-        return self._column("first")
-
-    @cached_property
-    def end(self) -> Values:
-        return self._column("end")
-
-    @cached_property
-    def tokens(self) -> Values:
-        """Received output tokens."""
-        return self._column("received_tokens")
-
-    @cached_property
     def ttft(self) -> Values:
-        return self._if_ok(self.first - self.start)
+        return np.where(self.ok, self.first - self.start, np.nan)
 
     @cached_property
     def e2e(self) -> Values:
-        return self._if_ok(self.end - self.start)
+        return np.where(self.ok, self.end - self.start, np.nan)
 
     @cached_property
     def tpot(self) -> Values:
@@ -82,19 +69,22 @@ class Measures:
     def normalized(self) -> Values:
         return self.e2e / np.maximum(self.tokens, 1)
 
+    def itl_of(self, record: Record) -> Values:
+        return np.diff(np.asarray(record.times)) if record.ok else np.empty(0)
+
     @cached_property
     def itl(self) -> Values:
         """All gaps of all answered requests: `[gaps]`."""
-        gaps = [np.diff(np.asarray(record.times)) for record in self.records if record.ok and len(record.times) > 1]
-        return np.concatenate(gaps) if gaps else np.empty(0)
-
-    def itl_of(self, record: Record) -> Values:
-        return np.diff(np.asarray(record.times)) if record.ok else np.empty(0)
+        return np.concatenate([np.empty(0), *map(self.itl_of, self.records)])
 
     def values(self, measure: str) -> Values:
         """Return the finite values of a measure over answered requests (`itl`: over their gaps)."""
         column: Values = getattr(self, measure)
         return column[np.isfinite(column)]
+
+    @cached_property
+    def distributions(self) -> dict[str, Distribution]:
+        return {measure: Distribution.of(self.values(measure)) for measure in FORMULAS}
 
     @cached_property
     def lateness(self) -> Values:
@@ -104,10 +94,5 @@ class Measures:
 
     def outcomes(self) -> dict[str, int]:
         """Count requests by outcome; omits outcomes that did not occur, except `ok`."""
-        counts = {outcome.value: 0 for outcome in Outcome}
-        for record in self.records:
-            counts[record.outcome.value] += 1
-        return {name: n for name, n in counts.items() if n or name == "ok"}
-
-    def _if_ok(self, values: Values) -> Values:
-        return np.where(self.ok, values, np.nan)
+        counts = Counter(record.outcome for record in self.records)
+        return {outcome.value: counts[outcome] for outcome in Outcome if counts[outcome] or outcome is Outcome.OK}

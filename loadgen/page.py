@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from math import inf
 from typing import Any
+
+import numpy as np
 
 from weft.loadgen import plots
 from weft.loadgen.measures import FORMULAS, TITLES
@@ -41,15 +44,14 @@ def page(runs: Sequence[Run], sweeps: Sequence[Sweep], description: dict[str, An
     else:
         parts += [f'<p class="lead">{escape(sentence(run))}</p>' for run in runs]
         detailed = list(runs)
-    if len(detailed) > 1 and not sweeps:
-        parts += ["<h2>Comparison</h2>", _comparison(detailed)]
+        if len(runs) > 1:
+            parts += ["<h2>Comparison</h2>", _comparison(runs)]
     if detailed:
         parts += ["<h2>Latency distributions</h2>", "<p>Further left is faster; a dashed line is a limit.</p>"]
         parts.append(plots.cdfs(detailed))
     for run in detailed[:_MAX_DETAILED]:
         parts += _run_parts(run)
-    parts += _method(runs, description)
-    body = "\n".join(parts)
+    body = "\n".join([*parts, *_method(runs, description)])
     return (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -72,7 +74,7 @@ def sentence(run: Run) -> str:
         a = run.attainment
         low, high = a.interval
         text += f" {a.share:.1%} of the requests met every limit (95 % confidence interval {low:.1%} to {high:.1%})."
-        text += " The objectives were met." if a.met else " The objectives were missed."
+        text += f" The objectives were {'met' if a.met else 'missed'}."
     return text
 
 
@@ -87,31 +89,27 @@ def _sweep_parts(sweeps: Sequence[Sweep]) -> list[str]:
         "<p>Lower is faster; dashed lines are limits, dotted lines the highest rate that met every objective.</p>",
         plots.latency_against_rate(measured, objectives),
     ]
+    titles = (objective.title() for objective in objectives)
+    head = ["requests/s", "answered", *titles, "within limits", "goodput", "output tokens/s", ""]
     for sweep in measured:
-        titles = (objective.title() for objective in objectives)
-        head = ["requests/s", "answered", *titles, "within limits", "goodput", "output tokens/s", ""]
         rows = []
         for rate, run in sweep.by_rate:
             a = run.attainment
-            rows.append(
-                [
-                    f"{rate:.3g}",
-                    f"{int(run.measures.ok.sum())} of {len(run.measures.records)}",
-                    *(_coloured(show_seconds(v.value), v.met) for v in a.verdicts),
-                    f"{a.share:.1%}",
-                    f"{a.goodput:.3g}",
-                    f"{run.throughput()['output_tokens_per_second']:.5g}",
-                    _met(a.met) + ("" if run.kept_up else " (generator late)"),
-                ]
-            )
+            values = [_coloured(show_seconds(v.value), v.met) for v in a.verdicts]
+            late = "" if run.kept_up else " (generator late)"
+            answered, speed = _answered_and_speed(run)
+            rates = f"{a.share:.1%}", f"{a.goodput:.3g}", speed
+            rows.append([f"{rate:.3g}", answered, *values, *rates, _met(a.met) + late])
         parts += [f"<h2>{escape(sweep.name)}</h2>", _table(head, rows), plots.rates_heat_map(sweep)]
     return parts
 
 
 def _run_parts(run: Run) -> list[str]:
-    parts = [f"<h2>{escape(run.name)} at {run.load}</h2>"]
-    parts.append(f"<p>Model {escape(run.model)} at {escape(run.url)}, {escape(run.began)}.</p>")
-    parts += [f'<p class="note">{escape(warning)}</p>' for warning in run.warnings()]
+    parts = [
+        f"<h2>{escape(run.name)} at {run.load}</h2>",
+        f"<p>Model {escape(run.model)} at {escape(run.url)}, {escape(run.began)}.</p>",
+        *(f'<p class="note">{escape(warning)}</p>' for warning in run.warnings()),
+    ]
     if run.options.objectives:
         rows = [
             [escape(v.objective.title()), show_seconds(v.value), _met(v.met), f"{v.attainment:.1%}"]
@@ -121,8 +119,10 @@ def _run_parts(run: Run) -> list[str]:
         parts.append(f"<p>Goodput: {run.attainment.goodput:.3g} requests per second within every limit.</p>")
     rows = []
     for name, d in run.distributions.items():
+        low, high = d.p99_interval
+        interval = f"{show_seconds(max(low, 0.0))} – {show_seconds(high)}" if high != inf else "too few requests"
         values = [show_seconds(value) for value in (d.mean, d.sd, d.p50, d.p90, d.p95, d.p99, d.max)]
-        rows.append([TITLES[name], *values, _interval(d.p99_interval)])
+        rows.append([TITLES[name], *values, interval])
     parts.append(_table(["", "mean", "deviation", "p50", "p90", "p95", "p99", "max", "95 % interval of p99"], rows))
     through, tokens = run.throughput(), run.tokens()
     rows = [[f"Requests: {escape(name)}", str(n)] for name, n in run.measures.outcomes().items()]
@@ -146,13 +146,15 @@ def _run_parts(run: Run) -> list[str]:
         ]
     parts.append(_table(["", ""], rows))
     if run.view is not None:
-        rows = [
-            [_SERVERS.get(name, name), show_seconds(mean), _ours(run, name)] for name, mean in run.view.means.items()
-        ]
+        rows = []
+        for name, mean in run.view.means.items():
+            # As the server computes it: over all requests, including the warm-up.
+            here = run.everything.values(name) if name in TITLES else np.empty(0)
+            ours = show_seconds(float(here.mean())) if len(here) else ""
+            rows.append([_SERVERS.get(name, name), show_seconds(mean), ours])
         rows += [[escape(name.replace("_", " ").capitalize()), str(n), ""] for name, n in run.view.totals.items()]
         parts.append(_table(["server metrics", "mean or count", "measured here"], rows))
-    errors = run.summary()["errors"]
-    if errors:
+    if errors := run.summary()["errors"]:
         parts.append(_table(["error", "requests"], [[escape(message), str(n)] for message, n in errors.items()]))
     parts += [plots.over_time(run), plots.timeline(run)]
     if run.measures.ok.any():
@@ -163,54 +165,35 @@ def _run_parts(run: Run) -> list[str]:
     return parts
 
 
-def _ours(run: Run, name: str) -> str:
-    """Return the mean of a measure over all requests, including the warm-up, as the server computes it."""
-    if name not in TITLES or not len(values := run.everything.values(name)):
-        return ""
-    return show_seconds(float(values.mean()))
-
-
 def _comparison(runs: Sequence[Run]) -> str:
     head = ["median", *TITLES.values(), "answered", "output tokens/s"]
-    rows = [
-        [
-            escape(run.name),
-            *(show_seconds(d.p50) for d in run.distributions.values()),
-            f"{int(run.measures.ok.sum())} of {len(run.measures.records)}",
-            f"{run.throughput()['output_tokens_per_second']:.5g}",
-        ]
-        for run in runs
-    ]
+    medians = [[show_seconds(d.p50) for d in run.distributions.values()] for run in runs]
+    rows = [[escape(run.name), *p50, *_answered_and_speed(run)] for run, p50 in zip(runs, medians, strict=True)]
     return _table(head, rows)
 
 
+def _answered_and_speed(run: Run) -> tuple[str, str]:
+    answered = f"{int(run.measures.ok.sum())} of {len(run.measures.records)}"
+    return answered, f"{run.throughput()['output_tokens_per_second']:.5g}"
+
+
 def _method(runs: Sequence[Run], description: dict[str, Any]) -> list[str]:
-    parts = ["<h2>How this was measured</h2>", "<dl>"]
-    parts += [
-        f"<dt>{escape(TITLES.get(name, name))}</dt><dd>{escape(text)}</dd>" for name, text in (FORMULAS | RULES).items()
-    ]
-    parts.append(
-        "<dt>percentiles</dt><dd>linear between order statistics; the interval of p99 comes from their ranks</dd>"
-    )
-    parts.append(
-        "<dt>lateness</dt><dd>sending: start of sending − due time in the fixed schedule; "
-        "receiving: delay of the generator's event loop, sampled every 5 ms of the run</dd></dl>"
-    )
+    definitions = {escape(TITLES.get(name, name)): escape(text) for name, text in (FORMULAS | RULES).items()}
+    definitions |= {
+        "percentiles": "linear between order statistics; the interval of p99 comes from their ranks",
+        "lateness": "sending: start of sending − due time in the fixed schedule; "
+        "receiving: delay of the generator's event loop, sampled every 5 ms of the run",
+    }
+    listed = "\n".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in definitions.items())
+    words = {"True": "yes", "False": "no"}
     rows = [
-        [escape(name.replace("_", " ")), escape({"True": "yes", "False": "no"}.get(str(value), str(value)))]
+        [escape(name.replace("_", " ")), escape(words.get(str(value), str(value)))]
         for name, value in description.items()
         if value != {}
     ]
     if runs:
         rows.append(["processes", str(runs[0].options.processes)])
-    return [*parts, _table(["workload", ""], rows)]
-
-
-def _interval(interval: tuple[float, float]) -> str:
-    low, high = interval
-    if high == float("inf"):
-        return "too few requests"
-    return f"{show_seconds(max(low, 0.0))} – {show_seconds(high)}"
+    return ["<h2>How this was measured</h2>", f"<dl>\n{listed}</dl>", _table(["workload", ""], rows)]
 
 
 def _coloured(text: str, good: bool) -> str:

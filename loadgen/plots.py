@@ -64,9 +64,8 @@ def cdfs(runs: Sequence[Run]) -> str:
             values = np.sort(run.measures.values(measure))
             if len(values):
                 kept = np.unique(np.linspace(0, len(values) - 1, min(len(values), _MAX_POINTS)).astype(int))
-                axis.step(
-                    values[kept], (kept + 1) / len(values), where="post", color=colour, label=f"{run.name}, {run.load}"
-                )
+                shares, label = (kept + 1) / len(values), f"{run.name}, {run.load}"
+                axis.step(values[kept], shares, where="post", color=colour, label=label)
         for objective in runs[0].options.objectives:
             if objective.measure == measure:
                 axis.axvline(objective.limit, color=_FAILED, linestyle="--", linewidth=1)
@@ -108,18 +107,14 @@ def timeline(run: Run) -> str:
     measures = run.everything
     n = len(measures.records)
     figure, axes = _figure(1, height=min(7.0, 2.2 + n / 60))
-    rows = np.arange(n)
-    ok = np.isfinite(measures.first)
-    raster = n > _RASTER
-
-    def draw(chosen: Any, start: Values, end: Values, colour: str, label: str) -> None:
-        segments = np.stack([np.stack([start, rows], 1), np.stack([end, rows], 1)], 1)[chosen]
-        width = max(0.5, min(4, 200 / max(n, 1)))
+    rows, raster, width = np.arange(n), n > _RASTER, max(0.5, min(4, 200 / max(n, 1)))
+    for start, end, colour, label in (
+        (measures.start, measures.first, COLOURS[4], "waiting for first token"),
+        (measures.first, measures.end, COLOURS[0], "answering"),
+    ):
+        segments = np.stack([np.stack([start, rows], 1), np.stack([end, rows], 1)], 1)[np.isfinite(measures.first)]
         lines = LineCollection(list(segments), colors=colour, linewidths=width, label=label, rasterized=raster)
         axes[0].add_collection(lines)
-
-    draw(ok, measures.start, measures.first, COLOURS[4], "waiting for first token")
-    draw(ok, measures.first, measures.end, COLOURS[0], "answering")
     failed = ~measures.ok
     if failed.any():
         axes[0].plot(measures.due[failed], rows[failed], "x", color=_FAILED, label="failed", rasterized=raster)
@@ -131,16 +126,15 @@ def timeline(run: Run) -> str:
 def limits_heat_map(run: Run) -> str:
     """Plot the share of all requests that meet a pair of limits, on time to first token and per output token."""
     measures, objectives = run.measures, run.options.objectives
-    given = [{o.limit for o in objectives if o.measure == name} for name in ("ttft", "tpot")]
-    ttft, tpot = _grid(measures, "ttft", given[0]), _grid(measures, "tpot", given[1])
-    times = measures.ttft, np.where(np.isnan(measures.tpot), 0.0, measures.tpot)
-    share = np.array([[(measures.ok & (times[0] <= a) & (times[1] <= b)).mean() for a in ttft] for b in tpot])
+    limits, labels = [], []
+    for name in ("ttft", "tpot"):
+        given = {o.limit for o in objectives if o.measure == name}
+        limits.append(_grid(measures, name, given))
+        labels.append([show_seconds(limit) + "\n(objective)" * (limit in given) for limit in limits[-1]])
+    first, per_token = measures.ttft, np.where(np.isnan(measures.tpot), 0.0, measures.tpot)
+    met = [[measures.ok & (first <= a) & (per_token <= b) for a in limits[0]] for b in limits[1]]
     figure, axes = _figure(1, height=4.2)
-    labels = [
-        [show_seconds(limit) + "\n(objective)" * (limit in ours) for limit in grid]
-        for grid, ours in zip((ttft, tpot), given, strict=True)
-    ]
-    _heat(axes[0], share, labels[0], labels[1])
+    _heat(axes[0], np.mean(met, axis=2), *labels)
     axes[0].set(
         xlabel="limit on the time to first token",
         ylabel="limit on the time per output token",
@@ -190,11 +184,10 @@ def _logarithmic(axis: Any, show: Callable[[float], str]) -> None:
 
 
 def _figure(panels: int, height: float = 3.4) -> tuple[Figure, list[Any]]:
-    rows, columns = -(-panels // 2), min(panels, 2)
-    # Pad panels, because browsers' fonts are larger than the layout's font.
-    layout = ConstrainedLayoutEngine(h_pad=0.12, hspace=0.06)
+    rows = -(-panels // 2)
+    layout = ConstrainedLayoutEngine(h_pad=0.12, hspace=0.06)  # browsers' fonts are larger than the layout's
     figure = Figure(figsize=(10.5, height * rows), layout=layout)
-    axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+    axes = figure.subplots(rows, min(panels, 2), squeeze=False).flatten().tolist()
     for axis in axes[panels:]:
         axis.remove()
     for axis in axes[:panels]:
@@ -209,8 +202,8 @@ def _svg(figure: Figure, name: str) -> str:
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    text = out.getvalue()
-    text = text[text.index("<svg") :]
+    _, begin, text = out.getvalue().partition("<svg")
+    text = begin + text
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', rf'\1 role="img" aria-label="{name}"', text, count=1)
     return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)

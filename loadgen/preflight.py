@@ -64,9 +64,7 @@ async def prepare(target: Target, maker: PromptMaker) -> Ready:
         raise LoadError(f"{target.name}: a trial request failed{status}: {trial.error or trial.outcome}{hint}")
     if trial.completion_tokens < 0:
         notes.append("the server sends no usage, so output tokens are counted as events")
-    calibration = Calibration()
-    if maker.kind == "words":
-        calibration = await _calibrate(target, maker, context)
+    calibration = await _calibrate(target, maker, context) if maker.kind == "words" else Calibration()
     return Ready(target, context, calibration, tuple(notes))
 
 
@@ -86,8 +84,8 @@ async def _discover(target: Target, notes: list[str]) -> tuple[Target, int | Non
     except (orjson.JSONDecodeError, KeyError, TypeError):
         models = []
     if target.model:
-        known = next((m for m in models if m["id"] == target.model), None)
-        if models and known is None:
+        known: dict[str, Any] = next((m for m in models if m["id"] == target.model), {})
+        if models and not known:
             names = ", ".join(str(m["id"]) for m in models[:5])
             raise LoadError(f"{target.name}: --model {target.model} is not served; served: {names}")
     elif not models:
@@ -96,9 +94,9 @@ async def _discover(target: Target, notes: list[str]) -> tuple[Target, int | Non
         known = models[0]
         if len(models) > 1:
             notes.append(f"using {known['id']} of {len(models)} served models (choose with --model)")
-    limit = (known or {}).get("max_model_len")
+    limit = known.get("max_model_len")
     context = int(limit) if isinstance(limit, int) and limit > 1 else None
-    return (replace(target, model=str(known["id"])) if known else target), context
+    return replace(target, model=str(known.get("id", target.model))), context
 
 
 async def _try(target: Target, content: Any, output_tokens: int) -> Record:

@@ -70,23 +70,16 @@ class PromptMaker:
 
     def from_blocks(self, index: int, hash_ids: tuple[int, ...], block: int, tokens: int) -> str | list[int]:
         """Return a prompt in which equal hash ids are equal runs of `block` tokens, cut or filled to `tokens`."""
-        per_block = max(1, round(block / self._per_token))
+        per_block = max(1, round(block / (self.calibration.per_word if self.kind == "words" else 1.0)))
         n = self._symbols(tokens)
-        used = hash_ids[: -(-n // per_block)]
-        runs = [_block(self, hash_id, per_block) for hash_id in used]
-        rest = n - per_block * len(runs)
-        if rest > 0:
-            runs.append(self._draw((_PROMPT, index), rest))
+        runs = [_block(self, hash_id, per_block) for hash_id in hash_ids[: -(-n // per_block)]]
+        runs.append(self._draw((_PROMPT, index), max(0, n - per_block * len(runs))))
         return self._render(np.concatenate(runs)[:n])
 
     def turn(self, session: int, turn: int, tokens: int) -> str:
         """Return the words of one turn of a conversation."""
         drawn = self._draw((_TURN, session, turn), max(1, round(tokens / self.calibration.per_word)))
         return " ".join(WORDS[i] for i in drawn)
-
-    @property
-    def _per_token(self) -> float:
-        return self.calibration.per_word if self.kind == "words" else 1.0
 
     def _symbols(self, tokens: int) -> int:
         if self.kind == "ids":
@@ -116,9 +109,8 @@ def read_prompts(path: Path) -> list[tuple[Content, int | None]]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise LoadError(
-            f"cannot read --prompts-file {path}: {getattr(error, 'strerror', None) or 'not UTF-8'}"
-        ) from None
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise LoadError(f"cannot read --prompts-file {path}: {reason}") from None
     is_json = path.suffix.lower() in (".jsonl", ".json", ".ndjson")
     prompts: list[tuple[Content, int | None]] = []
     for number, line in enumerate(lines, 1):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from weft.loadgen.driver import Job, Outcomes
-from weft.loadgen.interrupts import run_async
+from weft.loadgen.driver import Job
 from weft.loadgen.measures import Measures
 from weft.loadgen.preflight import Ready, snapshot
-from weft.loadgen.processes import OnProgress, run_jobs
+from weft.loadgen.processes import OnProgress, run_async, run_jobs
 from weft.loadgen.server_view import ServerView, difference
 from weft.loadgen.slo import Attainment, Objective, judge
 from weft.loadgen.statistics import Distribution, Values, percentile
@@ -72,16 +71,12 @@ class Run:
 
     @cached_property
     def attainment(self) -> Attainment:
-        return judge(self.options.objectives, self.measures, self.judged_span, self.options.max_failures)
+        judged_span = max(self.span - self.options.warmup, 1e-9)
+        return judge(self.options.objectives, self.measures, judged_span, self.options.max_failures)
 
     @property
-    def judged_span(self) -> float:
-        return max(self.span - self.options.warmup, 1e-9)
-
-    @cached_property
     def distributions(self) -> dict[str, Distribution]:
-        measures = self.measures
-        return {name: Distribution.of(measures.values(name)) for name in ("ttft", "itl", "tpot", "e2e", "normalized")}
+        return self.measures.distributions
 
     @cached_property
     def lateness_p99(self) -> float:
@@ -92,26 +87,26 @@ class Run:
         return percentile(self.lags, 99)
 
     @property
+    def _worst_lateness(self) -> float:
+        return float(np.nanmax([self.lateness_p99, self.lag_p99, 0.0]))
+
+    @property
     def kept_up(self) -> bool:
         """Whether the generator's lateness is small enough to trust the results."""
-        worst = np.nanmax([self.lateness_p99, self.lag_p99, 0.0])
-        return bool(worst <= self.options.max_lag)
+        return self._worst_lateness <= self.options.max_lag
 
     @property
     def lateness_matters(self) -> bool:
         """Whether that lateness exceeds a tenth of the smallest objective."""
-        limit = min((objective.limit for objective in self.options.objectives), default=np.inf)
-        return bool(np.nanmax([self.lateness_p99, self.lag_p99, 0.0]) > limit / 10)
+        return self._worst_lateness > min((o.limit for o in self.options.objectives), default=np.inf) / 10
 
     def throughput(self) -> dict[str, float]:
         """Return answered requests, output and prompt tokens per second over the whole run, including the drain."""
-        all_of = self.everything
-        answered = int(all_of.ok.sum())
-        prompts = sum(r.prompt_tokens if r.prompt_tokens >= 0 else r.input_tokens for r in all_of.records if r.ok)
-        span = max(self.span, 1e-9)
+        requests, span = self.everything, max(self.span, 1e-9)
+        prompts = sum(r.prompt_tokens if r.prompt_tokens >= 0 else r.input_tokens for r in requests.records if r.ok)
         return {
-            "requests_per_second": answered / span,
-            "output_tokens_per_second": float(all_of.tokens.sum()) / span,
+            "requests_per_second": int(requests.ok.sum()) / span,
+            "output_tokens_per_second": float(requests.tokens.sum()) / span,
             "prompt_tokens_per_second": prompts / span,
         }
 
@@ -128,10 +123,8 @@ class Run:
         }
 
     def energy(self) -> dict[str, float] | None:
-        """Return the energy of the server's devices between the two snapshots, including idle time; None: not counted.
-
-        It is also given per answered request and per token.
-        """
+        """Return the energy of the server's devices between the two snapshots, including idle time, and the same per
+        answered request and per token; None: not counted."""
         view = self.view
         if view is None or view.joules is None or view.seconds <= 0:
             return None
@@ -182,11 +175,8 @@ class Run:
             "span": self.span,
             "requests": len(measures.records),
             "outcomes": measures.outcomes(),
-            "errors": _errors(measures),
-            "latency": {
-                name: {field: getattr(d, field) for field in Distribution.__dataclass_fields__}
-                for name, d in self.distributions.items()
-            },
+            "errors": dict(Counter(record.error for record in measures.records if record.error).most_common(10)),
+            "latency": {name: asdict(distribution) for name, distribution in self.distributions.items()},
             "throughput": self.throughput(),
             "tokens": self.tokens(),
             "generator": {
@@ -218,20 +208,7 @@ class Run:
         return out
 
 
-def _errors(measures: Measures) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for record in measures.records:
-        if record.error:
-            counts[record.error] = counts.get(record.error, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1])[:10])
-
-
-def execute(
-    ready: Ready,
-    workload: Workload,
-    options: RunOptions,
-    on_progress: OnProgress | None = None,
-) -> Run:
+def execute(ready: Ready, workload: Workload, options: RunOptions, on_progress: OnProgress | None = None) -> Run:
     """Run a workload, with snapshots of the server's counters before and after it."""
     before = run_async(partial(snapshot, ready.target))
     snapshot_time = time.perf_counter()
@@ -244,24 +221,11 @@ def execute(
     after = run_async(partial(snapshot, ready.target))
     between = time.perf_counter() - snapshot_time
     view = difference(before, after, between) if before is not None and after is not None else None
-    return assemble(ready, workload, options, outcomes, began, view)
-
-
-def assemble(
-    ready: Ready,
-    workload: Workload,
-    options: RunOptions,
-    outcomes: Sequence[Outcomes],
-    began: str,
-    view: ServerView | None,
-) -> Run:
-    """Combine the measurements of a run's processes."""
     records = sorted((r for o in outcomes for r in o.records), key=lambda r: (r.due, r.index))
-    span = max((o.ended for o in outcomes), default=0.0)
+    span = max(o.ended for o in outcomes)
     duration = workload.duration
     if duration is None:
         duration = span if workload.times is None else float(workload.times[-1])
-    judged = [record for record in records if record.due >= options.warmup]
     notes = list(ready.notes)
     if cut := sum(o.conversations_cut for o in outcomes):
         notes.append(f"{cut} conversations ended early, because their next turn would have exceeded the context.")
@@ -275,9 +239,9 @@ def assemble(
         duration,
         span,
         Measures(records),
-        Measures(judged),
-        np.concatenate([np.asarray(o.lags) for o in outcomes]) if outcomes else np.empty(0),
-        max((o.cpu_seconds / max(o.ended, 1e-9) for o in outcomes), default=0.0),
+        Measures([record for record in records if record.due >= options.warmup]),
+        np.concatenate([np.asarray(o.lags) for o in outcomes]),
+        max(o.cpu_seconds / max(o.ended, 1e-9) for o in outcomes),
         options,
         workload.clipping,
         view,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -41,10 +42,9 @@ class Snapshot:
     @staticmethod
     def parse(text: str) -> Snapshot | None:
         """Parse Prometheus text; return None if it is invalid or has no known metric."""
-        wanted = {name for names in _COUNTERS.values() for name in names}
+        wanted = {_JOULES, *(name for names in _COUNTERS.values() for name in names)}
         wanted |= {name + end for names in _HISTOGRAMS.values() for name in names for end in ("_sum", "_count")}
-        wanted.add(_JOULES)
-        sums: dict[str, float] = {}
+        sums: dict[str, float] = defaultdict(float)
         build: dict[str, str] = {}
         try:
             for family in text_string_to_metric_families(text):
@@ -52,10 +52,10 @@ class Snapshot:
                     if sample.name == _BUILD:
                         build = dict(sample.labels)
                     if sample.name in wanted:
-                        sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+                        sums[sample.name] += sample.value
         except (ValueError, KeyError, IndexError):
             return None
-        return Snapshot(sums, build) if sums else None
+        return Snapshot(dict(sums), build) if sums else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,9 @@ def read(arguments: argparse.Namespace) -> Settings:
     sweeping = a.mode == "sweep"
     content = read_content(a)
     conversations = content.turns != ONE
-    messages = _has_messages(content)
+    rows = content.trace.rows if content.trace is not None else ()
+    given = [prompt for prompt, _ in content.prompts] + [row.content for row in rows]
+    messages = any(isinstance(one, list) and one and isinstance(one[0], dict) for one in given)
     chat = a.endpoint == "chat" or (a.endpoint is None and (conversations or messages))
     if messages and not chat:
         raise LoadError("--endpoint completions cannot send messages; use --endpoint chat")
@@ -66,16 +68,9 @@ def read(arguments: argparse.Namespace) -> Settings:
         raise LoadError(f"a sweep varies the rate and does not work with {arrival.process} arrivals")
     if sweeping and a.speed is not None:
         raise LoadError("--speed: a sweep sets the trace's rate itself; omit --speed")
-    drain = _optional(a.drain, "--drain", seconds)
-    if drain is None and sweeping:
-        drain = arrival.duration or DEFAULT_DURATION
-    options = RunOptions(
-        objectives,
-        whole(a.processes, "--processes"),
-        seconds(a.warmup, "--warmup"),
-        drain,
-        fraction(a.max_failures, "--max-failures"),
-    )
+    drain = optional(a.drain, "--drain", seconds, (arrival.duration or DEFAULT_DURATION) if sweeping else None)
+    processes, warmup = whole(a.processes, "--processes"), seconds(a.warmup, "--warmup")
+    options = RunOptions(objectives, processes, warmup, drain, fraction(a.max_failures, "--max-failures"))
     if arrival.duration is not None and options.warmup >= arrival.duration:
         raise LoadError("--warmup must be shorter than --duration")
     sweep = None
@@ -91,10 +86,10 @@ def read(arguments: argparse.Namespace) -> Settings:
         arrival,
         content,
         read_maker(a, kind),
-        _optional(a.max_context, "--max-context", lambda text, option: whole(text, option, low=2)),
+        optional(a.max_context, "--max-context", whole, low=2),
         options,
         sweep,
-        _files(a),
+        {kind: path for kind in ("html", "json", "csv", "record") if (path := getattr(a, kind)) is not None},
         a.quiet,
         _row(a, arrival, content),
     )
@@ -121,8 +116,8 @@ def _row(a: argparse.Namespace, arrival: ArrivalOptions, content: ContentOptions
     return row
 
 
-def _optional(text: str | None, option: str, parse: Any) -> Any:
-    return None if text is None else parse(text, option)
+def optional(text: str | None, option: str, parse: Any, default: Any = None, **limits: Any) -> Any:
+    return default if text is None else parse(text, option, **limits)
 
 
 def fraction(text: str, option: str) -> float:
@@ -139,14 +134,12 @@ def _targets(a: argparse.Namespace, chat: bool, timeout: float) -> tuple[Target,
         if not colon or not name.strip() or "\r" in text or "\n" in text:
             raise LoadError(f"--header: {text!r} is not NAME:VALUE")
         headers[name.strip()] = value.strip()
-    extra: dict[str, Any] = {}
-    if a.extra is not None:
-        try:
-            extra = orjson.loads(a.extra)
-        except orjson.JSONDecodeError as error:
-            raise LoadError(f"--extra is not JSON: {error}") from None
-        if not isinstance(extra, dict):
-            raise LoadError('--extra must be a JSON object such as {"temperature": 0}')
+    try:
+        extra = orjson.loads("{}" if a.extra is None else a.extra)
+    except orjson.JSONDecodeError as error:
+        raise LoadError(f"--extra is not JSON: {error}") from None
+    if not isinstance(extra, dict):
+        raise LoadError('--extra must be a JSON object such as {"temperature": 0}')
     api_key = a.api_key or os.environ.get("OPENAI_API_KEY") or None
     targets: list[Target] = []
     for text in a.server or [DEFAULT_SERVER]:
@@ -162,10 +155,10 @@ def _targets(a: argparse.Namespace, chat: bool, timeout: float) -> tuple[Target,
 
 
 def read_arrival(a: argparse.Namespace, *, traced: bool) -> ArrivalOptions:
-    implied: dict[Process, str | None] = {"closed": a.users, "ramp": a.rate_end, "gamma": a.burstiness}
-    given = [process for process, value in implied.items() if value is not None]
-    process: Process = a.arrival or (given[0] if given else "poisson")
+    values: dict[Process, Any] = {"closed": a.users, "ramp": a.rate_end, "gamma": a.burstiness}
     flags = {"closed": "--users", "ramp": "--rate-end", "gamma": "--burstiness"}
+    given = [process for process, value in values.items() if value is not None]
+    process: Process = a.arrival or (given[0] if given else "poisson")
     for other in given:
         if other != process:
             raise LoadError(f"{flags[other]} does not work with {process} arrivals")
@@ -177,51 +170,38 @@ def read_arrival(a: argparse.Namespace, *, traced: bool) -> ArrivalOptions:
         raise LoadError("--rate does not work with a closed loop; its users determine the rate")
     if a.speed is not None and (not traced or a.rate is not None):
         raise LoadError("--speed needs --trace, without --rate")
-    duration = _optional(a.duration, "--duration", seconds)
-    if duration == 0:
-        raise LoadError("--duration must be more than 0")
-    count = _optional(a.requests, "--requests", whole)
+    duration = optional(a.duration, "--duration", seconds, exclusive=True)
+    count = optional(a.requests, "--requests", whole)
     if duration is None and (process == "ramp" or (count is None and not (traced and process != "closed"))):
         duration = DEFAULT_DURATION
-    rate = None if a.rate is None else number(a.rate, "--rate", exclusive=True)
-    if rate is None and not traced and process != "closed":
-        rate = 1.0
     return ArrivalOptions(
         process,
-        rate,
-        number(a.rate_end, "--rate-end") if a.rate_end is not None else 1.0,
-        number(a.burstiness, "--burstiness", exclusive=True) if a.burstiness is not None else 1.0,
-        whole(a.users, "--users") if a.users is not None else 1,
-        number(a.speed, "--speed", exclusive=True) if a.speed is not None else 1.0,
+        optional(a.rate, "--rate", number, None if traced or process == "closed" else 1.0, exclusive=True),
+        optional(a.rate_end, "--rate-end", number, 1.0),
+        optional(a.burstiness, "--burstiness", number, 1.0, exclusive=True),
+        optional(a.users, "--users", whole, 1),
+        optional(a.speed, "--speed", number, 1.0, exclusive=True),
         duration,
         count,
     )
 
 
 def read_content(a: argparse.Namespace) -> ContentOptions:
-    sources = {
-        "--trace": a.trace,
-        "--prompts-file": a.prompts_file,
-        "--lengths": a.lengths,
-        "--preset": a.preset,
-        "--input": a.input,
-    }
-    given = [flag for flag, value in sources.items() if value is not None]
+    flags = ("--trace", "--prompts-file", "--lengths", "--preset", "--input")
+    values = (a.trace, a.prompts_file, a.lengths, a.preset, a.input)
+    given = [flag for flag, value in zip(flags, values, strict=True) if value is not None]
     if len(given) > 1:
         raise LoadError(f"{given[0]} and {given[1]} both set prompt lengths; omit one")
-    if a.output is not None and given and given[0] in ("--trace", "--lengths", "--preset"):
-        raise LoadError(f"{given[0]} sets the output lengths; omit --output")
-    inputs, outputs = INPUT, OUTPUT
-    if a.preset is not None:
-        inputs, outputs = lengths.PRESETS[a.preset]
-    if a.input is not None:
-        inputs = lengths.parse(a.input, "--input")
-    if a.output is not None:
-        outputs = lengths.parse(a.output, "--output")
-    turns = ONE if a.turns is None else lengths.parse(a.turns, "--turns")
-    if turns != ONE and given and given[0] in ("--trace", "--prompts-file"):
-        raise LoadError(f"--turns does not work with {given[0]}")
-    context = 0 if a.context is None else whole(a.context, "--context", low=0)
+    source = given[0] if given else ""
+    if a.output is not None and source in ("--trace", "--lengths", "--preset"):
+        raise LoadError(f"{source} sets the output lengths; omit --output")
+    inputs, outputs = (INPUT, OUTPUT) if a.preset is None else lengths.PRESETS[a.preset]
+    inputs = optional(a.input, "--input", lengths.parse, inputs)
+    outputs = optional(a.output, "--output", lengths.parse, outputs)
+    turns = optional(a.turns, "--turns", lengths.parse, ONE)
+    if turns != ONE and source in ("--trace", "--prompts-file"):
+        raise LoadError(f"--turns does not work with {source}")
+    context = optional(a.context, "--context", whole, 0, low=0)
     if context and turns == ONE:
         raise LoadError("--context applies to conversations; add --turns")
     return ContentOptions(
@@ -231,16 +211,9 @@ def read_content(a: argparse.Namespace) -> ContentOptions:
         () if a.prompts_file is None else tuple(read_prompts(Path(a.prompts_file))),
         None if a.trace is None else read_trace(Path(a.trace)),
         turns,
-        0.0 if a.think is None else seconds(a.think, "--think"),
+        optional(a.think, "--think", seconds, 0.0),
         context,
     )
-
-
-def _has_messages(content: ContentOptions) -> bool:
-    """Whether a file contains chat messages."""
-    rows = content.trace.rows if content.trace is not None else ()
-    given = [prompt for prompt, _ in content.prompts] + [row.content for row in rows]
-    return any(isinstance(one, list) and one and isinstance(one[0], dict) for one in given)
 
 
 def read_maker(a: argparse.Namespace, kind: Kind) -> PromptMaker:
@@ -250,15 +223,5 @@ def read_maker(a: argparse.Namespace, kind: Kind) -> PromptMaker:
     low, high = whole(low_text, "--token-ids", low=0), whole(high_text, "--token-ids")
     if high <= low:
         raise LoadError("--token-ids: LOW must be less than HIGH")
-    return PromptMaker(
-        kind,
-        whole(a.seed, "--seed", low=0),
-        low,
-        high,
-        fraction(a.shared_prefix, "--shared-prefix"),
-        whole(a.prefix_groups, "--prefix-groups"),
-    )
-
-
-def _files(a: argparse.Namespace) -> dict[str, Path]:
-    return {kind: path for kind in ("html", "json", "csv", "record") if (path := getattr(a, kind)) is not None}
+    seed, shared = whole(a.seed, "--seed", low=0), fraction(a.shared_prefix, "--shared-prefix")
+    return PromptMaker(kind, seed, low, high, shared, whole(a.prefix_groups, "--prefix-groups"))

@@ -107,14 +107,10 @@ def meets(objective: Objective, measures: Measures) -> NDArray[np.bool_]:
     For `itl`, the statistic is computed over each request's gaps.
     """
     if objective.measure == "itl":
-        own = np.array([_own_gaps(objective, measures.itl_of(record)) for record in measures.records], np.float64)
+        own = np.array([objective.of(measures.itl_of(record)) for record in measures.records], np.float64)
     else:
-        own = np.where(np.isnan(getattr(measures, objective.measure)), 0.0, getattr(measures, objective.measure))
-    return measures.ok & (own <= objective.limit)
-
-
-def _own_gaps(objective: Objective, gaps: Values) -> float:
-    return objective.of(gaps) if len(gaps) else 0.0
+        own = getattr(measures, objective.measure)
+    return measures.ok & (np.where(np.isnan(own), 0.0, own) <= objective.limit)
 
 
 def judge(objectives: Sequence[Objective], measures: Measures, span: float, max_failures: float) -> Attainment:
@@ -126,14 +122,14 @@ def judge(objectives: Sequence[Objective], measures: Measures, span: float, max_
     for objective in objectives:
         kept = meets(objective, measures)
         all_met &= kept
-        values = measures.values(objective.measure)
+        values, too_many = measures.values(objective.measure), False
         if objective.statistic is None:
-            value = objective.of(values)
-            met = value <= objective.limit and failed <= max_failures * total
+            too_many = failed > max_failures * total
         else:
-            value = objective.of(np.concatenate((values, np.full(failed, np.inf))))
-            met = value <= objective.limit
-        verdicts.append(Verdict(objective, value, bool(met), float(kept.mean()) if total else math.nan))
+            values = np.concatenate((values, np.full(failed, np.inf)))
+        value = objective.of(values)
+        met = value <= objective.limit and not too_many
+        verdicts.append(Verdict(objective, value, met, float(kept.mean()) if total else math.nan))
     good = int(all_met.sum())
     goodput = good / span if span > 0 else 0.0
     return Attainment(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, floor, inf, nan, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,12 @@ def percentile(values: Values, q: float) -> float:
     """
     n = len(values)
     if not n:
-        return float("nan")
+        return nan
     position = (n - 1) * q / 100
     low = int(position)
-    part = np.partition(values, [low, min(low + 1, n - 1)])
-    a, b = float(part[low]), float(part[min(low + 1, n - 1)])
-    weight = position - low
+    high, weight = min(low + 1, n - 1), position - low
+    part = np.partition(values, [low, high])
+    a, b = float(part[low]), float(part[high])
     return a if weight == 0 or a == b else a + (b - a) * weight
 
 
@@ -38,14 +38,11 @@ def percentile_interval(values: Values, q: float) -> tuple[float, float]:
     """
     n, p = len(values), q / 100
     if not n:
-        return float("nan"), float("nan")
+        return nan, nan
     half = Z95 * sqrt(n * p * (1 - p))
-    low, high = int(np.floor(n * p - half)), int(np.ceil(n * p + half))
+    low, high = floor(n * p - half), ceil(n * p + half)
     ordered = np.sort(values)
-    return (
-        float(ordered[low - 1]) if low >= 1 else float("-inf"),
-        float(ordered[high - 1]) if 1 <= high <= n else float("inf"),
-    )
+    return float(ordered[low - 1]) if low >= 1 else -inf, float(ordered[high - 1]) if 1 <= high <= n else inf
 
 
 def wilson(good: int, total: int) -> tuple[float, float]:
@@ -75,7 +72,6 @@ class Distribution:
     @staticmethod
     def of(values: Values) -> Distribution:
         if not len(values):
-            nan = float("nan")
             return Distribution(0, nan, nan, nan, nan, nan, nan, nan, (nan, nan))
         p50, p90, p95, p99 = (percentile(values, q) for q in (50, 90, 95, 99))
         sd = float(values.std(ddof=1)) if len(values) > 1 else 0.0

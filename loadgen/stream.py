@@ -76,20 +76,17 @@ class AnswerReader:
             return
         try:
             chunk = orjson.loads(data)
+            if not isinstance(chunk, dict):
+                self.error = "an event that is not an object"
+            elif chunk.get("error"):
+                self.error = error_message(chunk)
+            else:
+                if usage := chunk.get("usage"):
+                    self._usage(usage)
+                for choice in chunk.get("choices") or ():
+                    self._choice(choice, now)
         except orjson.JSONDecodeError:
             self.error = "an event that is not JSON"
-            return
-        if not isinstance(chunk, dict):
-            self.error = "an event that is not an object"
-            return
-        if chunk.get("error"):
-            self.error = error_message(chunk)
-            return
-        try:
-            if usage := chunk.get("usage"):
-                self._usage(usage)
-            for choice in chunk.get("choices") or ():
-                self._choice(choice, now)
         except (AttributeError, TypeError, ValueError):
             self.error = "an event that is not in OpenAI's format"
 

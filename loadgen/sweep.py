@@ -48,10 +48,7 @@ class Sweep:
 
 def search(name: str, options: SweepOptions, measure: Callable[[float], Run]) -> Sweep:
     """Search with `measure(rate)`. A miss while the generator was late is no evidence, so it ends the search."""
-    sweep = Sweep(name)
-    low: float | None = None
-    high: float | None = None
-    rate = options.start_rate
+    sweep, rate = Sweep(name), options.start_rate
     while len(sweep.points) < options.max_runs:
         try:
             run = measure(rate)
@@ -69,12 +66,10 @@ def search(name: str, options: SweepOptions, measure: Callable[[float], Run]) ->
             sweep.reason = f"at {rate:.3g} requests/s the generator could not keep up; use --processes"
             break
         if run.attainment.met:
-            low = rate
+            sweep.best = rate
         else:
-            high = rate
-        if low is not None and high is not None and high <= low * (1 + options.precision):
-            sweep.reason = f"found to {high / low - 1:.1%}"
-            break
+            sweep.missed = rate
+        low, high = sweep.best, sweep.missed
         if high is None:
             rate *= options.growth
         elif low is None:
@@ -82,9 +77,11 @@ def search(name: str, options: SweepOptions, measure: Callable[[float], Run]) ->
             if rate < options.start_rate / options.growth**8:
                 sweep.reason = f"even {high:.3g} requests/s misses the objectives"
                 break
+        elif high <= low * (1 + options.precision):
+            sweep.reason = f"found to {high / low - 1:.1%}"
+            break
         else:
             rate = sqrt(low * high)
     else:
         sweep.reason = f"stopped after {options.max_runs} runs"
-    sweep.best, sweep.missed = low, high
     return sweep

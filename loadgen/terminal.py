@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
-from rich.live import Live as RichLive
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from weft.loadgen.driver import Progress
 from weft.loadgen.measures import FORMULAS, TITLES
+from weft.loadgen.processes import OnProgress
 from weft.loadgen.run import Run
 from weft.loadgen.slo import RULES, Objective
-from weft.loadgen.statistics import Distribution
 from weft.loadgen.sweep import Sweep
 from weft.loadgen.units import show_seconds
 
 _out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 10_000)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
-_COMPARED = ("ttft", "e2e", "itl", "tpot", "normalized")
 
 
 def note(line: str) -> None:
@@ -30,48 +29,35 @@ def note(line: str) -> None:
     _err.print(escape(line), style="dim")
 
 
-class Live:
-    """A progress line on stderr, if stderr is a terminal."""
+@contextmanager
+def progress_line(what: str, planned: int, *, quiet: bool) -> Iterator[OnProgress | None]:
+    """Show a progress line on stderr, drawn by the yielded function; None if `quiet` or if stderr is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    sampled, before, speed = 0.0, 0, 0.0  # seconds, tokens, and tokens per second of the last sample
 
-    def __init__(self, what: str, planned: int, *, quiet: bool) -> None:
-        self._what = what
-        self._planned = planned
-        self._live = (
-            None if quiet or not sys.stderr.isatty() else RichLive(console=_err, auto_refresh=False, transient=True)
-        )
-        self._tokens = (0.0, 0, 0.0)
-        """(time, tokens, tokens per second) of the last sample."""
-
-    def __enter__(self) -> Live:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def update(self, elapsed: float, totals: Sequence[Progress]) -> None:
-        """Redraw. `elapsed`: seconds since the first request was due. `totals`: totals per process."""
-        if self._live is None:
-            return
+    def update(elapsed: float, totals: Sequence[Progress]) -> None:
+        nonlocal sampled, before, speed
         sent, done, failed, tokens = (
             sum(getattr(p, name) for p in totals) for name in ("sent", "done", "failed", "tokens")
         )
-        then, before, speed = self._tokens
-        if elapsed - then >= 1:
-            speed = (tokens - before) / (elapsed - then)
-            self._tokens = (elapsed, tokens, speed)
+        if elapsed - sampled >= 1:
+            speed = (tokens - before) / (elapsed - sampled)
+            sampled, before = elapsed, tokens
         answered = done - failed
         ttft = sum(p.ttft_sum for p in totals) / answered if answered else float("nan")
-        line = Text(f"{self._what}  {max(elapsed, 0):.0f} s  ", style="bold")
-        of = f" of {self._planned}" if self._planned else ""
+        line = Text(f"{what}  {max(elapsed, 0):.0f} s  ", style="bold")
+        of = f" of {planned}" if planned else ""
         line.append(f"sent {sent}{of} · running {sent - done} · answered {answered} · ", style="not bold")
         line.append(f"failed {failed}", style="red" if failed else "not bold")
         line.append(f" · {speed:.0f} tokens/s · mean TTFT {show_seconds(ttft)} · ", style="not bold")
         lag = max((p.lag for p in totals), default=0.0)
         line.append(f"own lag {lag * 1e3:.1f} ms", style="not bold yellow" if lag > 0.005 else "not bold dim")
-        self._live.update(line, refresh=True)
+        live.update(line, refresh=True)
+
+    with Live(console=_err, auto_refresh=False, transient=True) as live:
+        yield update
 
 
 def print_runs(runs: Sequence[Run]) -> None:
@@ -84,21 +70,21 @@ def print_runs(runs: Sequence[Run]) -> None:
 
 
 def _print_run(run: Run) -> None:
-    measures, outcomes = run.measures, run.measures.outcomes()
+    outcomes = run.measures.outcomes()
     _out.print(
         f"\n[bold]{escape(run.name)}[/]  {escape(run.model)} at {escape(run.url)}, {run.load} for {run.duration:.4g} s"
     )
-    failed = {name: n for name, n in outcomes.items() if name != "ok"}
-    how = ", ".join(f"{n} {name}" for name, n in failed.items()) or "none failed"
-    _out.print(f"{outcomes['ok']} of {len(measures.records)} requests answered ({how})")
+    failed = ", ".join(f"{n} {name}" for name, n in outcomes.items() if name != "ok") or "none failed"
+    _out.print(f"{outcomes['ok']} of {len(run.measures.records)} requests answered ({failed})")
     for message, n in list(run.summary()["errors"].items())[:3]:
         _out.print(f"  {n} × {escape(message)}", style="red")
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("", "mean", "p50", "p90", "p95", "p99", "max"):
-        table.add_column(column, justify="left" if not column else "right")
+    columns = ("mean", "p50", "p90", "p95", "p99", "max")
+    for column in ("", *columns):
+        table.add_column(column, justify="right" if column else "left")
     for name, distribution in run.distributions.items():
-        table.add_row(TITLES[name], *_cells(distribution))
+        table.add_row(TITLES[name], *(show_seconds(getattr(distribution, column)) for column in columns))
     _out.print(table)
 
     through, tokens = run.throughput(), run.tokens()
@@ -118,18 +104,13 @@ def _print_run(run: Run) -> None:
         )
     _print_slo(run)
     _print_view(run)
-    style = "dim" if run.kept_up else "yellow"
     _out.print(
         f"generator: p99 lateness {run.lateness_p99 * 1e3:.2f} ms sending, {run.lag_p99 * 1e3:.2f} ms receiving"
         f"; {run.cpu_share:.0%} of a core",
-        style=style,
+        style="dim" if run.kept_up else "yellow",
     )
     for warning in run.warnings():
         _out.print(f"note: {escape(warning)}", style="yellow")
-
-
-def _cells(d: Distribution) -> list[str]:
-    return [show_seconds(value) for value in (d.mean, d.p50, d.p90, d.p95, d.p99, d.max)]
 
 
 def _print_slo(run: Run) -> None:
@@ -137,9 +118,9 @@ def _print_slo(run: Run) -> None:
         return
     a = run.attainment
     for v in a.verdicts:
-        word = "[green]met[/]   " if v.met else "[red]missed[/]"
         kept = f"{v.attainment:.1%} of requests within the limit"
-        _out.print(f"{word} {escape(v.objective.title())}: {show_seconds(v.value)}; {kept}")
+        padding = " " * 3 * v.met
+        _out.print(f"{_met(v.met)}{padding} {escape(v.objective.title())}: {show_seconds(v.value)}; {kept}")
     low, high = a.interval
     _out.print(
         f"attainment {a.share:.1%} ({a.good} of {a.total}; 95 % interval {low:.1%} to {high:.1%}), "
@@ -150,16 +131,14 @@ def _print_slo(run: Run) -> None:
 def _print_view(run: Run) -> None:
     """Print the server's means next to the measured ones."""
     view = run.view
-    if view is None or not (view.means or view.totals):
+    if view is None:
         return
     parts = []
     if (queue := view.means.get("queue")) is not None:
         parts.append(f"queueing {show_seconds(queue)}")
-    for name in _COMPARED:
-        if name in view.means:
-            ours = run.everything.values(name)
-            if len(ours):
-                parts.append(f"{name} {show_seconds(view.means[name])} (here {show_seconds(float(ours.mean()))})")
+    for name in ("ttft", "e2e", "itl", "tpot", "normalized"):
+        if name in view.means and len(ours := run.everything.values(name)):
+            parts.append(f"{name} {show_seconds(view.means[name])} (here {show_seconds(float(ours.mean()))})")
     if parts:
         _out.print("server means: " + ", ".join(parts), style="dim")
     if "generation_tokens" in view.totals:
@@ -173,37 +152,35 @@ def _print_comparison(runs: Sequence[Run]) -> None:
     for name in ("answered", *TITLES.values(), "output tokens/s"):
         table.add_column(name, justify="right")
     for run in runs:
+        answered, speed = _answered_and_speed(run)
         medians = [show_seconds(d.p50) for d in run.distributions.values()]
-        answered = f"{int(run.measures.ok.sum())}/{len(run.measures.records)}"
-        table.add_row(escape(run.name), answered, *medians, f"{run.throughput()['output_tokens_per_second']:.5g}")
-    _out.print()
-    _out.print(table)
+        table.add_row(escape(run.name), answered, *medians, speed)
+    _out.print("", table, sep="\n")
+
+
+def _answered_and_speed(run: Run) -> tuple[str, str]:
+    answered = f"{int(run.measures.ok.sum())}/{len(run.measures.records)}"
+    return answered, f"{run.throughput()['output_tokens_per_second']:.5g}"
+
+
+def _met(met: bool) -> str:
+    return "[green]met[/]" if met else "[red]missed[/]"
 
 
 def print_sweeps(sweeps: Sequence[Sweep], objectives: Sequence[Objective]) -> None:
     """Print a table of rates and the highest rate within the objectives, for each server."""
     for sweep in sweeps:
-        table = Table(title=f"{escape(sweep.name)}", box=None, header_style="bold", pad_edge=False)
-        columns = (
-            "requests/s",
-            "answered",
-            *(str(o) for o in objectives),
-            "attainment",
-            "goodput",
-            "output tokens/s",
-            "",
-        )
-        for column in columns:
+        table = Table(title=escape(sweep.name), box=None, header_style="bold", pad_edge=False)
+        asked = [str(objective) for objective in objectives]
+        for column in ("requests/s", "answered", *asked, "attainment", "goodput", "output tokens/s", ""):
             table.add_column(column, justify="right", overflow="fold")
         for rate, run in sweep.by_rate:
             a = run.attainment
             values = [f"[{'green' if v.met else 'red'}]{show_seconds(v.value)}[/]" for v in a.verdicts]
-            word = ("[green]met[/]" if a.met else "[red]missed[/]") if run.kept_up else "[yellow]generator too slow[/]"
-            answered = f"{int(run.measures.ok.sum())}/{len(run.measures.records)}"
-            speed = f"{run.throughput()['output_tokens_per_second']:.5g}"
+            word = _met(a.met) if run.kept_up else "[yellow]generator too slow[/]"
+            answered, speed = _answered_and_speed(run)
             table.add_row(f"{rate:.3g}", answered, *values, f"{a.share:.1%}", f"{a.goodput:.3g}", speed, word)
-        _out.print()
-        _out.print(table)
+        _out.print("", table, sep="\n")
         for warning in dict.fromkeys(w for run in sweep.runs if run.kept_up for w in run.notes):
             _out.print(f"note: {escape(warning)}", style="yellow")
         _out.print(f"[bold]{escape(verdict(sweep))}[/]")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +27,11 @@ class TraceRow:
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
     content: str | list[dict[str, Any]] | None = None
+
+    @classmethod
+    def of(cls, at: float, inputs: Any, outputs: Any, hash_ids: tuple[int, ...] = (), content: Any = None) -> TraceRow:
+        """Lengths become at least 1: recorded requests without an answer have output 0, which cannot be requested."""
+        return cls(at, max(1, int(inputs)), max(1, int(outputs)), hash_ids, content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +63,14 @@ def read_trace(path: Path) -> Trace:
     numbered = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise LoadError(f"--trace {path} is empty")
-    block = MOONCAKE_BLOCK
-    if numbered[0][1].lstrip().startswith("{"):
-        rows, block = _json_rows(path, numbered)
-    else:
-        rows = _azure_rows(path, numbered)
+    is_json = numbered[0][1].lstrip().startswith("{")
+    rows, block = (_json_rows if is_json else _azure_rows)(path, numbered)
     if not rows:
         raise LoadError(f"--trace {path} has no requests")
     return Trace(sorted(rows, key=lambda row: row.at), block)
 
 
-def _azure_rows(path: Path, lines: list[tuple[int, str]]) -> list[TraceRow]:
+def _azure_rows(path: Path, lines: list[tuple[int, str]]) -> tuple[list[TraceRow], int]:
     header = [name.strip() for name in next(csv.reader([lines[0][1]]))]
     try:
         columns = [header.index(name) for name in ("TIMESTAMP", "ContextTokens", "GeneratedTokens")]
@@ -85,25 +86,26 @@ def _azure_rows(path: Path, lines: list[tuple[int, str]]) -> list[TraceRow]:
             # Timestamps have seven decimals and an optional zone, but datetime parses only six.
             main, _, fraction = when.strip().removesuffix("Z").split("+")[0].partition(".")
             at = datetime.fromisoformat(main + "+00:00").timestamp() + float(f"0.{fraction or 0}")
-            rows.append(_row(at, int(context), int(generated)))
+            rows.append(TraceRow.of(at, context, generated))
         except (ValueError, IndexError):
             raise LoadError(f"--trace {path}, line {number}: expected a timestamp and two lengths") from None
-    return rows
+    return rows, MOONCAKE_BLOCK
 
 
-def _json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> tuple[list[TraceRow], int]:
+def _json_rows(path: Path, lines: list[tuple[int, str]]) -> tuple[list[TraceRow], int]:
     rows, block = [], MOONCAKE_BLOCK
     for number, line in lines:
         try:
             row = orjson.loads(line)
             hash_ids = tuple(int(h) for h in row.get("hash_ids") or ())
             if "timestamp" in row:
-                rows.append(_row(float(row["timestamp"]) / 1e3, row["input_length"], row["output_length"], hash_ids))
+                at = float(row["timestamp"]) / 1e3
+                rows.append(TraceRow.of(at, row["input_length"], row["output_length"], hash_ids))
                 continue
             block = int(row.get("block_tokens", block))
             content = row.get("messages") or row.get("prompt")
             inputs = row["input_tokens"] if content is None else row.get("input_tokens", 0)
-            rows.append(_row(float(row["at"]), inputs, row["output_tokens"], hash_ids, content))
+            rows.append(TraceRow.of(float(row["at"]), inputs, row["output_tokens"], hash_ids, content))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise LoadError(
                 f"--trace {path}, line {number}: needs timestamp, input_length, output_length (Mooncake) "
@@ -112,14 +114,3 @@ def _json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> tuple[list[Trace
     if block < 1:
         raise LoadError(f"--trace {path}: block_tokens must be at least 1")
     return rows, block
-
-
-def _row(
-    at: float,
-    inputs: int,
-    outputs: int,
-    hash_ids: tuple[int, ...] = (),
-    content: str | list[dict[str, Any]] | None = None,
-) -> TraceRow:
-    # Recorded requests without an answer have output 0, which cannot be requested.
-    return TraceRow(at, max(1, int(inputs)), max(1, int(outputs)), hash_ids, content)

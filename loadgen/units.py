@@ -12,8 +12,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
 
 
 def seconds(text: str, option: str, *, exclusive: bool = False) -> float:
-    """Parse `500ms`, `2s`, `1.5m` or a bare number of seconds, above 0 if `exclusive`. Raises `LoadError` naming
-    `option`."""
+    """Parse `500ms`, `2s` or seconds without a unit, above 0 if `exclusive`. Raises `LoadError` naming `option`."""
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None or (match[2] or "s") not in _UNITS:
         raise LoadError(f"{option}: {text!r} is not a duration such as 500ms, 2s or 5m")

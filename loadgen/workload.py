@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -104,24 +103,21 @@ class Workload:
         """Return request (or conversation) `index`."""
         i = index % len(self.inputs)
         at = None if self.times is None else float(self.times[index])
+        planned = Planned(index, at, int(self.inputs[i]), int(self.outputs[i]))
         trace, prompts = self.options.trace, self.options.prompts
-        hash_ids: tuple[int, ...] = ()
-        content: Content | None = None
         if trace is not None:
             row = trace.rows[index % len(trace.rows)]
-            hash_ids, content = row.hash_ids, row.content
-        elif prompts:
-            content = prompts[index % len(prompts)][0]
-        return Planned(index, at, int(self.inputs[i]), int(self.outputs[i]), hash_ids, content)
+            return replace(planned, hash_ids=row.hash_ids, content=row.content)
+        return replace(planned, content=prompts[index % len(prompts)][0]) if prompts else planned
 
     def turn(self, first: int, turn: int) -> tuple[int, int]:
         """Return the new prompt tokens and the output tokens of a turn; each turn has separate lengths."""
         i = (first + turn * LENGTH_STEP) % len(self.inputs)
         return int(self.inputs[i]) + (0 if turn else self.options.context), int(self.outputs[i])
 
-    def share(self, part: int, parts: int) -> Iterator[int]:
+    def share(self, part: int, parts: int) -> range:
         """Return the indices of arrivals that process `part` of `parts` sends, in order."""
-        return iter(range(part, len(self), parts))
+        return range(part, len(self), parts)
 
     def content(self, planned: Planned) -> Content:
         """Return the prompt of a request that does not depend on earlier answers."""
@@ -154,31 +150,24 @@ def build(arrival: ArrivalOptions, content: ContentOptions, maker: PromptMaker, 
     Raises `LoadError` if the options give no request.
     """
     rng_times, rng_lengths, rng_turns = (np.random.default_rng((maker.seed, 8, part)) for part in range(3))
-    trace = content.trace
+    trace, duration, count = content.trace, arrival.duration, arrival.count
     times: Times | None
     if arrival.process == "closed":
         times = None
     elif trace is not None:
-        times = arrivals.replay(
-            trace.times, speed=arrival.speed, rate=arrival.rate, duration=arrival.duration, count=arrival.count
-        )
+        times = arrivals.replay(trace.times, speed=arrival.speed, rate=arrival.rate, duration=duration, count=count)
     elif arrival.process == "ramp":
         assert arrival.rate is not None
-        assert arrival.duration is not None
-        times = arrivals.ramp(arrival.rate, arrival.end_rate, arrival.duration, rng_times)[: arrival.count]
+        assert duration is not None
+        times = arrivals.ramp(arrival.rate, arrival.end_rate, duration, rng_times)[:count]
     else:
         assert arrival.rate is not None
         times = arrivals.renewal(
-            arrival.process,
-            arrival.rate,
-            rng_times,
-            duration=arrival.duration,
-            count=arrival.count,
-            burstiness=arrival.burstiness,
+            arrival.process, arrival.rate, rng_times, duration=duration, count=count, burstiness=arrival.burstiness
         )
     if times is not None and not len(times):
         raise LoadError("no request arrives in this time; increase --duration or --rate")
-    n = len(times) if times is not None else (arrival.count or POOL)
+    n = len(times) if times is not None else (count or POOL)
     inputs, outputs = _lengths(content, n, rng_lengths)
     clipping = Clipping()
     if context is not None:
@@ -190,10 +179,10 @@ def build(arrival: ArrivalOptions, content: ContentOptions, maker: PromptMaker, 
         content.turns.draw(rng_turns, n),
         content,
         maker,
-        users=arrival.users if times is None else 0,
-        count=arrival.count,
-        duration=arrival.duration,
-        clipping=clipping,
+        arrival.users if times is None else 0,
+        count,
+        duration,
+        clipping,
     )
 
 

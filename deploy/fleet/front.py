@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from weft.server.replicas.router import POLICY, Policy
 ROW = 1
 """Row of the shared state; row 0 belongs to the daemon."""
 
+OnEnd = Callable[[list[int]], None]
+
 
 class _Client:
     """The part of an engine connection that `Replicas` and `Admission` use."""
@@ -36,6 +39,7 @@ class _Client:
         self.alive = True
         self.stats = EngineStats()
         self.open: set[int] = set()
+        """Handles of unanswered requests."""
         self.on_stats: Callable[[EngineStats], None] | None = None
         self.on_open: Callable[[int], None] | None = None
 
@@ -55,7 +59,7 @@ class _Sequence:
     output_tokens: int
     pages: PromptPages
     ticket: Ticket
-    on_end: Callable[[list[int]], None]
+    on_end: OnEnd
     answer: list[int]
     silent: int
     """Tokens before the first one with text."""
@@ -75,41 +79,27 @@ class FrontOptions:
 
 
 class Front:
-    """Attributes:
-    all_engines: all engines, including ended ones, with their numbers.
-    """
+    """`all_engines`: all engines, including ended ones, with their numbers. `retried`: number of restarted requests."""
 
     def __init__(
-        self,
-        clock: Clock,
-        processor: Processor,
-        profile: IterationProfile,
-        engine: EngineOptions,
-        options: FrontOptions,
-        seed: int = 0,
-    ) -> None:
-        self.options = options
-        self._lucks = evenly(random.Random(seed).random())
+        self, clock: Clock, processor: Processor, profile: IterationProfile, engine: EngineOptions,
+        options: FrontOptions, seed: int = 0,
+    ) -> None:  # fmt: skip
         self.retried = 0
-        self._clock = clock
-        self._processor = processor
-        self._profile = profile
-        self._engine = engine
+        self._lucks = evenly(random.Random(seed).random())
+        self._clock, self._processor, self._profile = clock, processor, profile
+        self._engine, self._known = engine, options.known
         self._shared_state = SharedState(2, engines=options.engines)
         self.replicas = Replicas(self._shared_state, ROW, policy=options.policy)
         rejected = Counter(Store(self._shared_state, ROW), "rejected", "", code=("queue_full", "queue_tokens_full"))
         self._admission = Admission(
-            self.replicas,
-            self._shared_state,
-            ROW,
-            rejected,
-            max_requests=options.max_queued_requests,
-            max_tokens=options.max_queued_tokens,
-        )
+            self.replicas, self._shared_state, ROW, rejected,
+            max_requests=options.max_queued_requests, max_tokens=options.max_queued_tokens,
+        )  # fmt: skip
         self.all_engines: list[tuple[int, SimulatedEngine]] = []
         self._clients: dict[int, _Client] = {}
         self._sequences: dict[int, _Sequence] = {}
-        self._handles = 0
+        self._handles = count(1)
         for number in range(options.engines):
             self.begin(number)
 
@@ -153,7 +143,7 @@ class Front:
             return
         try:
             with self._shared_state.lock():
-                sequence.ticket = self.replicas.route(sequence.pages, self._limit(sequence))
+                sequence.ticket = self._route(sequence.pages, sequence.output_tokens)
         except EngineDead as error:
             self._fail(sequence, Outcome.OVERLOADED, str(error))
             return
@@ -164,48 +154,37 @@ class Front:
 
     # -- requests
 
-    def send(
-        self,
-        record: Record,
-        prompt: npt.NDArray[np.int32],
-        output_tokens: int,
-        on_end: Callable[[list[int]], None] = lambda _answer: None,
-    ) -> None:
+    def send(self, record: Record, prompt: npt.NDArray[np.int32], output_tokens: int, on_end: OnEnd) -> None:
         """Send a client's request now. `on_end` gets the tokens received by the end."""
         record.start = self._clock.now
         record.prompt_tokens = len(prompt)
         seconds = self._profile.request_ms / 1e3
         self._processor.start(seconds, lambda: self._admit(record, prompt, output_tokens, on_end), prompt=True)
 
-    def _admit(
-        self, record: Record, prompt: npt.NDArray[np.int32], output_tokens: int, on_end: Callable[[list[int]], None]
-    ) -> None:
+    def _admit(self, record: Record, prompt: npt.NDArray[np.int32], output_tokens: int, on_end: OnEnd) -> None:
         pages = self.replicas.prompt_pages(prompt, "")  # type: ignore[arg-type]  # it accepts any array
         try:
             with self._admission.admit(1, len(prompt)):
-                ticket = self.replicas.route(pages, output_tokens if self.options.known else None)
+                ticket = self._route(pages, output_tokens)
         except (ApiError, EngineDead) as error:
             record.outcome, record.error = Outcome.OVERLOADED, str(error) or "rejected"
             on_end([])
             return
-        self._submit(_Sequence(record, prompt, output_tokens, pages, ticket, on_end, [], self._silent(output_tokens)))
-
-    def _silent(self, output_tokens: int) -> int:
         seen = sorted(self._profile.silent)
-        return min(seen[int(next(self._lucks) * len(seen))], output_tokens - 1) if seen else 0
+        silent = min(seen[int(next(self._lucks) * len(seen))], output_tokens - 1) if seen else 0
+        self._submit(_Sequence(record, prompt, output_tokens, pages, ticket, on_end, [], silent))
 
-    def _limit(self, sequence: _Sequence) -> int | None:
-        return sequence.output_tokens if self.options.known else None
+    def _route(self, pages: PromptPages, output_tokens: int) -> Ticket:
+        return self.replicas.route(pages, output_tokens if self._known else None)
 
     def _submit(self, sequence: _Sequence) -> None:
-        self._handles += 1
-        handle = self._handles
+        handle = next(self._handles)
         client = self._clients[sequence.ticket.replica.engine]
         self._sequences[handle] = sequence
         self._admission.prefill_tokens += len(sequence.prompt)
         client.open.add(handle)
         client.report_open()
-        client.engine.send(SimulatedRequest(handle, sequence.prompt, sequence.output_tokens, self.options.known))
+        client.engine.send(SimulatedRequest(handle, sequence.prompt, sequence.output_tokens, self._known))
 
     def _receive(self, client: _Client, outputs: SimulatedOutputs) -> None:
         if not client.alive:
@@ -231,8 +210,7 @@ class Front:
                 self._prefilled(sequence)
                 sequence.ticket.end()
                 record.completion_tokens = len(sequence.answer)
-                refused = finish == Finish.REFUSED
-                record.outcome = Outcome.REFUSED if refused else Outcome.OK
+                record.outcome = Outcome.REFUSED if finish == Finish.REFUSED else Outcome.OK
                 ends.append(sequence)
         if len(client.open) != num_open:
             client.report_open()

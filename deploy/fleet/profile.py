@@ -127,13 +127,9 @@ class IterationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     error: Error | None = None
 
     def seconds(self, f: Features) -> float:
-        ms = float(np.interp(f.tokens, self.knots, self.dense_ms))
-        if f.tokens > self.knots[-1]:
-            ms *= f.tokens / self.knots[-1]
-        ms += (
-            self.context_ms * f.context + self.pair_ms * f.pairs + self.chunk_ms * f.chunks + self.decode_ms * f.decodes
-        )
-        return ms / 1e3
+        dense = float(np.interp(f.tokens, self.knots, self.dense_ms)) * max(1.0, f.tokens / self.knots[-1])
+        attention = self.context_ms * f.context + self.pair_ms * f.pairs
+        return (dense + (attention + self.chunk_ms * f.chunks + self.decode_ms * f.decodes)) / 1e3
 
     @property
     def costs(self) -> Costs:
@@ -169,10 +165,8 @@ def load_profile(name: str) -> IterationProfile:
         raise ConfigError(f"{path}: knots and dense_ms must have equal length, and knots must ascend")
     if min(profile.dense_ms) <= 0 or min(profile.context_ms, profile.pair_ms, profile.chunk_ms, profile.decode_ms) < 0:
         raise ConfigError(f"{path} has a negative or zero time")
-    side_by_side = profile.side_by_side
-    if side_by_side is not None:
-        for name in ("decodes", "prompts"):
-            known, spread = getattr(side_by_side, name), getattr(side_by_side, f"{name}_spread")
-            if not known or (spread and (len(spread) != len(known) or not all(spread))):
-                raise ConfigError(f"{path}: side_by_side.{name} and its spread must have equal, nonzero length")
+    for name in ("decodes", "prompts") if profile.side_by_side is not None else ():
+        known, spread = (getattr(profile.side_by_side, field) for field in (name, f"{name}_spread"))
+        if not known or (spread and (len(spread) != len(known) or not all(spread))):
+            raise ConfigError(f"{path}: side_by_side.{name} and its spread must have equal, nonzero length")
     return profile

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -18,11 +17,10 @@ def print_points(points: Sequence[Point], settings: Settings) -> None:
     profile = settings.profile
     title = f"weft fleet: {profile.model} on {profile.device}"
     table = Table(title=title, caption="simulated; times are means / 99th percentiles in ms")
-    columns = (
+    for column in (
         "engines", "seqs", "budget", "offered /s", "TTFT", "TPOT", "output tok/s", "goodput /s", "attained", "failed",
         "prefix hits", "max load", "busy", "J / output tok",
-    )  # fmt: skip
-    for column in columns:
+    ):  # fmt: skip
         table.add_column(column, justify="right")
     for point in points:
         table.add_row(*_row(point), style=None if point.met or not settings.objectives else "dim")
@@ -39,8 +37,7 @@ def print_points(points: Sequence[Point], settings: Settings) -> None:
                 console.print(f"{wanted}{at}: {_words(chosen)}")
     if (short := too_short(points)) is not None:
         console.print(short, soft_wrap=True)
-    if profile.error is not None:
-        e = profile.error
+    if (e := profile.error) is not None:
         console.print(
             f"the profile's fit has a median error of {e.median:.1%} and a p90 error of {e.p90:.1%} over "
             f"{e.iterations} iterations"
@@ -95,19 +92,16 @@ def _row(point: Point) -> list[str]:
     ]
 
 
-def summary(points: Sequence[Point], settings: Settings) -> dict[str, Any]:
+def write_json(path: Path, points: Sequence[Point], settings: Settings) -> None:
     profile = settings.profile
     chosen = best(points) if settings.objectives else {}
-    return {
+    summary = {
         "profile": {"model": profile.model, "device": profile.device, "made": profile.made},
         "objectives": [str(objective) for objective in settings.objectives],
         "best": [{"rate": rate, **({} if point is None else point.result.summary())} for rate, point in chosen.items()],
         "points": [{"rate": point.rate, **point.result.summary()} for point in points],
     }
-
-
-def write_json(path: Path, points: Sequence[Point], settings: Settings) -> None:
-    path.write_text(json.dumps(summary(points, settings), indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
 def draw(path: Path, points: Sequence[Point], settings: Settings) -> None:
@@ -120,25 +114,22 @@ def draw(path: Path, points: Sequence[Point], settings: Settings) -> None:
     lines, shades = figure.subplots(1, 2)
     rated = sorted(points, key=lambda p: (p.engines, _offered(p)))
     kinds = list(dict.fromkeys((p.engines, p.configuration) for p in rated))
-    several = len(settings.configurations) > 1
     for i, (engines, configuration) in enumerate(kinds):
         own = [p for p in rated if (p.engines, p.configuration) == (engines, configuration)]
         label = f"{engines} engine{'s' * (engines > 1)}"
-        if several:
+        if len(settings.configurations) > 1:
             label += f", {configuration.seqs} seqs, {configuration.max_num_batched_tokens} tokens"
-        lines.plot(
-            [_offered(p) for p in own], [p.result.attainment.goodput for p in own], marker="o", label=label,
-            color=COLOURS[i % len(COLOURS)],
-        )  # fmt: skip
+        rates, goodput = [_offered(p) for p in own], [p.result.attainment.goodput for p in own]
+        lines.plot(rates, goodput, marker="o", label=label, color=COLOURS[i % len(COLOURS)])
     most = max(_offered(p) for p in points)
     lines.plot([0, most], [0, most], linestyle="--", color="#888888", linewidth=1, label="offered rate")
     lines.set(xlabel="offered requests/s", ylabel="goodput, requests/s", xlim=(0, None), ylim=(0, None))
     lines.legend(fontsize="small")
     highest: dict[tuple[int, float], Point] = {}
     for p in points:
-        key = (p.engines, round(_offered(p), 6))
-        if key not in highest or p.result.attainment.share > highest[key].result.attainment.share:
-            highest[key] = p
+        before = highest.setdefault((p.engines, round(_offered(p), 6)), p)
+        if p.result.attainment.share > before.result.attainment.share:
+            highest[p.engines, round(_offered(p), 6)] = p
     rates, counts = sorted({rate for _, rate in highest}), sorted({engines for engines, _ in highest})
     grid = [
         [highest[n, rate].result.attainment.share if (n, rate) in highest else float("nan") for rate in rates]

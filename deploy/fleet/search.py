@@ -36,21 +36,15 @@ def explore(settings: Settings, on_begin: OnBegin) -> Iterator[Point]:
 
             def run(engines: int, configuration: EngineOptions = configuration, rate: float | None = rate) -> Point:
                 result = simulate(
-                    settings.fleet(engines, configuration),
-                    workload,  # noqa: B023  # called within this loop iteration
-                    settings.objectives,
-                    warmup=settings.warmup,
-                    max_failures=settings.max_failures,
+                    settings.fleet(engines, configuration), workload, settings.objectives,  # noqa: B023
+                    warmup=settings.warmup, max_failures=settings.max_failures,
                     on_progress=on_begin(engines, configuration, rate, duration),  # noqa: B023
-                )
+                )  # fmt: skip
                 if not result.judged.records:
                     raise LoadError(f"--warmup {settings.warmup:g}s: no request arrives after it; shorten --warmup")
                 return Point(engines, configuration, rate, result)
 
-            if settings.engines:
-                yield from (run(engines) for engines in settings.engines)
-            else:
-                yield from fewest(run, settings.max_engines)
+            yield from map(run, settings.engines) if settings.engines else fewest(run, settings.max_engines)
 
 
 def fewest(run: Callable[[int], Point], most: int) -> Iterator[Point]:
@@ -68,8 +62,7 @@ def fewest(run: Callable[[int], Point], most: int) -> Iterator[Point]:
 
 
 def best(points: Sequence[Point]) -> dict[float | None, Point | None]:
-    """Return by rate the point that meets the objectives with the fewest engines, then joules, then latency; None if
-    there is none."""
+    """Return by rate the point that meets the objectives with the fewest engines, then joules, then latency."""
     found: dict[float | None, Point | None] = {}
     for point in points:
         before = found.setdefault(point.rate, None)

@@ -17,7 +17,7 @@ from weft.engine.errors import ConfigError
 from weft.loadgen import slo
 from weft.loadgen.errors import LoadError
 from weft.loadgen.prompts import PromptMaker
-from weft.loadgen.settings import fraction, read_arrival, read_content, read_maker
+from weft.loadgen.settings import fraction, optional, read_arrival, read_content, read_maker
 from weft.loadgen.slo import Objective
 from weft.loadgen.units import number, seconds, whole
 from weft.loadgen.workload import ArrivalOptions, ContentOptions, Workload, build
@@ -71,9 +71,7 @@ def read(a: argparse.Namespace) -> Settings:
         rates = tuple(number(part, "--rates", exclusive=True) for part in a.rates.split(","))
     objectives = tuple(objective for text in a.slo for objective in slo.parse(text))
     keeps = tuple(serving.Objective.parse(str(o)) for o in objectives if o.measure == "itl")
-    engines = () if a.engines is None else tuple(_list(a.engines, "--engines"))
-    if not engines and not objectives:
-        engines = (1,)
+    engines = optional(a.engines, "--engines", _list, () if objectives else (1,))
     if not engines and arrival.process == "closed":
         raise LoadError(
             "a closed loop has no minimum number of engines, because it slows down with them; set --engines"
@@ -81,15 +79,23 @@ def read(a: argparse.Namespace) -> Settings:
     failures = tuple(_failure(text) for text in a.fail)
     if failures and (not engines or max(f.engine for f in failures) >= min(engines)):
         raise LoadError("--fail: set --engines, and name an existing engine, starting at 0")
-    _check_order(failures)
+    down_until: dict[int, float] = {}
+    for failure in sorted(failures, key=lambda f: f.at):
+        if failure.at <= down_until.get(failure.engine, -1.0):
+            raise LoadError(f"--fail: engine {failure.engine} is still down at {failure.at:g}s")
+        down_until[failure.engine] = failure.at + failure.away
+    front = FrontOptions(1, not a.eos)
+    queued = optional(a.max_queued_requests, "--max-queued-requests", whole, front.max_queued_requests, low=0)
+    queued_tokens = optional(a.max_queued_tokens, "--max-queued-tokens", whole, front.max_queued_tokens)
+    recorded_cores = None if profile.side_by_side is None else profile.side_by_side.cores
     return Settings(
         profile,
         engines,
         whole(a.max_engines, "--max-engines"),
         rates,
         tuple(_configurations(a, profile, keeps)),
-        _front(a),
-        _cores(a, profile),
+        replace(front, max_queued_requests=queued, max_queued_tokens=queued_tokens),
+        optional(a.cores, "--cores", number, recorded_cores, exclusive=True),
         failures,
         arrival,
         content,
@@ -103,24 +109,8 @@ def read(a: argparse.Namespace) -> Settings:
     )
 
 
-def _cores(a: argparse.Namespace, profile: IterationProfile) -> float | None:
-    if a.cores is not None:
-        return number(a.cores, "--cores", exclusive=True)
-    return None if profile.side_by_side is None else profile.side_by_side.cores
-
-
-def _list(text: str, option: str) -> Iterator[int]:
-    for part in text.split(","):
-        yield whole(part, option)
-
-
-def _front(a: argparse.Namespace) -> FrontOptions:
-    front = FrontOptions(1, known=not a.eos)
-    if a.max_queued_requests is not None:
-        front = replace(front, max_queued_requests=whole(a.max_queued_requests, "--max-queued-requests", low=0))
-    if a.max_queued_tokens is not None:
-        front = replace(front, max_queued_tokens=whole(a.max_queued_tokens, "--max-queued-tokens"))
-    return front
+def _list(text: str, option: str) -> tuple[int, ...]:
+    return tuple(whole(part, option) for part in text.split(","))
 
 
 def _configurations(
@@ -128,8 +118,8 @@ def _configurations(
 ) -> Iterator[EngineOptions]:
     """Yield configurations. `keeps`: objectives of an adaptive sequence limit."""
     limits = profile.limits
-    pages = limits.num_pages if a.num_pages is None else whole(a.num_pages, "--num-pages", low=2)
-    longest = limits.max_model_len if a.max_model_len is None else whole(a.max_model_len, "--max-model-len", low=2)
+    pages = optional(a.num_pages, "--num-pages", whole, limits.num_pages, low=2)
+    longest = optional(a.max_model_len, "--max-model-len", whole, limits.max_model_len, low=2)
     longest = min(longest, (pages - 1) * limits.page_size)
     seqs = [_seqs(part, limits.max_num_seqs) for part in (a.max_num_seqs or str(limits.max_num_seqs)).split(",")]
     if any(adapts for _, adapts in seqs) and not keeps:
@@ -140,7 +130,7 @@ def _configurations(
     except ConfigError as error:
         raise LoadError(f"--itl-slo: {error}") from None
     shortest = min(serving.kept_percentiles(keeps), key=lambda o: o.limit, default=None)
-    for (most, adapts), budget in product(seqs, list(budgets)):
+    for (most, adapts), budget in product(seqs, budgets):
         yield EngineOptions(
             limits.page_size, pages, most, budget, longest, prefix_caching=not a.no_prefix_caching,
             itl_slo=objective or (shortest if adapts else None), keeps=keeps if adapts else (),
@@ -149,10 +139,10 @@ def _configurations(
 
 def _seqs(text: str, most: int) -> tuple[int, bool]:
     """Parse a sequence limit, and whether it adapts up to that number."""
-    word, _, number = text.partition(":")
+    word, _, limit = text.partition(":")
     if word != "auto":
         return whole(text, "--max-num-seqs"), False
-    return whole(number, "--max-num-seqs auto") if number else most, True
+    return whole(limit, "--max-num-seqs auto") if limit else most, True
 
 
 def _failure(text: str) -> Failure:
@@ -160,12 +150,3 @@ def _failure(text: str) -> Failure:
     if len(parts) != 3 or not parts[0].isdecimal():
         raise LoadError(f"--fail: {text!r} is not ENGINE:AT:FOR, such as 0:30s:20s")
     return Failure(int(parts[0]), seconds(parts[1], "--fail"), seconds(parts[2], "--fail"))
-
-
-def _check_order(failures: tuple[Failure, ...]) -> None:
-    """Check that no engine ends while it is down."""
-    free: dict[int, float] = {}
-    for failure in sorted(failures, key=lambda f: f.at):
-        if failure.at <= free.get(failure.engine, -1.0):
-            raise LoadError(f"--fail: engine {failure.engine} is still down at {failure.at:g}s")
-        free[failure.engine] = failure.at + failure.away

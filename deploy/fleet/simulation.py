@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -88,9 +88,9 @@ class Result:
     def attainment(self) -> Attainment:
         return judge(self.objectives, self.judged, max(self.span - self.warmup, 1e-9), self.max_failures)
 
-    @cached_property
+    @property
     def distributions(self) -> dict[str, Distribution]:
-        return {n: Distribution.of(self.judged.values(n)) for n in ("ttft", "itl", "tpot", "e2e", "normalized")}
+        return self.judged.distributions
 
     @property
     def joules(self) -> float | None:
@@ -133,10 +133,7 @@ class Result:
             "requests": len(self.judged.records),
             "outcomes": self.judged.outcomes(),
             "span": self.span,
-            "latency": {
-                name: {field: getattr(d, field) for field in Distribution.__dataclass_fields__}
-                for name, d in self.distributions.items()
-            },
+            "latency": {name: asdict(distribution) for name, distribution in self.distributions.items()},
             "throughput": self.throughput(),
             "slo": {
                 "met": attainment.met,

@@ -26,17 +26,12 @@ class Traffic:
 
     def __init__(self, clock: Clock, front: Front, workload: Workload, context: int) -> None:
         self.records: list[Record] = []
-        self._clock = clock
-        self._front = front
-        self._workload = workload
-        self._context = context
+        self._clock, self._front, self._workload, self._context = clock, front, workload, context
 
     def begin(self) -> None:
-        if self._workload.times is not None:
-            self._arrive(0)
-        else:
-            for user in range(self._workload.users):
-                self._user(user, user, user / self._workload.users * FIRST_USERS_SECONDS, 0)
+        self._arrive(0)
+        for user in range(self._workload.users):
+            self._user(user, user, user / self._workload.users * FIRST_USERS_SECONDS, 0)
 
     def _arrive(self, index: int) -> None:
         if index >= len(self._workload):
@@ -76,19 +71,17 @@ class Traffic:
         self._front.send(record, prompt, planned.output_tokens, lambda _answer: on_end(record.ok))
 
     def _turn(self, first: Planned, turn: int, history: Tokens, on_end: Callable[[bool], None]) -> None:
-        workload = self._workload
-        if turn == int(workload.turns[first.index % len(workload.turns)]):
-            on_end(True)
-            return
+        workload, maker = self._workload, self._workload.maker
         inputs, outputs = workload.turn(first.index, turn)
-        if turn and len(history) + inputs + outputs > self._context:
+        last = turn == int(workload.turns[first.index % len(workload.turns)])
+        if last or (turn and len(history) + inputs + outputs > self._context):
             on_end(True)
             return
-        maker = workload.maker
-        rng = np.random.default_rng((maker.seed, _TURN, first.index, turn))
-        words = rng.integers(maker.low, maker.high, inputs).astype(np.int32)
         if not turn and maker.shared:
             words = np.asarray(maker.prompt(first.index, inputs), np.int32)
+        else:
+            rng = np.random.default_rng((maker.seed, _TURN, first.index, turn))
+            words = rng.integers(maker.low, maker.high, inputs).astype(np.int32)
         prompt = np.concatenate((history, words))
 
         def send() -> None:

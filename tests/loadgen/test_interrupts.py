@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from weft.loadgen.interrupts import run_async
+from weft.loadgen.processes import run_async
 
 
 class _Interrupted(asyncio.DefaultEventLoopPolicy):
