@@ -61,10 +61,8 @@ def _children(node: Any) -> list[Any]:
 
 
 class Body(BaseModel):
-    """The base of body models: strict types, finite numbers, null counts as absent, unknown fields are ignored.
-
-    Integer fields accept whole floats such as 1.0, because some clients have no integer type.
-    """
+    """The base of body models: strict types, finite numbers, null counts as absent, unknown fields are ignored. Integer
+    fields accept whole floats such as 1.0, because some clients have no integer type."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 

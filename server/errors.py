@@ -177,10 +177,8 @@ def _has(value: Any, part: str | int) -> bool:
 
 
 def _in_items(value: dict[str, Any], part: str) -> list[tuple[str, int]]:
-    """List fields that contain objects with `part`, and the objects' positions.
-
-    Some fields, such as a message's cache mark, may also be set on an item of a list.
-    """
+    """List fields that contain objects with `part`, and the objects' positions. Some fields, such as a message's cache
+    mark, may also be set on an item of a list."""
     return [
         (field, number)
         for field, items in value.items()

@@ -34,10 +34,8 @@ def load_keys(config: ServeConfig) -> list[bytes]:
 
 
 def reread(known: Sequence[bytes], config: ServeConfig, capacity: int) -> list[bytes]:
-    """The current keys, with unchanged numbers. Removed keys leave a `GAP`, which new keys fill.
-
-    `known`: digests by number. Raises `ConfigError`, also for more than `capacity` keys.
-    """
+    """The current keys, with unchanged numbers. Removed keys leave a `GAP`, which new keys fill. `known`: digests by
+    number. Raises `ConfigError`, also for more than `capacity` keys."""
     now = dict.fromkeys(load_keys(config))
     keys = [key if key in now else GAP for key in known]
     new = [key for key in now if key not in known]

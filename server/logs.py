@@ -44,8 +44,7 @@ def count_dropped(count: Callable[[], None]) -> None:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    fields: dict[str, Any] = getattr(record, "fields", {})
-    return fields
+    return getattr(record, "fields", {})
 
 
 class TextFormatter(logging.Formatter):

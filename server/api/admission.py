@@ -14,10 +14,8 @@ RETRY_AFTER = 1  # seconds; queues drain fast once they drain
 
 
 class Admission:
-    """Limits the number of queued sequences and of prompt tokens without a first output token.
-
-    Idle engines accept any request: the limits shed load, they do not restrict a single request.
-    """
+    """Limits the number of queued sequences and of prompt tokens without a first output token. Idle engines accept any
+    request: the limits shed load, they do not restrict a single request."""
 
     def __init__(
         self,

@@ -28,7 +28,6 @@ from weft.server.api import (
     tokens,
     ui,
 )
-from weft.server.api.batch_runner import make_batch_runner
 from weft.server.api.middleware import Authorise, BodyLimit, Cors, Trace
 from weft.server.api.protocol import ErrorBody
 from weft.server.api.responses import conversations
@@ -70,7 +69,7 @@ def create_app(service: Service) -> FastAPI:
         app.state.folder = Folder.open(config.files_dir, config.files_max_gib)
         app.include_router(files.router)
         app.include_router(batches.router)
-        app.state.runner = make_batch_runner(app, service, app.state.folder)
+        app.state.runner = batches.make_batch_runner(app, service, app.state.folder)
         uploads = files.PATH
     app.add_middleware(BodyLimit, bounds=lambda: service.body_bounds, uploads=uploads)
     admin_key = digest(config.admin_api_key) if config.admin_api_key is not None else None

@@ -36,9 +36,6 @@ class ToolCall(Body):
         return data
 
 
-_THOUGHTS = ("thinking", "reasoning")
-
-
 class ChatMessage(Body):
     model_config = ConfigDict(
         json_schema_extra={
@@ -59,27 +56,22 @@ class ChatMessage(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _lift_mark(cls, data: Any) -> Any:
-        """Apply a mark on a content part to the message."""
+    def _read_parts(cls, data: Any) -> Any:
+        """Move the assistant's thinking parts to its reasoning, and apply a mark on a part to the message."""
         if not isinstance(data, dict) or not isinstance(parts := data.get("content"), list):
             return data
+        assistant = data.get("role") == "assistant"
+        thoughts = [
+            p for p in parts if assistant and isinstance(p, dict) and p.get("type") in ("thinking", "reasoning")
+        ]
+        if thoughts:
+            parts = [part for part in parts if not any(part is thought for thought in thoughts)]
+            # The text of a thinking part is a string, or Mistral's list of text parts.
+            texts = [flatten_content(part.get(part["type"], part.get("text", ""))) for part in thoughts]
+            given = data.get("reasoning_content") or data.get("reasoning")
+            data = {**data, "content": parts or None, "reasoning_content": given or "\n".join(texts)}
         mark = longest_mark((data, *parts[:MAX_PARTS]))
         return data if mark is None else {**data, "cache_control": mark}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _split_thinking(cls, data: Any) -> Any:
-        """Move thinking parts of the assistant's content to its reasoning."""
-        if not isinstance(data, dict) or data.get("role") != "assistant" or not isinstance(data.get("content"), list):
-            return data
-        thoughts = [part for part in data["content"] if isinstance(part, dict) and part.get("type") in _THOUGHTS]
-        if not thoughts:
-            return data
-        rest = [part for part in data["content"] if not any(part is thought for thought in thoughts)]
-        # The text of a thinking part is a string, or Mistral's list of text parts.
-        texts = [flatten_content(part.get(part["type"], part.get("text", ""))) for part in thoughts]
-        given = data.get("reasoning_content") or data.get("reasoning")
-        return {**data, "content": rest or None, "reasoning_content": given or "\n".join(texts)}
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:

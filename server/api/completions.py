@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -17,7 +16,6 @@ from weft.server.api.generate import Generation, Prompt, output_limit
 from weft.server.api.protocol import CompletionBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.api.service import Service
-from weft.server.errors import bad_request
 from weft.server.text.logprobs import completion_logprobs, prompt_logprobs
 from weft.server.tools.tools import marker_of
 
@@ -50,21 +48,14 @@ async def completions(body: CompletionBody, request: Request, service: ServiceOf
 
 async def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:
     """The prompts, tokenized. Raises `ApiError`."""
-    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     truncation = body.truncation(service.loaded.ready.max_model_len, body.max_tokens)
-    if texts:
-        special = body.add_special_tokens is not False
-        ids = await service.loaded.text.encode(texts, add_special_tokens=special, param="prompt", truncation=truncation)
-        prompts = [Prompt(i, text if truncation is None else None) for i, text in zip(ids, texts, strict=True)]
-    else:
-        id_lists = [prompt for prompt in body.prompt if isinstance(prompt, list)]
-        prompts = [Prompt(ids if truncation is None else truncation.ids(ids)) for ids in id_lists]
-        for prompt in prompts:
-            service.loaded.text.check_ids(prompt.token_ids, "prompt")
-    if not all(prompt.token_ids for prompt in prompts):
-        raise bad_request("prompt: must have at least one token.", "prompt")
-    if seconds := body.kept_seconds:
-        prompts = [replace(prompt, retention=(Retention(len(prompt.token_ids), seconds),)) for prompt in prompts]
+    special = body.add_special_tokens is not False
+    encode, seconds = service.loaded.text.encode_inputs, body.kept_seconds
+    found = await encode(body.prompt, add_special_tokens=special, param="prompt", truncation=truncation)
+    prompts = []
+    for ids, given in zip(found, body.prompt, strict=True):
+        text = given if isinstance(given, str) and truncation is None else None
+        prompts.append(Prompt(ids, text, (Retention(len(ids), seconds),) if seconds else ()))
     return prompts
 
 

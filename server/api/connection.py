@@ -51,10 +51,8 @@ class UntilClose:
 
 
 class StallWatch:
-    """Detects a client that leaves data of its connection unread for too long.
-
-    It costs nothing while clients keep up: it starts a timer only when a transport is full or closing.
-    """
+    """Detects a client that leaves data of its connection unread for too long. It costs nothing while clients keep up:
+    it starts a timer only when a transport is full or closing."""
 
     __slots__ = ("_left", "_on_stall", "_seconds", "_timer", "_transport", "_unread")
 
@@ -148,11 +146,8 @@ class Connection(HttpToolsProtocol):
             self._refuse_size()
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser. Raises `HttpParserError`.
-
-        The parser ends a request that offers a protocol upgrade at its head, even if it has a body. This server ignores
-        upgrades, so it parses the head again without the offer.
-        """
+        """Feed the parser. Raises `HttpParserError`. The parser ends a request that offers a protocol upgrade at its
+        head, even if it has a body. This server ignores upgrades, so it parses the head again without the offer."""
         rest = memoryview(data)
         while rest:
             try:

@@ -30,10 +30,8 @@ async def constrain_answer(chat: ParsedChat, prompt: RenderedPrompt, request: Re
 
 
 async def compile_grammar(writer: Writer | None, request: Request, service: Service) -> Grammar | None:
-    """Write a request's grammar, if any, and try to compile it before the engine sees it.
-
-    Raises `ApiError`, and `ClientDisconnect` if the client leaves, so that the next request can be compiled.
-    """
+    """Write a request's grammar, if any, and try to compile it before the engine sees it. Raises `ApiError`, and
+    `ClientDisconnect` if the client leaves, so that the next request can be compiled."""
     if writer is None:
         return None
     work = asyncio.create_task(write_grammar(writer, service.loaded.grammars, request.scope["weft.client"]))

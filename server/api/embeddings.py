@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +17,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from weft.engine.errors import ModelError
-from weft.engine.wire.sampling import SamplingParams
+from weft.engine.wire.sampling import Pooling, SamplingParams
 from weft.server.api.answer import Answer
 from weft.server.api.choice import Piece
 from weft.server.api.events import Dialect
@@ -26,7 +29,6 @@ from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.api.service import Service
 from weft.server.bodies import Body
 from weft.server.errors import ApiError, bad_request, clip
-from weft.server.text.pooling import Pooler, read_pooler
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -81,28 +83,20 @@ async def _pooler(service: Service) -> Pooler:
 async def _prompts(service: Service, body: EmbeddingBody, pooler: Pooler) -> list[Prompt]:
     """The inputs, tokenized. Raises `ApiError`."""
     limit = service.loaded.ready.max_model_len
-    texts = [text for text in body.input if isinstance(text, str)]
-    before = pooler.default
+    given, before = body.input, pooler.default
     if (name := body.prompt_name) is not None:
         if name not in pooler.prompts:
             known = ", ".join(map(repr, pooler.prompts)) or "none"
             raise bad_request(f"prompt_name: there is no prompt {clip(name)!r}; known prompts: {known}.", "prompt_name")
-        if not texts:
+        if not isinstance(given[0], str):
             raise bad_request("prompt_name needs texts; the input has token ids.", "prompt_name")
         before = pooler.prompts[name]
-    if texts:
-        given = [before + text for text in texts]
-        ids = await service.loaded.text.encode(given, add_special_tokens=body.add_special_tokens, param="input")
-    else:
-        ids = [part for part in body.input if isinstance(part, list)]
-        for part in ids:
-            service.loaded.text.check_ids(part, "input")
-    for i, part in enumerate(ids):
-        if not part:
-            raise bad_request("input: must have at least one token.", "input")
-        if len(part) > limit:
-            raise too_long(limit, f"input {i} has {len(part)} tokens", "input")
-    return [Prompt(part) for part in ids]
+    inputs = [before + part if isinstance(part, str) else part for part in given]
+    found = await service.loaded.text.encode_inputs(inputs, add_special_tokens=body.add_special_tokens, param="input")
+    for i, ids in enumerate(found):
+        if len(ids) > limit:
+            raise too_long(limit, f"input {i} has {len(ids)} tokens", "input")
+    return [Prompt(ids) for ids in found]
 
 
 class Embeddings(Dialect):
@@ -128,3 +122,69 @@ class Embeddings(Dialect):
 
 def _base64(vector: npt.NDArray[np.float32]) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+MODULES = "modules.json"
+PROMPTS = "config_sentence_transformers.json"
+_MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
+_HARMLESS = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True, slots=True)
+class Pooler:
+    """Pools hidden states, truncates them to the requested dimensions and normalizes them."""
+
+    pooling: Pooling
+    prompts: dict[str, str] = field(default_factory=dict)  # text prefixes by name
+    default: str = ""  # the prefix for requests that name none
+
+    def finish(self, state: bytes, dimensions: int | None) -> npt.NDArray[np.float32]:
+        """The normalized embedding `[dimensions]` of a pooled float32 hidden state. None keeps all dimensions."""
+        vector = np.frombuffer(state, np.float32)[:dimensions].astype(np.float64)
+        length = float(np.linalg.norm(vector))
+        return (vector / (length or 1.0)).astype(np.float32)
+
+
+def read_pooler(path: Path, asked: Literal["auto", "last", "mean", "none"]) -> Pooler | None:
+    """The pooler of the model at `path`; None if embeddings are disabled. An explicit `asked` overrides the model's
+    pooling but not its prompts. Raises `ModelError` for unreadable files and unsupported steps."""
+    if asked == "none":
+        return None
+    pooling = None
+    for module in _read(path / MODULES, list) or ():
+        kind = str(module.get("type", "")).rpartition(".")[2] if isinstance(module, dict) else ""
+        if kind not in _HARMLESS:
+            raise ModelError(f"{MODULES} has an unsupported step: {clip(kind)}")
+        if kind == "Pooling":
+            config = _read(path / str(module.get("path", "")) / "config.json", dict) or {}
+            pooling = _pooling_of(config, strict=asked == "auto")
+    about = _read(path / PROMPTS, dict) or {}
+    prompts = {str(k): v for k, v in (about.get("prompts") or {}).items() if isinstance(v, str)}
+    default = prompts.get(str(about.get("default_prompt_name")), "")
+    return Pooler(pooling or "last" if asked == "auto" else asked, prompts, default)
+
+
+def _pooling_of(config: dict[str, Any], *, strict: bool) -> Pooling | None:
+    """The mode in a `1_Pooling/config.json`. Unsupported modes raise `ModelError` if `strict`, else return None."""
+    modes = [key.removeprefix("pooling_mode_") for key, on in config.items() if key.startswith("pooling_mode_") and on]
+    if isinstance(mode := config.get("pooling_mode"), str):
+        modes = [mode]
+    if len(modes) == 1 and modes[0] in _MODES:
+        return _MODES[modes[0]]
+    if not strict:
+        return None
+    named = clip(", ".join(modes)) or "nothing"
+    raise ModelError(f"its pooling ({named}) is not supported; override it with --pooling last or mean")
+
+
+def _read(path: Path, kind: type) -> Any:
+    """The value of a JSON file; None if the file is missing. Raises `ModelError`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path.name} cannot be read: {clip(str(error))}") from None
+    if not isinstance(value, kind):
+        raise ModelError(f"{path.name} is not in the format of sentence-transformers")
+    return value

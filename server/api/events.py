@@ -30,10 +30,8 @@ class Dialect(ABC):
         raise NotImplementedError
 
     def token_event(self, choice: Choice, token_id: int, text: str, /) -> bytes | None:  # noqa: ARG002
-        """The event of a token in the middle of a choice, without log-probabilities, if it only adds text.
-
-        Returns None if the token has to go through `events`.
-        """
+        """The event of a token in the middle of a choice, without log-probabilities, if it only adds text. Returns None
+        if the token has to go through `events`."""
         return None
 
     async def end(self) -> bytes:

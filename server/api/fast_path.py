@@ -52,10 +52,7 @@ class Outlet:
 
 
 class FastPath(ABC):
-    """The sink of a `TokenStream` whose choice has started.
-
-    `sent_at`: the time of its last write.
-    """
+    """The sink of a `TokenStream` whose choice has started. `sent_at`: the time of its last write."""
 
     __slots__ = ("_choice", "_idle", "_itl", "_outlet", "sent_at")
 

@@ -142,10 +142,8 @@ class Generation:
         )
 
     def _restart(self, choice: Choice, error: EngineDead) -> Choice:
-        """Replace a choice whose engine died by a new one at another engine.
-
-        Raises `error` if no engine is left, the retries are used up, or the client already has output of the choice.
-        """
+        """Replace a choice whose engine died by a new one at another engine. Raises `error` if no engine is left, the
+        retries are used up, or the client already has output of the choice."""
         if choice.attempts > RETRIES or (choice.num_tokens and not self.replayable):
             raise error
         i, replicas = choice.prompt, self._loaded.replicas
@@ -285,9 +283,7 @@ class Generation:
 
     def newly_retained(self) -> tuple[int, int]:
         """Tokens of the first prompt that this request added to the retained pages: for less than an hour, for longer.
-
-        Tokens that were already cached do not count.
-        """
+        Tokens that were already cached do not count."""
         choice, retention = self.choices[0], self.prompts[0].retention
         retained, cached = choice.retained_tokens, choice.cached_tokens
         hour = min(retained, max((p.tokens for p in retention if p.seconds >= HOUR), default=0))
@@ -314,10 +310,8 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 def output_limit(service: Service, asked: int | None, default: int | None, prompt_len: int, param: str) -> int:
-    """The maximum number of output tokens. Raises `ApiError` if prompt and output do not fit the context.
-
-    `default` applies if the request sets no limit; None uses the rest of the context.
-    """
+    """The maximum number of output tokens. Raises `ApiError` if prompt and output do not fit the context. `default`
+    applies if the request sets no limit; None uses the rest of the context."""
     limit = service.loaded.ready.max_model_len
     left = limit - prompt_len
     if asked is not None:

@@ -54,9 +54,6 @@ class _AnyOf:
         return schema
 
 
-# -- content
-
-
 def _bounded(blocks: list[Any]) -> list[Any]:
     """The bound is not in the schema, because request generators would produce that many blocks."""
     if len(blocks) > MAX_PARTS:
@@ -163,8 +160,6 @@ class Message(Body):
     content: _text_or(Block)  # type: ignore[valid-type]
 
 
-# -- tools
-
 _TOOL_SEARCH = "tool_search_tool_"
 """Prefix of tool search types. They are ignored: the model has all tools from the start."""
 
@@ -203,9 +198,6 @@ class MessagesToolChoice(Body):
         if (self.type == "tool") != (self.name is not None):
             raise ValueError("type 'tool' needs a name; other types must not have one")
         return self
-
-
-# -- bodies
 
 
 class Thinking(Body):

@@ -200,10 +200,8 @@ class Cors(CORSMiddleware):
 
 
 class BodyLimit:
-    """Rejects bodies that are too large, by their header or while they arrive, and bodies that take too long.
-
-    It reads and drops the rest of a body for a while, because a client that is cut off never sees the answer.
-    """
+    """Rejects bodies that are too large, by their header or while they arrive, and bodies that take too long. It reads
+    and drops the rest of a body for a while, because a client that is cut off never sees the answer."""
 
     DISCARD_SECONDS = 5.0
     BODY_SECONDS = 60.0

@@ -38,10 +38,8 @@ class ModelText:
         truncation: Truncation | None = None,
         salt: str | None = None,
     ) -> list[list[int]]:
-        """Token ids of texts. Raises `ApiError` for a text that cannot fit.
-
-        `truncation`: shorten such texts instead. `salt`: see `Tokenizer.encode`.
-        """
+        """Token ids of texts. Raises `ApiError` for a text that cannot fit. `truncation`: shorten such texts instead.
+        `salt`: see `Tokenizer.encode`."""
         if truncation is not None:
             texts = [truncation.text(text, self._longest_text) for text in texts]
         for text in texts:
@@ -53,6 +51,20 @@ class ModelText:
         if truncation is None:
             return ids
         return [truncation.ids(i, self._tokenizer.bos_token_id if add_special_tokens else None) for i in ids]
+
+    async def encode_inputs(
+        self, inputs: Sequence[Any], *, add_special_tokens: bool, param: str, truncation: Truncation | None = None
+    ) -> list[list[int]]:
+        """Token ids of texts, or the client's own token ids. Raises `ApiError`, also for an input without tokens."""
+        if isinstance(inputs[0], str):
+            found = await self.encode(inputs, add_special_tokens=add_special_tokens, param=param, truncation=truncation)
+        else:
+            found = [ids if truncation is None else truncation.ids(ids) for ids in inputs]
+            for ids in found:
+                self.check_ids(ids, param)
+        if not all(found):
+            raise bad_request(f"{param}: must have at least one token.", param)
+        return found
 
     async def render(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any]) -> str:
         """The text of a conversation, for display. `arguments`: the template's. Raises `ApiError`."""
@@ -70,10 +82,8 @@ class ModelText:
         truncation: Truncation | None = None,
         salt: str | None = None,
     ) -> EncodedChat:
-        """Render and tokenize a conversation. Raises `ApiError`.
-
-        `arguments`: the template's, which usually writes the special tokens itself. `salt`: see `Tokenizer.encode`.
-        """
+        """Render and tokenize a conversation. Raises `ApiError`. `arguments`: the template's, which usually writes the
+        special tokens itself. `salt`: see `Tokenizer.encode`."""
         render, control = self._tokenizer.render_chat, self._control
         if truncation is None:
             self._check_length(sum(len(message.content or "") for message in messages), "messages")

@@ -152,10 +152,8 @@ class Service:
         *,
         alone: bool = False,
     ) -> None:
-        """Serve with an engine (by default the first) that has loaded the model.
-
-        `alone`: other API processes may not serve with it until `engine_shared`.
-        """
+        """Serve with an engine (by default the first) that has loaded the model. `alone`: other API processes may not
+        serve with it until `engine_shared`."""
         engine = self.engines[0] if engine is None else engine
         if alone:
             self.unshared_engines.add(engine)
@@ -256,10 +254,8 @@ class Service:
     async def enter(
         self, asked: str | None, scope: MutableMapping[str, Any], check: Callable[[], None] | None = None
     ) -> Service:
-        """The service of the requested model. Wakes the model and keeps it awake until `leave`.
-
-        `check`: checks the request before the model wakes. Idempotent for a scope. Raises `ApiError`.
-        """
+        """The service of the requested model. Wakes the model and keeps it awake until `leave`. `check`: checks the
+        request before the model wakes. Idempotent for a scope. Raises `ApiError`."""
         service = self.for_model(asked)
         if check is not None:
             check()
@@ -344,10 +340,8 @@ class Service:
         return self._watch.heartbeats.stage(ENGINE + engine) if self._watch is not None else ""
 
     def engine_states(self, *, failures: bool = False) -> list[dict[str, Any]]:
-        """Number, state and current long operation of each engine.
-
-        `failures`: include the last failure, which may name files and is for operators only.
-        """
+        """Number, state and current long operation of each engine. `failures`: include the last failure, which may name
+        files and is for operators only."""
         states: list[dict[str, Any]] = []
         for engine in self.engines:
             state = self.replicas.state(engine)

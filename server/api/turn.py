@@ -39,11 +39,8 @@ class Turn:
 async def begin_turn(
     body: ChatBody, request: Request, service: Service, *, default_limit: int | None = None, retain_by_key: bool = True
 ) -> Turn:
-    """Run the four steps. Raises `ApiError`.
-
-    `default_limit`: output tokens if the body sets no limit; None uses the rest of the context. `retain_by_key`: a
-    `prompt_cache_key` also retains the prompt's pages.
-    """
+    """Run the four steps. Raises `ApiError`. `default_limit`: output tokens if the body sets no limit; None uses the
+    rest of the context. `retain_by_key`: a `prompt_cache_key` also retains the prompt's pages."""
     chat = await parse_chat(body, request.scope, service)
     prompt = await render_prompt(chat)
     service, form, thinking = chat.service, chat.tool_format, prompt.thinking

@@ -22,10 +22,8 @@ def _read(name: str) -> str:
 
 
 def page_headers(style: str, script: str, *policies: str) -> dict[str, str]:
-    """The headers of a page that contains this style and script and may load nothing else.
-
-    `policies`: further directives of its Content-Security-Policy.
-    """
+    """The headers of a page that contains this style and script and may load nothing else. `policies`: further
+    directives of its Content-Security-Policy."""
     inline = (
         f"{kind}-src 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
         for kind, text in (("script", script), ("style", style))

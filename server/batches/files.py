@@ -119,10 +119,8 @@ class Files:
     def take(
         self, path: Path, *, filename: str, purpose: str, owner: str, kept: int = KEPT_SECONDS, id: str | None = None
     ) -> StoredFile:
-        """Move a written file into the store. Raises `OSError`, and `StoreFull` unless `id` is given.
-
-        `kept`: lifetime in seconds. `id`: makes the call repeatable after a kill.
-        """
+        """Move a written file into the store. Raises `OSError`, and `StoreFull` unless `id` is given. `kept`: lifetime
+        in seconds. `id`: makes the call repeatable after a kill."""
         with self._lock():
             if id is None:
                 self._check_space(0)

@@ -26,10 +26,8 @@ class Replica:
 
 
 class PromptPages:
-    """A prompt and the brief keys of its pages, for each model version: weights may differ during a rollout.
-
-    tokens: int32.
-    """
+    """A prompt and the brief keys of its pages, for each model version: weights may differ during a rollout. tokens:
+    int32."""
 
     def __init__(self, tokens: Sequence[int], salt: str, readies: Iterable[EngineReady]) -> None:
         self.tokens: npt.NDArray[np.int32] = np.asarray(tokens, np.int32)
@@ -173,10 +171,7 @@ class Replicas:
 
     def route(self, pages: PromptPages, max_tokens: int | None, key: str | None = None) -> Ticket:
         """Choose an engine for a sequence. `max_tokens`: the output limit. `key`: the client's key for requests with a
-        common prefix.
-
-        The caller must hold the shared state's lock. Raises `EngineDead` if there is no engine.
-        """
+        common prefix. The caller must hold the shared state's lock. Raises `EngineDead` if there is no engine."""
         output = self.policy.expected_output if max_tokens is None else min(max_tokens, self.policy.expected_output)
         alive = [replica for replica in self._by_engine.values() if replica.client.alive]
         if not alive:
@@ -204,9 +199,7 @@ class Replicas:
 
 def credit_new_engine(shared_state: SharedState, engine: int, others: Sequence[int] | None = None) -> None:
     """Credit a new engine with the mean work of the others, so that it does not get all requests until it catches up.
-
-    `others`: the engines of its model, by default all.
-    """
+    `others`: the engines of its model, by default all."""
     with shared_state.lock():
         rest = [other for other in (range(shared_state.engines) if others is None else others) if other != engine]
         if rest:
@@ -214,10 +207,8 @@ def credit_new_engine(shared_state: SharedState, engine: int, others: Sequence[i
 
 
 class CachedPages:
-    """The pages that the engine reported, and those that requests just sent there will compute.
-
-    A stale entry only costs time: the engine checks its own prefix index.
-    """
+    """The pages that the engine reported, and those that requests just sent there will compute. A stale entry only
+    costs time: the engine checks its own prefix index."""
 
     def __init__(self, pages: bytes = b"") -> None:
         """`pages`: concatenated brief keys, as engines report them."""

@@ -42,11 +42,8 @@ class Candidate(NamedTuple):
 def choose(
     candidates: Sequence[Candidate], prompt_tokens: int, mean_size: float, policy: Policy, key: str | None = None
 ) -> int:
-    """The number of the chosen engine. `candidates` must not be empty.
-
-    `mean_size`: mean tokens per recent request. `key`: shared by requests with a common prefix; every process maps it
-    to the same engine (the highest hash wins).
-    """
+    """The number of the chosen engine. `candidates` must not be empty. `mean_size`: mean tokens per recent request.
+    `key`: shared by requests with a common prefix; every process maps it to the same engine (the highest hash wins)."""
     load_bound = policy.load_bound * _mean([c.load for c in candidates]) + policy.load_slack * mean_size
     work_bound = policy.work_bound * _mean([c.work for c in candidates]) + policy.work_slack * mean_size
     idle = [c for c in candidates if c.load <= load_bound]  # never empty: it includes the least loaded engine

@@ -46,10 +46,8 @@ class Encoder:
         return [list(each.ids) for each in found]
 
     def encode_cached(self, text: str, salt: str) -> list[int]:
-        """Like `encode` without added tokens, with cached segments.
-
-        Entries are separate for each salt, so that timing does not reveal texts of others.
-        """
+        """Like `encode` without added tokens, with cached segments. Entries are separate for each salt, so that timing
+        does not reveal texts of others."""
         parts = self._segments(text)
         if len(parts) < 2:
             return self.encode([text], add_special_tokens=False)[0]
@@ -96,10 +94,8 @@ def _size(part: str, ids: npt.NDArray[np.int32]) -> int:
 
 
 def any_of(words: Iterable[str]) -> re.Pattern[str] | None:
-    """A pattern that finds the first and longest of the words, as tokenizers do; None for no words.
-
-    Words share common prefixes in the pattern, because a vocabulary may have a thousand of them.
-    """
+    """A pattern that finds the first and longest of the words, as tokenizers do; None for no words. Words share common
+    prefixes in the pattern, because a vocabulary may have a thousand of them."""
     words = sorted({word for word in words if word})
     return re.compile(_branches(words)) if words else None
 

@@ -25,10 +25,8 @@ def _best(entry: TokenLogprobs, top: int) -> list[tuple[int, float]]:
 def completion_logprobs(
     name: Name, tokens: Iterable[tuple[int, TokenLogprobs | None, int]], top: int
 ) -> dict[str, list[Any]]:
-    """The four parallel arrays of `/v1/completions`, with `top` alternatives per token.
-
-    `tokens`: id, entry and text offset. The entry of a prompt's first token, which has no prediction, is None.
-    """
+    """The four parallel arrays of `/v1/completions`, with `top` alternatives per token. `tokens`: id, entry and text
+    offset. The entry of a prompt's first token, which has no prediction, is None."""
     out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token_id, entry, offset in tokens:
         best: dict[str, float] = {}

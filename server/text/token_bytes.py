@@ -19,10 +19,8 @@ _BYTE_OF_CHAR = _byte_alphabet()
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id to bytes, filled on access. The concatenated bytes, read as UTF-8, are the decoded text.
-
-    `strips_space`: the decoder drops one space at the beginning of a text (sentencepiece's dummy prefix).
-    """
+    """Token id to bytes, filled on access. The concatenated bytes, read as UTF-8, are the decoded text. `strips_space`:
+    the decoder drops one space at the beginning of a text (sentencepiece's dummy prefix)."""
 
     def __init__(self, tokenizer: Tokenizer, *, byte_level: bool, replace: dict[str, str], strips_space: bool) -> None:
         super().__init__()

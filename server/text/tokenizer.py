@@ -184,11 +184,8 @@ class Tokenizer:
         return template
 
     def render_chat(self, messages: Sequence[BaseModel], arguments: Mapping[str, Any], *, control: bool = False) -> str:
-        """Render a conversation for `encode`. Raises `ApiError`.
-
-        Special tokens spelled by users and tools remain text unless `control`. `messages`: `ChatMessage`s. `arguments`:
-        the template's, from `TemplateBody`.
-        """
+        """Render a conversation for `encode`. Raises `ApiError`. Special tokens spelled by users and tools remain text
+        unless `control`. `messages`: `ChatMessage`s. `arguments`: the template's, from `TemplateBody`."""
         if not self.has_chat_template:
             raise bad_request("This model has no chat template; use /v1/completions.", "messages", "no_chat_template")
         if self._template_fault is not None:
@@ -316,10 +313,8 @@ _TESTS_FOR_NONE = re.compile(r"""content['"\])]*\s*(?:is\s+(?:not\s+)?none|[!=]=
 
 
 def _as_template_input(message: BaseModel, roles: Mapping[str, str], absent: str | None) -> dict[str, Any]:
-    """A message for the template: without absent keys, and with tool arguments as objects.
-
-    `roles`: replacements for unsupported roles. `absent`: the value of missing content.
-    """
+    """A message for the template: without absent keys, and with tool arguments as objects. `roles`: replacements for
+    unsupported roles. `absent`: the value of missing content."""
     data = message.model_dump(exclude_none=True)
     data["role"] = roles.get(data["role"], data["role"])
     data.setdefault("content", absent)

@@ -13,7 +13,7 @@ from stub import HIDDEN, MAX_MODEL_LEN, Script, Server, serving, state_of
 
 from weft.engine.errors import ModelError
 from weft.engine.wire.messages import Finish
-from weft.server.text.pooling import Pooler, read_pooler
+from weft.server.api.embeddings import Pooler, read_pooler
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PATH = "/v1/embeddings"

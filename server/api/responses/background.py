@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import Message
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Background:
-    """The background responses of this process. For `record`, see `Records`."""
+    """The background responses of this process."""
 
     def __init__(self) -> None:
         self._runs: dict[asyncio.Task[None], Answer] = {}
@@ -37,25 +37,17 @@ class Background:
         if len(self._runs) >= MAX_RUNS:
             raise unavailable("Too many background responses are running.", "background_full", 10)
 
-    async def begin(
-        self,
-        answer: Answer,
-        dialect: ResponseDialect,
-        records: Records,
-        record: dict[str, Any],
-        scope: MutableMapping[str, Any],
-    ) -> None:
+    async def begin(self, run: Run, scope: MutableMapping[str, Any]) -> None:
         """Store a queued response and start working on it. Raises `ApiError` if it cannot be stored."""
-        id = dialect.response["id"]
-        events = dialect.queue()
-        if not await records.add(id, record):
+        run.events += run.dialect.queue()
+        if not await run.records.add(run.dialect.response["id"], run.record):
             what = "The request is larger than the response store (--responses-max-mib)."
             raise ApiError(413, what, code="store_full")
         # A copy without the connection: the run must not write to the client's socket.
         own = {key: value for key, value in scope.items() if key != "extensions"}
         scope.pop("weft.entered", None)  # this run keeps the model awake from now on
-        task = asyncio.create_task(_Run(answer, dialect, records, record, bytearray(events)).run(own))
-        self._runs[task] = answer
+        task = asyncio.create_task(run.run(own))
+        self._runs[task] = run.answer
         task.add_done_callback(lambda task: self._runs.pop(task, None))
         task.add_done_callback(lambda _: Service.leave(own))
 
@@ -68,12 +60,14 @@ class Background:
 
 
 @dataclass(slots=True)
-class _Run:
+class Run:
+    """A background response. For `record`, see `Records`."""
+
     answer: Answer
     dialect: ResponseDialect
     records: Records
     record: dict[str, Any]
-    events: bytearray
+    events: bytearray = field(default_factory=bytearray)
 
     async def run(self, scope: MutableMapping[str, Any]) -> None:
         store, id = self.records.store, self.dialect.response["id"]

@@ -13,10 +13,10 @@ from weft.server.api.files import page
 from weft.server.api.responses.body import Metadata
 from weft.server.api.responses.endpoints import Limit, Order, RecordsOf
 from weft.server.api.responses.items import MAX_ITEMS, Item, read_item
-from weft.server.api.responses.records import Records, with_ids
+from weft.server.api.responses.records import Records, not_found, with_ids
 from weft.server.api.routing import JsonRoute
 from weft.server.bodies import Body
-from weft.server.errors import ApiError, bad_request, clip
+from weft.server.errors import bad_request
 
 PATH = "/v1/conversations"
 MAX_ADDED = 128  # items per request
@@ -91,14 +91,14 @@ async def retrieve_item(id: str, item: str, records: RecordsOf) -> Item:
     for found in await records.items_of(id):
         if found["id"] == item:
             return found
-    raise _no_item(item)
+    raise not_found("Item", item, "item_id")
 
 
 @router.delete(f"{PATH}/{{id}}/items/{{item}}", summary="Delete an item of a conversation")
 async def delete_item(id: str, item: str, records: RecordsOf) -> dict[str, Any]:
     conversation = await records.conversation(id)
     if not await records.store.run(records.store.delete_item, id, item):
-        raise _no_item(item)
+        raise not_found("Item", item, "item_id")
     return conversation
 
 
@@ -115,7 +115,3 @@ async def _append(records: Records, id: str, items: list[Item]) -> list[Item]:
     if not await records.append(id, kept):
         raise bad_request(f"items: a conversation has at most {MAX_ITEMS} items.", "items")
     return kept
-
-
-def _no_item(id: str) -> ApiError:
-    return ApiError(404, f"Item with id '{clip(id)}' not found.", param="item_id", code="not_found")

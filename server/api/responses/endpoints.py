@@ -16,7 +16,7 @@ from starlette.responses import StreamingResponse
 from weft.server.api.answer import Answer
 from weft.server.api.chat_prompt import prompt_ids
 from weft.server.api.files import OwnerOf, page
-from weft.server.api.responses.background import Background, follow
+from weft.server.api.responses.background import Background, Run, follow
 from weft.server.api.responses.body import OfferedTools, ResponseBody
 from weft.server.api.responses.dialect import ResponseDialect
 from weft.server.api.responses.items import Item, read_input
@@ -74,7 +74,7 @@ async def create_response(body: ResponseBody, request: Request, service: Service
     if not body.background:
         return answer
     record["response"] = dialect.response
-    await background.begin(answer, dialect, records, record, request.scope)
+    await background.begin(Run(answer, dialect, records, record), request.scope)
     if body.stream:
         return _followed(records, dialect.response["id"], -1)
     return _json({**dialect.response, "status": "queued"})

@@ -184,11 +184,8 @@ def unseal(text: str) -> str:
 
 
 def to_messages(instructions: str | None, items: Sequence[Item]) -> list[ChatMessage]:
-    """Translate items to chat messages.
-
-    Instructions come first, joined with leading system messages; later system messages keep their position. Consecutive
-    reasoning, text and calls of the assistant become one message.
-    """
+    """Translate items to chat messages. Instructions come first, joined with leading system messages; later system
+    messages keep their position. Consecutive reasoning, text and calls of the assistant become one message."""
     out: list[ChatMessage] = [] if instructions is None else [_chat_message("system", instructions)]
     ours: ChatMessage | None = None  # the assistant message that later items may extend
     for item in items:

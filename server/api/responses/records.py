@@ -27,8 +27,8 @@ def with_ids(items: Sequence[Item], hex_id: str) -> list[Item]:
     ]
 
 
-def no_response(id: str) -> ApiError:
-    return ApiError(404, f"Response with id '{clip(id)}' not found.", param="id", code="not_found")
+def not_found(kind: str, id: str, param: str = "id") -> ApiError:
+    return ApiError(404, f"{kind} with id '{clip(id)}' not found.", param=param, code="not_found")
 
 
 class Records:
@@ -56,19 +56,17 @@ class Records:
         """A record. Raises `ApiError` 404."""
         found = await self.store.run(self.store.get, id, self.owner)
         if found is None or "response" not in found.body:
-            raise no_response(id)
+            raise not_found("Response", id)
         return _checked(found)
 
     async def delete(self, id: str) -> None:
         """Raises `ApiError` 404."""
         if not id.startswith("resp_") or not await self.store.run(self.store.delete, id, self.owner):
-            raise no_response(id)
+            raise not_found("Response", id)
 
     async def context(self, previous: str | None, conversation: str | None, new: Sequence[Item]) -> list[Item]:
-        """The items of the conversation followed by `new`, with references resolved.
-
-        Raises `ApiError` 400 if a previous response or a referenced item is missing.
-        """
+        """The items of the conversation followed by `new`, with references resolved. Raises `ApiError` 400 if a
+        previous response or a referenced item is missing."""
 
         def collect() -> list[Item]:
             earlier = self._chain(previous) if previous is not None else []
@@ -123,7 +121,7 @@ class Records:
     def _conversation(self, id: str) -> dict[str, Any]:
         found = self.store.get(id, self.owner)
         if found is None or found.body.get("object") != "conversation":
-            raise ApiError(404, f"Conversation with id '{clip(id)}' not found.", param="conversation", code="not_found")
+            raise not_found("Conversation", id, "conversation")
         return found.body
 
     async def conversation(self, id: str) -> dict[str, Any]:
