@@ -9,7 +9,16 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
 from weft.engine.config import NO_OPTION, EngineConfig, OptionGroup
-from weft.engine.config.option_groups import BATCHING, DEVICES, INTERNALS, MEMORY, MODEL, OBSERVABILITY, merged
+from weft.engine.config.option_groups import (
+    BATCHING,
+    DEVICES,
+    INTERNALS,
+    MEMORY,
+    MODEL,
+    OBSERVABILITY,
+    described,
+    merged,
+)
 from weft.engine.errors import invalid_option
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -41,8 +50,9 @@ MODEL_OPTIONS = ENGINE_OPTIONS | {
 """Options that each of several models can set for itself."""
 
 
+@described
 class ServeConfig(EngineConfig):
-    """Options of one daemon. The field descriptions are the text of `weft serve --help`."""
+    """Options of one daemon. The text below a field is its description in `weft serve --help`."""
 
     GROUPS: ClassVar[tuple[OptionGroup, ...]] = merged(
         EngineConfig.GROUPS,
@@ -83,138 +93,108 @@ class ServeConfig(EngineConfig):
         ),
     )  # fmt: skip
 
-    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all interfaces")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free port")
-    served_model_name: list[str] = Field(
-        [], description="names that requests may use; responses carry the first [the model's own name]"
-    )
-    api_workers: int = Field(1, ge=1, le=64, description="HTTP server processes, which share the port")
-    handover: str | None = Field(
-        None,
-        min_length=1,
-        description="Unix socket for restarts without downtime: a daemon started later with the same socket takes over "
-        "the port",
-    )
-    tls_cert: str | None = Field(None, min_length=1, description="PEM file of the certificate chain; enables https")
-    tls_key: str | None = Field(None, min_length=1, description="PEM file of the private key [in --tls-cert]")
-    ui: bool = Field(True, description="serve a status page with a prompt box at /")
-    cors_origin: list[str] = Field([], description="origins allowed to call from web pages; '*' for all [none]")
-    api_key: list[str] = Field(
-        [], repr=False, description="API keys that clients may use, or their sha256:HEX digests [no key needed]"
-    )
-    api_key_file: str | None = Field(None, min_length=1, description="file with further API keys, one per line")
-    admin_api_key: str | None = Field(
-        None, min_length=1, repr=False, description="API key for /admin/ [/admin/ is off]"
-    )
-    salt_per_key: bool | None = Field(
-        None,
-        description="do not share cached prefixes between API keys, whose timing could leak prompts [on with several "
-        "keys]",
-    )
-    rate_limit: int | None = Field(
-        None, ge=1, description="completions per minute and API key; beyond that 429 with Retry-After"
-    )
-    rate_limit_tokens: int | None = Field(
-        None, ge=1, description="prompt and output tokens per minute and API key; beyond that 429"
-    )
-    max_queued_requests: int = Field(
-        1024, ge=0, description="maximum sequences waiting for the engine; beyond that 503 with Retry-After"
-    )
-    max_queued_tokens: int = Field(
-        1_000_000, ge=1, description="maximum prompt tokens waiting for their first output token; beyond that 503"
-    )
-    request_timeout: float | None = Field(None, gt=0, description="maximum seconds per request [no limit]")
-    drain_timeout: float = Field(30.0, ge=0, description="seconds for open requests to finish after SIGTERM")
-    client_stall_timeout: float = Field(
-        300.0, ge=0, description="seconds before a client that does not read its data is disconnected; 0 for never"
-    )
-    max_body_mib: float | None = Field(
-        None,
-        gt=0,
-        description="maximum size of a request body in MiB [1, plus 1 per 1024 tokens of context, up to 32]",
-    )
-    allow_special_tokens: bool = Field(
-        False, description="parse special tokens in user messages and tool results instead of treating them as text"
-    )
-    replicas: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="engines per device, with one copy of the weights; requests are balanced over them, and they split "
-        "the device's memory",
-    )
-    data_parallel_size: int = Field(
-        1, ge=1, le=64, description="GPUs to use, each with --replicas engines; on a CPU it multiplies --replicas"
-    )
-    models: list[dict[str, JsonValue]] = Field(
-        [],
-        title="a list of models, each a text or a mapping with a model",
-        description="several models, each with its own options, such as 'ORG/NAME memory_share=0.4 max_num_seqs=64'; "
-        "requests choose by name. Repeating --model does the same",
-    )
-    memory_share: float | None = Field(
-        None, gt=0, le=1, description="with several models: one model's fraction of the memory [equal shares]"
-    )
-    max_awake_models: int | None = Field(
-        None, ge=1, description="with several models: maximum awake at once; the others sleep [as memory_share allows]"
-    )
-    wake_on_request: bool = Field(
-        True, description="wake a sleeping model when a request names it; otherwise such a request gets 503"
-    )
-    wake_timeout: float = Field(
-        60.0, gt=0, description="seconds that a request waits for its model to wake; then 503 with Retry-After"
-    )
-    tool_call_parser: ToolParserName = Field(
-        "auto",
-        description="format of the model's tool calls (names: --help-all); 'auto' detects it from the chat template",
-    )
-    reasoning_parser: ReasoningParserName = Field(
-        "auto",
-        description="format of the model's reasoning (names: --help-all); 'auto' detects it from the chat template, "
-        "'none' leaves it in the text",
-    )
-    pooling: Literal["auto", "last", "mean", "none"] = Field(
-        "auto",
-        description="hidden states to use as embeddings: the last token's or their mean; 'auto' follows "
-        "1_Pooling/config.json, else last; 'none' disables /v1/embeddings",
-    )
-    tokenizer_threads: int = Field(2, ge=1, le=64, description="threads for tokenization and chat templates")
-    restart_engine: bool = Field(
-        True, description="restart an engine process that ends or hangs, instead of ending the daemon"
-    )
-    engine_restart_limit: int = Field(
-        10, ge=1, description="maximum engine restarts within ten minutes; then the daemon exits with status 1"
-    )
-    hang_timeout: float = Field(
-        30.0,
-        ge=0,
-        description="seconds without progress before the engine is killed and its stacks are logged; 0 for never",
-    )
-    api_hang_timeout: float = Field(10.0, ge=0, description="--hang-timeout for HTTP processes; 0 for never")
-    step_timeout: float = Field(
-        600.0, gt=0, description="maximum seconds of an iteration on a CPU; on a GPU --hang-timeout applies"
-    )
-    start_timeout: float = Field(
-        600.0, gt=0, description="maximum seconds without progress while loading and compiling"
-    )
-    files_dir: str | None = Field(
-        None, min_length=1, description="folder for files and batches; enables /v1/files and /v1/batches"
-    )
-    files_max_gib: float = Field(10.0, gt=0, description="maximum size of --files-dir in GiB")
-    responses_dir: str | None = Field(
-        None, min_length=1, description="folder that keeps responses and conversations across restarts [in memory]"
-    )
-    responses_max_mib: float = Field(
-        256.0, ge=0, description="maximum size of stored responses in MiB; the oldest are dropped; 0 stores none"
-    )
-    responses_max_hours: float = Field(720.0, gt=0, description="hours after which unused stored responses are dropped")
-    log_level: LogLevel = Field("info", description="minimum level of log lines on stderr")
-    log_format: Literal["text", "json"] = Field("text", description="text lines, or one JSON object per line")
-    access_log: bool = Field(True, description="log a line per request, except probes and scrapes")
-    log_requests: bool = Field(False, description="also log request bodies, including prompts")
-    otlp_endpoint: str | None = Field(
-        None, min_length=1, description="URL of an OpenTelemetry collector for spans; needs the extra otel"
-    )
+    host: str = Field("127.0.0.1", min_length=1)
+    """address to listen on; 0.0.0.0 for all interfaces"""
+    port: int = Field(8000, ge=0, le=65535)
+    """port to listen on; 0 picks a free port"""
+    served_model_name: list[str] = Field([])
+    """names that requests may use; responses carry the first [the model's own name]"""
+    api_workers: int = Field(1, ge=1, le=64)
+    """HTTP server processes, which share the port"""
+    handover: str | None = Field(None, min_length=1)
+    """Unix socket for restarts without downtime: a daemon started later with the same socket takes over the port"""
+    tls_cert: str | None = Field(None, min_length=1)
+    """PEM file of the certificate chain; enables https"""
+    tls_key: str | None = Field(None, min_length=1)
+    """PEM file of the private key [in --tls-cert]"""
+    ui: bool = True
+    """serve a status page with a prompt box at /"""
+    cors_origin: list[str] = Field([])
+    """origins allowed to call from web pages; '*' for all [none]"""
+    api_key: list[str] = Field([], repr=False)
+    """API keys that clients may use, or their sha256:HEX digests [no key needed]"""
+    api_key_file: str | None = Field(None, min_length=1)
+    """file with further API keys, one per line"""
+    admin_api_key: str | None = Field(None, min_length=1, repr=False)
+    """API key for /admin/ [/admin/ is off]"""
+    salt_per_key: bool | None = None
+    """do not share cached prefixes between API keys, whose timing could leak prompts [on with several keys]"""
+    rate_limit: int | None = Field(None, ge=1)
+    """completions per minute and API key; beyond that 429 with Retry-After"""
+    rate_limit_tokens: int | None = Field(None, ge=1)
+    """prompt and output tokens per minute and API key; beyond that 429"""
+    max_queued_requests: int = Field(1024, ge=0)
+    """maximum sequences waiting for the engine; beyond that 503 with Retry-After"""
+    max_queued_tokens: int = Field(1_000_000, ge=1)
+    """maximum prompt tokens waiting for their first output token; beyond that 503"""
+    request_timeout: float | None = Field(None, gt=0)
+    """maximum seconds per request [no limit]"""
+    drain_timeout: float = Field(30.0, ge=0)
+    """seconds for open requests to finish after SIGTERM"""
+    client_stall_timeout: float = Field(300.0, ge=0)
+    """seconds before a client that does not read its data is disconnected; 0 for never"""
+    max_body_mib: float | None = Field(None, gt=0)
+    """maximum size of a request body in MiB [1, plus 1 per 1024 tokens of context, up to 32]"""
+    allow_special_tokens: bool = False
+    """parse special tokens in user messages and tool results instead of treating them as text"""
+    replicas: int = Field(1, ge=1, le=64)
+    """engines per device, with one copy of the weights; requests are balanced over them, and they split the device's
+    memory"""
+    data_parallel_size: int = Field(1, ge=1, le=64)
+    """GPUs to use, each with --replicas engines; on a CPU it multiplies --replicas"""
+    models: list[dict[str, JsonValue]] = Field([], title="a list of models, each a text or a mapping with a model")
+    """several models, each with its own options, such as 'ORG/NAME memory_share=0.4 max_num_seqs=64'; requests choose
+    by name. Repeating --model does the same"""
+    memory_share: float | None = Field(None, gt=0, le=1)
+    """with several models: one model's fraction of the memory [equal shares]"""
+    max_awake_models: int | None = Field(None, ge=1)
+    """with several models: maximum awake at once; the others sleep [as memory_share allows]"""
+    wake_on_request: bool = True
+    """wake a sleeping model when a request names it; otherwise such a request gets 503"""
+    wake_timeout: float = Field(60.0, gt=0)
+    """seconds that a request waits for its model to wake; then 503 with Retry-After"""
+    tool_call_parser: ToolParserName = "auto"
+    """format of the model's tool calls (names: --help-all); 'auto' detects it from the chat template"""
+    reasoning_parser: ReasoningParserName = "auto"
+    """format of the model's reasoning (names: --help-all); 'auto' detects it from the chat template, 'none' leaves it
+    in the text"""
+    pooling: Literal["auto", "last", "mean", "none"] = "auto"
+    """hidden states to use as embeddings: the last token's or their mean; 'auto' follows 1_Pooling/config.json, else
+    last; 'none' disables /v1/embeddings"""
+    tokenizer_threads: int = Field(2, ge=1, le=64)
+    """threads for tokenization and chat templates"""
+    restart_engine: bool = True
+    """restart an engine process that ends or hangs, instead of ending the daemon"""
+    engine_restart_limit: int = Field(10, ge=1)
+    """maximum engine restarts within ten minutes; then the daemon exits with status 1"""
+    hang_timeout: float = Field(30.0, ge=0)
+    """seconds without progress before the engine is killed and its stacks are logged; 0 for never"""
+    api_hang_timeout: float = Field(10.0, ge=0)
+    """--hang-timeout for HTTP processes; 0 for never"""
+    step_timeout: float = Field(600.0, gt=0)
+    """maximum seconds of an iteration on a CPU; on a GPU --hang-timeout applies"""
+    start_timeout: float = Field(600.0, gt=0)
+    """maximum seconds without progress while loading and compiling"""
+    files_dir: str | None = Field(None, min_length=1)
+    """folder for files and batches; enables /v1/files and /v1/batches"""
+    files_max_gib: float = Field(10.0, gt=0)
+    """maximum size of --files-dir in GiB"""
+    responses_dir: str | None = Field(None, min_length=1)
+    """folder that keeps responses and conversations across restarts [in memory]"""
+    responses_max_mib: float = Field(256.0, ge=0)
+    """maximum size of stored responses in MiB; the oldest are dropped; 0 stores none"""
+    responses_max_hours: float = Field(720.0, gt=0)
+    """hours after which unused stored responses are dropped"""
+    log_level: LogLevel = "info"
+    """minimum level of log lines on stderr"""
+    log_format: Literal["text", "json"] = "text"
+    """text lines, or one JSON object per line"""
+    access_log: bool = True
+    """log a line per request, except probes and scrapes"""
+    log_requests: bool = False
+    """also log request bodies, including prompts"""
+    otlp_endpoint: str | None = Field(None, min_length=1)
+    """URL of an OpenTelemetry collector for spans; needs the extra otel"""
 
     @field_validator("admin_api_key")
     @classmethod
@@ -262,13 +242,9 @@ class ServeConfig(EngineConfig):
         return self
 
     @model_validator(mode="after")
-    def _key_needs_certificate(self) -> ServeConfig:
+    def _companions_are_given(self) -> ServeConfig:
         if self.tls_key is not None and self.tls_cert is None:
             raise ValueError("tls_key needs tls_cert")
-        return self
-
-    @model_validator(mode="after")
-    def _slo_needs_adaptive_limit(self) -> ServeConfig:
         if self.slo and not self.adaptive_limit:
             raise ValueError("--slo needs max_num_seqs auto")
         return self

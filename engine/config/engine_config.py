@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from weft.engine.config.objectives import Objective, itl_objective, kept_percentiles
-from weft.engine.config.option_groups import ENGINE_GROUPS, OptionGroup
+from weft.engine.config.option_groups import ENGINE_GROUPS, OptionGroup, described
 from weft.engine.config.paths import PRESETS, TOKENIZER_FILES, cache_home, expanded
 from weft.engine.demo import MODEL_PATH as DEMO_MODEL_PATH
 from weft.engine.errors import ConfigError
@@ -58,202 +59,126 @@ class Share(BaseModel):
     """Models that may be awake at the same time."""
 
 
+@described
 class EngineConfig(BaseModel):
-    """Options of one engine. The field descriptions are the text of `weft serve --help`."""
+    """Options of one engine. The text below a field is its description in `weft serve --help`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     GROUPS: ClassVar[tuple[OptionGroup, ...]] = ENGINE_GROUPS
 
-    model: str = Field(
-        "demo",
-        description="'demo', a Hugging Face model directory, a GGUF file, or ORG/NAME on the hub (ORG/NAME:FILE for a "
-        "GGUF file), which is downloaded once",
-    )
-    model_preset: str | None = Field(
-        None,
-        min_length=1,
-        description="built-in model shape to use with --load-format dummy, such as qwen3-30b-a3b (list: weft inspect "
-        "--model-preset help)",
-    )
-    revision: str | None = Field(None, min_length=1, description="branch, tag or commit of ORG/NAME [main]")
-    load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="'auto' loads the checkpoint; 'dummy' fills the config's shapes with seeded random weights"
-    )
-    model_impl: ModelImpl = Field(
-        "auto",
-        description="'native' uses weft's layers, 'transformers' its slower code with weft's attention; "
-        "'auto' falls back to transformers for unknown architectures",
-    )
-    trust_remote_code: bool = Field(
-        False, description="run code from the model's directory with your privileges; only for sources you trust"
-    )
-    dummy_weights: Literal["plain", "realistic"] = Field(
-        "plain",
-        description="with --load-format dummy: 'realistic' imitates scales and outlier channels of trained weights, "
-        "which affect a GPU's power",
-    )
-    dummy_skew: float = Field(
-        0.0,
-        ge=0,
-        le=100,
-        description="with --load-format dummy: bias added to the router logits of the first eighth of the experts",
-    )
-    device: Device = Field("auto", description="device to run on; 'auto' uses a GPU if there is one")
-    dtype: DType = Field(
-        "auto",
-        description="dtype of weights and KV; 'auto' is the checkpoint's on a GPU, bfloat16 on a CPU that supports it",
-    )
-    kv_cache_dtype: Literal["auto", "fp8"] = Field(
-        "auto",
-        description="dtype of KV pages: 'auto' is --dtype; 'fp8' is e4m3 with the checkpoint's scales, or 1 "
-        "(on GPUs tested on the H200)",
-    )
-    quantization: Literal["fp8"] | None = Field(
-        None,
-        description="'fp8' converts a 16-bit checkpoint to e4m3 at load time, one scale per output channel "
-        "(on GPUs tested on the H200). FP8 checkpoints do not need it",
-    )
-    max_model_len: int | None = Field(
-        None, ge=2, description="maximum prompt and output tokens per request [the model's limit]"
-    )
-    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | Annotated[str, _SEQUENCE_LIMIT] | None = Field(
-        None,
-        description="maximum requests running at once; 'auto' or 'auto:MAX' adapts the limit to keep --slo "
-        "[CPU 256, GPU 1024]",
-    )
-    slo: list[str] = Field(
-        [],
-        description="objectives for --max-num-seqs auto, as itl:STATISTIC:LIMIT; itl is the time between two tokens of "
-        "a request, as in itl:p99:50ms",
-    )
-    itl_slo: str | None = Field(
-        None,
-        description="limit on the time between tokens while prompts run, such as 50ms or p99:50ms; prefill chunks are "
-        "cut to keep it [off; with --max-num-seqs auto the shortest percentile of --slo]",
-    )
-    itl_slo_patience: float = Field(
-        5.0,
-        gt=0,
-        le=3600,
-        description="with --itl-slo: seconds at the head of the queue before a prompt may exceed the limit; at twice "
-        "that it gets the full token budget",
-    )
-    max_num_batched_tokens: int | None = Field(
-        None, ge=1, le=MAX_BATCHED_TOKENS,
-        description="maximum tokens per iteration: the dense batch [CPU 512, GPU 2048]",
-    )  # fmt: skip
-    page_size: int = Field(64, ge=1, le=1024, description="tokens per KV page")
-    kv_cache_gib: float | None = Field(
-        None,
-        gt=0,
-        description="memory for KV pages in GiB [CPU: up to a quarter of RAM; GPU: the remaining memory]",
-    )
-    gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=0.98, description="fraction of GPU memory for weights, buffers and KV pages"
-    )
-    num_pages: int | None = Field(None, ge=2, lt=2**31, description="number of KV pages, instead of --kv-cache-gib")
-    prefix_caching: bool = Field(True, description="reuse the KV pages of shared prefixes")
-    pinned_cache_share: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="fraction of KV pages that requests may retain for a time (cache_control, prompt_cache_key); 0 "
-        "disables retention",
-    )
-    host_kv_gib: float = Field(
-        0.0, ge=0, description="pinned host memory in GiB for KV pages evicted from the device; 0 disables it"
-    )
-    idle_spill_seconds: float = Field(
-        30.0,
-        ge=0,
-        le=86400,
-        description="copy KV pages to the lower tiers in the background after this many idle seconds; 0 disables it",
-    )
-    ssd_kv_path: str | None = Field(
-        None,
-        min_length=1,
-        description="directory for KV pages evicted from host memory; survives restarts, used by one daemon at a time",
-    )
-    tier_kv_format: Literal["raw", "packed"] = Field(
-        "raw",
-        description="format of KV pages on host and SSD: 'packed' stores bfloat16 losslessly in 12 bits per value; "
-        "pages that do not pack stay raw",
-    )
-    ssd_kv_gib: float = Field(64.0, gt=0, description="disk space in GiB for --ssd-kv-path, allocated at start")
-    kv_events_endpoint: str | None = Field(
-        None,
-        pattern=r"^(tcp://.+:(\d+|\*)|ipc://.+)$",
-        title=_ADDRESS,
-        description="ZeroMQ address that publishes KV cache events for routers, such as tcp://*:5557 [off]",
-    )
-    kv_events_replay_endpoint: str | None = Field(
-        None,
-        pattern=r"^(tcp://.+:(\d+|\*)|ipc://.+)$",
-        title=_ADDRESS,
-        description="ZeroMQ address that replays KV cache events, such as tcp://*:5558 [off]",
-    )
-    kv_events_topic: str | None = Field(
-        None,
-        min_length=1,
-        max_length=255,
-        description="topic of KV cache events [kv@POD@MODEL: $POD_IP or the host name, and the model name]",
-    )
-    attention_backend: Attention = Field(
-        "auto", description="attention kernels; 'auto' is triton on a GPU, torch on a CPU; flash-attn needs its package"
-    )
-    pod: Pod = Field(
-        "off",
-        description="run attention of decodes and prefill chunks in one launch (POD-Attention; Hopper, serial plan, "
-        "experimental): 'auto' follows measurements (weft bench attention --keep) or a rule",
-    )
-    tensor_parallel_size: int = Field(
-        1,
-        ge=1,
-        le=8,
-        description="ranks that share one model, each with a shard of weights and KV; one GPU each (tested on 2 and "
-        "4 H200s). Memory and disk sizes are for all ranks together",
-    )
-    batch_invariant: bool = Field(
-        False,
-        description="make a request's tokens and log-probabilities independent of the batch; slower. Preemption and "
-        "cached prefixes may still change the last bits",
-    )
-    cache_dir: str | None = Field(
-        None, min_length=1, description="folder of compiled kernels and tuned tiles [$XDG_CACHE_HOME/weft]"
-    )
-    tuning_seconds: float = Field(
-        60.0, ge=0, description="seconds that a start on a GPU may spend tuning new matrix shapes; 0 disables tuning"
-    )
-    fair_prefill_share: float = Field(
-        0.25,
-        ge=0,
-        le=0.5,
-        description="share of prefill tokens, and of scarce slots, for the shortest prompts; the rest is first come, "
-        "first served; 0 disables it",
-    )
-    priority_preemption: bool = Field(
-        True, description="let a better priority preempt a worse one when all slots are taken"
-    )
-    async_scheduling: bool = Field(True, description="schedule the next iteration while the current one runs")
-    late_launch: bool | None = Field(
-        None,
-        description="schedule the next iteration just before the current one ends, so that late arrivals can join it "
-        "[on if an engine has a GPU to itself]",
-    )
-    plan: str = Field(
-        "auto",
-        description="nano-batch pipeline: a file from `weft search`, 'serial' for none, or 'auto' for a shipped plan "
-        "that fits the model and GPU",
-    )
-    wait_for_plan: bool = Field(
-        False,
-        description="wait until all pipelines of the plan are compiled and captured, instead of serving with the "
-        "serial plan meanwhile",
-    )
-    cpu_threads: int | None = Field(None, ge=1, description="threads for CPU execution [all cores but one]")
-    seed: int = Field(0, ge=0, lt=2**63, description="seed of dummy weights and of requests without a seed")
-    share: Share = Field(Share(), description="one engine's share of the machine", json_schema_extra=NO_OPTION)
+    model: str = "demo"
+    """'demo', a Hugging Face model directory, a GGUF file, or ORG/NAME on the hub (ORG/NAME:FILE for a GGUF file),
+    which is downloaded once"""
+    model_preset: str | None = Field(None, min_length=1)
+    """built-in model shape to use with --load-format dummy, such as qwen3-30b-a3b (list: weft inspect --model-preset
+    help)"""
+    revision: str | None = Field(None, min_length=1)
+    """branch, tag or commit of ORG/NAME [main]"""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """'auto' loads the checkpoint; 'dummy' fills the config's shapes with seeded random weights"""
+    model_impl: ModelImpl = "auto"
+    """'native' uses weft's layers, 'transformers' its slower code with weft's attention; 'auto' falls back to
+    transformers for unknown architectures"""
+    trust_remote_code: bool = False
+    """run code from the model's directory with your privileges; only for sources you trust"""
+    dummy_weights: Literal["plain", "realistic"] = "plain"
+    """with --load-format dummy: 'realistic' imitates scales and outlier channels of trained weights, which affect a
+    GPU's power"""
+    dummy_skew: float = Field(0.0, ge=0, le=100)
+    """with --load-format dummy: bias added to the router logits of the first eighth of the experts"""
+    device: Device = "auto"
+    """device to run on; 'auto' uses a GPU if there is one"""
+    dtype: DType = "auto"
+    """dtype of weights and KV; 'auto' is the checkpoint's on a GPU, bfloat16 on a CPU that supports it"""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """dtype of KV pages: 'auto' is --dtype; 'fp8' is e4m3 with the checkpoint's scales, or 1 (on GPUs tested on the
+    H200)"""
+    quantization: Literal["fp8"] | None = None
+    """'fp8' converts a 16-bit checkpoint to e4m3 at load time, one scale per output channel (on GPUs tested on the
+    H200). FP8 checkpoints do not need it"""
+    max_model_len: int | None = Field(None, ge=2)
+    """maximum prompt and output tokens per request [the model's limit]"""
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | Annotated[str, _SEQUENCE_LIMIT] | None = None
+    """maximum requests running at once; 'auto' or 'auto:MAX' adapts the limit to keep --slo [CPU 256, GPU 1024]"""
+    slo: list[str] = Field([])
+    """objectives for --max-num-seqs auto, as itl:STATISTIC:LIMIT; itl is the time between two tokens of a request, as
+    in itl:p99:50ms"""
+    itl_slo: str | None = None
+    """limit on the time between tokens while prompts run, such as 50ms or p99:50ms; prefill chunks are cut to keep it
+    [off; with --max-num-seqs auto the shortest percentile of --slo]"""
+    itl_slo_patience: float = Field(5.0, gt=0, le=3600)
+    """with --itl-slo: seconds at the head of the queue before a prompt may exceed the limit; at twice that it gets the
+    full token budget"""
+    max_num_batched_tokens: int | None = Field(None, ge=1, le=MAX_BATCHED_TOKENS)
+    """maximum tokens per iteration: the dense batch [CPU 512, GPU 2048]"""
+    page_size: int = Field(64, ge=1, le=1024)
+    """tokens per KV page"""
+    kv_cache_gib: float | None = Field(None, gt=0)
+    """memory for KV pages in GiB [CPU: up to a quarter of RAM; GPU: the remaining memory]"""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=0.98)
+    """fraction of GPU memory for weights, buffers and KV pages"""
+    num_pages: int | None = Field(None, ge=2, lt=2**31)
+    """number of KV pages, instead of --kv-cache-gib"""
+    prefix_caching: bool = True
+    """reuse the KV pages of shared prefixes"""
+    pinned_cache_share: float = Field(0.5, ge=0, le=1)
+    """fraction of KV pages that requests may retain for a time (cache_control, prompt_cache_key); 0 disables retention
+    """
+    host_kv_gib: float = Field(0.0, ge=0)
+    """pinned host memory in GiB for KV pages evicted from the device; 0 disables it"""
+    idle_spill_seconds: float = Field(30.0, ge=0, le=86400)
+    """copy KV pages to the lower tiers in the background after this many idle seconds; 0 disables it"""
+    ssd_kv_path: str | None = Field(None, min_length=1)
+    """directory for KV pages evicted from host memory; survives restarts, used by one daemon at a time"""
+    tier_kv_format: Literal["raw", "packed"] = "raw"
+    """format of KV pages on host and SSD: 'packed' stores bfloat16 losslessly in 12 bits per value; pages that do not
+    pack stay raw"""
+    ssd_kv_gib: float = Field(64.0, gt=0)
+    """disk space in GiB for --ssd-kv-path, allocated at start"""
+    kv_events_endpoint: str | None = Field(None, pattern=r"^(tcp://.+:(\d+|\*)|ipc://.+)$", title=_ADDRESS)
+    """ZeroMQ address that publishes KV cache events for routers, such as tcp://*:5557 [off]"""
+    kv_events_replay_endpoint: str | None = Field(None, pattern=r"^(tcp://.+:(\d+|\*)|ipc://.+)$", title=_ADDRESS)
+    """ZeroMQ address that replays KV cache events, such as tcp://*:5558 [off]"""
+    kv_events_topic: str | None = Field(None, min_length=1, max_length=255)
+    """topic of KV cache events [kv@POD@MODEL: $POD_IP or the host name, and the model name]"""
+    attention_backend: Attention = "auto"
+    """attention kernels; 'auto' is triton on a GPU, torch on a CPU; flash-attn needs its package"""
+    pod: Pod = "off"
+    """run attention of decodes and prefill chunks in one launch (POD-Attention; Hopper, serial plan, experimental):
+    'auto' follows measurements (weft bench attention --keep) or a rule"""
+    tensor_parallel_size: int = Field(1, ge=1, le=8)
+    """ranks that share one model, each with a shard of weights and KV; one GPU each (tested on 2 and 4 H200s). Memory
+    and disk sizes are for all ranks together"""
+    batch_invariant: bool = False
+    """make a request's tokens and log-probabilities independent of the batch; slower. Preemption and cached prefixes
+    may still change the last bits"""
+    cache_dir: str | None = Field(None, min_length=1)
+    """folder of compiled kernels and tuned tiles [$XDG_CACHE_HOME/weft]"""
+    tuning_seconds: float = Field(60.0, ge=0)
+    """seconds that a start on a GPU may spend tuning new matrix shapes; 0 disables tuning"""
+    fair_prefill_share: float = Field(0.25, ge=0, le=0.5)
+    """share of prefill tokens, and of scarce slots, for the shortest prompts; the rest is first come, first served; 0
+    disables it"""
+    priority_preemption: bool = True
+    """let a better priority preempt a worse one when all slots are taken"""
+    async_scheduling: bool = True
+    """schedule the next iteration while the current one runs"""
+    late_launch: bool | None = None
+    """schedule the next iteration just before the current one ends, so that late arrivals can join it [on if an engine
+    has a GPU to itself]"""
+    plan: str = "auto"
+    """nano-batch pipeline: a file from `weft search`, 'serial' for none, or 'auto' for a shipped plan that fits the
+    model and GPU"""
+    wait_for_plan: bool = False
+    """wait until all pipelines of the plan are compiled and captured, instead of serving with the serial plan meanwhile
+    """
+    cpu_threads: int | None = Field(None, ge=1)
+    """threads for CPU execution [all cores but one]"""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """seed of dummy weights and of requests without a seed"""
+    share: Share = Field(Share(), json_schema_extra=NO_OPTION)
+    """one engine's share of the machine"""
 
     @field_validator("model")
     @classmethod
@@ -269,33 +194,6 @@ class EngineConfig(BaseModel):
         if name not in known:
             raise ConfigError(f"unknown model preset {name!r}; choose one of {', '.join(known)}")
         return name
-
-    @model_validator(mode="after")
-    def _preset_has_no_weights(self) -> EngineConfig:
-        if self.model_preset is not None:
-            try:
-                self.known_preset(self.model_preset)
-            except ConfigError as error:
-                raise ValueError(str(error)) from None
-            if self.load_format != "dummy":
-                raise ValueError("model_preset has no weights: it needs load_format dummy")
-            if self.model != "demo":
-                raise ValueError("give model or model_preset, not both")
-        return self
-
-    @model_validator(mode="after")
-    def _dummy_options_need_dummy_weights(self) -> EngineConfig:
-        if self.dummy_skew and self.load_format != "dummy":
-            raise ValueError("dummy_skew needs load_format dummy")
-        if self.dummy_weights != "plain" and self.load_format != "dummy":
-            raise ValueError("dummy_weights needs load_format dummy")
-        return self
-
-    @model_validator(mode="after")
-    def _one_pool_size(self) -> EngineConfig:
-        if self.kv_cache_gib is not None and self.num_pages is not None:
-            raise ValueError("give kv_cache_gib or num_pages, not both")
-        return self
 
     @field_validator("slo")
     @classmethod
@@ -314,44 +212,39 @@ class EngineConfig(BaseModel):
             raise ValueError(str(error)) from None
 
     @model_validator(mode="after")
-    def _adaptive_limit_has_objectives(self) -> EngineConfig:
-        if not self.adaptive_limit:
-            return self
-        if not self.slo:
-            raise ValueError("max_num_seqs auto needs --slo, such as itl:p99:50ms")
-        if other := next((o for o in self.objectives if o.measure != "itl"), None):
-            raise ValueError(f"max_num_seqs auto only limits the time between tokens (itl), not {other}")
+    def _options_are_compatible(self) -> EngineConfig:
+        if self.model_preset is not None:
+            try:
+                self.known_preset(self.model_preset)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+        if conflict := next((text for wrong, text in self._conflicts() if wrong), None):
+            raise ValueError(conflict)
         return self
 
-    @model_validator(mode="after")
-    def _late_launch_schedules_ahead(self) -> EngineConfig:
-        if self.late_launch and not self.async_scheduling:
-            raise ValueError("late_launch needs async_scheduling")
-        return self
-
-    @model_validator(mode="after")
-    def _patience_needs_a_limit(self) -> EngineConfig:
-        if self.itl_objective is None and self.itl_slo_patience != type(self).model_fields["itl_slo_patience"].default:
-            raise ValueError("itl_slo_patience needs itl_slo, or max_num_seqs auto with a percentile")
-        return self
-
-    @model_validator(mode="after")
-    def _tiers_need_each_other(self) -> EngineConfig:
-        if self.host_kv_gib and not self.prefix_caching:
-            raise ValueError("host_kv_gib needs prefix_caching")
-        if self.tier_kv_format != "raw" and not self.host_kv_gib:
-            raise ValueError("tier_kv_format needs host_kv_gib")
-        if self.ssd_kv_path is not None and not self.host_kv_gib:
-            raise ValueError("ssd_kv_path needs host_kv_gib: pages reach the disk through host memory")
-        return self
-
-    @model_validator(mode="after")
-    def _events_need_prefix_caching(self) -> EngineConfig:
-        if self.kv_events_endpoint is not None and not self.prefix_caching:
-            raise ValueError("kv_events_endpoint needs prefix_caching")
-        if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
-            raise ValueError("kv_events_replay_endpoint needs kv_events_endpoint")
-        return self
+    def _conflicts(self) -> Iterator[tuple[object, str]]:
+        """Yield conditions that must be false, each with its error."""
+        preset, dummy, tiered = self.model_preset is not None, self.load_format == "dummy", bool(self.host_kv_gib)
+        yield preset and not dummy, "model_preset has no weights: it needs load_format dummy"
+        yield preset and self.model != "demo", "give model or model_preset, not both"
+        yield self.dummy_skew and not dummy, "dummy_skew needs load_format dummy"
+        yield self.dummy_weights != "plain" and not dummy, "dummy_weights needs load_format dummy"
+        yield self.kv_cache_gib is not None and self.num_pages is not None, "give kv_cache_gib or num_pages, not both"
+        yield self.adaptive_limit and not self.slo, "max_num_seqs auto needs --slo, such as itl:p99:50ms"
+        other = next((o for o in self.objectives if o.measure != "itl"), None) if self.adaptive_limit else None
+        yield other, f"max_num_seqs auto only limits the time between tokens (itl), not {other}"
+        yield self.late_launch and not self.async_scheduling, "late_launch needs async_scheduling"
+        patient = self.itl_slo_patience != type(self).model_fields["itl_slo_patience"].default
+        needs = "itl_slo_patience needs itl_slo, or max_num_seqs auto with a percentile"
+        yield self.itl_objective is None and patient, needs
+        yield tiered and not self.prefix_caching, "host_kv_gib needs prefix_caching"
+        yield self.tier_kv_format != "raw" and not tiered, "tier_kv_format needs host_kv_gib"
+        ssd = self.ssd_kv_path is not None and not tiered
+        yield ssd, "ssd_kv_path needs host_kv_gib: pages reach the disk through host memory"
+        published = self.kv_events_endpoint is not None
+        yield published and not self.prefix_caching, "kv_events_endpoint needs prefix_caching"
+        replayed = self.kv_events_replay_endpoint is not None
+        yield replayed and not published, "kv_events_replay_endpoint needs kv_events_endpoint"
 
     def for_measuring(self) -> EngineConfig:
         """Return a copy for an engine that becomes ready only after all background preparation."""
