@@ -16,7 +16,6 @@ class Load(NamedTuple):
     tokens: int
     """Size of the dense batch: decodes, then prefill tokens."""
     decodes: int
-    """Requests that decode one token each."""
     context: int
     """Mean KV tokens that a decode reads."""
     prompt: int
@@ -62,7 +61,6 @@ class Bench(PeriodBench, Protocol):
     memory: int
     """Bytes of device memory; 0: unknown."""
     seconds: float
-    """Duration of a measurement."""
 
     def alone(self, op: NanoOperation, load: Load) -> Timing:
         """Repeat one nano-operation on `op.sms` SMs; returns the timing of one run."""

@@ -7,8 +7,9 @@ on it name no real card, so engines reject them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -94,16 +95,13 @@ def formula_profile(spec: ModelSpec, load: Load, device: Accelerator) -> Profile
         for work in _works(op, load)
         for sms in levels
     ]
-    by_resource: dict[Resource, list[Operation]] = {r: [] for r in Resource}
-    for op in operations.values():
-        if work_of(op, load):
-            by_resource[op.resource].append(op)
+    pairs = list(_pairs(formulas, load, list(operations.values()), guests))
     target = Target(f"modelled {device.name}", total, model_key(spec), "bfloat16", "none")
     return Profile(
         target, load, {name: op.out for name, op in operations.items()}, tuple(points),
-        tuple(_pairs(formulas, load, by_resource, guests)), int((device.built_gb or device.mem_gb) * 1e9),
+        tuple(p for p in pairs if isinstance(p, PairPoint)), int((device.built_gb or device.mem_gb) * 1e9),
         made=f"modelled: {device.name} by formulas", modelled=tuple(operations),
-        guest_pairs=tuple(_guest_pairs(formulas, load, by_resource, guests)),
+        guest_pairs=tuple(p for p in pairs if isinstance(p, GuestPair)),
     )  # fmt: skip
 
 
@@ -115,31 +113,22 @@ def _works(op: Operation, load: Load) -> list[float]:
 
 
 def _pairs(
-    formulas: Formulas, load: Load, by_resource: Mapping[Resource, list[Operation]], guests: list[int]
-) -> Iterator[PairPoint]:
-    total, limit = formulas.device.sms, formulas.device.watts
-    for op in by_resource[Resource.COMPUTE]:
-        for guest in by_resource[Resource.MEMORY] + by_resource[Resource.NETWORK]:
-            works = work_of(op, load), work_of(guest, load)
-            for sms in guests:
-                own = total - sms
-                if guest.resource is Resource.MEMORY:
-                    slower = float(np.interp(own / total, *NEXT_TO_ATTENTION)), NEXT_TO_GEMM
-                else:
-                    slower = NEXT_TO_COLLECTIVE, 1.0
-                first, second = formulas.ms(op, works[0], own), formulas.ms(guest, works[1], sms)
-                yield PairPoint(
-                    op.name, guest.name, *works, own, sms, first * slower[0], second * slower[1], limit
-                )  # fmt: skip
-
-
-def _guest_pairs(
-    formulas: Formulas, load: Load, by_resource: Mapping[Resource, list[Operation]], guests: list[int]
-) -> Iterator[GuestPair]:
-    for op in by_resource[Resource.MEMORY]:
-        for guest in by_resource[Resource.NETWORK]:
-            works = work_of(op, load), work_of(guest, load)
-            for sms in guests:
-                both = formulas.ms(op, works[0], sms), formulas.ms(guest, works[1], sms)
-                slow = both[0] * NEXT_TO_EACH_OTHER, both[1] * NEXT_TO_EACH_OTHER
-                yield GuestPair(op.name, guest.name, *works, sms, sms, *slow, formulas.device.watts)
+    formulas: Formulas, load: Load, operations: Sequence[Operation], guests: list[int]
+) -> Iterator[PairPoint | GuestPair]:
+    """Yield compute operations next to memory operations and collectives, then memory ones next to collectives."""
+    total, order = formulas.device.sms, [Resource.COMPUTE, Resource.MEMORY, Resource.NETWORK]
+    present = sorted((o for o in operations if work_of(o, load)), key=lambda o: order.index(o.resource))
+    for op, guest in product(present, present):
+        if order.index(op.resource) >= order.index(guest.resource):
+            continue
+        works, compute = (work_of(op, load), work_of(guest, load)), op.resource is Resource.COMPUTE
+        for sms in guests:
+            own = total - sms if compute else sms
+            slower = NEXT_TO_EACH_OTHER, NEXT_TO_EACH_OTHER
+            if guest.resource is Resource.MEMORY:
+                slower = float(np.interp(own / total, *NEXT_TO_ATTENTION)), NEXT_TO_GEMM
+            elif compute:
+                slower = NEXT_TO_COLLECTIVE, 1.0
+            first, second = formulas.ms(op, works[0], own) * slower[0], formulas.ms(guest, works[1], sms) * slower[1]
+            values = (op.name, guest.name, *works, own, sms, first, second, formulas.device.watts)
+            yield PairPoint(*values) if compute else GuestPair(*values)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 from weft.engine.plans.plan import NanoOperation, Period, Plan
 
 if TYPE_CHECKING:
@@ -68,11 +66,7 @@ def picture(period: Period) -> Picture:
 def _offload(period: Period, bars: list[Bar]) -> list[Bar]:
     """Return bars for page offloads, during the first nano-operation that the plan names."""
     gate = period.gate
-    copies = NanoOperation("offload", 0, 0, 0)
-    return [
-        Bar(b.start, b.ms, msgspec.structs.replace(copies, begin=b.op.begin, end=b.op.end))
-        for b in bars if b.op is gate
-    ]  # fmt: skip
+    return [b._replace(op=NanoOperation("offload", b.op.begin, b.op.end, 0)) for b in bars if b.op is gate]
 
 
 def lane_of(op: NanoOperation) -> str:
@@ -82,8 +76,7 @@ def lane_of(op: NanoOperation) -> str:
 
 def legend(picture: Picture) -> list[tuple[str, str]]:
     """Return (kind, color) of everything in the picture."""
-    found = {_kind(bar.op.operation): _color(bar.op.operation) for bar in picture.bars}
-    return list(found.items())
+    return list({_kind(bar.op.operation): _color(bar.op.operation) for bar in picture.bars}.items())
 
 
 def wrapped(picture: Picture) -> list[Bar]:
@@ -122,7 +115,7 @@ def draw(period: Period, console: Console, title: str = "") -> None:
 
     shown = picture(period)
     width = min(max(40, console.width - 10), MAX_COLUMNS)
-    unit = "ms" if shown.timed else "tokens"
+    unit, digits = ("ms", 3) if shown.timed else ("tokens", 0)
     console.print(f"\n[bold]{escape(title) or 'pipeline'}[/bold]: {_loads(period)}", highlight=False)
     if times := _times(period):
         console.print(times, highlight=False)
@@ -150,14 +143,12 @@ def draw(period: Period, console: Console, title: str = "") -> None:
         table.add_column(name, justify="right" if name in ("#", "SMs", f"start {unit}", unit) else "left")
     for i, bar in enumerate(shown.bars):
         op, config = bar.op, bar.op.config
-        kernel = (
-            f"{config.tokens}x{config.features}x{config.depth}{' special' if config.special else ''}" if config else ""
-        )
+        kernel = f"{config.tokens}x{config.features}x{config.depth}" if config else ""
+        kernel += " special" if config and config.special else ""
         table.add_row(
             str(i), op.operation, f"{op.begin}-{op.end}", str(op.sms or "-"), lane_of(op),
             "next" if op.next_layer else "this",
-            f"{bar.start:.3f}" if shown.timed else f"{bar.start:.0f}",
-            f"{bar.ms:.3f}" if shown.timed else f"{bar.ms:.0f}", kernel,
+            f"{bar.start:.{digits}f}", f"{bar.ms:.{digits}f}", kernel,
         )  # fmt: skip
     console.print(table)
     for edge in period.waits:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from weft.autosearch.profile import Curves, Profile
@@ -29,14 +30,11 @@ class Sample(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One column of Table 3 for one kind of kernel."""
+    """One column of Table 3: the share R of the SMs, the mean of P over pairs, and its relative standard deviation."""
 
     share: float
-    """R: share of the SMs."""
     performance: float
-    """P: mean over pairs."""
     spread: float
-    """Standard deviation / mean of P over pairs."""
     pairs: int
 
 
@@ -48,7 +46,9 @@ class Interference:
         self.num_sms = curves.num_sms
         self._samples: dict[Resource, list[Sample]] = {r: [] for r in Resource}
         self._pairs: list[tuple[Resource, float, float]] = []
-        for pair in (p.sides for p in (*profile.pairs, *profile.guest_pairs)):
+        for point in (*profile.pairs, *profile.guest_pairs):
+            values = msgspec.structs.astuple(point)
+            pair = values[:8:2], values[1:8:2]  # (name, work, SMs, ms) of both operations
             if any(side[0] not in resources for side in pair):
                 continue
             performance: list[float] = []

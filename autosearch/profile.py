@@ -34,8 +34,6 @@ MEMORY_SHARE = 0.9
 KV_DTYPE = torch.bfloat16
 """Any dtype of two bytes, for weights and pages."""
 SHIPPED = Path(__file__).with_name("profiles")
-Side = tuple[str, float, int, float]
-"""An operation of a pair: name, work, SMs, ms."""
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -63,16 +61,9 @@ class PairPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     guest_ms: float
     watts: float
 
-    @property
-    def sides(self) -> tuple[Side, Side]:
-        return (
-            (self.compute, self.compute_work, self.compute_sms, self.compute_ms),
-            (self.guest, self.guest_work, self.guest_sms, self.guest_ms),
-        )
-
 
 class GuestPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A memory operation next to a collective, both busy all the time."""
+    """A memory operation next to a collective. The fields are in the order of `PairPoint`."""
 
     memory: str
     network: str
@@ -83,13 +74,6 @@ class GuestPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_ms: float
     network_ms: float
     watts: float
-
-    @property
-    def sides(self) -> tuple[Side, Side]:
-        return (
-            (self.memory, self.memory_work, self.memory_sms, self.memory_ms),
-            (self.network, self.network_work, self.network_sms, self.network_ms),
-        )
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 from weft.autosearch.bench_protocol import Bench, Load
@@ -16,12 +16,7 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import TOKEN_STEP, NanoOperation, Target
 from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
 
-CONFIGS = (
-    SPECIAL,
-    SPECIAL._replace(group=16),
-    GemmConfig(128, 256, 64, 3, 8, 8),
-    GemmConfig(128, 256, 64, 3, 8, 16),
-)
+CONFIGS = (SPECIAL, SPECIAL._replace(group=16), GemmConfig(128, 256, 64, 3, 8, 8), GemmConfig(128, 256, 64, 3, 8, 16))
 """Kernel configurations for nano-operations of GEMMs. All have the same tile width, because a GEMM reads the partial
 sums that the previous one wrote per tile, and two ranges must have equally many."""
 FP8_CONFIGS = tuple(GemmConfig(128, 256, 128, 4, 4, group=group, special=True) for group in (8, 16))
@@ -86,6 +81,7 @@ class Profiler:
         self._points: list[Point] = []
         self._pairs: list[PairPoint] = []
         self._guest_pairs: list[GuestPair] = []
+        self._measured_pairs: set[tuple[str, str, float, int]] = set()
         self._configs: dict[str, GemmConfig] = {}
 
     def run(self, target: Target, budget_s: float, made: str = "") -> Profile:
@@ -152,14 +148,10 @@ class Profiler:
     def _paired(self, grid: Grid) -> Iterator[tuple[str, Callable[[], None]]]:
         computes = sorted((o for o in self._present() if o.resource is Resource.COMPUTE), key=lambda o: -o.parameters)
         guests = self._guests()
-        for op in computes:  # the largest first
-            for guest in guests:
-                for sms in grid.guest_sms:
-                    yield f"{op.name} next to {guest.name} on {sms}", self._pair_task(grid, op, guest, sms)
         memory, network = ([o for o in guests if o.resource is r] for r in (Resource.MEMORY, Resource.NETWORK))
-        for own, guest in product(memory, network):
+        for op, guest in chain(product(computes, guests), product(memory, network)):  # the largest GEMMs first
             for sms in grid.guest_sms:
-                yield f"{own.name} next to {guest.name} on {sms}", self._guest_task(grid, own, guest, sms)
+                yield f"{op.name} next to {guest.name} on {sms}", self._pair_task(grid, op, guest, sms)
 
     def _present(self) -> list[Operation]:
         return [o for o in self._operations.values() if work_of(o, self._load)]
@@ -212,42 +204,32 @@ class Profiler:
             self._configs[op.name] = min(timed, key=lambda t: t[0])[1]
 
     def _pair_task(self, grid: Grid, op: Operation, guest: Operation, sms: int) -> Callable[[], None]:
-        """Measure a pair on the dense batch: a GEMM on half of its tokens, attention on all of its work."""
+        """Measure a pair on the dense batch: a GEMM on half of its tokens, other operations on all of their work.
+
+        A memory operation next to a collective has as many SMs as that; a compute operation has all others.
+        """
 
         def task() -> None:
-            own, load = self._bench.num_sms - sms, self._load
+            compute, is_gemm = op.resource is Resource.COMPUTE, op.role in (Role.PROJECTION, Role.EXPERTS)
+            own, load = self._bench.num_sms - sms if compute else sms, self._load
             amounts = self._amounts(op, grid, grid.few_tokens)
-            amount = amounts[len(amounts) // 2 if op.role in (Role.PROJECTION, Role.EXPERTS) else -1]
+            amount = amounts[len(amounts) // 2 if is_gemm else -1]
             other = self._amounts(guest, grid, grid.few_tokens)[-1]
             works = work_of(op, amount), work_of(guest, other)
-            if any(
-                (p.compute, p.guest, p.compute_work, p.guest_sms) == (op.name, guest.name, works[0], sms)
-                for p in self._pairs
-            ):
+            if (key := (op.name, guest.name, works[0], sms)) in self._measured_pairs:
                 return
+            self._measured_pairs.add(key)
             config = self._configs.get(op.name)
             self._alone(op, amount, own, config)  # the baselines of the pair
             self._alone(guest, other, sms, None)
-            tokens = amount.tokens if op.role in (Role.PROJECTION, Role.EXPERTS) else load.tokens
-            a = NanoOperation(op.name, 0, tokens, own, "compute", config=config)
+            tokens = amount.tokens if is_gemm else load.tokens
+            a = NanoOperation(op.name, 0, tokens, own, LANES[op.resource], config=config)
             b = NanoOperation(guest.name, 0, load.tokens, sms, LANES[guest.resource])
             first, second = self._bench.pair(a, b, load)
-            self._pairs.append(PairPoint(op.name, guest.name, *works, own, sms, first.ms, second.ms, first.watts))
-
-        return task
-
-    def _guest_task(self, grid: Grid, memory: Operation, network: Operation, sms: int) -> Callable[[], None]:
-        """Measure a pair on equally many SMs and all of the load's work."""
-
-        def task() -> None:
-            sides = [(op, self._amounts(op, grid, grid.few_tokens)[-1]) for op in (memory, network)]
-            names, works = (memory.name, network.name), [work_of(op, amount) for op, amount in sides]
-            if any((p.memory, p.network, p.memory_sms) == (*names, sms) for p in self._guest_pairs):
-                return
-            for op, amount in sides:  # the baselines of the pair
-                self._alone(op, amount, sms, None)
-            a, b = (NanoOperation(op.name, 0, self._load.tokens, sms, LANES[op.resource]) for op, _ in sides)
-            first, second = self._bench.pair(a, b, self._load)
-            self._guest_pairs.append(GuestPair(*names, works[0], works[1], sms, sms, first.ms, second.ms, first.watts))
+            values = (op.name, guest.name, *works, own, sms, first.ms, second.ms, first.watts)
+            if compute:
+                self._pairs.append(PairPoint(*values))
+            else:
+                self._guest_pairs.append(GuestPair(*values))
 
         return task

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 
 LINE_SECONDS = 5.0
 """Minimum seconds between two log lines."""
@@ -44,9 +44,7 @@ class SearchBar:
                 break
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
         self._bar.stop()
 

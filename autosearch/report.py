@@ -36,13 +36,11 @@ class Result(NamedTuple):
     table_3: dict[Resource, list[tuple[float, float]]]
     """R -> P as in the paper; R is the loss of the concurrent GEMM."""
     accepted: tuple[str, ...]
-    """Changes made by refinement."""
     dropped: tuple[str, ...]
     """Pipelines that lost when they were measured again."""
     seconds: float
     measured: bool
     load: Load
-    """The dense batch."""
     notes: tuple[str, ...] = ()
     """Final lines: choice of collectives, optimum, provenance."""
     source: str = "a recorded profile"

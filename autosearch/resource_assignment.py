@@ -16,6 +16,7 @@ from ortools.sat.python import cp_model
 from weft.autosearch.bench_protocol import Load
 from weft.autosearch.machine import Machine
 from weft.autosearch.pipeline_structure import Candidate
+from weft.autosearch.simulate import members_of_lanes
 from weft.autosearch.structure_search import TICKS, make_solver
 from weft.engine.model.operations import Resource
 from weft.engine.plans.plan import Edge, NanoOperation, Period
@@ -219,14 +220,6 @@ def without_implied(period: Period, machine: Machine, needed: Sequence[Edge]) ->
             waits.append(edge)
             add(edge)
     return msgspec.structs.replace(period, waits=tuple(waits))
-
-
-def members_of_lanes(period: Period) -> list[list[int]]:
-    """Indices of the operations of each lane, in order."""
-    lanes: dict[str, list[int]] = {}
-    for i, op in enumerate(period.operations):
-        lanes.setdefault(op.lane, []).append(i)
-    return list(lanes.values())
 
 
 def with_sms(period: Period, sms: Sequence[int]) -> Period:

@@ -206,9 +206,9 @@ class Search:
             return None
         chosen = choices[0] if self._bench is not None else min(choices, key=lambda c: c.ms)
         if self._bench is None:
-            sequential = self._machine.period(without_overlap(chosen.period, self._machine.num_sms), load).ms
+            sequential_ms = self._machine.period(without_overlap(chosen.period, self._machine.num_sms), load).ms
             self._lines.append(Line(name, "serial", results.serial_ms, None))
-            self._lines.append(Line(name, "nano-batches in sequence", sequential, None))
+            self._lines.append(Line(name, "nano-batches in sequence", sequential_ms, None))
             self._lines.append(Line(name, "stage II", chosen.ms, None))
             return chosen.period if chosen.ms < results.serial_ms else None
         refiner = Refiner(

@@ -17,11 +17,10 @@ Node = tuple[int, int]
 
 
 class Run(NamedTuple):
-    """One nano-operation of one layer. Times in ms."""
+    """One run of a nano-operation (its index in the period). Times in ms."""
 
     turn: int
     operation: int
-    """Index in the period."""
     start: float
     end: float
 
@@ -34,7 +33,6 @@ class Timeline(NamedTuple):
     starts: tuple[float, ...]
     """Start of each nano-operation after the first. An operation may end after the period does."""
     lasts: tuple[float, ...]
-    """Duration of each."""
 
 
 def simulate(
@@ -104,10 +102,7 @@ def _graph(period: Period, spec: ModelSpec, layers: int) -> tuple[dict[Node, int
     waits: list[list[tuple[int, int]]] = [[] for _ in ops]  # (before, periods away)
     for edge in period.dependencies(spec):
         waits[edge.after].append((edge.before, edge.distance))
-    lanes: dict[str, list[int]] = {}
-    for i, op in enumerate(ops):
-        lanes.setdefault(op.lane, []).append(i)
-    for members in lanes.values():
+    for members in members_of_lanes(period):
         for place, i in enumerate(members):
             waits[i].append((members[place - 1], 0 if place else -1))
     # the first period runs only operations of the next layer, the last one only those of its own layer
@@ -121,6 +116,14 @@ def _graph(period: Period, spec: ModelSpec, layers: int) -> tuple[dict[Node, int
         for parent in parents:
             children.setdefault(parent, []).append((turn, i))
     return missing, children
+
+
+def members_of_lanes(period: Period) -> list[list[int]]:
+    """Indices of the operations of each lane, in order."""
+    lanes: dict[str, list[int]] = {}
+    for i, op in enumerate(period.operations):
+        lanes.setdefault(op.lane, []).append(i)
+    return list(lanes.values())
 
 
 class _Progress:

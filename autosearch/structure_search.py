@@ -17,6 +17,7 @@ from weft.autosearch.bench_protocol import Load
 from weft.autosearch.machine import Machine
 from weft.autosearch.pipeline_structure import Structure, attention, can_grow, first_structures
 from weft.autosearch.profile import work_of
+from weft.autosearch.simulate import members_of_lanes
 from weft.engine.model.operations import Resource
 from weft.engine.plans.plan import TOKEN_STEP, NanoOperation, Period
 
@@ -135,10 +136,7 @@ class _Schedule:
 
     def _add_lanes(self) -> None:
         """Require each lane to run one operation at a time, also across the end of the period."""
-        lanes: dict[str, list[int]] = {}
-        for i, op in enumerate(self._base.operations):
-            lanes.setdefault(op.lane, []).append(i)
-        for members in lanes.values():
+        for members in members_of_lanes(self._base):
             self.model.add(self._period >= sum(self._lengths[i] for i in members))
             for i, j in combinations(members, 2):
                 first = self.model.new_bool_var(f"{i}<{j}")

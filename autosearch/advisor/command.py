@@ -187,14 +187,13 @@ def with_rates(
         made.append(run)
         save(msgspec.structs.replace(curve, rates=tuple(made)))
 
-    class Runs:
-        def serve(self, bound: int, rate: float, seed: int) -> RateRun:
-            return bench.serve(bound, rate, seed, arguments.rate_seconds, objectives)
+    def serve(bound: int, rate: float, seed: int) -> RateRun:
+        return bench.serve(bound, rate, seed, arguments.rate_seconds, objectives)
 
     start = math.sqrt(MISS_FACTOR) * predicted_rate(curve, bound, objectives, outputs)
     start = start or best.point.output_per_s / curve.output / 2
     known = curve.runs(bound, objectives)
-    RateSearch(Runs(), bound, start, budget, known, keep).run()
+    RateSearch(serve, bound, start, budget, known, keep).run()
     return msgspec.structs.replace(curve, rates=tuple(made))
 
 

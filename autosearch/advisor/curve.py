@@ -46,15 +46,13 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     iterations: int
     output_per_s: float
-    """Output tokens per second."""
     itl: Times
     """Time between the tokens of a request, as the engine commits them."""
     ttft: Times
     """Time from a request's first schedule to its first token, without the wait for a slot."""
     kv_pages: int
-    """Maximum of pages held."""
+    """Maximum of pages held; `kv_share` is their mean share of the pool."""
     kv_share: float
-    """Mean share of the pool held."""
     idle_share: float
     """Share of the time in which the device waited for the CPU between iterations."""
     prefill_share: float
@@ -73,28 +71,23 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Several engines on one device, measured concurrently. `bound` applies to each engine."""
+    """Concurrent engines on one device. `bound` applies to each, `idle_share` is a mean, the others are sums."""
 
     replicas: int
     bound: int
     batch: float
-    """Sum over engines."""
     output_per_s: float
-    """Sum over engines."""
     itl: Times
     idle_share: float = 0.0
-    """Mean over engines."""
     joules_per_token: float | None = None
 
 
 class RateRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One run with Poisson arrivals."""
+    """One run with Poisson arrivals at `rate` requests per second for `seconds`."""
 
     bound: int
     rate: float
-    """Requests per second."""
     seconds: float
-    """Duration of the arrivals."""
     seed: int
     objectives: tuple[str, ...]
     kept: bool
@@ -122,9 +115,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     joules: str = ""
     """Source of the energy counter."""
     no_joules: str = ""
-    """Reason why there is no counter."""
     no_activity: str = ""
-    """Reason why memory and SM activity is unavailable."""
+    """Reasons why there is no energy counter, and no memory and SM activity."""
     versions: str = ""
 
 

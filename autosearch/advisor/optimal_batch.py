@@ -28,7 +28,6 @@ class Verdict(NamedTuple):
     efficiency: float
     """T(B) / (B T(1))."""
     late: tuple[Objective, ...]
-    """Missed objectives."""
     efficient: bool
 
     @property

@@ -17,17 +17,12 @@ BLUE, RED, GREEN, GREY, PURPLE = "#0072b2", "#d55e00", "#009e73", "#888888", "#c
 
 def figure(advice: Advice) -> Figure:
     """Plot throughput and latency with their limits, efficiency, memory, and energy or idle time."""
-    verdicts = advice.solution.verdicts
-    metered = any(v.point.joules_per_token is not None for v in verdicts)
     out = Figure(figsize=(11, 7.2), layout=ConstrainedLayoutEngine(h_pad=0.12, hspace=0.06))
     axes = out.subplots(2, 2).flatten().tolist()
     _tradeoff(axes[0], advice)
     _efficiency(axes[1], advice)
     _memory(axes[2], advice)
-    if metered:
-        _energy(axes[3], advice)
-    else:
-        _idle(axes[3], advice)
+    _energy(axes[3], advice)
     for axis in axes[:4]:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="#dddddd", linewidth=0.5)
@@ -84,19 +79,16 @@ def _memory(axis: Any, advice: Advice) -> None:
 
 
 def _energy(axis: Any, advice: Advice) -> None:
-    metered = [v.point for v in advice.solution.verdicts if v.point.joules_per_token is not None]
-    axis.plot([p.batch for p in metered], [p.joules_per_token for p in metered], "o-", color=PURPLE)
+    """Plot energy, or idle time if energy is unavailable."""
+    points, unit, title = [v.point for v in advice.solution.verdicts], "joules", "Energy per output token"
+    values = [p.joules_per_token for p in points]
+    if all(value is None for value in values):
+        unit, title = "%", "Idle time of the device (energy is unavailable)"
+        values = [100 * p.idle_share for p in points]
+    shown = [(p.batch, value) for p, value in zip(points, values, strict=True) if value is not None]
+    axis.plot(*zip(*shown, strict=True), "o-", color=PURPLE)
     _mark(axis, advice)
-    axis.set(xlabel="requests that ran", ylabel="joules", title="Energy per output token", ylim=(0, None))
-    axis.legend(frameon=False, fontsize=8)
-
-
-def _idle(axis: Any, advice: Advice) -> None:
-    points = [v.point for v in advice.solution.verdicts]
-    axis.plot([p.batch for p in points], [100 * p.idle_share for p in points], "o-", color=PURPLE)
-    _mark(axis, advice)
-    title = "Idle time of the device (energy is unavailable)"
-    axis.set(xlabel="requests that ran", ylabel="%", title=title, ylim=(0, None))
+    axis.set(xlabel="requests that ran", ylabel=unit, title=title, ylim=(0, None))
     axis.legend(frameon=False, fontsize=8)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from weft.autosearch.advisor.curve import RateRun
 from weft.autosearch.time_budget import TimeBudget
@@ -25,25 +25,16 @@ SAME = 0.02
 """Relative difference below which rates are equal."""
 
 
-class RateBench(Protocol):
-    def serve(self, bound: int, rate: float, seed: int) -> RateRun:
-        """Serve Poisson arrivals at this rate."""
-        ...
-
-
 class MeasuredRate(NamedTuple):
-    """The rate to advise, and the runs at it."""
+    """The rate to advise, with runs at it and at `MISS_FACTOR` times it. Requests and seconds are per run."""
 
     rate: float
     kept: int
     runs: int
     more_kept: int
     more_runs: int
-    """Runs at `MISS_FACTOR` times the rate."""
     requests: int
-    """Requests per run."""
     seconds: float
-    """Duration of arrivals per run."""
 
     def __str__(self) -> str:
         more = "no run at a higher rate"
@@ -94,11 +85,11 @@ class RateSearch:
     """The search at one slot limit. Known runs are not repeated."""
 
     def __init__(
-        self, bench: RateBench, bound: int, start: float, budget: TimeBudget, runs: Sequence[RateRun] = (),
-        keep: Callable[[RateRun], None] = lambda _: None,
+        self, serve: Callable[[int, float, int], RateRun], bound: int, start: float, budget: TimeBudget,
+        runs: Sequence[RateRun] = (), keep: Callable[[RateRun], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        """start: estimate of the knee in requests per second. keep: called with each new run."""
-        self._bench, self._bound, self._start, self._budget, self._keep = bench, bound, start, budget, keep
+        """serve: runs Poisson arrivals at (slot limit, rate, seed). start: estimated knee. keep: gets each new run."""
+        self._serve, self._bound, self._start, self._budget, self._keep = serve, bound, start, budget, keep
         self._longest = 0.0
         """Seconds of the longest run."""
         self.runs = list(runs)
@@ -110,7 +101,7 @@ class RateSearch:
             if begun + self._longest > budget.seconds:
                 break
             budget.report(f"{rate:.3g} requests per second, slot limit {self._bound}")
-            run = self._bench.serve(self._bound, rate, len(self.runs))
+            run = self._serve(self._bound, rate, len(self.runs))
             if budget.ended():
                 break  # the run is incomplete
             self._longest = max(self._longest, budget.spent - begun)

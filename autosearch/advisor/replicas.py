@@ -16,7 +16,6 @@ MOST = 64
 
 class ReplicaAdvice(NamedTuple):
     replicas: int
-    """Engines to run."""
     reason: str
     fit: int
     """Engines that fit at this slot limit, with one copy of the weights."""

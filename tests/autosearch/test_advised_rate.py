@@ -49,7 +49,7 @@ class Plant:
 
 
 def searched(plant: Plant, start: float, budget: float = 400.0, runs: Sequence[RateRun] = ()) -> list[RateRun]:
-    return RateSearch(plant, 8, start, TimeBudget(budget, clock=lambda: plant.now), runs).run()
+    return RateSearch(plant.serve, 8, start, TimeBudget(budget, clock=lambda: plant.now), runs).run()
 
 
 def test_the_advised_rate_is_kept_three_times_and_fifteen_percent_more_is_not() -> None:
