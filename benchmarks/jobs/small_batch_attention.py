@@ -23,6 +23,7 @@ from weft.kernels.matmul.fp8_projections import rows_buffer
 from weft.kernels.tuning import calls as bench_calls
 from weft.kernels.tuning.measure import burst
 from weft.tools.kernels.bench_fp8 import fp8_decode_calls
+from weft.tools.kernels.calls import decode_calls
 
 
 def kernels(bits: int) -> dict[str, Callable[..., object]]:
@@ -32,7 +33,7 @@ def kernels(bits: int) -> dict[str, Callable[..., object]]:
 
 def attention(bits: int, tokens: int, context: int, layers: int, kernel: Any) -> list[Callable[[], object]]:
     if bits == 16:
-        return bench_calls.decode_calls(tokens, context, page=64, layers=layers, kernel=kernel)[0]
+        return decode_calls(tokens, context, page=64, layers=layers, kernel=kernel)[0]
     out = rows_buffer(tokens, 4096, bench_calls.DEVICE)
     return fp8_decode_calls(tokens, context, page=64, layers=layers, out=out, kernel=kernel)[0]
 

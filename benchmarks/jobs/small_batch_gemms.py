@@ -23,6 +23,7 @@ from weft.kernels.matmul.tuned import Shape
 from weft.kernels.tuning import calls as bench_calls
 from weft.kernels.tuning.measure import burst
 from weft.tools.kernels.bench_fp8 import fp8_decode_calls, fp8_shapes
+from weft.tools.kernels.calls import LLAMA_8B, decode_calls
 
 
 def config_of(way: str, shape: Shape, tokens: int, num_sms: int) -> GemmConfig | None:
@@ -44,12 +45,12 @@ def chain(
     attention: 2 writes 16 bits, which a separate pass quantizes in FP8; 1 writes the quantized operand; 0 leaves
     attention out. only: the index of a single GEMM.
     """
-    shapes = bench_calls.LLAMA_8B if bits == 16 else fp8_shapes(bench_calls.LLAMA_8B)
+    shapes = LLAMA_8B if bits == 16 else fp8_shapes(LLAMA_8B)
     space, calls = gemm_launch.workspace(device, 1 << 24), []
     result = torch.randn(tokens, 4096, device=device, dtype=torch.bfloat16)
     operand = fp8_projections.rows_buffer(tokens, 4096, device)
     if bits == 16:
-        attend = bench_calls.decode_calls(tokens, 1280, page=64, layers=layers)[0]
+        attend = decode_calls(tokens, 1280, page=64, layers=layers)[0]
     else:
         attend = fp8_decode_calls(tokens, 1280, page=64, layers=layers, out=operand if attention == 1 else result)[0]
     for layer in range(layers):
@@ -88,12 +89,12 @@ def main() -> None:
             calls = chain(*fixed, attention=attention)
             row.append(burst(calls, repeats=25) * len(calls) / given.layers * 1e3)
             del calls
-        for index in range(len(bench_calls.LLAMA_8B)):
+        for index in range(len(LLAMA_8B)):
             calls = chain(*fixed, attention=0, only=index)
             row.append(burst(calls, repeats=25) * 1e3)
             del calls
         whole, leaving, bare, *each = row
-        names = ", ".join(f"{s.kind} {us:.1f}" for s, us in zip(bench_calls.LLAMA_8B, each, strict=True))
+        names = ", ".join(f"{s.kind} {us:.1f}" for s, us in zip(LLAMA_8B, each, strict=True))
         print(
             f"{bits} bits, {tokens} tokens, {way}: {whole:.1f} us a layer, {leaving:.1f} without the pass, {bare:.1f} "
             f"without attention; {names}", flush=True,

@@ -1,4 +1,4 @@
-"""GEMMs that push partial sums to other ranks, tile by tile (reference: `reference/layer.py: pushed_sum`).
+"""GEMMs that push partial sums to other ranks, tile by tile.
 
 A finished tile, rounded to the model's dtype, goes to a separate buffer in the memory of the rank that adds it: every
 rank in one step, the rank that owns the columns in two steps. Its flag follows, set to the number of the iteration. So

@@ -8,7 +8,7 @@ is `values * scale`:
 - Activations `[T, K]`: a float32 power of two for each 128 columns of a token, `[ceil(K / 128), T]`. The kernel that
   produces an activation quantizes it in its epilogue, where no tile sees a whole row. Such a scale costs no precision
   and does not depend on neighboring blocks. Two neighboring blocks may share a scale (`Fp8Rows.span`); a GEMM of many
-  tokens then moves sums out of the tensor cores half as often. `quantize_tokens` uses one scale per token instead.
+  tokens then moves sums out of the tensor cores half as often.
 - K and V in pages: a float32 scale for each layer and KV head, fixed before the first token. Attention multiplies in 16
   bits; every e4m3 number is exact in float16 and bfloat16.
 
@@ -113,15 +113,6 @@ def by_row(scale: Tensor, rows: int) -> Tensor:
     return scale if len(scale) == rows else scale.repeat_interleave(BLOCK, 0)[:rows]
 
 
-def quantize_weight_blocks(weight: Tensor) -> Fp8Weight:
-    """Quantize `[out, in]` of any float type to e4m3 with a scale for each 128 x 128 block."""
-    out, depth = weight.shape
-    tall, wide = -(-out // BLOCK), -(-depth // BLOCK)
-    filled = torch.nn.functional.pad(weight.float(), (0, wide * BLOCK - depth, 0, tall * BLOCK - out))
-    scale = channel_scale(filled.abs().view(tall, BLOCK, wide, BLOCK).amax((1, 3)))
-    return Fp8Weight(saturated(weight.float() / expanded(scale, out, depth)), scale)
-
-
 def weight_values(weight: Fp8Weight) -> Tensor:
     """Dequantize a weight to `[out, in]` float32."""
     values = weight.values.float()
@@ -130,7 +121,7 @@ def weight_values(weight: Fp8Weight) -> Tensor:
     return values * weight.scale[:, None]
 
 
-def _blocks(x: Tensor) -> Tensor:
+def padded_blocks(x: Tensor) -> Tensor:
     """Return `[T, K]` as `[T, ceil(K / 128), 128]` float32, padded with zeros."""
     blocks = -(-x.shape[1] // BLOCK)
     return torch.nn.functional.pad(x.float(), (0, blocks * BLOCK - x.shape[1])).view(len(x), blocks, BLOCK)
@@ -141,7 +132,7 @@ def quantize_rows(x: Tensor, weight: Tensor | None = None, *, span: int = BLOCK)
 
     weight `[K]`: of a norm that is not folded into a matrix; x is multiplied by it in float32 first.
     """
-    filled = _blocks(x if weight is None else x.float() * weight.float())
+    filled = padded_blocks(x if weight is None else x.float() * weight.float())
     amax = filled.abs().amax(-1)  # [T, blocks]
     if span == 2 * BLOCK:
         pairs = torch.nn.functional.pad(amax, (0, amax.shape[1] % 2)).unflatten(1, (-1, 2)).amax(-1)
@@ -151,23 +142,9 @@ def quantize_rows(x: Tensor, weight: Tensor | None = None, *, span: int = BLOCK)
     return Fp8Rows(values.contiguous(), scale.t().contiguous(), span)
 
 
-def quantize_tokens(x: Tensor) -> Fp8Rows:
-    """Quantize `[T, K]` of any float type to e4m3 with a scale for each token."""
-    scale = channel_scale(x.float().abs().amax(-1))
-    return Fp8Rows(saturated(x.float() / scale[:, None]), scale[None])
-
-
 def quantize_static(x: Tensor, scale: Tensor) -> Fp8Rows:
     """Quantize `[T, K]` of any float type to e4m3 with a checkpoint's single scale (float32 scalar)."""
     return Fp8Rows(saturated(x.float() / scale), scale.float().expand(1, len(x)).contiguous())
-
-
-def row_values(rows: Fp8Rows) -> Tensor:
-    """Dequantize activations to `[T, K]` float32."""
-    values = rows.values.float()
-    if len(rows.scale) == 1:
-        return values * rows.scale[0][:, None]
-    return (_blocks(values) * rows.scale.t()[..., None]).flatten(1)[:, : values.shape[1]]
 
 
 def scaled_matmul(a: Fp8Rows, weight: Fp8Weight) -> Tensor:

@@ -82,10 +82,6 @@ class PackedPage:
         """Bytes of a packed page."""
         return self.lows_at + _padded(self.values)
 
-    @property
-    def raw_bytes(self) -> int:
-        return 2 * self.values
-
     def num_escapes(self, packed: Bytes) -> int:
         return int(packed[:4].view(np.uint32)[0])
 
@@ -94,7 +90,7 @@ class PackedPage:
         return self.num_escapes(packed) <= self.capacity
 
     def pack(self, page: Bytes, out: Bytes) -> bool:
-        """Pack `page [raw_bytes]` uint8 into `out [nbytes]` uint8, both contiguous.
+        """Pack `page [2 * values]` uint8 into `out [nbytes]` uint8, both contiguous.
 
         Returns False if there are too many escapes; `out` then holds only their count.
         """
@@ -125,7 +121,7 @@ class PackedPage:
         return count <= self.capacity
 
     def unpack(self, packed: Bytes, page: Bytes) -> None:
-        """Restore `page [raw_bytes]` uint8. Raises `ValueError` if `packed` is not a packed page."""
+        """Restore `page [2 * values]` uint8. Raises `ValueError` if `packed` is not a packed page."""
         blocks, rows, width = self.blocks, self.rows, self.width
         words = page.view(np.uint16).reshape(blocks, rows, width)
         bases = packed[self.bases_at : self.bases_at + blocks * width].reshape(blocks, 1, width)

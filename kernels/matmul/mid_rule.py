@@ -1,10 +1,10 @@
-"""A formula for the `MidConfig`s that fill waves of SMs best: candidates for a table, and the choice without one."""
+"""A formula for the `MidConfig`s that fill waves of SMs best, for GEMMs that the table lacks."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from weft.kernels.matmul.mid_config import BLOCK_DEPTH, BLOCK_TOKENS, MAX_SPLIT, TALL, TALL_WIDTH, WIDTHS, MidConfig
+from weft.kernels.matmul.mid_config import BLOCK_DEPTH, BLOCK_TOKENS, TALL, TALL_WIDTH, WIDTHS, MidConfig
 
 MIN_TOKENS, MAX_TOKENS = 65, 2048
 """Range in which `by_rule` was compared with measurements."""
@@ -24,34 +24,7 @@ _TALL = tuple(
 )
 
 
-def candidates(kind: str, tokens: int, features: int, depth: int, num_sms: int) -> tuple[MidConfig, ...]:
-    """Return the configurations worth measuring: those that fill waves of SMs best, whole and split, wide first."""
-    cost = partial(_cost, tokens=tokens, features=features, depth=depth, num_sms=num_sms)
-
-    def of(rows: int) -> tuple[list[MidConfig], list[MidConfig]]:
-        widths = [
-            w
-            for w in WIDTHS
-            if (rows == BLOCK_TOKENS or w <= TALL_WIDTH)
-            and MidConfig(w, rows=rows).stages_for(kind, whole=True) >= MIN_STAGES
-        ]
-        parts = [
-            MidConfig(w, s, rows=rows)
-            for w in (256, 128, 64)
-            for s in range(2, MAX_SPLIT + 1)
-            if w in widths and depth // BLOCK_DEPTH >= 4 * s
-        ]
-        cut = [config for config in parts if config.units(tokens, features, depth) <= 2 * num_sms]
-        return sorted((MidConfig(w, rows=rows) for w in widths), key=cost), sorted(cut, key=cost)
-
-    whole, cut = of(BLOCK_TOKENS)
-    boxed = [config._replace(box=32) for config in whole[:3] + cut[:2]]
-    best = sorted(whole[:3] + cut[:4], key=cost)
-    tall = of(TALL) if tokens > BLOCK_TOKENS and -tokens % TALL <= -tokens % BLOCK_TOKENS else ([], [])
-    return (*best, best[0]._replace(ahead=4), *tall[0][:3], *tall[1][:2], *boxed)
-
-
-def _cost(c: MidConfig, *, tokens: int, features: int, depth: int, num_sms: int) -> float:
+def cost(c: MidConfig, *, tokens: int, features: int, depth: int, num_sms: int) -> float:
     """Estimate the time: steps of the busiest SM, each bound by its operands or its MMAs."""
     waves = -(-c.units(tokens, features, depth) // num_sms)
     step = max(c.width * c.rows * 0.0000182, (c.width + c.rows) * 0.00195)
@@ -72,13 +45,13 @@ def by_rule(tokens: int, features: int, depth: int, num_sms: int) -> MidConfig |
     """
     if not MIN_TOKENS <= tokens <= MAX_TOKENS:
         return None
-    cost = partial(_cost, tokens=tokens, features=features, depth=depth, num_sms=num_sms)
+    time = partial(cost, tokens=tokens, features=features, depth=depth, num_sms=num_sms)
     if tokens > MANY_TOKENS:
-        best = min(map(MidConfig, WIDTHS), key=cost)
-        return best if cost(best) <= MAX_TIME_RATIO * cost(MidConfig(256)) else None
+        best = min(map(MidConfig, WIDTHS), key=time)
+        return best if time(best) <= MAX_TIME_RATIO * time(MidConfig(256)) else None
     # If the second tile of 128 tokens is half empty, load its live tokens alone, or use one tile of 192 for all.
     half = BLOCK_TOKENS < tokens <= TALL
-    best = min([*(MidConfig(w, box=32 if half else BLOCK_TOKENS) for w in WIDTHS), *(_TALL if half else ())], key=cost)
+    best = min([*(MidConfig(w, box=32 if half else BLOCK_TOKENS) for w in WIDTHS), *(_TALL if half else ())], key=time)
     units = best.units(tokens, features, depth)
     deep = tokens <= BLOCK_TOKENS and depth >= 8192 and units < 0.6 * num_sms
     return None if deep or units < MIN_TILES else best

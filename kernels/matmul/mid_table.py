@@ -37,23 +37,9 @@ def decoded(rows: Mapping[str, Sequence[int]]) -> dict[Key, MidConfig]:
     return table
 
 
-def encoded(table: Mapping[Key, MidConfig]) -> str:
-    """Return the JSON form, one row per line."""
-    rows = (f'  "{",".join(map(str, key))}": {json.dumps(list(config))}' for key, config in sorted(table.items()))
-    return "{\n" + ",\n".join(rows) + "\n}\n"
-
-
 @functools.cache
 def _shipped() -> dict[Key, MidConfig]:
     return decoded(json.loads(TABLE.read_text())) if TABLE.exists() else {}
-
-
-_used: dict[Key, MidConfig] = {}
-
-
-def use(table: Mapping[Key, MidConfig]) -> None:
-    """Add these to the shipped configurations for `lookup`. Call it before any graph is captured."""
-    _used.update(table)
 
 
 def lookup(tokens: int, features: int, depth: int) -> MidConfig | None:
@@ -68,4 +54,4 @@ def lookup(tokens: int, features: int, depth: int) -> MidConfig | None:
 
 
 def _row(bucket: int, features: int, depth: int) -> MidConfig | None:
-    return _used.get((bucket, features, depth)) or _shipped().get((bucket, features, depth))
+    return _shipped().get((bucket, features, depth))

@@ -15,7 +15,7 @@ page_size, Hkv, D]`: a page is one extent that holds all layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -417,15 +417,3 @@ def paged_attention(
         o = o.reshape(size * queries, num_heads, head_dim)
         heads[group.rows] = o if group.unpad is None else o[group.unpad]
     return out
-
-
-def pushed_sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, x: Tensor | None) -> Tensor:
-    """Sum every rank's `a [T, K] @ weight [H, K].T`, rounded to its dtype, in rank order in float32, plus x `[T, H]`.
-
-    The result is rounded once. bias `[H]` is added to rank 0's GEMM.
-    """
-    total = torch.zeros(len(inputs[0]), len(weights[0]), device=weights[0].device)
-    for rank, (a, weight) in enumerate(zip(inputs, weights, strict=True)):
-        part = a.float() @ weight.float().T
-        total += (part + bias.float() if bias is not None and rank == 0 else part).to(a.dtype).float()
-    return (total if x is None else total + x.float()).to(inputs[0].dtype)

@@ -27,6 +27,7 @@ from weft.engine.model.weights import Weights, load_weights
 from weft.kernels.formats import fp8
 from weft.kernels.formats.fp8_matrix import Fp8Matrix
 from weft.kernels.reference import experts as experts_reference
+from weft.tools.kernels.fp8_operands import row_values
 
 __all__ = ["unrounded"]
 Made = Callable[[str], Path]
@@ -247,14 +248,14 @@ def test_the_twins_round_what_each_expert_reads() -> None:
     routing = experts_reference.route(x, sumsq, router * norm, 1e-5, kind="softmax", top=top, normalise=True)
     h = experts_reference.experts_gate_up(x, sumsq, routing, gate_up, 1e-5)
     got, _ = experts_reference.experts_residual(h, routing, down, x)
-    rows = fp8.row_values(fp8.quantize_rows(x * norm)) * torch.rsqrt(sumsq / hidden + 1e-5)[:, None]
+    rows = row_values(fp8.quantize_rows(x * norm)) * torch.rsqrt(sumsq / hidden + 1e-5)[:, None]
     want = x.clone()
     for token in range(tokens):
         for k in range(top):
             e = int(routing.experts[token, k])
             y = fp8.weight_values(gate_up[e].weight) @ rows[token]
             hidden_part = torch.nn.functional.silu(y[0::2]) * y[1::2]
-            hidden_part = fp8.row_values(fp8.quantize_rows(hidden_part[None]))[0]
+            hidden_part = row_values(fp8.quantize_rows(hidden_part[None]))[0]
             want[token] += routing.weights[token, k] * (fp8.weight_values(down[e].weight) @ hidden_part)
     # sums in another order: an activation at a tie may fall to the other side
     assert (got - want).norm() < 5e-3 * (want - x).norm()

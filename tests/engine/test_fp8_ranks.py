@@ -21,6 +21,7 @@ from weft.engine.model.layer_weights import LayerWeights
 from weft.engine.model.weights import load_weights
 from weft.kernels.formats import fp8, fp8_matrix
 from weft.kernels.reference import layer as reference
+from weft.tools.kernels.fp8_operands import row_values
 
 CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_positions": 64}
 SIZES: dict[str, Any] = {
@@ -133,7 +134,7 @@ def test_a_block_that_is_cut_changes_its_smallest_numbers_alone() -> None:
 
     def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
         rows = fp8.quantize_rows(x)
-        return fp8.row_values(rows), rows.scale.t().repeat_interleave(fp8.BLOCK, 1)[:, : x.shape[1]]
+        return row_values(rows), rows.scale.t().repeat_interleave(fp8.BLOCK, 1)[:, : x.shape[1]]
 
     def of_one_and_two(x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         first, second = (quantised(half.contiguous()) for half in x.chunk(2, 1))
@@ -149,7 +150,7 @@ def test_a_block_that_is_cut_changes_its_smallest_numbers_alone() -> None:
 
 def exact_product(a: fp8.Fp8Rows, weight: fp8.Fp8Weight) -> Tensor:
     """As `fp8.scaled_matmul`, rounded once: it does not depend on how a library adds up products of some shape."""
-    total = fp8.row_values(a).double() @ weight.values.double().t() * weight.scale.double()
+    total = row_values(a).double() @ weight.values.double().t() * weight.scale.double()
     return total.float()
 
 
@@ -163,7 +164,7 @@ def adding_as_ranks(ranks: int, *, cut: bool) -> Any:
         a: Tensor, matrix: fp8_matrix.Fp8Matrix, x: Tensor, **_without: object
     ) -> tuple[Tensor, Tensor]:
         width = a.shape[1] // ranks
-        given = a if cut else fp8.row_values(fp8.quantize_rows(a))
+        given = a if cut else row_values(fp8.quantize_rows(a))
         total = torch.zeros_like(x)
         for part in (slice(first, first + width) for first in range(0, a.shape[1], width)):
             weight = fp8.Fp8Weight(matrix.weight.values[:, part], matrix.weight.scale)

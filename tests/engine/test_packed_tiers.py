@@ -20,11 +20,10 @@ from weft.engine.memory.extent import Geometry, Record
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixEntry, PrefixIndex
-from weft.engine.memory.remainders import Remainders, remainders_for
 from weft.engine.memory.ssd_store import Job, Outcome, SsdStore
 from weft.engine.memory.store_file import StoreFile
 from weft.engine.memory.tiers import Tiers
-from weft.engine.memory.transfer import Copy
+from weft.engine.memory.transfer import Copy, Remainders, remainders_for
 from weft.engine.ranks.follower import _outcome
 from weft.engine.ranks.leader import BROKEN, DONE, LOST, LeadingCopy
 from weft.kernels.formats.packed_page import PackedPage
@@ -63,7 +62,7 @@ def ended_job(job: Job) -> Outcome:
 def test_layouts_of_16_bits_have_a_form() -> None:
     form = LAYOUT.packed
     assert form is not None
-    assert (form.raw_bytes, form.rows, form.width) == (LAYOUT.page_bytes, 16, 64)
+    assert (2 * form.values, form.rows, form.width) == (LAYOUT.page_bytes, 16, 64)
     assert KvLayout(3, 2, 16, 2, 32, torch.float32).packed is None
     assert KvLayout(3, 2, 16, 2, 32, torch.float8_e4m3fn).packed is None
     mixed = KvLayout(2, 2, 16, 2, 64, torch.bfloat16, ((2, 64), (1, 32))).packed
@@ -111,7 +110,7 @@ class Keeper:
         self.copies = CpuCopyEngine(self.kv, 96, form)
         assert self.copies.remainders is not None
         ended(self.copies, self.copies.out([(i, i) for i in range(1, len(self.kv))]))
-        geometry = Geometry.fitting(16, form.nbytes, b"o" * 16, 400 << 10, form.raw_bytes - form.nbytes)
+        geometry = Geometry.fitting(16, form.nbytes, b"o" * 16, 400 << 10, 2 * form.values - form.nbytes)
         assert geometry.file_bytes <= 400 << 10
         assert geometry.num_remainders == 1
         self.store = SsdStore(StoreFile(path, geometry), self.copies.host, self.copies.remainders)
@@ -294,8 +293,8 @@ def test_a_page_that_a_tier_has_no_room_for_is_lost_alone() -> None:
     stats = tiers.stats()["host"]
     assert len(lost) == 1 == stats.failures
     assert stats.raw_pages == 1
-    assert stats.bytes_in == 2 * form.nbytes + form.raw_bytes
-    assert stats.bytes_saved == 2 * (form.raw_bytes - form.nbytes)
+    assert stats.bytes_in == 2 * form.nbytes + 2 * form.values
+    assert stats.bytes_saved == 2 * (2 * form.values - form.nbytes)
     tiers.close()
 
 

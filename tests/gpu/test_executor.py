@@ -44,8 +44,8 @@ from weft.kernels.attention.backend import AttentionShape
 from weft.kernels.attention.torch_backend import TorchAttention
 from weft.kernels.attention.triton_backend import PER_SM, TritonAttention
 from weft.kernels.common.gpu import gpu
-from weft.kernels.formats.fp8 import row_values
 from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
+from weft.tools.kernels.fp8_operands import row_values
 
 PAGE = 16
 SMALL = GemmConfig(64, 64, 64, 3, 4, 8)

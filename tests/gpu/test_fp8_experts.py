@@ -19,6 +19,7 @@ from weft.kernels.matmul import fp8_projections
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.reference import experts as experts_reference
 from weft.kernels.reference import layer as reference
+from weft.tools.kernels.fp8_operands import quantize_weight_blocks, row_values
 
 pytestmark = pytest.mark.usefixtures("rounded")
 
@@ -41,7 +42,7 @@ def matrices(count: int, out: int, inner: int, blocked: bool, device: str) -> Fp
     made = []
     for _ in range(count):
         w = torch.randn(out, inner, device=device) / inner**0.5
-        own = (fp8.quantize_weight_blocks if blocked else fp8.quantize_weight)(w)
+        own = (quantize_weight_blocks if blocked else fp8.quantize_weight)(w)
         made.append(own._replace(scale=fp8.by_row(own.scale, out)) if blocked else own)
     return Fp8Weight(*(torch.stack(parts) for parts in zip(*made, strict=True)))
 
@@ -114,7 +115,7 @@ def check(
     )  # fmt: skip
     place = space.place[:tokens].long().flatten()[mine.order]
     here = rows_of(h, place)
-    assert error(fp8.row_values(here), fp8.row_values(want_h)) < 0.02
+    assert error(row_values(here), row_values(want_h)) < 0.02
     same = here.values.view(torch.uint8) == want_h.values.view(torch.uint8)
     assert float(same.float().mean()) > 0.98  # sums that were rounded the other way fall a step off
     assert float((here.scale == want_h.scale).float().mean()) > 0.98
@@ -128,7 +129,7 @@ def check(
     exact = fp8.quantize_rows(out[:tokens], next_norm)
     assert torch.equal(left.values.view(torch.uint8), exact.values.view(torch.uint8))
     assert torch.equal(left.scale, exact.scale)
-    assert error(fp8.row_values(left), fp8.row_values(wanted)) < 0.02
+    assert error(row_values(left), row_values(wanted)) < 0.02
     return out[:tokens], left
 
 
@@ -205,5 +206,5 @@ def test_the_gate_of_a_shared_expert(inter: int, device: str) -> None:
     )
     assert error(got.scale[:, :4], want.scale[:, :4]) < 1e-5
     assert torch.equal(got.scale[:, 4], h.scale[:, 4])
-    hidden = fp8.row_values(h) * torch.sigmoid(reference.normed(x.float(), sumsq.sum(0), EPS) @ gate.float().t())
-    assert error(fp8.row_values(want), hidden) < 1e-5
+    hidden = row_values(h) * torch.sigmoid(reference.normed(x.float(), sumsq.sum(0), EPS) @ gate.float().t())
+    assert error(row_values(want), hidden) < 1e-5

@@ -18,6 +18,7 @@ from weft.kernels.matmul import weight_layout as pack
 from weft.kernels.matmul.fp8_few_config import few_config
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.reference import layer as reference
+from weft.tools.kernels.fp8_operands import quantize_tokens, quantize_weight_blocks, row_values
 
 pytestmark = pytest.mark.usefixtures("rounded")
 
@@ -54,7 +55,7 @@ def case(tokens: int, features: int, depth: int, device: str, blocked: bool | st
     x[:, 3] *= 50
     x[:, -1] *= 0.01
     w = torch.randn(features, depth) / depth**0.5
-    weight = (fp8.quantize_weight_blocks if blocked else fp8.quantize_weight)(w)
+    weight = (quantize_weight_blocks if blocked else fp8.quantize_weight)(w)
     if blocked == "rows":
         order = torch.randperm(features)
         by_row = fp8.by_row(weight.scale, features)[order].contiguous()
@@ -78,7 +79,7 @@ def poisoned(tokens: int, width: int, device: str, span: int = 128) -> Fp8Rows:
 
 def assert_same_rows(got: Fp8Rows, want: Fp8Rows) -> None:
     """As good as the twin's: where the kernel's sum was rounded the other way a number may be one step off."""
-    assert error(fp8.row_values(got), fp8.row_values(want)) < 0.02
+    assert error(row_values(got), row_values(want)) < 0.02
     same = got.values.view(torch.uint8) == want.values.view(torch.uint8)
     assert float(same.float().mean()) > 0.98
     assert float((got.scale == want.scale).float().mean()) > 0.98
@@ -154,7 +155,7 @@ def test_scales_of_256_columns(
 @pytest.mark.usefixtures("large")
 def test_a_scale_for_each_token(way: str, device: str, num_sms: int) -> None:
     c = case(300, 1024, 4096, device)
-    a = fp8.quantize_tokens(c.x)
+    a = quantize_tokens(c.x)
     want = fp8_reference.linear_project(a, None, c.weight, dtype=torch.float32)
     out = torch.empty(300, 1024, dtype=torch.bfloat16, device=device)
     fp8_projections.linear_project(a, None, c.weight, out=out, num_sms=num_sms, config=SPECIAL, way=way)
@@ -167,7 +168,7 @@ def test_a_scale_for_each_token(way: str, device: str, num_sms: int) -> None:
 def test_sums_lose_no_more_than_those_of_scaled_mm(depth: int, span: int, device: str, num_sms: int) -> None:
     """With the same scales, by rows, and without its fast accumulation; promoted every `span` of the depth."""
     x, w = torch.randn(256, depth, device=device), torch.randn(512, depth, device=device) / depth**0.5
-    a, weight = fp8.quantize_tokens(x), fp8.quantize_weight(w)
+    a, weight = quantize_tokens(x), fp8.quantize_weight(w)
     out = torch.empty(256, 512, dtype=torch.bfloat16, device=device)
     mine = Fp8Rows(a.values, a.scale.expand(depth // 128, -1).contiguous(), span)
     fp8_projections.linear_project(mine, None, weight, out=out, num_sms=num_sms, config=SPECIAL, way="promoted")
@@ -175,13 +176,13 @@ def test_sums_lose_no_more_than_those_of_scaled_mm(depth: int, span: int, device
         a.values, weight.values.t(), a.scale[0][:, None].contiguous(), weight.scale[None].contiguous(),
         out_dtype=torch.bfloat16, use_fast_accum=False,
     )  # fmt: skip
-    exact = fp8.row_values(a).double() @ fp8.weight_values(weight).double().T
+    exact = row_values(a).double() @ fp8.weight_values(weight).double().T
     assert error(out, exact) <= 1.02 * error(theirs, exact)
 
 
 def test_a_scale_for_each_token_of_few(device: str, num_sms: int) -> None:
     c = case(3, 128, 256, device)
-    a = fp8.quantize_tokens(c.x)
+    a = quantize_tokens(c.x)
     want = fp8_reference.linear_project(a, None, c.weight, dtype=torch.float32)
     out = torch.empty(3, 128, dtype=torch.bfloat16, device=device)
     config = GemmConfig(16, 128, 128, 3, 4, swap=True)
@@ -476,7 +477,7 @@ def test_a_pass_over_rows_quantises_them_to_the_bit(
     assert torch.equal(got.scale[beside:, :tokens], want.scale[beside:])
     assert torch.equal(got.scale[:, 1:tokens], want.scale[:, 1:])
     assert torch.equal(got.values[1:tokens].view(torch.uint8), want.values[1:].view(torch.uint8))
-    assert bool(fp8.row_values(Fp8Rows(got.values[:1], got.scale[:, :1]))[0, 5].isnan())
+    assert bool(row_values(Fp8Rows(got.values[:1], got.scale[:, :1]))[0, 5].isnan())
 
 
 @pytest.mark.parametrize("kind", ["mean", "bias", "both", "without a weight"])
@@ -501,5 +502,5 @@ def test_a_pass_over_rows_norms_and_quantises_them(tokens: int, width: int, kind
     assert torch.equal(got.scale[:, :tokens], want.scale)
     same = got.values[:tokens].view(torch.uint8) == want.values.view(torch.uint8)
     assert float(same.float().mean()) > 0.998
-    mine = fp8.row_values(Fp8Rows(got.values[:tokens], got.scale[:, :tokens].contiguous()))
-    assert float((mine - fp8.row_values(want)).norm() / fp8.row_values(want).norm()) < 2e-3
+    mine = row_values(Fp8Rows(got.values[:tokens], got.scale[:, :tokens].contiguous()))
+    assert float((mine - row_values(want)).norm() / row_values(want).norm()) < 2e-3

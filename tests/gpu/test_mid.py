@@ -235,9 +235,8 @@ def test_a_table_takes_effect(monkeypatch: pytest.MonkeyPatch, num_sms: int) -> 
     seen: list[MidConfig] = []
     launch = mid_hopper.launch_gemm
     monkeypatch.setattr(mid_hopper, "launch_gemm", lambda *a, **k: (seen.append(a[1]), launch(*a, **k)))
-    monkeypatch.setattr(mid_table, "_shipped", dict)
     out = torch.empty_like(c.x)
     for table in ({}, {(256, 4096, 4096): MidConfig(256, 4)}):
-        monkeypatch.setattr(mid_table, "_used", table)
+        monkeypatch.setattr(mid_table, "_shipped", lambda table=table: table)
         mid_projections.linear_project(c.a, None, c.w, EPS, out=out, **c.options)
     assert seen == [mid_rule.by_rule(200, 4096, 4096, num_sms), MidConfig(256, 4)]

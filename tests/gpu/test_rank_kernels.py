@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,22 @@ from interpreted import interpreted_gpu, streams_in_order
 from interpreted_rank import ARENA, PRODUCT, SUMS, logits, models, partial_sums, product
 
 from weft.kernels.collectives.peer import shard_width
-from weft.kernels.reference.layer import pushed_sum
 
 Found = list[dict[str, list[Tensor]]]
 HERE = Path(__file__).parent
 BY_DAY = ("sandwich",)
+
+
+def pushed_sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, x: Tensor | None) -> Tensor:
+    """Sum every rank's `a [T, K] @ weight [H, K].T`, rounded to its dtype, in rank order in float32, plus x `[T, H]`.
+
+    The result is rounded once. bias `[H]` is added to rank 0's GEMM.
+    """
+    total = torch.zeros(len(inputs[0]), len(weights[0]), device=weights[0].device)
+    for rank, (a, weight) in enumerate(zip(inputs, weights, strict=True)):
+        part = a.float() @ weight.float().T
+        total += (part + bias.float() if bias is not None and rank == 0 else part).to(a.dtype).float()
+    return (total if x is None else total + x.float()).to(inputs[0].dtype)
 
 
 def ranks_of(count: int, folder: Path, *names: str, script: str = "interpreted_rank.py") -> Found:

@@ -68,7 +68,7 @@ def cell_of(form: PackedPage, words: Words) -> Bytes | None:
 
 
 def words_of(form: PackedPage, cell: Bytes) -> Words:
-    page = np.full(form.raw_bytes, 0x5A, np.uint8)
+    page = np.full(2 * form.values, 0x5A, np.uint8)
     form.unpack(cell, page)
     return page.view(np.uint16)
 

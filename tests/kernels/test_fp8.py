@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from weft.kernels.formats import fp8
+from weft.tools.kernels.fp8_operands import quantize_tokens, quantize_weight_blocks, row_values
 
 
 def test_every_number_of_e4m3_is_one_of_float16_and_of_bfloat16() -> None:
@@ -41,12 +42,12 @@ def test_the_scale_is_the_least_power_of_two_that_suffices(amax: float, exponent
 
 def test_a_row_with_nan_or_infinity_gives_no_number_and_leaves_its_neighbours_alone() -> None:
     x = torch.randn(3, 256)
-    good = fp8.row_values(fp8.quantize_rows(x))
+    good = row_values(fp8.quantize_rows(x))
     x[0, 5], x[2, 200] = math.nan, math.inf
     rows = fp8.quantize_rows(x)
     total = fp8.scaled_matmul(rows, fp8.quantize_weight(torch.randn(8, 256)))
     assert bool(total[[0, 2]].isnan().all())
-    assert torch.equal(fp8.row_values(rows)[1], good[1])
+    assert torch.equal(row_values(rows)[1], good[1])
 
 
 @pytest.mark.parametrize("depth", [128, 200, 512])
@@ -54,7 +55,7 @@ def test_rows_keep_four_bits_of_each_number_whatever_its_block(depth: int) -> No
     torch.manual_seed(1)
     x = torch.randn(5, depth) * torch.logspace(-6, 6, 5)[:, None]
     x[:, 7] *= 1000  # an outlier spoils its own block alone
-    got = fp8.row_values(fp8.quantize_rows(x.to(torch.bfloat16)))
+    got = row_values(fp8.quantize_rows(x.to(torch.bfloat16)))
     blocks = x.abs().split(128, 1)
     for mine, block in zip((got - x).abs().split(128, 1), blocks, strict=True):
         # half a unit of the last of four bits, or of the finest step below the block's largest number; and bfloat16's
@@ -80,7 +81,7 @@ def test_two_blocks_may_share_the_larger_ones_scale(depth: int) -> None:
         assert torch.equal(shared.scale[first], alone.scale[first : first + 2].amax(0))
         assert torch.equal(shared.scale[first], shared.scale[first : first + 2][-1])
     # a block beside an outlier loses what e4m3 has no exponents for: at most half of its finest step
-    lost = (fp8.row_values(shared) - x).abs()
+    lost = (row_values(shared) - x).abs()
     step = torch.maximum(x.abs() * 2**-4, shared.scale.t().repeat_interleave(128, 1) * 2.0**-10)
     assert bool((lost <= step * 1.001).all())
 
@@ -90,7 +91,7 @@ def test_weights_of_any_shape_come_back_within_four_bits(blocked: bool) -> None:
     torch.manual_seed(2)
     w = torch.randn(200, 336).to(torch.bfloat16)
     w[3] = 0
-    quantized = (fp8.quantize_weight_blocks if blocked else fp8.quantize_weight)(w)
+    quantized = (quantize_weight_blocks if blocked else fp8.quantize_weight)(w)
     assert quantized.blocked == blocked
     assert quantized.scale.shape == ((2, 3) if blocked else (200,))
     error = (fp8.weight_values(quantized) - w.float()).norm() / w.float().norm()
@@ -103,9 +104,9 @@ def test_weights_of_any_shape_come_back_within_four_bits(blocked: bool) -> None:
 def test_a_product_is_that_of_the_numbers_that_values_and_scales_stand_for(of: str, blocked: bool) -> None:
     torch.manual_seed(3)
     x, w = torch.randn(6, 336), torch.randn(200, 336)
-    a = (fp8.quantize_rows if of == "blocks" else fp8.quantize_tokens)(x)
-    weight = (fp8.quantize_weight_blocks if blocked else fp8.quantize_weight)(w)
-    exact = fp8.row_values(a).double() @ fp8.weight_values(weight).double().t()
+    a = (fp8.quantize_rows if of == "blocks" else quantize_tokens)(x)
+    weight = (quantize_weight_blocks if blocked else fp8.quantize_weight)(w)
+    exact = row_values(a).double() @ fp8.weight_values(weight).double().t()
     assert float((fp8.scaled_matmul(a, weight) - exact).norm() / exact.norm()) < 1e-6
 
 
@@ -148,13 +149,13 @@ def test_a_product_loses_no_more_than_torch_s_with_the_same_scales(depth: int) -
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(32, depth, generator=generator)
     x[:, 3] *= 50
-    rows = fp8.quantize_tokens(x)
+    rows = quantize_tokens(x)
     weight = fp8.quantize_weight(torch.randn(64, depth, generator=generator) / depth**0.5)
     theirs = torch._scaled_mm(
         rows.values, weight.values.t(), rows.scale[0][:, None].contiguous(), weight.scale[None].contiguous(),
         out_dtype=torch.bfloat16,
     )  # fmt: skip
-    exact = fp8.row_values(rows).double() @ fp8.weight_values(weight).double().T
+    exact = row_values(rows).double() @ fp8.weight_values(weight).double().T
     ours = fp8.scaled_matmul(rows, weight).to(torch.bfloat16)
     assert (ours - exact).norm() <= 1.001 * (theirs - exact).norm()
     assert (fp8.scaled_matmul(rows, weight) - exact).norm() < 1e-5 * exact.norm()

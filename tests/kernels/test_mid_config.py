@@ -11,6 +11,7 @@ import split_meeting as mid_meeting
 
 from weft.kernels.matmul import mid_config, mid_rule, mid_table
 from weft.kernels.matmul.mid_config import TALL, MidConfig
+from weft.tools.kernels.mid_configs import candidates, encoded
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (3072, 2048), (2048, 8192), (8192, 14336))
 
@@ -132,7 +133,7 @@ def test_the_parts_of_a_depth_are_all_of_it_and_none_is_empty(steps: int, split:
 @pytest.mark.parametrize("tokens", mid_table.BUCKETS)
 @pytest.mark.parametrize("kind", ["qkv", "residual", "gate_up", "plain"])
 def test_candidates_fit_an_sm_with_steps_to_spare(kind: str, shape: tuple[int, int], tokens: int) -> None:
-    found = mid_rule.candidates(kind, tokens, *shape, 132)
+    found = candidates(kind, tokens, *shape, 132)
     assert len(set(found)) == len(found)
     assert any(config.rows == mid_config.TALL for config in found) == (tokens in (192, 384, 768, 1536))
     for config in found:
@@ -226,11 +227,10 @@ def test_a_table_is_read_as_it_was_written_and_found_by_bucket(monkeypatch: pyte
     table = {(256, 6144, 4096): MidConfig(192), (128, 4096, 14336): MidConfig(256, 8, 4)}
     import json
 
-    assert mid_table.decoded(json.loads(mid_table.encoded(table))) == table
+    assert mid_table.decoded(json.loads(encoded(table))) == table
     with pytest.raises(ValueError, match="cannot"):
         mid_table.decoded({"128,1,1": [200, 1, 0]})
-    monkeypatch.setattr(mid_table, "_used", dict(table))
-    monkeypatch.setattr(mid_table, "_shipped", dict)
+    monkeypatch.setattr(mid_table, "_shipped", lambda: table)
     assert mid_table.lookup(193, 6144, 4096) == MidConfig(192)
     assert mid_table.lookup(256, 6144, 4096) == MidConfig(192)
     assert mid_table.lookup(257, 6145, 4096) is None
@@ -247,7 +247,8 @@ def test_a_table_is_for_whole_gpus_of_its_kind_and_for_epilogues_that_are_there(
     from weft.kernels.matmul.gemm_launch import workspace
     from weft.kernels.matmul.mid_projections import chosen
 
-    monkeypatch.setattr(mid_table, "_used", {(256, 4096, 4096): MidConfig(256, 4)})
+    shipped = mid_table._shipped() | {(256, 4096, 4096): MidConfig(256, 4)}
+    monkeypatch.setattr(mid_table, "_shipped", lambda: shipped)
     weight, space = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta"), workspace("meta")
     with compiling_for(KNOWN["h200"]):
         assert chosen(None, 200, weight, 132, space, plain=True) == MidConfig(256, 4)

@@ -12,7 +12,9 @@ import torch
 
 from weft import output_file
 from weft.kernels.matmul import tuned
-from weft.kernels.tuning.calls import (
+from weft.kernels.tuning.measure import Meter, Sustained, sustained
+from weft.tools.kernels import bench_fp8
+from weft.tools.kernels.calls import (
     LLAMA_1B,
     LLAMA_8B,
     copy_bandwidth,
@@ -24,8 +26,6 @@ from weft.kernels.tuning.calls import (
     sdpa_calls,
     step_calls,
 )
-from weft.kernels.tuning.measure import Meter, Sustained, sustained
-from weft.tools.kernels import bench_fp8
 from weft.tools.kernels.tune import tune
 
 

@@ -23,17 +23,10 @@ from weft.kernels.formats.fp8 import Fp8Rows, Fp8Weight
 from weft.kernels.matmul import fp8_projections, gemm_launch
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.tuned import Shape
-from weft.kernels.tuning.calls import (
-    DEVICE,
-    DTYPE,
-    HEAD_DIM,
-    LLAMA_8B,
-    decode_calls,
-    expert_layer_call,
-    gemm_call,
-    weights,
-)
+from weft.kernels.tuning.calls import DEVICE, DTYPE, HEAD_DIM, expert_layer_call, gemm_call, weights
 from weft.kernels.tuning.measure import Meter, Sustained, burst, sustained
+from weft.tools.kernels.calls import LLAMA_8B, decode_calls
+from weft.tools.kernels.fp8_operands import quantize_tokens, row_values
 
 PARTS = ("fp8-gemm", "fp8-sums", "fp8-decode", "fp8-prefill", "fp8-experts")
 EXPERTS = {
@@ -51,7 +44,7 @@ def fp8_shapes(shapes: list[Shape]) -> list[Shape]:
 
 def scaled_mm(tokens: int, weight: Fp8Weight, *, fast: bool) -> Callable[[], object]:
     """Return torch's plain GEMM of the same operands, scales per token and channel. fast: its fast accumulation."""
-    x = fp8.quantize_tokens(torch.randn(tokens, weight.values.shape[1], device=DEVICE))
+    x = quantize_tokens(torch.randn(tokens, weight.values.shape[1], device=DEVICE))
     rows, columns = x.scale[0][:, None].contiguous(), weight.scale[None].contiguous()
     return lambda: torch._scaled_mm(
         x.values, weight.values.t(), rows, columns, out_dtype=DTYPE, use_fast_accum=fast
@@ -102,7 +95,7 @@ def sums_of(shape: Shape, tokens: int, num_sms: int) -> Sums:
     x[:, torch.randperm(k, device=DEVICE)[: max(2, k // 512)]] *= 30
     w = torch.randn(n, k, device=DEVICE) * 0.02 * spread(n, 0.35)[:, None] * spread(k, 0.35)
     x, w = x.to(DTYPE), w.to(DTYPE)
-    weight, by_token, by_block = fp8.quantize_weight(w), fp8.quantize_tokens(x), fp8.quantize_rows(x)
+    weight, by_token, by_block = fp8.quantize_weight(w), quantize_tokens(x), fp8.quantize_rows(x)
     rows, columns = by_token.scale[0][:, None].contiguous(), weight.scale[None].contiguous()
 
     def exact(a: Tensor, b: Tensor) -> Tensor:
@@ -117,7 +110,7 @@ def sums_of(shape: Shape, tokens: int, num_sms: int) -> Sums:
         return float((got.double() - want).norm() / want.norm())
 
     paired = Fp8Rows(by_token.values, by_token.scale.expand(k // fp8.BLOCK, -1).contiguous(), 2 * fp8.BLOCK)
-    whole, numbers = exact(x, w), exact(fp8.row_values(by_token), fp8.weight_values(weight))
+    whole, numbers = exact(x, w), exact(row_values(by_token), fp8.weight_values(weight))
     theirs, theirs_fast = (
         torch._scaled_mm(by_token.values, weight.values.t(), rows, columns, out_dtype=DTYPE, use_fast_accum=fast)
         for fast in (False, True)

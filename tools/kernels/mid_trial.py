@@ -11,12 +11,14 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor
 
-from weft.kernels.matmul import gemm_launch, mid_config, mid_projections, mid_rule, mid_table, projections
+from weft.kernels.matmul import gemm_launch, mid_config, mid_projections, mid_table, projections
 from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
 from weft.kernels.matmul.mid_config import MidConfig
 from weft.kernels.matmul.projections import sumsq_buffer
 from weft.kernels.matmul.tuned import Shape
 from weft.kernels.tuning import calls as bench_calls
+from weft.tools.kernels.calls import LLAMA_1B, LLAMA_8B, cublas, layer_shapes
+from weft.tools.kernels.mid_configs import candidates
 
 ERROR = 6e-3
 """Largest relative difference between two results of the same operands."""
@@ -39,9 +41,9 @@ def _half(shapes: list[Shape]) -> list[Shape]:
 
 
 MODELS = {
-    "8b": Model(bench_calls.LLAMA_8B, 128, 8),
-    "1b": Model(bench_calls.LLAMA_1B, 64, 8),
-    "70b/2": Model(_half(bench_calls.layer_shapes(8192, 28672, 64, 8)), 128, 4),
+    "8b": Model(LLAMA_8B, 128, 8),
+    "1b": Model(LLAMA_1B, 64, 8),
+    "70b/2": Model(_half(layer_shapes(8192, 28672, 64, 8)), 128, 4),
 }
 
 
@@ -152,13 +154,13 @@ def item(model_name: str, index: int, tokens: int, done: set[str], say: Callable
     fills = {"full": tokens, "partly": mid_table.PARTLY_LIVE[tokens]}
     want = {fill: ops.results(weights[0], None, live) for fill, live in fills.items()}
     tried: list[GemmConfig | MidConfig | None] = [None, *others(shape, tokens, sms)]
-    tried += mid_rule.candidates(shape.kind, tokens, shape.features, shape.depth, sms)
+    tried += candidates(shape.kind, tokens, shape.features, shape.depth, sms)
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     calls: dict[str, list[Callable[[], object]]] = {}  # they own memory that the graphs read and write
     errors: dict[str, float] = {}
     configs: dict[str, GemmConfig | MidConfig | None] = {}
     say({"doing": "cublas"})
-    calls["cublas"] = [bench_calls.cublas(tokens, w) for w in weights]
+    calls["cublas"] = [cublas(tokens, w) for w in weights]
     graphs["cublas"] = capture(calls["cublas"])
     for config in tried:
         name = label(config)
@@ -214,7 +216,7 @@ def hold(model_name: str, tokens: int, live: int, table: dict[mid_table.Key, Mid
     for copy in range(copies):
         for i in range(len(ops)):
             w = weights[i][copy]
-            ways["cublas"].append(bench_calls.cublas(tokens, w))
+            ways["cublas"].append(cublas(tokens, w))
             ways["now"].append(ops[i].call(w, None))
             ways["table"].append(ops[i].call(w, best[i]))
     meter = Meter()

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 from weft.kernels.common.gpu import gpu, is_hopper
-from weft.kernels.matmul import mid_rule, mid_table
+from weft.kernels.matmul import mid_table
 from weft.kernels.matmul.mid_config import MidConfig
 from weft.kernels.matmul.tuned import Shape
 from weft.kernels.tuning import calls as bench_calls
+from weft.tools.kernels.mid_configs import candidates, encoded
 from weft.tools.kernels.mid_trial import ERROR, MODELS, Operands, others
 
 MARGIN = 0.99
@@ -113,7 +114,7 @@ def compile_all(models: Sequence[str], tokens: Sequence[int], jobs: int) -> None
             shape = model.shapes[index]
             ops = Operands(shape, count, model, 132, "meta")
             weight = torch.empty(shape.features, shape.depth, dtype=bench_calls.DTYPE, device="meta")
-            found = mid_rule.candidates(shape.kind, count, shape.features, shape.depth, 132)
+            found = candidates(shape.kind, count, shape.features, shape.depth, 132)
             for config in (None, *others(shape, count, 132), *found, found[0]._replace(ahead=4)):
                 ops.run(weight, config)
 
@@ -170,7 +171,7 @@ def tune(given: argparse.Namespace, models: Sequence[str], tokens: Sequence[int]
             if not doing:
                 rows.append({"model": model, "kind": NAMES[index], "tokens": count, **said[-1]})
                 _row(name, rows[-1], MODELS[model].shapes[index], count, table)
-                given.out.write_text(mid_table.encoded(table))  # an interrupted run loses nothing
+                given.out.write_text(encoded(table))  # an interrupted run loses nothing
                 break
             print(f"{name}: {doing} HUNG or ended the process", flush=True)
             done.add(doing)
@@ -183,7 +184,7 @@ def tune(given: argparse.Namespace, models: Sequence[str], tokens: Sequence[int]
             print(f"no time left to hold {case}", flush=True)
             continue
         task = {"model": model, "tokens": count, "live": live, "seconds": given.seconds,
-                "table": json.loads(mid_table.encoded(table))}  # fmt: skip
+                "table": json.loads(encoded(table))}  # fmt: skip
         said, doing = worker.run(task)
         if doing:
             print(f"hold {case}: {doing} HUNG or ended the process", flush=True)

@@ -13,8 +13,9 @@ import torch
 from weft.kernels.matmul import gemm_launch
 from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
 from weft.kernels.matmul.tuned import Shape
-from weft.kernels.tuning.calls import DEVICE, copies_for, cublas, gemm_call, weights
+from weft.kernels.tuning.calls import DEVICE, copies_for, gemm_call, weights
 from weft.kernels.tuning.measure import burst
+from weft.tools.kernels.calls import cublas
 
 
 def candidates(tokens: int) -> list[GemmConfig]:
