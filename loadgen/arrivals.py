@@ -14,14 +14,9 @@ Times = NDArray[np.float64]
 
 
 def renewal(
-    process: Process,
-    rate: float,
-    rng: np.random.Generator,
-    *,
-    duration: float | None,
-    count: int | None,
-    burstiness: float,
-) -> Times:
+    process: Process, rate: float, rng: np.random.Generator, *,
+    duration: float | None, count: int | None, burstiness: float,
+) -> Times:  # fmt: skip
     """Return arrivals with independent gaps of mean `1 / rate` seconds, up to `duration` or `count`.
 
     `poisson`: exponential gaps. `gamma`: gaps Gamma(shape `burstiness`, scale 1 / (rate * burstiness)), whose
@@ -65,13 +60,9 @@ def ramp(start_rate: float, end_rate: float, duration: float, rng: np.random.Gen
 
 
 def replay(
-    times: Times,
-    *,
-    speed: float = 1.0,
-    rate: float | None = None,
-    duration: float | None = None,
-    count: int | None = None,
-) -> Times:
+    times: Times, *, speed: float = 1.0, rate: float | None = None,
+    duration: float | None = None, count: int | None = None,
+) -> Times:  # fmt: skip
     """Return the start of a trace, `speed` times as fast, or stretched to a mean of `rate` requests per second.
 
     With a rate and a duration, only the first `rate * duration` requests are stretched. Raises `LoadError` if the trace

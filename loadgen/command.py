@@ -65,7 +65,7 @@ def _run(options: Settings) -> int:
 
 def _measure(options: Settings, ready: Ready, rate: float | None, what: str) -> Run:
     arrival = options.arrival if rate is None else replace(options.arrival, rate=rate)
-    maker = options.maker.calibrated(ready.calibration)
+    maker = replace(options.maker, calibration=ready.calibration)
     context = ready.context
     if context is not None and maker.kind == "words":
         context = max(2, int(context * 0.95))  # words match their token counts only on average

@@ -84,9 +84,7 @@ class Driver:
 
     async def run(self) -> Outcomes:
         job = self.job
-        helpers = [asyncio.create_task(self._probe())]
-        if self._report is not None:
-            helpers.append(asyncio.create_task(self._report_regularly(self._report)))
+        probe = asyncio.create_task(self._probe())
         cpu = time.process_time()
         try:
             if job.workload.times is not None:
@@ -97,14 +95,12 @@ class Driver:
             await self._drain()
         finally:
             self._out.cpu_seconds = time.process_time() - cpu
-            for helper in helpers:
-                helper.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
+            probe.cancel()
+            await asyncio.gather(probe, return_exceptions=True)
             self._client.close()
         if self._error is not None:
             raise self._error
-        ends = [record.end for record in self._out.records if record.end == record.end]
-        self._out.ended = max(ends, default=self._now())
+        self._out.ended = max((r.end for r in self._out.records if r.end == r.end), default=self._now())
         self._out.records.sort(key=lambda record: (record.index, record.turn))
         if self._report is not None:
             self._report(self._progress)
@@ -254,9 +250,12 @@ class Driver:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _probe(self) -> None:
-        """Record this loop's lateness for every 5 ms of the run, including intervals that passed while it was late."""
+        """Record this loop's lateness for every 5 ms of the run, including intervals that passed while it was late.
+
+        Report the totals twice a second.
+        """
         lags = self._out.lags
-        due = max(0.0, self._now())
+        due = reported = max(0.0, self._now())
         while True:
             due += PROBE_INTERVAL
             await asyncio.sleep(due - self._now())
@@ -266,9 +265,6 @@ class Driver:
                 lags.append(now - due)
                 due += PROBE_INTERVAL
             due -= PROBE_INTERVAL
-
-    async def _report_regularly(self, report: Callable[[Progress], None]) -> None:
-        while True:
-            await asyncio.sleep(REPORT_INTERVAL)
-            report(self._progress)
-            self._progress.lag = 0.0
+            if self._report is not None and now >= reported + REPORT_INTERVAL:
+                self._report(self._progress)
+                self._progress.lag, reported = 0.0, now

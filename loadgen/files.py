@@ -54,7 +54,7 @@ def write(
 
 def report(runs: Sequence[Run], sweeps: Sequence[Sweep], description: dict[str, Any]) -> dict[str, Any]:
     """Return the content of `--json`. Times are in seconds; non-finite numbers become null."""
-    out: dict[str, Any] = {
+    out = {
         "format": "weft-load-1",
         "workload": description,
         "machine": {"system": platform.platform(), "python": platform.python_version()},

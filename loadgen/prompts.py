@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -54,9 +54,6 @@ class PromptMaker:
     shared: float = 0.0
     groups: int = 1
     calibration: Calibration = Calibration()
-
-    def calibrated(self, calibration: Calibration) -> PromptMaker:
-        return replace(self, calibration=calibration)
 
     def prompt(self, index: int, tokens: int) -> str | list[int]:
         """Return a prompt of `tokens` tokens: exact for ids, on average for words."""

@@ -32,7 +32,6 @@ class RunOptions:
     warmup: float = 0.0
     drain: float | None = None
     max_failures: float = 0.01
-    max_lag: float = MAX_LAG
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Run:
     @property
     def kept_up(self) -> bool:
         """Whether the generator's lateness is small enough to trust the results."""
-        return self._worst_lateness <= self.options.max_lag
+        return self._worst_lateness <= MAX_LAG
 
     @property
     def lateness_matters(self) -> bool:
@@ -141,7 +140,7 @@ class Run:
         if not self.kept_up:
             out.append(
                 f"The generator could not keep up: its p99 lateness was {self.lateness_p99 * 1e3:.1f} ms when "
-                f"sending and {self.lag_p99 * 1e3:.1f} ms when receiving (allowed: {self.options.max_lag * 1e3:g} ms). "
+                f"sending and {self.lag_p99 * 1e3:.1f} ms when receiving (allowed: {MAX_LAG * 1e3:g} ms). "
                 "Latencies are overstated by as much. Use --processes or a separate machine."
             )
         if self.clipping.requests:

@@ -75,12 +75,9 @@ def read(arguments: argparse.Namespace) -> Settings:
         raise LoadError("--warmup must be shorter than --duration")
     sweep = None
     if sweeping:
-        sweep = SweepOptions(
-            arrival.rate or 1.0,
-            number(a.growth, "--growth", low=1, exclusive=True),
-            number(a.precision, "--precision", exclusive=True),
-            whole(a.max_runs, "--max-runs"),
-        )
+        growth = number(a.growth, "--growth", low=1, exclusive=True)
+        precision = number(a.precision, "--precision", exclusive=True)
+        sweep = SweepOptions(arrival.rate or 1.0, growth, precision, whole(a.max_runs, "--max-runs"))
     return Settings(
         _targets(a, chat, seconds(a.timeout, "--timeout", exclusive=True)),
         arrival,

@@ -145,10 +145,7 @@ class Workload:
 
 
 def build(arrival: ArrivalOptions, content: ContentOptions, maker: PromptMaker, context: int | None) -> Workload:
-    """Draw a workload. `context`: the server's limit on prompt plus output; longer requests are cut to it.
-
-    Raises `LoadError` if the options give no request.
-    """
+    """Draw a workload whose requests are cut to the server's `context`. Raises `LoadError` if it has no request."""
     rng_times, rng_lengths, rng_turns = (np.random.default_rng((maker.seed, 8, part)) for part in range(3))
     trace, duration, count = content.trace, arrival.duration, arrival.count
     times: Times | None
@@ -172,18 +169,8 @@ def build(arrival: ArrivalOptions, content: ContentOptions, maker: PromptMaker, 
     clipping = Clipping()
     if context is not None:
         inputs, outputs, clipping = clip(inputs, outputs, context)
-    return Workload(
-        times,
-        inputs,
-        outputs,
-        content.turns.draw(rng_turns, n),
-        content,
-        maker,
-        arrival.users if times is None else 0,
-        count,
-        duration,
-        clipping,
-    )
+    turns, users = content.turns.draw(rng_turns, n), arrival.users if times is None else 0
+    return Workload(times, inputs, outputs, turns, content, maker, users, count, duration, clipping)
 
 
 def _lengths(content: ContentOptions, n: int, rng: np.random.Generator) -> tuple[Counts, Counts]:

@@ -16,7 +16,7 @@ from weft.deploy.fleet.clock import Clock, Processor
 from weft.deploy.fleet.profile import Features, IterationProfile
 from weft.engine.config import Objective, kept_percentiles
 from weft.engine.errors import RequestError
-from weft.engine.memory.page_ledger import PageLedger
+from weft.engine.memory.index_events import PageLedger
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.runner.iteration.batch import Batch, StepResult
@@ -24,11 +24,10 @@ from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.listeners import Listener, Listeners
 from weft.engine.scheduling.loop import Loop
-from weft.engine.scheduling.pace import Pace
 from weft.engine.scheduling.request import Request, check_request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slot_limit import SlotLimitControl
-from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
+from weft.engine.scheduling.slot_limit_keeper import Pace, SlotLimitKeeper
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.messages import EngineReady, EngineStats, Finish, SchedulerStats
 from weft.engine.wire.sampling import SamplingParams
@@ -139,13 +138,9 @@ class SimulatedEngine:
     """One engine of a fleet. It calls `on_outputs` when its process would send a message."""
 
     def __init__(
-        self,
-        clock: Clock,
-        processor: Processor,
-        profile: IterationProfile,
-        options: EngineOptions,
+        self, clock: Clock, processor: Processor, profile: IterationProfile, options: EngineOptions,
         on_outputs: Callable[[SimulatedOutputs], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.options = options
         self._clock = clock
         self._on_outputs = on_outputs
@@ -230,12 +225,9 @@ class SimulatedEngine:
         pool = self.scheduler.pool
         try:
             limit = check_request(
-                sent.prompt,
-                params,
-                max_model_len=self.options.max_model_len,
-                vocab_size=VOCABULARY,
+                sent.prompt, params, max_model_len=self.options.max_model_len, vocab_size=VOCABULARY,
                 max_tokens_in_pool=pool.capacity * pool.page_size,
-            )
+            )  # fmt: skip
         except RequestError:
             self._refused.append(sent.handle)
             return
@@ -243,19 +235,11 @@ class SimulatedEngine:
         self._open[sent.handle] = sent
         self.scheduler.add(
             Request(
-                handle=sent.handle,
-                token_ids=sent.prompt,
-                prompt_len=len(sent.prompt),
-                params=params,
-                max_total_tokens=limit,
-                priority=0,
-                order=self._arrivals,
-                arrival=self._clock.now,
-                salt="",
-                stop_ids=() if sent.known else (END,),
-                seed=0,
+                handle=sent.handle, token_ids=sent.prompt, prompt_len=len(sent.prompt), params=params,
+                max_total_tokens=limit, priority=0, order=self._arrivals, arrival=self._clock.now, salt="",
+                stop_ids=() if sent.known else (END,), seed=0,
             )
-        )
+        )  # fmt: skip
 
     def _wait(self, iteration: _Iteration) -> None:
         if iteration.done:

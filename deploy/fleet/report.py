@@ -17,13 +17,11 @@ def print_points(points: Sequence[Point], settings: Settings) -> None:
     profile = settings.profile
     title = f"weft fleet: {profile.model} on {profile.device}"
     table = Table(title=title, caption="simulated; times are means / 99th percentiles in ms")
-    for column in (
-        "engines", "seqs", "budget", "offered /s", "TTFT", "TPOT", "output tok/s", "goodput /s", "attained", "failed",
-        "prefix hits", "max load", "busy", "J / output tok",
-    ):  # fmt: skip
+    rows = [_row(point) for point in points]
+    for column in rows[0]:
         table.add_column(column, justify="right")
-    for point in points:
-        table.add_row(*_row(point), style=None if point.met or not settings.objectives else "dim")
+    for point, row in zip(points, rows, strict=True):
+        table.add_row(*row.values(), style=None if point.met or not settings.objectives else "dim")
     console = for_stdout()
     console.print(table)
     if settings.objectives:
@@ -34,7 +32,11 @@ def print_points(points: Sequence[Point], settings: Settings) -> None:
                 most = max(p.engines for p in points if p.rate == rate)
                 console.print(f"{wanted}{at}: missed, with up to {most} engines")
             else:
-                console.print(f"{wanted}{at}: {_words(chosen)}")
+                c, engines = chosen.configuration, f"{chosen.engines} engine{'s' * (chosen.engines > 1)}"
+                console.print(
+                    f"{wanted}{at}: {engines}, --max-num-seqs {c.seqs} --max-num-batched-tokens "
+                    f"{c.max_num_batched_tokens}; goodput {chosen.result.attainment.goodput:.2f}/s"
+                )
     if (short := too_short(points)) is not None:
         console.print(short, soft_wrap=True)
     if (e := profile.error) is not None:
@@ -61,35 +63,27 @@ def too_short(points: Sequence[Point]) -> str | None:
     return None
 
 
-def _words(point: Point) -> str:
-    c = point.configuration
-    return (
-        f"{point.engines} engine{'s' * (point.engines > 1)}, --max-num-seqs {c.seqs} "
-        f"--max-num-batched-tokens {c.max_num_batched_tokens}; goodput {point.result.attainment.goodput:.2f}/s"
-    )
-
-
-def _row(point: Point) -> list[str]:
+def _row(point: Point) -> dict[str, str]:
     r, c = point.result, point.configuration
     ttft, tpot = r.distributions["ttft"], r.distributions["tpot"]
     answered = sum(record.ok for record in r.everything.records)
     tokens = sum(record.received_tokens for record in r.everything.records if record.ok)
-    return [
-        str(point.engines),
-        c.seqs,
-        str(c.max_num_batched_tokens),
-        "" if r.offered_rate is None else f"{r.offered_rate:.3g}",
-        f"{ttft.mean * 1e3:.0f} / {ttft.p99 * 1e3:.0f}",
-        f"{tpot.mean * 1e3:.1f} / {tpot.p99 * 1e3:.1f}",
-        f"{r.throughput()['output_tokens_per_second']:,.0f}",
-        f"{r.attainment.goodput:.3g}",
-        f"{r.attainment.share:.1%}",
-        str(len(r.everything.records) - answered),
-        f"{r.hit_share:.1%}",
-        f"{r.imbalance:.2f}x",
-        f"{sum(r.busy) / r.span / len(r.busy):.0%}",
-        "" if r.joules is None or not tokens else f"{r.joules / tokens:.3f}",
-    ]
+    return {
+        "engines": str(point.engines),
+        "seqs": c.seqs,
+        "budget": str(c.max_num_batched_tokens),
+        "offered /s": "" if r.offered_rate is None else f"{r.offered_rate:.3g}",
+        "TTFT": f"{ttft.mean * 1e3:.0f} / {ttft.p99 * 1e3:.0f}",
+        "TPOT": f"{tpot.mean * 1e3:.1f} / {tpot.p99 * 1e3:.1f}",
+        "output tok/s": f"{r.throughput()['output_tokens_per_second']:,.0f}",
+        "goodput /s": f"{r.attainment.goodput:.3g}",
+        "attained": f"{r.attainment.share:.1%}",
+        "failed": str(len(r.everything.records) - answered),
+        "prefix hits": f"{r.hit_share:.1%}",
+        "max load": f"{r.imbalance:.2f}x",
+        "busy": f"{sum(r.busy) / r.span / len(r.busy):.0%}",
+        "J / output tok": "" if r.joules is None or not tokens else f"{r.joules / tokens:.3f}",
+    }
 
 
 def write_json(path: Path, points: Sequence[Point], settings: Settings) -> None:

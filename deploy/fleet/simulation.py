@@ -155,14 +155,9 @@ class Result:
 
 
 def simulate(
-    fleet: Fleet,
-    workload: Workload,
-    objectives: Sequence[Objective] = (),
-    *,
-    warmup: float = 0.0,
-    max_failures: float = 0.01,
-    on_progress: Callable[[float], None] | None = None,
-) -> Result:
+    fleet: Fleet, workload: Workload, objectives: Sequence[Objective] = (), *,
+    warmup: float = 0.0, max_failures: float = 0.01, on_progress: Callable[[float], None] | None = None,
+) -> Result:  # fmt: skip
     """Run a simulation. `on_progress` occasionally gets the simulated time."""
     clock = Clock()
     seed = workload.maker.seed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +88,7 @@ def test_the_shared_fraction_of_prompts_is_shared_whatever_their_length() -> Non
 
 
 def test_words_have_as_many_tokens_as_asked_for_once_calibrated() -> None:
-    calibrated = maker("words").calibrated(Calibration(per_word=1.5, overhead=10))
+    calibrated = replace(maker("words"), calibration=Calibration(per_word=1.5, overhead=10))
     prompt = calibrated.prompt(0, 160)
     assert isinstance(prompt, str)
     assert len(prompt.split()) == 100
