@@ -13,7 +13,7 @@ from weft.server.api.protocol import ChatBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.api.turn import Turn, begin_turn
 from weft.server.text.logprobs import chat_logprobs, prompt_logprobs
-from weft.server.tools.tool_format import Call
+from weft.server.tools.stream import Call
 
 REASONING = ("reasoning_content", "reasoning")
 """The fields that carry thinking: DeepSeek's name and that of newer vLLM versions."""

@@ -100,7 +100,7 @@ class ApiProcess:
     @property
     def takes_messages(self) -> bool:
         """Whether it has finished its imports and may have accepted connections."""
-        return not self._place.heartbeats.allowed(self._place.heartbeat_row)
+        return not self._place.heartbeats.of(self._place.heartbeat_row).allowed
 
     def send(self, message: ToWorker) -> None:
         self._channel.send(message)

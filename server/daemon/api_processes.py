@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
-from weft.engine.wire.heartbeat import Heartbeats
 from weft.server.config import ServeConfig
+from weft.server.daemon import engine_supervisor
 from weft.server.daemon.api_process import ApiProcess, Place
-from weft.server.daemon.attachments import Attachments
 from weft.server.daemon.control import (
     Drain,
     EngineDown,
@@ -29,36 +28,26 @@ from weft.server.daemon.engine_supervisor import EngineSupervisor
 from weft.server.daemon.front import Front
 from weft.server.daemon.restarts import Restarts
 from weft.server.daemon.watchdog import WatchedProcess
-from weft.server.observe.metrics import Metrics
 from weft.server.observe.shared_state import OPEN, SharedState
 
 RESTART_SECONDS = (0.5, 5.0)
 """First and longest pause before a restart, if the process lived less than SHORT_LIFE seconds."""
 SHORT_LIFE = 5.0
+ATTACH_SECONDS = 120.0
+"""Seconds for an API process to serve after an engine is ready."""
 MAX_FAILED_STARTS = 3
 """Consecutive API processes that may end before they serve; then the daemon gives up."""
 
 logger = logging.getLogger("weft")
 
 
-class Owner(Protocol):
+class Owner(engine_supervisor.Owner, Protocol):
     """The daemon, as API processes use it."""
 
-    metrics: Metrics
-    heartbeats: Heartbeats
-    numbers: Iterator[int]
-    """Client numbers, unique over all engines."""
     announced: bool
     """Whether everything has served once."""
     handed_over: bool
     """Whether another daemon has taken over the port."""
-
-    @property
-    def ending(self) -> bool: ...
-
-    async def started(self, start: Coroutine[Any, Any, ApiProcess], /) -> ApiProcess:
-        """Start a process. The daemon tracks it until it is in `running`. Raises `OSError`."""
-        ...
 
     def api_ready(self, *, chat: bool) -> None:
         """Handle a new serving pair. `chat`: the model has a chat template."""
@@ -96,7 +85,10 @@ class ApiProcesses:
         self._front = front
         self._shared_state = shared_state
         self._engines = engines
-        self._attachments = Attachments(engines, self.running)
+        self._clients: dict[tuple[int, int], int] = {}
+        """Client numbers by API process and engine."""
+        self._attached: set[tuple[int, int]] = set()
+        """Pairs of an API process and an engine that serve."""
         self._failed_starts = [0] * config.api_workers
         """Consecutive starts that failed, by API process."""
         self._busy: set[int] = set()
@@ -131,8 +123,11 @@ class ApiProcesses:
         """Return whether restarts of the i-th process are futile and no other process serves."""
         if not self._owner.announced:
             return self._failed_starts[i] >= MAX_FAILED_STARTS
-        not_serving = self._models_ready and not self.num_attached
-        return bool(not_serving) and all(count >= MAX_FAILED_STARTS for count in self._failed_starts)
+        return (
+            bool(self._models_ready)
+            and not self._attached
+            and all(count >= MAX_FAILED_STARTS for count in self._failed_starts)
+        )
 
     @property
     def _models_ready(self) -> list[int]:
@@ -161,13 +156,13 @@ class ApiProcesses:
         self.running[i] = process
         self._failed_starts[i] += 1
         for engine in self._engines:
-            self._attachments.connect(i, engine, next(owner.numbers))
+            self._connect(i, engine)
         if owner.ending:
             process.send(HandOver() if owner.handed_over else Drain())
         async for message in process.messages():
             match message:
                 case Ready():
-                    self._attachments.attached(i, message.engine)
+                    self._attached.add((i, message.engine))
                     self._failed_starts[i] = 0
                     if len(self.running) == self._config.api_workers and self.serves(message.engine):
                         self.broadcast(Together(message.engine))
@@ -182,7 +177,10 @@ class ApiProcesses:
                     owner.asked(process, message)
         how = await process.wait()
         del self.running[i]
-        self._attachments.process_ended(i)
+        self._attached = {pair for pair in self._attached if pair[0] != i}
+        for engine, supervisor in self._engines.items():
+            if (i, engine) in self._clients:
+                supervisor.client_gone(self._clients[i, engine])
         self._no_longer_busy(i)
         shared_state, row = self._shared_state, i + 1
         owner.metrics.process_lost(int(shared_state.load[row, :, OPEN].sum()), int(shared_state.http[row]))
@@ -203,11 +201,11 @@ class ApiProcesses:
     @property
     def num_attached(self) -> int:
         """Number of pairs of an API process and an engine that serve."""
-        return self._attachments.num_attached
+        return len(self._attached)
 
     def serves(self, engine: int) -> bool:
         """Return whether all API processes serve with this engine."""
-        return self._attachments.serves(engine)
+        return bool(self.running) and all((i, engine) in self._attached for i in self.running)
 
     def broadcast(self, message: ToWorker) -> None:
         for process in self.running.values():
@@ -215,14 +213,34 @@ class ApiProcesses:
 
     def engine_started(self, engine: int) -> None:
         for i in self.running:
-            self._attachments.connect(i, engine, next(self._owner.numbers))
+            self._connect(i, engine)
+
+    def _connect(self, i: int, engine: int) -> None:
+        """Send an engine's address to an API process, which becomes its client."""
+        number, supervisor = next(self._owner.numbers), self._engines[engine]
+        if (engine_up := supervisor.engine_up(number)) is not None:
+            self._clients[i, engine] = number
+            self.running[i].send(engine_up)
+            if supervisor.ready is not None:
+                self._expect(i, engine)
+
+    def _expect(self, i: int, engine: int) -> None:
+        """Kill an API process that does not serve within `ATTACH_SECONDS` of an engine becoming ready."""
+        number = self._clients[i, engine]
+
+        def check() -> None:
+            current = self._clients.get((i, engine)) == number and self._engines[engine].ready is not None
+            if current and i in self.running and (i, engine) not in self._attached:
+                self.running[i].kill(f"not ready {ATTACH_SECONDS:g} s after the engine")
+
+        asyncio.get_running_loop().call_later(ATTACH_SECONDS, check)
 
     def engine_ready(self, engine: int) -> None:
         for i in self.running:
-            self._attachments.expect(i, engine)
+            self._expect(i, engine)
 
     def engine_ended(self, engine: int, message: EngineDown) -> None:
-        self._attachments.engine_ended(engine)
+        self._attached = {pair for pair in self._attached if pair[1] != engine}
         self.broadcast(message)
 
     def end(self, message: Drain | HandOver) -> None:

@@ -8,8 +8,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Coroutine, Iterator
+from contextlib import suppress
+from typing import Any
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, WeftError
@@ -36,7 +37,7 @@ from weft.server.daemon.control import (
     SleepModel,
     WakeModel,
 )
-from weft.server.daemon.engine_supervisor import STOP_SECONDS, EngineSupervisor
+from weft.server.daemon.engine_supervisor import STOP_SECONDS, EngineSupervisor, Process
 from weft.server.daemon.front import Front
 from weft.server.daemon.orphans import Orphans
 from weft.server.daemon.placement import described, place, shares_weights
@@ -55,8 +56,6 @@ FAREWELL_SECONDS = 1.0
 """Seconds for the last responses to be sent."""
 HELD_SECONDS = 5.0
 """Seconds for a killed process to release its memory; after that a driver holds it, maybe forever."""
-
-Process = TypeVar("Process")
 
 logger = logging.getLogger("weft")
 
@@ -174,8 +173,7 @@ class Daemon:
         supervisors.append(self._begin(Watchdog(Watch(self.heartbeats), self._watched_processes).run()))
         supervisors.append(self._begin(Orphans().run()))
         try:
-            stop = asyncio.create_task(self._stop_requested.wait())
-            await asyncio.wait((stop, self._failure), return_when=asyncio.FIRST_COMPLETED)
+            await self._wait_any(self._stop_requested.wait())
             self._stop_requested.set()
             self._front.notifier.stopping("ending")
             # With several engines, one may serve before the others do.
@@ -203,11 +201,8 @@ class Daemon:
         if not ended:
             return
         reported = asyncio.gather(*(engine.end_reported.wait() for engine in ended))
-        twice = asyncio.create_task(self._stop_now.wait())
-        await asyncio.wait((reported, twice, self._failure), timeout=HELD_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        await self._wait_any(reported, self._stop_now.wait(), timeout=HELD_SECONDS)
         unreported = [engine for engine in ended if not engine.end_reported.is_set()]
-        reported.cancel()
-        twice.cancel()
         if unreported and all(each.given_up or each in unreported for each in self._engines.values()):
             failure = unreported[0].failure
             self.fail(f"{unreported[0].name} ended" if failure is None else failure.why)
@@ -264,7 +259,7 @@ class Daemon:
         process = supervisor.process
         if process is None or supervisor.asleep:
             return False
-        return self.heartbeats.given_up(supervisor.row) or has_ended(process.pid)
+        return self.heartbeats.of(supervisor.row).given_up or has_ended(process.pid)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -297,9 +292,7 @@ class Daemon:
 
     def _log_stacks(self) -> None:
         logger.warning("SIGQUIT: the daemon\n%s", own_stacks())
-        self._asking = asyncio.create_task(
-            self._log_stacks_of_children()
-        )  # keep a reference, or the task may be garbage-collected
+        self._logging = asyncio.create_task(self._log_stacks_of_children())  # a reference protects it from collection
 
     async def _log_stacks_of_children(self) -> None:
         for watched in list(self._watched_processes()):
@@ -413,14 +406,16 @@ class Daemon:
 
     async def _wait_idle_or_stop(self, until: float) -> None:
         """`until`: a time of `time.monotonic()`."""
-        idle = asyncio.create_task(self._api.idle.wait())
-        twice = asyncio.create_task(self._stop_now.wait())
         timeout = max(0.0, until - time.monotonic())
-        await asyncio.wait((idle, twice, self._failure), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        twice.cancel()
-        idle.cancel()
+        await self._wait_any(self._api.idle.wait(), self._stop_now.wait(), timeout=timeout)
 
     async def _wait_idle(self, timeout: float) -> None:
-        waiting = asyncio.create_task(self._api.idle.wait())
-        await asyncio.wait((waiting,), timeout=timeout)
-        waiting.cancel()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._api.idle.wait(), timeout)
+
+    async def _wait_any(self, *events: Awaitable[Any], timeout: float | None = None) -> None:
+        """Wait for one of these events, for a failure, or for `timeout` seconds."""
+        waiting = [asyncio.ensure_future(event) for event in events]
+        await asyncio.wait((*waiting, self._failure), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for each in waiting:
+            each.cancel()

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from weft.engine.config import EngineConfig
 from weft.engine.wire.client import EngineClient
+from weft.engine.wire.engine_socket import PrivateSocket
 from weft.engine.wire.heartbeat import ENGINE, Heartbeats
 from weft.engine.wire.messages import EngineReady, EngineStats
-from weft.engine.wire.private_socket import PrivateSocket
 from weft.engine.wire.spawn import UNKNOWN_END, EngineProcess
 from weft.engine.wire.weight_exchange import WeightExchange
 from weft.server.daemon.control import EngineDown, EngineUp, Failure
@@ -30,11 +30,13 @@ RELEASE_SECONDS = 1.0
 FOREVER = 1e12
 """Seconds for stages in which no heartbeat is expected."""
 
+Process = TypeVar("Process")
+
 logger = logging.getLogger("weft")
 
 
 class Owner(Protocol):
-    """The daemon, as a supervisor uses it."""
+    """The daemon, as supervisors of processes use it."""
 
     metrics: Metrics
     heartbeats: Heartbeats
@@ -44,8 +46,8 @@ class Owner(Protocol):
     @property
     def ending(self) -> bool: ...
 
-    async def started(self, start: Coroutine[Any, Any, EngineProcess], /) -> EngineProcess:
-        """Start a process. The daemon tracks it until the supervisor has it. Raises `OSError`."""
+    async def started(self, start: Coroutine[Any, Any, Process], /) -> Process:
+        """Start a process. The daemon tracks it until its supervisor has it. Raises `OSError`."""
         ...
 
     def engine_started(self, engine: int) -> None:
@@ -152,7 +154,7 @@ class EngineSupervisor:
         try:
             if not (await asyncio.wait((gone,), timeout=RELEASE_SECONDS))[0]:
                 logger.log(logging.INFO if process.stopping else logging.ERROR, "%s; waiting for its memory", why)
-                if not self._owner.heartbeats.given_up(self.row):  # no heartbeat is expected
+                if not self._owner.heartbeats.of(self.row).given_up:  # no heartbeat is expected
                     self._owner.heartbeats.of(self.row).begin("releasing its memory", FOREVER, process.pid)
             how = await gone
         finally:
@@ -198,7 +200,7 @@ class EngineSupervisor:
         try:
             await asyncio.wait((loading, dead), return_when=asyncio.FIRST_COMPLETED)
             # A hung process is resumed to write its stacks, and may become ready before it is killed.
-            if loading.done() and not owner.heartbeats.given_up(self.row):
+            if loading.done() and not owner.heartbeats.of(self.row).given_up:
                 self.ready = loading.result()
                 self.worked = True
                 self._ready_event.set()

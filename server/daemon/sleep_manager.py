@@ -7,9 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from weft.server.daemon.control import Interrupt
+from weft.server.daemon.engine_supervisor import EngineSupervisor
 from weft.server.daemon.wake_policy import SleepMove, WakeMove, WakePolicy
 from weft.server.observe.metrics import Metrics
 from weft.server.observe.shared_state import ENTERED, WAITING, SharedState, SleepState
@@ -21,20 +22,6 @@ LAST_ANSWERS = 5.0
 logger = logging.getLogger("weft")
 
 
-class Sleepable(Protocol):
-    """An engine that can sleep and wake."""
-
-    given_up: bool
-
-    async def sleep(self, level: int) -> int:
-        """Release the memory. Idempotent. Returns the level reached: 2 if level 1 is impossible."""
-        ...
-
-    async def wake(self) -> bool:
-        """Become ready again. Returns False on failure."""
-        ...
-
-
 class SleepManager:
     """Moves models between sleep states. Per model: its name, its engine numbers and its engines."""
 
@@ -43,7 +30,7 @@ class SleepManager:
         policy: WakePolicy,
         names: Sequence[str],
         engine_numbers: Sequence[Sequence[int]],
-        engines: Sequence[Sequence[Sleepable]],
+        engines: Sequence[Sequence[EngineSupervisor]],
         shared_state: SharedState,
         metrics: Metrics,
         *,

@@ -6,11 +6,13 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from weft.engine.wire.child import has_ended
 from weft.engine.wire.heartbeat import Watch
-from weft.engine.wire.stacks import Stacks, threads
+from weft.engine.wire.spawn import EngineProcess
+from weft.engine.wire.stacks import threads
+from weft.server.daemon.api_process import ApiProcess
 from weft.server.observe.counters import Cell
 
 CHECK_SECONDS = 0.5
@@ -20,21 +22,12 @@ EXIT_SECONDS = 10.0
 logger = logging.getLogger("weft")
 
 
-class Killable(Protocol):
-    stacks: Stacks
-
-    @property
-    def pid(self) -> int: ...
-
-    def kill(self, why: str = "") -> None: ...
-
-
 class WatchedProcess(NamedTuple):
     """A process to watch."""
 
     name: str
     row: int
-    process: Killable
+    process: EngineProcess | ApiProcess
     bound: float
     """Maximum seconds without a heartbeat; 0 disables the check."""
     hangs: Cell
@@ -55,7 +48,7 @@ class Watchdog:
             self._watch.look()
             late = []
             for watched in self._watched_processes():
-                given_up = self._watch.heartbeats.given_up(watched.row)
+                given_up = self._watch.heartbeats.of(watched.row).given_up
                 if watched.bound and not given_up and (age := self._watch.late(watched.row, watched.bound)) is not None:
                     late.append(self._end(watched, age))
             if late:

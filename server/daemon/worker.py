@@ -151,7 +151,7 @@ class Worker:
         watch, bound, row = self._watch, self._service.config.hang_timeout, ENGINE + engine
         if bound and watch.late(row, bound + SUPERVISOR_SECONDS) is not None:
             return True
-        pid = watch.heartbeats.pid(row)
+        pid = watch.heartbeats.of(row).pid
         return watch.age(row) > REPORT_SECONDS and pid != 0 and has_ended(pid)
 
     def _take(self, message: ToWorker) -> None:

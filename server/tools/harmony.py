@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.engine.wire.grammar_text import literal
-from weft.server.tools.call_ids import short_id
 from weft.server.tools.stream import Reader, Steps
-from weft.server.tools.tool_format import Marker, Schema, Tools, argument_rules, through
+from weft.server.tools.tool_format import Marker, Schema, ToolFormat, Tools, argument_rules, through
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -20,10 +19,8 @@ _FUNCTIONS = "functions."
 
 
 @dataclass(frozen=True)
-class HarmonyFormat:
+class HarmonyFormat(ToolFormat):
     markers: tuple[str, ...] = (START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS)
-    markup: tuple[str, str | None] | None = None
-    new_id: Callable[[], str] = short_id
 
     def steps(self, reader: Reader, tools: Tools) -> Steps[None]:
         reader.attempt()  # the prompt ends before a header, which may begin with its recipient

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
+import string
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
-from weft.server.tools.call_ids import short_id
 from weft.server.tools.tool_json import CallReader, JsonValue
 
 T = TypeVar("T")
@@ -49,6 +50,11 @@ Part = str | Thought | Call
 """A piece of text, reasoning or a call."""
 
 Sink = Callable[[str], None]
+
+
+def short_id(length: int = 24, prefix: str = "call_") -> str:
+    """Return a new ID of a tool call."""
+    return prefix + "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))
 
 
 class Reader:

@@ -119,17 +119,14 @@ class StructuredOutputs(Body):
 
     def given(self, marker: Marker) -> list[Callable[[], str]]:
         """Return a function that writes the grammar for each given constraint."""
-        out: list[Callable[[], str]] = []
-        if (schema := self.json_) is not None:
-            out.append(lambda: grammar_text.json_schema(schema))
-        if self.json_object:
-            out.append(lambda: grammar_text.json_schema({"type": "object"}))
-        if (pattern := self.regex) is not None:
-            out.append(lambda: grammar_text.regex(pattern))
-        if (choices := self.choice) is not None:
-            out.append(lambda: grammar_text.choice(choices))
-        if (text := self.grammar) is not None:
-            out.append(lambda: grammar_text.grammar(text))
+        given: tuple[tuple[Any, Callable[..., str]], ...] = (
+            (self.json_, grammar_text.json_schema),
+            ({"type": "object"} if self.json_object else None, grammar_text.json_schema),
+            (self.regex, grammar_text.regex),
+            (self.choice, grammar_text.choice),
+            (self.grammar, grammar_text.grammar),
+        )
+        out: list[Callable[[], str]] = [partial(write, value) for value, write in given if value is not None]
         if (tag := self.structural_tag) is not None:
             out.append(lambda: structural_tag(tag.structural_tag, marker))
         return out

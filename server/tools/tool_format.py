@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from weft.engine.wire.grammar_text import json_options, literal
-from weft.server.tools.stream import Call as Call
-from weft.server.tools.stream import Reader, Steps
+from weft.server.tools.stream import Reader, Steps, short_id
 
 Schema = dict[str, Any]
 Tools = Mapping[str, Schema]
@@ -19,32 +19,33 @@ Marker = Callable[[str], str]
 """Writes a mark for a grammar: as a token if the vocabulary has it, else as text."""
 
 
-class ToolFormat(Protocol):
+class ToolFormat(ABC):
     """The tool call format of a model family."""
 
     @property
+    @abstractmethod
     def markers(self) -> tuple[str, ...]:
         """Special tokens that the parser must see."""
-        ...
 
     @property
     def markup(self) -> tuple[str, str | None] | None:
         """Marks around calls: those of each call, or one mark before all calls. None if there are none."""
-        ...
+        return None
 
-    def new_id(self) -> str: ...
+    def new_id(self) -> str:
+        return short_id()
 
+    @abstractmethod
     def steps(self, reader: Reader, tools: Tools) -> Steps[None]:
         """Read an answer to a request that offers these tools."""
-        ...
 
+    @abstractmethod
     def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
         """Return the Lark grammar of one call, or with `several` more. `free`: allow text, then optional calls."""
-        ...
 
+    @abstractmethod
     def write(self, name: str, arguments: str) -> str:
         """Return a call in the model's format. `arguments`: a JSON object."""
-        ...
 
 
 def call_object(name: str, arguments: str, key: str) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import orjson
 
 from weft.server.bodies import parse_json
-from weft.server.tools.stream import SPACE, Reader, Steps, quoted
+from weft.server.tools.stream import SPACE, Reader, Sink, Steps, quoted
 
 MAX_DEPTH = 64
 """Maximum nesting of values."""
@@ -39,60 +39,52 @@ class Literals:
         yield from reader.space()
         quote = yield from reader.take(*self.quotes, self.raw)
         if quote:
-            return (yield from self._text(reader, quote))
+            reader.emit_arguments('"')
+            if closed := (yield from self._scan(reader, quote, reader.emit_arguments)):
+                reader.emit_arguments('"')
+            return closed
         char = yield from reader.peek()
         if char not in _CLOSING or depth >= MAX_DEPTH:
             return (yield from self._bare(reader))
         reader.at += 1
         if char == "{":
             return (yield from self.pairs(reader, ":", "}", depth + 1))
-        return (yield from self._items(reader, _CLOSING[char], depth + 1))
+        return (yield from self._elements(reader, _CLOSING[char], "[]", depth + 1, _no_head))
 
     def pairs(self, reader: Reader, equals: str, end: str, depth: int = 0, keys: Sequence[str] = ()) -> Steps[bool]:
         """Emit pairs of keys and values as an object and skip the mark `end`. Returns False if the answer ended first.
         `keys`: names for positional values, in order."""
-        names, count = iter(keys), 0
-        while True:
-            yield from reader.space(SPACE + ",")
-            if (yield from reader.take(end)):
-                reader.emit_arguments("}" if count else "{}")
-                return True
-            if not (yield from reader.peek()):
-                return False
-            key = yield from self._key(reader, equals)
-            if key is None:
-                key = next(names, f"argument_{count}")
-            reader.emit_arguments(f"{', ' if count else '{'}{orjson.dumps(key).decode()}: ")
-            count += 1
-            if not (yield from self.value(reader, depth)):
-                return False
-            yield from reader.space()
-            if (yield from reader.peek()) not in (",", end):
-                return (yield from self._lost(reader, "}"))
+        names = iter(keys)
 
-    def _items(self, reader: Reader, end: str, depth: int) -> Steps[bool]:
+        def head(count: int) -> Steps[str]:
+            key = yield from self._key(reader, equals)
+            return f"{orjson.dumps(next(names, f'argument_{count}') if key is None else key).decode()}: "
+
+        return (yield from self._elements(reader, end, "{}", depth, head))
+
+    def _elements(
+        self, reader: Reader, end: str, brackets: str, depth: int, head: Callable[[int], Steps[str]]
+    ) -> Steps[bool]:
+        """Emit values up to the mark `end` between `brackets`. `head`: reads what precedes the i-th value."""
         count = 0
         while True:
             yield from reader.space(SPACE + ",")
             if (yield from reader.take(end)):
-                reader.emit_arguments("]" if count else "[]")
+                reader.emit_arguments(brackets[1] if count else brackets)
                 return True
             if not (yield from reader.peek()):
                 return False
-            reader.emit_arguments(", " if count else "[")
+            before = yield from head(count)
+            reader.emit_arguments(f"{', ' if count else brackets[0]}{before}")
             count += 1
             if not (yield from self.value(reader, depth)):
                 return False
             yield from reader.space()
-            if (yield from reader.peek()) not in (",", end):
-                return (yield from self._lost(reader, "]"))
-
-    def _lost(self, reader: Reader, closing: str) -> Steps[bool]:
-        """Close a collection after an unexpected character. Returns False if the answer ended."""
-        if not (yield from reader.peek()):
-            return False
-        reader.emit_arguments(closing)
-        return True
+            if not (char := (yield from reader.peek())):
+                return False
+            if char not in (",", end):  # lost: close the collection
+                reader.emit_arguments(brackets[1])
+                return True
 
     def _key(self, reader: Reader, equals: str) -> Steps[str | None]:
         """Skip and return a key and its separator; None without skipping if there is none."""
@@ -100,7 +92,7 @@ class Literals:
         key: str | None
         if equals == ":" and (quote := (yield from reader.take(*self.quotes, self.raw))):
             inside: list[str] = []
-            if not (yield from self._scan(reader, quote, inside)):
+            if not (yield from self._scan(reader, quote, inside.append)):
                 return "".join(inside)
             key = "".join(inside)
             key = str(parse_json(f'"{key}"')) if _is_text(key) else key
@@ -120,16 +112,8 @@ class Literals:
         yield from reader.take(equals)
         return key
 
-    def _text(self, reader: Reader, quote: str) -> Steps[bool]:
-        reader.emit_arguments('"')
-        if (yield from self._scan(reader, quote, None)):
-            reader.emit_arguments('"')
-            return True
-        return False
-
-    def _scan(self, reader: Reader, quote: str, into: list[str] | None) -> Steps[bool]:
+    def _scan(self, reader: Reader, quote: str, to: Sink) -> Steps[bool]:
         """Read a text up to its closing quote, escaped for a JSON string."""
-        to = reader.emit_arguments if into is None else into.append
         while True:
             marks = (quote,) if quote == self.raw else (quote, "\\")
             mark = yield from reader.until(*marks, to=lambda text: to(quoted(text)))
@@ -159,6 +143,11 @@ class Literals:
         if char:
             reader.emit_arguments(_bare_json(text.strip(SPACE)))
         return bool(char)
+
+
+def _no_head(_: int) -> Steps[str]:
+    yield from ()
+    return ""
 
 
 def _bare_json(text: str) -> str:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.engine.wire.grammar_text import literal
-from weft.server.tools.call_ids import mistral_id, short_id
-from weft.server.tools.stream import SPACE, Reader, Steps
-from weft.server.tools.tool_format import Marker, Schema, Tools, after_mark, argument_rules
+from weft.server.tools.stream import SPACE, Reader, Steps, short_id
+from weft.server.tools.tool_format import Marker, Schema, ToolFormat, Tools, after_mark, argument_rules
 from weft.server.tools.tool_objects import ObjectFormat, read_objects
 
 
 @dataclass(frozen=True)
-class NamedFormat:
+class NamedFormat(ToolFormat):
     begin: str
     """Mark before a call."""
     name_end: str
@@ -30,7 +29,6 @@ class NamedFormat:
     """Text between calls."""
     numbered: bool = False
     """Whether a number follows the name; together they are the call's ID."""
-    new_id: Callable[[], str] = short_id
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -136,14 +134,16 @@ _NAMED = NamedFormat(BEGIN, ARGS)
 
 
 @dataclass(frozen=True)
-class MistralFormat:
+class MistralFormat(ToolFormat):
     """`[TOOL_CALLS]` and a list of objects, or in newer models `[TOOL_CALLS]name[ARGS]{…}` for each call."""
 
     has_args: bool
     """Whether the vocabulary has `[ARGS]`, so that the model writes the newer form. Both forms are read."""
     markers: tuple[str, ...] = (BEGIN, ARGS, CALL_ID)
     markup: tuple[str, str | None] | None = (BEGIN, None)
-    new_id: Callable[[], str] = mistral_id
+
+    def new_id(self) -> str:
+        return short_id(9, "")  # Mistral's templates require nine characters
 
     def steps(self, reader: Reader, _: Tools) -> Steps[None]:
         while (yield from reader.text_until(BEGIN)):

@@ -3,16 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.server.tools.call_ids import short_id
 from weft.server.tools.stream import SPACE, Reader, Steps
-from weft.server.tools.tool_format import Marker, Schema, Tools, after_mark, at_start, call_object, call_rules
+from weft.server.tools.tool_format import (
+    Marker,
+    Schema,
+    ToolFormat,
+    Tools,
+    after_mark,
+    at_start,
+    call_object,
+    call_rules,
+)
 
 
 @dataclass(frozen=True)
-class ObjectFormat:
+class ObjectFormat(ToolFormat):
     begin: str
     end: str = ""
     listed: bool = False
@@ -21,7 +29,6 @@ class ObjectFormat:
     """Alternative marks before calls."""
     pad: str = ""
     """White space between the marks and the object."""
-    new_id: Callable[[], str] = short_id
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -91,14 +98,12 @@ def _text(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class BareObjects:
+class BareObjects(ToolFormat):
     """Llama 3: one or more `{"name": …, "parameters": …}` separated by semicolons, optionally after a tag. Nothing
     marks a call, so an object counts as a call only if it names an offered tool."""
 
     tag: str = "<|python_tag|>"
     key: str = "parameters"
-    markup: tuple[str, str | None] | None = None
-    new_id: Callable[[], str] = short_id
 
     @property
     def markers(self) -> tuple[str, ...]:

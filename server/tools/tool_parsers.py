@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 from weft.server.config import ReasoningParserName, ToolParserName
 from weft.server.text.tokenizer import Tokenizer
-from weft.server.tools.call_ids import short_id
 from weft.server.tools.families import HERMES, LLAMA3, REASONING_FORMATS, REASONING_MARKS, TOOL_FORMATS, TOOL_MARKS
 from weft.server.tools.reasoning import ReasoningFormat
-from weft.server.tools.stream import Reader, Steps, StreamParser
+from weft.server.tools.stream import Reader, Steps, StreamParser, short_id
 from weft.server.tools.tool_format import Schema, ToolFormat
 from weft.server.tools.tool_named import ARGS, MistralFormat
 from weft.server.tools.tool_prompt import knows_tools

@@ -11,9 +11,8 @@ import orjson
 
 from weft.engine.wire.grammar_text import literal
 from weft.server.bodies import parse_json
-from weft.server.tools.call_ids import short_id
 from weft.server.tools.stream import MAX_NAME, SPACE, Reader, Steps
-from weft.server.tools.tool_format import Marker, Schema, Tools, after_mark, at_start, json_value, through
+from weft.server.tools.tool_format import Marker, Schema, ToolFormat, Tools, after_mark, at_start, json_value, through
 from weft.server.tools.tool_literal import Literals
 from weft.server.tools.tool_xml import choices, kinds
 
@@ -22,14 +21,13 @@ _PYTHON = Literals()
 
 
 @dataclass(frozen=True)
-class PythonFormat:
+class PythonFormat(ToolFormat):
     begin: str = ""
     """Mark before calls; empty if calls are the whole answer."""
     end: str = ""
     listed: bool = True
     """Whether the model writes a list. Both forms are read."""
     pad: str = ""
-    new_id: Callable[[], str] = short_id
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -156,13 +154,12 @@ def _arguments(
 
 
 @dataclass(frozen=True)
-class CallFormat:
+class CallFormat(ToolFormat):
     begin: str
     end: str
     quote: str
     """Mark around texts."""
     head: str = "call:"
-    new_id: Callable[[], str] = short_id
     literals: Literals = field(init=False)
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@ MiniMax, DeepSeek since V3.2."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,12 @@ import orjson
 
 from weft.engine.wire.grammar_text import literal
 from weft.server.bodies import parse_json
-from weft.server.tools.call_ids import short_id
 from weft.server.tools.stream import SPACE, Reader, Steps, quoted
-from weft.server.tools.tool_format import Marker, Schema, Tools, after_mark, json_value, through
+from weft.server.tools.tool_format import Marker, Schema, ToolFormat, Tools, after_mark, json_value, through
 
 
 @dataclass(frozen=True)
-class TagFormat:
+class TagFormat(ToolFormat):
     call: tuple[str, str]
     """Marks around a call; the name follows the first."""
     name_end: str
@@ -35,7 +34,6 @@ class TagFormat:
     """Parts of marks that are tokens."""
     line: str = "\n"
     """Text between tags."""
-    new_id: Callable[[], str] = short_id
 
     @property
     def markers(self) -> tuple[str, ...]:

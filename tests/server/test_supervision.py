@@ -319,7 +319,7 @@ async def test_nobody_is_told_that_the_model_loads_while_a_sibling_serves(tmp_pa
             victim = daemon.children(WORKER)[0]
             os.kill(victim, signal.SIGKILL)
             seen = set()
-            served_again = asyncio.create_task(until(lambda: "another one" in daemon.stderr()))
+            served_again = asyncio.create_task(until(lambda: "restarting in" in daemon.stderr()))
             for _ in range(40):
                 answers = await asyncio.gather(*(status(http, "/ready") for _ in range(5)))
                 seen.update(answers)
