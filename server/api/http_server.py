@@ -20,7 +20,6 @@ import uvicorn
 from weft.server.api.app import create_app
 from weft.server.api.connection import Connection
 from weft.server.api.service import Service
-from weft.server.observe.scrape import scrape
 
 logger = logging.getLogger("weft")
 
@@ -84,7 +83,7 @@ class Server(uvicorn.Server):
 def make_server(service: Service) -> Server:
     config = service.config
     logging.getLogger("uvicorn.access").propagate = False  # uvicorn checks whether the logger has handlers
-    protocol = partial(Connection, service=service, shortcuts={b"/metrics": partial(scrape, service.metrics)})
+    protocol = partial(Connection, service=service, shortcuts={b"/metrics": service.metrics.scrape})
     return Server(
         uvicorn.Config(
             create_app(service),

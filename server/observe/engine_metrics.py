@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -17,7 +17,7 @@ from weft.engine.wire.messages import (
     SchedulerStats,
     TierStats,
 )
-from weft.server.observe.exposition import head, labelled
+from weft.server.observe.exposition import family, head, labelled
 from weft.server.observe.totals import plus, summed
 
 TIERS = ("gpu", "host", "ssd")
@@ -104,21 +104,21 @@ class EngineMetrics:
     def _of_each(self, ups: Sequence[bool]) -> Iterable[str]:
         each = [plus(engine.before, engine.stats).scheduler for engine in self.engines]
 
-        def family(name: str, kind: str, help: str, values: Iterable[float]) -> str:
+        def of_engines(name: str, kind: str, help: str, values: Iterable[float]) -> str:
             figures = {str(i): value for i, value in enumerate(values)}
-            return _family(f"weft_engine_{name}", kind, help, "engine", figures)
+            return family(f"weft_engine_{name}", kind, help, "engine", figures)
 
-        yield family("up", "gauge", "1 while the engine makes progress and its model is loaded", ups)
-        yield family("requests_running", "gauge", "Sequences running there", [s.running for s in each])
-        yield family("requests_waiting", "gauge", "Sequences waiting there", [s.waiting for s in each])
-        yield family("kv_cache_usage_ratio", "gauge", "Its KV pages held / all", [_usage(s) for s in each])
+        yield of_engines("up", "gauge", "1 while the engine makes progress and its model is loaded", ups)
+        yield of_engines("requests_running", "gauge", "Sequences running there", [s.running for s in each])
+        yield of_engines("requests_waiting", "gauge", "Sequences waiting there", [s.waiting for s in each])
+        yield of_engines("kv_cache_usage_ratio", "gauge", "Its KV pages held / all", [_usage(s) for s in each])
         for name, help in (
             ("prompt_tokens", "Prompt tokens of requests it started"),
             ("generation_tokens", "Tokens it generated"),
             ("prefix_queried_tokens", "Prompt tokens it looked up"),
             ("prefix_hit_tokens", "Prompt tokens it found in its tiers"),
         ):
-            yield family(f"{name}_total", "counter", help, [getattr(s, name) for s in each])
+            yield of_engines(f"{name}_total", "counter", help, [getattr(s, name) for s in each])
 
     def _of_all(self) -> Iterable[str]:
         engine = summed([plus(engine.before, engine.stats) for engine in self.engines])
@@ -131,8 +131,8 @@ class EngineMetrics:
         yield _gauge("weft_max_num_seqs_now", "Sequences that may run at once now", self._sequence_limit())
         changed = "Changes of that number by --max-num-seqs auto, by reason"
         changes = {reason: stats.slot_limit_changes.get(reason, 0) for reason in SLOT_LIMIT_REASONS}
-        yield _family("weft_max_num_seqs_changes_total", "counter", changed, "reason", changes)
-        yield _family("weft_requests_queued", "gauge", "Waiting sequences by what they wait for", "reason", queue)
+        yield family("weft_max_num_seqs_changes_total", "counter", changed, "reason", changes)
+        yield family("weft_requests_queued", "gauge", "Waiting sequences by what they wait for", "reason", queue)
         yield _gauge("weft_kv_cache_usage_ratio", "KV pages held / all", usage)
         yield _counter(queried, "Prompt tokens looked up", stats.prefix_queried_tokens)
         yield from self._tiers(stats)
@@ -149,25 +149,25 @@ class EngineMetrics:
         yield _counter("weft_overtaken", "Requests admitted ahead of one that lacked pages or a slot", stats.overtaken)
         cut = "Iterations with prefill cut by --itl-slo, by the deciding limit"
         cuts = {by: stats.chunks_cut.get(by, 0) for by in CUTS}
-        yield _family("weft_prompts_cut_total", "counter", cut, "by", cuts)
+        yield family("weft_prompts_cut_total", "counter", cut, "by", cuts)
         yield _counter(
             "weft_itl_slo_late", "Iterations cut by --itl-slo that still exceeded the limit", stats.chunks_late
         )
         computed = {"decode": stats.decode_tokens, "prefill": stats.prefill_tokens}
-        yield _family("weft_computed_tokens_total", "counter", "Tokens computed by the model", "phase", computed)
+        yield family("weft_computed_tokens_total", "counter", "Tokens computed by the model", "phase", computed)
         pipelined = engine.iterations_pipelined
         plans = {"serial": engine.iterations - pipelined, "pipelined": pipelined}
-        yield _family("weft_iterations_total", "counter", "Iterations by plan", "plan", plans)
+        yield family("weft_iterations_total", "counter", "Iterations by plan", "plan", plans)
         for name, help, label, values in (
             ("weft_attention_iterations", "Iterations by attention path", "path", ATTENTION),
             ("weft_attention_cut_iterations", "Iterations with split attention", "what", ATTENTION_PARTS),
         ):
             figures = {value: stats.attention.get(value, 0) for value in values}
-            yield _family(f"{name}_total", "counter", help, label, figures)
+            yield family(f"{name}_total", "counter", help, label, figures)
         plan = engine.plan
         left = plan.pipelines - plan.serving - plan.left_out
         pipelines = {"serving": plan.serving, "preparing": left, "left_out": plan.left_out}
-        yield _family("weft_plan_pipelines", "gauge", "Pipelines of the plan by state", "state", pipelines)
+        yield family("weft_plan_pipelines", "gauge", "Pipelines of the plan by state", "state", pipelines)
         idle = "Device idle between iterations while requests were open"
         yield _counter("weft_device_idle_seconds", idle, engine.iterations_idle_seconds)
         yield from self._energy(engine.energy)
@@ -201,10 +201,10 @@ class EngineMetrics:
         tiers = stats.tiers or {"gpu": TierStats()}
         for name, field, help in _TIER_COUNTERS:
             figures = {tier: getattr(stats, field) for tier, stats in tiers.items()}
-            yield _family(f"{name}_total", "counter", help, "tier", figures)
+            yield family(f"{name}_total", "counter", help, "tier", figures)
         for name, field, help in _TIER_GAUGES:
             figures = {tier: getattr(stats, field) for tier, stats in tiers.items()}
-            yield _family(name, "gauge", help, "tier", figures)
+            yield family(name, "gauge", help, "tier", figures)
 
     def _constants(self) -> Iterable[str]:
         known = [engine for engine in self.engines if engine.ready is not None]
@@ -235,11 +235,6 @@ def _gauge(name: str, help: str, value: float) -> str:
 def _counter(name: str, help: str, value: float) -> str:
     name = f"{name}_total"
     return f"{head(name, 'counter', help)}{name} {float(value)}\n"
-
-
-def _family(name: str, kind: str, help: str, label: str, figures: Mapping[str, float]) -> str:
-    lines = [f"{name}{labelled({label: value})} {float(figure)}\n" for value, figure in figures.items()]
-    return head(name, kind, help) + "".join(lines)
 
 
 def _by_length(stats: SchedulerStats) -> str:

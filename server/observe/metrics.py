@@ -10,10 +10,11 @@ from weft.engine.wire.heartbeat import ENGINE, LATE_SECONDS, Watch
 from weft.engine.wire.messages import EngineStats, PlanStats, SchedulerStats, Started
 from weft.server.observe.counters import Counter, Histogram, Store
 from weft.server.observe.engine_metrics import TIERS, EngineMetrics
-from weft.server.observe.exposition import head, labelled
+from weft.server.observe.exposition import CONTENT_TYPE, family, head, labelled
 from weft.server.observe.shared_state import SharedState, SleepState
 
 LAG_INTERVAL = 0.05
+_SCRAPE_HEAD = f"HTTP/1.1 200 OK\r\ncontent-type: {CONTENT_TYPE}\r\ncontent-length: ".encode()
 
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAP = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5, 5.0)
@@ -134,9 +135,7 @@ class Metrics:
         for tier, seconds in stats.load_seconds:
             self.load_seconds.labels(tier).observe(seconds)
         if (dropped := stats.log_lines_dropped) != (before := self._engine_lines_dropped[engine]):
-            self.log_lines_dropped.inc(
-                dropped - (before if dropped > before else 0)
-            )  # the engine process was restarted
+            self.log_lines_dropped.inc(dropped - (before if dropped > before else 0))  # less: it was restarted
             self._engine_lines_dropped[engine] = dropped
         if stats.iterations == self._iterations[engine]:
             return  # the message had no iteration
@@ -207,11 +206,17 @@ class Metrics:
         late = [watch.late(row, LATE_SECONDS) is not None for row in rows]
         return figures + self._engine_metrics.text(late) + _heartbeats(watch, len(rows)) + _ranks(watch, rows)
 
+    def scrape(self) -> bytes:
+        """Return the response to `GET /metrics`, head and body. The next scrape counts this one."""
+        body = self.render()
+        self.requests.labels("/metrics", "200").inc()
+        return b"%b%d\r\n\r\n%b" % (_SCRAPE_HEAD, len(body), body)
+
     def _model_metrics(self) -> bytes:
         """Return the metrics per model: sleep states and request counts."""
         if not self._models:
             return b""
-        state, asleep = "weft_model_state", "weft_engine_asleep"
+        state = "weft_model_state"
         states = {
             name: SleepState(int(self._shared_state.sleep_states[model])) for model, name in enumerate(self._models)
         }
@@ -221,15 +226,14 @@ class Metrics:
                 f"{state}{labelled({'model_name': name, 'state': each.word})} {float(each is current)}\n"
                 for each in SleepState
             ]
-        lines.append(head(asleep, "gauge", "1 while its model sleeps, so that it need not be up"))
         sleeping = {
             str(i): states[name] is SleepState.ASLEEP for name, engines in self._models.items() for i in engines
         }
-        lines += [f"{asleep}{labelled({'engine': i})} {float(sleeps)}\n" for i, sleeps in sleeping.items()]
+        help = "1 while its model sleeps, so that it need not be up"
+        lines.append(family("weft_engine_asleep", "gauge", help, "engine", sleeping))
         totals = {name: self._engine_metrics.together(engines) for name, engines in self._models.items()}
         for metric, kind, help, of in _PER_MODEL:
-            lines.append(head(metric, kind, help))
-            lines += [f"{metric}{labelled({'model_name': name})} {float(of(s))}\n" for name, s in totals.items()]
+            lines.append(family(metric, kind, help, "model_name", {name: of(s) for name, s in totals.items()}))
         return "".join(lines).encode()
 
 
@@ -242,7 +246,7 @@ def _ranks(watch: Watch, rows: range) -> bytes:
     alive, ages = "weft_engine_ranks", "weft_rank_last_beat_seconds"
     text = head(alive, "gauge", "Live ranks of an engine")
     for i, row in enumerate(rows):
-        pids = [heartbeats.pid(row), *(heartbeats.rank(row, rank).pid for rank in others[row])]
+        pids = [heartbeats.of(row).pid, *(heartbeats.rank(row, rank).pid for rank in others[row])]
         text += f"{alive}{labelled({'engine': str(i)})} {sum(pid != 0 and not has_ended(pid) for pid in pids)}\n"
     text += head(ages, "gauge", "Seconds since the last heartbeat of a rank other than rank 0")
     for i, row in enumerate(rows):
