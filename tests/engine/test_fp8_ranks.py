@@ -190,7 +190,7 @@ def test_ranks_are_to_the_bit_one_that_adds_in_their_order_and_cuts_their_blocks
 ) -> None:
     """Nothing else differs: where answers do, it is for the order of sums, and for blocks that ranks cut."""
     path = save_tiny("llama2", tmp_path, **{**SIZES, "intermediate_size": width})
-    monkeypatch.setattr(fp8_matrix, "product", exact_product)
+    monkeypatch.setattr(fp8_matrix, "scaled_matmul", exact_product)
     two = last_states(path, 2)
     monkeypatch.setattr(reference, "residual_project", adding_as_ranks(2, cut=True))
     assert np.array_equal(last_states(path, 1), two)

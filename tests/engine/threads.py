@@ -51,5 +51,5 @@ def of_threads(model: Any, ranks: int, **options: Any) -> Harness:
     harness = Harness(model, **options)
     if ranks > 1:
         harness.engine.runner.close()
-        harness.engine.runner = Threads(harness, ranks)  # type: ignore[assignment]
+        harness.engine.runner = harness.engine.loop._runner = Threads(harness, ranks)  # type: ignore[assignment]
     return harness
