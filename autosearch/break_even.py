@@ -28,11 +28,6 @@ def scaled(load: Load, factor: float, capacity: int | None = None) -> Load:
     return load._replace(context=max(1, round(load.context * factor))).within(capacity)
 
 
-def fewer(load: Load, tokens: int) -> Load:
-    """Reduce the prefill tokens, and the decodes only if they alone do not fit."""
-    return load._replace(tokens=tokens, decodes=min(load.decodes, tokens))
-
-
 class PlacedPeriod(NamedTuple):
     """A period with its range of loads, and the load in that range where it gains most."""
 
@@ -121,9 +116,9 @@ def _min_tokens(
         if not 0 < tokens < least:
             continue
         progress(f"{tokens} tokens")
-        part = fewer(load, tokens)
-        serial = bench.period(serial_for(spec, part, bench.num_sms), part).ms
-        if _ms(bench, period, part) > serial * (1 - MIN_GAIN):
+        fewer = load._replace(tokens=tokens, decodes=min(load.decodes, tokens))
+        serial = bench.period(serial_for(spec, fewer, bench.num_sms), fewer).ms
+        if _ms(bench, period, fewer) > serial * (1 - MIN_GAIN):
             break
         least = tokens
     # within a step the serial plan takes equally long

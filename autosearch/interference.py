@@ -19,7 +19,6 @@ from weft.engine.model.operations import Resource
 class Sample(NamedTuple):
     """One operation of a pair."""
 
-    operation: str
     sms: int
     slowdown: float
     """Time in the pair / time alone on the same SMs."""
@@ -56,7 +55,7 @@ class Interference:
                 kept, own = curves.ms(name, work, self.num_sms) / ms, resources[name]
                 performance.append(kept)
                 slowdown = ms / curves.ms(name, work, sms)
-                self._samples[own].append(Sample(name, sms, slowdown, kept, resources[other[0]]))
+                self._samples[own].append(Sample(sms, slowdown, kept, resources[other[0]]))
             if resources[pair[0][0]] is Resource.COMPUTE:
                 self._pairs.append((resources[pair[1][0]], performance[0], performance[1]))
         self._curve = {r: _means(self._lasting(r)) for r in Resource}

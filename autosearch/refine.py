@@ -138,10 +138,10 @@ class Refiner:
             )  # fmt: skip
             yield f"guests {step:+d} SMs", msgspec.structs.replace(period, operations=operations)
             for i, op in enumerate(period.operations):
-                yield f"{op.label} {step:+d} SMs", _changed_one(period, i, sms=op.sms + step)
+                yield f"{op.label} {step:+d} SMs", _changed(period, i, sms=op.sms + step)
         for i, op in enumerate(period.operations):
             if op.sms != total:
-                yield f"{op.label} on all SMs", _changed_one(period, i, sms=total)
+                yield f"{op.label} on all SMs", _changed(period, i, sms=total)
 
     def _other_configs(self, period: Period) -> Iterator[Move]:
         for name in dict.fromkeys(o.operation for o in period.operations if o.config is not None):
@@ -175,14 +175,12 @@ def period_key(period: Period) -> bytes:
     return msgspec.json.encode((period.tokens, period.operations, period.waits))
 
 
-def _changed(period: Period, operation: str, **change: object) -> Period:
-    operations = (msgspec.structs.replace(o, **change) if o.operation == operation else o for o in period.operations)
-    return msgspec.structs.replace(period, operations=tuple(operations))
-
-
-def _changed_one(period: Period, i: int, **change: object) -> Period:
-    operations = list(period.operations)
-    operations[i] = msgspec.structs.replace(operations[i], **change)
+def _changed(period: Period, which: str | int, **change: object) -> Period:
+    """Change one nano-operation, given its index, or all of one operation, given its name."""
+    operations = (
+        msgspec.structs.replace(o, **change) if which in (i, o.operation) else o
+        for i, o in enumerate(period.operations)
+    )  # fmt: skip
     return msgspec.structs.replace(period, operations=tuple(operations))
 
 

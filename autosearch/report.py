@@ -116,11 +116,8 @@ def report(result: Result, console: Console) -> None:
         console.print("No pair of operations was measured: the predictions ignore interference.")
     if not result.measured:
         console.print(f"Nothing was measured: these are predictions from {result.source}.")
-    for text in result.accepted:
-        console.print(f"refinement: {text}", highlight=False)
-    for text in result.dropped:
-        console.print(f"dropped: {text}", highlight=False)
-    for text in result.notes:
+    changes = [f"refinement: {text}" for text in result.accepted] + [f"dropped: {text}" for text in result.dropped]
+    for text in (*changes, *result.notes):
         console.print(text, highlight=False)
 
 

@@ -42,17 +42,12 @@ class SolvedStructure(NamedTuple):
     """Offsets from the start of the period, in launch order."""
 
 
-class DurationTables(NamedTuple):
-    """Durations of one structure's nano-operations by size."""
+def duration_tables(
+    machine: Machine, load: Load, structure: Structure, guest_sms: int
+) -> tuple[int, dict[str, list[float]]]:
+    """Return the minimum size of attention ranges, which must fit their decodes, and durations without interference.
 
-    smallest: int
-    """Minimum size of a token range of attention, in steps: its share of the decodes must fit."""
-    ms: dict[str, list[float]]
-    """Operation -> ms for 0, 1, … steps of TOKEN_STEP tokens."""
-
-
-def duration_tables(machine: Machine, load: Load, structure: Structure, guest_sms: int) -> DurationTables:
-    """Return durations without interference.
+    Sizes are in steps of TOKEN_STEP tokens; durations map each operation to ms for 0, 1, … steps.
 
     guest_sms: SMs of memory operations, and of collectives up to `NETWORK_SHARE`. If it is all SMs, GEMMs also get all
     of them, as in the paper. Otherwise GEMMs get the others, which sets how many tokens fill the last wave of tiles.
@@ -75,7 +70,7 @@ def duration_tables(machine: Machine, load: Load, structure: Structure, guest_sm
             part = load._replace(tokens=tokens, decodes=decodes)
             column.append(machine.curves.ms(name, work_of(op, part), sms))
         ms[name] = column
-    return DurationTables(max(1, -(-load.decodes // (parts * TOKEN_STEP))), ms)
+    return max(1, -(-load.decodes // (parts * TOKEN_STEP))), ms
 
 
 class _Schedule:
@@ -85,7 +80,7 @@ class _Schedule:
         self._machine, self._load, self._structure = machine, load, structure
         self._groups = structure.groups
         self._base = structure.period(machine.spec)
-        self._table = duration_tables(machine, load, structure, guest_sms)
+        self._smallest, self._table = duration_tables(machine, load, structure, guest_sms)
         self._tick = machine.serial_ms(load) / TICKS  # ms
         self.model = model = cp_model.CpModel()
         steps, bound, places = load.tokens // TOKEN_STEP, 2 * TICKS, range(len(self._groups))
@@ -105,8 +100,8 @@ class _Schedule:
         model, (name, a, b) = self.model, self._groups[i]
         size = sum(self._sizes[a:b])
         if name in attention(self._machine.spec):
-            model.add(size >= self._table.smallest)
-        ticks = [max(1, round(ms / self._tick)) for ms in self._table.ms[name]]
+            model.add(size >= self._smallest)
+        ticks = [max(1, round(ms / self._tick)) for ms in self._table[name]]
         length = model.new_int_var(min(ticks), max(ticks), f"d{i}")
         model.add_element(size, ticks, length)
         model.add(self._starts[i] < self._period)
@@ -147,8 +142,10 @@ class _Schedule:
 
     def _fix_beginning(self) -> None:
         """Break the symmetry: the period begins with this layer's GEMM that depends on attention."""
+        is_compute = {name: op.resource is Resource.COMPUTE for name, op in self._machine.operations.items()}
         for i, (name, a, _) in enumerate(self._groups):
-            if a == 0 and _waits_for_guests(self._machine, name):
+            parents = self._machine.operations[name].parents
+            if a == 0 and is_compute[name] and not all(is_compute[parent] for parent in parents):
                 self.model.add(self._starts[i] == 0)
                 self.model.add(self._ahead[i] == 0)
                 return
@@ -198,13 +195,6 @@ def solve(
     solver = make_solver(effort, max(LEAST_SECONDS, seconds))
     found = solver.solve(schedule.model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     return schedule.solution(solver) if found else None
-
-
-def _waits_for_guests(machine: Machine, name: str) -> bool:
-    op = machine.operations[name]
-    return op.resource is Resource.COMPUTE and any(
-        machine.operations[p].resource is not Resource.COMPUTE for p in op.parents
-    )
 
 
 def bubble(solved: SolvedStructure) -> tuple[NanoOperation, NanoOperation] | None:

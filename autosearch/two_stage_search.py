@@ -13,7 +13,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,9 +26,6 @@ from weft.autosearch.time_budget import TimeBudget
 from weft.engine.errors import ConfigError
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import Target
-
-if TYPE_CHECKING:
-    from weft.autosearch import structure_search
 
 VERSION = 1
 """Version of the `--stages` file."""

@@ -195,7 +195,8 @@ def test_only_the_command_line_imports_the_search_and_the_load_generator(
         for f, floors in (("engine", ENGINE), ("server", SERVER), ("kernels", KERNELS), ("engine.runner", RUNNER))
         for names in floors
         for n in names
-    ],
+    ]
+    + ["autosearch", "autosearch.advisor"],
 )
 def test_a_wing_says_what_it_owns_what_it_may_import_and_what_it_never_does(wing: str) -> None:
     folder = ROOT / Path(*wing.split("."))

@@ -21,7 +21,7 @@ from weft.engine.errors import ConfigError
 from weft.engine.runner.iteration.batch import StepResult
 from weft.engine.runner.options.footprint import memory_bytes
 from weft.engine.scheduling.listeners import Listener
-from weft.engine.scheduling.pace import Pace
+from weft.engine.scheduling.slot_limit_keeper import Pace
 from weft.engine.wire.messages import AddRequest, EngineStats, Outputs
 from weft.engine.wire.sampling import SamplingParams
 
@@ -128,23 +128,15 @@ class EngineBench(Listener):
         activity = self._activity.end() if self._activity is not None else None
         after = engine.stats()
         tokens = after.scheduler.generation_tokens - before.scheduler.generation_tokens
+        dram, sm, warps = activity or (None, None, None)
         return Point(
-            bound=bound,
-            batch=weighted / elapsed,
-            seconds=elapsed,
-            iterations=after.iterations - before.iterations,
-            output_per_s=tokens / elapsed,
-            itl=Times.of(np.concatenate(self._gaps) if self._gaps else np.zeros(0)),
-            ttft=Times.of(np.array(ttft)),
-            kv_pages=most,
-            kv_share=shares / elapsed,
+            bound=bound, batch=weighted / elapsed, seconds=elapsed, iterations=after.iterations - before.iterations,
+            output_per_s=tokens / elapsed, itl=Times.of(np.concatenate([np.zeros(0), *self._gaps])),
+            ttft=Times.of(np.array(ttft)), kv_pages=most, kv_share=shares / elapsed,
             idle_share=max(0.0, after.iterations_idle_seconds - before.iterations_idle_seconds) / elapsed,
             prefill_share=self._prefill_seconds / max(self._busy_seconds, 1e-9),
-            joules_per_token=_joules(before, after, tokens),
-            dram_share=activity.dram if activity is not None else None,
-            sm_share=activity.sm if activity is not None else None,
-            warps_share=activity.warps if activity is not None else None,
-        )
+            joules_per_token=_joules(before, after, tokens), dram_share=dram, sm_share=sm, warps_share=warps,
+        )  # fmt: skip
 
     def serve(self, bound: int, rate: float, seed: int, seconds: float, objectives: Sequence[Objective]) -> RateRun:
         """Serve Poisson arrivals for `seconds` on an idle engine, until all have a first token."""
@@ -175,9 +167,8 @@ class EngineBench(Listener):
             hopeless = _hopeless(ttft, [now - at for at in waiting.values()], len(due), objectives)
             if hopeless or self._ended():
                 break
-        first, gaps = np.array(ttft), np.concatenate(self._gaps) if self._gaps else np.zeros(0)
-        between = Times.of(gaps)
-        times = {"ttft": Times.of(first), "itl": between}
+        first = np.array(ttft)
+        times = {"ttft": Times.of(first), "itl": Times.of(np.concatenate([np.zeros(0), *self._gaps]))}
         late = any(times[o.measure].at(o.statistic) > o.limit for o in objectives)
         # a rate at which the queue grows cannot be advised
         tenth = max(1, len(first) // 10)
@@ -185,7 +176,7 @@ class EngineBench(Listener):
         self.drop()
         return RateRun(
             bound=bound, rate=rate, seconds=seconds, seed=seed, objectives=tuple(map(str, objectives)),
-            kept=not (hopeless or late or growing), requests=len(first), ttft=times["ttft"], itl=between,
+            kept=not (hopeless or late or growing), requests=len(first), **times,
         )  # fmt: skip
 
     def ready(self, bound: int) -> None:
