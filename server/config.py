@@ -8,17 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
-from weft.engine.config import NO_OPTION, EngineConfig, OptionGroup
-from weft.engine.config.option_groups import (
-    BATCHING,
-    DEVICES,
-    INTERNALS,
-    MEMORY,
-    MODEL,
-    OBSERVABILITY,
-    described,
-    merged,
-)
+from weft.engine.config import NO_OPTION, EngineConfig, OptionGroup, option_groups
 from weft.engine.errors import invalid_option
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -50,15 +40,15 @@ MODEL_OPTIONS = ENGINE_OPTIONS | {
 """Options that each of several models can set for itself."""
 
 
-@described
+@option_groups.described
 class ServeConfig(EngineConfig):
     """Options of one daemon. The text below a field is its description in `weft serve --help`."""
 
-    GROUPS: ClassVar[tuple[OptionGroup, ...]] = merged(
+    GROUPS: ClassVar[tuple[OptionGroup, ...]] = option_groups.merged(
         EngineConfig.GROUPS,
         (
             OptionGroup(
-                MODEL,
+                option_groups.MODEL,
                 ("served_model_name", "tool_call_parser", "reasoning_parser", "models"),
                 (
                     "pooling", "allow_special_tokens", "memory_share", "max_awake_models", "wake_on_request",
@@ -70,9 +60,9 @@ class ServeConfig(EngineConfig):
                 ("host", "port", "tls_cert", "tls_key", "api_workers"),
                 ("cors_origin", "max_body_mib", "request_timeout", "client_stall_timeout", "ui", "handover"),
             ),
-            OptionGroup(MEMORY),
-            OptionGroup(BATCHING, ("max_queued_requests",), ("max_queued_tokens",)),
-            OptionGroup(DEVICES, ("replicas", "data_parallel_size")),
+            OptionGroup(option_groups.MEMORY),
+            OptionGroup(option_groups.BATCHING, ("max_queued_requests",), ("max_queued_tokens",)),
+            OptionGroup(option_groups.DEVICES, ("replicas", "data_parallel_size")),
             OptionGroup(
                 "security",
                 ("api_key", "api_key_file"),
@@ -84,9 +74,12 @@ class ServeConfig(EngineConfig):
                 ("files_dir", "files_max_gib", "responses_dir", "responses_max_mib", "responses_max_hours"),
             ),
             OptionGroup("restarts and shutdown", (), ("restart_engine", "hang_timeout", "drain_timeout")),
-            OptionGroup(OBSERVABILITY, ("log_level",), ("log_format", "access_log", "log_requests", "otlp_endpoint")),
             OptionGroup(
-                INTERNALS,
+                option_groups.OBSERVABILITY, ("log_level",),
+                ("log_format", "access_log", "log_requests", "otlp_endpoint"),
+            ),
+            OptionGroup(
+                option_groups.INTERNALS,
                 (),
                 ("tokenizer_threads", "engine_restart_limit", "api_hang_timeout", "step_timeout", "start_timeout"),
             ),

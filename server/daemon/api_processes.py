@@ -9,21 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from weft.server.config import ServeConfig
-from weft.server.daemon import engine_supervisor
+from weft.server.daemon import control, engine_supervisor
 from weft.server.daemon.api_process import ApiProcess, Place
-from weft.server.daemon.control import (
-    Drain,
-    EngineDown,
-    Failed,
-    HandOver,
-    Idle,
-    Ready,
-    RestartEngines,
-    SleepModel,
-    Together,
-    ToWorker,
-    WakeModel,
-)
 from weft.server.daemon.engine_supervisor import EngineSupervisor
 from weft.server.daemon.front import Front
 from weft.server.daemon.restarts import Restarts
@@ -53,7 +40,7 @@ class Owner(engine_supervisor.Owner, Protocol):
         """Handle a new serving pair. `chat`: the model has a chat template."""
         ...
 
-    def asked(self, process: ApiProcess, question: RestartEngines | WakeModel | SleepModel) -> None:
+    def asked(self, process: ApiProcess, question: control.Question) -> None:
         """Handle a question; an `Answer` follows."""
         ...
 
@@ -158,22 +145,22 @@ class ApiProcesses:
         for engine in self._engines:
             self._connect(i, engine)
         if owner.ending:
-            process.send(HandOver() if owner.handed_over else Drain())
+            process.send(control.HandOver() if owner.handed_over else control.Drain())
         async for message in process.messages():
             match message:
-                case Ready():
+                case control.Ready():
                     self._attached.add((i, message.engine))
                     self._failed_starts[i] = 0
                     if len(self.running) == self._config.api_workers and self.serves(message.engine):
-                        self.broadcast(Together(message.engine))
+                        self.broadcast(control.Together(message.engine))
                     owner.api_ready(chat=message.chat)
-                case Failed() if owner.announced:
+                case control.Failed() if owner.announced:
                     process.kill(message.message)
-                case Failed():
+                case control.Failed():
                     owner.fail(message.message)
-                case Idle():
+                case control.Idle():
                     self._no_longer_busy(i)
-                case RestartEngines() | WakeModel() | SleepModel():
+                case control.RestartEngines() | control.WakeModel() | control.SleepModel():
                     owner.asked(process, message)
         how = await process.wait()
         del self.running[i]
@@ -207,7 +194,7 @@ class ApiProcesses:
         """Return whether all API processes serve with this engine."""
         return bool(self.running) and all((i, engine) in self._attached for i in self.running)
 
-    def broadcast(self, message: ToWorker) -> None:
+    def broadcast(self, message: control.ToWorker) -> None:
         for process in self.running.values():
             process.send(message)
 
@@ -239,11 +226,11 @@ class ApiProcesses:
         for i in self.running:
             self._expect(i, engine)
 
-    def engine_ended(self, engine: int, message: EngineDown) -> None:
+    def engine_ended(self, engine: int, message: control.EngineDown) -> None:
         self._attached = {pair for pair in self._attached if pair[1] != engine}
         self.broadcast(message)
 
-    def end(self, message: Drain | HandOver) -> None:
+    def end(self, message: control.Drain | control.HandOver) -> None:
         """Send `message` to all processes, which answer with `Idle`."""
         self._busy = set(self.running)
         self.idle.clear()

@@ -133,7 +133,7 @@ class RestartEngines(msgspec.Struct, tag="restart_engines", frozen=True):
 
 
 class WakeModel(msgspec.Struct, tag="wake", frozen=True):
-    """WakeModel this model. The `Answer` comes once it is awake, or will not be."""
+    """Wake a model. The `Answer` comes once it is awake, or will not be."""
 
     ask: int
     model: int
@@ -150,7 +150,8 @@ class SleepModel(msgspec.Struct, tag="sleep", frozen=True):
 
 
 ToWorker = Start | EngineUp | EngineDown | Together | Drain | HandOver | Reload | Interrupt | Answer | Stop
-FromWorker = Ready | Failed | Idle | RestartEngines | WakeModel | SleepModel
+Question = RestartEngines | WakeModel | SleepModel
+FromWorker = Ready | Failed | Idle | Question
 Incoming = TypeVar("Incoming")
 
 _encode = msgspec.json.Encoder().encode

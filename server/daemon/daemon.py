@@ -23,20 +23,10 @@ from weft.engine.wire.spawn import EngineProcess
 from weft.engine.wire.stacks import own_stacks
 from weft.engine.wire.weight_exchange import WeightExchange
 from weft.server.config import ServeConfig
+from weft.server.daemon import control
 from weft.server.daemon.announce import announce
 from weft.server.daemon.api_process import ApiProcess
 from weft.server.daemon.api_processes import ApiProcesses
-from weft.server.daemon.control import (
-    Answer,
-    Drain,
-    EngineDown,
-    HandOver,
-    Interrupt,
-    Reload,
-    RestartEngines,
-    SleepModel,
-    WakeModel,
-)
 from weft.server.daemon.engine_supervisor import STOP_SECONDS, EngineSupervisor, Process
 from weft.server.daemon.front import Front
 from weft.server.daemon.orphans import Orphans
@@ -184,7 +174,7 @@ class Daemon:
                 await self._wait_reported(ended)
             if self._failure.done():
                 print(f"weft: {self._failure.result()}", file=sys.stderr, flush=True)
-                self._api.end(Drain())
+                self._api.end(control.Drain())
                 await self._wait_idle(FAREWELL_SECONDS)
                 await self._interrupt()
         finally:
@@ -288,7 +278,7 @@ class Daemon:
 
     def _reload(self) -> None:
         if self._front.reload():
-            self._api.broadcast(Reload([key.hex() for key in self._front.keys]))
+            self._api.broadcast(control.Reload([key.hex() for key in self._front.keys]))
 
     def _log_stacks(self) -> None:
         logger.warning("SIGQUIT: the daemon\n%s", own_stacks())
@@ -335,7 +325,7 @@ class Daemon:
         self._front.still_serving()
         self._api.engine_ready(engine)
 
-    def engine_ended(self, engine: int, message: EngineDown) -> None:
+    def engine_ended(self, engine: int, message: control.EngineDown) -> None:
         self._api.engine_ended(engine, message)
         if message.restarting:
             self._front.notifier.status(f"{message.why}; restarting")
@@ -346,13 +336,13 @@ class Daemon:
         self._chat = self._chat or chat
         self._announce_once()
 
-    def asked(self, process: ApiProcess, question: RestartEngines | WakeModel | SleepModel) -> None:
+    def asked(self, process: ApiProcess, question: control.Question) -> None:
         match question:
-            case RestartEngines():
-                process.send(Answer(question.ask, self._rollout.begin(question.engines)))
-            case WakeModel():
+            case control.RestartEngines():
+                process.send(control.Answer(question.ask, self._rollout.begin(question.engines)))
+            case control.WakeModel():
                 self._answer(process, question.ask, self._sleep_manager.wake(question.model))
-            case SleepModel():
+            case control.SleepModel():
                 asked = self._sleep_manager.sleep(question.model, question.level, question.seconds)
                 self._answer(process, question.ask, asked)
 
@@ -360,7 +350,7 @@ class Daemon:
         """Send the outcome to an API process once it is known."""
 
         async def answer() -> None:
-            process.send(Answer(ask, await work))
+            process.send(control.Answer(ask, await work))
 
         task = asyncio.create_task(answer())
         self._answering.add(task)
@@ -386,14 +376,14 @@ class Daemon:
         self._rollout.stop()
         if self.handed_over:
             logger.info("another daemon has the port; ending after the open requests")
-            self._api.end(HandOver())
+            self._api.end(control.HandOver())
             self._front.close()
             await self._wait_idle_or_stop(until)
         else:
             logger.info("draining; another Ctrl-C or SIGTERM ends at once")
         if self._failure.done():
             return
-        self._api.end(Drain())
+        self._api.end(control.Drain())
         await self._wait_idle_or_stop(until)
         if not self._failure.done():
             await self._interrupt()
@@ -401,7 +391,7 @@ class Daemon:
     async def _interrupt(self) -> None:
         """Interrupt the requests that are still open on live engines."""
         if not self._api.idle.is_set() and self._api.num_attached:
-            self._api.broadcast(Interrupt())
+            self._api.broadcast(control.Interrupt())
             await self._wait_idle(FAREWELL_SECONDS)
 
     async def _wait_idle_or_stop(self, until: float) -> None:

@@ -25,26 +25,7 @@ from weft.engine.wire.stacks import write_stacks_to
 from weft.server.api.http_server import make_server
 from weft.server.api.service import Phase, Service
 from weft.server.config import ServeConfig
-from weft.server.daemon.control import (
-    Answer,
-    Channel,
-    Drain,
-    EngineDown,
-    EngineUp,
-    Failed,
-    HandOver,
-    Idle,
-    Interrupt,
-    Ready,
-    Reload,
-    RestartEngines,
-    SleepModel,
-    Start,
-    Stop,
-    Together,
-    ToWorker,
-    WakeModel,
-)
+from weft.server.daemon import control
 from weft.server.errors import ApiError
 from weft.server.logs import configure, count_dropped
 from weft.server.observe.shared_state import SharedState, SleepState
@@ -69,7 +50,7 @@ logger = logging.getLogger("weft")
 class Worker:
     """One API process, from `Start` to `Stop`."""
 
-    def __init__(self, channel: Channel[ToWorker], start: Start) -> None:
+    def __init__(self, channel: control.Channel[control.ToWorker], start: control.Start) -> None:
         self._channel = channel
         config = ServeConfig.model_validate_json(start.config)
         configure(config)
@@ -108,7 +89,7 @@ class Worker:
         asyncio.get_running_loop().call_later(HOLD_SECONDS, self._end_hold)
         self._tokenizers = [asyncio.create_task(self._load_tokenizer(each)) for each in self._service.models]
         async for message in self._channel.messages():
-            if isinstance(message, Stop):
+            if isinstance(message, control.Stop):
                 break
             self._take(message)
         else:
@@ -154,39 +135,39 @@ class Worker:
         pid = watch.heartbeats.of(row).pid
         return watch.age(row) > REPORT_SECONDS and pid != 0 and has_ended(pid)
 
-    def _take(self, message: ToWorker) -> None:
+    def _take(self, message: control.ToWorker) -> None:
         service = self._service
         match message:
-            case EngineUp():
+            case control.EngineUp():
                 service.metrics.engines[message.engine].started(message.before)
                 self._note(message)
                 self._begin(self._serve(message))
-            case EngineDown():
+            case control.EngineDown():
                 self._engine_down(message)
-            case Together():
+            case control.Together():
                 self._service_of[message.engine].engine_shared(message.engine)
-            case Drain():
+            case control.Drain():
                 for each in service.models:
                     if each.phase is not Phase.DEAD:
                         each.phase = Phase.DRAINING
                 self._accept()  # so that clients get the error
                 self._server.close_after_answers()
                 self._begin(self._report_idle())
-            case HandOver():
+            case control.HandOver():
                 service.handed_over = True
                 self._server.stop_accepting()
                 self._server.close_after_answers()
                 self._begin(self._report_unconnected())
-            case Reload():
+            case control.Reload():
                 service.keys[:] = [bytes.fromhex(key) for key in message.keys]
                 self._server.reread_certificate()
-            case Answer():
+            case control.Answer():
                 if not (asked := self._pending.pop(message.ask)).done():  # the caller may have been cancelled
                     asked.set_result(message.refusal)
-            case Interrupt(model=int(model)):
+            case control.Interrupt(model=int(model)):
                 error = ApiError(503, "The model goes to sleep.", code="model_asleep", retry_after=10)
                 service.models[model].interrupt_model(error, "sleep")
-            case Interrupt():
+            case control.Interrupt():
                 error = ApiError(503, "The server is shutting down.", code="draining", retry_after=10)
                 service.interrupt_all(error, "drain")
 
@@ -210,7 +191,7 @@ class Worker:
             tokenizer.name_unknown_ids()
         return tokenizer
 
-    async def _serve(self, engine: EngineUp) -> None:
+    async def _serve(self, engine: control.EngineUp) -> None:
         """Connect to an engine and serve once it is ready."""
         service = self._service_of[engine.engine]
         several = len(service.engines) > 1
@@ -221,7 +202,7 @@ class Worker:
             ready = await client.wait_ready()
         except WeftError as error:
             if client.alive:
-                self._channel.send(Failed(str(error)))
+                self._channel.send(control.Failed(str(error)))
             return
         tokenizer.hide(ready.eos_token_ids)
         if service.model in self._logs_faults:
@@ -235,13 +216,13 @@ class Worker:
         gc.collect()
         gc.freeze()  # current objects stay; keep later collections from scanning them
         self._accept()
-        self._channel.send(Ready(tokenizer.can_chat, engine.engine))
+        self._channel.send(control.Ready(tokenizer.can_chat, engine.engine))
 
-    def _note(self, message: EngineUp | EngineDown) -> None:
+    def _note(self, message: control.EngineUp | control.EngineDown) -> None:
         if (failure := message.failure) is not None:
             self._service_of[message.engine].failures[message.engine] = {"message": failure.why, "at": failure.at}
 
-    def _engine_down(self, message: EngineDown) -> None:
+    def _engine_down(self, message: control.EngineDown) -> None:
         self._note(message)
         self._service_of[message.engine].engine_died(message.engine, restarting=message.restarting)
         self._held.discard(self._service_of[message.engine].model)
@@ -252,15 +233,15 @@ class Worker:
 
     async def _restart_engines(self, engines: Sequence[int]) -> str:
         """Restart these engines, all if empty. Returns an empty string, or why it is refused."""
-        return await self._ask(lambda ask: RestartEngines(ask, list(engines)))
+        return await self._ask(lambda ask: control.RestartEngines(ask, list(engines)))
 
     async def _wake(self, model: int) -> str:
-        return await self._ask(lambda ask: WakeModel(ask, model))
+        return await self._ask(lambda ask: control.WakeModel(ask, model))
 
     async def _sleep(self, model: int, level: int, seconds: float | None) -> str:
-        return await self._ask(lambda ask: SleepModel(ask, model, level, seconds))
+        return await self._ask(lambda ask: control.SleepModel(ask, model, level, seconds))
 
-    async def _ask(self, message: Callable[[int], RestartEngines | WakeModel | SleepModel]) -> str:
+    async def _ask(self, message: Callable[[int], control.Question]) -> str:
         """Send a question to the daemon. `message`: creates it from its number."""
         answer = asyncio.get_running_loop().create_future()
         self._questions += 1
@@ -271,18 +252,18 @@ class Worker:
     async def _report_idle(self) -> None:
         while self._service.open:
             await asyncio.sleep(IDLE_TICK)
-        self._channel.send(Idle())
+        self._channel.send(control.Idle())
 
     async def _report_unconnected(self) -> None:
         while self._service.open or self._server.num_connections:
             await asyncio.sleep(IDLE_TICK)
-        self._channel.send(Idle())
+        self._channel.send(control.Idle())
 
 
 async def _run(sock: socket.socket) -> None:
-    channel = await Channel.of_worker(sock)
+    channel = await control.Channel.of_worker(sock)
     start = await channel.first()
-    assert isinstance(start, Start)
+    assert isinstance(start, control.Start)
     await Worker(channel, start).run()
 
 

@@ -48,10 +48,6 @@ class ToolFormat(ABC):
         """Return a call in the model's format. `arguments`: a JSON object."""
 
 
-def call_object(name: str, arguments: str, key: str) -> str:
-    return f'{{"name": {orjson.dumps(name).decode()}, "{key}": {arguments}}}'
-
-
 # -- Lark
 
 

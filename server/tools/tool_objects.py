@@ -6,17 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import orjson
+
 from weft.server.tools.stream import SPACE, Reader, Steps
-from weft.server.tools.tool_format import (
-    Marker,
-    Schema,
-    ToolFormat,
-    Tools,
-    after_mark,
-    at_start,
-    call_object,
-    call_rules,
-)
+from weft.server.tools.tool_format import Marker, Schema, ToolFormat, Tools, after_mark, at_start, call_rules
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ class ObjectFormat(ToolFormat):
         return after_mark(f"{rules}\n{call_rules(tools, 'arguments')}", self.begin, marker, free=free)
 
     def write(self, name: str, arguments: str) -> str:
-        call = call_object(name, arguments, "arguments")
+        call = _call_object(name, arguments, "arguments")
         return f"{self.begin}{self.pad}{f'[{call}]' if self.listed else call}{self.pad}{self.end}"
 
 
@@ -91,6 +84,10 @@ def read_objects(reader: Reader, end: str) -> Steps[bool]:
     if end:
         yield from reader.space()
     return bool(end) and not (yield from reader.take(end))
+
+
+def _call_object(name: str, arguments: str, key: str) -> str:
+    return f'{{"name": {orjson.dumps(name).decode()}, "{key}": {arguments}}}'
 
 
 def _text(text: str) -> str:
@@ -128,4 +125,4 @@ class BareObjects(ToolFormat):
         return at_start(f"calls: call{more}\n{call_rules(tools, self.key)}", "{<", free=free)
 
     def write(self, name: str, arguments: str) -> str:
-        return call_object(name, arguments, self.key)
+        return _call_object(name, arguments, self.key)
