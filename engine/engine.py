@@ -5,46 +5,35 @@ The engine process, the offline `LLM` and the benchmarks all drive it.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, RequestError
-from weft.engine.memory.index_events import IndexEvents
-from weft.engine.memory.page_ledger import PageLedger
+from weft.engine.memory.index_events import IndexEvents, PageLedger
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.tier_setup import make_tiers, open_store
 from weft.engine.model.weights import Weights
-from weft.engine.progress import Phases, Progress
+from weft.engine.progress import Phases, Progress, notice
 from weft.engine.ranks.group import Ranks
 from weft.engine.ranks.loading import Loading
 from weft.engine.runner.device.compile_job import CompileJob
 from weft.engine.runner.device.energy_meter import EnergyMeter, energy_counter
 from weft.engine.runner.iteration.cost_shares import CostShares
 from weft.engine.runner.options.budget import memory_budget
-from weft.engine.scheduling.arrivals import Arrivals
+from weft.engine.scheduling import features
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.energy_ledger import EnergyLedger
+from weft.engine.scheduling.events import Outbox
 from weft.engine.scheduling.fairness import Fairness
-from weft.engine.scheduling.features import (
-    CompiledGrammars,
-    EnergyCharges,
-    KvEvents,
-    NonfiniteWarning,
-    PageReports,
-    PlanPreparation,
-    RankCheck,
-    TierTransfers,
-)
 from weft.engine.scheduling.grammars import Grammars
 from weft.engine.scheduling.late_launch import LateLaunch
 from weft.engine.scheduling.listeners import Listener, Listeners
 from weft.engine.scheduling.loop import Loop
-from weft.engine.scheduling.outbox import Outbox
+from weft.engine.scheduling.request import Arrivals
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
 from weft.engine.scheduling.slots import SlotTable
@@ -59,23 +48,15 @@ BLOCKED_SECONDS = 0.005
 
 
 class Engine:
-    """Loads a model and serves requests one iteration at a time.
-
-    Pass `compiling` and `ranks` if they have been started already; otherwise they are started here if needed.
-    `exchange` holds weights shared with other engines. The constructor raises `WeftError`, with one clear line, if the
-    model or the options cannot work.
-    """
+    """Loads a model and serves requests one iteration at a time. Pass `compiling` and `ranks` if they have been started
+    already; otherwise they are started here if needed. `exchange` holds weights shared with other engines. The
+    constructor raises `WeftError`, with one clear line, if the model or the options cannot work."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        progress: Progress | None = None,
-        compiling: CompileJob | None = None,
-        ranks: Ranks | None = None,
-        exchange: WeightExchange | None = None,
-    ) -> None:
-        self.ranks = ranks or Ranks.begin(config)
-        """The follower ranks of tensor parallelism."""
+        self, config: EngineConfig, progress: Progress | None = None, compiling: CompileJob | None = None,
+        ranks: Ranks | None = None, exchange: WeightExchange | None = None,
+    ) -> None:  # fmt: skip
+        self.ranks = ranks or Ranks.begin(config)  # the follower ranks of tensor parallelism
         try:
             self._start(self.ranks.config if self.ranks is not None else config, progress, compiling, exchange)
         except BaseException:
@@ -113,15 +94,9 @@ class Engine:
         self._events = IndexEvents(index, publisher, config.page_size) if publisher is not None else None
         pool = PagePool(num_pages, config.page_size, index, config.pinned_cache_share)
         self.tiers = make_tiers(
-            config,
-            resolved.kv,
-            pool,
-            store if loaded.stores else None,
-            self.runner.copy_engine,
-            loaded.make_store,
-            own.shard_of.ranks,
-            resolved.packed,
-        )
+            config, resolved.kv, pool, store if loaded.stores else None, self.runner.copy_engine, loaded.make_store,
+            own.shard_of.ranks, resolved.packed,
+        )  # fmt: skip
         self.scheduler = self._scheduler_of(pool)
         self._work = self._cost_shares(weights.num_bytes)
         self.energy, self._why_unmetered = self._metered()
@@ -135,12 +110,11 @@ class Engine:
             seed=config.seed,
         )
         self._outbox = Outbox()
-        self._page_reports: PageReports | None = None
+        self._page_reports: features.PageReports | None = None
         self.listeners = Listeners(self._features())
         self.loop = Loop(self.scheduler, self.runner, self.listeners, depth=1 if config.async_scheduling else 0)
         phases.end()
-        self.start_seconds = phases.seconds
-        """Seconds of each phase of the start that reports progress."""
+        self.start_seconds = phases.seconds  # seconds of each phase of the start that reports progress
         self.load_seconds = time.perf_counter() - begin
 
     def _launches_late(self) -> bool:
@@ -165,7 +139,6 @@ class Engine:
         )
 
     def _cost_shares(self, weight_bytes: int) -> CostShares:
-        """`weight_bytes` are those of rank 0's shard."""
         kv = self.resolved.kv
         token_bytes = kv.page_bytes // (kv.page_size * self.spec.num_layers)
         own = self.spec.shard(0, self.config.tensor_parallel_size)
@@ -182,7 +155,7 @@ class Engine:
         )  # fmt: skip
         if resolved.plan is not None:
             keeper.limit.cost.observe_plan(resolved.plan, self.spec.num_layers)
-        print(f"weft: {keeper}", file=sys.stderr, flush=True)
+        notice(str(keeper))
         return keeper
 
     def _metered(self) -> tuple[EnergyLedger | None, str]:
@@ -199,49 +172,40 @@ class Engine:
     def _features(self) -> Iterator[Listener]:
         """Yield the features that are on, in the order in which hooks run."""
         outbox, share = self._outbox, self.config.share
-        yield CompiledGrammars(self.grammars, self.scheduler, outbox)
+        yield features.CompiledGrammars(self.grammars, self.scheduler, outbox)
         yield from given(self._late, lambda late: late)
-        yield NonfiniteWarning(self.scheduler)
-        yield from given(self.tiers, lambda tiers: TierTransfers(tiers, self.drain_in_flight))
-        yield from given(self.energy, lambda ledger: EnergyCharges(ledger, outbox, shares_device=share.models > 1))
+        yield features.NonfiniteWarning(self.scheduler)
+        yield from given(self.tiers, lambda tiers: features.TierTransfers(tiers, self.drain_in_flight))
+        yield from given(
+            self.energy, lambda ledger: features.EnergyCharges(ledger, outbox, shares_device=share.models > 1)
+        )
         if self.config.adaptive_limit:
             # Ahead of the chunk keeper, which forgets the iteration.
             yield SlotLimitKeeper.of(self.config, self.scheduler)
         yield from given(self.scheduler.chunk_keeper, lambda keeper: keeper)
-        yield from given(self._events, KvEvents)
-        yield from given(self.runner.preparation, lambda p: PlanPreparation(p, lambda: self.has_work, outbox))
-        yield from given(self.ranks, RankCheck)
+        yield from given(self._events, features.KvEvents)
+        yield from given(self.runner.preparation, lambda p: features.PlanPreparation(p, lambda: self.has_work, outbox))
+        yield from given(self.ranks, features.RankCheck)
 
     def describe(self) -> EngineReady:
         resolved, preparation = self.resolved, self.runner.preparation
         return EngineReady(
-            model_type=self.spec.architecture,
-            num_parameters=self.spec.num_parameters,
-            dtype=str(resolved.compute_dtype).removeprefix("torch."),
-            device=str(resolved.device),
-            vocab_size=self.spec.vocab_size,
-            max_model_len=resolved.max_model_len,
-            page_size=self.config.page_size,
-            num_pages=self.runner.num_pages,
-            max_num_seqs=resolved.max_num_seqs,
-            slot_limit=self.scheduler.slots.limit,
-            max_num_batched_tokens=resolved.max_num_batched_tokens,
-            eos_token_ids=self.spec.eos_token_ids,
-            load_seconds=self.load_seconds,
-            hidden_size=self.spec.hidden_size,
-            memory=self._memory,
-            energy_source=self.energy.source if self.energy is not None else "",
-            energy_missing=self._why_unmetered,
+            model_type=self.spec.architecture, num_parameters=self.spec.num_parameters,
+            dtype=str(resolved.compute_dtype).removeprefix("torch."), device=str(resolved.device),
+            vocab_size=self.spec.vocab_size, max_model_len=resolved.max_model_len, page_size=self.config.page_size,
+            num_pages=self.runner.num_pages, max_num_seqs=resolved.max_num_seqs, slot_limit=self.scheduler.slots.limit,
+            max_num_batched_tokens=resolved.max_num_batched_tokens, eos_token_ids=self.spec.eos_token_ids,
+            load_seconds=self.load_seconds, hidden_size=self.spec.hidden_size, memory=self._memory,
+            energy_source=self.energy.source if self.energy is not None else "", energy_missing=self._why_unmetered,
             plan=preparation.stats if preparation is not None else PlanStats(),
             threads=resolved.cpu_threads if resolved.device.type == "cpu" else 0,
-            model_id=self.scheduler.pool.index.model_id,
-            prefetches=self.tiers is not None,
-        )
+            model_id=self.scheduler.pool.index.model_id, prefetches=self.tiers is not None,
+        )  # fmt: skip
 
     def pages(self) -> bytes:
         """Return brief keys of the pages in the prefix index. From then on, `stats` reports the changes."""
         if self._page_reports is None:
-            self._page_reports = PageReports(PageLedger(self.scheduler.pool.index))
+            self._page_reports = features.PageReports(PageLedger(self.scheduler.pool.index))
             self.listeners.add(self._page_reports)
         return self._page_reports.ledger.all()
 
@@ -290,11 +254,9 @@ class Engine:
         return self.runner.sleepable is not None and self.runner.sleepable.asleep
 
     def sleep(self) -> int:
-        """Free the memory of weights and KV pages, and return its bytes. No request may be open.
-
-        Pages that a lower tier holds stay there; the others are dropped. Raises `WeftError` or `OSError` if the engine
-        cannot sleep; then only pages are lost.
-        """
+        """Free the memory of weights and KV pages, and return its bytes. No request may be open. Pages that a lower
+        tier holds stay there; the others are dropped. Raises `WeftError` or `OSError` if the engine cannot sleep; then
+        only pages are lost."""
         assert not self.has_work
         sleepable = self.runner.sleepable
         if sleepable is None:
@@ -336,7 +298,7 @@ class Engine:
         """Requests are open, results are in flight, or events wait to be reported."""
         s = self.scheduler
         waiting = s.num_requests or self.grammars.num_compiling
-        return bool(waiting or self.loop.in_flight or s.has_events() or self._outbox.has_refusals)
+        return bool(waiting or self.loop.in_flight or s.has_events() or self._outbox.refused)
 
     def step(self) -> Outputs | None:
         """Schedule and launch the next iteration, then commit the one before it. Returns None if there is no news."""
@@ -359,18 +321,16 @@ class Engine:
     def _news(self, *, blocked: bool) -> Outputs | None:
         """Return reports that no iteration brings. If there are none and the engine is `blocked`, wait a moment."""
         news = [has_news() for has_news in self.listeners.has_news]
-        if any(news) or self._outbox.plan_moved or self._outbox.has_refusals or self.scheduler.has_events():
+        if any(news) or self._outbox.plan_moved or self._outbox.refused or self.scheduler.has_events():
             return self._outbox.outputs(self.scheduler.idle_events(), self.stats())
         if blocked:
             any(on_blocked(BLOCKED_SECONDS) for on_blocked in self.listeners.on_blocked)
         return None
 
     def launch_at(self) -> float:
-        """Return the `time.monotonic()` until which to delay the next `step` for late arrivals; 0 for no delay.
-
-        There is no delay if a new request could not join anyway. The caller must wait: the next launch counts as
-        delayed on purpose.
-        """
+        """Return the `time.monotonic()` until which to delay the next `step` for late arrivals; 0 for no delay. There
+        is no delay if a new request could not join anyway. The caller must wait: the next launch counts as delayed on
+        purpose."""
         if self._late is None:
             return 0.0
         in_flight = self.loop.in_flight
@@ -400,14 +360,8 @@ class Engine:
             iterations_pipelined=totals.pipelined,
             iterations_idle_seconds=totals.idle_seconds,
             log_lines_dropped=dropped_lines(),
-            **self._stats(),
+            **{field: value for stats in self.listeners.stats for field, value in stats().items()},
         )
-
-    def _stats(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        for stats in self.listeners.stats:
-            fields.update(stats())
-        return fields
 
     def drain_in_flight(self) -> None:
         """Commit what is in flight, so that its fences pass, and end all transfers."""
@@ -417,7 +371,6 @@ class Engine:
             drain()
 
     def close(self) -> None:
-        """Close every feature, the runner and the ranks."""
         for close in self.listeners.close:
             close()
         self.runner.close()

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
     from pydantic.fields import FieldInfo
 
-LONGEST = 80
-"""Maximum characters of a value in a message."""
+LONGEST = 80  # maximum characters of a value in a message
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 

@@ -106,9 +106,8 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Complete each prompt: text, or token ids in a list, a numpy array or a torch tensor; the rows of one with
-        two dimensions are a prompt each. One `SamplingParams` for all, or one each. Raises `RequestError`.
-        """
+        """Complete each prompt: text, or token ids in a list, a numpy array or a torch tensor; the rows of one with two
+        dimensions are a prompt each. One `SamplingParams` for all, or one each. Raises `RequestError`."""
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else _token_ids(p) for p in _several(prompts)]
         return self._run(ids, params, progress)
 

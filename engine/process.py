@@ -26,26 +26,11 @@ from weft.engine.progress import ProgressLines, progress_text
 from weft.engine.ranks.group import Ranks
 from weft.engine.runner.device.compile_job import CompileJob
 from weft.engine.runner.start.warm_start import WarmStart
+from weft.engine.wire import messages
 from weft.engine.wire.child import pin_to
 from weft.engine.wire.engine_socket import Clients
 from weft.engine.wire.heartbeat import ENGINE, HEARTBEAT_SECONDS, Heartbeat, Heartbeats
 from weft.engine.wire.log_sink import flush_lines, install
-from weft.engine.wire.messages import (
-    HANDLE_BITS,
-    AbortRequests,
-    AddRequest,
-    ClientGone,
-    EngineFailed,
-    Hello,
-    Outputs,
-    Prefetch,
-    Profile,
-    ResetPrefixCache,
-    Sleep,
-    SleepReply,
-    ToEngine,
-    Wake,
-)
 from weft.engine.wire.preloaded import receive_config
 from weft.engine.wire.stacks import write_stacks_to
 from weft.engine.wire.weight_exchange import COUNT as EXCHANGE_FDS
@@ -56,16 +41,12 @@ if TYPE_CHECKING:
     from weft.engine.profiling import Profiling
 
 IDLE_POLL_MS = int(1000 * HEARTBEAT_SECONDS)
-HELLO_WAIT_MS = 1000
-"""Milliseconds to wait for the first client, to report a failed start to it."""
+HELLO_WAIT_MS = 1000  # milliseconds to wait for the first client, to report a failed start to it
 FLUSH_POLL_MS = 100
 """Idle poll with KV tiers: the loop must process finished transfers, and notice the end of stdin in time."""
-FLUSH_PATIENCE_SECONDS = 4.5
-"""Seconds to store pages at the end; less than the daemon waits for this process."""
-PROFILE_SECONDS = 300.0
-"""Maximum seconds to start or write a profile."""
-COMPILE_SECONDS = 300.0
-"""Maximum seconds to compile a kernel that the warm-up has not compiled."""
+FLUSH_PATIENCE_SECONDS = 4.5  # seconds to store pages at the end; less than the daemon waits for this process
+PROFILE_SECONDS = 300.0  # maximum seconds to start or write a profile
+COMPILE_SECONDS = 300.0  # maximum seconds to compile a kernel that the warm-up has not compiled
 
 ENGINE_MODULES = ("weft.engine.engine",)
 GPU_MODULES = ("weft.engine.runner.cuda.cuda_runner", "weft.kernels.tuning.quick_timer")
@@ -73,10 +54,8 @@ GPU_MODULES = ("weft.engine.runner.cuda.cuda_runner", "weft.kernels.tuning.quick
 
 
 class _Ending(threading.Thread):
-    """Ends the process when stdin closes, because the daemon closed it or ended.
-
-    `patience` is how many seconds the loop then has to end by itself, so that an engine with KV tiers can store pages.
-    """
+    """Ends the process when stdin closes, because the daemon closed it or ended. `patience` is how many seconds the
+    loop then has to end by itself, so that an engine with KV tiers can store pages."""
 
     def __init__(self) -> None:
         super().__init__(name="weft-stdin", daemon=True)
@@ -98,17 +77,12 @@ class _MessageLoop:
     def __init__(
         self, clients: Clients, ending: _Ending, heartbeats: Heartbeats, row: int, headstart: WarmStart
     ) -> None:
-        self._clients = clients
-        self._ending = ending
-        self._headstart = headstart
-        self._heartbeats = heartbeats
-        self._row = row
+        self._clients, self._ending, self._headstart = clients, ending, headstart
+        self._heartbeats, self._row = heartbeats, row
         self._heartbeat = heartbeats.of(row)
-        self._open: dict[int, set[int]] = {}
-        """Open handles by client."""
+        self._open: dict[int, set[int]] = {}  # open handles by client
         self._profiling: Profiling | None = None
-        self._ready = False
-        """The engine has started, so its clients are connected."""
+        self._ready = False  # the engine has started, so its clients are connected
 
     def run(self, config: EngineConfig, stacks_fd: int, exchange_fds: Sequence[int]) -> int:
         self._heartbeat.stage("importing", self._heartbeats.start_timeout)
@@ -126,10 +100,15 @@ class _MessageLoop:
                 ranks.links.on_progress = self._heartbeat.still  # waiting for another rank is not a hang of this one
             compiling = CompileJob.begin(config if ranks is None else ranks.config)
             self._headstart.wait(ranks.check if ranks is not None else lambda: None)
-            from weft.engine.engine import Engine  # here, so that a failed import is reported as EngineFailed
+            from weft.engine.engine import Engine  # here, so that a failed import is reported
             from weft.engine.scheduling.features import StepHeartbeat
 
-            progress = _AnnouncedProgress(self._heartbeat, self._heartbeats.start_timeout)
+            lines = ProgressLines()
+
+            def progress(phase: str, done: int, total: int) -> None:
+                self._heartbeat.stage(progress_text(phase, done, total), self._heartbeats.start_timeout)
+                lines(phase, done, total)
+
             engine = Engine(config, progress, compiling, ranks, exchange)
             if ranks is not None:
                 ranks.links.on_progress = lambda: None  # from here on a separate thread runs the collectives
@@ -167,41 +146,40 @@ class _MessageLoop:
                 self._take(engine, client, message)
 
     def _idle_poll_ms(self, pause: float | None) -> int:
-        """`pause` is `Engine.pause`."""
         longest = FLUSH_POLL_MS if self._ending.patience else IDLE_POLL_MS
         return longest if pause is None else min(longest, int(1000 * pause))
 
-    def _take(self, engine: Engine, client: int, message: ToEngine) -> None:
+    def _take(self, engine: Engine, client: int, message: messages.ToEngine) -> None:
         match message:
-            case AddRequest() if client not in self._clients:
+            case messages.AddRequest() if client not in self._clients:
                 pass  # a message of a client can arrive after its `ClientGone`
-            case AddRequest():
+            case messages.AddRequest():
                 self._open.setdefault(client, set()).add(message.handle)
                 engine.add_or_refuse(message)
-            case AbortRequests():
+            case messages.AbortRequests():
                 self._abort(engine, client, message.handles)
-            case ResetPrefixCache():
+            case messages.ResetPrefixCache():
                 engine.reset_prefix_cache()
-                self._clients.send_all(Outputs(stats=engine.stats()))
-            case Prefetch():
+                self._clients.send_all(messages.Outputs(stats=engine.stats()))
+            case messages.Prefetch():
                 engine.prefetch(message.names)
-            case Profile():
+            case messages.Profile():
                 self._end_profiling()
                 self._begin_profiling(message)
-            case Sleep() | Wake():
+            case messages.Sleep() | messages.Wake():
                 self._clients.send(client, self._sleep_or_wake(engine, message))
-                self._clients.send_all(Outputs(stats=engine.stats()))
-            case Hello():
+                self._clients.send_all(messages.Outputs(stats=engine.stats()))
+            case messages.Hello():
                 ready = engine.describe()
                 self._clients.send(client, replace(ready, pages=engine.pages()) if message.pages else ready)
-            case ClientGone():
+            case messages.ClientGone():
                 self._clients.forget(message.client)
                 self._abort(engine, message.client, self._open.pop(message.client, ()))
 
-    def _sleep_or_wake(self, engine: Engine, message: Sleep | Wake) -> SleepReply:
+    def _sleep_or_wake(self, engine: Engine, message: messages.Sleep | messages.Wake) -> messages.SleepReply:
         """Before it sleeps, the engine aborts open requests: `Sleep` may arrive before the clients' aborts."""
         begun = time.monotonic()
-        sleeps = isinstance(message, Sleep)
+        sleeps = isinstance(message, messages.Sleep)
         self._heartbeat.stage("falling asleep" if sleeps else "waking", self._heartbeats.start_timeout)
         if sleeps:
             for client, handles in list(self._open.items()):
@@ -213,12 +191,12 @@ class _MessageLoop:
         try:
             size = engine.sleep() if sleeps else engine.wake()
         except (WeftError, OSError) as error:
-            return SleepReply(why_not=str(error))
+            return messages.SleepReply(why_not=str(error))
         finally:
             self._heartbeat()
-        return SleepReply(num_bytes=size, seconds=time.monotonic() - begun)
+        return messages.SleepReply(num_bytes=size, seconds=time.monotonic() - begun)
 
-    def _begin_profiling(self, message: Profile) -> None:
+    def _begin_profiling(self, message: messages.Profile) -> None:
         from weft.engine.profiling import Profiling
 
         self._heartbeat.stage("beginning a profile", PROFILE_SECONDS)
@@ -241,29 +219,15 @@ class _MessageLoop:
             engine.abort(handle)
         self._open.get(client, set()).difference_update(handles)
 
-    def _forget_finished(self, outputs: Outputs) -> None:
+    def _forget_finished(self, outputs: messages.Outputs) -> None:
         handles, _, finish = outputs.columns()
         for handle in handles[np.flatnonzero(finish)].tolist():
-            self._open.get(handle >> HANDLE_BITS, set()).discard(handle)
+            self._open.get(handle >> messages.HANDLE_BITS, set()).discard(handle)
 
     def _fail(self, why: str) -> int:
         self._clients.receive(0 if self._ready else HELLO_WAIT_MS)
-        self._clients.send_all(EngineFailed(why))
+        self._clients.send_all(messages.EngineFailed(why))
         return 1
-
-
-class _AnnouncedProgress:
-    """Reports the progress of the start on stderr and as the stage of the heartbeat."""
-
-    def __init__(self, heartbeat: Heartbeat, seconds: float) -> None:
-        """`seconds` is the maximum time of a part."""
-        self._heartbeat = heartbeat
-        self._seconds = seconds
-        self._lines = ProgressLines()
-
-    def __call__(self, phase: str, done: int, total: int) -> None:
-        self._heartbeat.stage(progress_text(phase, done, total), self._seconds)
-        self._lines(phase, done, total)
 
 
 def _announce_compiles(heartbeat: Heartbeat) -> None:

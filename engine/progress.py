@@ -12,11 +12,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 REPORT_SECONDS = 2.0
-LOADING = "loading weights"
-"""The phase that counts bytes."""
+LOADING = "loading weights"  # the phase that counts bytes
 GIB = 2**30
-UNLIMITED_WIDTH = 10_000
-"""Columns of output that is not a terminal."""
+UNLIMITED_WIDTH = 10_000  # columns of output that is not a terminal
 
 
 def for_stdout() -> Console:
@@ -63,7 +61,6 @@ class Phases:
             self._to(phase, done, total)
 
     def end(self) -> None:
-        """End the current phase."""
         now = self._clock()
         if self._phase is not None:
             self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
@@ -88,7 +85,7 @@ class ProgressLines:
         left = ""
         if 0 < done < total:
             left = f", about {max(1, round((now - self._begun) / done * (total - done)))} s left"
-        print(f"weft: {progress_text(phase, done, total, now - self._begun)}{left}", file=sys.stderr, flush=True)
+        notice(f"{progress_text(phase, done, total, now - self._begun)}{left}")
 
 
 class ProgressBar:

@@ -10,18 +10,15 @@ from weft.engine.memory.prefix_index import PrefixEntry
 
 class BlockAllocator:
     """A place is free, cached (it holds an entry's page and is evictable) or held (a transfer reads or writes it).
-
     `spared(entry)` returns whether the tier may lose its copy; `lose(entry)` takes the place from the entry. Victims
-    are the least recently used, retained pages last. The heaps of candidates are corrected when they are read.
-    """
+    are the least recently used, retained pages last. The heaps of candidates are corrected when they are read."""
 
     def __init__(
         self, capacity: int, spared: Callable[[PrefixEntry], bool], lose: Callable[[PrefixEntry], None]
     ) -> None:
         self.capacity = capacity
         self.evictions = 0
-        self._spared = spared
-        self._lose = lose
+        self._spared, self._lose = spared, lose
         self._free = dict.fromkeys(range(capacity - 1, -1, -1))
         """A stack that also supports removal of any place. Low numbers are handed out first."""
         self._entries: dict[int, PrefixEntry] = {}
@@ -112,7 +109,6 @@ class BlockAllocator:
                 return
 
     def evict_all(self) -> None:
-        """Evict every place that can be evicted."""
         left = -1
         while left != self.num_cached:
             left = self.num_cached
@@ -131,8 +127,7 @@ class _Candidates:
     """Heap of places that may be evicted, least recently used first."""
 
     def __init__(self) -> None:
-        self.heap: list[tuple[int, int]] = []
-        """(last use, place)."""
+        self.heap: list[tuple[int, int]] = []  # (last use, place)
         self._queued: set[int] = set()
 
     def push(self, used: int, place: int) -> None:

@@ -16,8 +16,7 @@ from weft.kernels.tiers import pack_pages as kernels
 
 STAGED_BYTES = 32 << 20
 BUFFERS = 2
-Places = Sequence[tuple[int, Tensor]]
-"""(GPU page, `[nbytes]` uint8 on the host)."""
+Places = Sequence[tuple[int, Tensor]]  # (GPU page, `[nbytes]` uint8 on the host)
 
 
 class _Buffer:
@@ -93,6 +92,5 @@ class CudaPacking:
         return unpacks
 
     def close(self) -> None:
-        """Wait for running copies."""
         self._outward.stream.synchronize()
         self._inward.stream.synchronize()

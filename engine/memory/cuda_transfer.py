@@ -21,13 +21,13 @@ from torch import Tensor
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.kv_layout import page_rows
 from weft.engine.memory.transfer import GIB, Copy, Gate, PageSizes, Pairs, map_host_pool, map_remainders
+from weft.engine.wire.cores import read_cpus
 from weft.kernels.formats.packed_page import PackedPage
 
 if TYPE_CHECKING:
     from weft.engine.memory.cuda_packing import CudaPacking
 
-PIN_CHUNK = GIB
-"""Bytes of the host pool to touch and register at once."""
+PIN_CHUNK = GIB  # bytes of the host pool to touch and register at once
 POLL_SECONDS = 1e-4
 
 
@@ -36,21 +36,15 @@ def _local_cpus(device: torch.device) -> set[int]:
     p: Any = torch.cuda.get_device_properties(device)
     address = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
     try:
-        text = (Path("/sys/bus/pci/devices") / address / "local_cpulist").read_text().strip()
-        cpus: set[int] = set()
-        for part in filter(None, text.split(",")):
-            first, _, last = part.partition("-")
-            cpus |= set(range(int(first), int(last or first) + 1))
+        cpus = read_cpus(Path("/sys/bus/pci/devices") / address / "local_cpulist")
     except (OSError, ValueError):
         return set()
     return cpus & os.sched_getaffinity(0)
 
 
 def _pin(memory: np.ndarray, device: torch.device) -> None:
-    """Touch the memory from threads on the GPU's NUMA node, so that it is allocated there, and page-lock it.
-
-    Raises `OutOfMemory`.
-    """
+    """Touch the memory from threads on the GPU's NUMA node, so that it is allocated there, and page-lock it. Raises
+    `OutOfMemory`."""
     cpus = _local_cpus(device)
 
     def pin(chunk: np.ndarray) -> int:
@@ -79,8 +73,7 @@ class CudaCopy:
         self.failed = False
         self.raw: list[int] = []
         self.unkept: list[int] = []
-        self.then: Callable[[], bool] | None = None
-        """Called once after `end`; returns False if it started more copies."""
+        self.then: Callable[[], bool] | None = None  # called once after `end`; returns False if it started more copies
 
     def done(self) -> bool:
         if not self.end.query():
@@ -94,11 +87,9 @@ class CudaCopy:
 
 
 class CudaCopyEngine:
-    """Copies of one direction run in order; the two directions overlap each other and compute.
-
-    A batch of pages to the host is spread over `gates`, each page waiting for its gate. With `form`, pages are packed
-    on their way to the host and unpacked on their way back.
-    """
+    """Copies of one direction run in order; the two directions overlap each other and compute. A batch of pages to the
+    host is spread over `gates`, each page waiting for its gate. With `form`, pages are packed on their way to the host
+    and unpacked on their way back."""
 
     def __init__(self, kv: Tensor, slots: int, gates: Sequence[Gate] = (), form: PackedPage | None = None) -> None:
         self._gates = gates

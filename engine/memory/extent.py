@@ -2,7 +2,7 @@
 
 An extent is valid if its header describes it and every check passes. The header is written after the payload is
 complete. Headers are contiguous, so that a start reads them in one sweep. Remainders are the ends of pages that could
-not be packed (see `remainders.py`); there are none if pages are not packed.
+not be packed (see `transfer.Remainders`); there are none if pages are not packed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from dataclasses import dataclass
 import xxhash
 
 from weft.engine.memory.prefix_index import PrefixIndex
-from weft.engine.memory.remainders import SHARE, remainders_for
-from weft.engine.memory.transfer import aligned
+from weft.engine.memory.transfer import SHARE, aligned, remainders_for
 
 MAGIC = b"weft-kv\0"
-VERSION = 2
-"""Version of the format and of the layout that kernels give a page: raise it when either changes."""
+VERSION = 2  # version of the format and of the layout that kernels give a page: raise it when either changes
 SUPERBLOCK_BYTES = 4096
 SALT_BYTES = 512
 """Maximum length of a salt. Pages with longer salts are not stored."""
@@ -29,7 +27,6 @@ _CHECKSUM_BYTES = 16
 
 
 def checksum(*parts: bytes | memoryview) -> bytes:
-    """Return the checksum of the concatenated parts."""
     digest = xxhash.xxh3_128()
     for part in parts:
         digest.update(part)
@@ -41,13 +38,10 @@ class Geometry:
     """The sizes of a file, and the owner of its pages."""
 
     page_tokens: int
-    payload_bytes: int
-    """Bytes of one page, unpadded."""
+    payload_bytes: int  # bytes of one page, unpadded
     num_extents: int
-    owner: bytes
-    """16-byte digest of the model's content, the page layout and the storage form."""
-    remainder_bytes: int = 0
-    """Bytes of one remainder, unpadded."""
+    owner: bytes  # 16-byte digest of the model's content, the page layout and the storage form
+    remainder_bytes: int = 0  # bytes of one remainder, unpadded
     num_remainders: int = 0
 
     @property
@@ -95,17 +89,8 @@ class Geometry:
 def pack_superblock(geometry: Geometry, epoch: int) -> bytes:
     """Headers of an older `epoch` are invalid: a reset has dropped them."""
     g = geometry
-    body = _SUPERBLOCK.pack(
-        MAGIC,
-        VERSION,
-        g.page_tokens,
-        g.payload_bytes,
-        g.num_extents,
-        epoch,
-        g.owner,
-        g.remainder_bytes,
-        g.num_remainders,
-    )
+    sizes = g.page_tokens, g.payload_bytes, g.num_extents
+    body = _SUPERBLOCK.pack(MAGIC, VERSION, *sizes, epoch, g.owner, g.remainder_bytes, g.num_remainders)
     return (body + checksum(body)).ljust(SUPERBLOCK_BYTES, b"\0")
 
 
@@ -126,15 +111,11 @@ class Record:
 
     key: bytes
     parent_key: bytes
-    tokens: bytes
-    """int32 ids."""
+    tokens: bytes  # int32 ids
     salt: str
-    payload: bytes = b""
-    """Checksum of the payload, set when written."""
-    serial: int = 0
-    """Write number: a larger one is newer."""
-    remainder: int = -1
-    """The remainder that holds the page's end; -1 if the extent holds the whole page."""
+    payload: bytes = b""  # checksum of the payload, set when written
+    serial: int = 0  # write number: a larger one is newer
+    remainder: int = -1  # the remainder that holds the page's end; -1 if the extent holds the whole page
 
     @property
     def storable(self) -> bool:

@@ -1,4 +1,4 @@
-"""`IndexEvents`: publishes every page that a tier gains or loses, from the changes that the prefix index records."""
+"""`IndexEvents`: publishes pages that a tier gains or loses; `PageLedger`: pages that entered or left the index."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ from functools import partial
 import numpy as np
 
 from weft.engine.memory.prefix_index import Change, PrefixEntry, PrefixIndex
-from weft.engine.wire.kv_events import (
-    SNAPSHOT_SECONDS,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    Event,
-    KvPublisher,
-)
+from weft.engine.wire.kv_events import SNAPSHOT_SECONDS, AllBlocksCleared, BlockRemoved, BlockStored, Event, KvPublisher
+from weft.engine.wire.messages import PageChanges
+from weft.engine.wire.page_keys import BRIEF
 
 MEDIA = {"page": "GPU", "host": "CPU", "extent": "DISK"}
 """The attribute of each tier's copy, and the medium that routers know. On a CPU device, pages are in "GPU" too."""
-AT_ONCE = 1000
-"""Changes per message of a snapshot."""
+AT_ONCE = 1000  # changes per message of a snapshot
 
 
 class IndexEvents:
@@ -29,8 +23,7 @@ class IndexEvents:
 
     def __init__(self, index: PrefixIndex, publisher: KvPublisher, page_size: int) -> None:
         self._index, self._publisher, self._page_size = index, publisher, page_size
-        self._next_snapshot = 0.0
-        """`time.monotonic()` before which no snapshot is published."""
+        self._next_snapshot = 0.0  # `time.monotonic()` before which no snapshot is published
         index.changes = []
 
     def flush(self) -> None:
@@ -101,3 +94,26 @@ def _stored(run: Sequence[PrefixEntry], medium: str, page_size: int) -> BlockSto
         lora_name=None,
         extra_keys=[(first.salt,), *[None] * (len(run) - 1)] if salted else None,
     )
+
+
+class PageLedger:
+    """Records the changes of an index. Only the last change of a page counts, so that a report can also be applied by
+    a client that has part of it already."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._moves: dict[bytes, bool] = {}
+        index.on_key = self._note
+
+    def _note(self, key: bytes, entered: bool) -> None:
+        self._moves[key] = entered
+
+    def all(self) -> bytes:
+        return b"".join([entry.key[:BRIEF] for entry in self._index.entries()])
+
+    def take(self) -> PageChanges:
+        moves, self._moves = self._moves, {}
+        return PageChanges(
+            b"".join([key[:BRIEF] for key, entered in moves.items() if entered]),
+            b"".join([key[:BRIEF] for key, entered in moves.items() if not entered]),
+        )

@@ -21,14 +21,11 @@ from weft.kernels.formats.packed_page import PackedPage
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """`[page][layer][plane][token][kv_head][head_dim]` of `dtype`. Grouped-query attention has two planes, K and V.
-
-    Layers of different shapes (`mixed`) follow each other in the page, each in this order.
-    """
+    Layers of different shapes (`mixed`) follow each other in the page, each in this order."""
 
     num_layers: int
     planes: int
-    page_size: int
-    """Tokens per page."""
+    page_size: int  # tokens per page
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
@@ -54,11 +51,8 @@ class KvLayout:
 
     @property
     def _mixed_offsets(self) -> tuple[list[int], int]:
-        """Offset of each layer in a page, and the values per page.
-
-        Layers and pages start at multiples of the layer's size, so that the pool can be viewed as an array of layers
-        of that size.
-        """
+        """Offset of each layer in a page, and the values per page. Layers and pages start at multiples of the layer's
+        size, so that the pool can be viewed as an array of layers of that size."""
         sizes = [self.planes * self.page_size * heads * width for heads, width in self.mixed]
         begins, end = [], 0
         for size in sizes:

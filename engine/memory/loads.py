@@ -4,43 +4,36 @@ how much of a prefix is worth loading."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry
 
-SMOOTHING = 0.2
-"""Weight of the newest measurement."""
+SMOOTHING = 0.2  # weight of the newest measurement
 PRIOR_HOST_BYTES_PER_SECOND = 10e9
 PRIOR_SSD_BYTES_PER_SECOND = 1e9
 
 
+@dataclass(eq=False, slots=True)
 class PageLoad:
     """A load into GPU page `page`, which it holds until its last copy has ended."""
 
-    __slots__ = ("begun", "entry", "page", "tier", "waiters")
-
-    def __init__(self, entry: PrefixEntry, page: int, tier: str, begun: float) -> None:
-        self.entry = entry
-        self.page = page
-        self.tier = tier
-        """Source tier: 'host' or 'ssd'."""
-        self.begun = begun
-        """Start in monotonic seconds."""
-        self.waiters: list[Loading] = []
+    entry: PrefixEntry
+    page: int
+    tier: str  # source tier: 'host' or 'ssd'
+    begun: float  # start in monotonic seconds
+    waiters: list[Loading] = field(default_factory=list)
 
 
+@dataclass(eq=False, slots=True)
 class Loading:
     """A request's wait for loads, including those that other requests started."""
 
-    __slots__ = ("entries", "failed", "remaining", "slot")
-
-    def __init__(self, slot: int, entries: list[PrefixEntry]) -> None:
-        self.slot = slot
-        """Slot of the request; -1 once it has left the slot."""
-        self.entries = entries
-        self.remaining = 0
-        self.failed = False
+    slot: int  # slot of the request; -1 once it has left the slot
+    entries: list[PrefixEntry]
+    remaining: int = 0
+    failed: bool = False
 
     def wait_for(self, load: PageLoad) -> None:
         load.waiters.append(self)
@@ -51,21 +44,16 @@ class LoadSpeeds:
     """Measured speeds of the tiers and of prefill."""
 
     def __init__(self, page_bytes: int, page_size: int) -> None:
-        self._page_bytes = page_bytes
-        self._page_size = page_size
-        self._bytes_per_second = {"host": PRIOR_HOST_BYTES_PER_SECOND, "ssd": PRIOR_SSD_BYTES_PER_SECOND}
+        self._page_bytes, self._page_size = page_bytes, page_size
+        self.bytes_per_second = {"host": PRIOR_HOST_BYTES_PER_SECOND, "ssd": PRIOR_SSD_BYTES_PER_SECOND}
         self._measured: set[str] = set()
         self._prefill_tokens_per_second = 0.0
-
-    @property
-    def bytes_per_second(self) -> dict[str, float]:
-        return dict(self._bytes_per_second)
 
     def moved(self, tier: str, pages: int, seconds: float) -> None:
         """Record how long a batch of page loads from a tier took."""
         if seconds > 0:
             rate, weight = pages * self._page_bytes / seconds, SMOOTHING if tier in self._measured else 1.0
-            self._bytes_per_second[tier] += weight * (rate - self._bytes_per_second[tier])
+            self.bytes_per_second[tier] += weight * (rate - self.bytes_per_second[tier])
             self._measured.add(tier)
 
     def computed(self, tokens: int, seconds: float, full: bool) -> None:
@@ -80,11 +68,9 @@ class LoadSpeeds:
 
     def worthwhile(self, entries: Sequence[PrefixEntry], busy_pages: dict[str, int], busy_tokens: int) -> int:
         """Return how many entries of a chain to load so that loading them and computing the rest ends soonest.
-
         `busy_pages` are the pages per tier already loading and `busy_tokens` the prompt tokens already queued; both
         come first. A load that ends before the processor is free costs nothing. All are used before a prefill was
-        measured.
-        """
+        measured."""
         rate = self._prefill_tokens_per_second
         if not rate or all(e.page != NOWHERE for e in entries):
             return len(entries)
@@ -94,7 +80,7 @@ class LoadSpeeds:
         loading = np.full(len(entries), busy_tokens / rate)
         for tier, pages in (("host", away), ("ssd", from_ssd)):
             ahead = busy_pages[tier] + np.cumsum(pages)
-            seconds = ahead * self._page_bytes / self._bytes_per_second[tier]
+            seconds = ahead * self._page_bytes / self.bytes_per_second[tier]
             loading = np.maximum(loading, np.where(np.cumsum(pages) > 0, seconds, 0.0))
         saved = np.arange(1, len(entries) + 1) * self._page_size / rate
         gain = np.concatenate(([-busy_tokens / rate], saved - loading))

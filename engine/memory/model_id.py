@@ -20,10 +20,9 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 def model_id(config: EngineConfig, layout: KvLayout, spec: ModelSpec, dtype: torch.dtype, max_positions: int) -> str:
     """Return a digest of the configuration, the weights, the computation and the page layout. Raises `ModelError`.
-
     `dtype` is that of activations. `max_positions` matters because some ropes depend on it. Weights can be hundreds of
-    gigabytes, so only each file's header, size, modification time and samples count. Dummy weights count by their seed.
-    """
+    gigabytes, so only each file's header, size, modification time and samples count. Dummy weights count by their
+    seed."""
     digest = xxhash.xxh3_128()
     path = config.model_path
     digest.update(str(dtype).encode())

@@ -19,22 +19,16 @@ from weft.engine.memory.retention import RetainedPages
 
 Pages = npt.NDArray[np.int32]
 DUMMY_PAGE = 0
-EVICTION_SCAN = 256
-"""Idle pages to search for one that its chain can spare."""
+EVICTION_SCAN = 256  # idle pages to search for one that its chain can spare
 
 
 class PagePool:
-    """Pages `1 … num_pages - 1`. Single-threaded: only the scheduler touches it.
-
-    A copy to or from another tier holds a reference to its page, so that the page cannot be reused before the copy's
-    event has passed.
-    """
+    """Pages `1 … num_pages - 1`. Single-threaded: only the scheduler touches it. A copy to or from another tier holds a
+    reference to its page, so that the page cannot be reused before the copy's event has passed."""
 
     def __init__(self, num_pages: int, page_size: int, index: PrefixIndex, retained_share: float = 0.5) -> None:
         """`retained_share` is the maximum share of pages that may be retained."""
-        self.num_pages = num_pages
-        self.page_size = page_size
-        self.index = index
+        self.num_pages, self.page_size, self.index = num_pages, page_size, index
         self.evictions = 0
         self.idle_clock = -1
         """Pages last used at or before this time of the index's clock are idle: evict those with a lower copy first."""
@@ -47,15 +41,11 @@ class PagePool:
         index.on_retained_dropped = self.retention.drop
         self.ref = np.zeros(num_pages, np.int32)
         self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int32)  # a stack; low ids are allocated first
-        self._num_free = num_pages - 1
+        self.num_free = num_pages - 1
 
     @property
     def capacity(self) -> int:
         return self.num_pages - 1
-
-    @property
-    def num_free(self) -> int:
-        return self._num_free
 
     @property
     def num_cached(self) -> int:
@@ -64,7 +54,7 @@ class PagePool:
     @property
     def num_available(self) -> int:
         """Pages that `allocate` can return now: free ones, and cached ones without references."""
-        return self._num_free + self.num_cached
+        return self.num_free + self.num_cached
 
     @property
     def num_held(self) -> int:
@@ -74,10 +64,10 @@ class PagePool:
         """Return `count` pages with reference count 1, evicting cached ones as needed. Check `num_available` first."""
         if count > self.num_available:
             raise RuntimeError(f"{count} pages requested, {self.num_available} available")
-        while self._num_free < count:
+        while self.num_free < count:
             self._evict()
-        self._num_free -= count
-        pages = self._free[self._num_free : self._num_free + count].copy()
+        self.num_free -= count
+        pages = self._free[self.num_free : self.num_free + count].copy()
         self.ref[pages] = 1
         return pages
 
@@ -100,10 +90,8 @@ class PagePool:
         self.ref[page] += 1
 
     def release(self, pages: Pages, *, used: bool = True) -> None:
-        """Drop one reference to each page; `pages` are in token order.
-
-        Set `used` to False if no request used them: they stay as idle as before and are evicted next.
-        """
+        """Drop one reference to each page; `pages` are in token order. Set `used` to False if no request used them:
+        they stay as idle as before and are evicted next."""
         self.index.clock += used
         # Last page first: a child goes idle before its parent and is evicted before it.
         for page in (pages[::-1] if used else pages).tolist():
@@ -152,11 +140,9 @@ class PagePool:
             self._evict()
 
     def _evict(self) -> None:
-        """Free the least recently used idle page that its chain can spare.
-
-        Requests release their last page first, so the oldest is normally a leaf. Only after a failed load can none be
-        spared: then the oldest is evicted, and its children are unusable until it is computed again.
-        """
+        """Free the least recently used idle page that its chain can spare. Requests release their last page first, so
+        the oldest is normally a leaf. Only after a failed load can none be spared: then the oldest is evicted, and its
+        children are unusable until it is computed again."""
         # If all layers have windows, the oldest are first pages of requests that still run.
         idle = self._idle or self._retained
         oldest = islice(idle.items(), EVICTION_SCAN)
@@ -177,13 +163,13 @@ class PagePool:
         self._push(page)
 
     def _push(self, page: int) -> None:
-        self._free[self._num_free] = page
-        self._num_free += 1
+        self._free[self.num_free] = page
+        self.num_free += 1
 
     def check(self) -> None:
         """Raise `AssertionError` unless each page is one of free, cached and held (docs/design.md invariant 4)."""
-        free = self._free[: self._num_free]
-        assert len(np.unique(free)) == self._num_free, "a page is free twice"
+        free = self._free[: self.num_free]
+        assert len(np.unique(free)) == self.num_free, "a page is free twice"
         assert DUMMY_PAGE not in free, "the dummy page is free"
         assert not self.ref[free].any(), "a free page is referenced"
         idle = np.array([*self._idle, *self._retained], np.int32)

@@ -8,6 +8,7 @@ page is: on the GPU, in a host slot, in an SSD extent, or in several of these.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,36 +20,23 @@ Tokens = npt.NDArray[np.int32]
 NOWHERE = -1
 
 
+@dataclass(eq=False, slots=True)
 class PrefixEntry:
     """One full page. `parent` is the entry of the page before it, None for a first page."""
 
-    __slots__ = (
-        "children", "extent", "host", "key", "on_ssd", "page", "parent", "retained_until", "salt", "spilled", "stored",
-        "tokens", "used",
-    )  # fmt: skip
-
-    def __init__(self, key: bytes, parent: PrefixEntry | None, tokens: bytes, salt: str) -> None:
-        self.key = key
-        self.parent = parent
-        self.tokens = tokens
-        self.salt = salt
-        self.page = NOWHERE
-        """GPU page, or `NOWHERE`."""
-        self.host = NOWHERE
-        """Slot of the host pool, or `NOWHERE`."""
-        self.extent = NOWHERE
-        """Extent of the SSD store, or `NOWHERE`."""
-        self.used = 0
-        """The index's clock at the last use of the chain."""
-        self.spilled = -1
-        """The value of `used` when it was last stored because it was idle."""
-        self.retained_until = 0.0
-        """Monotonic seconds until which the page is evicted last; 0 if it is not retained."""
-        self.children = 0
-        self.stored = 0
-        """Children that are in a lower tier."""
-        self.on_ssd = 0
-        """Children that are on the SSD."""
+    key: bytes
+    parent: PrefixEntry | None
+    tokens: bytes
+    salt: str
+    page: int = NOWHERE  # GPU page, or `NOWHERE`
+    host: int = NOWHERE  # slot of the host pool, or `NOWHERE`
+    extent: int = NOWHERE  # extent of the SSD store, or `NOWHERE`
+    used: int = 0  # the index's clock at the last use of the chain
+    spilled: int = -1  # the value of `used` when it was last stored because it was idle
+    retained_until: float = 0.0  # monotonic seconds until which the page is evicted last; 0 if it is not retained
+    children: int = 0
+    stored: int = 0  # children that are in a lower tier
+    on_ssd: int = 0  # children that are on the SSD
 
     @property
     def lower(self) -> bool:
@@ -81,8 +69,7 @@ class Change(NamedTuple):
     """A tier has gained or lost its copy of an entry."""
 
     entry: PrefixEntry
-    tier: str
-    """The attribute with the copy's location: "page", "host" or "extent"."""
+    tier: str  # the attribute with the copy's location: "page", "host" or "extent"
     there: bool
 
 
@@ -135,14 +122,11 @@ class PrefixIndex:
         return page_keys.chain(parent, tokens)
 
     def keys(self, tokens: Tokens, page_size: int, salt: str) -> list[bytes]:
-        """Return keys of the full pages of `tokens`, first page first."""
         return page_keys.page_keys(self.root(salt), tokens, page_size, self.chain)
 
     def match(self, tokens: Tokens, keys: list[bytes], page_size: int, salt: str) -> list[PrefixEntry]:
         """Return the longest chain of entries that holds the beginning of `tokens`, in any tiers, one entry per page.
-
-        Pass only as many keys as may be reused: at least one token must be left to compute.
-        """
+        Pass only as many keys as may be reused: at least one token must be left to compute."""
         found: list[PrefixEntry] = []
         parent: PrefixEntry | None = None
         for i, key in enumerate(keys):
@@ -156,10 +140,8 @@ class PrefixIndex:
         return found
 
     def publish(self, parent: PrefixEntry | None, key: bytes, tokens: bytes, salt: str) -> PrefixEntry | None:
-        """Return the entry of these tokens after `parent`, creating one without a location if needed.
-
-        None on a hash collision: other tokens have the key, and the chain cannot continue.
-        """
+        """Return the entry of these tokens after `parent`, creating one without a location if needed. None on a hash
+        collision: other tokens have the key, and the chain cannot continue."""
         entry = self._entries.get(key)
         if entry is not None:
             same = entry.parent is parent and entry.tokens == tokens and entry.salt == salt
@@ -240,7 +222,6 @@ class PrefixIndex:
             entry = parent
 
     def clear(self) -> list[PrefixEntry]:
-        """Drop all entries and return them."""
         entries = list(self._entries.values())
         self._entries.clear()
         if self.changes is not None:

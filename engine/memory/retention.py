@@ -20,8 +20,7 @@ class RetainedPages:
     def __init__(self, limit: int, on_release: Callable[[PrefixEntry], None]) -> None:
         """`on_release` is called with each entry that is no longer retained."""
         self.limit = limit
-        self.displaced = 0
-        """Pages released early in favor of others."""
+        self.displaced = 0  # pages released early in favor of others
         self._on_release = on_release
         self._entries: OrderedDict[PrefixEntry, None] = OrderedDict()
         """Least recently retained first; every page comes before its parent."""
@@ -33,10 +32,8 @@ class RetainedPages:
         return len(self._entries)
 
     def retain(self, chain: Sequence[PrefixEntry], until: Sequence[float]) -> int:
-        """Retain a chain, first page first, each page until its own time (monotonic seconds, non-increasing).
-
-        Returns how many of its pages are retained, which `limit` bounds.
-        """
+        """Retain a chain, first page first, each page until its own time (monotonic seconds, non-increasing). Returns
+        how many of its pages are retained, which `limit` bounds."""
         chain = chain[: self.limit]
         for entry, end in zip(reversed(chain), reversed(until[: len(chain)]), strict=True):
             entry.retained_until = max(entry.retained_until, end)
@@ -52,7 +49,6 @@ class RetainedPages:
         return len(chain)
 
     def expire(self, now: float) -> None:
-        """Release pages whose time is over."""
         while self._ends and self._ends[0][0] <= now:
             entry: PrefixEntry | None = heapq.heappop(self._ends)[2]
             while entry is not None:

@@ -12,25 +12,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from weft.engine.memory.extent import Record, checksum
-from weft.engine.memory.remainders import Remainders
 from weft.engine.memory.store_file import StoreFile, StoreUnavailable, reason_of
-from weft.engine.memory.transfer import Bytes
+from weft.engine.memory.transfer import Bytes, Remainders
 
 READERS, WRITERS = 8, 4
-WATCH_SECONDS = 2.0
-"""Seconds between checks that the file has not been removed."""
+WATCH_SECONDS = 2.0  # seconds between checks that the file has not been removed
 
 
 class Outcome(enum.Enum):
     PENDING = enum.auto()
     DONE = enum.auto()
-    LOST = enum.auto()
-    """The extent does not match its header, or there was no remainder for the page."""
-    BROKEN = enum.auto()
-    """The device failed, so the tier must be switched off."""
+    LOST = enum.auto()  # the extent does not match its header, or there was no remainder for the page
+    BROKEN = enum.auto()  # the device failed, so the tier must be switched off
 
 
 class Job:
@@ -38,8 +34,7 @@ class Job:
 
     def __init__(self) -> None:
         self.outcome = Outcome.PENDING
-        self.begun: float | None = None
-        """Start in monotonic seconds; None while queued."""
+        self.begun: float | None = None  # start in monotonic seconds; None while queued
         self.reason = ""
         self.raw = False
         """The page could not be packed. Valid once the outcome is set."""
@@ -48,8 +43,7 @@ class Job:
 class Store(Protocol):
     """The store of an SSD tier, as `Tiers` uses it. The caller assigns extents `0 … num_extents - 1` to pages."""
 
-    on_done: Callable[[], None]
-    """Called on any thread when a job has ended."""
+    on_done: Callable[[], None]  # called on any thread when a job has ended
 
     @property
     def num_extents(self) -> int: ...
@@ -57,34 +51,26 @@ class Store(Protocol):
     @property
     def gone(self) -> str | None:
         """Why written pages would be lost with this process; None if they would not."""
-        ...
 
     def scan(self) -> list[tuple[int, Record]]:
         """Return extents with valid headers, oldest first. Call once, before any write."""
-        ...
 
     def write(self, extent: int, record: Record, slot: int) -> Job:
         """Write the host slot's page to the extent and drop its old content. LOST if no remainder is free."""
-        ...
 
     def read(self, extent: int, slot: int) -> Job:
         """Read the extent's page into the host slot and verify its checksum."""
-        ...
 
     def erase(self, extent: int) -> None:
         """Drop one extent permanently, in the background."""
-        ...
 
     def reset(self) -> None:
         """Drop every extent permanently. Raises `StoreUnavailable` if the device fails."""
-        ...
 
     def close(self) -> None: ...
 
 
-class _Task(NamedTuple):
-    job: Job
-    work: Callable[[Job], Outcome]
+Task = tuple[Job, Callable[[Job], Outcome]]
 
 
 class SsdStore:
@@ -101,9 +87,9 @@ class SsdStore:
         self._checksums: dict[int, bytes] = {}
         self._serial = 0
         self.on_done: Callable[[], None] = lambda: None
-        self._reads: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         # Each extent has one writer, so its writes run in order.
-        self._writes: list[queue.SimpleQueue[_Task | None]] = [queue.SimpleQueue() for _ in range(WRITERS)]
+        self._writes: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue() for _ in range(WRITERS)]
         queues = [self._reads] * READERS + self._writes
         self._threads = [threading.Thread(target=self._work, args=(q,), name="weft-ssd", daemon=True) for q in queues]
         for thread in self._threads:
@@ -184,8 +170,8 @@ class SsdStore:
         return None if remainder is None else self._ends[remainder]
 
     def _checksum(self, slot: int, end: memoryview | None) -> bytes:
-        parts = [self._slots[slot][: self._payload_bytes]]
-        return checksum(*parts, *([end[: self.file.geometry.remainder_bytes]] if end is not None else []))
+        ends = [] if end is None else [end[: self.file.geometry.remainder_bytes]]
+        return checksum(self._slots[slot][: self._payload_bytes], *ends)
 
     def erase(self, extent: int) -> None:
         epoch = self.file.epoch
@@ -214,17 +200,17 @@ class SsdStore:
             return f"and {self.file.path} cannot be removed ({reason_of(error)}): remove it before the next start"
         return f"so {self.file.path} was removed"
 
-    def _submit(self, tasks: queue.SimpleQueue[_Task | None], work: Callable[[Job], Outcome]) -> Job:
+    def _submit(self, tasks: queue.SimpleQueue[Task | None], work: Callable[[Job], Outcome]) -> Job:
         job = Job()
-        tasks.put(_Task(job, work))
+        tasks.put((job, work))
         return job
 
-    def _work(self, tasks: queue.SimpleQueue[_Task | None]) -> None:
+    def _work(self, tasks: queue.SimpleQueue[Task | None]) -> None:
         while (task := tasks.get()) is not None:
-            job = task.job
+            job, work = task
             job.begun = time.monotonic()
             try:
-                outcome = task.work(job)
+                outcome = work(job)
             except OSError as error:
                 outcome, job.reason = Outcome.BROKEN, reason_of(error)
             job.outcome = outcome
@@ -246,9 +232,7 @@ class SsdStore:
 
 def chains(records: Sequence[tuple[int, Record]], root: Callable[[str], bytes]) -> list[tuple[int, Record]]:
     """Return the records whose whole chain is present, parents before children. The newest record of each key counts.
-
-    `root(salt)` is the parent key of first pages.
-    """
+    `root(salt)` is the parent key of first pages."""
     newest = {record.key: (extent, record) for extent, record in records}
     children: dict[bytes, list[tuple[int, Record]]] = {}
     for item in newest.values():

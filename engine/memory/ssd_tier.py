@@ -5,7 +5,6 @@ All bookkeeping runs on the scheduler's thread; the store's threads read and wri
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
@@ -20,12 +19,12 @@ from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry, PrefixIndex
 from weft.engine.memory.ssd_store import Job, Outcome, Store, chains
 from weft.engine.memory.store_file import StoreUnavailable
 from weft.engine.memory.transfer import PageSizes
+from weft.engine.progress import notice
 from weft.engine.wire.messages import TierStats
 
 MAX_READS, MAX_WRITES = 32, 32
 """Maximum concurrent jobs. Each holds a host slot, so a quarter of the host pool is a limit too."""
-SPILL_WRITES, SPILL_SCAN = 8, 256
-"""Idle pages to write at once, and to examine per iteration."""
+SPILL_WRITES, SPILL_SCAN = 8, 256  # idle pages to write at once, and to examine per iteration
 IO_TIMEOUT_SECONDS = 10.0
 
 
@@ -41,36 +40,24 @@ class _Write(NamedTuple):
     entry: PrefixEntry
     extent: int
     slot: int
-    idle: bool
-    """The page is written because it is idle."""
+    idle: bool  # the page is written because it is idle
 
 
 class SsdTier:
     """The SSD tier. `store` is None if there is no SSD, or once it was switched off after a failure.
-
-    `keep_on_host(entry, slot)` is called for pages that were read, `missed(load)` for pages that cannot be read.
-    """
+    `keep_on_host(entry, slot)` is called for pages that were read, `missed(load)` for pages that cannot be read."""
 
     def __init__(
-        self,
-        index: PrefixIndex,
-        host: BlockAllocator,
-        sizes: PageSizes,
-        store: Store | None,
-        speeds: LoadSpeeds,
-        keep_on_host: Callable[[PrefixEntry, int], None],
-        missed: Callable[[PageLoad], None],
-    ) -> None:
+        self, index: PrefixIndex, host: BlockAllocator, sizes: PageSizes, store: Store | None, speeds: LoadSpeeds,
+        keep_on_host: Callable[[PrefixEntry, int], None], missed: Callable[[PageLoad], None],
+    ) -> None:  # fmt: skip
         self.index, self.host, self.store, self._sizes = index, host, store, sizes
         self._speeds, self._keep_on_host, self._missed = speeds, keep_on_host, missed
         self.stats = TierStats()
         self.places = BlockAllocator(store.num_extents if store else 0, PrefixEntry.spared_by_ssd, self.lose)
-        self.unwritten: dict[PrefixEntry, None] = {}
-        """Entries on the host and not on the SSD, oldest first."""
-        self.staged: list[tuple[PageLoad, int]] = []
-        """(load, slot) of pages that were read, until the owner takes them."""
-        self._queue: deque[tuple[PageLoad, int]] = deque()
-        """(load, extent) waiting for a host slot."""
+        self.unwritten: dict[PrefixEntry, None] = {}  # entries on the host and not on the SSD, oldest first
+        self.staged: list[tuple[PageLoad, int]] = []  # (load, slot) of pages that were read, until the owner takes them
+        self._queue: deque[tuple[PageLoad, int]] = deque()  # (load, extent) waiting for a host slot
         self._reads: list[_Read] = []
         self._read_clock = 0.0
         self._writes: deque[_Write] = deque()
@@ -205,7 +192,6 @@ class SsdTier:
         return waits and time.monotonic() - (begun or 0.0) > IO_TIMEOUT_SECONDS
 
     def lose(self, entry: PrefixEntry) -> None:
-        """Take the extent from its entry."""
         extent = entry.extent
         self.places.forget(extent)
         self.index.set_extent(entry, NOWHERE)
@@ -229,7 +215,6 @@ class SsdTier:
 
     @property
     def num_on_both(self) -> int:
-        """Pages both on the host and on the SSD."""
         return self.host.num_cached - len(self.unwritten) if self.store is not None else 0
 
     def spill(self, idle: int) -> None:
@@ -302,7 +287,7 @@ class SsdTier:
         store, self.store = self.store, None
         if store is None:
             return
-        print(f"weft: SSD tier switched off: {reason}; serving continues without it", file=sys.stderr, flush=True)
+        notice(f"SSD tier switched off: {reason}; serving continues without it")
         self.stats.failures += 1
         self._abandoned += [(r.job, r.slot) for r in self._reads] + [(w.job, w.slot) for w in self._writes]
         missed = [r.load for r in self._reads] + [load for load, _ in self._queue]

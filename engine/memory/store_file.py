@@ -26,8 +26,7 @@ from weft.engine.memory.transfer import ALIGNMENT
 
 FILE_NAME = "pages.weft"
 LOCK_POLL_SECONDS = 0.05
-SCAN_BYTES = 4 << 20
-"""Bytes of headers to read at once."""
+SCAN_BYTES = 4 << 20  # bytes of headers to read at once
 
 T = TypeVar("T")
 
@@ -51,11 +50,9 @@ def _same_file(fd: int, path: Path) -> bool:
 
 
 def _open_locked(path: Path, flags: int, patience: float) -> int:
-    """Open the file and lock it for as long as it is open; the system releases the lock when the process ends.
-
-    The lock is on the file itself, so removing the path does not let others in. The process that holds it may be about
-    to end, so retry for `patience` seconds. Raises `ConfigError` if the file stays locked, or `OSError`.
-    """
+    """Open the file and lock it for as long as it is open; the system releases the lock when the process ends. The lock
+    is on the file itself, so removing the path does not let others in. The process that holds it may be about to end,
+    so retry for `patience` seconds. Raises `ConfigError` if the file stays locked, or `OSError`."""
     end = time.monotonic() + patience
     while True:
         fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
@@ -76,18 +73,15 @@ def _open_locked(path: Path, flags: int, patience: float) -> int:
 
 
 class StoreFile:
-    """The locked file of a store. It reads and writes whole extents, with O_DIRECT if the file system supports it.
-
-    With `geometry` None, the file is used as it is and not changed (`weft cache`). `patience` is how many seconds to
-    wait for another process that holds the lock. Raises `ConfigError` if it keeps the lock, `StoreUnavailable` if the
-    system refuses.
-    """
+    """The locked file of a store. It reads and writes whole extents, with O_DIRECT if the file system supports it. With
+    `geometry` None, the file is used as it is and not changed (`weft cache`). `patience` is how many seconds to wait
+    for another process that holds the lock. Raises `ConfigError` if it keeps the lock, `StoreUnavailable` if the system
+    refuses."""
 
     def __init__(self, directory: Path, geometry: Geometry | None, patience: float = 0.0) -> None:
         self.path = directory / FILE_NAME
         self._closed = True
-        self.reset_reason: str | None = None
-        """Why existing pages were dropped; None if there were none."""
+        self.reset_reason: str | None = None  # why existing pages were dropped; None if there were none
         if geometry is None:
             self._require_file()
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +12,12 @@ from weft.engine.errors import ConfigError
 from weft.engine.memory.extent import Geometry
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.memory.pages import PagePool
-from weft.engine.memory.remainders import SHARE, Remainders
 from weft.engine.memory.ssd_store import SsdStore, Store
 from weft.engine.memory.store_file import StoreFile, StoreUnavailable
 from weft.engine.memory.tiers import Tiers
-from weft.engine.memory.transfer import GIB, Bytes, CopyEngine, PageSizes, aligned
+from weft.engine.memory.transfer import GIB, SHARE, Bytes, CopyEngine, PageSizes, Remainders, aligned
 from weft.engine.model.spec import Shard
+from weft.engine.progress import notice
 from weft.kernels.formats.packed_page import PackedPage
 
 LOCK_PATIENCE_SECONDS = 6.0
@@ -28,17 +27,11 @@ MEMORY_SHARE = 0.9
 
 
 def open_store(
-    config: EngineConfig,
-    layout: KvLayout,
-    model_id: str,
-    shard: Shard,
-    packed: PackedPage | None,
+    config: EngineConfig, layout: KvLayout, model_id: str, shard: Shard, packed: PackedPage | None
 ) -> StoreFile | None:
-    """Open the file of the SSD tier. Returns None if it is not configured, or cannot be used, which is logged.
-
-    Each rank has its own file and its share of the space. Raises `ConfigError` if another daemon uses the file, or if
-    it is too small for a page.
-    """
+    """Open the file of the SSD tier. Returns None if it is not configured, or cannot be used, which is logged. Each
+    rank has its own file and its share of the space. Raises `ConfigError` if another daemon uses the file, or if it is
+    too small for a page."""
     if config.ssd_kv_path is None:
         return None
     directory = expanded(config.ssd_kv_path)
@@ -58,28 +51,22 @@ def open_store(
     try:
         file = StoreFile(directory, geometry, LOCK_PATIENCE_SECONDS)
     except StoreUnavailable as error:
-        print(f"weft: no SSD tier: {error}; serving continues without it", file=sys.stderr, flush=True)
+        notice(f"no SSD tier: {error}; serving continues without it")
         return None
     if file.reset_reason is not None:
-        print(f"weft: the KV store {file.path} was reset: {file.reset_reason}", file=sys.stderr, flush=True)
+        notice(f"the KV store {file.path} was reset: {file.reset_reason}")
     return file
 
 
 def make_tiers(
-    config: EngineConfig,
-    layout: KvLayout,
-    pool: PagePool,
-    file: StoreFile | None,
+    config: EngineConfig, layout: KvLayout, pool: PagePool, file: StoreFile | None,
     copy_engine: Callable[[int], CopyEngine],
-    make_store: Callable[[StoreFile, Bytes, Remainders | None], Store] = SsdStore,
-    ranks: int = 1,
+    make_store: Callable[[StoreFile, Bytes, Remainders | None], Store] = SsdStore, ranks: int = 1,
     packed: PackedPage | None = None,
-) -> Tiers | None:
-    """Create the tiers below a device's pool; None if none are configured.
-
-    `copy_engine` is `Runner.copy_engine`. `ranks` share the host's memory. `packed` is the form of pages in the tiers;
-    None for the device's form. Raises `ConfigError` or `OutOfMemory`.
-    """
+) -> Tiers | None:  # fmt: skip
+    """Create the tiers below a device's pool; None if none are configured. `copy_engine` is `Runner.copy_engine`.
+    `ranks` share the host's memory. `packed` is the form of pages in the tiers; None for the device's form. Raises
+    `ConfigError` or `OutOfMemory`."""
     if not config.host_kv_gib:
         return None
     sizes = PageSizes(layout.page_bytes, packed.nbytes if packed is not None else layout.page_bytes)

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.engine.memory.block_allocator import BlockAllocator
-from weft.engine.memory.idle_clock import IdleClock
 from weft.engine.memory.loads import Loading, LoadSpeeds, PageLoad
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry
@@ -29,49 +28,58 @@ from weft.engine.memory.transfer import Copy, CopyEngine
 from weft.engine.wire.messages import TierStats
 
 FLUSH_SECONDS = 3.0
-SPILL_PAGES, SPILL_SCAN = 16, 256
-"""Idle pages to store, and to examine, per iteration."""
+SPILL_PAGES, SPILL_SCAN = 16, 256  # idle pages to store, and to examine, per iteration
+IDLE_MARKS = 32  # marks of `IdleClock` over the idle time, which set the resolution
+
+
+class IdleClock:
+    """Finds the time of the prefix index's clock before which pages count as idle. With `seconds` 0, none ever do."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._marks: deque[tuple[float, int]] = deque()  # (monotonic seconds, clock), oldest first
+
+    def idle(self, now: float, clock: int) -> int:
+        """Return the index's clock at or before which a last use counts as idle; -1 if nothing is idle."""
+        if not self._seconds:
+            return -1
+        if not self._marks or now - self._marks[-1][0] >= self._seconds / IDLE_MARKS:
+            self._marks.append((now, clock))
+        while len(self._marks) > 1 and now - self._marks[1][0] >= self._seconds:
+            self._marks.popleft()
+        then, used = self._marks[0]
+        return used if now - then >= self._seconds else -1
 
 
 class _Out(NamedTuple):
     """Pages being copied to the host."""
 
     copy: Copy
-    moves: list[tuple[PrefixEntry, int, int]]
-    """(entry, page, slot)."""
+    moves: list[tuple[PrefixEntry, int, int]]  # (entry, page, slot)
 
 
 class _Back(NamedTuple):
     """Pages being copied to the GPU."""
 
     copy: Copy
-    moves: list[tuple[PageLoad, int]]
-    """(load, slot)."""
+    moves: list[tuple[PageLoad, int]]  # (load, slot)
 
 
 class Tiers:
     """The tiers below the GPU. Single-threaded, like the scheduler that owns it. `store` is None without an SSD."""
 
     def __init__(
-        self,
-        pool: PagePool,
-        copies: CopyEngine,
-        num_slots: int,
-        store: Store | None,
-        *,
-        ssd_configured: bool = False,
+        self, pool: PagePool, copies: CopyEngine, num_slots: int, store: Store | None, *, ssd_configured: bool = False,
         idle_seconds: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Pages unused for `idle_seconds` are stored in advance; 0 turns this off."""
         self.pool, self.index, self.copies = pool, pool.index, copies
         self.speeds = LoadSpeeds(copies.sizes.page, pool.page_size)
         self.host = BlockAllocator(num_slots, PrefixEntry.spared_by_host, self._lose_host)
-        self.ssd = SsdTier(self.index, self.host, copies.sizes, store, self.speeds, self._keep_on_host, self._missed)
+        self.ssd = SsdTier(self.index, self.host, copies.sizes, store, self.speeds, self._keep_on_host, self._end)
         self.index.on_spared = self._reconsider
-        self._coming: dict[PrefixEntry, PageLoad] = {}
-        """Loads to the GPU by entry."""
-        self._fresh: deque[PrefixEntry] = deque()
-        """Entries to write through, parents first."""
+        self._coming: dict[PrefixEntry, PageLoad] = {}  # loads to the GPU by entry
+        self._fresh: deque[PrefixEntry] = deque()  # entries to write through, parents first
         self._storing: set[PrefixEntry] = set()
         self._alone: dict[PrefixEntry, None] = {}
         """Entries on the GPU alone. It may contain some that no longer are."""
@@ -110,7 +118,6 @@ class Tiers:
             (self._stats if entry.host >= 0 else self.ssd.stats).prefetched += 1
 
     def coming(self, entry: PrefixEntry) -> PageLoad | None:
-        """Return the running load of an entry to the GPU, if there is one."""
         return self._coming.get(entry)
 
     def busy_pages(self) -> dict[str, int]:
@@ -160,10 +167,8 @@ class Tiers:
             self._outs.append(_Out(self.copies.out([(page, slot) for _, page, slot in moves]), moves))
 
     def _spill(self, now: float) -> None:
-        """Store some idle pages while nothing else moves, so that evicting them later loses nothing.
-
-        Each page is tried once after each use, so that full tiers do not swap.
-        """
+        """Store some idle pages while nothing else moves, so that evicting them later loses nothing. Each page is tried
+        once after each use, so that full tiers do not swap."""
         idle = self.pool.idle_clock = self._idle.idle(now, self.index.clock)
         if idle < 0 or self._backs or self._outs or self.ssd.num_reading:
             return
@@ -265,10 +270,7 @@ class Tiers:
                 self.host.unpin(slot)
                 self._end(load, back.copy.failed)
 
-    def _missed(self, load: PageLoad) -> None:
-        self._end(load, failed=True)
-
-    def _end(self, load: PageLoad, failed: bool) -> None:
+    def _end(self, load: PageLoad, failed: bool = True) -> None:
         del self._coming[load.entry]
         self.pool.release(np.array([load.page], np.int32))
         self._load_seconds.append((load.tier, time.monotonic() - load.begun))
@@ -326,10 +328,8 @@ class Tiers:
         return finished
 
     def flush(self, seconds: float) -> None:
-        """Store pages that no lower tier holds: on the host, then on the SSD, until `seconds` are over.
-
-        Call it only if no request is open, because it drops finished waits.
-        """
+        """Store pages that no lower tier holds: on the host, then on the SSD, until `seconds` are over. Call it only if
+        no request is open, because it drops finished waits."""
         end = time.monotonic() + seconds
         self.pump()
         while time.monotonic() < end:
@@ -354,7 +354,6 @@ class Tiers:
         self.copies.close()
 
     def stats(self) -> dict[str, TierStats]:
-        """Return totals since start, by tier."""
         both = {"host": (self._stats, self.host), "ssd": (self.ssd.stats, self.ssd.places)}
         for stats, places in both.values():
             stats.used, stats.capacity, stats.evictions = places.num_used, places.capacity, places.evictions

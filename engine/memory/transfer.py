@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -19,14 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.engine.errors import OutOfMemory
-from weft.engine.memory.remainders import Remainders, remainders_for
 
-ALIGNMENT = 4096
-"""Alignment in bytes of addresses, lengths and offsets for O_DIRECT."""
+ALIGNMENT = 4096  # alignment in bytes of addresses, lengths and offsets for O_DIRECT
 GIB = 2**30
-Pairs = Sequence[tuple[int, int]]
-"""(GPU page, host slot)."""
+Pairs = Sequence[tuple[int, int]]  # (GPU page, host slot)
 Bytes = npt.NDArray[np.uint8]
+SHARE = 32  # places (slots or extents) per remainder
 
 
 def aligned(size: int) -> int:
@@ -44,33 +43,85 @@ class PageSizes(NamedTuple):
         return self.page if raw else self.packed
 
 
+def remainders_for(places: int) -> int:
+    return -(-places // SHARE)
+
+
+class Remainders:
+    """Storage for the ends of pages that could not be packed, because slots and extents are sized for packed pages.
+    Such pages are rare, so there is storage for few (`remainders_for`); beyond that, a page is not kept. Assigns
+    remainders to places, which are numbers of slots or extents. Thread-safe. A place loses its remainder
+    when something else is written there (`drop`), not when it becomes free."""
+
+    def __init__(self, count: int, memory: Bytes | None = None, remainder_bytes: int = 0) -> None:
+        """`memory [count, stride]` holds remainders on the host, each in the first `remainder_bytes` of a row."""
+        self.memory = memory if memory is not None else np.empty((count, 0), np.uint8)
+        self.remainder_bytes = remainder_bytes
+        self._free = list(range(count - 1, -1, -1))
+        self._at: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def of(self, place: int) -> int | None:
+        """Return the remainder of a place; None if its page is packed or it has none."""
+        return self._at.get(place)
+
+    def bytes_of(self, place: int) -> Bytes | None:
+        """Return the memory `[remainder_bytes]` of a place's remainder, or None."""
+        remainder = self._at.get(place)
+        return None if remainder is None else self.memory[remainder, : self.remainder_bytes]
+
+    def take(self, place: int) -> int | None:
+        """Return the remainder of a place, assigning a free one if needed; None if none is free."""
+        with self._lock:
+            if place not in self._at:
+                if not self._free:
+                    return None
+                self._at[place] = self._free.pop()
+            return self._at[place]
+
+    def reserve(self, place: int) -> Bytes | None:
+        """Like `take`, but return the memory."""
+        self.take(place)
+        return self.bytes_of(place)
+
+    def claim(self, place: int, remainder: int) -> bool:
+        """Assign a remainder found at start to its place. Returns False if another place has it."""
+        with self._lock:
+            if remainder not in self._free:
+                return False
+            self._free.remove(remainder)
+            self._at[place] = remainder
+            return True
+
+    def drop(self, place: int) -> None:
+        """Free the remainder of a place, if it has one."""
+        with self._lock:
+            if (remainder := self._at.pop(place, None)) is not None:
+                self._free.append(remainder)
+
+
 class Copy(Protocol):
     """A running batch of page copies."""
 
     def done(self) -> bool:
         """Return whether the batch has completed or failed. Does not block."""
-        ...
 
     @property
     def failed(self) -> bool:
         """Whether it failed. Valid once `done()`."""
-        ...
 
     @property
     def raw(self) -> Collection[int]:
         """Slots of pages that could not be packed. Valid once `done()`."""
-        ...
 
     @property
     def unkept(self) -> Collection[int]:
         """Slots left empty although the batch has not failed: their pages could not be packed, and no remainder was
         free. Valid once `done()`."""
-        ...
 
     @property
     def seconds(self) -> float:
         """Seconds from the first byte to the last, including waits at gates. Valid once `done()`."""
-        ...
 
 
 class Gate(Protocol):
@@ -83,31 +134,25 @@ class CopyEngine(Protocol):
     @property
     def host(self) -> Bytes:
         """The host pool, `[slots, stride]` uint8, slots aligned to `ALIGNMENT`. A page takes `sizes.packed` bytes."""
-        ...
 
     @property
     def remainders(self) -> Remainders | None:
         """The ends of pages that could not be packed; None if pages are not packed at all."""
-        ...
 
     @property
     def sizes(self) -> PageSizes: ...
 
     def out(self, pairs: Pairs) -> Copy:
         """Start copies of device pages to host slots."""
-        ...
 
     def back(self, pairs: Pairs) -> Copy:
         """Start copies of host slots to device pages."""
-        ...
 
     def wait(self, copies: Sequence[Copy], seconds: float) -> None:
         """Return when one of `copies` may be done, or after `seconds`."""
-        ...
 
     def close(self) -> None:
         """Wait for running copies and free the host pool."""
-        ...
 
 
 def map_host_pool(slots: int, row_bytes: int) -> Bytes:

@@ -16,10 +16,9 @@ import numpy as np
 from weft.engine.config import EngineConfig
 from weft.engine.errors import RankLost
 from weft.engine.memory.extent import Record
-from weft.engine.memory.remainders import Remainders
 from weft.engine.memory.ssd_store import Job, Outcome, SsdStore
 from weft.engine.memory.store_file import StoreFile
-from weft.engine.memory.transfer import Bytes, Copy, CopyEngine, Pairs
+from weft.engine.memory.transfer import Bytes, Copy, CopyEngine, Pairs, Remainders
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress, notice

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ModelError
 from weft.engine.memory.model_id import model_id
-from weft.engine.memory.remainders import Remainders
 from weft.engine.memory.ssd_store import SsdStore, Store
 from weft.engine.memory.store_file import StoreFile
-from weft.engine.memory.transfer import Bytes
+from weft.engine.memory.transfer import Bytes, Remainders
 from weft.engine.model.implementation import choose_spec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Phases, notice

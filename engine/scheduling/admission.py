@@ -38,19 +38,15 @@ class OutputLengths:
         return min(self.mean, request.max_total_tokens - request.prompt_len)
 
     def remaining(self, decoded: npt.NDArray[np.int32], left: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
-        """Return the expected remaining output tokens, given those `decoded` and at most `left` more.
-
-        A request past the mean is expected to continue for a quarter of it.
-        """
+        """Return the expected remaining output tokens, given those `decoded` and at most `left` more. A request past
+        the mean is expected to continue for a quarter of it."""
         return np.minimum(np.maximum(self.mean - decoded, self.mean / 4), left)
 
 
 def peak_tokens(current: npt.NDArray[np.float64], remaining: npt.NDArray[np.float64]) -> float:
-    """Return the largest sum of KV tokens at any future time.
-
-    Every request grows by one token per iteration and leaves after `remaining` of them. The peak is just before a
-    request leaves: sorted by remaining, at the k-th departure requests k and later are present, each grown by r_k.
-    """
+    """Return the largest sum of KV tokens at any future time. Every request grows by one token per iteration and leaves
+    after `remaining` of them. The peak is just before a request leaves: sorted by remaining, at the k-th departure
+    requests k and later are present, each grown by r_k."""
     if not len(current):
         return 0.0
     order = np.argsort(remaining)
@@ -62,10 +58,8 @@ def peak_tokens(current: npt.NDArray[np.float64], remaining: npt.NDArray[np.floa
 def fits(
     s: SlotTable, request: Request, lengths: OutputLengths, *, page_size: int, held: int, new_pages: int, capacity: int
 ) -> bool:
-    """Return whether the predicted memory peak with this request stays within `capacity` pages.
-
-    Running requests hold `held` pages, and this one would add `new_pages`.
-    """
+    """Return whether the predicted memory peak with this request stays within `capacity` pages. Running requests hold
+    `held` pages, and this one would add `new_pages`."""
     running = s.running()
     length = len(request.token_ids)
     now = np.append(np.maximum(s.scheduled[running], s.target[running]), length)

@@ -16,8 +16,7 @@ from llguidance import LLTokenizer
 
 from weft.engine.scheduling.grammar import Mask
 
-KEPT_STATES = 256
-"""States whose tokens are cached."""
+KEPT_STATES = 256  # states whose tokens are cached
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -37,14 +36,12 @@ class Vocabulary:
         self._ends = np.cumsum([len(data) for data in self._sorted])
 
     def starting_with(self, prefix: bytes) -> TokenIds:
-        """Return the tokens that start with `prefix`."""
         low = bisect_left(self._sorted, prefix)
         stem = prefix.rstrip(b"\xff")
         high = bisect_left(self._sorted, stem[:-1] + bytes([stem[-1] + 1])) if stem else len(self._sorted)
         return self._ids[low:high]
 
     def containing(self, word: bytes) -> TokenIds:
-        """Return the tokens that contain `word`."""
         found, at = [], self._text.find(word)
         while at >= 0:
             token = int(np.searchsorted(self._ends, at, "right"))
@@ -64,18 +61,15 @@ class BadWords:
         self._words = sorted({word.encode("utf-8", "surrogatepass") for word in words})
         self._next: list[dict[int, int]] = [{}]
         self._depth = [0]
-        self._range = [(0, len(self._words))]
-        """By state, the range of words that pass through it."""
+        self._range = [(0, len(self._words))]  # by state, the range of words that pass through it
         for i, word in enumerate(self._words):
             self._insert(i, word)
-        self._shorter = self._link()
-        """By state, the state of the next shorter end of the output that begins a word."""
+        self._shorter = self._link()  # by state, the state of the next shorter end of the output that begins a word
         self._banned: OrderedDict[int, TokenIds] = OrderedDict()
         allowed = np.ones(vocabulary.size, np.bool_)
         for word in self._words:
             allowed[vocabulary.containing(word)] = False
-        self.allowed = as_mask(allowed)
-        """Mask of the tokens that contain no word."""
+        self.allowed = as_mask(allowed)  # mask of the tokens that contain no word
 
     def _insert(self, i: int, word: bytes) -> None:
         state = 0
@@ -106,7 +100,6 @@ class BadWords:
         return self._next[state][byte]
 
     def after(self, state: int, token: int) -> int:
-        """Return the state after `token`."""
         for byte in self._vocabulary.bytes[token] if token < len(self._vocabulary.bytes) else b"":
             state = self._step(self._shorter, state, byte)
         return state
@@ -140,14 +133,12 @@ def as_mask(allowed: npt.NDArray[np.bool_]) -> Mask:
 
 
 def only(token_ids: Sequence[int], vocab_size: int) -> Mask:
-    """Return the mask of these tokens."""
     allowed = np.zeros(vocab_size, np.bool_)
     allowed[np.asarray(token_ids, np.int64)] = True
     return as_mask(allowed)
 
 
 def without(mask: Mask, token_ids: TokenIds) -> Mask:
-    """Return a copy of the mask without these tokens."""
     out = mask.copy()
     bits = np.left_shift(np.uint32(1), (token_ids & 31).astype(np.uint32))
     np.bitwise_and.at(out.view(np.uint32), token_ids >> 5, ~bits)

@@ -21,8 +21,7 @@ from weft.engine.scheduling.slots import Phase, SlotTable
 SUPPRESSED = -1e30
 """Bias of stop tokens before `min_tokens`. It is not -inf, because a grammar may allow no other token."""
 
-Chunk = tuple[int, int]
-"""(slot, tokens) of a prefill."""
+Chunk = tuple[int, int]  # (slot, tokens) of a prefill
 
 
 def build_batch(
@@ -64,29 +63,18 @@ def build_batch(
     sampled_rows = np.flatnonzero(samples).astype(np.int32)
     s.phase[rows[end >= target]] = Phase.DECODE
     return Batch(
-        step=step,
-        num_decodes=num_decodes,
-        slots=rows,
-        epochs=s.epoch.take(rows),
-        query_len=query_len,
-        kv_len=end,
-        token_ids=token_ids,
-        positions=positions,
-        slot_mapping=pages * page_size + positions % page_size,
-        page_table=s.page_table[rows, : int(s.num_pages[rows].max())],
-        sampled_rows=sampled_rows,
+        step=step, num_decodes=num_decodes, slots=rows, epochs=s.epoch.take(rows), query_len=query_len, kv_len=end,
+        token_ids=token_ids, positions=positions, slot_mapping=pages * page_size + positions % page_size,
+        page_table=s.page_table[rows, : int(s.num_pages[rows].max())], sampled_rows=sampled_rows,
         sampling=_sampling(s, rows[sampled_rows], (np.cumsum(query_len) - 1)[sampled_rows], end[sampled_rows]),
-        count_resets=tuple(count_resets),
-        prompt_logprobs=tuple(scored),
-        pooled=tuple(pooled),
-    )
+        count_resets=tuple(count_resets), prompt_logprobs=tuple(scored), pooled=tuple(pooled),
+    )  # fmt: skip
 
 
 def _prompt_logprobs(s: SlotTable, row: int, slot: int, first: int, length: int, at: int) -> PromptLogprobs | None:
     """Return the positions of a chunk to score: p predicts prompt token p + 1. Positions delivered before a preemption
     are skipped."""
-    request = s.request[slot]
-    assert request is not None
+    request = s.of(slot)
     low = max(first, request.prompt_logprobs_sent)
     high = min(first + length, int(s.prompt_len[slot]) - 1)
     if low >= high:
@@ -101,8 +89,7 @@ def _sampling(s: SlotTable, slots: I32, logit_tokens: np.ndarray, index: I32) ->
     bias_ids: list[np.ndarray] = []
     bias_values: list[np.ndarray] = []
     for row in np.flatnonzero(s.biased.take(slots)).tolist():
-        request = s.request[slots[row]]
-        assert request is not None
+        request = s.of(slots[row])
         bias = request.params.logit_bias
         bias_rows.append(np.full(len(bias), row, np.int32))
         bias_ids.append(np.fromiter(bias.keys(), np.int32, len(bias)))

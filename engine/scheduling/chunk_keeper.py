@@ -17,8 +17,7 @@ from weft.engine.scheduling.listeners import Listener
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable
 
-LEAST_SHARE = 16
-"""Prompts get at least the dense batch divided by this."""
+LEAST_SHARE = 16  # prompts get at least the dense batch divided by this
 
 
 class _Formed(NamedTuple):
@@ -37,10 +36,8 @@ class Cut:
         self._limit, self._headroom, self._share = limit, headroom, share
         self._load = headroom.decodes
         self._least = headroom.least
-        self.early = False
-        """The next prompts run ahead of their turn."""
-        self.bound = ""
-        """The entry of `BOUNDS` that cut a prompt short; empty if none was."""
+        self.early = False  # the next prompts run ahead of their turn
+        self.bound = ""  # the entry of `BOUNDS` that cut a prompt short; empty if none was
 
     def most(self, context: int, tokens: int) -> int:
         """Return how many of a prompt's `tokens`, after `context` computed ones, this iteration may compute."""
@@ -76,15 +73,11 @@ class ChunkKeeper(Listener):
     ) -> None:  # fmt: skip
         self.limit = limit
         self._costs, self._slots, self._share, self._clock = costs, slots, share, clock
-        self._formed: dict[int, _Formed] = {}
-        """Iterations in flight, by step."""
-        self._since: dict[int, float] = {}
-        """When each prompt under way, by handle, became first in line."""
+        self._formed: dict[int, _Formed] = {}  # iterations in flight, by step
+        self._since: dict[int, float] = {}  # when each prompt under way, by handle, became first in line
         self._cut: Cut | None = None
-        self._first_step = 0
-        """First step after the device had no work: idle time before it does not count."""
-        self.bounds = dict.fromkeys(BOUNDS, 0)
-        """Iterations whose prompts were cut short, by reason."""
+        self._first_step = 0  # first step after the device had no work: idle time before it does not count
+        self.bounds = dict.fromkeys(BOUNDS, 0)  # iterations whose prompts were cut short, by reason
 
     @classmethod
     def of(
@@ -108,10 +101,8 @@ class ChunkKeeper(Listener):
         )
 
     def cut(self, decodes: I32, in_turn: Sequence[Request]) -> Cut | None:
-        """Return the budget of an iteration with these decode slots; None if no request decodes.
-
-        `in_turn` are the prompts under way, first in line first.
-        """
+        """Return the budget of an iteration with these decode slots; None if no request decodes. `in_turn` are the
+        prompts under way, first in line first."""
         s, now, self._cut = self._slots, self._clock(), None
         handles = [request.handle for request in in_turn]
         self._since = {handle: since for handle, since in self._since.items() if handle in handles}
@@ -147,10 +138,8 @@ class ChunkKeeper(Listener):
         return self._cut is not None and bool(self._cut.bound)
 
     def share_of_decodes(self, step: int) -> float:
-        """Return the share of an uncommitted iteration's time that it would need with the minimum of prompts.
-
-        The slot limit answers for that share alone.
-        """
+        """Return the share of an uncommitted iteration's time that it would need with the minimum of prompts. The slot
+        limit answers for that share alone."""
         formed = self._formed.get(step)
         if formed is None or not self.limit.cost.measured:
             return 1.0

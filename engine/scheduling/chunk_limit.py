@@ -25,8 +25,7 @@ STRICTER = 0.5
 EACH_SECOND = 0.005
 """Share of seconds that may have a late iteration if each second must keep a percentile: of the few iterations in a
 second (25 at 40 ms), one late is too many."""
-STEP = 0.05
-"""Increase of the margin, a logarithm, after a late iteration."""
+STEP = 0.05  # increase of the margin, a logarithm, after a late iteration
 MOST_MARGIN = 0.4
 HICCUP = 0.4
 """log(measured / forecast) above which a late iteration does not move the margin: prompts were not the cause."""
@@ -36,12 +35,9 @@ class Headroom(NamedTuple):
     """What an iteration has left for prompts."""
 
     decodes: Load
-    target: float
-    """Seconds that the whole iteration may take."""
-    least: int
-    """Prompt tokens to compute in any case."""
-    waited: bool
-    """`least` is raised because the first in line has waited."""
+    target: float  # seconds that the whole iteration may take
+    least: int  # prompt tokens to compute in any case
+    waited: bool  # `least` is raised because the first in line has waited
 
 
 class ChunkLimit:
@@ -55,8 +51,7 @@ class ChunkLimit:
         second must keep the objective, not only all of them together."""
         self.objective = objective
         self.limit = objective.limit
-        self.cost = cost
-        self.patience = patience
+        self.cost, self.patience = cost, patience
         self.least = min(least, most)
         self._costs, self._most = costs, most
         allowed = 0.5 if objective.statistic is None else 1 - min(objective.statistic, 99.9) / 100
@@ -64,8 +59,7 @@ class ChunkLimit:
         if each_second:
             self._allowed = min(self._allowed, EACH_SECOND * self.limit)
         self._deviations = NormalDist().inv_cdf(1 - self._allowed)
-        self.margin = 0.0
-        """The learned part of the margin, a logarithm."""
+        self.margin = 0.0  # the learned part of the margin, a logarithm
         self.late = 0
         self.kept = 0
 

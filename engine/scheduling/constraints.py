@@ -23,7 +23,7 @@ def may_decode(s: SlotTable, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.boo
     """Return the rows of `slots` that can be launched: those whose constraints do not depend on unknown tokens."""
     free = ~s.constrained[slots]
     for i in np.flatnonzero(~free).tolist():
-        request, in_flight = _request(s, slots[i]), int(s.in_flight[slots[i]])
+        request, in_flight = s.of(slots[i]), int(s.in_flight[slots[i]])
         if request.follows_output or request.thinking is None:
             free[i] = in_flight == 0 and (request.grammar is None or request.grammar.ready)
         else:
@@ -33,7 +33,7 @@ def may_decode(s: SlotTable, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.boo
 
 def masks(s: SlotTable, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """Return the masks `[n, ceil(V / 32)]` of the next tokens of these slots."""
-    return np.stack([_mask(_request(s, slot)) for slot in slots.tolist()])
+    return np.stack([_mask(s.of(slot)) for slot in slots.tolist()])
 
 
 def _mask(request: Request) -> Mask:
@@ -61,14 +61,12 @@ def advance(
     s: SlotTable, slots: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], finish: npt.NDArray[np.uint8]
 ) -> dict[int, str]:
     """Update constraints with new tokens. Requests whose grammar ends stop: `finish` is written, and `tokens` where a
-    token must not be reported.
-
-    Returns errors by handle: grammars that exceeded a limit, and constraints that allowed no token.
-    """
+    token must not be reported. Returns errors by handle: grammars that exceeded a limit, and constraints that allowed
+    no token."""
     errors: dict[int, str] = {}
     going: list[Grammar] = []
     for i in np.flatnonzero(s.constrained[slots]).tolist():
-        request, token = _request(s, slots[i]), int(tokens[i])
+        request, token = s.of(slots[i]), int(tokens[i])
         if finish[i] == Finish.NONFINITE:
             continue
         if request.stuck:
@@ -93,9 +91,3 @@ def advance(
     if going:
         going[0].compute(going)
     return errors
-
-
-def _request(s: SlotTable, slot: int) -> Request:
-    request = s.request[slot]
-    assert request is not None
-    return request

@@ -16,37 +16,27 @@ from weft.engine.runner.iteration.cost_shares import CostShares
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.messages import EnergyStats
 
-SMOOTHING_SECONDS = 1.0
-"""Seconds of work over which power is averaged and differences are settled."""
-IDLE_SECONDS = 10.0
-"""Seconds over which idle power is averaged."""
+SMOOTHING_SECONDS = 1.0  # seconds of work over which power is averaged and differences are settled
+IDLE_SECONDS = 10.0  # seconds over which idle power is averaged
 
 
 class EnergyLedger:
     """The ledger of one engine. Times are seconds of `time.monotonic()`."""
 
     def __init__(self, meter: EnergyMeter, work: CostShares, slots: SlotTable) -> None:
-        self._meter = meter
-        self._work = work
-        self._slots = slots
-        self._last = meter.latest
+        self._meter, self._work, self._slots = meter, work, slots
+        self.source, self._last = meter.source, meter.latest
         self._working = False
         self._edges: deque[tuple[float, bool]] = deque()
         """(time, working) of starts and ends of work since the last reading."""
-        self._was_working = False
-        """Whether the engine worked at the last reading."""
+        self._was_working = False  # whether the engine worked at the last reading
         self._watts = 0.0
         self._idle_watts: float | None = None
         self._suspended = False
-        self._others = 0.0
-        """Joules drawn while another engine used the device."""
+        self._others = 0.0  # joules drawn while another engine used the device
         self.idle_joules = 0.0
         self.drawn_at_work = 0.0
         self.charged = 0.0
-
-    @property
-    def source(self) -> str:
-        return self._meter.source
 
     def working(self, now: float, working: bool) -> None:
         """Record that requests are open from now on, or that none are."""
@@ -55,10 +45,8 @@ class EnergyLedger:
             self._edges.append((now, working))
 
     def charge(self, batch: Batch, seconds: float) -> dict[int, float]:
-        """Charge an iteration that is done and not committed yet; `seconds` is its device time.
-
-        Returns the joules charged so far to metered requests, by handle.
-        """
+        """Charge an iteration that is done and not committed yet; `seconds` is its device time. Returns the joules
+        charged so far to metered requests, by handle."""
         self.settle()
         owed = self.drawn_at_work - self.charged
         joules = max(0.0, self._watts * seconds + owed * -math.expm1(-seconds / SMOOTHING_SECONDS))
@@ -107,7 +95,6 @@ class EnergyLedger:
         self._suspended = True
 
     def resume(self) -> None:
-        """Count again after `suspend`."""
         if self._suspended:
             reading = self._meter.latest
             self._others += reading.joules - self._last.joules
@@ -116,7 +103,7 @@ class EnergyLedger:
 
     def stats(self) -> EnergyStats:
         joules = self._last.joules - self._others
-        return EnergyStats(source=self._meter.source, joules=joules, idle_joules=self.idle_joules, charged=self.charged)
+        return EnergyStats(source=self.source, joules=joules, idle_joules=self.idle_joules, charged=self.charged)
 
     def close(self) -> None:
         self._meter.close()

@@ -1,4 +1,4 @@
-"""`Events`: what a commit reports, including log-probabilities."""
+"""`Events`: what a commit reports, including log-probabilities; `Outbox`: the message that carries them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from weft.engine.runner.iteration.batch import StepResult
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import SlotTable
-from weft.engine.wire.messages import Finish, Started, TokenLogprobs
+from weft.engine.wire.messages import EngineStats, Finish, Outputs, Started, TokenLogprobs
 
 NOT_FINITE = "the model's logits are not finite (NaN or inf): its weights or this device's results cannot be used"
 
@@ -62,8 +62,7 @@ def add_pooled(slots: SlotTable, result: StepResult, live: np.ndarray) -> None:
         return
     for of, total in zip(result.batch.pooled, result.pooled, strict=True):
         if live[of.row]:
-            request = slots.request[result.batch.slots[of.row]]
-            assert request is not None
+            request = slots.of(result.batch.slots[of.row])
             request.pooled = total.astype(np.float64) + (0.0 if request.pooled is None else request.pooled)
 
 
@@ -84,9 +83,7 @@ def token_logprobs(slots: SlotTable, result: StepResult, sampled: np.ndarray) ->
         if sampled[row]:
             width = 1 + int(sampling.columns["logprobs"][row])
             out[int(slots.handle[sampling.slots[row]])] = TokenLogprobs(
-                int(columns.ranks[i]),
-                tuple(columns.ids[i, :width].tolist()),
-                tuple(columns.values[i, :width].tolist()),
+                int(columns.ranks[i]), tuple(columns.ids[i, :width].tolist()), tuple(columns.values[i, :width].tolist())
             )
     return out
 
@@ -97,8 +94,7 @@ def prompt_logprobs(slots: SlotTable, result: StepResult, live: np.ndarray) -> d
     for asked, columns in zip(result.batch.prompt_logprobs, result.prompt_logprobs, strict=True):
         if not live[asked.row]:
             continue
-        request = slots.request[result.batch.slots[asked.row]]
-        assert request is not None
+        request = slots.of(result.batch.slots[asked.row])
         request.prompt_logprobs_sent += len(asked.targets)
         out[request.handle] = [
             TokenLogprobs(rank, tuple(ids), tuple(values))
@@ -107,3 +103,34 @@ def prompt_logprobs(slots: SlotTable, result: StepResult, live: np.ndarray) -> d
             )
         ]
     return out
+
+
+class Outbox:
+    """Collects reports that no iteration brings until the next message: refusals, charges, progress of the plan."""
+
+    def __init__(self) -> None:
+        self.plan_moved = False  # the number of pipelines that serve has changed since the last message
+        self.joules: dict[int, float] = {}
+        """Joules charged so far by handle, for metered requests of the iteration to be committed."""
+        self.refused: list[tuple[int, str, Finish]] = []
+
+    def refuse(self, handle: int, why: str, how: Finish) -> None:
+        """End a request that has had no event."""
+        self.refused.append((handle, why, how))
+
+    def outputs(self, events: Events, stats: EngineStats) -> Outputs:
+        """Return the message with a commit's events and everything collected, and empty the outbox."""
+        errors, joules = events.errors, self.joules
+        self.joules, self.plan_moved = {}, False
+        if refused := self.refused:
+            self.refused = []
+            for how in (Finish.REFUSED, Finish.BUSY):
+                events = events.ended([handle for handle, _, end in refused if end is how], how)
+            errors = {**errors, **{handle: why for handle, why, _ in refused}}
+        return Outputs(
+            handles=events.handles.astype(np.int64, copy=False).tobytes(),
+            tokens=events.tokens.astype(np.int32, copy=False).tobytes(),
+            finish=events.finish.astype(np.uint8, copy=False).tobytes(), started=events.started,
+            logprobs=events.logprobs, prompt_logprobs=events.prompt_logprobs, pooled=events.pooled, errors=errors,
+            joules=joules, stats=stats,
+        )  # fmt: skip

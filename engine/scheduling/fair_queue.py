@@ -12,30 +12,22 @@ from __future__ import annotations
 
 import heapq
 
-MAX_AHEAD = 65_536
-"""Maximum tokens of service out of turn that count against a tenant."""
-MAX_PAUSED = 1024
-"""Maximum paused tenants that are kept because they are ahead."""
-KEPT_PAUSED = MAX_PAUSED // 2
-"""Paused tenants to keep, furthest ahead first, when there are more."""
+MAX_AHEAD = 65_536  # maximum tokens of service out of turn that count against a tenant
+MAX_PAUSED = 1024  # maximum paused tenants that are kept because they are ahead
+KEPT_PAUSED = MAX_PAUSED // 2  # paused tenants to keep, furthest ahead first, when there are more
 
 
 class FairQueue:
     """The accounts and tags of the tenants of one priority."""
 
     def __init__(self) -> None:
-        self._now = 0.0
-        """Tag of the tenant that was last served in turn."""
+        self._now = 0.0  # tag of the tenant that was last served in turn
         self._accounts: dict[int, float] = {}
         self._tags: dict[int, tuple[float, int]] = {}
         """By waiting tenant: the tag of its first request, and the arrival number with which it joined, which orders
         equal tags."""
         self._heap: list[tuple[float, int, int]] = []
         """(tag, arrival, tenant). An entry is valid while the tenant has this tag."""
-
-    def join(self, tenant: int, order: int) -> None:
-        """Add a tenant that starts to wait."""
-        self._tag(tenant, order)
 
     def leave(self, tenant: int) -> None:
         """Remove a tenant that has no waiting requests."""
@@ -59,7 +51,7 @@ class FairQueue:
             self._accounts[tenant] += cost
         else:
             self.charge(tenant, cost)
-        self._tag(tenant, order)
+        self.join(tenant, order)
 
     def charge(self, tenant: int, cost: float) -> None:
         """Charge service out of turn, or a correction of an earlier charge. Unknown tenants are ignored."""
@@ -68,9 +60,10 @@ class FairQueue:
             return
         self._accounts[tenant] = account = min(account + cost, max(account, self._now + MAX_AHEAD))
         if tenant in self._tags and account < self._tags[tenant][0]:
-            self._tag(tenant, self._tags[tenant][1])
+            self.join(tenant, self._tags[tenant][1])
 
-    def _tag(self, tenant: int, order: int) -> None:
+    def join(self, tenant: int, order: int) -> None:
+        """Add a tenant that starts to wait, or tag its next request."""
         tag = self._accounts[tenant] = max(self._accounts.get(tenant, 0.0), self._now)
         self._tags[tenant] = tag, order
         heapq.heappush(self._heap, (tag, order, tenant))

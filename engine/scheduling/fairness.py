@@ -8,40 +8,30 @@ from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.scheduling.waiting import Blocked
 
-MAX_PASSED = 8
-"""Requests that may overtake the first in line while it lacks pages or a slot."""
-MAX_DISPLACED = 3
-"""Times that a request may lose its slot to a better priority."""
-SLOTS_AT_ONCE = 4
-"""Slots that may be freed at once for a better priority."""
+MAX_PASSED = 8  # requests that may overtake the first in line while it lacks pages or a slot
+MAX_DISPLACED = 3  # times that a request may lose its slot to a better priority
+SLOTS_AT_ONCE = 4  # slots that may be freed at once for a better priority
 
 
 class Fairness:
     """The policy alone. The caller carries out its decisions and reports them back."""
 
     def __init__(self, prefill_share: float = 0.25, *, preempt: bool = True) -> None:
-        """`prefill_share` is the share of prefill tokens, and of scarce slots, for the shortest prompts.
-
-        With `preempt`, a better priority takes the slot of a worse one.
-        """
-        self._share = prefill_share
-        self._preempt = preempt
+        """`prefill_share` is the share of prefill tokens, and of scarce slots, for the shortest prompts. With
+        `preempt`, a better priority takes the slot of a worse one."""
+        self._share, self._preempt = prefill_share, preempt
         self._credit = 0.0
         """At 1, the shortest prompt gets the next scarce slot. Each slot given adds the share."""
-        self.overtaken = 0
-        """Requests admitted ahead of the first in line."""
-        self.displaced = 0
-        """Slots given up for a better priority."""
+        self.overtaken = 0  # requests admitted ahead of the first in line
+        self.displaced = 0  # slots given up for a better priority
 
     def share(self, budget: int, chunk_step: int) -> int:
         """Return the prefill tokens of `budget` for the shortest prompts. It leaves a chunk for the first in line."""
         return max(0, min(int(self._share * budget), budget - chunk_step))
 
     def may_pass(self, head: Request, blocked: Blocked) -> bool:
-        """Return whether another request may be admitted ahead of the head, given what the head lacks.
-
-        A head that only waits for tokens loses nothing.
-        """
+        """Return whether another request may be admitted ahead of the head, given what the head lacks. A head that only
+        waits for tokens loses nothing."""
         if blocked == "tokens":
             return True
         return head.passed < MAX_PASSED and (blocked == "pages" or self._credit >= 1)
@@ -56,7 +46,6 @@ class Fairness:
             self._credit -= 1 - self._share
 
     def admitted(self) -> None:
-        """Record that the first in line was admitted."""
         self._credit = min(1.0, self._credit + self._share)
 
     def slots_wanted(self, waiting: int) -> int:
@@ -70,8 +59,7 @@ class Fairness:
         running = s.running()
         worse = running[s.priority[running] > head.priority]
         for slot in worse[np.lexsort((s.order[worse], s.priority[worse]))][::-1].tolist():
-            request = s.request[slot]
-            assert request is not None
+            request = s.of(slot)
             if request.displaced < MAX_DISPLACED:
                 return int(slot)
         return None

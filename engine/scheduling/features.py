@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from weft.engine.memory.index_events import IndexEvents
-from weft.engine.memory.page_ledger import PageLedger
+from weft.engine.memory.index_events import IndexEvents, PageLedger
 from weft.engine.memory.tiers import Tiers
+from weft.engine.progress import notice
 from weft.engine.ranks.group import Ranks
 from weft.engine.runner.device.preparation import Preparation
 from weft.engine.runner.device.runner import InFlight
 from weft.engine.runner.iteration.batch import StepResult
 from weft.engine.scheduling.energy_ledger import EnergyLedger
+from weft.engine.scheduling.events import Outbox
 from weft.engine.scheduling.grammars import Grammars
 from weft.engine.scheduling.listeners import Listener
-from weft.engine.scheduling.outbox import Outbox
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.wire.heartbeat import HEARTBEAT_SECONDS, Heartbeat, LastStep
 
-LOAD_POLL_SECONDS = 0.002
-"""Seconds between steps while pages are fetched for a request that has not arrived yet."""
-ENERGY_REPORT_SECONDS = 1.0
-"""Seconds between reports of the energy that an idle engine draws."""
-NONFINITE_LINE_SECONDS = 60.0
-"""Seconds between log lines about logits that were not finite."""
+LOAD_POLL_SECONDS = 0.002  # seconds between steps while pages are fetched for a request that has not arrived yet
+ENERGY_REPORT_SECONDS = 1.0  # seconds between reports of the energy that an idle engine draws
+NONFINITE_LINE_SECONDS = 60.0  # seconds between log lines about logits that were not finite
 
 
 class CompiledGrammars(Listener):
@@ -84,7 +80,6 @@ class TierTransfers(Listener):
         self._tiers.drain()
 
     def close(self) -> None:
-        """Write pages that only the host holds to the SSD if time allows."""
         self._drain_engine()
         self._tiers.close()
 
@@ -177,15 +172,12 @@ class RankCheck(Listener):
         self._ranks = ranks
 
     def check(self) -> None:
-        """Raise `RankLost` if a rank has ended."""
         self._ranks.check()
 
 
 class StepHeartbeat(Listener):
-    """Shows a heartbeat while an iteration is awaited, until it has taken longer than the step timeout.
-
-    GPUs can only be awaited to the end of an iteration, which takes milliseconds, so they show none meanwhile.
-    """
+    """Shows a heartbeat while an iteration is awaited, until it has taken longer than the step timeout. GPUs can only
+    be awaited to the end of an iteration, which takes milliseconds, so they show none meanwhile."""
 
     def __init__(self, heartbeat: Heartbeat, step_timeout: float) -> None:
         self._heartbeat, self._step_timeout = heartbeat, step_timeout
@@ -213,10 +205,8 @@ class NonfiniteWarning(Listener):
         total = self._scheduler.nonfinite_logits
         if total == self._logged or (now := time.monotonic()) < self._quiet_until:
             return
-        print(
-            f"weft: {total - self._logged} request(s) ended with 500 nonfinite_logits ({total} so far): "
-            "the model computes NaN or inf; check the checkpoint, --dtype float16, and the device's memory",
-            file=sys.stderr,
-            flush=True,
+        notice(
+            f"{total - self._logged} request(s) ended with 500 nonfinite_logits ({total} so far): "
+            "the model computes NaN or inf; check the checkpoint, --dtype float16, and the device's memory"
         )
         self._logged, self._quiet_until = total, now + NONFINITE_LINE_SECONDS

@@ -12,8 +12,7 @@ from weft.engine.scheduling.slots import SlotTable
 
 class _Fence(NamedTuple):
     step: int
-    slot: int
-    """The slot to free, or -1 for pages only."""
+    slot: int  # the slot to free, or -1 for pages only
     pages: Pages
 
 
@@ -54,7 +53,6 @@ class Fences:
         self._completed_step = step
 
     def open(self) -> None:
-        """Free everything whose step has completed."""
         passed = [f for f in self._waiting if f.step <= self._completed_step]
         if passed:
             self._waiting = [f for f in self._waiting if f.step > self._completed_step]

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-Mask = npt.NDArray[np.int32]
-"""`[ceil(V / 32)]` int32: bit i of word w is set if token 32 w + i is allowed."""
+Mask = npt.NDArray[np.int32]  # `[ceil(V / 32)]` int32: bit i of word w is set if token 32 w + i is allowed
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -31,8 +30,7 @@ class Grammar:
 
     def __init__(self, compiled: Compiled, compute: Callable[[Sequence[Grammar]], None]) -> None:
         self.compute = compute
-        self._compiled = compiled
-        """A reference that keeps its memory counted while a request uses it."""
+        self._compiled = compiled  # a reference that keeps its memory counted while a request uses it
         self.matcher = compiled.matcher.deep_copy()
         self._allowed = compiled.first
         self._computing: Future[None] | None = None

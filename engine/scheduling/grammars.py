@@ -27,20 +27,17 @@ COMPILE_SECONDS = 10.0
 """Maximum seconds that a request waits for its grammar. Compilation cannot be stopped, so API processes only send
 grammars that they have compiled within limits."""
 
-GRAMMAR_BYTES = 512 * 2**20
-"""Maximum bytes of compiled grammars, in use and cached."""
+GRAMMAR_BYTES = 512 * 2**20  # maximum bytes of compiled grammars, in use and cached
 
 CACHED_GRAMMARS = 1024
-CACHED_WORDS = 16
-"""Cached lists of bad words."""
+CACHED_WORDS = 16  # cached lists of bad words
 COMPILE_THREADS = 2
 MASK_THREADS = 2
 
 
 class _Waiting(NamedTuple):
     request: Request
-    text: str | None
-    """Text of the grammar."""
+    text: str | None  # text of the grammar
     words: Future[BadWords] | None
     deadline: float
 
@@ -50,8 +47,7 @@ class _Entry:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self.compiled: Future[Compiled] | None = None
-        """The compiled grammar; None while memory for it is not available."""
+        self.compiled: Future[Compiled] | None = None  # the compiled grammar; None while memory for it is not available
 
 
 class Grammars:
@@ -63,8 +59,7 @@ class Grammars:
         self._compilers = compile_threads(COMPILE_THREADS, "weft-grammar")
         self._masks = ThreadPoolExecutor(1, thread_name_prefix="weft-masks")
         self._parallel = LLExecutor(MASK_THREADS)
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        """Entries by text, most recently used last."""
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # entries by text, most recently used last
         self._used: dict[int, int] = {}
         """Bytes of compiled and compiling grammars by number. Several threads write it."""
         self._numbers = itertools.count()

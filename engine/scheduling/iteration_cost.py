@@ -21,38 +21,26 @@ from weft.engine.plans.plan import Plan
 from weft.engine.runner.iteration.batch import Batch
 from weft.engine.runner.iteration.cost_shares import Costs
 
-PRIOR = (1.0, 0.1, 1.0, 0.0, 1.0, 1.0)
-"""Multipliers before the first measurement, in seconds per byte."""
-TRUST = 0.05
-"""Weight of each prior multiplier, in iterations."""
-MEMORY = 0.98
-"""Decay of what is known of a kind of iterations per measurement."""
-SWEEPS = 6
-"""Sweeps of coordinate descent per measurement, starting at the last solution."""
-SPREAD, LEAST_SPREAD = 0.05, 0.01
-"""Initial and minimum standard deviation of log(measured / forecast)."""
+PRIOR = (1.0, 0.1, 1.0, 0.0, 1.0, 1.0)  # multipliers before the first measurement, in seconds per byte
+TRUST = 0.05  # weight of each prior multiplier, in iterations
+MEMORY = 0.98  # decay of what is known of a kind of iterations per measurement
+SWEEPS = 6  # sweeps of coordinate descent per measurement, starting at the last solution
+SPREAD, LEAST_SPREAD = 0.05, 0.01  # initial and minimum standard deviation of log(measured / forecast)
 OUTLIER, LEAST_OUTLIER = 4.0, 0.2
 """Errors are clipped at this many standard deviations, and no lower than this logarithm."""
-SUDDEN = 4
-"""Consecutive outliers of one sign that mean that the device's speed has changed."""
-FORGET = 0.1
-"""Weight of the old knowledge, scaled to the new speed, after such a change."""
-STEP_MEMORY = 0.1
-"""Minimum weight of an iteration in the correction for its number of tiles."""
-FIRST = 8
-"""First iterations of a kind, which are never outliers."""
+SUDDEN = 4  # consecutive outliers of one sign that mean that the device's speed has changed
+FORGET = 0.1  # weight of the old knowledge, scaled to the new speed, after such a change
+STEP_MEMORY = 0.1  # minimum weight of an iteration in the correction for its number of tiles
+FIRST = 8  # first iterations of a kind, which are never outliers
 
 
 class Load(NamedTuple):
     """The quantities that determine an iteration's time."""
 
     tokens: int
-    seen: float = 0.0
-    """Positions that decodes read, in all layers."""
-    pairs: float = 0.0
-    """Pairs of a prompt token and a position it attends to, in all layers."""
-    chunks: int = 0
-    """Prompt chunks."""
+    seen: float = 0.0  # positions that decodes read, in all layers
+    pairs: float = 0.0  # pairs of a prompt token and a position it attends to, in all layers
+    chunks: int = 0  # prompt chunks
 
 
 def load_of(batch: Batch, costs: Costs) -> Load:
@@ -72,8 +60,7 @@ class _Kind:
         self.right = [0.0] * n
         self.spread = SPREAD
         self.number = 0
-        self.odd: list[float] = []
-        """log(measured / forecast) of consecutive outliers."""
+        self.odd: list[float] = []  # log(measured / forecast) of consecutive outliers
 
     def add(self, parts: list[float], seconds: float) -> None:
         relative = [part / seconds for part in parts]
@@ -101,12 +88,10 @@ class IterationCost:
         self._m: list[float] | None = None
         self._steps: dict[int, tuple[float, int]] = {}
         """By number of tiles: log(measured / line), and how often it was measured."""
-        self.shifts = 0
-        """Number of sudden changes of the device's speed."""
+        self.shifts = 0  # number of sudden changes of the device's speed
 
     @property
     def measured(self) -> int:
-        """Number of iterations measured."""
         return sum(kind.number for kind in self._kinds)
 
     def seconds(self, load: Load) -> float:

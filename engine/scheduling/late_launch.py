@@ -20,14 +20,10 @@ from weft.engine.scheduling.listeners import Listener
 
 KNOWN = 8
 """Recent iterations of decodes whose minimum predicts the next one. As many with prompts must have been measured."""
-STRAY = 2.0
-"""Standard deviations to subtract from the forecast of an iteration with prompts."""
-MARGINS = (0.4e-3, 5e-3)
-"""Minimum and maximum margin, in seconds."""
-IDLE_SECONDS = 50e-6
-"""Idle seconds of the device before a delayed iteration above which the launch was too late."""
-CALMER = 0.99
-"""Factor on the margin after each delayed launch that was in time."""
+STRAY = 2.0  # standard deviations to subtract from the forecast of an iteration with prompts
+MARGINS = (0.4e-3, 5e-3)  # minimum and maximum margin, in seconds
+IDLE_SECONDS = 50e-6  # idle seconds of the device before a delayed iteration above which the launch was too late
+CALMER = 0.99  # factor on the margin after each delayed launch that was in time
 
 
 class LateLaunch(Listener):
@@ -39,20 +35,15 @@ class LateLaunch(Listener):
         self._with_prompts = 0
         self._begun = 0.0
         self._host = 0.0
-        self._after_prompts = False
-        """The iteration that `at` last looked at has prompts."""
-        self.delayed = False
-        """The next launch was delayed on purpose."""
-        self._late: dict[int, bool] = {}
-        """Delayed steps, and whether each follows an iteration with prompts."""
+        self._after_prompts = False  # the iteration that `at` last looked at has prompts
+        self.delayed = False  # the next launch was delayed on purpose
+        self._late: dict[int, bool] = {}  # delayed steps, and whether each follows an iteration with prompts
         self.margins = {False: 2 * MARGINS[0], True: 2 * MARGINS[0]}
         """Margin after an iteration of decodes alone (False) and after one with prompts (True)."""
 
     def until(self, running: Batch | None) -> float:
-        """Return the time at which to launch the iteration after `running`; 0 for at once, as if `running` is None.
-
-        The caller must wait until then: the next launch counts as delayed.
-        """
+        """Return the time at which to launch the iteration after `running`; 0 for at once, as if `running` is None. The
+        caller must wait until then: the next launch counts as delayed."""
         at = 0.0 if running is None else self.at(running)
         self.delayed = at > time.monotonic()
         return at if self.delayed else 0.0

@@ -92,7 +92,6 @@ class Listeners:
         self._collect()
 
     def find(self, kind: type[Found]) -> Found | None:
-        """Return the listener of this class, if there is one."""
         return next((own for own in self._listeners if isinstance(own, kind)), None)
 
     def _collect(self) -> None:

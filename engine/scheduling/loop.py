@@ -16,8 +16,7 @@ from weft.engine.scheduling.events import Events
 from weft.engine.scheduling.listeners import Listeners
 from weft.engine.scheduling.scheduler import Scheduler
 
-Launched = TypeVar("Launched", covariant=True)
-"""The runner's handle of an iteration in flight."""
+Launched = TypeVar("Launched", covariant=True)  # the runner's handle of an iteration in flight
 
 
 class Launcher(Protocol[Launched]):
@@ -34,13 +33,10 @@ class Loop(Generic[Launched]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """`depth` is the number of iterations launched ahead of the one that runs."""
-        self.scheduler = scheduler
-        self.listeners = listeners
-        self.depth = depth
+        self.scheduler, self.listeners, self.depth = scheduler, listeners, depth
         self.totals = IterationTotals()
         self.in_flight: deque[Launched] = deque()
-        self._runner = runner
-        self._clock = clock
+        self._runner, self._clock = runner, clock
         self._step = 0
         self._host_seconds = 0.0
 

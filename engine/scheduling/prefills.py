@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import attrgetter
 
 from weft.engine.scheduling.build import Chunk
@@ -17,36 +17,25 @@ SORT_KEY = attrgetter("sort_key")
 
 class Prefills:
     def __init__(
-        self,
-        slots: SlotTable,
-        waiting: WaitingQueue,
-        fairness: Fairness,
-        admit: Callable[[Request], int | None],
+        self, slots: SlotTable, waiting: WaitingQueue, fairness: Fairness, admit: Callable[[Request], int | None],
         chunk_step: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`admit` gives a waiting request a slot, or returns None. Prompts are cut at multiples of `chunk_step`."""
-        self._slots = slots
-        self._waiting = waiting
-        self._fairness = fairness
-        self._admit = admit
-        self._chunk_step = chunk_step
-        self._chunks: dict[int, int] = {}
-        """Tokens by slot of the iteration being formed."""
-        self._cut: Cut | None = None
-        """A further limit besides the budget."""
+        self._slots, self._waiting, self._fairness = slots, waiting, fairness
+        self._admit, self._chunk_step = admit, chunk_step
+        self._chunks: dict[int, int] = {}  # tokens by slot of the iteration being formed
+        self._cut: Cut | None = None  # a further limit besides the budget
 
     def in_turn(self) -> list[Request]:
         """Return prompts under way, first in line first. Prompts that started early are left out until their turn."""
-        going = sorted(self._requests(self._slots.prefilling().tolist()), key=SORT_KEY)
+        going = sorted(map(self._slots.of, self._slots.prefilling().tolist()), key=SORT_KEY)
         head = self._waiting.head()
         return [r for r in going if not r.early] or [r for r in going if head is None or r.sort_key < head.sort_key]
 
     def schedule(self, budget: int, cut: Cut | None = None) -> list[Chunk]:
-        """Return (slot, tokens) chunks until `budget` is used up or `cut` allows no more.
-
-        A share goes to the shortest prompts, then come running prefills, then new requests. Prompts that started early
-        continue at their turn among the new requests.
-        """
+        """Return (slot, tokens) chunks until `budget` is used up or `cut` allows no more. A share goes to the shortest
+        prompts, then come running prefills, then new requests. Prompts that started early continue at their turn among
+        the new requests."""
         s, queue = self._slots, self._waiting
         self._chunks, self._cut = {}, cut
         going: list[int] = s.prefilling().tolist()
@@ -57,7 +46,7 @@ class Prefills:
             if cut is not None:
                 cut.early = False
         early: list[Request] = []
-        for request in sorted(self._requests(going), key=SORT_KEY):
+        for request in sorted(map(s.of, going), key=SORT_KEY):
             if request.early:
                 early.append(request)
             else:
@@ -80,14 +69,12 @@ class Prefills:
         return list(self._chunks.items())
 
     def _shortest_first(self, going: list[int], share: int) -> int:
-        """Give at most `share` tokens to the shortest prompts of the best priority, and return how many.
-
-        Newly admitted slots are added to `going`.
-        """
+        """Give at most `share` tokens to the shortest prompts of the best priority, and return how many. Newly admitted
+        slots are added to `going`."""
         s, left = self._slots, share
         if share <= 0:
             return 0
-        ranked = iter(sorted((r.priority, self._left(r.slot), r.order, r.slot) for r in self._requests(going)))
+        ranked = iter(sorted((r.priority, self._left(r.slot), r.order, r.slot) for r in map(s.of, going)))
         running, joining = next(ranked, None), True
         while left > 0:
             request = self._waiting.shortest() if joining and s.num_open else None
@@ -108,17 +95,10 @@ class Prefills:
             left -= length
         return share - left
 
-    def _requests(self, slots: list[int]) -> Iterator[Request]:
-        for slot in slots:
-            request = self._slots.request[slot]
-            assert request is not None
-            yield request
-
     def _left(self, slot: int) -> int:
         return int(self._slots.target[slot]) - int(self._slots.scheduled[slot])
 
     def _admit_early(self, request: Request) -> bool:
-        """Admit a request ahead of its turn."""
         head, blocked = self._waiting.head(), self._waiting.blocked
         assert head is not None
         if request is head:

@@ -2,30 +2,94 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from weft.engine.memory.conversations import ConversationPages
 from weft.engine.memory.loads import Loading, PageLoad
 from weft.engine.memory.pages import PagePool
-from weft.engine.memory.prefix_index import NOWHERE, Hits, PrefixEntry
-from weft.engine.memory.prefix_stats import PrefixStats
+from weft.engine.memory.prefix_index import NOWHERE, Hits, PrefixEntry, PrefixIndex
 from weft.engine.memory.tiers import Tiers
 from weft.engine.runner.iteration.batch import I32
 from weft.engine.scheduling.fences import Fences
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable
+from weft.engine.wire.messages import LENGTHS, LengthHits, TierStats
+
+MAX_PAGES = 1 << 20  # maximum number of remembered page keys, over all conversations
+KEY_BYTES = 16
+
+
+class ConversationPages:
+    """The last pages of conversations, by the names that their next turns may have. Keeps keys only, so that it
+    does not affect evictions. Evicted pages are not found."""
+
+    def __init__(self, index: PrefixIndex, max_pages: int = MAX_PAGES) -> None:
+        self._index = index
+        self._keys: OrderedDict[bytes, bytes] = OrderedDict()
+        """Page keys of a chain by name, least recently remembered first."""
+        self._max_pages = max_pages
+        self._num_pages = 0
+
+    def remember(self, names: Iterable[bytes], chain: Iterable[PrefixEntry]) -> None:
+        """Store the chain, first page first, that a conversation with these names ended with."""
+        keys = b"".join([entry.key for entry in chain])
+        for name in names:
+            self._drop(name)
+            self._keys[name] = keys
+            self._num_pages += len(keys) // KEY_BYTES
+        while self._num_pages > self._max_pages:
+            self._drop(next(iter(self._keys)))
+
+    def _drop(self, name: bytes) -> None:
+        self._num_pages -= len(self._keys.pop(name, b"")) // KEY_BYTES
+
+    def chain(self, names: Iterable[bytes]) -> list[PrefixEntry]:
+        """Return the pages still kept, first page first, of the first of these names that is known."""
+        keys = next((self._keys[name] for name in names if name in self._keys), b"")
+        chain: list[PrefixEntry] = []
+        for at in range(0, len(keys), KEY_BYTES):
+            entry = self._index.find(keys[at : at + KEY_BYTES])
+            if entry is None or not entry.anywhere:
+                break
+            chain.append(entry)
+        return chain
+
+
+class PrefixStats:
+    """How many prompt tokens were looked up, and in which tier they were found."""
+
+    def __init__(self) -> None:
+        self.queried = 0
+        self.hits = Hits()
+        self.by_length = {name: LengthHits() for name in (*LENGTHS, "more")}
+
+    def add(self, prompt_tokens: int, hits: Hits) -> None:
+        self.queried += prompt_tokens
+        self.hits = Hits(*(a + b for a, b in zip(self.hits, hits, strict=True)))
+        of = self.by_length[next((name for name, limit in LENGTHS.items() if prompt_tokens < limit), "more")]
+        of.gpu, of.host, of.ssd = of.gpu + hits.gpu, of.host + hits.host, of.ssd + hits.ssd
+        of.missed += prompt_tokens - sum(hits)
+
+    def tiers(self, pool: PagePool, lower: Tiers | None) -> dict[str, TierStats]:
+        gpu = TierStats(used=pool.num_held + pool.num_cached, capacity=pool.capacity, evictions=pool.evictions)
+        tiers = {"gpu": gpu, **(lower.stats() if lower is not None else {})}
+        missed = self.queried
+        for name, stats in tiers.items():
+            stats.hit_tokens = getattr(self.hits, name)
+            missed -= stats.hit_tokens
+            stats.missed_tokens = missed
+        return tiers
 
 
 class Found(NamedTuple):
     """The cached beginning of a request, in any tiers. Nothing is pinned yet, so use it at once or drop it."""
 
     entries: list[PrefixEntry]
-    num_fresh: int
-    """Pages to allocate for the prompt: those neither on the GPU nor being loaded for another request."""
-    num_idle: int
-    """Pages that are on the GPU without references."""
+    num_fresh: int  # pages to allocate for the prompt: those neither on the GPU nor being loaded for another request
+    num_idle: int  # pages that are on the GPU without references
 
 
 class Prefixes:
@@ -100,10 +164,8 @@ class Prefixes:
         return slot
 
     def fetch(self, entries: list[PrefixEntry]) -> None:
-        """Load a chain to the GPU before its request runs, with at most half of the available pages.
-
-        No request waits for it. Once loaded, its pages are cached as the most recently used.
-        """
+        """Load a chain to the GPU before its request runs, with at most half of the available pages. No request waits
+        for it. Once loaded, its pages are cached as the most recently used."""
         pool, tiers = self._pool, self._tiers
         if tiers is None or all(e.page != NOWHERE for e in entries):
             return
@@ -134,8 +196,7 @@ class Prefixes:
         """Add pages that became full and confirmed to the prefix index."""
         s, pool, page_size = self._slots, self._pool, self._pool.page_size
         for slot in slots[s.confirmed.take(slots) // page_size > s.published.take(slots)].tolist():
-            request = s.request[slot]
-            assert request is not None
+            request = s.of(slot)
             for i in range(int(s.published[slot]), int(s.confirmed[slot]) // page_size):
                 s.published[slot] = i + 1
                 if not request.publishable:

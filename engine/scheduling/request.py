@@ -1,8 +1,9 @@
-"""`Request`: the state of one sequence outside its row of the slot table."""
+"""`Request`: the state of one sequence outside its row of the slot table; `Arrivals`: makes requests of messages."""
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,11 +11,12 @@ import numpy.typing as npt
 
 from weft.engine.errors import RequestError
 from weft.engine.memory.loads import Loading
+from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import NO_HITS, Hits, PrefixEntry
-from weft.engine.scheduling.bad_words import BadWords
+from weft.engine.scheduling.bad_words import BadWords, only
 from weft.engine.scheduling.grammar import Grammar, Mask
 from weft.engine.scheduling.thinking import ThinkingBound
-from weft.engine.wire.messages import Retention
+from weft.engine.wire.messages import AddRequest, Retention
 from weft.engine.wire.sampling import SamplingParams
 
 TokenIds = npt.NDArray[np.int32]
@@ -22,90 +24,58 @@ TokenIds = npt.NDArray[np.int32]
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One sequence. While it has a slot, its lengths, counters and phase live in that row of the slot table.
-
-    A request waits, then has a slot (LOADING, PREFILL, DECODE: `SlotTable.phase`), then has ended. Preemption and
-    failed loads lead back to waiting.
-    """
+    """One sequence. While it has a slot, its lengths, counters and phase live in that row of the slot table. A request
+    waits, then has a slot (LOADING, PREFILL, DECODE: `SlotTable.phase`), then has ended. Preemption and failed loads
+    lead back to waiting."""
 
     handle: int
-    token_ids: TokenIds
-    """Prompt ids, and after a preemption also the confirmed output."""
+    token_ids: TokenIds  # prompt ids, and after a preemption also the confirmed output
     prompt_len: int
     params: SamplingParams
-    max_total_tokens: int
-    """Maximum tokens of prompt and output, at which it ends with `length`."""
+    max_total_tokens: int  # maximum tokens of prompt and output, at which it ends with `length`
     priority: int
-    order: int
-    """Arrival number: equal priorities are served in this order, also after a preemption."""
-    arrival: float
-    """Arrival in monotonic seconds."""
+    order: int  # arrival number: equal priorities are served in this order, also after a preemption
+    arrival: float  # arrival in monotonic seconds
     salt: str
     stop_ids: tuple[int, ...]
     seed: int
-    leader: int = -1
-    """Handle of the request whose pages it waits for; -1 for none."""
+    leader: int = -1  # handle of the request whose pages it waits for; -1 for none
     tenant: int = 0
     """Number of the tenant. Tenants of one priority share the engine fairly."""
-    ticket: int = 0
-    """Ticket in the waiting queue; 0 if it is not queued."""
-    charged: float = 0.0
-    """Tokens charged to its tenant when it first got a slot."""
-    passed: int = 0
-    """Requests that were admitted ahead of it when it was first in line."""
-    early: bool = False
-    """It got its slot before its turn."""
-    displaced: int = 0
-    """Times it lost its slot to a better priority."""
+    ticket: int = 0  # ticket in the waiting queue; 0 if it is not queued
+    charged: float = 0.0  # tokens charged to its tenant when it first got a slot
+    passed: int = 0  # requests that were admitted ahead of it when it was first in line
+    early: bool = False  # it got its slot before its turn
+    displaced: int = 0  # times it lost its slot to a better priority
     siblings: list[Request] = field(default_factory=list)
     """Requests that wait for this one's prompt; empty once it has begun."""
-    metered: bool = False
-    """Report the energy charged."""
-    retention: tuple[Retention, ...] = ()
-    """How long to retain the first pages of the prompt."""
-    retained_tokens: int = 0
-    """Prompt tokens retained."""
-    names: tuple[bytes, ...] = ()
-    """Names of the conversation for its next turn."""
-    fetched: bool = False
-    """Its pages were loaded while it waited."""
-    joules: float = 0.0
-    """Joules charged before it last lost its slot."""
-    held: bool = False
-    """It waits for its leader's prompt."""
-    begun: bool = False
-    """It has had its first token, so its prompt is in the prefix index."""
+    metered: bool = False  # report the energy charged
+    retention: tuple[Retention, ...] = ()  # how long to retain the first pages of the prompt
+    retained_tokens: int = 0  # prompt tokens retained
+    names: tuple[bytes, ...] = ()  # names of the conversation for its next turn
+    fetched: bool = False  # its pages were loaded while it waited
+    joules: float = 0.0  # joules charged before it last lost its slot
+    held: bool = False  # it waits for its leader's prompt
+    begun: bool = False  # it has had its first token, so its prompt is in the prefix index
     grammar: Grammar | None = None
-    allowed: Mask | None = None
-    """Mask of the tokens allowed at any position."""
+    allowed: Mask | None = None  # mask of the tokens allowed at any position
     bad_words: BadWords | None = None
-    words_state: int = 0
-    """State of `bad_words` after the confirmed output."""
-    thinking: ThinkingBound | None = None
-    """Bound on its thinking."""
-    stuck: bool = False
-    """Its constraints allow no token."""
-    slot: int = -1
-    """Row of the slot table; -1 for none."""
-    ended: bool = False
-    """It produces no more events."""
+    words_state: int = 0  # state of `bad_words` after the confirmed output
+    thinking: ThinkingBound | None = None  # bound on its thinking
+    stuck: bool = False  # its constraints allow no token
+    slot: int = -1  # row of the slot table; -1 for none
+    ended: bool = False  # it produces no more events
     scheduled_at: float = 0.0
-    cached_tokens: int = 0
-    """Prompt tokens found in the prefix index when it first ran."""
-    hits: Hits = NO_HITS
-    """Prompt tokens found at its last admission, by tier."""
-    loading: Loading | None = None
-    """The loads it waits for while its slot is LOADING."""
+    cached_tokens: int = 0  # prompt tokens found in the prefix index when it first ran
+    hits: Hits = NO_HITS  # prompt tokens found at its last admission, by tier
+    loading: Loading | None = None  # the loads it waits for while its slot is LOADING
     keys: list[bytes] = field(default_factory=list)
     """Prefix keys of the full pages of `token_ids`, computed once per waiting period."""
-    last_entry: PrefixEntry | None = None
-    """Index entry of its last published page."""
+    last_entry: PrefixEntry | None = None  # index entry of its last published page
     last_key: bytes = b""
     publishable: bool = True
-    pooled: npt.NDArray[np.float64] | None = None
-    """Sum of the hidden states computed since it got its slot."""
-    prompt_logprobs_sent: int = 0
-    """Prompt positions whose log-probabilities have been delivered."""
+    pooled: npt.NDArray[np.float64] | None = None  # sum of the hidden states computed since it got its slot
+    prompt_logprobs_sent: int = 0  # prompt positions whose log-probabilities have been delivered
 
     @property
     def follows_output(self) -> bool:
@@ -135,10 +105,8 @@ class Request:
 def check_request(
     token_ids: TokenIds, params: SamplingParams, *, max_model_len: int, vocab_size: int, max_tokens_in_pool: int
 ) -> int:
-    """Check a request on arrival and return its `max_total_tokens`.
-
-    Raises `RequestError`, with the field, if the request can never be served.
-    """
+    """Check a request on arrival and return its `max_total_tokens`. Raises `RequestError`, with the field, if the
+    request can never be served."""
     if len(token_ids) == 0:
         raise RequestError("the prompt is empty", "prompt")
     if int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
@@ -170,3 +138,42 @@ def check_request(
     if not all(math.isfinite(v) for v in params.logit_bias.values()):
         raise RequestError("logit_bias has a value that is not finite", "logit_bias")
     return len(token_ids) + (left if params.max_tokens is None else params.max_tokens)
+
+
+class Arrivals:
+    """Numbers an engine's requests in arrival order, and assigns seeds to those without one."""
+
+    def __init__(
+        self, pool: PagePool, *, max_model_len: int, vocab_size: int, eos_token_ids: tuple[int, ...], seed: int
+    ) -> None:
+        self._pool, self._max_model_len = pool, max_model_len
+        self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
+        self._seeds = np.random.default_rng(seed)
+        self._count = 0
+
+    def request(self, message: AddRequest) -> Request:
+        """Return the request of a message. Raises `RequestError` if it can never be served."""
+        params = message.params
+        token_ids = np.frombuffer(message.prompt_token_ids, np.int32)
+        max_total_tokens = check_request(
+            token_ids,
+            params,
+            max_model_len=self._max_model_len,
+            vocab_size=self._vocab_size,
+            max_tokens_in_pool=self._pool.capacity * self._pool.page_size,
+        )
+        eos = () if params.ignore_eos else self._eos_token_ids
+        seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
+        self._count += 1
+        request = Request(
+            handle=message.handle, token_ids=token_ids, prompt_len=len(token_ids), params=params,
+            max_total_tokens=max_total_tokens, priority=message.priority, order=self._count, arrival=time.monotonic(),
+            salt=message.cache_salt, stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))), seed=seed % 2**64,
+            leader=message.leader, tenant=message.tenant, metered=message.metered, retention=message.retention,
+            names=message.names,
+        )  # fmt: skip
+        if params.allowed_token_ids is not None:
+            request.allowed = only(params.allowed_token_ids, self._vocab_size)
+        if params.thinking is not None:
+            request.thinking = ThinkingBound(params.thinking, self._vocab_size)
+        return request

@@ -15,19 +15,10 @@ from weft.engine.memory.pages import PagePool, Pages
 from weft.engine.memory.tiers import Tiers
 from weft.engine.runner.iteration.attention_path import AttentionPath, PathCounts
 from weft.engine.runner.iteration.batch import I32, Batch, CountReset, StepResult
-from weft.engine.scheduling import constraints
+from weft.engine.scheduling import constraints, events
 from weft.engine.scheduling.admission import OutputLengths, fits
 from weft.engine.scheduling.build import build_batch
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
-from weft.engine.scheduling.events import (
-    NOT_FINITE,
-    Events,
-    add_pooled,
-    embedding,
-    nonfinite_rows,
-    prompt_logprobs,
-    token_logprobs,
-)
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.fences import Fences
 from weft.engine.scheduling.prefills import Prefills
@@ -42,21 +33,11 @@ class Scheduler:
     """Owns the waiting queue, the slot table and the page pool. Not thread-safe."""
 
     def __init__(
-        self,
-        slots: SlotTable,
-        pool: PagePool,
-        *,
-        max_num_batched_tokens: int,
-        prefix_caching: bool,
-        tiers: Tiers | None = None,
-        chunk_step: int = 1,
-        fairness: Fairness | None = None,
-    ) -> None:
-        self.slots = slots
-        self.pool = pool
-        self.tiers = tiers
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.prefix_caching = prefix_caching
+        self, slots: SlotTable, pool: PagePool, *, max_num_batched_tokens: int, prefix_caching: bool,
+        tiers: Tiers | None = None, chunk_step: int = 1, fairness: Fairness | None = None,
+    ) -> None:  # fmt: skip
+        self.slots, self.pool, self.tiers = slots, pool, tiers
+        self.max_num_batched_tokens, self.prefix_caching = max_num_batched_tokens, prefix_caching
         self.output_lengths = OutputLengths()
         self.fairness = fairness or Fairness()
         self._waiting = WaitingQueue()
@@ -66,15 +47,10 @@ class Scheduler:
         self.prefixes = Prefixes(slots, pool, self.fences, tiers, enabled=prefix_caching)
         self._count_resets: list[CountReset] = []
         self._aborted: list[int] = []
-        self.preemptions = 0
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.decode_tokens = 0
-        self.prefill_tokens = 0
-        self.nonfinite_logits = 0
+        self.preemptions = self.nonfinite_logits = 0
+        self.prompt_tokens = self.generation_tokens = self.decode_tokens = self.prefill_tokens = 0
         self.attention = PathCounts()
-        self.slot_limit_changes: dict[str, int] = {}
-        """Changes of the slot limit by reason, set by `SlotLimitKeeper`."""
+        self.slot_limit_changes: dict[str, int] = {}  # changes of the slot limit by reason, set by `SlotLimitKeeper`
         self.chunk_keeper: ChunkKeeper | None = None
         """Limits chunks for the time between tokens; None if there is no objective."""
 
@@ -137,10 +113,8 @@ class Scheduler:
         return len(s.decoding()) + prompts < self.max_num_batched_tokens
 
     def limit_running(self, limit: int) -> None:
-        """Set the slot limit. No request is preempted for it: freed slots stay empty until fewer requests run.
-
-        Raises `ValueError` if the limit is less than one or more than the number of slots.
-        """
+        """Set the slot limit. No request is preempted for it: freed slots stay empty until fewer requests run. Raises
+        `ValueError` if the limit is less than one or more than the number of slots."""
         if not 1 <= limit <= self.slots.num_slots:
             raise ValueError(f"the slot limit must be 1 to {self.slots.num_slots}, not {limit}")
         self.slots.limit = limit
@@ -210,8 +184,7 @@ class Scheduler:
     def _preempt(self, victim: int) -> int:
         """Return the request in this slot to the queue."""
         s = self.slots
-        request = s.request[victim]
-        assert request is not None
+        request = s.of(victim)
         request.token_ids = s.token_ids[victim, : s.known[victim]].copy()
         request.keys, request.last_entry, request.publishable = [], None, True
         self._retire(victim)
@@ -229,27 +202,24 @@ class Scheduler:
             victim = self.fairness.victim(self.slots, head)
             if victim is None:
                 return
-            request = self.slots.request[victim]
-            assert request is not None
+            request = self.slots.of(victim)
             self.fairness.displaces(head, request)
             self._preempt(victim)
 
     def _num_coming(self) -> int:
         """Return the pages about to be freed: those that only fences and transfers hold."""
-        held = self._references_beside_requests()
+        held = self._other_references()
         return int(((held > 0) & (held == self.pool.ref)).sum())
 
-    def _references_beside_requests(self) -> Pages:
+    def _other_references(self) -> Pages:
         held = self.fences.references()
         if self.tiers is not None:
             np.add.at(held, self.tiers.transfer_pages(), 1)
         return held
 
     def _admit(self, request: Request) -> int | None:
-        """Give a request pages for the whole prompt, its cached prefix and a slot. Returns None if it must wait.
-
-        If part of the prefix is not on the GPU, it starts to load, and the slot is LOADING until then.
-        """
+        """Give a request pages for the whole prompt, its cached prefix and a slot. Returns None if it must wait. If
+        part of the prefix is not on the GPU, it starts to load, and the slot is LOADING until then."""
         found = self._find_if_fits(request)
         if found is None:
             return None
@@ -308,7 +278,7 @@ class Scheduler:
 
     # -- committing an iteration
 
-    def commit(self, result: StepResult) -> Events:
+    def commit(self, result: StepResult) -> events.Events:
         """Commit the result of an iteration and return its events. Rows of requests that have ended are dropped."""
         s, batch = self.slots, result.batch
         self.attention.add(result.attention or AttentionPath.of(batch.num_decodes, batch.num_chunks))
@@ -323,7 +293,7 @@ class Scheduler:
         index = s.known.take(token_slots)
         s.token_ids[token_slots, index] = tokens
         s.known[token_slots] = index + 1
-        nonfinite = nonfinite_rows(result) & live
+        nonfinite = events.nonfinite_rows(result) & live
         bad = nonfinite[batch.sampled_rows][sampled]
         tokens = np.where(bad, np.int32(-1), tokens)
         self.generation_tokens += len(tokens) - int(bad.sum())
@@ -337,9 +307,9 @@ class Scheduler:
         errors = constraints.advance(s, token_slots, tokens, finish)
         handles = s.handle.take(token_slots)
 
-        scored_prompts = prompt_logprobs(s, result, live)
-        add_pooled(s, result, live)
-        logprobs = token_logprobs(s, result, sampled)
+        scored_prompts = events.prompt_logprobs(s, result, live)
+        events.add_pooled(s, result, live)
+        logprobs = events.token_logprobs(s, result, sampled)
         nonfinite_slots = batch.slots[nonfinite]
         nonfinite_handles = self._drop_nonfinite(nonfinite_slots, token_slots[bad], scored_prompts, errors)
         if self.prefix_caching:
@@ -355,18 +325,17 @@ class Scheduler:
         ends, pooled = s.handle[scored], dict[int, bytes]()
         for slot in scored.tolist():
             started.append(self._start(slot))
-            request = s.request[slot]
-            assert request is not None
+            request = s.of(slot)
             if request.params.pooling is not None:
-                pooled[request.handle] = embedding(request)
+                pooled[request.handle] = events.embedding(request)
             self._finish(slot)
-        events = Events(handles, tokens, finish, started, logprobs, scored_prompts, errors, pooled)
-        events = events.ended(nonfinite_handles, Finish.NONFINITE)
+        reported = events.Events(handles, tokens, finish, started, logprobs, scored_prompts, errors, pooled)
+        reported = reported.ended(nonfinite_handles, Finish.NONFINITE)
         self.fences.open()
         if self.tiers is not None:
             full = 2 * batch.num_tokens >= self.max_num_batched_tokens
             self.tiers.speeds.computed(batch.num_tokens, result.seconds, full)
-        return self._with_aborts(events.ended(ends.tolist(), Finish.LENGTH))
+        return self._with_aborts(reported.ended(ends.tolist(), Finish.LENGTH))
 
     def _scored(self, slots: I32, nonfinite: I32) -> I32:
         """Return slots with a scored or pooled prompt (max_tokens 0), which end with their prefill, without a token."""
@@ -379,42 +348,37 @@ class Scheduler:
     def _drop_nonfinite(
         self, slots: I32, reported: I32, scored_prompts: dict[int, Any], errors: dict[int, str]
     ) -> list[int]:
-        """Drop this iteration's results of requests whose logits are not finite.
-
-        `reported` are those whose row of the events reports it. Returns the handles of the others, which need an event.
-        """
+        """Drop this iteration's results of requests whose logits are not finite. `reported` are those whose row of the
+        events reports it. Returns the handles of the others, which need an event."""
         if not len(slots):
             return []
         s = self.slots
         self.nonfinite_logits += len(slots)
         for slot in slots.tolist():
-            request = s.request[slot]
-            assert request is not None
+            request = s.of(slot)
             request.publishable = False  # its pages may contain the values that caused this
             scored_prompts.pop(request.handle, None)
-            errors[request.handle] = NOT_FINITE
+            errors[request.handle] = events.NOT_FINITE
         others: list[int] = s.handle[slots[~np.isin(slots, reported)]].tolist()
         return others
 
     def _give_up(self, slot: int) -> None:
         """End a running request whose terminal event is reported elsewhere."""
-        request = self.slots.request[slot]
-        assert request is not None
+        request = self.slots.of(slot)
         self._end(request)
         self._retire(slot)
         self._waiting.release_siblings(request)
 
-    def idle_events(self) -> Events:
+    def idle_events(self) -> events.Events:
         """Return terminal events that need no iteration (aborts)."""
-        return self._with_aborts(Events.none())
+        return self._with_aborts(events.Events.none())
 
-    def _with_aborts(self, events: Events) -> Events:
+    def _with_aborts(self, reported: events.Events) -> events.Events:
         aborted, self._aborted = self._aborted, []
-        return events.ended(aborted, Finish.ABORT)
+        return reported.ended(aborted, Finish.ABORT)
 
     def _start(self, slot: int) -> Started:
-        request = self.slots.request[slot]
-        assert request is not None
+        request = self.slots.of(slot)
         request.begun = True
         self._waiting.release_siblings(request)
         now = time.monotonic()
@@ -429,8 +393,7 @@ class Scheduler:
         )
 
     def _finish(self, slot: int) -> None:
-        request = self.slots.request[slot]
-        assert request is not None
+        request = self.slots.of(slot)
         if request.params.max_tokens != 0:  # requests without output do not count
             self.output_lengths.add(int(self.slots.known[slot]) - request.prompt_len)
         self._end(request)
@@ -445,8 +408,7 @@ class Scheduler:
             self._waiting.settle(request, int(self.slots.known[request.slot]) - request.charged)
 
     def _retire(self, slot: int) -> None:
-        request = self.slots.request[slot]
-        assert request is not None
+        request = self.slots.of(slot)
         request.slot = -1
         if request.loading is not None:
             # Loads continue: the transfers hold references to their pages.
@@ -463,32 +425,19 @@ class Scheduler:
         """`compiling` is the number of requests whose grammar is being compiled."""
         pool, loading = self.pool, int((self.slots.phase == Phase.LOADING).sum())
         return SchedulerStats(
-            running=self.num_running,
-            slot_limit=self.slots.limit,
-            slot_limit_changes=self.slot_limit_changes,
-            waiting=self.num_waiting,
-            queue={**self._waiting.by_reason(), "load": loading, "grammar": compiling},
-            pages_held=pool.num_held,
-            pages_cached=pool.num_cached,
-            pages_total=pool.capacity,
-            retained_pages=len(pool.retention),
-            retentions_displaced=pool.retention.displaced,
-            prefix_queried_tokens=self.prefixes.stats.queried,
-            prefix_hit_tokens=sum(self.prefixes.stats.hits),
-            prefix_lengths=self.prefixes.stats.by_length,
-            tiers=self.prefixes.stats.tiers(pool, self.tiers),
-            preemptions=self.preemptions,
-            displaced=self.fairness.displaced,
-            attention=dict(self.attention.iterations),
+            running=self.num_running, slot_limit=self.slots.limit, slot_limit_changes=self.slot_limit_changes,
+            waiting=self.num_waiting, queue={**self._waiting.by_reason(), "load": loading, "grammar": compiling},
+            pages_held=pool.num_held, pages_cached=pool.num_cached, pages_total=pool.capacity,
+            retained_pages=len(pool.retention), retentions_displaced=pool.retention.displaced,
+            prefix_queried_tokens=self.prefixes.stats.queried, prefix_hit_tokens=sum(self.prefixes.stats.hits),
+            prefix_lengths=self.prefixes.stats.by_length, tiers=self.prefixes.stats.tiers(pool, self.tiers),
+            preemptions=self.preemptions, displaced=self.fairness.displaced, attention=dict(self.attention.iterations),
             chunks_cut=dict(self.chunk_keeper.bounds) if self.chunk_keeper is not None else {},
             chunks_late=self.chunk_keeper.limit.late if self.chunk_keeper is not None else 0,
-            overtaken=self.fairness.overtaken,
-            prompt_tokens=self.prompt_tokens,
-            generation_tokens=self.generation_tokens,
-            decode_tokens=self.decode_tokens,
-            prefill_tokens=self.prefill_tokens,
-            nonfinite_logits=self.nonfinite_logits,
-        )
+            overtaken=self.fairness.overtaken, prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens, decode_tokens=self.decode_tokens,
+            prefill_tokens=self.prefill_tokens, nonfinite_logits=self.nonfinite_logits,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Raise `AssertionError` unless slots, pages and counters agree (docs/design.md invariants 4 and 5)."""
@@ -499,7 +448,7 @@ class Scheduler:
         running = s.running()
         assert (s.scheduled[running] == s.confirmed[running] + s.in_flight[running]).all(), "counters disagree"
         assert (s.in_flight[running] >= 0).all(), "negative in-flight count"
-        ref = self._references_beside_requests()
+        ref = self._other_references()
         for slot in running.tolist():
             pages = s.page_table[slot, s.given_back[slot] : s.num_pages[slot]]
             assert len(np.unique(pages)) == len(pages), "a request holds a page twice"

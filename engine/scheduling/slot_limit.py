@@ -14,32 +14,22 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-START = 16
-"""Initial slot limit."""
-MARGIN = 3.0
-"""Standard deviations of a window between the mean and the objective: one window in 700 is above it."""
-GUARD = 0.003
-"""Further distance of the mean from the objective, a logarithm."""
+START = 16  # initial slot limit
+MARGIN = 3.0  # standard deviations of a window between the mean and the objective: one window in 700 is above it
+GUARD = 0.003  # further distance of the mean from the objective, a logarithm
 NOISE, NOISE_WEIGHT, LEAST_NOISE = 0.02, 4.0, 0.004
 """Prior of a window's deviation, its weight in windows, and the minimum deviation."""
-GROWTH = 2.0
-"""Maximum factor of one raise, and of one cut."""
-DEADBAND = 0.02
-"""Relative size below which a raise is skipped."""
+GROWTH = 2.0  # maximum factor of one raise, and of one cut
+DEADBAND = 0.02  # relative size below which a raise is skipped
 SUDDEN = ((0.05, 3), (0.12, 2), (0.5, 1))
-"""(size, count) of a change that is not noise: a deviation of the logarithm, in so many windows in a row."""
-FAR = 0.5
-"""Distance below the objective, a logarithm, at which one window suffices for a raise."""
+"""(size, count) of a change that is not noise: a deviation of the logarithm, in this many windows in a row."""
+FAR = 0.5  # distance below the objective, a logarithm, at which one window suffices for a raise
 BACKOFF = 60
 """Windows until a limit that was late is tried again. Doubles each time."""
-MEMORY = 30
-"""Windows over which the mean of a level is taken."""
-LONG = 100
-"""Windows in which a level may be late once."""
-REACH = 4.0
-"""If a limit smaller by this factor is about as late, the number of slots is not the cause."""
-PATIENCE = 120
-"""Windows until a smaller limit is tried again after that."""
+MEMORY = 30  # windows over which the mean of a level is taken
+LONG = 100  # windows in which a level may be late once
+REACH = 4.0  # if a limit smaller by this factor is about as late, the number of slots is not the cause
+PATIENCE = 120  # windows until a smaller limit is tried again after that
 WORSE, SURE = 0.93, 2.0
 """Throughput after a raise, relative to before, below which the raise did harm, and the standard errors it must differ
 by. Requests that start together end together, and a second with their prompts has few tokens."""
@@ -56,28 +46,21 @@ class Window(NamedTuple):
 
     strain: float
     """The objective's statistic of the time between tokens, divided by its limit; NaN if there are too few tokens."""
-    running: float
-    """Mean of running requests."""
-    rate: float
-    """Tokens per second."""
-    short: bool
-    """Requests waited only for a slot."""
+    running: float  # mean of running requests
+    rate: float  # tokens per second
+    short: bool  # requests waited only for a slot
 
 
 @dataclass
 class _Level:
     """Measurements at one slot limit."""
 
-    mean: float
-    """Mean of log(strain)."""
+    mean: float  # mean of log(strain)
     rate: float
     n: int = 1
-    late: int = 0
-    """Late windows, of about the last `LONG`."""
-    failed: int = 0
-    """Times that it was left because it was late."""
-    barred: bool = False
-    """Its throughput was lower than with fewer slots."""
+    late: int = 0  # late windows, of about the last `LONG`
+    failed: int = 0  # times that it was left because it was late
+    barred: bool = False  # its throughput was lower than with fewer slots
 
     def add(self, x: float, rate: float) -> float:
         """Add a window, and return the change of the mean."""
@@ -101,20 +84,13 @@ class SlotLimitControl:
         self._samples = NOISE_WEIGHT
         self._rate_variance, self._rate_samples = NOISE * NOISE, NOISE_WEIGHT
         """Variance of log(throughput) between windows."""
-        self._settling = 1
-        """Windows to skip after a change, while the number of running requests adapts."""
-        self._odd: list[float] = []
-        """Consecutive windows that do not fit the level."""
-        self._raised_from = 0
-        """The limit before the last change if that was a raise, else 0."""
-        self._over = 0
-        """Consecutive late windows with free slots."""
-        self._quiet = 0
-        """Windows learned from since the last change."""
-        self._remembered: _Level | None = None
-        """The earlier level of the current limit."""
-        self._resigned = 0
-        """Windows for which no smaller limit is tried."""
+        self._settling = 1  # windows to skip after a change, while the number of running requests adapts
+        self._odd: list[float] = []  # consecutive windows that do not fit the level
+        self._raised_from = 0  # the limit before the last change if that was a raise, else 0
+        self._over = 0  # consecutive late windows with free slots
+        self._quiet = 0  # windows learned from since the last change
+        self._remembered: _Level | None = None  # the earlier level of the current limit
+        self._resigned = 0  # windows for which no smaller limit is tried
 
     def observe(self, window: Window) -> int:
         """Process a window, and return the slot limit from now on."""

@@ -32,10 +32,8 @@ class Phase(IntEnum):
 
 
 class SlotTable:
-    """`num_slots` rows, allocated once; only the width of `stop_ids` grows later.
-
-    `window` is the maximum of positions that a query sees, including its own, if every layer has a window.
-    """
+    """`num_slots` rows, allocated once; only the width of `stop_ids` grows later. `window` is the maximum of positions
+    that a query sees, including its own, if every layer has a window."""
 
     def __init__(self, num_slots: int, max_model_len: int, page_size: int, window: int | None = None) -> None:
         n = self.num_slots = num_slots
@@ -44,51 +42,43 @@ class SlotTable:
         """Slot limit: rows that may be in use at once. Lowering it takes no rows away; freed rows stay free."""
         max_pages = -(-max_model_len // page_size)
         self.request: list[Request | None] = [None] * n
-        self.phase = np.zeros(n, np.uint8)
-        """`Phase` of each row, the only record of a request's progress."""
+        self.phase = np.zeros(n, np.uint8)  # `Phase` of each row, the only record of a request's progress
         self.handle = np.zeros(n, np.int64)
         self.epoch = np.zeros(n, np.int32)
         """Incremented when the row's request ends or is preempted: results of an older epoch are stale."""
         self.priority = np.zeros(n, np.int64)
         self.order = np.zeros(n, np.int64)
         self.prompt_len = np.zeros(n, np.int32)
-        self.target = np.zeros(n, np.int32)
-        """Tokens to prefill before the next sample."""
+        self.target = np.zeros(n, np.int32)  # tokens to prefill before the next sample
         self.max_total_tokens = np.zeros(n, np.int32)
         self.known = np.zeros(n, np.int32)
         self.scheduled = np.zeros(n, np.int32)
         self.in_flight = np.zeros(n, np.int32)
         self.confirmed = np.zeros(n, np.int32)
-        self.published = np.zeros(n, np.int32)
-        """Pages of the row that are in the prefix index."""
+        self.published = np.zeros(n, np.int32)  # pages of the row that are in the prefix index
         self.last_step = np.zeros(n, np.int64)
         # Zero pages are mapped on first write, so unused rows take no memory.
         self.token_ids = np.zeros((n, max_model_len), np.int32)
         self.page_table = np.zeros((n, max_pages), np.int32)
-        self.num_pages = np.zeros(n, np.int32)
-        """Entries in the row of the page table."""
+        self.num_pages = np.zeros(n, np.int32)  # entries in the row of the page table
         self.given_back = np.zeros(n, np.int32)
         """How many of them, from the first, are outside the window and were freed."""
         none = SamplingParams()
         self.columns = {column.name: np.full(n, column.of(none), column.dtype) for column in COLUMNS}
         """Sampling fields of each request, by name (`COLUMNS`)."""
         self.biased = np.zeros(n, np.bool_)
-        self.masked = np.zeros(n, np.bool_)
-        """Only some tokens are allowed."""
+        self.masked = np.zeros(n, np.bool_)  # only some tokens are allowed
         self.constrained = np.zeros(n, np.bool_)
         """The allowed tokens depend on the newest token: it has a grammar, bad words or bounded thinking."""
         self.seed = np.zeros(n, np.uint64)
-        self.joules = np.zeros(n)
-        """Joules charged so far."""
-        self.metered = np.zeros(n, np.bool_)
-        """Report the joules charged."""
+        self.joules = np.zeros(n)  # joules charged so far
+        self.metered = np.zeros(n, np.bool_)  # report the joules charged
         self.prompt_logprobs = np.full(n, -1, np.int32)
         self.pooling: list[Pooling | None] = [None] * n
         self.exact_output = np.zeros(n, np.bool_)
         """It cannot stop before `max_total_tokens` (ignore_eos and no stop token), so its length is known."""
         self.stop_ids = np.full((n, 4), -1, np.int32)
-        self.min_total = np.zeros(n, np.int32)
-        """Index below which no stop token is sampled."""
+        self.min_total = np.zeros(n, np.int32)  # index below which no stop token is sampled
         self._free = list(range(n - 1, -1, -1))
 
     @property
@@ -99,6 +89,11 @@ class SlotTable:
     def num_open(self) -> int:
         """Number of rows that requests may get now."""
         return max(0, self.limit - (self.num_slots - len(self._free)))
+
+    def of(self, slot: int) -> Request:
+        request = self.request[slot]
+        assert request is not None
+        return request
 
     def running(self) -> np.ndarray:
         """Return slots with a request: in LOADING, PREFILL or DECODE."""

@@ -17,11 +17,9 @@ class ThinkingBound:
     def __init__(self, thinking: Thinking, vocab_size: int) -> None:
         self.settled = not thinking.force
         self.mask: Mask | None = None
-        self._thinking = thinking
-        self._vocab_size = vocab_size
+        self._thinking, self._vocab_size = thinking, vocab_size
         self._count = ThoughtCount(thinking.begin, thinking.end)
-        self._forced = 0
-        """Number of forced tokens."""
+        self._forced = 0  # number of forced tokens
         self._update()
 
     def may_run_ahead(self, in_flight: int) -> bool:
@@ -29,7 +27,6 @@ class ThinkingBound:
         return self.settled or (self.mask is None and self._count.tokens + in_flight < self._thinking.budget)
 
     def see(self, token: int) -> None:
-        """Process the output's next token."""
         if self.settled:
             return
         if self.mask is None:

@@ -16,8 +16,7 @@ from weft.engine.scheduling.fair_queue import FairQueue
 from weft.engine.scheduling.request import Request
 
 Blocked = Literal["slots", "pages", "tokens"]
-OVERTAKING_PRIORITIES = 4
-"""Best priorities that are searched for a request that fits while the head does not."""
+OVERTAKING_PRIORITIES = 4  # best priorities that are searched for a request that fits while the head does not
 
 
 class _RequestHeap:
@@ -84,15 +83,12 @@ class WaitingQueue:
     """The waiting requests. Siblings are held outside the queue until the prompt that they share is computed."""
 
     def __init__(self) -> None:
-        self._queues: dict[int, _Priority] = {}
-        """By priority; none is empty."""
+        self._queues: dict[int, _Priority] = {}  # by priority; none is empty
         self._priorities: list[int] = []
         self._tickets = 0
-        self.num_requests = 0
-        """Waiting requests, including held ones."""
+        self.num_requests = 0  # waiting requests, including held ones
         self.num_held = 0
-        self.num_tokens = 0
-        """Tokens to compute for them if nothing is cached, without held ones."""
+        self.num_tokens = 0  # tokens to compute for them if nothing is cached, without held ones
         self.blocked: Blocked = "tokens"
         """What the head lacked at the last schedule: a slot, pages, or tokens of the iteration."""
 
@@ -149,7 +145,6 @@ class WaitingQueue:
             queue.fair.charge(request.tenant, cost)
 
     def end(self, request: Request) -> None:
-        """Remove a waiting request that has ended."""
         if request.held:
             self._leave(request)
         else:

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 
 from weft.engine.wire.open_files import raise_limit
 
@@ -23,18 +22,14 @@ PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)  # loaded in advance, because it is used after a fork
 IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 """Signals that would end a process and that the daemon's processes ignore."""
-RANK = "weft.engine.ranks.process"
-"""Module of an engine's follower ranks."""
-STACKS_SIGNAL = signal.SIGUSR2
-"""Signal that requests the stacks of a child's threads (see `stacks.py`)."""
+RANK = "weft.engine.ranks.process"  # module of an engine's follower ranks
+STACKS_SIGNAL = signal.SIGUSR2  # signal that requests the stacks of a child's threads (see `stacks.py`)
 
 
 @contextmanager
 def stacks_signal_blocked() -> Iterator[None]:
-    """Block `STACKS_SIGNAL` while a child is started, so that only the child's waiting thread receives it.
-
-    Libraries start threads on import, before any code of the child could block the signal.
-    """
+    """Block `STACKS_SIGNAL` while a child is started, so that only the child's waiting thread receives it. Libraries
+    start threads on import, before any code of the child could block the signal."""
     blocked = STACKS_SIGNAL in signal.pthread_sigmask(signal.SIG_BLOCK, [STACKS_SIGNAL])
     try:
         yield
@@ -45,9 +40,7 @@ def stacks_signal_blocked() -> Iterator[None]:
 
 def end_with_parent(parent: int | None = None, signum: int = signal.SIGKILL) -> None:
     """Have the kernel send this process `signum` when the thread that started it ends. Safe between fork and exec.
-
-    `parent` is the process id of the parent: if it has ended already, this process exits.
-    """
+    `parent` is the process id of the parent: if it has ended already, this process exits."""
     _libc.prctl(PR_SET_PDEATHSIG, signum)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
@@ -60,11 +53,8 @@ def command(parent: int, module: str, *arguments: object) -> tuple[str, ...]:
 
 def settle(parent: int | None) -> None:
     """Set up a child: it ends with its parent even when it hangs, ignores signals to the process group, which the
-    daemon handles, and raises its limit of open files.
-
-    `parent` is the process id of the daemon: if it has ended already, this process exits. Pass None if the child
-    notices the end of its parent in another way.
-    """
+    daemon handles, and raises its limit of open files. `parent` is the process id of the daemon: if it has ended
+    already, this process exits. Pass None if the child notices the end of its parent in another way."""
     if parent is not None:
         end_with_parent(parent)
     raise_limit()
@@ -72,13 +62,9 @@ def settle(parent: int | None) -> None:
         signal.signal(signum, signal.SIG_IGN)
     # Not SIG_IGN, which programs started by this process would inherit: they could not be ended then.
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(signum, _ignore)
+        signal.signal(signum, lambda *_: None)
     with suppress(AttributeError, OSError, ValueError):  # no stderr
         faulthandler.enable(sys.stderr)
-
-
-def _ignore(_signum: int, _frame: FrameType | None) -> None:
-    pass
 
 
 def pin_to(cpus: Sequence[int]) -> None:

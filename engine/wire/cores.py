@@ -12,10 +12,8 @@ LEAST = 2
 
 
 def shares(cpus: set[int], nodes: Mapping[int, int], ranks: int) -> list[set[int]]:
-    """Return equally many cores for each rank, on one NUMA node if possible; empty if there are too few.
-
-    `nodes` gives the node of each core.
-    """
+    """Return equally many cores for each rank, on one NUMA node if possible; empty if there are too few. `nodes` gives
+    the node of each core."""
     each = len(cpus) // ranks
     if each < LEAST:
         return []
@@ -23,15 +21,18 @@ def shares(cpus: set[int], nodes: Mapping[int, int], ranks: int) -> list[set[int
     return [set(ordered[rank * each : (rank + 1) * each]) for rank in range(ranks)]
 
 
+def read_cpus(file: Path) -> set[int]:
+    """Return the cores of a list like 0-3,8. Raises `OSError` or `ValueError`."""
+    bounds = [part.partition("-") for part in file.read_text().strip().split(",") if part]
+    return {cpu for first, _, last in bounds for cpu in range(int(first), int(last or first) + 1)}
+
+
 def nodes_here() -> dict[int, int]:
     """Return the NUMA node of each core; empty if unknown."""
     found: dict[int, int] = {}
     try:
         for node in NODES.glob("node[0-9]*"):
-            for part in (node / "cpulist").read_text().strip().split(","):
-                first, _, last = part.partition("-")
-                if first:
-                    found |= dict.fromkeys(range(int(first), int(last or first) + 1), int(node.name[4:]))
+            found |= dict.fromkeys(read_cpus(node / "cpulist"), int(node.name[4:]))
     except (OSError, ValueError):
         return {}
     return found

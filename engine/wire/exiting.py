@@ -12,10 +12,8 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterable
 
-LOOK_MS = 100
-"""Milliseconds between checks."""
-GRACE_SECONDS = 0.3
-"""Seconds in which most processes finish ending, so that their exit status can be reported."""
+LOOK_MS = 100  # milliseconds between checks
+GRACE_SECONDS = 0.3  # seconds in which most processes finish ending, so that their exit status can be reported
 _ENDING = 0x4 | 0x8 | 0x200
 """PF_EXITING, PF_POSTCOREDUMP and PF_DUMPCORE of include/linux/sched.h, in the field `flags` of proc(5)."""
 _SIGKILL = 1 << (signal.SIGKILL - 1)
@@ -70,10 +68,8 @@ def wait_for_end(process: subprocess.Popen[bytes], ending: Callable[[], object])
 
 
 def kill_and_hold(pids: Iterable[int], is_one: Callable[[int], bool]) -> list[int]:
-    """Kill orphaned processes and return their descriptors for `wait_for_all`.
-
-    `is_one` checks that a pid still is the intended process; it is called once the number cannot be reused.
-    """
+    """Kill orphaned processes and return their descriptors for `wait_for_all`. `is_one` checks that a pid still is the
+    intended process; it is called once the number cannot be reused."""
     held = []
     for pid in pids:
         try:

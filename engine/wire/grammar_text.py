@@ -34,9 +34,7 @@ _stack_size_lock = threading.Lock()
 
 def json_schema(schema: dict[str, Any] | bool, *, lenient: bool = False) -> str:
     """Return the grammar of a JSON schema. With `lenient`, keywords that cannot be enforced are ignored, not refused.
-
-    Raises `RequestError` if the schema allows no value, or has bounds that cannot be enforced.
-    """
+    Raises `RequestError` if the schema allows no value, or has bounds that cannot be enforced."""
     if schema is False or schema == {"not": {}} or schema == {"not": True}:
         raise RequestError("the schema allows no value", "grammar")
     return json.dumps({"grammars": [{"json_schema": json_options(schema, lenient=lenient)}]})
@@ -55,7 +53,6 @@ def regex(pattern: str) -> str:
 
 
 def choice(texts: Sequence[str]) -> str:
-    """Return the grammar of a choice between texts."""
     return LLMatcher.grammar_from_lark("start: " + " | ".join(map(literal, texts)))
 
 

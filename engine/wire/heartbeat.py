@@ -16,12 +16,9 @@ from typing import NamedTuple
 ENGINE = 0
 """Row of the first engine. Further engines follow, then API processes."""
 
-HEARTBEAT_SECONDS = 1.0
-"""Maximum seconds between two heartbeats of an idle loop."""
-LATE_SECONDS = 5.0
-"""Seconds without a heartbeat after which probes report the process as late."""
-NAP_SECONDS = 3.0
-"""A watcher that has not looked for this many seconds was suspended, and perhaps the machine with it."""
+HEARTBEAT_SECONDS = 1.0  # maximum seconds between two heartbeats of an idle loop
+LATE_SECONDS = 5.0  # seconds without a heartbeat after which probes report the process as late
+NAP_SECONDS = 3.0  # a watcher that has not looked for this many seconds was suspended, and perhaps the machine with it
 
 _MAX_RANKS = 8
 _RANKS_AT, _RANK_CELLS = 16, 3
@@ -31,7 +28,6 @@ _TEXT_BYTES = 127
 _TEXT = 1 + _TEXT_BYTES
 _ROW = _TEXT_AT + _MAX_RANKS * _TEXT
 _AT, _ALLOWED, _PID, _STEP, _REQUESTS, _TOKENS, _DECODES, _NANO_BATCHES, _GIVEN_UP = range(9)
-_STEP_TIMEOUT, _START_TIMEOUT = range(2)
 
 
 class LastStep(NamedTuple):
@@ -65,9 +61,11 @@ class Heartbeats:
         if fd is None:
             os.ftruncate(self.fd, size)
         self._map = memoryview(mmap.mmap(self.fd, size))
-        self._bounds = self._map[:_TEXT_AT].cast("d")
+        bounds = self._map[:_TEXT_AT].cast("d")
         if fd is None:
-            self._bounds[_STEP_TIMEOUT], self._bounds[_START_TIMEOUT] = step_timeout, start_timeout
+            bounds[0], bounds[1] = step_timeout, start_timeout
+        self.step_timeout = bounds[0]  # maximum seconds of an iteration, if its end can be awaited with a timeout
+        self.start_timeout = bounds[1]  # maximum seconds of a stage of the start without progress
 
     def _cells(self, row: int) -> memoryview[float]:
         return self._map[(row + 1) * _ROW : (row + 1) * _ROW + _TEXT_AT].cast("d")
@@ -75,16 +73,6 @@ class Heartbeats:
     def _text(self, row: int, rank: int = 0) -> memoryview[int]:
         begin = (row + 1) * _ROW + _TEXT_AT + rank * _TEXT
         return self._map[begin : begin + _TEXT]
-
-    @property
-    def step_timeout(self) -> float:
-        """Maximum seconds of an iteration, if its end can be awaited with a timeout."""
-        return self._bounds[_STEP_TIMEOUT]
-
-    @property
-    def start_timeout(self) -> float:
-        """Maximum seconds of a stage of the start without progress."""
-        return self._bounds[_START_TIMEOUT]
 
     def of(self, row: int) -> Heartbeat:
         """Return the row for its process, or for the daemon before the process runs."""
@@ -98,22 +86,6 @@ class Heartbeats:
     def ranks(self, row: int) -> list[int]:
         """Return the follower ranks that the engine in this row has started."""
         return [rank for rank in range(_MAX_RANKS) if self.rank(row, rank).at]
-
-    def at(self, row: int) -> float:
-        """Return the time of the last heartbeat; 0 before the first one."""
-        return self._cells(row)[_AT]
-
-    def allowed(self, row: int) -> float:
-        """Return the announced seconds before the next heartbeat; 0 if none were announced."""
-        return self._cells(row)[_ALLOWED]
-
-    def pid(self, row: int) -> int:
-        """Return the process id of the row; 0 before the first heartbeat."""
-        return int(self._cells(row)[_PID])
-
-    def given_up(self, row: int) -> bool:
-        """Return whether the daemon is about to end the process."""
-        return bool(self._cells(row)[_GIVEN_UP])
 
     def stage(self, row: int, rank: int = 0) -> str:
         """Return the name of the long operation that runs; empty in normal operation."""
@@ -130,8 +102,7 @@ class Heartbeat:
     """The row of a process, or the cells of a follower rank in its engine's row."""
 
     def __init__(self, cells: memoryview[float], text: memoryview[int]) -> None:
-        self._cells = cells
-        self._text = text
+        self._cells, self._text = cells, text
 
     def __call__(self) -> None:
         """Record a pass of the main loop: no long operation runs."""
@@ -171,14 +142,22 @@ class Heartbeat:
 
     @property
     def at(self) -> float:
+        """Time of the last heartbeat; 0 before the first one."""
         return self._cells[_AT]
 
     @property
     def allowed(self) -> float:
+        """Announced seconds before the next heartbeat; 0 if none were announced."""
         return self._cells[_ALLOWED]
 
     @property
+    def given_up(self) -> bool:
+        """Whether the daemon is about to end the process; not for a follower rank."""
+        return bool(self._cells[_GIVEN_UP])
+
+    @property
     def pid(self) -> int:
+        """Process id; 0 before the first heartbeat."""
         return int(self._cells[_PID])
 
 
@@ -187,8 +166,7 @@ class Watch:
     looks hung after a machine or container was paused."""
 
     def __init__(self, heartbeats: Heartbeats, clock: Callable[[], float] = time.monotonic) -> None:
-        self.heartbeats = heartbeats
-        self._clock = clock
+        self.heartbeats, self._clock = heartbeats, clock
         self._looked = self._awake_since = clock()
 
     def look(self) -> None:
@@ -200,7 +178,7 @@ class Watch:
 
     def age(self, row: int) -> float:
         """Return the seconds since the last heartbeat; 0 before the first one."""
-        at = self.heartbeats.at(row)
+        at = self.heartbeats.of(row).at
         return max(0.0, self._clock() - at) if at else 0.0
 
     def rank_age(self, row: int, rank: int) -> float:
@@ -218,14 +196,13 @@ class Watch:
         return None
 
     def late(self, row: int, bound: float) -> float | None:
-        """Return the age of the last heartbeat if it is more than `bound` and than announced, else None.
-
-        An engine is as late as its latest rank.
-        """
-        if not (at := self.heartbeats.at(row)):
+        """Return the age of the last heartbeat if it is more than `bound` and than announced, else None. An engine is
+        as late as its latest rank."""
+        heartbeat = self.heartbeats.of(row)
+        if not heartbeat.at:
             return None
-        age = self._clock() - max(at, self._awake_since)
-        if age > max(bound, self.heartbeats.allowed(row)) or self.heartbeats.given_up(row):
+        age = self._clock() - max(heartbeat.at, self._awake_since)
+        if age > max(bound, heartbeat.allowed) or heartbeat.given_up:
             return age
         silent = self.silent_rank(row, bound)
         return None if silent is None else silent[1]

@@ -20,16 +20,12 @@ import zmq
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
 
-KEPT_MESSAGES = 10_000
-"""Messages kept for replay."""
+KEPT_MESSAGES = 10_000  # messages kept for replay
 KEPT_BYTES = 64 * 2**20
-HIGH_WATER = 100_000
-"""Messages queued for a slow subscriber before it loses some."""
-WAITING = 10_000
-"""Messages queued for the thread before all subscribers lose some."""
+HIGH_WATER = 100_000  # messages queued for a slow subscriber before it loses some
+WAITING = 10_000  # messages queued for the thread before all subscribers lose some
 POLL_SECONDS = 0.05
-SNAPSHOT_SECONDS = 10.0
-"""Minimum seconds between two snapshots of the index."""
+SNAPSHOT_SECONDS = 10.0  # minimum seconds between two snapshots of the index
 END = (-1).to_bytes(8, "big", signed=True)
 _OWN = re.compile(r"tcp://(\*|0\.0\.0\.0|127\.[\d.]+|localhost|\[?::1?\]?):|ipc://|inproc://")
 """Addresses to listen on. Others are connected to."""
@@ -110,7 +106,6 @@ class KvPublisher:
 
     @property
     def address(self) -> str:
-        """Address of the publishing socket."""
         return self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property

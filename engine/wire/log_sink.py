@@ -20,10 +20,8 @@ from typing import TextIO
 MAX_LINES = 10_000
 MAX_BYTES = 2 * 2**20
 """Bytes of queued lines. A single longer line is still queued on its own."""
-CHUNK = 64 * 1024
-"""Maximum bytes per write: the size of a pipe."""
-LAST_LINES_SECONDS = 1.0
-"""Seconds to write the remaining lines when the process ends."""
+CHUNK = 64 * 1024  # maximum bytes per write: the size of a pipe
+LAST_LINES_SECONDS = 1.0  # seconds to write the remaining lines when the process ends
 
 
 def dropped_message(dropped: int) -> str:
@@ -47,18 +45,13 @@ class LogSink(io.TextIOBase):
         self.dropped = 0
         self.on_drop: Callable[[], None] | None = None
         self.dropped_message: Callable[[int], str] = dropped_message
-        self._fd = fd
-        self._max_lines = max_lines
-        self._max_bytes = max_bytes
+        self._fd, self._max_lines, self._max_bytes = fd, max_lines, max_bytes
         self._changed = threading.Condition()  # an RLock: a signal handler may log while its thread is in here
         self._lines: deque[bytes] = deque()
-        self._bytes = 0
-        """Bytes of `_lines`."""
-        self._partial = ""
-        """Text without a line end yet."""
+        self._bytes = 0  # Bytes of `_lines`
+        self._partial = ""  # text without a line end yet
         self._writing = False
-        self._unreported = 0
-        """Dropped lines that have not been reported."""
+        self._unreported = 0  # dropped lines that have not been reported
         self._thread: threading.Thread | None = None
 
     # -- the stream
@@ -193,7 +186,6 @@ def _is_descriptor(stream: TextIO | None, fd: int) -> bool:
 
 
 def dropped_lines() -> int:
-    """Return the number of dropped lines of this process's stderr."""
     return sys.stderr.dropped if isinstance(sys.stderr, LogSink) else 0
 
 

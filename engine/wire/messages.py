@@ -30,8 +30,7 @@ class Finish(IntEnum):
     """The request was not served now, but may be later."""
 
 
-HANDLE_BITS = 40
-"""A client's handles are `client << HANDLE_BITS | k`, so that a handle identifies its client."""
+HANDLE_BITS = 40  # a client's handles are `client << HANDLE_BITS | k`, so that a handle identifies its client
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):

@@ -14,17 +14,12 @@ from typing import Any, TypeGuard
 
 from weft.engine.errors import RequestError
 
-MOST = 2**63 - 1024
-"""The largest whole number that is both a double and a signed 64-bit integer."""
-EXACT = 2**53
-"""Above this, not every whole number is a double."""
-TINY = 1e-60
-"""Replaces an excluded 0."""
-DIGITS = 15
-"""Digits of a decimal that all parsers of doubles read alike."""
+MOST = 2**63 - 1024  # the largest whole number that is both a double and a signed 64-bit integer
+EXACT = 2**53  # above this, not every whole number is a double
+TINY = 1e-60  # replaces an excluded 0
+DIGITS = 15  # digits of a decimal that all parsers of doubles read alike
 
-_DATA = frozenset({"const", "default", "enum", "example", "examples"})
-"""Keywords whose values are not schemas."""
+_DATA = frozenset({"const", "default", "enum", "example", "examples"})  # keywords whose values are not schemas
 _NAMES = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 """Keywords whose keys are names, not keywords."""
 

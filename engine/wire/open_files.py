@@ -8,8 +8,7 @@ from contextlib import suppress
 OWN, FOR_RANK, FOR_API = 128, 16, 8
 """Files of each of a daemon's processes, without connections: for itself (including GPU libraries), per rank of an
 engine, and per API process."""
-ENOUGH = 4096
-"""A limit that is also enough for the connections of an API process."""
+ENOUGH = 4096  # a limit that is also enough for the connections of an API process
 HOW = f"ulimit -Hn {ENOUGH}, LimitNOFILE={ENOUGH} in a systemd unit, --ulimit nofile={ENOUGH} for a container"
 
 

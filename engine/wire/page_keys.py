@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-BRIEF = 8
-"""Bytes of a brief key, for uses in which a collision only costs time."""
+BRIEF = 8  # bytes of a brief key, for uses in which a collision only costs time
 
 
 def root(model_id: str, salt: str) -> bytes:

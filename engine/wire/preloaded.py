@@ -23,8 +23,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 SYSTEMD = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 """Variables meant for this process alone."""
 
-_started: list[PreloadedProcess] = []
-"""At most one process, until it is taken."""
+_started: list[PreloadedProcess] = []  # at most one process, until it is taken
 
 
 def environment() -> dict[str, str]:

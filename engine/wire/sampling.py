@@ -22,13 +22,10 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1024
-MAX_BAD_CHARS = 16_384
-"""Characters of all bad words together."""
+MAX_BAD_CHARS = 16_384  # characters of all bad words together
 GREEDY_EPSILON = 1e-5
-MAX_TOP_K = 2**31 - 1
-"""Larger values are clipped: no vocabulary has more tokens."""
-LEAST_REPETITION_PENALTY = 1e-20
-"""Smaller values are clipped: a logit divided by less would be infinite."""
+MAX_TOP_K = 2**31 - 1  # larger values are clipped: no vocabulary has more tokens
+LEAST_REPETITION_PENALTY = 1e-20  # smaller values are clipped: a logit divided by less would be infinite
 
 
 class Bounds(NamedTuple):
@@ -69,10 +66,8 @@ Pooling = Literal["last", "mean"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling fields of one sequence, in the terms of the HTTP contract.
-
-    Raises `RequestError` when a value is out of range; `param` names it.
-    """
+    """Sampling fields of one sequence, in the terms of the HTTP contract. Raises `RequestError` when a value is out of
+    range; `param` names it."""
 
     max_tokens: int | None = 16
     """Maximum output tokens; None for as many as the context allows."""

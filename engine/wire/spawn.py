@@ -11,46 +11,35 @@ from pathlib import Path
 
 from weft.engine.config import EngineConfig
 from weft.engine.wire.child import RANK
+from weft.engine.wire.engine_socket import PrivateSocket
 from weft.engine.wire.exiting import GRACE_SECONDS, how_ended, kill_and_hold, wait_for_all, wait_for_end
 from weft.engine.wire.heartbeat import ENGINE, Heartbeats
 from weft.engine.wire.preloaded import PreloadedProcess
-from weft.engine.wire.private_socket import PrivateSocket
 from weft.engine.wire.stacks import Stacks
 from weft.engine.wire.weight_exchange import WeightExchange
 
-LAST_MESSAGES_SECONDS = 0.05
-"""Seconds for the last messages of a process to arrive."""
-UNKNOWN_END = "the engine ended (its memory is being released)"
-"""The reason reported until the exit status is known."""
+LAST_MESSAGES_SECONDS = 0.05  # seconds for the last messages of a process to arrive
+UNKNOWN_END = "the engine ended (its memory is being released)"  # the reason reported until the exit status is known
 
 
 class EngineProcess:
     """A running engine process. Create with `await EngineProcess.start(config)`; clients connect to `address`."""
 
     def __init__(
-        self,
-        process: PreloadedProcess,
-        socket: PrivateSocket,
-        stacks: Stacks,
-        *,
-        owns_socket: bool,
+        self, process: PreloadedProcess, socket: PrivateSocket, stacks: Stacks, *, owns_socket: bool,
         ranks: Callable[[], list[int]] = list,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`ranks` returns the process ids of its follower ranks."""
         self.address = socket.address
         self.stacks = stacks
         self._process, self._stdin = process.process, process.socket
-        self._socket = socket
-        self._owns_socket = owns_socket
-        self._stopping = False
+        self._socket, self._owns_socket = socket, owns_socket
+        self.stopping = False  # `stop` was called
         self._why = ""
         self._ranks = ranks
-        self._code: int | None = None
-        """Return code of `subprocess`, once the process's memory is freed."""
-        self._gone = asyncio.Event()
-        """Set when the memory of its ranks is freed too."""
-        self._ending = asyncio.Event()
-        """Set when the process will not run again."""
+        self._code: int | None = None  # return code of `subprocess`, once the process's memory is freed
+        self._gone = asyncio.Event()  # set when the memory of its ranks is freed too
+        self._ending = asyncio.Event()  # set when the process will not run again
         self._ended = asyncio.create_task(self._wait())
 
     @classmethod
@@ -61,12 +50,9 @@ class EngineProcess:
         heartbeats: Heartbeats | None = None,
         exchange: WeightExchange | None = None,
     ) -> EngineProcess:
-        """Start it and return at once; a client's `wait_ready` waits for the model to be loaded.
-
-        `socket` is where it listens, by default its own. It writes its heartbeats to the row of its number.
-        `exchange` holds weights shared with other engines. Raises `ConfigError` if no socket can be created, `OSError`
-        if no process can be started.
-        """
+        """Start it and return at once; a client's `wait_ready` waits for the model to be loaded. `socket` is where it
+        listens, by default its own. It writes its heartbeats to the row of its number. `exchange` holds weights shared
+        with other engines. Raises `ConfigError` if no socket can be created, `OSError` if no process can be started."""
         owns_socket = socket is None
         socket = socket or PrivateSocket()
         row = ENGINE + config.share.engine
@@ -79,19 +65,14 @@ class EngineProcess:
         fds = (socket.fd, heartbeats.fd, stacks.fd, *(exchange.fds if exchange is not None else ()))
         process.send_config(config.model_dump_json().encode(), fds)
 
-        def ranks() -> list[int]:
-            return [heartbeats.rank(row, rank).pid for rank in heartbeats.ranks(row)]
-
-        return cls(process, socket, stacks, owns_socket=owns_socket, ranks=ranks)
+        return cls(
+            process, socket, stacks, owns_socket=owns_socket,
+            ranks=lambda: [heartbeats.rank(row, rank).pid for rank in heartbeats.ranks(row)],
+        )  # fmt: skip
 
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    @property
-    def stopping(self) -> bool:
-        """Whether `stop` was called."""
-        return self._stopping
 
     async def wait_dead(self) -> str:
         """Wait until the process has ended and its last messages had time to arrive. Returns why it ended. Its memory
@@ -111,7 +92,7 @@ class EngineProcess:
         self._watch()
         await self._ending.wait()
         await asyncio.sleep(LAST_MESSAGES_SECONDS)
-        if self._stopping:
+        if self.stopping:
             return "the engine was stopped"
         if self._why:
             return self._why
@@ -158,7 +139,7 @@ class EngineProcess:
 
     async def stop(self, timeout: float = 5.0) -> None:
         """End it by closing its stdin, and kill it after `timeout` seconds. Returns once its memory is free."""
-        self._stopping = True
+        self.stopping = True
         self._stdin.close()
         try:
             await asyncio.wait_for(self.wait_dead(), timeout)

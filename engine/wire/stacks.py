@@ -16,13 +16,10 @@ from weft.engine.wire.child import STACKS_SIGNAL
 
 FINAL_SIGNAL = signal.SIGUSR1
 """Signal whose handler writes the stacks at once. It may crash the process, because frames may change meanwhile."""
-CAPTURE_SECONDS = 10.0
-"""Seconds for a process to write its stacks."""
-FINAL_SECONDS = 2.0
-"""Seconds for a process that is about to be killed."""
+CAPTURE_SECONDS = 10.0  # seconds for a process to write its stacks
+FINAL_SECONDS = 2.0  # seconds for a process that is about to be killed
 POLL_SECONDS = 0.05
-STACKS_BYTES = 256 * 1024
-"""Maximum bytes of stacks to write and to read."""
+STACKS_BYTES = 256 * 1024  # maximum bytes of stacks to write and to read
 END = b"\0"
 """End of the stacks. Bytes after it may remain from a longer write."""
 
@@ -45,10 +42,8 @@ def _calls(frame: FrameType | None) -> list[str]:
 
 
 def write_stacks_to(stacks_fd: int) -> None:
-    """Write the stacks to `stacks_fd` on request, in a child that was started under `stacks_signal_blocked`.
-
-    A thread waits for the signal and writes while it holds the interpreter lock, which is safe.
-    """
+    """Write the stacks to `stacks_fd` on request, in a child that was started under `stacks_signal_blocked`. A thread
+    waits for the signal and writes while it holds the interpreter lock, which is safe."""
     faulthandler.register(FINAL_SIGNAL, stacks_fd, all_threads=True, chain=False)
 
     def write() -> None:
@@ -68,20 +63,16 @@ class Stacks:
         self.fd = os.memfd_create("weft-stacks")
 
     async def capture(self, pid: int) -> str:
-        """Return the kernel state of a process's threads, and their Python stacks if the process can report them.
-
-        The process continues. If it is stopped, or a thread keeps the interpreter lock, there are no Python stacks.
-        """
+        """Return the kernel state of a process's threads, and their Python stacks if the process can report them. The
+        process continues. If it is stopped, or a thread keeps the interpreter lock, there are no Python stacks."""
         kernel = threads(pid)
         if " T " in kernel:
             return _report(kernel, "", "the process is stopped")
         return _report(kernel, await self._request(pid, STACKS_SIGNAL, CAPTURE_SECONDS), "the process does not answer")
 
     async def final_stacks(self, pid: int, *, wake: bool) -> str:
-        """Like `capture`, for a process that is about to be killed: also use the signal that may crash it.
-
-        `wake` continues a stopped process, which cannot report otherwise.
-        """
+        """Like `capture`, for a process that is about to be killed: also use the signal that may crash it. `wake`
+        continues a stopped process, which cannot report otherwise."""
         kernel = threads(pid)
         if " T " in kernel and not wake:
             return _report(kernel, "", "the process is stopped")

@@ -10,21 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.engine.errors import EngineDead
-from weft.engine.wire.messages import (
-    HANDLE_BITS,
-    AbortRequests,
-    AddRequest,
-    EngineStats,
-    Finish,
-    Outputs,
-    Prefetch,
-    Profile,
-    ResetPrefixCache,
-    Retention,
-    Started,
-    ToEngine,
-    TokenLogprobs,
-)
+from weft.engine.wire import messages
 from weft.engine.wire.sampling import SamplingParams
 
 SLICE = 64
@@ -35,40 +21,33 @@ class Delta(NamedTuple):
     """What a stream received since the last read."""
 
     token_ids: list[int]
-    logprobs: list[TokenLogprobs]
-    """One per token if requested, else empty."""
-    finish: Finish
-    started: Started | None
-    """Set in the delta with the first token."""
-    prompt_logprobs: list[TokenLogprobs]
+    logprobs: list[messages.TokenLogprobs]  # one per token if requested, else empty
+    finish: messages.Finish
+    started: messages.Started | None  # set in the delta with the first token
+    prompt_logprobs: list[messages.TokenLogprobs]
     error: str | None
-    pooled: bytes | None = None
-    """As in `Outputs`."""
+    pooled: bytes | None = None  # as in `Outputs`
 
 
 class TokenStream:
     """The tokens of one open request. Read until a delta has `finish`, or call `abort()` if the client has gone.
-
-    `read()` raises `EngineDead` when the engine process ends.
-    """
+    `read()` raises `EngineDead` when the engine process ends."""
 
     def __init__(self, streams: Streams, handle: int) -> None:
-        self.handle = handle
-        self._streams = streams
+        self.handle, self._streams = handle, streams
         self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs] = []
-        self._started: Started | None = None
-        self._finish = Finish.RUNNING
+        self._logprobs: list[messages.TokenLogprobs] = []
+        self._prompt_logprobs: list[messages.TokenLogprobs] = []
+        self._started: messages.Started | None = None
+        self._finish = messages.Finish.RUNNING
         self._error: str | None = None
         self._pooled: bytes | None = None
         self._dead: str | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._pending = False
         self.closed = False
-        self.joules = 0.0
-        """Joules charged so far, for a metered request."""
-        self.sink: Callable[[int, TokenLogprobs | None], bool] | None = None
+        self.joules = 0.0  # joules charged so far, for a metered request
+        self.sink: Callable[[int, messages.TokenLogprobs | None], bool] | None = None
         """Called with each token except the first and the last while `read` waits. If it returns True, the token is
         not delivered to `read`."""
 
@@ -94,7 +73,7 @@ class TokenStream:
             finally:
                 self._waiter = None
         self._pending = False
-        if not self._tokens and self._finish is Finish.RUNNING and self._dead is not None:
+        if not self._tokens and self._finish is messages.Finish.RUNNING and self._dead is not None:
             raise EngineDead(self._dead)
         delta = Delta(
             self._tokens, self._logprobs, self._finish, self._started, self._prompt_logprobs, self._error, self._pooled
@@ -106,7 +85,7 @@ class TokenStream:
         """Drop the request in the engine. Idempotent; nothing more is delivered."""
         if not self.closed:
             self._streams._forget(self.handle)
-            self._streams._send(AbortRequests([self.handle]))
+            self._streams._send(messages.AbortRequests([self.handle]))
             self.closed = True
 
 
@@ -116,16 +95,14 @@ class Streams:
     def __init__(self, number: int) -> None:
         """`number` is unique among all clients that the engine ever has."""
         self.loop = asyncio.get_running_loop()
-        self.stats = EngineStats()
-        self.dead: str | None = None
-        """Why the engine has ended; None while it runs."""
-        self.on_stats: Callable[[EngineStats], None] | None = None
-        self.on_open: Callable[[int], None] | None = None
-        """Called with the number of open requests when it changes."""
+        self.stats = messages.EngineStats()
+        self.dead: str | None = None  # why the engine has ended; None while it runs
+        self.on_stats: Callable[[messages.EngineStats], None] | None = None
+        self.on_open: Callable[[int], None] | None = None  # called with the number of open requests when it changes
         self._streams: dict[int, TokenStream] = {}
-        self._next_handle = (number << HANDLE_BITS) + 1
+        self._next_handle = (number << messages.HANDLE_BITS) + 1
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: messages.ToEngine) -> None:
         raise NotImplementedError
 
     @property
@@ -137,18 +114,10 @@ class Streams:
         return len(self._streams)
 
     def submit(
-        self,
-        prompt_token_ids: Sequence[int] | npt.NDArray[np.int32],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        leader: int = -1,
-        tenant: int = 0,
-        metered: bool = False,
-        retention: tuple[Retention, ...] = (),
-        names: tuple[bytes, ...] = (),
-    ) -> TokenStream:
+        self, prompt_token_ids: Sequence[int] | npt.NDArray[np.int32], params: SamplingParams, *, priority: int = 0,
+        cache_salt: str = "", leader: int = -1, tenant: int = 0, metered: bool = False,
+        retention: tuple[messages.Retention, ...] = (), names: tuple[bytes, ...] = (),
+    ) -> TokenStream:  # fmt: skip
         """Queue one sequence. Options are as in `AddRequest`. Raises `EngineDead` if the engine has ended."""
         if self.dead is not None:
             raise EngineDead(self.dead)
@@ -156,33 +125,25 @@ class Streams:
         self._next_handle += 1
         stream = TokenStream(self, handle)
         self._streams[handle] = stream
-        self._send(
-            AddRequest(
-                handle=handle,
-                prompt_token_ids=np.asarray(prompt_token_ids, np.int32).tobytes(),
-                params=params,
-                priority=priority,
-                cache_salt=cache_salt,
-                leader=leader,
-                tenant=tenant,
-                metered=metered,
-                retention=retention,
-                names=names,
-            )
-        )
+        prompt = np.asarray(prompt_token_ids, np.int32).tobytes()
+        request = messages.AddRequest(
+            handle=handle, prompt_token_ids=prompt, params=params, priority=priority, cache_salt=cache_salt,
+            leader=leader, tenant=tenant, metered=metered, retention=retention, names=names,
+        )  # fmt: skip
+        self._send(request)
         self._report_open()
         return stream
 
     def prefetch(self, names: tuple[bytes, ...]) -> None:
         """Load the pages of a conversation before its next turn arrives."""
-        self._send(Prefetch(names))
+        self._send(messages.Prefetch(names))
 
     def reset_prefix_cache(self) -> None:
-        self._send(ResetPrefixCache())
+        self._send(messages.ResetPrefixCache())
 
     def profile(self, path: str, seconds: float) -> None:
         """Profile the engine. The trace appears at `path` once it is complete. Another call ends this profile early."""
-        self._send(Profile(path, seconds))
+        self._send(messages.Profile(path, seconds))
 
     def give_up(self, why: str) -> None:
         """End all open streams as if the engine had ended, although it may recover."""
@@ -209,11 +170,11 @@ class Streams:
         if self._streams.pop(handle, None) is not None:
             self._report_open()
 
-    def _deliver(self, outputs: Outputs) -> None:
+    def _deliver(self, outputs: messages.Outputs) -> None:
         for _ in self._delivering(outputs):
             pass
 
-    def _delivering(self, outputs: Outputs) -> Iterator[None]:
+    def _delivering(self, outputs: messages.Outputs) -> Iterator[None]:
         """Deliver in slices, so that an event loop can do something else between them."""
         self.stats = outputs.stats
         streams = self._streams
@@ -244,7 +205,7 @@ class Streams:
                 if entry is not None:
                     stream._logprobs.append(entry)
             if reason:
-                stream._finish = Finish(reason)
+                stream._finish = messages.Finish(reason)
                 stream._error = outputs.errors.get(handle)
                 stream._pooled = outputs.pooled.get(handle)
                 stream.closed = True

@@ -6,18 +6,15 @@ from collections import deque
 
 import msgspec
 
-PATIENCE = 8
-"""Output tokens within which thinking must begin; otherwise there is none."""
+PATIENCE = 8  # output tokens within which thinking must begin; otherwise there is none
 
 
 class Thinking(msgspec.Struct, frozen=True):
     """After `budget` thinking tokens, the output is forced to continue with `force`."""
 
     budget: int
-    begin: tuple[int, ...]
-    """Tokens after which thinking begins; empty if the output begins with it."""
-    end: tuple[int, ...]
-    """Tokens that end thinking."""
+    begin: tuple[int, ...]  # tokens after which thinking begins; empty if the output begins with it
+    end: tuple[int, ...]  # tokens that end thinking
     force: tuple[int, ...]
 
 

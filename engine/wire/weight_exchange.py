@@ -18,18 +18,15 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 POLL_SECONDS = 0.05
-COUNT = 3
-"""Number of descriptors of an exchange."""
+COUNT = 3  # number of descriptors of an exchange
 
 
 class ExchangedWeights(NamedTuple):
     """The queued weights. The caller must close both descriptors."""
 
-    name: str
-    """Name of the weights."""
+    name: str  # name of the weights
     memory: int
-    contents: int
-    """A file with the location of each tensor in the memory."""
+    contents: int  # a file with the location of each tensor in the memory
 
     def close(self) -> None:
         os.close(self.memory)

@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple
 
 from weft import __version__, install_hint
 from weft.engine.errors import ConfigError, one_line
+from weft.engine.wire.engine_socket import PrivateSocket
 from weft.engine.wire.open_files import ENOUGH, HOW, needed
-from weft.engine.wire.private_socket import PrivateSocket
 from weft.server.config import ServeConfig
 from weft.server.options import load
 
@@ -114,12 +114,8 @@ def gpu(_: argparse.Namespace) -> Iterator[Finding]:
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     about_torch = f"{torch.__version__}, built for {build}"
     if cards and not torch.version.cuda:
-        yield Finding(
-            "torch",
-            "bad",
-            f"{about_torch}, but there is an NVIDIA GPU",
-            "run make serve DEVICE=cuda, or pip install torch",
-        )
+        what, do = f"{about_torch}, but there is an NVIDIA GPU", "run make serve DEVICE=cuda, or pip install torch"
+        yield Finding("torch", "bad", what, do)
         return
     yield Finding("torch", "ok", about_torch)
     if not cards and not torch.cuda.is_available():
@@ -140,20 +136,14 @@ def gpu(_: argparse.Namespace) -> Iterator[Finding]:
             f"{i}: {about.name}, compute capability {about.major}.{about.minor}, {about.multi_processor_count} SMs, "
             f"{free / GIB:.1f} of {total / GIB:.1f} GiB free, driver {driver}"
         )
+        do = ""
         if about.major < 8:
-            yield Finding(
-                "gpu", "bad", what, "bfloat16 kernels need compute capability 8.0 or higher; use --device cpu"
-            )
+            do = "bfloat16 kernels need compute capability 8.0 or higher; use --device cpu"
         elif about.major != 9:
-            yield Finding(
-                "gpu", "warn", what, "uses portable kernels; weft is tuned for and tested on 9.0 (H100, H200)"
-            )
+            do = "uses portable kernels; weft is tuned for and tested on 9.0 (H100, H200)"
         elif free < 0.5 * total:
-            yield Finding(
-                "gpu", "warn", what, "other processes use its memory: see nvidia-smi, or lower --gpu-memory-utilization"
-            )
-        else:
-            yield Finding("gpu", "ok", what)
+            do = "other processes use its memory: see nvidia-smi, or lower --gpu-memory-utilization"
+        yield Finding("gpu", "bad" if about.major < 8 else "warn" if do else "ok", what, do)
     yield _kernel()
 
 
@@ -166,17 +156,12 @@ def _kernel() -> Finding:
     except ModuleNotFoundError as error:
         return Finding("kernels", "bad", f"{error.name} is not installed", install_hint("gpu"))
     except Exception as error:  # compiler, driver and linker raise different types
-        return Finding(
-            "kernels", "bad", f"Triton cannot compile or run a kernel: {one_line(error)}",
-            "install a C compiler (apt-get install gcc) and a matching driver",
-        )  # fmt: skip
+        do = "install a C compiler (apt-get install gcc) and a matching driver"
+        return Finding("kernels", "bad", f"Triton cannot compile or run a kernel: {one_line(error)}", do)
     if not right:
         return Finding("kernels", "bad", "a kernel computed a wrong result", "reset or replace the GPU; see dmesg")
-    return Finding(
-        "kernels",
-        "ok",
-        f"Triton {version('triton')} compiled and ran a kernel ({time.perf_counter() - began:.1f} s)",
-    )
+    seconds = time.perf_counter() - began
+    return Finding("kernels", "ok", f"Triton {version('triton')} compiled and ran a kernel ({seconds:.1f} s)")
 
 
 def _nvidia_smi() -> list[str]:
@@ -205,14 +190,13 @@ def caches(_: argparse.Namespace) -> Iterator[Finding]:
         yield Finding("tuned kernels", "bad", one_line(error), "set HOME or XDG_CACHE_HOME to a folder")
         return
     triton = Path(os.environ.get("TRITON_CACHE_DIR") or tuned / "triton")
-    for name, path in (("tuned kernels", tuned), ("compiled kernels", triton)):
+    caches = (("tuned kernels", tuned, "XDG_CACHE_HOME"), ("compiled kernels", triton, "TRITON_CACHE_DIR"))
+    for name, path, variable in caches:
         if (why := _unwritable(path)) is None:
             yield Finding(name, "ok", str(path))
         else:
-            variable = "XDG_CACHE_HOME" if name == "tuned kernels" else "TRITON_CACHE_DIR"
-            yield Finding(
-                name, "warn", f"{path}: {why}", f"they are rebuilt at every start: set {variable} to a writable folder"
-            )
+            do = f"they are rebuilt at every start: set {variable} to a writable folder"
+            yield Finding(name, "warn", f"{path}: {why}", do)
 
 
 def _unwritable(path: Path) -> str | None:
@@ -248,12 +232,8 @@ def temporary(_: argparse.Namespace) -> Iterator[Finding]:
             os.close(made)
         yield Finding("shared memory", "ok", "anonymous files work")
     except OSError as error:
-        yield Finding(
-            "shared memory",
-            "bad",
-            one_line(error),
-            "the container forbids memfd_create, eventfd or pidfd_open",
-        )
+        do = "the container forbids memfd_create, eventfd or pidfd_open"
+        yield Finding("shared memory", "bad", one_line(error), do)
 
 
 def files(_: argparse.Namespace) -> Iterator[Finding]:
@@ -292,15 +272,13 @@ def disk(_: argparse.Namespace) -> Iterator[Finding]:
 
     try:
         folder = cache_dir()
+        problem = f"{folder}: {why}" if (why := _unwritable(folder)) is not None else ""
     except ConfigError as error:
-        yield Finding("disk", "warn", one_line(error), "weft pull needs it: set HF_HOME to a folder")
+        problem = one_line(error)
+    if problem:
+        yield Finding("disk", "warn", problem, "weft pull needs it: set HF_HOME to a folder")
         return
-    if (why := _unwritable(folder)) is not None:
-        yield Finding("disk", "warn", f"{folder}: {why}", "weft pull needs it: set HF_HOME to a folder")
-        return
-    there = folder
-    while not there.exists():
-        there = there.parent
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
     what = f"{free / GIB:.0f} GiB free for models in {folder}"
     if free < LITTLE_DISK:

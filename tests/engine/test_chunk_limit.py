@@ -25,9 +25,8 @@ from weft.engine.runner.iteration.cost_shares import Costs
 from weft.engine.scheduling.chunk_keeper import LEAST_SHARE, ChunkKeeper
 from weft.engine.scheduling.chunk_limit import ChunkLimit
 from weft.engine.scheduling.iteration_cost import SUDDEN, IterationCost, Load
-from weft.engine.scheduling.pace import Pace
 from weft.engine.scheduling.slot_limit import SlotLimitControl
-from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
+from weft.engine.scheduling.slot_limit_keeper import Pace, SlotLimitKeeper
 
 LAYERS = 32
 COSTS = Costs(16e9, 16e9 / 150, 4096.0, 109.0, {None: LAYERS})

@@ -64,7 +64,7 @@ def test_a_stage_has_a_bound_of_its_own_and_shows(clock: Clock) -> None:
     assert watch.late(ENGINE, 5) is not None
     engine()
     assert heartbeats.stage(ENGINE) == ""
-    assert heartbeats.allowed(ENGINE) == 0
+    assert heartbeats.of(ENGINE).allowed == 0
 
 
 def test_a_long_name_of_a_stage_is_cut() -> None:
@@ -92,10 +92,10 @@ def test_another_process_reads_the_same() -> None:
     theirs.of(ENGINE).step(step)
     assert ours.last_step(ENGINE) == step
     assert "3 requests, 20 tokens (2 of decodes, 18 of prefills)" in str(ours.last_step(ENGINE))
-    assert ours.pid(ENGINE) == os.getpid()
+    assert ours.of(ENGINE).pid == os.getpid()
     ours.of(ENGINE).begin("starting", 5)  # a successor
     assert theirs.last_step(ENGINE) is None
-    assert theirs.pid(ENGINE) == 0
+    assert theirs.of(ENGINE).pid == 0
 
 
 def test_a_rank_has_a_stage_of_its_own(clock: Clock) -> None:

@@ -9,10 +9,9 @@ import pytest
 from list_device import ListEngine
 from test_prefix_reuse import PROMPT, TieredEngine
 
-from weft.engine.memory.conversations import ConversationPages
-from weft.engine.memory.idle_clock import IdleClock
 from weft.engine.memory.prefix_index import NOWHERE, Hits, PrefixEntry
-from weft.engine.memory.prefix_stats import PrefixStats
+from weft.engine.memory.tiers import IdleClock
+from weft.engine.scheduling.prefix_reuse import ConversationPages, PrefixStats
 
 NAME = (b"n" * 16,)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from weft.engine.config import EngineConfig, Share
 from weft.engine.errors import OutOfMemory
-from weft.engine.memory.page_ledger import PageLedger
+from weft.engine.memory.index_events import PageLedger
 from weft.engine.memory.prefix_index import NOWHERE, PrefixIndex
 from weft.engine.model.directory import read_spec
 from weft.engine.runner.options import footprint

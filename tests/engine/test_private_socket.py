@@ -11,9 +11,8 @@ import pytest
 import zmq
 
 from weft.engine.errors import ConfigError
-from weft.engine.wire.engine_socket import Clients, identity
+from weft.engine.wire.engine_socket import Clients, PrivateSocket, identity
 from weft.engine.wire.messages import Hello, encoder
-from weft.engine.wire.private_socket import PrivateSocket
 
 
 @pytest.fixture

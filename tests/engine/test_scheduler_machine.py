@@ -22,9 +22,10 @@ from weft.engine.memory.tiers import Tiers
 from weft.engine.runner.iteration.batch import Batch, StepResult
 from weft.engine.scheduling.admission import OutputLengths
 from weft.engine.scheduling.build import Chunk
+from weft.engine.scheduling.events import Events
 from weft.engine.scheduling.fairness import MAX_DISPLACED, MAX_PASSED
 from weft.engine.scheduling.request import Request
-from weft.engine.scheduling.scheduler import Events, Scheduler
+from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.messages import Finish, Retention
 from weft.engine.wire.sampling import SamplingParams

@@ -16,8 +16,8 @@ from list_device import ListEngine
 
 from weft.engine.config import Objective
 from weft.engine.demo import MODEL_PATH
-from weft.engine.scheduling.pace import Pace
 from weft.engine.scheduling.slot_limit import BACKOFF, START, SlotLimitControl, Window, _Level
+from weft.engine.scheduling.slot_limit_keeper import Pace
 
 SECONDS = 300
 """of a phase"""

@@ -17,7 +17,7 @@ from weft.engine.runner.iteration.batch import StepResult
 from weft.engine.runner.iteration.cost_shares import GPU_TILE
 from weft.engine.scheduling.iteration_cost import Load
 from weft.engine.scheduling.listeners import Listener
-from weft.engine.scheduling.pace import Pace
+from weft.engine.scheduling.slot_limit_keeper import Pace
 from weft.server.daemon.cli import main
 
 OBJECTIVE = Objective.parse("itl:p99:40ms")

@@ -133,7 +133,7 @@ async def test_one_that_hung_stays_given_up_for_probes_while_it_is_held(supervis
             owner.heartbeats.of(0).give_up()
             await asyncio.sleep(0)
     await asyncio.sleep(0.2)
-    assert owner.heartbeats.given_up(0)
+    assert owner.heartbeats.of(0).given_up
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     owner.processes[-1].gone.set()

@@ -117,7 +117,7 @@ async def test_an_engine_without_progress_is_told_to_probes_until_it_goes_on(mon
         heartbeat.stage("loading weights, 1 of 2", 100)
         assert (await server.http.get("/health")).json() == {"status": "ok", "stage": "loading weights, 1 of 2"}
         heartbeat()
-        now[0] = heartbeats.at(ENGINE) + 0.2
+        now[0] = heartbeats.of(ENGINE).at + 0.2
         for _ in range(9):
             now[0] += 1
             watch.look()
@@ -127,7 +127,7 @@ async def test_an_engine_without_progress_is_told_to_probes_until_it_goes_on(mon
         text = (await server.http.get("/metrics")).text
         assert 'weft_engine_up{engine="0"} 0.0' in text
         assert re.search(r'^weft_engine_last_beat_seconds{engine="0"} 9\.', text, re.MULTILINE)
-        now[0] = heartbeats.at(ENGINE)
+        now[0] = heartbeats.of(ENGINE).at
         assert (await server.http.get("/health")).json() == {"status": "ok"}
         assert (await server.http.get("/ready")).status_code == 200
         assert "rank" not in text
