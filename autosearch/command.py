@@ -27,12 +27,11 @@ from weft.autosearch.formula_profile import formula_profile
 from weft.autosearch.journal import Journal, unfinished
 from weft.autosearch.machine import Machine
 from weft.autosearch.open_bench import open_gpu
-from weft.autosearch.profile import Profile, cache_path, kv_capacity, today
+from weft.autosearch.profile import Profile, cache_path, kv_capacity, load_profile, recorded_profiles, today
 from weft.autosearch.profiler import Grid, Profiler
 from weft.autosearch.progress_bar import SearchBar
 from weft.autosearch.report import Result, optimum, provenance, report, share_of_optimum
 from weft.autosearch.search import LOADS, Search
-from weft.autosearch.search_inputs import find_profile, known_plan
 from weft.autosearch.time_budget import Progress, TimeBudget
 from weft.autosearch.two_stage_search import StageStore, compare_collectives, load_stages, save_stages
 from weft.autosearch.workload import workload_load
@@ -43,12 +42,14 @@ from weft.engine.model.hub import find_model
 from weft.engine.model.implementation import in_format, widened
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import COLLECTIVES
-from weft.engine.plans.plan import Plan, Target
+from weft.engine.plans.plan import Plan, Target, load_plan, model_key
 from weft.engine.progress import for_stdout
 from weft.engine.wire.cores import cores
 
 ALTERNATIVES_SHARE = 0.3
 """Share of the budget for choosing collectives."""
+DEFAULT_ACCELERATOR = "h200"
+"""Accelerator of the formulas for several GPUs without a recorded profile."""
 
 
 class SearchInput(NamedTuple):
@@ -116,6 +117,45 @@ def _search_input(arguments: argparse.Namespace) -> SearchInput:
     load = workload_load(arguments.workload, arguments.tokens, arguments.max_num_seqs, arguments.lengths)
     start = known_plan(arguments.start, spec) if arguments.start is not None else None
     return SearchInput(name, model, whole, spec, load, start)
+
+
+def find_profile(spec: ModelSpec, load: Load, given: Path | None, target: Target | None) -> Profile | None:
+    """Return the profile to search on, or None if it must be measured. given: `--profile`. target: this GPU, if any.
+
+    Uses formulas for several ranks without a recorded profile. Raises `ConfigError` if the given profile does not fit,
+    or if there is neither a profile nor a GPU.
+    """
+    key = model_key(spec)
+    if given is not None:
+        profile = load_profile(given)
+        if profile.target.model != key:
+            raise ConfigError(f"the profile {given} is for another model ({profile.target.model}), not {key}")
+        if target is not None and profile.target != target:
+            raise ConfigError(f"the profile {given} is for another GPU or other kernels: leave out --profile")
+        return profile
+    for _, profile in recorded_profiles():
+        fits = profile.target.model == key if target is None else profile.target == target
+        if fits and profile.load.tokens >= load.tokens:
+            return profile
+    if target is not None:
+        return None
+    if spec.shard_of.ranks > 1:
+        return formula_profile(spec, load, accelerator(DEFAULT_ACCELERATOR))
+    raise ConfigError(
+        "there is no GPU here and no recorded profile of this model: give one with --profile FILE, or use formulas "
+        "with --gpu NAME"
+    )
+
+
+def known_plan(path: Path, spec: ModelSpec) -> Plan:
+    """Load the plan of `--start`. Raises `ConfigError` if it is for another model."""
+    plan = load_plan(path)
+    if plan.target.model != model_key(spec):
+        raise ConfigError(f"--start {path} is a plan for another model ({plan.target.model}), not {model_key(spec)}")
+    bound = plan.spec_of(spec)
+    for period in plan.periods:
+        period.check(bound)
+    return plan
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ class Candidate(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """`pieces` consecutive token ranges of open sizes. Each operation is cut at some of the boundaries between them."""
+    """`pieces` consecutive token ranges of variable size. Each operation is cut at some boundaries."""
 
     pieces: int
     cuts: tuple[tuple[str, tuple[int, ...]], ...]

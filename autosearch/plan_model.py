@@ -59,5 +59,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = costmodel.classify(arguments.tokens, spec.active_parameters, device, gpus).value
     best = costmodel.optimal_throughput(device.gflops * 1e9, spec.active_parameters)
     console.print(f"T_R {ratio:.2f}: bound by {kind} (Equation 4)", highlight=False)
-    console.print(f"optimal throughput {best:,.0f} tokens/s/GPU at the printed FLOP/s (Equation 5)", highlight=False)
+    console.print(f"optimal throughput {best:,.0f} tokens/s/GPU at the rated FLOP/s (Equation 5)", highlight=False)
     return 0

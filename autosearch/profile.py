@@ -145,7 +145,7 @@ def recorded_profiles() -> Iterator[tuple[Path, Profile]]:
             try:
                 yield path, load_profile(path)
             except ConfigError:
-                continue  # of another version
+                continue  # a file of another version
 
 
 def work_of(operation: Operation, load: Load) -> float:

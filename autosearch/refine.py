@@ -95,7 +95,7 @@ class Refiner:
             self._tried[period_key(period)] = float("inf")
             return None
         self._tried[period_key(period)] = timing.ms
-        self._progress(f"pipeline {len(self._tried)}: {timing.ms:.3f} ms a layer")
+        self._progress(f"pipeline {len(self._tried)}: {timing.ms:.3f} ms per layer")
         return timing
 
     def _better(self, period: Period, current: Period) -> bool:

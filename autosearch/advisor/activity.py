@@ -50,18 +50,18 @@ class Activity:
         wanted = (nvml.NVML_GPM_METRIC_DRAM_BW_UTIL, nvml.NVML_GPM_METRIC_SM_UTIL, nvml.NVML_GPM_METRIC_SM_OCCUPANCY)
         try:
             nvml.nvmlGpmSampleGet(self._handle, self._after)
-            asked = nvml.c_nvmlGpmMetricsGet_t()
-            asked.version = nvml.NVML_GPM_METRICS_GET_VERSION
-            asked.numMetrics = len(wanted)
-            asked.sample1, asked.sample2 = self._before, self._after
+            request = nvml.c_nvmlGpmMetricsGet_t()
+            request.version = nvml.NVML_GPM_METRICS_GET_VERSION
+            request.numMetrics = len(wanted)
+            request.sample1, request.sample2 = self._before, self._after
             for i, metric in enumerate(wanted):
-                asked.metrics[i].metricId = metric
-            nvml.nvmlGpmMetricsGet(asked)
+                request.metrics[i].metricId = metric
+            nvml.nvmlGpmMetricsGet(request)
         except nvml.NVMLError:
             return None
-        if any(asked.metrics[i].nvmlReturn for i in range(len(wanted))):
+        if any(request.metrics[i].nvmlReturn for i in range(len(wanted))):
             return None
-        return Shares(*(asked.metrics[i].value / 100 for i in range(len(wanted))))
+        return Shares(*(request.metrics[i].value / 100 for i in range(len(wanted))))
 
 
 def activity_of(device: torch.device) -> tuple[Activity | None, str]:

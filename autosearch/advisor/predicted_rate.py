@@ -88,7 +88,7 @@ class Queue:
                 first = float(np.interp(self._bound, self._batch, self._values[objective]))
                 if objective.of(waits) + first > objective.limit:
                     return False
-        # A queue that grows is nobody's objective, and no rate to advise.
+        # a rate at which the queue grows cannot be advised
         end = waits[-max(1, len(waits) // 10) :]
         return bool(end.mean() < self._stretch * float(self._token[-1]))
 

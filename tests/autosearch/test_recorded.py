@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from synthetic import LLAMA_8B, TYPICAL
 
-from weft.autosearch import gantt, profile, resource_assignment, search_inputs, structure_search
+from weft.autosearch import command, gantt, profile, resource_assignment, structure_search
 from weft.autosearch.machine import Machine
 from weft.autosearch.pipeline_structure import first_structures
 from weft.autosearch.profile import Profile, load_profile
@@ -30,7 +30,7 @@ def test_the_shipped_profile_is_found_for_its_model_without_a_gpu(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert recorded.target.model == model_key(LLAMA_8B)
     assert (recorded.modelled, recorded.guest_pairs) == ((), ())  # a file from before there were any
-    assert search_inputs.find_profile(LLAMA_8B, TYPICAL, None, None) == recorded
+    assert command.find_profile(LLAMA_8B, TYPICAL, None, None) == recorded
     assert {p.guest_sms for p in recorded.pairs} >= {16, 32, 48}
 
 

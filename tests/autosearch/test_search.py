@@ -28,7 +28,6 @@ from weft.autosearch import (
     plan_show,
     profile,
     search,
-    search_inputs,
     two_stage_search,
 )
 from weft.autosearch.bench_protocol import Load, Timing
@@ -186,17 +185,14 @@ def test_the_command_goes_from_a_profile_to_a_plan_and_a_picture(
 @pytest.mark.usefixtures("quick")
 def test_a_recorded_profile_is_found_by_its_model(recorded: Profile) -> None:
     with pytest.raises(ConfigError, match="no recorded profile of this model: give one with --profile"):
-        search_inputs.find_profile(LLAMA_8B, TYPICAL, None, None)
+        command.find_profile(LLAMA_8B, TYPICAL, None, None)
     recorded.save(profile.cache_path(recorded.target))
-    assert search_inputs.find_profile(LLAMA_8B, TYPICAL, None, None) == recorded
-    assert search_inputs.find_profile(LLAMA_8B, TYPICAL, None, recorded.target) == recorded
-    assert (
-        search_inputs.find_profile(LLAMA_8B, TYPICAL, None, msgspec.structs.replace(recorded.target, kernels="x"))
-        is None
-    )
-    assert search_inputs.find_profile(LLAMA_8B, TYPICAL._replace(tokens=4096), None, recorded.target) is None
+    assert command.find_profile(LLAMA_8B, TYPICAL, None, None) == recorded
+    assert command.find_profile(LLAMA_8B, TYPICAL, None, recorded.target) == recorded
+    assert command.find_profile(LLAMA_8B, TYPICAL, None, msgspec.structs.replace(recorded.target, kernels="x")) is None
+    assert command.find_profile(LLAMA_8B, TYPICAL._replace(tokens=4096), None, recorded.target) is None
     with pytest.raises(ConfigError, match="is for another model"):
-        search_inputs.find_profile(spec_of(4096, 14336, 40, 32, 8), TYPICAL, profile.cache_path(recorded.target), None)
+        command.find_profile(spec_of(4096, 14336, 40, 32, 8), TYPICAL, profile.cache_path(recorded.target), None)
 
 
 @pytest.mark.parametrize(
@@ -371,9 +367,9 @@ def test_a_plan_of_another_model_is_no_start(plan: Plan, model: Path, tmp_path: 
     other = msgspec.structs.replace(plan.target, model="another")
     msgspec.structs.replace(plan, target=other).save(tmp_path / "start.json")
     with pytest.raises(ConfigError, match="a plan for another model"):
-        search_inputs.known_plan(tmp_path / "start.json", LLAMA_8B)
+        command.known_plan(tmp_path / "start.json", LLAMA_8B)
     plan.save(tmp_path / "own.json")
-    assert search_inputs.known_plan(tmp_path / "own.json", LLAMA_8B) == plan
+    assert command.known_plan(tmp_path / "own.json", LLAMA_8B) == plan
     done = cli.main(
         ["search", "--model", str(model), "--out", str(tmp_path / "p.json"), "--start", str(tmp_path / "start.json")]
     )
@@ -537,7 +533,7 @@ def test_a_full_profile_has_every_step_is_kept_and_found_again(
         measured = {(p.work, p.sms) for p in kept.points if p.operation == operation}
         assert {(t, s) for t in range(128, 2049, 128) for s in (132, *range(68, 125, 8))} <= measured
     assert {p.guest_sms for p in kept.pairs} == {20, *range(8, 65, 8)}
-    assert search_inputs.find_profile(LLAMA_8B, TYPICAL, None, target) == kept
+    assert command.find_profile(LLAMA_8B, TYPICAL, None, target) == kept
 
 
 @pytest.mark.usefixtures("quick")

@@ -75,10 +75,10 @@ def test_a_way_is_that_of_the_ranks_or_a_baseline_that_leaves_the_stream_alone()
 
     class Own:
         rank, ranks = 0, 2
-        take = all_gather = abort_waits = inside = None
+        allocate = all_gather = abort_waits = inside = None
 
-        def use(self, steps: dict[int, Steps], *, apart: bool) -> None:
-            asked.append((steps, apart))
+        def use(self, steps: dict[int, Steps], *, push_nano_batches: bool) -> None:
+            asked.append((steps, push_nano_batches))
 
         def push(self, *_: Any, **__: Any) -> bool:
             asked.append("push")

@@ -19,7 +19,7 @@ class SumsOfBench:
         self._own, self.rank, self.ranks = own, own.rank, own.ranks
         self._way: Way | None = None
         self._vendor = Vendor(own.rank, own.ranks, "nccl")
-        self.take, self.all_gather, self.abort_waits = own.take, own.all_gather, own.abort_waits
+        self.allocate, self.all_gather, self.abort_waits = own.allocate, own.all_gather, own.abort_waits
 
     def use(self, name: str) -> None:
         """Select a way. Every rank calls this at once. Raises `ConfigError`."""
