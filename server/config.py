@@ -28,15 +28,9 @@ ENGINE_OPTIONS = frozenset(
 )
 """Options of the engine."""
 MODEL_OPTIONS = ENGINE_OPTIONS | {
-    "served_model_name",
-    "memory_share",
-    "replicas",
-    "data_parallel_size",
-    "pooling",
-    "tool_call_parser",
-    "reasoning_parser",
-    "allow_special_tokens",
-}
+    "served_model_name", "memory_share", "replicas", "data_parallel_size", "pooling", "tool_call_parser",
+    "reasoning_parser", "allow_special_tokens",
+}  # fmt: skip
 """Options that each of several models can set for itself."""
 
 

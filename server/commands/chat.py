@@ -167,8 +167,7 @@ def _answer(conversation: Conversation, question: str, endpoint: Endpoint, notes
     """Stream the answer to stdout. Returns 1 if it failed."""
     if not question:
         raise ConfigError("standard input has no question")
-    status = 0
-    ended = ""
+    status, ended = 0, ""
     pieces: Any = conversation.ask(question)
     try:
         for piece in pieces:

@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple
 
 from weft import __version__, install_hint
 from weft.engine.errors import ConfigError, one_line
-from weft.engine.wire.engine_socket import PrivateSocket
 from weft.engine.wire.open_files import ENOUGH, HOW, needed
+from weft.engine.wire.spawn import PrivateSocket
 from weft.server.config import ServeConfig
 from weft.server.options import load
 
@@ -190,8 +190,8 @@ def caches(_: argparse.Namespace) -> Iterator[Finding]:
         yield Finding("tuned kernels", "bad", one_line(error), "set HOME or XDG_CACHE_HOME to a folder")
         return
     triton = Path(os.environ.get("TRITON_CACHE_DIR") or tuned / "triton")
-    caches = (("tuned kernels", tuned, "XDG_CACHE_HOME"), ("compiled kernels", triton, "TRITON_CACHE_DIR"))
-    for name, path, variable in caches:
+    folders = (("tuned kernels", tuned, "XDG_CACHE_HOME"), ("compiled kernels", triton, "TRITON_CACHE_DIR"))
+    for name, path, variable in folders:
         if (why := _unwritable(path)) is None:
             yield Finding(name, "ok", str(path))
         else:

@@ -25,12 +25,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not (urls := published()):
         print("weft health: this user runs no server here", file=sys.stderr)
         return 1
-    well = True
+    failed = 0
     for url in urls:
         status, text = _ask(url, path)
-        well = well and status == 200
+        failed |= status != 200
         print(f"{url} {text}")
-    return 0 if well else 1
+    return failed
 
 
 def _ask(url: str, path: str) -> tuple[int, str]:

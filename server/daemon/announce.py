@@ -22,52 +22,44 @@ GIB = 2**30
 
 
 def announce(
-    config: ServeConfig,
-    address: tuple[Any, ...],
-    engines: Sequence[EngineReady],
-    seconds: float,
-    *,
-    chat: bool,
+    config: ServeConfig, address: tuple[Any, ...], engines: Sequence[EngineReady], seconds: float, *, chat: bool,
     key: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Print the greeting. `address`: the listening socket's. `seconds`: since the start. `key`: requests need one."""
-    ready = engines[0]
-    url = url_of(address, tls=config.tls_cert is not None)
-    each = config.each
-    name = each[0].model_names[0]
-    if len(each) > 1:
-        _announce_several(config, url, engines, seconds, _curl(url, name, chat=chat, key=key))
-        return
-    pages = f"{ready.num_pages} KV pages of {ready.page_size} tokens"
-    if len(engines) > 1:
-        pages = f"{len(engines)} engines with {pages} each"
-    self_signed = config.tls_cert is not None and _is_self_signed(config.tls_cert)
+    several, tls = len(config.each) > 1, config.tls_cert
+    url, name = url_of(address, tls=tls is not None), config.each[0].model_names[0]
+    self_signed = not several and tls is not None and _is_self_signed(tls)
+    command = _curl(url, name, chat=chat, key=key, self_signed=self_signed)
+    write = _several_models if several else _one_model
     try:
-        print(
-            f"weft {__version__} serves {name} at {url} "
-            f"({ready.model_type}, {ready.dtype} on {ready.device}, {pages}, ready in {seconds:.1f} s)\n"
-            f"try: {_curl(url, name, chat=chat, key=key, self_signed=self_signed)}\n"
-            f"memory: {_memory(ready.memory, ready.device, len(engines), config)}\n"
-            f"energy: {_energy(ready)}",
-            flush=True,
-        )
+        print(write(config, url, engines, seconds, command), flush=True)
     except OSError as error:  # a full disk or a closed pipe must not stop the daemon
         logging.getLogger("weft").warning("cannot write the greeting to stdout: %s", error.strerror)
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the rest of its buffer would fail again at exit)
 
 
-def _announce_several(
-    config: ServeConfig, url: str, engines: Sequence[EngineReady], seconds: float, command: str
-) -> None:
+def _one_model(config: ServeConfig, url: str, engines: Sequence[EngineReady], seconds: float, command: str) -> str:
+    ready = engines[0]
+    pages = f"{ready.num_pages} KV pages of {ready.page_size} tokens"
+    if len(engines) > 1:
+        pages = f"{len(engines)} engines with {pages} each"
+    return (
+        f"weft {__version__} serves {config.each[0].model_names[0]} at {url} "
+        f"({ready.model_type}, {ready.dtype} on {ready.device}, {pages}, ready in {seconds:.1f} s)\n"
+        f"try: {command}\n"
+        f"memory: {_memory(ready.memory, ready.device, len(engines), config)}\n"
+        f"energy: {_energy(ready)}"
+    )
+
+
+def _several_models(config: ServeConfig, url: str, engines: Sequence[EngineReady], seconds: float, command: str) -> str:
     """`engines`: the engines that are awake."""
     names = [each.model_names[0] for each in config.each]
     parts = (f"{name} ({share:.0%} of the memory)" for name, share in zip(names, config.memory_shares, strict=True))
-    where = engines[0].device
-    print(
-        f"weft {__version__} serves {len(names)} models at {url} (on {where}, ready in {seconds:.1f} s)\n"
+    return (
+        f"weft {__version__} serves {len(names)} models at {url} (on {engines[0].device}, ready in {seconds:.1f} s)\n"
         f"models: {', '.join(parts)}; {len(engines)} engines are awake\n"
-        f"try: {command}",
-        flush=True,
+        f"try: {command}"
     )
 
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import os
 import ssl
+from pathlib import Path
 
 from weft.engine.errors import ConfigError
 
 
 class Certificate:
-    """Attributes:
-    fd: a file with the chain and its key in PEM.
-    """
+    """`fd`: a file with the chain and its key in PEM."""
 
     def __init__(self, cert: str, key: str | None) -> None:
         """Raises `ConfigError` for unusable files."""
-        self._paths = [cert] if key is None else [cert, key]
+        self._paths = [Path(cert)] if key is None else [Path(cert), Path(key)]
         self.fd = os.memfd_create("weft-tls")
         self.reread()
 
@@ -30,7 +29,10 @@ class Certificate:
 
     def reread(self) -> None:
         """Reload the files. Raises `ConfigError`, and keeps the previous certificate, if they are unusable."""
-        pem = self._read()
+        try:
+            pem = b"\n".join(path.read_bytes() for path in self._paths)
+        except OSError as error:
+            raise ConfigError(f"--tls-cert, --tls-key: cannot be read: {error.strerror}") from None
         tried = os.memfd_create("weft-tls-tried")
         try:
             os.write(tried, pem)
@@ -39,16 +41,6 @@ class Certificate:
             os.close(tried)
         os.pwrite(self.fd, pem, 0)
         os.ftruncate(self.fd, len(pem))
-
-    def _read(self) -> bytes:
-        try:
-            parts = []
-            for path in self._paths:
-                with open(path, "rb") as file:
-                    parts.append(file.read())
-            return b"\n".join(parts)
-        except OSError as error:
-            raise ConfigError(f"--tls-cert, --tls-key: cannot be read: {error.strerror}") from None
 
 
 def _check(path: str) -> None:

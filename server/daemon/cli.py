@@ -254,11 +254,6 @@ def _located(config: M) -> M:
     return config if config.model == "demo" else config.model_copy(update={"model": str(path)})
 
 
-def _hand_over(command: Command, rest: Sequence[str]) -> int:
-    """Run a command that parses its own options."""
-    return int(_imported(command.run)(list(rest)) or 0)
-
-
 def _sentence(help: str) -> str:
     return f"{help[0].upper()}{help[1:]}."
 
@@ -328,9 +323,9 @@ def _main(argv: list[str]) -> int:
         where = "run it in a checkout of weft's repository, after `pip install -e .` there"
         print(f"weft {argv[0]}: this command is not part of the installed package: {where}", file=sys.stderr)
         return USAGE
-    for command in commands:
-        if command.own_parser and command.name == " ".join(argv[:2]):
-            return _translated(f"weft {command.name}", partial(_hand_over, command, argv[2:]))
+    own = next((command for command in commands if command.own_parser and command.name == " ".join(argv[:2])), None)
+    if own is not None:
+        return _translated(f"weft {own.name}", lambda: int(_imported(own.run)(argv[2:]) or 0))
     parser = _parser()
     names = list(dict.fromkeys(command.name.split()[0] for command in commands))
     if argv and not argv[0].startswith("-") and argv[0] not in names:

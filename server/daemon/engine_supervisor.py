@@ -10,10 +10,9 @@ from typing import Any, Protocol, TypeVar
 
 from weft.engine.config import EngineConfig
 from weft.engine.wire.client import EngineClient
-from weft.engine.wire.engine_socket import PrivateSocket
 from weft.engine.wire.heartbeat import ENGINE, Heartbeats
 from weft.engine.wire.messages import EngineReady, EngineStats
-from weft.engine.wire.spawn import UNKNOWN_END, EngineProcess
+from weft.engine.wire.spawn import UNKNOWN_END, EngineProcess, PrivateSocket
 from weft.engine.wire.weight_exchange import WeightExchange
 from weft.server.daemon.control import EngineDown, EngineUp, Failure
 from weft.server.daemon.restarts import Restarts

@@ -47,7 +47,8 @@ class Front:
         self._predecessor = find(config.handover) if config.handover is not None else None
         if self._predecessor is not None:
             taken = self._predecessor.listeners
-            _check_port(config, taken[0].getsockname()[1])
+            if config.port not in (0, port := taken[0].getsockname()[1]):
+                raise ConfigError(f"--handover {config.handover}: the daemon there uses port {port}, not {config.port}")
         else:
             taken = inherited() or listen(config.host, config.port, config.api_workers)
         self._taken = taken
@@ -79,7 +80,7 @@ class Front:
             self._predecessor.replace()
             self._predecessor = None
         self._serving = True
-        self._notify_ready()
+        self.still_serving()
 
     def reload(self) -> bool:
         """Reload keys and certificate. If they are unusable, log an error, keep the old ones and return False."""
@@ -98,18 +99,13 @@ class Front:
             logger.info("SIGHUP: reloaded %d API keys%s", len([key for key in keys if key]), what)
             return True
         finally:
-            if self._serving:
-                self._notify_ready()
+            self.still_serving()
 
     def still_serving(self) -> None:
-        """Report that the engine is ready again."""
+        """Report the daemon as ready once it serves."""
         if self._serving:
-            self._notify_ready()
-
-    def _notify_ready(self) -> None:
-        self.notifier.ready(
-            f"serving {', '.join(each.model_names[0] for each in self._config.each)} on port {self.address[1]}"
-        )
+            names = ", ".join(each.model_names[0] for each in self._config.each)
+            self.notifier.ready(f"serving {names} on port {self.address[1]}")
 
     def close(self) -> None:
         """Release the port. Idempotent."""
@@ -120,8 +116,3 @@ class Front:
             self._url_fd = None
         for listener in [*self._taken, *(one for own in self.listeners for one in own)]:
             listener.close()
-
-
-def _check_port(config: ServeConfig, port: int) -> None:
-    if config.port not in (0, port):
-        raise ConfigError(f"--handover {config.handover}: the daemon there uses port {port}, not {config.port}")

@@ -20,7 +20,9 @@ def place(config: ServeConfig, gpus: Sequence[str], cpus: set[int], nodes: Mappi
     each, memory = config.each, config.memory_shares
     if len(each) == 1:
         return _of_a_model(config, gpus, cpus, nodes)
-    _check_names(each)
+    names = [name for own in each for name in set(own.model_names)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"two models are named {twice}: give one of them another served_model_name inside --models")
     on_gpus = bool(gpus) and config.device != "cpu"
     awake = sorted((c.num_engines * c.tensor_parallel_size for c in each), reverse=True)[: config.max_awake_models]
     threads = None if on_gpus else max(1, (len(cpus) - 1) // sum(awake))
@@ -34,13 +36,6 @@ def place(config: ServeConfig, gpus: Sequence[str], cpus: set[int], nodes: Mappi
             share = alone.share.model_copy(update=fields)
             engines.append(alone.model_copy(update={"share": share, "cpu_threads": own.cpu_threads or threads}))
     return engines
-
-
-def _check_names(each: Sequence[ServeConfig]) -> None:
-    """Raises `ConfigError` if a name is ambiguous."""
-    names = [name for config in each for name in set(config.model_names)]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"two models are named {twice}: give one of them another served_model_name inside --models")
 
 
 def _of_a_model(

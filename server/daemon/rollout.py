@@ -79,7 +79,10 @@ class Rollout:
             begun = time.monotonic()
             self._close(engine, True)
             try:
-                while (cut := self._open(engine)) and time.monotonic() < begun + self._patience:
+                # tokens that it has not computed yet; 0 once no request waits for it
+                while (cut := self._shared_state.engine_load[:, engine].sum()) and (
+                    time.monotonic() < begun + self._patience
+                ):
                     await asyncio.sleep(POLL_SECONDS)
                 logger.info("restarting engine %d%s", engine, " with open requests" if cut else "")
                 back = await self._supervisors[engine].restart()
@@ -89,10 +92,6 @@ class Rollout:
                 logger.error("engine restarts stopped: engine %d did not come back", engine)
                 return
             logger.info("engine %d serves again after %.1f s", engine, time.monotonic() - begun)
-
-    def _open(self, engine: int) -> int:
-        """Return the tokens that the engine has not computed yet; 0 once no request waits for it."""
-        return int(self._shared_state.engine_load[:, engine].sum())
 
     def _close(self, engine: int, closed: bool) -> None:
         with self._shared_state.lock():  # routing holds this lock, so that later requests see the change

@@ -139,16 +139,12 @@ class SleepManager:
         with self._shared_state.lock():  # requests enter under this lock, so that later ones see the new state
             self._shared_state.sleep_states[model] = self.policy.sleep_states[model]
 
-    def _open(self, model: int) -> int:
-        """Return the number of admitted requests that have not ended."""
-        return int(self._shared_state.load[:, model, ENTERED].sum())
-
     async def _idle(self, model: int, seconds: float) -> bool:
-        """Wait for a model's requests to end. Returns False if some are left."""
+        """Wait for a model's admitted requests to end. Returns False if some are left."""
         until = time.monotonic() + seconds
-        while self._open(model) and time.monotonic() < until:
+        while (left := self._shared_state.load[:, model, ENTERED].sum()) and time.monotonic() < until:
             await asyncio.sleep(POLL_SECONDS)
-        return not self._open(model)
+        return not left
 
     async def _sleep(self, move: SleepMove, level: int, patience: float | None) -> None:
         """`patience`: seconds until open requests are interrupted; None to keep the model awake instead."""
@@ -183,7 +179,8 @@ class SleepManager:
         name, begun = self._names[model], time.monotonic()
         self._publish(model)
         woken = await asyncio.gather(*(engine.wake() for engine in self._engines[model]))
-        while any(woken) and not self._served(model) and self.policy.sleep_states[model] is SleepState.WAKING:
+        serves, engines = self._serves, self._engine_numbers[model]
+        while any(woken) and not any(map(serves, engines)) and self.policy.sleep_states[model] is SleepState.WAKING:
             await asyncio.sleep(POLL_SECONDS)
         if self.policy.sleep_states[model] is not SleepState.WAKING:
             return  # it died, and `died` has resolved the waiters
@@ -204,6 +201,3 @@ class SleepManager:
         self._metrics.model_wake_seconds.observe(seconds)
         logger.info("%s is awake after %.1f s", name, seconds)
         self._resolve(self._waking, model)
-
-    def _served(self, model: int) -> bool:
-        return any(self._serves(engine) for engine in self._engine_numbers[model])

@@ -44,14 +44,10 @@ GRAMMAR_OUTCOMES = ("compiled", "invalid", "too_large", "busy", "abandoned")
 _PER_MODEL: tuple[tuple[str, str, str, Callable[[SchedulerStats], int]], ...] = (
     ("weft_model_requests_running", "gauge", "Sequences running, by model", lambda s: s.running),
     ("weft_model_requests_waiting", "gauge", "Sequences waiting, by model", lambda s: s.waiting),
-    (
-        "weft_model_prompt_tokens_total",
-        "counter",
-        "Prompt tokens of started requests, by model",
-        lambda s: s.prompt_tokens,
-    ),
+    ("weft_model_prompt_tokens_total", "counter", "Prompt tokens of started requests, by model",
+     lambda s: s.prompt_tokens),
     ("weft_model_generation_tokens_total", "counter", "Tokens generated, by model", lambda s: s.generation_tokens),
-)
+)  # fmt: skip
 
 
 class Metrics:
@@ -262,12 +258,7 @@ def _heartbeats(watch: Watch, engines: int) -> bytes:
         return head(name, "gauge", help) + "".join(lines)
 
     of_engines, of_api = range(ENGINE, ENGINE + engines), range(ENGINE + engines, watch.heartbeats.rows)
-    return (
-        ages("weft_engine_last_beat_seconds", "Seconds since the last heartbeat of an engine", "engine", of_engines)
-        + ages(
-            "weft_api_process_last_beat_seconds",
-            "Seconds since the last heartbeat of an API process",
-            "process",
-            of_api,
-        )
-    ).encode()
+    since = "Seconds since the last heartbeat of an"
+    engines_text = ages("weft_engine_last_beat_seconds", f"{since} engine", "engine", of_engines)
+    api_text = ages("weft_api_process_last_beat_seconds", f"{since} API process", "process", of_api)
+    return (engines_text + api_text).encode()

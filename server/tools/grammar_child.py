@@ -158,7 +158,7 @@ def _fork(job: Job, text: str, vocabulary: Vocabulary, tokenizer: LLTokenizer) -
             file.write("1000")  # the OOM killer should choose this process first
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide the library's abort message when it runs out of memory
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        limit = _virtual_bytes() + STACK_BYTES + vocabulary.memory_bytes
+        limit = _memory()[0] + STACK_BYTES + vocabulary.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         signal.setitimer(signal.ITIMER_PROF, job.seconds)  # its signal ends the process
         threading.stack_size(STACK_BYTES)
@@ -170,13 +170,13 @@ def _fork(job: Job, text: str, vocabulary: Vocabulary, tokenizer: LLTokenizer) -
 
 
 def _try(job: int, text: str, vocab_size: int, tokenizer: LLTokenizer, writer: int) -> None:
-    before = _resident_bytes()
+    _, before = _memory()
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     empty = not matcher.is_error() and not _mask(matcher, vocab_size).any()
     error = " ".join(matcher.get_error().split())[:MAX_REASON] if matcher.is_error() else None
     if error is None and empty:
         error = "it allows no token of this model"
-    num_bytes = max(0, _resident_bytes() - before)
+    num_bytes = max(0, _memory()[1] - before)
     os.write(writer, msgspec.json.encode(Verdict(job, time.process_time(), num_bytes, error)))
 
 
@@ -198,19 +198,11 @@ def _verdict(child: _Running) -> Verdict:
     return Verdict(child.job, seconds, over=over)
 
 
-def _virtual_bytes() -> int:
-    return _statm()[0] * _PAGE
-
-
-def _resident_bytes() -> int:
-    """Return resident anonymous memory. File pages are shared and do not count."""
-    _, resident, shared, *_ = _statm()
-    return (resident - shared) * _PAGE
-
-
-def _statm() -> list[int]:
+def _memory() -> tuple[int, int]:
+    """Return bytes of virtual and of resident anonymous memory. File pages are shared and do not count as resident."""
     with open("/proc/self/statm", "rb") as file:
-        return [int(field) for field in file.read().split()]
+        virtual, resident, shared, *_ = map(int, file.read().split())
+    return virtual * _PAGE, (resident - shared) * _PAGE
 
 
 if __name__ == "__main__":

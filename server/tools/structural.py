@@ -63,9 +63,10 @@ class _Writer:
         if not isinstance(kind, str) or kind not in self._writers:
             known = ", ".join(self._writers)
             raise RequestError(f"a format of type {clip(kind)!r} is not supported; supported: {known}")
-        if unknown := form.keys() - _FIELDS[kind] - {"type"}:
+        needed, others = _FIELDS[kind]
+        if unknown := form.keys() - {*needed, *others, "type"}:
             raise RequestError(f"{kind}: {clip(min(unknown))!r} is not supported")
-        if missing := [name for name in _NEEDED.get(kind, ()) if form.get(name) is None]:
+        if missing := [name for name in needed if form.get(name) is None]:
             raise RequestError(f"{kind} needs {missing[0]!r}")
         return self._rule(self._writers[kind](form, after))
 
@@ -270,32 +271,24 @@ class _Writer:
         return name
 
 
-_FIELDS: dict[str, set[str]] = {
-    "const_string": {"value"},
-    "json_schema": {"json_schema", "style", "any_order"},
-    "grammar": {"grammar"},
-    "regex": {"pattern"},
-    "any_text": {"excludes", "max_tokens"},
-    "sequence": {"elements"},
-    "or": {"elements"},
-    "optional": {"content"},
-    "plus": {"content"},
-    "star": {"content"},
-    "repeat": {"content", "min", "max"},
-    "tag": {"begin", "content", "end"},
-    "triggered_tags": {"triggers", "tags", "at_least_one", "stop_after_first", "excludes"},
-    "dispatch": {"rules", "loop", "excludes"},
-    "tags_with_separator": {"tags", "separator", "at_least_one", "stop_after_first"},
+_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "const_string": ((), ("value",)),
+    "json_schema": (("json_schema",), ("style", "any_order")),
+    "grammar": ((), ("grammar",)),
+    "regex": ((), ("pattern",)),
+    "any_text": ((), ("excludes", "max_tokens")),
+    "sequence": ((), ("elements",)),
+    "or": ((), ("elements",)),
+    "optional": (("content",), ()),
+    "plus": (("content",), ()),
+    "star": (("content",), ()),
+    "repeat": (("content", "min", "max"), ()),
+    "tag": (("begin", "content", "end"), ()),
+    "triggered_tags": ((), ("triggers", "tags", "at_least_one", "stop_after_first", "excludes")),
+    "dispatch": (("rules",), ("loop", "excludes")),
+    "tags_with_separator": ((), ("tags", "separator", "at_least_one", "stop_after_first")),
 }
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "json_schema": ("json_schema",),
-    "optional": ("content",),
-    "plus": ("content",),
-    "star": ("content",),
-    "repeat": ("content", "min", "max"),
-    "tag": ("begin", "content", "end"),
-    "dispatch": ("rules",),
-}
+"""Fields of each format: those checked for presence, and the others."""
 
 
 def _open(form: Format) -> bool:

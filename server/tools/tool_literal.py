@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import orjson
@@ -95,7 +96,8 @@ class Literals:
             if not (yield from self._scan(reader, quote, inside.append)):
                 return "".join(inside)
             key = "".join(inside)
-            key = str(parse_json(f'"{key}"')) if _is_text(key) else key
+            with suppress(ValueError):
+                key = str(parse_json(f'"{key}"'))
         else:
             found = yield from reader.match(_KEY)
             if found is None or found.end() - found.start() > MAX_KEY:
@@ -152,16 +154,12 @@ def _no_head(_: int) -> Steps[str]:
 
 def _bare_json(text: str) -> str:
     text = _WORDS.get(text, text)
-    try:
+    with suppress(ValueError):
         if not isinstance(parse_json(text), str):
             return text
-    except ValueError:
-        pass
     if _NUMBER.fullmatch(text) and len(text) < 1000:
-        try:
+        with suppress(ValueError):
             return str(int(text, 0))
-        except ValueError:
-            pass
     return f'"{quoted(text)}"'
 
 
@@ -182,10 +180,3 @@ def _escape(reader: Reader) -> Steps[str]:
             return f"\\u{code:04x}" if 0xD800 <= code < 0xE000 else quoted(chr(code))
         return quoted("\\" + char)
     return quoted(_ESCAPES.get(char, "\\" + char))
-
-
-def _is_text(inside: str) -> bool:
-    try:
-        return isinstance(parse_json(f'"{inside}"'), str)
-    except ValueError:
-        return False

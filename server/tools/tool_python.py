@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import orjson
@@ -121,18 +122,14 @@ def _python(value: object) -> str:
 
 
 def _parsed(arguments: str) -> dict[str, object]:
-    try:
-        given = parse_json(arguments)
-    except ValueError:
-        given = None
-    return given if isinstance(given, dict) else {"PARAMETER": "VALUE"}
+    with suppress(ValueError):
+        if isinstance(given := parse_json(arguments), dict):
+            return given
+    return {"PARAMETER": "VALUE"}
 
 
 def _arguments(
-    rule: str,
-    schema: Schema,
-    marks: tuple[str, str, str, str],
-    value: Callable[[str, Schema], list[str]],
+    rule: str, schema: Schema, marks: tuple[str, str, str, str], value: Callable[[str, Schema], list[str]]
 ) -> list[str]:
     """Return Lark rules of a call: its parameters in order, the optional ones optional. `marks`: texts before all
     parameters, after a key, between parameters and after all."""

@@ -6,15 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import (
-    Field,
-    ModelWrapValidatorHandler,
-    PlainValidator,
-    PrivateAttr,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import Field, ModelWrapValidatorHandler, PlainValidator, ValidationError, WithJsonSchema, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from weft.engine.wire import grammar_text
@@ -62,7 +54,7 @@ class Tool(Body):
     """Lark grammar of a custom tool's text."""
     cache_control: CacheControl | None = Field(None, exclude=True)
     """Retains tools and instructions in the cache; not passed to templates."""
-    _sent: dict[str, Any] | None = PrivateAttr(None)
+    _sent: dict[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool as the client sent it, with its key order and extra fields, without nulls."""
