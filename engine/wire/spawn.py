@@ -1,8 +1,12 @@
-"""`EngineProcess`: the daemon's handle of the engine process. It starts, watches and ends the process."""
+"""`EngineProcess`: the daemon's handle of the engine process; `PrivateSocket`: where that process listens."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import socket
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,20 +14,70 @@ from itertools import pairwise
 from pathlib import Path
 
 from weft.engine.config import EngineConfig
+from weft.engine.errors import ConfigError
 from weft.engine.wire.child import RANK
-from weft.engine.wire.engine_socket import PrivateSocket
 from weft.engine.wire.exiting import GRACE_SECONDS, how_ended, kill_and_hold, wait_for_all, wait_for_end
 from weft.engine.wire.heartbeat import ENGINE, Heartbeats
 from weft.engine.wire.preloaded import PreloadedProcess
 from weft.engine.wire.stacks import Stacks
 from weft.engine.wire.weight_exchange import WeightExchange
 
+BACKLOG = 128
 LAST_MESSAGES_SECONDS = 0.05  # seconds for the last messages of a process to arrive
 UNKNOWN_END = "the engine ended (its memory is being released)"  # the reason reported until the exit status is known
 
 
+class PrivateSocket:
+    """The engine's listening socket, without a name. A Unix socket needs a name only while it is bound. The name is
+    removed at once, so that no cleanup of temporary files can break it, a killed daemon leaves nothing behind, and
+    no path is too long. Processes that hold `path_fd` connect through /proc. All engines of a daemon listen here,
+    one after another.
+
+    Attributes:
+        fd: the listening socket, for the engine process.
+        path_fd: a descriptor for clients, which must inherit it under the same number.
+    """
+
+    def __init__(self) -> None:
+        """Raises `ConfigError` if no socket can be created."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            directory = tempfile.mkdtemp(prefix="weft-")  # of mode 0700
+            try:
+                folder = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+                try:
+                    path = f"/proc/self/fd/{folder}/engine"  # short for any directory
+                    self._socket.bind(path)
+                    self.path_fd = os.open(path, os.O_PATH)
+                finally:
+                    os.close(folder)
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
+            self._socket.listen(BACKLOG)
+            self._socket.setblocking(False)
+        except OSError as error:
+            self._socket.close()
+            where = tempfile.tempdir or os.environ.get("TMPDIR") or "/tmp"
+            raise ConfigError(
+                f"cannot create a socket in {where}: {error.strerror or error}; set TMPDIR to another directory"
+            ) from None
+        self.fd = self._socket.fileno()
+
+    @property
+    def address(self) -> str:
+        """Address for zmq, in this process and in those that have inherited `path_fd`."""
+        return f"ipc:///proc/self/fd/{self.path_fd}"
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._socket.fileno() >= 0:
+            self._socket.close()
+            os.close(self.path_fd)
+
+
 class EngineProcess:
-    """A running engine process. Create with `await EngineProcess.start(config)`; clients connect to `address`."""
+    """A running engine process, which it watches and ends. Create it with `await EngineProcess.start(config)`; clients
+    connect to `address`."""
 
     def __init__(
         self, process: PreloadedProcess, socket: PrivateSocket, stacks: Stacks, *, owns_socket: bool,

@@ -120,7 +120,7 @@ class _Slab:
 
 def clocked(lists: list[float]) -> Callable[[], None]:
     """Note the seconds of each call that `send` makes of `AttentionLists`. Returns what undoes it."""
-    kept = AttentionLists.add, AttentionLists.leave, AttentionLists.__init__
+    kept = AttentionLists.add, AttentionLists.keep_rows, AttentionLists.__init__
 
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -132,10 +132,10 @@ def clocked(lists: list[float]) -> Callable[[], None]:
 
         return call
 
-    AttentionLists.add, AttentionLists.leave, AttentionLists.__init__ = map(timed, kept)  # type: ignore[method-assign]
+    AttentionLists.add, AttentionLists.keep_rows, AttentionLists.__init__ = map(timed, kept)  # type: ignore[method-assign]
 
     def undo() -> None:
-        AttentionLists.add, AttentionLists.leave, AttentionLists.__init__ = kept  # type: ignore[method-assign]
+        AttentionLists.add, AttentionLists.keep_rows, AttentionLists.__init__ = kept  # type: ignore[method-assign]
 
     return undo
 

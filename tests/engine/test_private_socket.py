@@ -11,8 +11,9 @@ import pytest
 import zmq
 
 from weft.engine.errors import ConfigError
-from weft.engine.wire.engine_socket import Clients, PrivateSocket, identity
+from weft.engine.wire.engine_socket import Clients, identity
 from weft.engine.wire.messages import Hello, encoder
+from weft.engine.wire.spawn import PrivateSocket
 
 
 @pytest.fixture

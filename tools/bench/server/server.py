@@ -18,8 +18,8 @@ from typing import Any
 from weft import unwritable
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.wire.client import EngineClient
-from weft.engine.wire.engine_socket import PrivateSocket
 from weft.engine.wire.heartbeat import Heartbeats
+from weft.engine.wire.spawn import PrivateSocket
 from weft.server.config import ServeConfig
 from weft.server.daemon.api_process import ApiProcess, Place
 from weft.server.daemon.control import EngineUp, Failed, Ready, Stop
