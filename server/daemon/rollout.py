@@ -79,10 +79,8 @@ class Rollout:
             begun = time.monotonic()
             self._close(engine, True)
             try:
-                # tokens that it has not computed yet; 0 once no request waits for it
-                while (cut := self._shared_state.engine_load[:, engine].sum()) and (
-                    time.monotonic() < begun + self._patience
-                ):
+                load = self._shared_state.engine_load[:, engine]  # 0 once no request waits for it
+                while (cut := load.sum()) and time.monotonic() < begun + self._patience:
                     await asyncio.sleep(POLL_SECONDS)
                 logger.info("restarting engine %d%s", engine, " with open requests" if cut else "")
                 back = await self._supervisors[engine].restart()

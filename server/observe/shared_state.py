@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
+
+Number = TypeVar("Number", bound=np.generic)
 
 CELLS = 4096
 """float64 cells per row, for all metrics of a process."""
@@ -59,25 +64,28 @@ class SharedState:
         self.engines = engines
         self.models = models
         self.fd = os.memfd_create("weft-shared_state") if fd is None else fd
-        keys = max(1, num_keys)
-        if fd is not None:
-            others = rows * (CELLS + 4 * models + engines + 1) + 3 * engines + 2 * models
-            keys = (os.fstat(fd).st_size // 8 - others) // 3
-        parts = [rows * CELLS, rows * models * 4, rows * engines, engines, engines * 2, rows, models, models, keys * 3]
-        sizes = np.array(parts) * 8
+        others = rows * (CELLS + 4 * models + engines + 1) + 3 * engines + 2 * models
+        keys = max(1, num_keys) if fd is None else (os.fstat(fd).st_size // 8 - others) // 3
+        size = 8 * (others + 3 * keys)
         if fd is None:
-            os.ftruncate(self.fd, int(sizes.sum()))
-        self._map = mmap.mmap(self.fd, int(sizes.sum()))
-        at = np.concatenate(([0], np.cumsum(sizes))).tolist()
-        self.counts = np.frombuffer(self._map, np.float64, rows * CELLS, at[0]).reshape(rows, CELLS)
-        self.load = np.frombuffer(self._map, np.int64, rows * models * 4, at[1]).reshape(rows, models, 4)
-        self.engine_load = np.frombuffer(self._map, np.int64, rows * engines, at[2]).reshape(rows, engines)
-        self.closed = np.frombuffer(self._map, np.int64, engines, at[3])
-        self.given = np.frombuffer(self._map, np.float64, engines * 2, at[4]).reshape(engines, 2)
-        self.http = np.frombuffer(self._map, np.int64, rows, at[5])
-        self.sleep_states = np.frombuffer(self._map, np.int64, models, at[6])
-        self.used = np.frombuffer(self._map, np.float64, models, at[7])
-        self.buckets = np.frombuffer(self._map, np.float64, keys * 3, at[8]).reshape(keys, 3)
+            os.ftruncate(self.fd, size)
+        self._map = mmap.mmap(self.fd, size)
+        self._used = 0
+        self.counts = self._array(np.float64, rows, CELLS)
+        self.load = self._array(np.int64, rows, models, 4)
+        self.engine_load = self._array(np.int64, rows, engines)
+        self.closed = self._array(np.int64, engines)
+        self.given = self._array(np.float64, engines, 2)
+        self.http = self._array(np.int64, rows)
+        self.sleep_states = self._array(np.int64, models)
+        self.used = self._array(np.float64, models)
+        self.buckets = self._array(np.float64, keys, 3)
+
+    def _array(self, dtype: type[Number], *shape: int) -> npt.NDArray[Number]:
+        """Return an array in the next part of the memory."""
+        array = np.frombuffer(self._map, dtype, math.prod(shape), self._used).reshape(shape)
+        self._used += array.nbytes
+        return array
 
     def row(self, row: int) -> memoryview[float]:
         """Return a row of `counts` as a memoryview, which updates single items faster than an array."""

@@ -136,19 +136,14 @@ _NAMED_SCHEMA = {
     "properties": {**NamedToolChoice.model_json_schema()["properties"], "function": FunctionChoice.model_json_schema()},
 }
 
+_ALLOWED_PROPERTIES = {
+    "mode": {"enum": ["auto", "required"]},
+    "tools": {"type": "array", "items": _NAMED_SCHEMA, "minItems": 1, "maxItems": MAX_TOOLS},
+}
+_ALLOWED = {"type": "object", "properties": _ALLOWED_PROPERTIES, "required": ["mode", "tools"]}
 _ALLOWED_SCHEMA = {
     "type": "object",
-    "properties": {
-        "type": {"const": "allowed_tools"},
-        "allowed_tools": {
-            "type": "object",
-            "properties": {
-                "mode": {"enum": ["auto", "required"]},
-                "tools": {"type": "array", "items": _NAMED_SCHEMA, "minItems": 1, "maxItems": MAX_TOOLS},
-            },
-            "required": ["mode", "tools"],
-        },
-    },
+    "properties": {"type": {"const": "allowed_tools"}, "allowed_tools": _ALLOWED},
     "required": ["type", "allowed_tools"],
 }
 
