@@ -15,11 +15,10 @@ from weft.server.api.protocol import ChatBody
 from weft.server.api.service import Service
 from weft.server.api.turn_parser import ThinkingMarks, thinking_marks
 from weft.server.errors import bad_request
-from weft.server.tools.stable_prefix import stable_prefix
+from weft.server.tools.messages import knows_tools, stable_prefix, write_out
 from weft.server.tools.template import TemplateBody
 from weft.server.tools.tool_format import ToolFormat
 from weft.server.tools.tool_parsers import UNKNOWN, tool_format
-from weft.server.tools.tool_prompt import knows_tools, write_out
 from weft.server.tools.tools import Tool
 
 

@@ -39,12 +39,8 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "requests", metavar="IN.jsonl", type=Path, help="requests in the format of OpenAI's Batch API, one per line"
     )
-    parser.add_argument(
-        "answers",
-        metavar="OUT.jsonl",
-        type=output_file,
-        help="responses, appended as they arrive; requests with a response are skipped",
-    )
+    text = "responses, appended as they arrive; requests with a response are skipped"
+    parser.add_argument("answers", metavar="OUT.jsonl", type=output_file, help=text)
     parser.add_argument("--url", metavar="URL", help=f"a running OpenAI-compatible server [{URL}]")
     parser.add_argument(
         "--model", metavar="MODEL", help="serve this model for the batch instead: 'demo', a directory or ORG/NAME"
@@ -52,13 +48,8 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of ORG/NAME [main]")
     parser.add_argument("--api-key", metavar="KEY", help="API key [$WEFT_API_KEY]")
     parser.add_argument("--concurrency", metavar="N", type=int, default=64, help="concurrent requests [64]")
-    parser.add_argument(
-        "--patience",
-        metavar="SECONDS",
-        type=float,
-        default=600.0,
-        help="give up after this many seconds of failed requests only [600]",
-    )
+    text = "give up after this many seconds of failed requests only [600]"
+    parser.add_argument("--patience", metavar="SECONDS", type=float, default=600.0, help=text)
 
 
 def add_pull_flags(parser: argparse.ArgumentParser) -> None:

@@ -110,11 +110,8 @@ class ApiProcesses:
         """Return whether restarts of the i-th process are futile and no other process serves."""
         if not self._owner.announced:
             return self._failed_starts[i] >= MAX_FAILED_STARTS
-        return (
-            bool(self._models_ready)
-            and not self._attached
-            and all(count >= MAX_FAILED_STARTS for count in self._failed_starts)
-        )
+        failing = min(self._failed_starts) >= MAX_FAILED_STARTS
+        return bool(self._models_ready) and not self._attached and failing
 
     @property
     def _models_ready(self) -> list[int]:

@@ -150,9 +150,8 @@ class EngineMetrics:
         cut = "Iterations with prefill cut by --itl-slo, by the deciding limit"
         cuts = {by: stats.chunks_cut.get(by, 0) for by in CUTS}
         yield family("weft_prompts_cut_total", "counter", cut, "by", cuts)
-        yield _counter(
-            "weft_itl_slo_late", "Iterations cut by --itl-slo that still exceeded the limit", stats.chunks_late
-        )
+        late = "Iterations cut by --itl-slo that still exceeded the limit"
+        yield _counter("weft_itl_slo_late", late, stats.chunks_late)
         computed = {"decode": stats.decode_tokens, "prefill": stats.prefill_tokens}
         yield family("weft_computed_tokens_total", "counter", "Tokens computed by the model", "phase", computed)
         pipelined = engine.iterations_pipelined

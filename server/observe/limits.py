@@ -49,12 +49,8 @@ class RateLimits:
                 return None
         self._rejected.labels("rate_limit_exceeded").inc()
         limit = self._requests if what == "requests" else self._tokens
-        return ApiError(
-            429,
-            f"This key may use {limit} {what} a minute.",
-            code="rate_limit_exceeded",
-            retry_after=min(LONGEST_WAIT, max(1, math.ceil(wait))),
-        )
+        message, after = f"This key may use {limit} {what} a minute.", min(LONGEST_WAIT, max(1, math.ceil(wait)))
+        return ApiError(429, message, code="rate_limit_exceeded", retry_after=after)
 
     def charge(self, key: int, tokens: int) -> None:
         """Charge `key` for tokens of a request."""

@@ -236,15 +236,8 @@ class GrammarCompiler:
 
     async def _run(self) -> None:
         """Run a process from start to end."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "weft.server.tools.grammar_child",
-            stdin=PIPE,
-            stdout=PIPE,
-            start_new_session=True,
-        )
+        command = (sys.executable, "-P", "-m", "weft.server.tools.grammar_child")
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
         assert process.stdout is not None
         unusable = None
         try:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from weft.server.config import ReasoningParserName, ToolParserName
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.families import HERMES, LLAMA3, REASONING_FORMATS, REASONING_MARKS, TOOL_FORMATS, TOOL_MARKS
+from weft.server.tools.messages import knows_tools
 from weft.server.tools.reasoning import ReasoningFormat
 from weft.server.tools.stream import Reader, Steps, StreamParser, short_id
 from weft.server.tools.tool_format import Schema, ToolFormat
 from weft.server.tools.tool_named import ARGS, MistralFormat
-from weft.server.tools.tool_prompt import knows_tools
 
 UNKNOWN: ToolFormat = LLAMA3
 """Format forced on models of unknown families; it needs no markers."""
@@ -27,7 +27,7 @@ def detect(tokenizer: Tokenizer) -> ToolParserName:
 
 def tool_format(name: ToolParserName, tokenizer: Tokenizer) -> ToolFormat | None:
     """Return the tool format; None for an unknown family, in which calls look like text. If the template does not
-    support tools, the server chooses the format (see `tool_prompt`)."""
+    support tools, the server chooses the format (see `messages`)."""
     if name == "auto" and not knows_tools(tokenizer):
         return HERMES
     name = detect(tokenizer) if name == "auto" else name

@@ -20,9 +20,8 @@ from weft.server.api.chat_message import ChatMessage
 from weft.server.api.protocol import ChatBody
 from weft.server.errors import ApiError
 from weft.server.text.tokenizer import Tokenizer
-from weft.server.tools.stable_prefix import stable_prefix
+from weft.server.tools.messages import knows_tools, stable_prefix, write_out
 from weft.server.tools.tool_parsers import UNKNOWN
-from weft.server.tools.tool_prompt import knows_tools, write_out
 from weft.server.tools.tools import Tool
 
 KINDS = ("text", "calls", "thinking", "thinking and calls", "late system")

@@ -14,7 +14,7 @@ from weft.server.api.chat_message import ChatMessage
 from weft.server.api.protocol import ChatBody
 from weft.server.errors import ApiError
 from weft.server.text.tokenizer import Tokenizer
-from weft.server.tools.stable_prefix import stable_prefix
+from weft.server.tools.messages import stable_prefix
 
 WEATHER = {
     "type": "function",
