@@ -28,19 +28,14 @@ class Answer(Response):
 
     def __init__(self, generation: Generation, dialect: Dialect) -> None:
         self.background = None
-        self._generation = generation
-        self._dialect = dialect
+        self.service: Service = generation.service
+        self._generation, self._dialect = generation, dialect
         self._work: asyncio.Task[None] | None = None
         self._outlet: Outlet | None = None
         self._fast_paths: list[FastPath] = []
         self._interruption: ApiError | None = None
         self._cause = "disconnect"
         self._started = False
-
-    @property
-    def service(self) -> Service:
-        """The model's service."""
-        return self._generation.service
 
     def interrupt(self, error: ApiError, cause: str) -> None:
         """End this answer with an error. `cause` is for the metrics."""

@@ -69,7 +69,6 @@ class StallWatch:
             self._wait()
 
     def end(self) -> None:
-        """The connection is closed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

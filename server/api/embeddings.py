@@ -69,7 +69,6 @@ _SHARED = set(GenerationBody.model_fields) & set(EmbeddingBody.model_fields)
 
 
 async def _pooler(service: Service) -> Pooler:
-    """The model's pooler. Raises `ApiError`."""
     config = service.config
     try:
         pooler = await service.offload(partial(read_pooler, config.model_path, config.pooling))
@@ -81,7 +80,6 @@ async def _pooler(service: Service) -> Pooler:
 
 
 async def _prompts(service: Service, body: EmbeddingBody, pooler: Pooler) -> list[Prompt]:
-    """The inputs, tokenized. Raises `ApiError`."""
     limit = service.loaded.ready.max_model_len
     given, before = body.input, pooler.default
     if (name := body.prompt_name) is not None:

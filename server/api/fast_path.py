@@ -47,7 +47,6 @@ class Outlet:
         self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def close_after_response(self) -> None:
-        """Close the connection after the response."""
         self._cycle.keep_alive = False
 
 

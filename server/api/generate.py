@@ -263,7 +263,7 @@ class Generation:
         self._charged = used
 
     def usage(self) -> dict[str, Any]:
-        """Token counts so far. Each prompt counts once, whatever `n` is."""
+        """Token counts so far. Each prompt counts once, for any `n`."""
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         completion_tokens = sum(choice.num_tokens for choice in self.choices)
         cached = sum(choice.cached_tokens for choice in self.choices[:: self.body.n])

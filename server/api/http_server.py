@@ -173,9 +173,6 @@ class Acceptor:
         self._refused += 1
         now = time.monotonic()
         if now - self._logged_at >= LOG_SECONDS:
-            logger.warning(
-                "closed %d connections for lack of file descriptors: the process limit is %d (ulimit -n)",
-                self._refused,
-                self._limit,
-            )
+            what = "closed %d connections for lack of file descriptors: the process limit is %d (ulimit -n)"
+            logger.warning(what, self._refused, self._limit)
             self._refused, self._logged_at = 0, now

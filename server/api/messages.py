@@ -205,16 +205,13 @@ class MessagesDialect(Dialect):
         """Why the answer ended, in Anthropic's terms."""
         reason, sequence = "end_turn", None
         if piece.finish_reason == "length":
-            reason = "max_tokens" if self._output_tokens >= self._max_tokens else "model_context_window_exceeded"
+            output_tokens = sum(choice.num_tokens for choice in self._generation.choices)
+            reason = "max_tokens" if output_tokens >= self._max_tokens else "model_context_window_exceeded"
         elif isinstance(piece.stop_reason, str):
             reason, sequence = "stop_sequence", piece.stop_reason
         elif self._call >= 0:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": sequence}
-
-    @property
-    def _output_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self._generation.choices)
 
     def _usage(self) -> dict[str, Any]:
         """Usage in Anthropic's terms, with cached tokens and newly retained tokens reported separately."""

@@ -138,8 +138,5 @@ class ModelText:
 
 
 def too_long(max_model_len: int, what: str, param: str) -> ApiError:
-    return bad_request(
-        f"This model's maximum context length is {max_model_len} tokens. However, {what}. Please reduce the length.",
-        param,
-        "context_length_exceeded",
-    )
+    limit = f"This model's maximum context length is {max_model_len} tokens"
+    return bad_request(f"{limit}. However, {what}. Please reduce the length.", param, "context_length_exceeded")

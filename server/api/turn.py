@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 
 from weft.engine.wire.messages import Retention
+from weft.server.api.chat_message import ChatMessage
 from weft.server.api.chat_prompt import parse_chat, render_prompt
 from weft.server.api.constraint import constrain_answer
 from weft.server.api.generate import Generation, Prompt, output_limit
@@ -104,14 +105,14 @@ def marks_of(body: ChatBody, *, by_key: bool = True) -> list[Mark]:
     last = len(body.messages) - 1
     for i, message in enumerate(body.messages):
         if message.cache_control is not None:
-            head = message.role in ("system", "developer") and not any(_is_conversation(m) for m in body.messages[:i])
+            head = not any(map(_is_conversation, body.messages[: i + 1]))
             where = WHOLE if i == last else HEAD if head else i
             marks.append(Mark(where, message.cache_control.seconds))
     return marks
 
 
-def _is_conversation(message: object) -> bool:
-    return getattr(message, "role", "") not in ("system", "developer")
+def _is_conversation(message: ChatMessage) -> bool:
+    return message.role not in ("system", "developer")
 
 
 def retention_of(

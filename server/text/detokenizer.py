@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 from weft.server.text.token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"
-
-
-class Detokenizer(Protocol):
-    """The text of one sequence. Emitted text never changes; bytes of an incomplete character are held back."""
-
-    def feed(self, token_id: int) -> str: ...
-
-    def flush(self) -> str:
-        """End the text: return what is held back, with U+FFFD for an incomplete character."""
-        ...
 
 
 class ByteDetokenizer:
@@ -45,6 +34,7 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
+        """End the text: return what is held back, with U+FFFD for an incomplete character."""
         return self._decode(b"", True)
 
 
@@ -81,3 +71,7 @@ class WindowDetokenizer:
 
     def flush(self) -> str:
         return self._decode(self._ids)[len(self._before) :]
+
+
+Detokenizer = ByteDetokenizer | WindowDetokenizer
+"""The text of one sequence. Emitted text never changes; bytes of an incomplete character are held back."""

@@ -47,31 +47,18 @@ def chat_logprobs(
     def shown(token_id: int, value: float) -> dict[str, Any]:
         return {"token": name(token_id), "logprob": value, "bytes": list(data(token_id))}
 
-    return {
-        "content": [
-            {
-                **shown(entry.ids[0], max(entry.values[0], FLOOR)),
-                "top_logprobs": [shown(token_id, value) for token_id, value in _best(entry, top)] if top else [],
-            }
-            for entry in entries
-        ],
-        "refusal": None,
-    }
+    content = []
+    for entry in entries:
+        others = [shown(token_id, value) for token_id, value in _best(entry, top)] if top else []
+        content.append({**shown(entry.ids[0], max(entry.values[0], FLOOR)), "top_logprobs": others})
+    return {"content": content, "refusal": None}
 
 
 def prompt_logprobs(name: Name, entries: Sequence[TokenLogprobs], top: int) -> list[dict[str, Any] | None]:
     """The `prompt_logprobs` extension: null for the first prompt token, then alternatives by token id."""
     out: list[dict[str, Any] | None] = [None]
     for entry in entries:
-        ranks = {token_id: rank for rank, token_id in enumerate(entry.ids[1:], start=1)}
-        out.append(
-            {
-                str(token_id): {
-                    "logprob": value,
-                    "rank": entry.rank if token_id == entry.ids[0] else ranks[token_id],
-                    "decoded_token": name(token_id),
-                }
-                for token_id, value in _best(entry, top)
-            }
-        )
+        ranks = {token_id: rank for rank, token_id in enumerate(entry.ids[1:], start=1)} | {entry.ids[0]: entry.rank}
+        best = _best(entry, top)
+        out.append({str(t): {"logprob": value, "rank": ranks[t], "decoded_token": name(t)} for t, value in best})
     return out

@@ -10,7 +10,7 @@ import orjson
 
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.events import Dialect, event
-from weft.server.api.responses.body import ENCRYPTED, OfferedTools, ResponseBody
+from weft.server.api.responses.body import ENCRYPTED, OfferedTools, Reasoning, ResponseBody
 from weft.server.api.responses.output import Output
 from weft.server.api.turn import Turn
 from weft.server.errors import ApiError
@@ -117,13 +117,11 @@ class ResponseDialect(Dialect):
 
     def _usage(self) -> dict[str, Any]:
         usage = self._turn.generation.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
         thought = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {
-                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-                "cache_write_tokens": 0,
-            },
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": thought},
             "total_tokens": usage["total_tokens"],
@@ -155,7 +153,7 @@ def blank(turn: Turn, body: ResponseBody, hex_id: str) -> dict[str, Any]:
     form: dict[str, Any] = {"type": asked.type}
     if asked.type == "json_schema":
         form |= {"name": asked.name, "description": asked.description, "schema": asked.schema_, "strict": asked.strict}
-    reasoning = body.reasoning
+    reasoning = body.reasoning or Reasoning.model_validate({})
     return {
         "id": f"resp_{hex_id}",
         "object": "response",
@@ -167,10 +165,7 @@ def blank(turn: Turn, body: ResponseBody, hex_id: str) -> dict[str, Any]:
         "incomplete_details": None,
         "model": turn.model,
         "output": [],
-        "reasoning": {
-            "effort": None if reasoning is None else reasoning.effort,
-            "summary": None if reasoning is None else reasoning.summary or reasoning.generate_summary,
-        },
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
         "service_tier": body.service_tier or "default",
         "text": {"format": form, "verbosity": body.text.verbosity},
         "usage": None,
