@@ -156,12 +156,11 @@ class Daemon:
 
     async def run(self) -> int:
         handle(self._on_signal, self._reload, self._log_stacks)
-        supervisors = [self._begin(self._run_engine(supervisor)) for supervisor in self._engines.values()]
-        supervisors += [self._begin(self._api.keep(i)) for i in range(self._config.api_workers)]
-        supervisors.append(self._begin(self._sleep_manager.run()))
-        supervisors.append(self._begin(self._front.notifier.watch()))
-        supervisors.append(self._begin(Watchdog(Watch(self.heartbeats), self._watched_processes).run()))
-        supervisors.append(self._begin(Orphans().run()))
+        watchdog = Watchdog(Watch(self.heartbeats), self._watched_processes)
+        work = [self._run_engine(supervisor) for supervisor in self._engines.values()]
+        work += [self._api.keep(i) for i in range(self._config.api_workers)]
+        work += [self._sleep_manager.run(), self._front.notifier.watch(), watchdog.run(), Orphans().run()]
+        supervisors = list(map(self._begin, work))
         try:
             await self._wait_any(self._stop_requested.wait())
             self._stop_requested.set()
@@ -249,7 +248,7 @@ class Daemon:
         process = supervisor.process
         if process is None or supervisor.asleep:
             return False
-        return self.heartbeats.of(supervisor.row).given_up or has_ended(process.pid)
+        return self.heartbeats.of(supervisor.row).condemned or has_ended(process.pid)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -153,7 +153,7 @@ class EngineSupervisor:
         try:
             if not (await asyncio.wait((gone,), timeout=RELEASE_SECONDS))[0]:
                 logger.log(logging.INFO if process.stopping else logging.ERROR, "%s; waiting for its memory", why)
-                if not self._owner.heartbeats.of(self.row).given_up:  # no heartbeat is expected
+                if not self._owner.heartbeats.of(self.row).condemned:  # no heartbeat is expected
                     self._owner.heartbeats.of(self.row).begin("releasing its memory", FOREVER, process.pid)
             how = await gone
         finally:
@@ -199,7 +199,7 @@ class EngineSupervisor:
         try:
             await asyncio.wait((loading, dead), return_when=asyncio.FIRST_COMPLETED)
             # A hung process is resumed to write its stacks, and may become ready before it is killed.
-            if loading.done() and not owner.heartbeats.of(self.row).given_up:
+            if loading.done() and not owner.heartbeats.of(self.row).condemned:
                 self.ready = loading.result()
                 self.worked = True
                 self._ready_event.set()

@@ -48,8 +48,8 @@ class Watchdog:
             self._watch.look()
             late = []
             for watched in self._watched_processes():
-                given_up = self._watch.heartbeats.of(watched.row).given_up
-                if watched.bound and not given_up and (age := self._watch.late(watched.row, watched.bound)) is not None:
+                condemned = self._watch.heartbeats.of(watched.row).condemned
+                if watched.bound and not condemned and (age := self._watch.late(watched.row, watched.bound)) is not None:
                     late.append(self._end(watched, age))
             if late:
                 ends = asyncio.gather(*late)
@@ -69,7 +69,7 @@ class Watchdog:
             name, pid = f"{name} (rank {rank})", heartbeats.rank(row, rank).pid
         doing = f" at {stage!r}" if (stage := heartbeats.stage(row, rank)) else ""
         # An API process must not run on: it would accept connections and then die.
-        heartbeats.of(row).give_up()
+        heartbeats.of(row).condemn()
         stacks = await process.stacks.final_stacks(pid, wake=steps)
         logger.error("%s hangs%s: no progress for %.0f s; it is killed%s\n%s", name, doing, age, last, stacks)
         hangs.inc()

@@ -23,12 +23,9 @@ class HarmonyFormat(ToolFormat):
     markers: tuple[str, ...] = (START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS)
 
     def steps(self, reader: Reader, tools: Tools) -> Steps[None]:
-        reader.attempt()  # the prompt ends before a header, which may begin with its recipient
-        yield from reader.space()
-        if (yield from reader.take("to=")):
+        # the prompt ends before a header, which may begin with its recipient
+        if (yield from reader.attempt_after_space("to=")):
             yield from self._message(reader, tools, "to=")
-        else:
-            reader.back()
         while mark := (yield from reader.text_until(CHANNEL, START, *_ENDS)):
             if mark in _ENDS:
                 reader.accept()

@@ -234,6 +234,16 @@ class Reader:
         assert self._tried is not None
         self.at, self._tried = self._tried, None
 
+    def attempt_after_space(self, mark: str) -> Steps[bool]:
+        """Start a tentative call at white space and `mark`, and skip both. Returns False, without skipping, if there is
+        no mark."""
+        self.attempt()
+        yield from self.space()
+        if not (yield from self.take(mark)):
+            self.back()
+            return False
+        return True
+
     def accept(self) -> None:
         """Confirm a tentative call or mark."""
         self._tried = None

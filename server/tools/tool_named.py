@@ -51,12 +51,7 @@ class NamedFormat(ToolFormat):
                 yield from reader.space()
                 yield from reader.take(self.begin)
             open |= yield from self._call(reader)
-            while open:  # anything else is text
-                reader.attempt()
-                yield from reader.space()
-                if not (yield from reader.take(self.begin)):
-                    reader.back()
-                    break
+            while open and (yield from reader.attempt_after_space(self.begin)):  # anything else is text
                 yield from self._call(reader)
 
     def _closes(self) -> tuple[str, str]:

@@ -60,12 +60,7 @@ class TagFormat(ToolFormat):
                     reader.give_up()
                     continue
             open |= yield from self._call(reader, tools, bare=mark != opens[0])
-            while open and closes:
-                reader.attempt()
-                yield from reader.space()
-                if not (yield from reader.take(self.call[0])):
-                    reader.back()
-                    break
+            while open and closes and (yield from reader.attempt_after_space(self.call[0])):
                 yield from self._call(reader, tools, bare=False)
 
     def _call(self, reader: Reader, tools: Tools, *, bare: bool) -> Steps[bool]:
@@ -105,11 +100,11 @@ class TagFormat(ToolFormat):
                 return True  # cut off
         if closed:
             reader.accept()
-        elif not (yield from reader.peek()):
+        elif (yield from reader.peek()):
+            reader.give_up()
+        else:
             reader.accept()
             return True  # cut off
-        else:
-            reader.give_up()
         reader.emit_arguments("}" if count else "{}")
         return True
 
