@@ -6,8 +6,8 @@ import logging
 from collections.abc import Collection
 from pathlib import Path
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
 from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
@@ -49,8 +49,13 @@ def choose_plan(plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens
     if plan == "serial":
         return None
     if plan == "auto":
-        found = (load_plan(file) for file in sorted(SHIPPED.glob("*.json")))
+        found = [load_plan(file) for file in sorted(SHIPPED.glob("*.json"))]
         fitting = next((p for p in found if _mismatch(p.target, here) is None), None)
+        if fitting is None and any(replace(p.target, kernels=here.kernels) == here for p in found):
+            log.warning(
+                "a shipped plan for this model was made with other kernel code; the serial plan runs "
+                "(weft search makes a new one)"
+            )
     else:
         fitting = load_plan(expanded(plan))
         if reason := _mismatch(fitting.target, here):
@@ -73,4 +78,4 @@ def choose_plan(plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens
     usable = tuple(p for p in fitting.periods if p.tokens <= most)
     if not usable and plan != "auto":
         raise ConfigError(f"every pipeline of {plan} exceeds --max-num-batched-tokens {max_num_batched_tokens}")
-    return msgspec.structs.replace(fitting, periods=usable) if usable else None
+    return replace(fitting, periods=usable) if usable else None

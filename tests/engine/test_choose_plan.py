@@ -74,6 +74,19 @@ def test_a_plan_without_pipelines_and_no_plan_mean_the_serial_plan(
     assert choose_plan("auto", SPEC, HERE, None) is None
 
 
+def test_a_shipped_plan_made_with_other_kernel_code_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choose, "SHIPPED", tmp_path)
+    _file(tmp_path, 1792)
+    line = "a shipped plan for this model was made with other kernel code; the serial plan runs (weft search makes a"
+    assert _tokens(choose_plan("auto", SPEC, HERE, None)) == [1792]
+    assert choose_plan("auto", SPEC, msgspec.structs.replace(HERE, model="another"), None) is None
+    assert line not in caplog.text
+    assert choose_plan("auto", SPEC, msgspec.structs.replace(HERE, kernels="fedcba9876543210"), None) is None
+    assert line in caplog.text
+
+
 def _of_two_ranks(sums: dict[str, Reduction]) -> tuple[ModelSpec, Plan]:
     half = SPEC.shard(0, 2)
     here = msgspec.structs.replace(HERE, model=model_key(half))
