@@ -1,6 +1,6 @@
-"""An import never runs up: not between the top-level folders, not between the wings of one, not in a circle.
+"""Imports follow the order of the folders, in the root and inside each folder, and never form a circle.
 
-Every import counts, also one inside a function or under `TYPE_CHECKING`: who reads the code follows those too.
+Every import counts, including those inside a function or under `TYPE_CHECKING`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOLDERS: dict[str, set[str]] = {
     "deploy": {"engine", "autosearch", "loadgen", "server"},
     "tools": {"kernels", "engine", "autosearch", "loadgen", "server", "deploy"},
 }
-"""what each folder may import beside itself"""
+"""Folders that each folder may import besides itself. `server` and `deploy` may not import `kernels`."""
 
 ENGINE = (
     ("demo", "errors", "progress", "profiling"),
@@ -48,7 +48,7 @@ SERVER = (
     ("daemon", "commands"),
     ("__main__",),
 )
-"""floors, the lowest first: a room may import what lies below it, and its own floor without going round"""
+"""Levels, lowest first. A subfolder may import lower levels, and its own level without a circle."""
 
 KERNELS = (
     ("common",),
@@ -61,14 +61,14 @@ KERNELS = (
 )
 
 RUNNER = (("iteration",), ("options",), ("memory",), ("device",), ("cpu", "cuda"), ("start",))
-"""the folders of `engine/runner/`"""
+"""Levels of `engine/runner/`."""
 
 COMMAND_LINE = {"server.daemon.cli", "server.commands"}
-"""the only ones that know every sub-command, and so the searches and the load generator"""
+"""The only modules that may import `autosearch` and `loadgen`, for their subcommands."""
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name below `weft` -> file."""
+    """Return each file by its dotted name below `weft`."""
     found = {}
     for folder in FOLDERS:
         for file in sorted((ROOT / folder).rglob("*.py")):
@@ -78,7 +78,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(file: Path, known: dict[str, Path]) -> Iterator[str]:
-    """The modules of weft that a file imports, by their longest known name."""
+    """Yield the modules of weft that a file imports, by their longest known name."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "weft" and not node.level:
             base = (node.module or "").removeprefix("weft").lstrip(".")
@@ -94,14 +94,14 @@ def graph() -> dict[str, set[str]]:
     return {name: set(imports(file, known)) - {name} for name, file in known.items()}
 
 
-def room(name: str) -> str:
-    """The wing or file of a folder that a module belongs to: `engine.memory.pages` -> `memory`."""
+def subfolder(name: str) -> str:
+    """Return the subfolder or file that a module belongs to: `engine.memory.pages` -> `memory`."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 else ""
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected components of more than one node (Tarjan)."""
+    """Return the strongly connected components of more than one node (Tarjan)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -117,11 +117,11 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
             elif other in stack:
                 low[node] = min(low[node], index[other])
         if low[node] == index[node]:
-            part = [stack.pop()]
-            while part[-1] != node:
-                part.append(stack.pop())
-            if len(part) > 1:
-                found.append(sorted(part))
+            component = [stack.pop()]
+            while component[-1] != node:
+                component.append(stack.pop())
+            if len(component) > 1:
+                found.append(sorted(component))
 
     for node in graph:
         if node not in index:
@@ -129,7 +129,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def test_folders_import_only_what_lies_below_them(graph: dict[str, set[str]]) -> None:
+def test_folders_import_only_the_folders_they_may(graph: dict[str, set[str]]) -> None:
     wrong = [
         f"{name} imports {other}"
         for name, others in graph.items()
@@ -139,28 +139,28 @@ def test_folders_import_only_what_lies_below_them(graph: dict[str, set[str]]) ->
     assert not wrong
 
 
-@pytest.mark.parametrize(("folder", "floors"), [("engine", ENGINE), ("server", SERVER), ("kernels", KERNELS)])
-def test_wings_import_only_what_lies_below_them(
-    graph: dict[str, set[str]], folder: str, floors: tuple[tuple[str, ...], ...]
+@pytest.mark.parametrize(("folder", "levels"), [("engine", ENGINE), ("server", SERVER), ("kernels", KERNELS)])
+def test_subfolders_import_only_lower_levels(
+    graph: dict[str, set[str]], folder: str, levels: tuple[tuple[str, ...], ...]
 ) -> None:
-    floor = {name: i for i, names in enumerate(floors) for name in names}
+    level = {name: i for i, names in enumerate(levels) for name in names}
     own = {name: {o for o in others if o.startswith(f"{folder}.")} for name, others in graph.items()}
-    rooms: dict[str, set[str]] = {}
+    subfolders: dict[str, set[str]] = {}
     for name, others in own.items():
         if name.startswith(f"{folder}."):
-            rooms.setdefault(room(name), set()).update(room(o) for o in others)
-    assert set(rooms) == set(floor), "a room is missing from this test's floors, or is gone"
-    assert len(rooms) <= 16, "too many rooms to show an architecture"
-    wrong = [f"{a} imports {b}" for a, bs in rooms.items() for b in bs if a != b and floor[b] > floor[a]]
+            subfolders.setdefault(subfolder(name), set()).update(subfolder(o) for o in others)
+    assert set(subfolders) == set(level), "a subfolder is missing from this test's levels, or does not exist"
+    assert len(subfolders) <= 16, "too many subfolders to show an architecture"
+    wrong = [f"{a} imports {b}" for a, bs in subfolders.items() for b in bs if a != b and level[b] > level[a]]
     assert not wrong
-    assert not circles({a: bs - {a} for a, bs in rooms.items()})
+    assert not circles({a: bs - {a} for a, bs in subfolders.items()})
 
 
 def test_no_modules_import_each_other_in_a_circle(graph: dict[str, set[str]]) -> None:
     assert not circles(graph)
 
 
-def test_the_server_knows_only_the_client_side_of_the_engine(graph: dict[str, set[str]]) -> None:
+def test_the_server_imports_only_the_client_side_of_the_engine(graph: dict[str, set[str]]) -> None:
     allowed = {"wire", "errors", "config", ""}
     wrong = [
         f"{name} imports {other}"
@@ -168,7 +168,7 @@ def test_the_server_knows_only_the_client_side_of_the_engine(graph: dict[str, se
         for other in others
         if name.startswith("server.")
         and other.startswith("engine.")
-        and room(other) not in allowed
+        and subfolder(other) not in allowed
         and not name.startswith(tuple(COMMAND_LINE))
     ]
     assert not wrong
@@ -189,24 +189,24 @@ def test_only_the_command_line_imports_the_search_and_the_load_generator(
 
 
 @pytest.mark.parametrize(
-    "wing",
+    "package",
     [
         f"{f}.{n}"
-        for f, floors in (("engine", ENGINE), ("server", SERVER), ("kernels", KERNELS), ("engine.runner", RUNNER))
-        for names in floors
+        for f, levels in (("engine", ENGINE), ("server", SERVER), ("kernels", KERNELS), ("engine.runner", RUNNER))
+        for names in levels
         for n in names
     ]
     + ["autosearch", "autosearch.advisor"],
 )
-def test_a_wing_says_what_it_owns_what_it_may_import_and_what_it_never_does(wing: str) -> None:
-    folder = ROOT / Path(*wing.split("."))
+def test_a_folder_states_what_it_owns_what_it_may_import_and_what_it_must_never_do(package: str) -> None:
+    folder = ROOT / Path(*package.split("."))
     if not folder.is_dir():
-        pytest.skip("a file, no wing")
+        pytest.skip("a file, not a folder")
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
     assert [line.split(":")[0] for line in text.splitlines() if ":" in line][-3:] == ["Owns", "May import", "Never"]
 
 
-def test_every_wing_is_in_the_wheel() -> None:
+def test_every_folder_is_in_the_wheel() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
     there = {"weft"} | {
         ".".join(("weft", *init.parent.relative_to(ROOT).parts))
@@ -220,7 +220,7 @@ def test_every_wing_is_in_the_wheel() -> None:
 
 def test_no_file_imports_a_private_name_of_another() -> None:
     wrong = [
-        f"{name} imports {alias.name} of {node.module}"
+        f"{name} imports {alias.name} from {node.module}"
         for name, file in modules().items()
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("weft.")
@@ -242,14 +242,14 @@ def test_other_folders_import_only_the_public_modules_of_a_kernel_folder(graph: 
     assert not wrong
 
 
-def test_folders_of_the_runner_import_only_what_lies_below_them(graph: dict[str, set[str]]) -> None:
-    floor = {name: i for i, names in enumerate(RUNNER) for name in names}
+def test_folders_of_the_runner_import_only_lower_levels(graph: dict[str, set[str]]) -> None:
+    level = {name: i for i, names in enumerate(RUNNER) for name in names}
     folders = {name: name.split(".")[2] for name in graph if name.startswith("engine.runner.")}
-    assert set(folders.values()) == set(floor)
+    assert set(folders.values()) == set(level)
     wrong = [
         f"{name} imports {other}"
         for name, own in folders.items()
         for other in graph[name] & set(folders)
-        if folders[other] != own and floor[folders[other]] >= floor[own]
+        if folders[other] != own and level[folders[other]] >= level[own]
     ]
     assert not wrong

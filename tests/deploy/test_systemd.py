@@ -12,7 +12,7 @@ import pytest
 from files import DEPLOY, read_yaml
 
 from weft.server.config import ServeConfig
-from weft.server.daemon.daemon import FAREWELL, STOP_SECONDS
+from weft.server.daemon.daemon import FAREWELL_SECONDS, STOP_SECONDS
 
 UNITS = DEPLOY / "systemd"
 SERVICES = ("weft.service", "weft@.service")
@@ -24,7 +24,7 @@ def settings(name: str) -> dict[str, str]:
 
 
 DRAIN: float = ServeConfig.model_fields["drain_timeout"].default
-ENDS = DRAIN + FAREWELL + 2 * STOP_SECONDS
+ENDS = DRAIN + FAREWELL_SECONDS + 2 * STOP_SECONDS
 """seconds after which a daemon that was asked to end has ended"""
 
 
