@@ -158,10 +158,10 @@ class EngineConfig(BaseModel):
     tuning_seconds: float = Field(60.0, ge=0)
     """seconds that a start on a GPU may spend tuning new matrix shapes; 0 disables tuning"""
     fair_prefill_share: float = Field(0.25, ge=0, le=0.5)
-    """share of prefill tokens, and of scarce slots, for the shortest prompts; the rest is first come, first served; 0
-    disables it"""
+    """share of prefill tokens, and of scarce slots, for the shortest prompts; the rest is shared round robin over
+    API keys; 0 disables it"""
     priority_preemption: bool = True
-    """let a better priority preempt a worse one when all slots are taken"""
+    """let a higher priority preempt a lower one when all slots are taken"""
     async_scheduling: bool = True
     """schedule the next iteration while the current one runs"""
     late_launch: bool | None = None

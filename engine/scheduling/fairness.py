@@ -9,8 +9,8 @@ from weft.engine.scheduling.slots import SlotTable
 from weft.engine.scheduling.waiting import Blocked
 
 MAX_PASSED = 8  # requests that may overtake the first in line while it lacks pages or a slot
-MAX_DISPLACED = 3  # times that a request may lose its slot to a better priority
-SLOTS_AT_ONCE = 4  # slots that may be freed at once for a better priority
+MAX_DISPLACED = 3  # times that a request may lose its slot to a higher priority
+SLOTS_AT_ONCE = 4  # slots that may be freed at once for a higher priority
 
 
 class Fairness:
@@ -18,12 +18,12 @@ class Fairness:
 
     def __init__(self, prefill_share: float = 0.25, *, preempt: bool = True) -> None:
         """`prefill_share` is the share of prefill tokens, and of scarce slots, for the shortest prompts. With
-        `preempt`, a better priority takes the slot of a worse one."""
+        `preempt`, a higher priority takes the slot of a lower one."""
         self._share, self._preempt = prefill_share, preempt
         self._credit = 0.0
         """At 1, the shortest prompt gets the next scarce slot. Each slot given adds the share."""
         self.overtaken = 0  # requests admitted ahead of the first in line
-        self.displaced = 0  # slots given up for a better priority
+        self.displaced = 0  # slots given up for a higher priority
 
     def share(self, budget: int, chunk_step: int) -> int:
         """Return the prefill tokens of `budget` for the shortest prompts. It leaves a chunk for the first in line."""
@@ -49,11 +49,11 @@ class Fairness:
         self._credit = min(1.0, self._credit + self._share)
 
     def slots_wanted(self, waiting: int) -> int:
-        """Return how many slots to free, given the waiting requests of a better priority."""
+        """Return how many slots to free, given the waiting requests of a higher priority."""
         return min(waiting, SLOTS_AT_ONCE) if self._preempt else 0
 
     def victim(self, s: SlotTable, head: Request) -> int | None:
-        """Return the slot to free for the head: the youngest request of the worst priority; None if there is none."""
+        """Return the slot to free for the head: the youngest request of the lowest priority; None if there is none."""
         if int(s.priority.max()) <= head.priority:
             return None  # the fast path; stale values of free rows may skip it
         running = s.running()

@@ -1,4 +1,4 @@
-"""`Fences`: frees pages and slots once the last step that may touch them has completed (docs/pitfalls.md 1)."""
+"""`Fences`: releases pages and slots once the last step that may touch them has completed (docs/pitfalls.md 1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.engine.scheduling.slots import SlotTable
 
 class _Fence(NamedTuple):
     step: int
-    slot: int  # the slot to free, or -1 for pages only
+    slot: int  # the slot to release, or -1 for pages only
     pages: Pages
 
 
@@ -41,7 +41,8 @@ class Fences:
         return held
 
     def release_after(self, step: int, slot: int, pages: Pages) -> None:
-        """Free pages and a slot once `step`, the last launched one that can touch them, has completed."""
+        """Drop a reference to each page, and free the slot, once `step` has completed: the last launched step that can
+        touch them. Afterwards, pages in the prefix index are cached and others are free."""
         if step <= self._completed_step:
             self._pool.release(pages)
             if slot >= 0:

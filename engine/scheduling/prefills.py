@@ -69,8 +69,8 @@ class Prefills:
         return list(self._chunks.items())
 
     def _shortest_first(self, going: list[int], share: int) -> int:
-        """Give at most `share` tokens to the shortest prompts of the best priority, and return how many. Newly admitted
-        slots are added to `going`."""
+        """Give at most `share` tokens to the shortest prompts of the highest priority, and return how many. Adds newly
+        admitted slots to `going`."""
         s, left = self._slots, share
         if share <= 0:
             return 0

@@ -193,7 +193,7 @@ class Scheduler:
         return victim
 
     def _free_slots(self) -> None:
-        """Free slots of worse priorities for a waiting better one, if all slots are in use."""
+        """Free slots of lower priorities for a waiting higher one, if all slots are in use."""
         if self.slots.num_open or (head := self._waiting.head()) is None:
             return
         wanted = self.fairness.slots_wanted(self._waiting.num_of_priority(head))

@@ -16,7 +16,7 @@ from weft.engine.scheduling.fair_queue import FairQueue
 from weft.engine.scheduling.request import Request
 
 Blocked = Literal["slots", "pages", "tokens"]
-OVERTAKING_PRIORITIES = 4  # best priorities that are searched for a request that fits while the head does not
+OVERTAKING_PRIORITIES = 4  # highest priorities that are searched for a request that fits while the head does not
 
 
 class _RequestHeap:
@@ -121,7 +121,7 @@ class WaitingQueue:
         return self._queues[self._priorities[0]].head() if self._priorities else None
 
     def shortest(self) -> Request | None:
-        """Return the shortest request of the best priority; None if no request waits."""
+        """Return the shortest request of the highest priority; None if no request waits."""
         return self._queues[self._priorities[0]].shortest.first() if self._priorities else None
 
     def num_of_priority(self, request: Request) -> int:
@@ -129,7 +129,7 @@ class WaitingQueue:
         return self._queues[request.priority].shortest.size
 
     def shortest_by_priority(self) -> Iterator[Request]:
-        """Yield the shortest request of each of the best few priorities."""
+        """Yield the shortest request of each of the highest few priorities."""
         for priority in islice(self._priorities, OVERTAKING_PRIORITIES):
             yield self._queues[priority].shortest.first()
 

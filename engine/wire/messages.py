@@ -241,7 +241,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Active tiers by name: gpu, host, ssd."""
     preemptions: int = 0
     displaced: int = 0
-    """Preemptions that gave a slot to a better priority."""
+    """Preemptions that gave a slot to a higher priority."""
     overtaken: int = 0
     """Requests admitted ahead of the first in line, which lacked pages or a slot."""
     prompt_tokens: int = 0

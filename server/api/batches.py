@@ -31,7 +31,7 @@ from weft.server.observe.shared_state import OPEN, PREFILL
 
 PATH = "/v1/batches"
 MAX_METADATA = 16
-PRIORITY = 1000  # the best priority of batch requests; clients' requests default to 0
+PRIORITY = 1000  # the highest priority of batch requests; clients' requests default to 0
 SHARE = 7 / 8  # fraction of the engines' slots that batches may use; the rest stays free for clients
 
 router = APIRouter(route_class=JsonRoute)

@@ -145,8 +145,8 @@ class EngineMetrics:
         yield _counter("weft_preemptions", "Requests that lost their pages", stats.preemptions)
         lost = "Requests ended by non-finite logits (NaN or inf)"
         yield _counter("weft_nonfinite_logits", lost, stats.nonfinite_logits)
-        yield _counter("weft_displaced", "Preemptions that gave a slot to a better priority", stats.displaced)
-        yield _counter("weft_overtaken", "Requests admitted ahead of one that lacked pages or a slot", stats.overtaken)
+        yield _counter("weft_displaced", "Preemptions that gave a slot to a higher priority", stats.displaced)
+        yield _counter("weft_overtaken", "Requests that overtook one that lacked pages or a slot", stats.overtaken)
         cut = "Iterations with prefill cut by --itl-slo, by the deciding limit"
         cuts = {by: stats.chunks_cut.get(by, 0) for by in CUTS}
         yield family("weft_prompts_cut_total", "counter", cut, "by", cuts)

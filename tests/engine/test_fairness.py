@@ -1,4 +1,4 @@
-"""Who may go before the first in line: short prompts, what fits, better priorities, tenants whose turn it is."""
+"""Who may go before the first in line: short prompts, what fits, higher priorities, tenants whose turn it is."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_the_last_state_takes_its_prefix_from_the_cache_and_the_mean_does_not(ti
 
 
 def test_a_preempted_mean_begins_anew(tiny_model) -> None:
-    """Seats go to a better priority while the prompt is half computed."""
+    """Slots go to a higher priority while the prompt is half computed."""
     path = tiny_model("llama2")
     harness = Harness(path, max_num_batched_tokens=8, page_size=8, num_pages=60, max_num_seqs=1)
     prompt = _prompts()[3]

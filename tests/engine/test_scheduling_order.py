@@ -1,4 +1,4 @@
-"""Who is served first, and who gives way: the best priority (the lowest number) first, then who came first."""
+"""Who is served first, and who gives way: the highest priority (the lowest number) first, then who came first."""
 
 from __future__ import annotations
 
