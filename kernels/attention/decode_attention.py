@@ -27,7 +27,7 @@ from weft.kernels.common.dependent_launch import begin, pdl_options, release
 
 
 @triton.jit
-def _step(q, k, v, real, m, norm, acc, scale, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr):
+def decode_step(q, k, v, real, m, norm, acc, scale, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr):
     """Process one block of keys and values `[BN, D]`, where `real`, against `q [D, GP]`; `acc [D, GP]` and `m, norm
     [GP]` are in the log2 domain."""
     s = soft_cap(tl.dot(k, q) * scale, SOFTCAP)
@@ -38,6 +38,54 @@ def _step(q, k, v, real, m, norm, acc, scale, SOFTCAP: tl.constexpr, DTYPE: tl.c
     norm = norm * alpha + tl.sum(p, axis=0)
     acc = tl.dot(tl.trans(v), p.to(DTYPE), acc * alpha[None, :])
     return m_new, norm, acc
+
+
+@triton.jit
+def _divided(acc, norm, v_scale):
+    y = acc / norm[None, :]
+    if v_scale is not None:
+        y = y * v_scale
+    return y
+
+
+@triton.jit
+def finish(
+    m, norm, acc, v_scale, parts, item, row, head, target, mine, column, d, out_scale, stride_scale, partial, arrived,
+    sinks, HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Write a task's result to `target`; of a split task, store the sums, and the last split adds all and writes."""
+    if parts == 1:
+        norm = with_sink(norm, m, sinks, head * G + column, column < G)
+        y = _divided(acc, norm, v_scale).to(DTYPE)
+        write_heads(y, target, mine, out_scale, stride_scale, head * G + column, row, column < G, 0)
+    else:
+        slot = tl.load(item + 4)
+        SIZE: tl.constexpr = (DP + 2) * GP
+        base = partial + (slot.to(tl.int64) * HKV + head) * SIZE
+        block = d[:, None] * GP + column[None, :]
+        mine_at = base + tl.load(item + 6).to(tl.int64) * (HKV * SIZE)
+        tl.store(mine_at + block, acc)
+        tl.store(mine_at + DP * GP + column, m)
+        tl.store(mine_at + (DP + 1) * GP + column, norm)
+        tl.debug_barrier()  # all threads store before the release below
+        before = tl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel")
+        if before == parts - 1:
+            m = tl.full([GP], -1e30, tl.float32)
+            norm = tl.zeros([GP], tl.float32)
+            acc = tl.zeros([DP, GP], tl.float32)
+            for other in range(parts):
+                at = base + other * (HKV * SIZE)
+                m_other = tl.load(at + DP * GP + column, cache_modifier=".cg")
+                m_new = tl.maximum(m, m_other)
+                alpha = tl.exp2(m - m_new)
+                beta = tl.exp2(m_other - m_new)
+                norm = norm * alpha + tl.load(at + (DP + 1) * GP + column, cache_modifier=".cg") * beta
+                acc = acc * alpha[None, :] + tl.load(at + block, cache_modifier=".cg") * beta[None, :]
+                m = m_new
+            norm = with_sink(norm, m, sinks, head * G + column, column < G)
+            y = _divided(acc, norm, v_scale).to(DTYPE)
+            write_heads(y, target, mine, out_scale, stride_scale, head * G + column, row, column < G, 0)
+            tl.store(arrived + row * HKV + head, 0)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -95,63 +143,20 @@ def _decode_kernel(
                     whole = whole & (d < D)[None, :]
                 k = tl.load(k_at, mask=whole, other=0.0)
                 v = tl.load(k_at + PAGE * HKV * D, mask=whole, other=0.0)
-            m, norm, acc = _step(query, k, v, real, m, norm, acc, scale, SOFTCAP, DTYPE)
+            m, norm, acc = decode_step(query, k, v, real, m, norm, acc, scale, SOFTCAP, DTYPE)
         target = out + heads[None, :] * D + d[:, None]
-        if parts == 1:
-            norm = with_sink(norm, m, sinks, head * G + column, column < G)
-            y = (acc / norm[None, :]).to(DTYPE)
-            write_heads(y, target, mine, out_scale, stride_scale, head * G + column, row, column < G, 0)
-        else:
-            slot = tl.load(item + 4)
-            SIZE: tl.constexpr = (DP + 2) * GP
-            base = partial + (slot.to(tl.int64) * HKV + head) * SIZE
-            block = d[:, None] * GP + column[None, :]
-            mine_at = base + tl.load(item + 6).to(tl.int64) * (HKV * SIZE)
-            tl.store(mine_at + block, acc)
-            tl.store(mine_at + DP * GP + column, m)
-            tl.store(mine_at + (DP + 1) * GP + column, norm)
-            tl.debug_barrier()  # all threads store before the release below
-            before = tl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel")
-            if before == parts - 1:
-                m = tl.full([GP], -1e30, tl.float32)
-                norm = tl.zeros([GP], tl.float32)
-                acc = tl.zeros([DP, GP], tl.float32)
-                for other in range(parts):
-                    at = base + other * (HKV * SIZE)
-                    m_other = tl.load(at + DP * GP + column, cache_modifier=".cg")
-                    m_new = tl.maximum(m, m_other)
-                    alpha = tl.exp2(m - m_new)
-                    beta = tl.exp2(m_other - m_new)
-                    norm = norm * alpha + tl.load(at + (DP + 1) * GP + column, cache_modifier=".cg") * beta
-                    acc = acc * alpha[None, :] + tl.load(at + block, cache_modifier=".cg") * beta[None, :]
-                    m = m_new
-                norm = with_sink(norm, m, sinks, head * G + column, column < G)
-                y = (acc / norm[None, :]).to(DTYPE)
-                write_heads(y, target, mine, out_scale, stride_scale, head * G + column, row, column < G, 0)
-                tl.store(arrived + row * HKV + head, 0)
+        finish(
+            m, norm, acc, None, parts, item, row, head, target, mine, column, d, out_scale, stride_scale, partial,
+            arrived, sinks, HKV, G, GP, DP, DTYPE,
+        )  # fmt: skip
 
 
 def decode_attention(
-    q: Tensor,
-    kv: Tensor,
-    layer: int,
-    page_table: Tensor,
-    items: Tensor,
-    num_items: Tensor,
-    *,
-    out: Out,
-    num_sms: int,
-    space: DecodeWorkspace,
-    scale: float | None = None,
-    windowed: bool = False,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    per_sm: int = 4,
-    block: int = 64,
-    stages: int = 2,
-    warps: int = 4,
+    q: Tensor, kv: Tensor, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *, out: Out, num_sms: int,
+    space: DecodeWorkspace, scale: float | None = None, windowed: bool = False, softcap: float = 0.0,
+    sinks: Tensor | None = None, per_sm: int = 4, block: int = 64, stages: int = 2, warps: int = 4,
     portable: bool = False,
-) -> Out:
+) -> Out:  # fmt: skip
     """Attention of the rows of `q [T, Hq, D]` in the work items over their pages.
 
     Writes the same rows of `out [T, Hq * D]`, in q's dtype or as an e4m3 operand (head size 128: `output`). kv `[pages,

@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.kernels.attention.decode_workspace import DecodeWorkspace
 from weft.kernels.attention.output import Out, output_args
-from weft.kernels.attention.scores import log2_scale
+from weft.kernels.attention.scores import log2_scale, with_sink
 from weft.kernels.common.block_sizes import group_block, head_block
 from weft.kernels.common.dependent_launch import pdl_options
 from weft.kernels.common.gpu import is_hopper, on_gpu
@@ -130,10 +130,13 @@ def produce_decodes(
             if first == start:
                 write_word(task_smem.index(at), task)
                 write_word(tokens_smem.index(at), end - start)
-                mbarrier.expect(full.index(at), (BN + GP) * DP * 2)
-                query = q_smem.index(CONSUMER * QUERIES + turn % QUERIES)
-                load_tile(q, [(row * HKV + task % HKV) * G, 0], full.index(at), query)
-            else:
+                if q is not None:
+                    mbarrier.expect(full.index(at), (BN + GP) * DP * 2)
+                    query = q_smem.index(CONSUMER * QUERIES + turn % QUERIES)
+                    load_tile(q, [(row * HKV + task % HKV) * G, 0], full.index(at), query)
+            elif q is not None:
+                mbarrier.expect(full.index(at), BN * DP * 2)
+            if q is None:
                 mbarrier.expect(full.index(at), BN * DP * 2)
             load_block(kv, ring.index(at), full.index(at), pages, page, layer * 2, layers * 2, first, end, column,
                         PAGE, BN, BOX, DP)  # fmt: skip
@@ -164,7 +167,8 @@ def produce_decodes(
                 slot = 0
                 phase ^= 1
         task, start, end, row, pages = task_next, start_next, end_next, row_next, pages_next
-        turn += 1
+        if q is not None:
+            turn += 1
     at = CONSUMER * SLOTS + slot
     mbarrier.wait(empty.index(at), phase)
     write_word(task_smem.index(at), -1)
@@ -240,6 +244,34 @@ def _join(
 
 
 @gluon.jit
+def softmax_block(
+    s, m, norm, scale, item, first, tokens, token, BN: gl.constexpr, BOX: gl.constexpr, WINDOWED: gl.constexpr,
+    SOFTCAP: gl.constexpr, LANES: gl.constexpr,
+):  # fmt: skip
+    """Return probabilities of one block of scores `[BN, GP]`, new maxima, sums per lane, and the factor for earlier
+    sums. Keys outside the window, and padding, have no weight."""
+    GP: gl.constexpr = s.shape[1]
+    if SOFTCAP > 0:
+        CAP: gl.constexpr = SOFTCAP * 1.4426950408889634
+        s = (CAP - 2 * CAP / (1.0 + gl.exp2(s * (scale * (2.0 / SOFTCAP))))) / scale
+    if WINDOWED:
+        unseen = gl.load(item + 7) - gl.load(item + 2)
+        if first < unseen:
+            # a request that ends in this block has it shifted by whole boxes
+            late = gl.minimum(gl.maximum(first + (token // BOX + 1) * BOX - tokens, 0), BOX)
+            s = gl.where((first + token - late >= unseen)[:, None], s, float("-inf"))
+    if first + BN > tokens:
+        shift = gl.minimum(gl.maximum(first + (token // BOX + 1) * BOX - tokens, 0), BOX)
+        s = gl.where((token % BOX >= shift)[:, None], s, float("-inf"))
+    m_new = gl.maximum(m, gl.max(s, axis=0) * scale)
+    p = gl.exp2(s * scale - m_new[None, :])
+    alpha = gl.exp2(m - m_new)
+    sums = gl.convert_layout(gl.sum(gl.reshape(p, (BN // 8, 8, GP)), axis=0), LANES)
+    norm = norm * gl.convert_layout(alpha, gl.SliceLayout(0, LANES))[None, :] + sums
+    return p, m_new, norm, alpha
+
+
+@gluon.jit
 def consume_decodes(
     sink, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
     DP: gl.constexpr, SLOTS: gl.constexpr, WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, CONSUMER: gl.constexpr,
@@ -280,23 +312,9 @@ def consume_decodes(
             if slot == SLOTS:
                 slot = 0
                 phase ^= 1
-            if SOFTCAP > 0:
-                CAP: gl.constexpr = SOFTCAP * 1.4426950408889634
-                s = (CAP - 2 * CAP / (1.0 + gl.exp2(s * (scale * (2.0 / SOFTCAP))))) / scale
-            if WINDOWED:
-                unseen = gl.load(item + 7) - gl.load(item + 2)
-                if first < unseen:
-                    # a request that ends in this block has it shifted by whole boxes
-                    late = gl.minimum(gl.maximum(first + (token // BOX + 1) * BOX - tokens, 0), BOX)
-                    s = gl.where((first + token - late >= unseen)[:, None], s, float("-inf"))
-            if first + BN > tokens:
-                shift = gl.minimum(gl.maximum(first + (token // BOX + 1) * BOX - tokens, 0), BOX)
-                s = gl.where((token % BOX >= shift)[:, None], s, float("-inf"))
-            m_new = gl.maximum(m, gl.max(s, axis=0) * scale)
-            p = gl.exp2(s * scale - m_new[None, :])
-            alpha = gl.exp2(m - m_new)
-            sums = gl.convert_layout(gl.sum(gl.reshape(p, (BN // 8, 8, GP)), axis=0), LANES)
-            norm = norm * gl.convert_layout(alpha, gl.SliceLayout(0, LANES))[None, :] + sums
+            p, m, norm, alpha = softmax_block(
+                s, m, norm, scale, item, first, tokens, token, BN, BOX, WINDOWED, SOFTCAP, LANES
+            )
             acc = acc * alpha[None, :]
             probs = transpose_blocks(p.to(ring.dtype), B)
             at = CONSUMER * SLOTS + slot
@@ -308,7 +326,6 @@ def consume_decodes(
             if slot == SLOTS:
                 slot = 0
                 phase ^= 1
-            m = m_new
 
         total = gl.convert_layout(gl.sum(norm, axis=0), gl.SliceLayout(0, MMA))
         last = True
@@ -327,9 +344,7 @@ def consume_decodes(
                 acc, total, m = _join(base, parts, HKV, G, GP, DP, MMA)
                 gl.store(arrived + row * HKV + head, 0)
         if last:
-            if sinks is not None:
-                logit = gl.load(sinks + head * G + column, mask=column < G, other=0.0).to(gl.float32)
-                total += gl.exp2(logit * 1.4426950408889634 - m)
+            total = with_sink(total, m, sinks, head * G + column, column < G)
             result = transpose_blocks((acc / total[None, :]).to(ring.dtype), B)
             d = gl.arange(0, DP, layout=gl.SliceLayout(1, B))
             heads = gl.arange(0, GP, layout=gl.SliceLayout(0, B))

@@ -18,9 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.attention.decode_attention import decode_step, finish
 from weft.kernels.attention.decode_workspace import DecodeWorkspace
 from weft.kernels.attention.output import Out, check_inputs, output_args, write_heads
-from weft.kernels.attention.scores import log2_scale, soft_cap, with_sink
+from weft.kernels.attention.prefill_attention import prefill_step
+from weft.kernels.attention.scores import log2_scale, with_sink
 from weft.kernels.attention.work_lists import TILE_ROWS
 from weft.kernels.common.block_sizes import group_block, head_block
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
@@ -76,45 +78,12 @@ def _decode_kernel(
             whole = real[:, None] & (d < D)[None, :]
             k = _tokens(kv, at, head, d, whole, HKV, D)
             v = _tokens(kv, at + PAGE, head, d, whole, HKV, D)
-            s = tl.where(real[:, None], soft_cap(tl.dot(k, query) * factor, SOFTCAP), float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, axis=0))
-            p = tl.exp2(s - m_new[None, :])
-            alpha = tl.exp2(m - m_new)
-            norm = norm * alpha + tl.sum(p, axis=0)
-            acc = tl.dot(tl.trans(v), p.to(tl.float16), acc * alpha[None, :])
-            m = m_new
+            m, norm, acc = decode_step(query, k, v, real, m, norm, acc, factor, SOFTCAP, tl.float16)
         target = out + heads[None, :] * D + d[:, None]
-        if parts == 1:
-            norm = with_sink(norm, m, sinks, head * G + column, column < G)
-            y = (acc / norm[None, :] * v_scale).to(DTYPE)
-            write_heads(y, target, mine, out_scale, stride_scale, head * G + column, row, column < G, 0)
-        else:
-            SIZE: tl.constexpr = (DP + 2) * GP
-            base = partial + (tl.load(item + 4).to(tl.int64) * HKV + head) * SIZE
-            block = d[:, None] * GP + column[None, :]
-            mine_at = base + tl.load(item + 6).to(tl.int64) * (HKV * SIZE)
-            tl.store(mine_at + block, acc)
-            tl.store(mine_at + DP * GP + column, m)
-            tl.store(mine_at + (DP + 1) * GP + column, norm)
-            tl.debug_barrier()  # all threads store before the release below
-            before = tl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel")
-            if before == parts - 1:
-                m = tl.full([GP], -1e30, tl.float32)
-                norm = tl.zeros([GP], tl.float32)
-                acc = tl.zeros([DP, GP], tl.float32)
-                for other in range(parts):
-                    at = base + other * (HKV * SIZE)
-                    m_other = tl.load(at + DP * GP + column, cache_modifier=".cg")
-                    m_new = tl.maximum(m, m_other)
-                    alpha = tl.exp2(m - m_new)
-                    beta = tl.exp2(m_other - m_new)
-                    norm = norm * alpha + tl.load(at + (DP + 1) * GP + column, cache_modifier=".cg") * beta
-                    acc = acc * alpha[None, :] + tl.load(at + block, cache_modifier=".cg") * beta[None, :]
-                    m = m_new
-                norm = with_sink(norm, m, sinks, head * G + column, column < G)
-                y = (acc / norm[None, :] * v_scale).to(DTYPE)
-                write_heads(y, target, mine, out_scale, stride_scale, head * G + column, row, column < G, 0)
-                tl.store(arrived + row * HKV + head, 0)
+        finish(
+            m, norm, acc, v_scale, parts, item, row, head, target, mine, column, d, out_scale, stride_scale, partial,
+            arrived, sinks, HKV, G, GP, DP, DTYPE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -159,16 +128,7 @@ def _prefill_kernel(
             whole = real[:, None] & (d < D)[None, :]
             k = _tokens(kv, row, head, d, whole, HKV, D)
             v = _tokens(kv, row + PAGE, head, d, whole, HKV, D)
-            s = soft_cap(tl.dot(query, k.T) * factor, SOFTCAP)
-            s = tl.where(token[None, :] <= limit[:, None], s, float("-inf"))
-            if WINDOW > 0:
-                s = tl.where(token[None, :] > limit[:, None] - WINDOW, s, float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, axis=1))
-            p = tl.exp2(s - m_new[:, None])
-            alpha = tl.exp2(m - m_new)
-            norm = norm * alpha + tl.sum(p, axis=1)
-            acc = tl.dot(p.to(tl.float16), v, acc * alpha[:, None])
-            m = m_new
+            m, norm, acc = prefill_step(query, k, v, token, limit, m, norm, acc, factor, WINDOW, SOFTCAP, tl.float16)
         norm = with_sink(norm, m, sinks, head * G + rows % G, rows // G < queries)
         y = (acc / norm[:, None] * v_scale).to(DTYPE)
         whose, token = head * G + rows % G, q_row + rows // G
@@ -186,23 +146,10 @@ def _check(q: Tensor, kv: Tensor, items: Tensor, page_table: Tensor, scales: KvS
 
 
 def decode_attention(
-    q: Tensor,
-    kv: Tensor,
-    scales: KvScales,
-    layer: int,
-    page_table: Tensor,
-    items: Tensor,
-    num_items: Tensor,
-    *,
-    out: Out,
-    num_sms: int,
-    space: DecodeWorkspace,
-    scale: float | None = None,
-    windowed: bool = False,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    portable: bool = False,
-) -> Out:
+    q: Tensor, kv: Tensor, scales: KvScales, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *,
+    out: Out, num_sms: int, space: DecodeWorkspace, scale: float | None = None, windowed: bool = False,
+    softcap: float = 0.0, sinks: Tensor | None = None, portable: bool = False,
+) -> Out:  # fmt: skip
     """As `decode_attention.decode_attention`, over kv `[pages, layers, 2, page_size, Hkv, D]` in e4m3."""
     _check(q, kv, items, page_table, scales)
     if not portable:
@@ -228,21 +175,10 @@ def decode_attention(
 
 
 def prefill_attention(
-    q: Tensor,
-    kv: Tensor,
-    scales: KvScales,
-    layer: int,
-    page_table: Tensor,
-    items: Tensor,
-    num_items: Tensor,
-    *,
-    out: Out,
-    num_sms: int,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float = 0.0,
+    q: Tensor, kv: Tensor, scales: KvScales, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *,
+    out: Out, num_sms: int, scale: float | None = None, window: int | None = None, softcap: float = 0.0,
     sinks: Tensor | None = None,
-) -> Out:
+) -> Out:  # fmt: skip
     """As `prefill_attention.prefill_attention`, over kv `[pages, layers, 2, page_size, Hkv, D]` in e4m3."""
     _check(q, kv, items, page_table, scales)
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]

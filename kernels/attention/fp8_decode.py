@@ -27,89 +27,25 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.kernels.attention.decode_hopper import (
     CONSUMERS,
+    RING,
     idle_warps,
-    load_block,
+    produce_decodes,
     read_word,
     release_stage,
-    task_range,
+    softmax_block,
     transpose_blocks,
-    write_word,
 )
 from weft.kernels.attention.decode_workspace import DecodeWorkspace
 from weft.kernels.attention.output import Out, output_args
-from weft.kernels.attention.scores import log2_scale
+from weft.kernels.attention.scores import log2_scale, with_sink
 from weft.kernels.common.block_sizes import group_block, head_block
 from weft.kernels.common.dependent_launch import pdl_options
 from weft.kernels.common.gpu import is_hopper, on_gpu
-from weft.kernels.common.hopper import await_previous, barrier, let_next_start
+from weft.kernels.common.hopper import barrier, let_next_start
 from weft.kernels.formats.fp8 import KvScales
 from weft.kernels.formats.fp8_gluon import quantized_pairs
 
 # The barriers are those of `decode_hopper` (see the table there), except that consumers load q themselves.
-
-
-@gluon.jit
-def _produce(
-    source, CONSUMERS: gl.constexpr, HKV: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr,
-    PAIRS: gl.constexpr, WIDTH: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr, CONSUMER: gl.constexpr,
-):  # fmt: skip
-    """PAIRS: byte pairs in a head. WIDTH: padded pairs in shared memory."""
-    (kv, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets, layer,
-     layers) = source  # fmt: skip
-    slot = 0
-    phase = 1  # a fresh ring is empty
-    producers = gl.num_programs(0) * CONSUMERS
-    task = gl.program_id(0) + CONSUMER * gl.num_programs(0)
-    start, end, row, pages = task_range(items, task, tasks, table, stride_table, HKV)
-    page = gl.load(pages + start // PAGE)
-    if PDL:
-        await_previous()
-    while task < tasks:
-        column = (task % HKV) * PAIRS
-        task_next = tasks
-        start_next, end_next, row_next, pages_next = start, end, row, pages
-        for first in range(start, end, BN):
-            at = CONSUMER * SLOTS + slot
-            mbarrier.wait(empty.index(at), phase)
-            if first == start:
-                write_word(task_smem.index(at), task)
-                write_word(tokens_smem.index(at), end - start)
-            mbarrier.expect(full.index(at), BN * WIDTH * 2)
-            load_block(kv, ring.index(at), full.index(at), pages, page, layer * 2, layers * 2, first, end, column,
-                        PAGE, BN, BOX, WIDTH)  # fmt: skip
-            slot += 1
-            if slot == SLOTS:
-                slot = 0
-                phase ^= 1
-            # fetch the next task's data while this one waits for a free slot
-            if (first == start) & (tasks > producers):
-                task_next = producers + gl.atomic_add(tickets, 1, sem="relaxed")
-            if first + BN >= end:
-                start_next, end_next, row_next, pages_next = task_range(
-                    items, task_next, tasks, table, stride_table, HKV
-                )
-
-            at = CONSUMER * SLOTS + slot
-            mbarrier.wait(empty.index(at), phase)
-            mbarrier.expect(full.index(at), BN * WIDTH * 2)
-            load_block(kv, ring.index(at), full.index(at), pages, page, layer * 2 + 1, layers * 2, first, end, column,
-                        PAGE, BN, BOX, WIDTH)  # fmt: skip
-            after = first + BN
-            page = gl.load(gl.where(after < end, pages + after // PAGE, pages_next + start_next // PAGE))
-            slot += 1
-            if slot == SLOTS:
-                slot = 0
-                phase ^= 1
-        task, start, end, row, pages = task_next, start_next, end_next, row_next, pages_next
-    at = CONSUMER * SLOTS + slot
-    mbarrier.wait(empty.index(at), phase)
-    write_word(task_smem.index(at), -1)
-    mbarrier.arrive(full.index(at), count=1)
-    if tasks > producers:  # noqa: SIM102 (`and` would draw in any case)
-        # the last producer to finish resets the counters
-        if gl.atomic_add(tickets + 1, 1, sem="acq_rel") == producers - 1:
-            gl.store(tickets, 0)
-            gl.store(tickets + 1, 0)
 
 
 @gluon.jit
@@ -180,6 +116,62 @@ def join_pairs(
 
 
 @gluon.jit
+def load_query(
+    q, item, head, scale, kv_scale, layer, lane_head, lane_d, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
+    """Return a task's row, splits, score factor and V scale, and its queries as the lower and upper right operand."""
+    row = gl.load(item).to(gl.int64)
+    parts = gl.load(item + 5)
+    factor = scale * gl.load(kv_scale + layer * (2 * HKV) + head)
+    v_scale = gl.load(kv_scale + layer * (2 * HKV) + HKV + head)
+    q_at = q + (row * HKV + head) * (G * D) + lane_head[None, :] * D + lane_d[:, None]
+    mine = (lane_head < G)[None, :] & (lane_d < D)[:, None]
+    lower = gl.load(q_at, mask=mine, other=0.0).to(gl.float16)
+    upper = gl.load(q_at + 2, mask=mine, other=0.0).to(gl.float16)
+    return row, parts, factor, v_scale, lower, upper
+
+
+@gluon.jit
+def finish_pairs(
+    even, odd, norm, m, v_scale, parts, item, row, head, out, out_scale, stride_scale, partial, arrived, sinks,
+    column, pair, lane_head, lane, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, D: gl.constexpr,
+    WIDTH: gl.constexpr, DTYPE: gl.constexpr, MMA: gl.constexpr, B: gl.constexpr,
+):  # fmt: skip
+    """Write a task's result; of a split task, store the sums, and the last split adds all of them and writes."""
+    total = gl.convert_layout(gl.sum(norm, axis=0), gl.SliceLayout(0, MMA))
+    last = True
+    if parts > 1:
+        SIZE: gl.constexpr = (2 * WIDTH + 2) * GP
+        base = partial + (gl.load(item + 4).to(gl.int64) * HKV + head) * SIZE
+        own = base + gl.load(item + 6).to(gl.int64) * (HKV * SIZE)
+        block = pair[:, None] * GP + column[None, :]
+        gl.store(own + block, even, mask=(column < G)[None, :])
+        gl.store(own + WIDTH * GP + block, odd, mask=(column < G)[None, :])
+        gl.store(own + 2 * WIDTH * GP + column, m)
+        gl.store(own + (2 * WIDTH + 1) * GP + column, total)
+        barrier()  # all lanes store before the release below
+        last = gl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel") == parts - 1
+        barrier()
+        if last:
+            even, odd, total, m = join_pairs(base, parts, HKV, G, GP, WIDTH, MMA)
+            gl.store(arrived + row * HKV + head, 0)
+    if last:
+        total = with_sink(total, m, sinks, head * G + column, column < G)
+        first_of = transpose_blocks((even / total[None, :] * v_scale).to(DTYPE), B)
+        second_of = transpose_blocks((odd / total[None, :] * v_scale).to(DTYPE), B)
+        target = out + (row * HKV + head) * (G * D) + lane_head[None, :] * D + 2 * lane[:, None]
+        mine = (lane_head < G)[None, :] & (2 * lane < D)[:, None]
+        if out_scale is None:
+            gl.store(target, first_of, mask=mine)
+            gl.store(target + 1, second_of, mask=mine)
+        else:
+            pairs, factors = quantized_pairs(first_of, second_of, 0)
+            words = out.to(gl.pointer_type(gl.int16), bitcast=True) + (row * HKV + head) * (G * D // 2)
+            gl.store(words + lane_head[None, :] * (D // 2) + lane[:, None], pairs, mask=(lane_head < G)[None, :])
+            gl.store(out_scale + (head * G + lane_head) * stride_scale + row, factors, mask=lane_head < G)
+
+
+@gluon.jit
 def _consume(
     sink, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
     WIDTH: gl.constexpr, SLOTS: gl.constexpr, DTYPE: gl.constexpr, WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -206,14 +198,9 @@ def _consume(
         tokens = read_word(tokens_smem.index(CONSUMER * SLOTS + slot))
         head = task % HKV
         item = items + (task // HKV) * 8
-        row = gl.load(item).to(gl.int64)
-        parts = gl.load(item + 5)
-        factor = scale * gl.load(kv_scale + layer * (2 * HKV) + head)
-        v_scale = gl.load(kv_scale + layer * (2 * HKV) + HKV + head)
-        q_at = q + (row * HKV + head) * (G * D) + lane_head[None, :] * D + lane_d[:, None]
-        mine = (lane_head < G)[None, :] & (lane_d < D)[:, None]
-        lower = gl.load(q_at, mask=mine, other=0.0).to(gl.float16)
-        upper = gl.load(q_at + 2, mask=mine, other=0.0).to(gl.float16)
+        row, parts, factor, v_scale, lower, upper = load_query(
+            q, item, head, scale, kv_scale, layer, lane_head, lane_d, HKV, G, D
+        )
 
         m = gl.full([GP], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA))
         norm = gl.zeros([8, GP], gl.float32, layout=LANES)  # a sum per lane
@@ -230,23 +217,9 @@ def _consume(
             if slot == SLOTS:
                 slot = 0
                 phase ^= 1
-            if SOFTCAP > 0:
-                CAP: gl.constexpr = SOFTCAP * 1.4426950408889634
-                s = (CAP - 2 * CAP / (1.0 + gl.exp2(s * (factor * (2.0 / SOFTCAP))))) / factor
-            if WINDOWED:
-                unseen = gl.load(item + 7) - gl.load(item + 2)
-                if first < unseen:
-                    # a request that ends in this block has it shifted by whole boxes
-                    late = gl.minimum(gl.maximum(first + (token // BOX + 1) * BOX - tokens, 0), BOX)
-                    s = gl.where((first + token - late >= unseen)[:, None], s, float("-inf"))
-            if first + BN > tokens:
-                shift = gl.minimum(gl.maximum(first + (token // BOX + 1) * BOX - tokens, 0), BOX)
-                s = gl.where((token % BOX >= shift)[:, None], s, float("-inf"))
-            m_new = gl.maximum(m, gl.max(s, axis=0) * factor)
-            p = gl.exp2(s * factor - m_new[None, :])
-            alpha = gl.exp2(m - m_new)
-            sums = gl.convert_layout(gl.sum(gl.reshape(p, (BN // 8, 8, GP)), axis=0), LANES)
-            norm = norm * gl.convert_layout(alpha, gl.SliceLayout(0, LANES))[None, :] + sums
+            p, m, norm, alpha = softmax_block(
+                s, m, norm, factor, item, first, tokens, token, BN, BOX, WINDOWED, SOFTCAP, LANES
+            )
             even = even * alpha[None, :]
             odd = odd * alpha[None, :]
             probs = transpose_blocks(p.to(gl.float16), B)
@@ -260,41 +233,11 @@ def _consume(
             if slot == SLOTS:
                 slot = 0
                 phase ^= 1
-            m = m_new
 
-        total = gl.convert_layout(gl.sum(norm, axis=0), gl.SliceLayout(0, MMA))
-        last = True
-        if parts > 1:
-            SIZE: gl.constexpr = (2 * WIDTH + 2) * GP
-            base = partial + (gl.load(item + 4).to(gl.int64) * HKV + head) * SIZE
-            own = base + gl.load(item + 6).to(gl.int64) * (HKV * SIZE)
-            block = pair[:, None] * GP + column[None, :]
-            gl.store(own + block, even, mask=(column < G)[None, :])
-            gl.store(own + WIDTH * GP + block, odd, mask=(column < G)[None, :])
-            gl.store(own + 2 * WIDTH * GP + column, m)
-            gl.store(own + (2 * WIDTH + 1) * GP + column, total)
-            barrier()  # all lanes store before the release below
-            last = gl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel") == parts - 1
-            barrier()
-            if last:
-                even, odd, total, m = join_pairs(base, parts, HKV, G, GP, WIDTH, MMA)
-                gl.store(arrived + row * HKV + head, 0)
-        if last:
-            if sinks is not None:
-                logit = gl.load(sinks + head * G + column, mask=column < G, other=0.0).to(gl.float32)
-                total += gl.exp2(logit * 1.4426950408889634 - m)
-            first_of = transpose_blocks((even / total[None, :] * v_scale).to(DTYPE), B)
-            second_of = transpose_blocks((odd / total[None, :] * v_scale).to(DTYPE), B)
-            target = out + (row * HKV + head) * (G * D) + lane_head[None, :] * D + 2 * lane[:, None]
-            mine = (lane_head < G)[None, :] & (2 * lane < D)[:, None]
-            if out_scale is None:
-                gl.store(target, first_of, mask=mine)
-                gl.store(target + 1, second_of, mask=mine)
-            else:
-                pairs, factors = quantized_pairs(first_of, second_of, 0)
-                words = out.to(gl.pointer_type(gl.int16), bitcast=True) + (row * HKV + head) * (G * D // 2)
-                gl.store(words + lane_head[None, :] * (D // 2) + lane[:, None], pairs, mask=(lane_head < G)[None, :])
-                gl.store(out_scale + (head * G + lane_head) * stride_scale + row, factors, mask=lane_head < G)
+        finish_pairs(
+            even, odd, norm, m, v_scale, parts, item, row, head, out, out_scale, stride_scale, partial, arrived, sinks,
+            column, pair, lane_head, lane, HKV, G, GP, D, WIDTH, DTYPE, MMA, B,
+        )  # fmt: skip
         mbarrier.wait(full.index(CONSUMER * SLOTS + slot), phase)
         task = read_word(task_smem.index(CONSUMER * SLOTS + slot))
 
@@ -323,8 +266,8 @@ def decode_kernel(
     if PDL:
         let_next_start()
     tasks = gl.load(num_items) * HKV
-    PAIRS: gl.constexpr = D // 2
-    source = (kv, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets, layer, layers)
+    source = (None, kv, None, ring, full, empty, task_smem, tokens_smem, table, stride_table, items, tasks, tickets,
+              layer, layers)  # fmt: skip
     target = (out, out_scale, stride_scale)
     sink = (q, target, ring, full, empty, task_smem, tokens_smem, items, partial, arrived, scale, kv_scale, layer,
             sinks)  # fmt: skip
@@ -335,18 +278,14 @@ def decode_kernel(
             (_consume, (sink, HKV, G, GP, BN, BOX, D, WIDTH, SLOTS, DTYPE, WINDOWED, SOFTCAP, 1)),
             (_consume, (sink, HKV, G, GP, BN, BOX, D, WIDTH, SLOTS, DTYPE, WINDOWED, SOFTCAP, 2)),
             (_consume, (sink, HKV, G, GP, BN, BOX, D, WIDTH, SLOTS, DTYPE, WINDOWED, SOFTCAP, 3)),
-            (_produce, (source, C, HKV, PAGE, BN, BOX, PAIRS, WIDTH, SLOTS, PDL, 0)),
-            (_produce, (source, C, HKV, PAGE, BN, BOX, PAIRS, WIDTH, SLOTS, PDL, 1)),
-            (_produce, (source, C, HKV, PAGE, BN, BOX, PAIRS, WIDTH, SLOTS, PDL, 2)),
-            (_produce, (source, C, HKV, PAGE, BN, BOX, PAIRS, WIDTH, SLOTS, PDL, 3)),
+            (produce_decodes, (source, C, HKV, G, GP, PAGE, BN, BOX, D // 2, WIDTH, SLOTS, False, PDL, 0)),
+            (produce_decodes, (source, C, HKV, G, GP, PAGE, BN, BOX, D // 2, WIDTH, SLOTS, False, PDL, 1)),
+            (produce_decodes, (source, C, HKV, G, GP, PAGE, BN, BOX, D // 2, WIDTH, SLOTS, False, PDL, 2)),
+            (produce_decodes, (source, C, HKV, G, GP, PAGE, BN, BOX, D // 2, WIDTH, SLOTS, False, PDL, 3)),
         ],
         [1] * 8,
         [248, 248, 248, 248, 48, 48, 48, 48],
     )  # fmt: skip
-
-
-_RING = 196608
-"""Bytes of shared memory for K and V: no other program of any size fits on the SM next to them."""
 
 
 def block_tokens(head_dim: int) -> int:
@@ -399,6 +338,6 @@ def launch_decode(
     given, options = arguments(
         q, kv, scales, layer, page_table, items, num_items, out, space, scale, windowed, softcap, sinks
     )
-    slots = _RING // (CONSUMERS * options["BN"] * options["WIDTH"] * 2)
+    slots = RING // (CONSUMERS * options["BN"] * options["WIDTH"] * 2)
     decode_kernel[(num_sms,)](*given, SLOTS=slots, num_warps=4, **options)
     return out

@@ -15,13 +15,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2
 
-from weft.kernels.attention.decode_hopper import load_block, read_word, task_range, transpose_blocks, write_word
+from weft.kernels.attention.decode_hopper import (
+    load_block,
+    read_word,
+    reset_counters,
+    softmax_block,
+    task_range,
+    transpose_blocks,
+    write_word,
+)
 from weft.kernels.attention.decode_workspace import DecodeWorkspace
-from weft.kernels.attention.fp8_decode import arguments, even_and_odd, halves_of_words, join_pairs
+from weft.kernels.attention.fp8_decode import arguments, even_and_odd, finish_pairs, halves_of_words, load_query
 from weft.kernels.attention.output import Out
-from weft.kernels.common.hopper import await_previous, barrier, let_next_start
+from weft.kernels.common.hopper import await_previous, let_next_start
 from weft.kernels.formats.fp8 import KvScales
-from weft.kernels.formats.fp8_gluon import quantized_pairs
 
 # A place is K and V of BN tokens, `ring[2 * place]` and `ring[2 * place + 1]`, each with a barrier that the copy engine
 # completes. No other waits are needed: the warp that reads a place also requests its refill. Words next to a place hold
@@ -91,6 +98,7 @@ def decode_kernel(
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     LANES: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [1, 1], [1, 0])
+
     column = gl.arange(0, GP, layout=gl.SliceLayout(0, MMA))
     token = gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
     pair = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, MMA))
@@ -123,14 +131,9 @@ def decode_kernel(
         tokens = read_word(tokens_smem.index(place))
         head = task % HKV
         item = items + (task // HKV) * 8
-        row = gl.load(item).to(gl.int64)
-        parts = gl.load(item + 5)
-        factor = scale * gl.load(kv_scale + layer * (2 * HKV) + head)
-        v_scale = gl.load(kv_scale + layer * (2 * HKV) + HKV + head)
-        q_at = q + (row * HKV + head) * (G * D) + lane_head[None, :] * D + lane_d[:, None]
-        mine = (lane_head < G)[None, :] & (lane_d < D)[:, None]
-        lower = gl.load(q_at, mask=mine, other=0.0).to(gl.float16)
-        upper = gl.load(q_at + 2, mask=mine, other=0.0).to(gl.float16)
+        row, parts, factor, v_scale, lower, upper = load_query(
+            q, item, head, scale, kv_scale, layer, lane_head, lane_d, HKV, G, D
+        )
 
         m = gl.full([GP], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA))
         norm = gl.zeros([8, GP], gl.float32, layout=LANES)  # a sum per lane
@@ -143,27 +146,12 @@ def decode_kernel(
             s = mma_v2(k_upper, upper, s)
             fence_async_shared()  # reads complete before the copy engine writes
             _fill(ground, cursor, place, 0, PAGE, BN, BOX, D // 2, WIDTH, HKV)
-            if SOFTCAP > 0:
-                CAP: gl.constexpr = SOFTCAP * 1.4426950408889634
-                s = (CAP - 2 * CAP / (1.0 + gl.exp2(s * (factor * (2.0 / SOFTCAP))))) / factor
-            if WINDOWED:
-                unseen = gl.load(item + 7) - gl.load(item + 2)
-                if first < unseen:
-                    # a request that ends in this block has it shifted by whole boxes
-                    late = gl.minimum(gl.maximum(first + (token // BOX + 1) * BOX - tokens, 0), BOX)
-                    s = gl.where((first + token - late >= unseen)[:, None], s, float("-inf"))
-            if first + BN > tokens:
-                shift = gl.minimum(gl.maximum(first + (token // BOX + 1) * BOX - tokens, 0), BOX)
-                s = gl.where((token % BOX >= shift)[:, None], s, float("-inf"))
-            m_new = gl.maximum(m, gl.max(s, axis=0) * factor)
-            p = gl.exp2(s * factor - m_new[None, :])
-            alpha = gl.exp2(m - m_new)
-            sums = gl.convert_layout(gl.sum(gl.reshape(p, (BN // 8, 8, GP)), axis=0), LANES)
-            norm = norm * gl.convert_layout(alpha, gl.SliceLayout(0, LANES))[None, :] + sums
+            p, m, norm, alpha = softmax_block(
+                s, m, norm, factor, item, first, tokens, token, BN, BOX, WINDOWED, SOFTCAP, LANES
+            )
             even = even * alpha[None, :]
             odd = odd * alpha[None, :]
             probs = transpose_blocks(p.to(gl.float16), B)
-            m = m_new
             mbarrier.wait(full.index(2 * place + 1), phase)
             v_even, v_odd = even_and_odd(ring.index(2 * place + 1).permute((1, 0)).load(A))
             even = mma_v2(v_even, probs, even)
@@ -176,46 +164,14 @@ def decode_kernel(
                 place = 0
                 phase ^= 1
 
-        total = gl.convert_layout(gl.sum(norm, axis=0), gl.SliceLayout(0, MMA))
-        last = True
-        if parts > 1:
-            SIZE: gl.constexpr = (2 * WIDTH + 2) * GP
-            base = partial + (gl.load(item + 4).to(gl.int64) * HKV + head) * SIZE
-            own = base + gl.load(item + 6).to(gl.int64) * (HKV * SIZE)
-            block = pair[:, None] * GP + column[None, :]
-            gl.store(own + block, even, mask=(column < G)[None, :])
-            gl.store(own + WIDTH * GP + block, odd, mask=(column < G)[None, :])
-            gl.store(own + 2 * WIDTH * GP + column, m)
-            gl.store(own + (2 * WIDTH + 1) * GP + column, total)
-            barrier()  # all lanes store before the release below
-            last = gl.atomic_add(arrived + row * HKV + head, 1, sem="acq_rel") == parts - 1
-            barrier()
-            if last:
-                even, odd, total, m = join_pairs(base, parts, HKV, G, GP, WIDTH, MMA)
-                gl.store(arrived + row * HKV + head, 0)
-        if last:
-            if sinks is not None:
-                logit = gl.load(sinks + head * G + column, mask=column < G, other=0.0).to(gl.float32)
-                total += gl.exp2(logit * 1.4426950408889634 - m)
-            first_of = transpose_blocks((even / total[None, :] * v_scale).to(DTYPE), B)
-            second_of = transpose_blocks((odd / total[None, :] * v_scale).to(DTYPE), B)
-            target = out + (row * HKV + head) * (G * D) + lane_head[None, :] * D + 2 * lane[:, None]
-            mine = (lane_head < G)[None, :] & (2 * lane < D)[:, None]
-            if out_scale is None:
-                gl.store(target, first_of, mask=mine)
-                gl.store(target + 1, second_of, mask=mine)
-            else:
-                pairs, factors = quantized_pairs(first_of, second_of, 0)
-                words = out.to(gl.pointer_type(gl.int16), bitcast=True) + (row * HKV + head) * (G * D // 2)
-                gl.store(words + lane_head[None, :] * (D // 2) + lane[:, None], pairs, mask=(lane_head < G)[None, :])
-                gl.store(out_scale + (head * G + lane_head) * stride_scale + row, factors, mask=lane_head < G)
+        finish_pairs(
+            even, odd, norm, m, v_scale, parts, item, row, head, out, out_scale, stride_scale, partial, arrived, sinks,
+            column, pair, lane_head, lane, HKV, G, GP, D, WIDTH, DTYPE, MMA, B,
+        )  # fmt: skip
         task = read_word(task_smem.index(place))
     programs = gl.num_programs(0)
-    if tasks > programs:  # noqa: SIM102 (`and` would draw in any case)
-        # the last program to finish resets the counters
-        if gl.atomic_add(tickets + 1, 1, sem="acq_rel") == programs - 1:
-            gl.store(tickets, 0)
-            gl.store(tickets + 1, 0)
+    if tasks > programs:
+        reset_counters(tickets, programs)
 
 
 PER_SM = 4

@@ -38,6 +38,7 @@ from weft.kernels.attention.scores import log2_scale
 from weft.kernels.attention.work_lists import SPLIT_FIELDS
 from weft.kernels.common.block_sizes import group_block, head_block
 from weft.kernels.common.dependent_launch import pdl_options
+from weft.kernels.common.hopper import follow_previous
 
 # The producer draws a prefill task when the previous one is fully fetched, and passes it to the warpgroups through two
 # words:
@@ -224,10 +225,7 @@ def pod_kernel(
     STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, FIELDS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-                                  pack=1)  # fmt: skip
+    follow_previous(PDL)
     target = (out, out_scale, stride_scale)
     decodes = gl.load(num_decode) * HKV
     tiles = gl.load(num_prefill) * HKV

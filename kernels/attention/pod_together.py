@@ -32,6 +32,7 @@ from weft.kernels.attention.pod_hopper import (
 )
 from weft.kernels.attention.prefill_attention import PrefillWorkspace
 from weft.kernels.common.block_sizes import head_block
+from weft.kernels.common.hopper import follow_previous
 
 CONSUMERS = 3
 """Decode items that a program processes at once."""
@@ -57,10 +58,7 @@ def together_kernel(
     )
     ring, query_smem, task_smem, tokens_smem, full, empty = decode_memory(DTYPE, DP, GP, DECODE_BN, SLOTS, C)
     fence_async_shared()
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-                                  pack=1)  # fmt: skip
+    follow_previous(PDL)
     target = (out, out_scale, stride_scale)
     decodes = gl.load(num_decode) * HKV
     tiles = gl.load(num_prefill) * HKV

@@ -24,6 +24,23 @@ from weft.kernels.common.dependent_launch import begin, pdl_options, release
 from weft.kernels.common.gpu import is_hopper, on_gpu
 
 
+@triton.jit
+def prefill_step(
+    query, k, v, token, limit, m, norm, acc, scale, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Process one block of keys and values `[BN, DP]` against `query [BM, DP]`, as `decode_attention.decode_step`."""
+    s = soft_cap(tl.dot(query, k.T) * scale, SOFTCAP)
+    s = tl.where(token[None, :] <= limit[:, None], s, float("-inf"))
+    if WINDOW > 0:
+        s = tl.where(token[None, :] > limit[:, None] - WINDOW, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, axis=1))
+    p = tl.exp2(s - m_new[:, None])
+    alpha = tl.exp2(m - m_new)
+    norm = norm * alpha + tl.sum(p, axis=1)
+    acc = tl.dot(p.to(DTYPE), v, acc * alpha[:, None])
+    return m_new, norm, acc
+
+
 @triton.jit(do_not_specialize=["layer"])
 def _prefill_kernel(
     q, kv, out, out_scale, stride_scale, table, stride_table, items, num_items, layer, layers, scale, sinks,
@@ -69,16 +86,7 @@ def _prefill_kernel(
                 whole = whole & (d < D)[None, :]
             k = tl.load(k_at, mask=whole, other=0.0)
             v = tl.load(k_at + PAGE * HKV * D, mask=whole, other=0.0)
-            s = soft_cap(tl.dot(query, k.T) * scale, SOFTCAP)
-            s = tl.where(token[None, :] <= limit[:, None], s, float("-inf"))
-            if WINDOW > 0:
-                s = tl.where(token[None, :] > limit[:, None] - WINDOW, s, float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, axis=1))
-            p = tl.exp2(s - m_new[:, None])
-            alpha = tl.exp2(m - m_new)
-            norm = norm * alpha + tl.sum(p, axis=1)
-            acc = tl.dot(p.to(DTYPE), v, acc * alpha[:, None])
-            m = m_new
+            m, norm, acc = prefill_step(query, k, v, token, limit, m, norm, acc, scale, WINDOW, SOFTCAP, DTYPE)
         norm = with_sink(norm, m, sinks, head * G + rows % G, rows // G < queries)
         y = (acc / norm[:, None]).to(DTYPE)
         whose, token = head * G + rows % G, q_row + rows // G
@@ -111,22 +119,10 @@ def _hopper(q: Tensor, head_dim: int) -> bool:
 
 
 def prefill_attention(
-    q: Tensor,
-    kv: Tensor,
-    layer: int,
-    page_table: Tensor,
-    items: Tensor,
-    num_items: Tensor,
-    *,
-    out: Out,
-    num_sms: int,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    space: PrefillWorkspace | None = None,
-    portable: bool = False,
-) -> Out:
+    q: Tensor, kv: Tensor, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *, out: Out, num_sms: int,
+    scale: float | None = None, window: int | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
+    space: PrefillWorkspace | None = None, portable: bool = False,
+) -> Out:  # fmt: skip
     """Attention of the chunks' rows of `q [T, Hq, D]` over their pages.
 
     Writes the same rows of `out [T, Hq * D]`, in q's dtype or as an e4m3 operand (head size 128: `output`). kv `[pages,

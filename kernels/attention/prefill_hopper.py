@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from weft.kernels.common.hopper import barrier, load_tile
+from weft.kernels.common.hopper import barrier, follow_previous, load_tile
 from weft.kernels.formats.fp8_gluon import quantized
 
 
@@ -344,10 +344,7 @@ def prefill_kernel(
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=2)
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-                                  pack=1)  # fmt: skip
+    follow_previous(PDL)
     tasks = gl.load(num_items) * HKV
     target = (out, out_scale, stride_scale)
     gl.warp_specialize(

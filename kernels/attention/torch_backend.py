@@ -120,15 +120,9 @@ class TorchAttention(HostAttention[TorchStep]):
         return self._attend(q, kv, layer, step[self._shape.window(layer)].prefill, out, sinks, kv_scale)
 
     def _attend(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        layer: int,
-        work: AttentionWork,
-        out: Tensor,
-        sinks: Tensor | None,
+        self, q: Tensor, kv: Tensor, layer: int, work: AttentionWork, out: Tensor, sinks: Tensor | None,
         kv_scale: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         shape = self._shape
         return paged_attention(
             q, kv, layer, work, out=out, scale=shape.scale, softcap=shape.softcap,
@@ -145,13 +139,9 @@ class TorchAttention(HostAttention[TorchStep]):
         return np.array_split(rows, min(len(rows), groups))
 
     def _group(
-        self,
-        requests: AttentionRequests,
-        rows: NDArray[np.intp],
-        num_pages: NDArray[np.int32],
-        first: NDArray[np.int32],
-        window: int | None,
-    ) -> AttentionGroup:
+        self, requests: AttentionRequests, rows: NDArray[np.intp], num_pages: NDArray[np.int32],
+        first: NDArray[np.int32], window: int | None,
+    ) -> AttentionGroup:  # fmt: skip
         query_len, own_pages, begin = requests.query_len[rows], num_pages[rows], first[rows]
         # positions count from the first page that is read
         kv_len = requests.kv_len[rows] - begin * self._page_size

@@ -52,16 +52,9 @@ _TASK_KEYS = 160
 
 
 def decode_items(
-    lengths: NDArray[np.integer],
-    *,
-    num_kv_heads: int,
-    num_programs: int,
-    max_slots: int,
-    split_tokens: int = 0,
-    min_split_tokens: int = 128,
-    window: int | None = None,
-    page_size: int = 64,
-) -> NDArray[np.int32]:
+    lengths: NDArray[np.integer], *, num_kv_heads: int, num_programs: int, max_slots: int, split_tokens: int = 0,
+    min_split_tokens: int = 128, window: int | None = None, page_size: int = 64,
+) -> NDArray[np.int32]:  # fmt: skip
     """Return work items `[items, 8]` for requests whose context (own token included) is `lengths`, longest first.
 
     Request i uses q row i and page-table row i. Requests are split only if too few fill `num_programs`; a positive
@@ -108,13 +101,9 @@ def tokens_of_whole_tiles(group: int) -> int:
 
 
 def prefill_items(
-    first_rows: NDArray[np.integer],
-    queries: NDArray[np.integer],
-    context: NDArray[np.integer],
-    page_rows: NDArray[np.integer],
-    *,
-    group: int,
-) -> NDArray[np.int32]:
+    first_rows: NDArray[np.integer], queries: NDArray[np.integer], context: NDArray[np.integer],
+    page_rows: NDArray[np.integer], *, group: int,
+) -> NDArray[np.int32]:  # fmt: skip
     """Return work items `[items, 4]` for chunks of `queries` tokens after `context` tokens in pages, longest first.
 
     Tiles begin at multiples of their size in the request, regardless of where the chunk begins. So a token's tile, and

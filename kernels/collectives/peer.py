@@ -210,22 +210,9 @@ def shard_width(hidden: int, ranks: int) -> int:
 
 
 def reduce(
-    peers: Peers,
-    number: Tensor,
-    flags: int,
-    *,
-    partial: int,
-    x: int,
-    sumsq: int,
-    stride_sumsq: int,
-    live: Tensor,
-    tokens: int,
-    hidden: int,
-    dtype: torch.dtype,
-    add: bool,
-    shots: int,
-    num_sms: int,
-) -> None:
+    peers: Peers, number: Tensor, flags: int, *, partial: int, x: int, sumsq: int, stride_sumsq: int, live: Tensor,
+    tokens: int, hidden: int, dtype: torch.dtype, add: bool, shots: int, num_sms: int,
+) -> None:  # fmt: skip
     """Write the sum of all ranks' partial sums, in rank order, plus x if `add`, rounded once, to x; squares to `sumsq`.
 
     Squares of each rank's columns (`shard_width`) go to `sumsq[: ranks]`. Rows from `live [1]` on do not change; it may

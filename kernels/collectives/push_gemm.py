@@ -244,19 +244,9 @@ def _reduce_pushed_kernel(
 
 
 def push_project(
-    peers: Peers,
-    number: Tensor,
-    inbox: Inbox,
-    a: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    steps: int,
-    num_sms: int,
-    space: Workspace | None = None,
-    num_tokens: Tensor | None = None,
-    config: GemmConfig | None = None,
-) -> Pushed | None:
+    peers: Peers, number: Tensor, inbox: Inbox, a: Tensor, weight: Tensor, bias: Tensor | None, *, steps: int,
+    num_sms: int, space: Workspace | None = None, num_tokens: Tensor | None = None, config: GemmConfig | None = None,
+) -> Pushed | None:  # fmt: skip
     """Send `a [T, K] @ weight [H, K].T`, plus `bias [H]`, rounded to a's dtype, to the ranks that add it.
 
     number `[1]` int32: see `peer.advance`. steps: of the sum, 1 or 2. Returns None and launches nothing if the inbox is
@@ -292,23 +282,9 @@ def push_project(
 
 
 def reduce_pushed(
-    peers: Peers,
-    number: Tensor,
-    pushed: Pushed,
-    *,
-    meet: int,
-    x: int,
-    sumsq: int,
-    stride_sumsq: int,
-    live: Tensor,
-    ticket: Tensor,
-    tokens: int,
-    hidden: int,
-    dtype: torch.dtype,
-    add: bool,
-    overlap: bool,
-    num_sms: int,
-) -> None:
+    peers: Peers, number: Tensor, pushed: Pushed, *, meet: int, x: int, sumsq: int, stride_sumsq: int, live: Tensor,
+    ticket: Tensor, tokens: int, hidden: int, dtype: torch.dtype, add: bool, overlap: bool, num_sms: int,
+) -> None:  # fmt: skip
     """As `peer.reduce`, for pushed partial sums.
 
     meet: `[ranks]` int32, flags of the end of a two-step sum, as an offset into the arenas. ticket `[1]` int32: 0

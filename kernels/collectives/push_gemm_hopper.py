@@ -15,21 +15,14 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.kernels.collectives.peer import Peers
-from weft.kernels.common.hopper import barrier, load_tile, store_tile
-from weft.kernels.matmul.gemm_hopper import (
-    BLOCK_DEPTH,
-    BLOCK_FEATURES,
-    BLOCK_TOKENS,
-    SHARED,
-    multiply,
-    tile_of,
-    with_bias,
-)
+from weft.kernels.common.hopper import barrier, follow_previous, live_tokens, load_operands, ring_barriers, store_tile
+from weft.kernels.matmul.gemm_hopper import BLOCK_DEPTH, BLOCK_FEATURES, BLOCK_TOKENS, SHARED, multiply, with_bias
 from weft.kernels.matmul.gemm_launch import Launch
+from weft.kernels.matmul.gemm_tiles import tile_of
 
 MAX_RANKS = 8
 STAGES = 3
@@ -53,12 +46,8 @@ def _produce(
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = _tile_from(tile, tiles_m, tiles_n, turn, GROUP)
         for step in range(steps):
-            stage = count % STAGES
-            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), (128 + BN) * BK * 2)
-            load_tile(a, [tile_m * 128, step * BK], full.index(stage), a_smem.index(stage))
-            load_tile(w, [tile_n * BN, step * BK], full.index(stage), w_smem.index(stage))
-            count += 1
+            count = load_operands(a, w, tile_m * 128, tile_n * BN, step, a_smem, w_smem, full, empty, count, BK,
+                                  (128 + BN) * BK * 2, STAGES)  # fmt: skip
 
 
 @gluon.jit
@@ -136,20 +125,10 @@ def push_kernel(
     a_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 128, BK], shared)
     w_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, BK], shared)
     io_smem = gl.allocate_shared_memory(DTYPE, [2, 64, BN], shared)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-                                  pack=1)  # fmt: skip
+    full, empty = ring_barriers(STAGES, 2)
+    follow_previous(PDL)
     number = gl.load(epoch)
-    live = M
-    if HAS_COUNT:
-        live = gl.minimum(gl.load(num_tokens), M)
+    live = live_tokens(num_tokens, M, HAS_COUNT)
     tiles_m = gl.cdiv(live, 128)
     tiles_n = gl.cdiv(N, BN)
     steps = gl.cdiv(K, BK)

@@ -39,3 +39,45 @@ def skip_stages(full, empty, count, steps, STAGES: gl.constexpr):
         mbarrier.arrive(empty.index(stage), count=1)
         count += 1
     return count
+
+
+@gluon.jit
+def follow_previous(PDL: gl.constexpr):
+    """Wait for the previous kernel, then allow the next one to start, if launches overlap."""
+    if PDL:
+        await_previous()
+        let_next_start()
+
+
+@gluon.jit
+def live_tokens(num_tokens, M, HAS_COUNT: gl.constexpr):
+    """As `gemm_tiles.live_tokens`."""
+    live = M
+    if HAS_COUNT:
+        live = gl.minimum(gl.load(num_tokens), M)
+    return live
+
+
+@gluon.jit
+def ring_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """Return a ring's barriers: `full`, at which the producer arrives, and `empty`, at which each reader arrives."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=READERS)
+    return full, empty
+
+
+@gluon.jit
+def load_operands(
+    a, w, row, col, step, a_smem, w_smem, full, empty, count, BK: gl.constexpr, BYTES: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Request one step of both operands when its stage is free. Returns the advanced count."""
+    stage = count % STAGES
+    mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), BYTES)
+    load_tile(a, [row, step * BK], full.index(stage), a_smem.index(stage))
+    load_tile(w, [col, step * BK], full.index(stage), w_smem.index(stage))
+    return count + 1

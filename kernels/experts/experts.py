@@ -10,7 +10,7 @@ choices. No token is dropped, and there are no sorts and no atomic additions.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -83,20 +83,16 @@ def write_tiles(tiles, number, start, blocks, total, expert, PAD: tl.constexpr, 
     tl.store(number, tl.sum(blocks, axis=0))
 
 
-@triton.jit(do_not_specialize=["T", "stride_sumsq"])
-def _scatter_kernel(
-    x, sumsq, stride_sumsq, experts, rank, counts, place, out, tiles, number, num_tokens, T, H, eps, E: tl.constexpr,
-    EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-    BC: tl.constexpr, CHUNK: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    FIELDS: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def expert_rows(
+    experts, rank, counts, tiles, number, live, first, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, BT: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr, PAD: tl.constexpr,
+    GROUP: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Copy `COLUMNS` columns of `TOKENS` tokens, which belong to one tile of the counts, to their experts."""
-    begin(PDL)
-    release(PDL)
-    live = live_tokens(num_tokens, T)
-    first = tl.program_id(0) * TOKENS
-    if (first >= live) & (first > 0):
-        return
+    """Return (row, choice, whether it exists, row in expert order) of the choices of `TOKENS` tokens from `first` on.
+
+    The first program writes the work list.
+    """
     expert = tl.arange(0, EP)
     counted = tl.cdiv(live, BT)
     total = tl.zeros([EP], tl.int32)
@@ -117,6 +113,26 @@ def _scatter_kernel(
     real = (row < live) & (k < K)
     own = tl.load(experts + row * K + k, mask=real, other=0)
     to = tl.load(rank + row * K + k, mask=real, other=0) + tl.gather(start * PAD + before, own, axis=0)
+    return row, k, real, to
+
+
+@triton.jit(do_not_specialize=["T", "stride_sumsq"])
+def _scatter_kernel(
+    x, sumsq, stride_sumsq, experts, rank, counts, place, out, tiles, number, num_tokens, T, H, eps, E: tl.constexpr,
+    EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    BC: tl.constexpr, CHUNK: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    FIELDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Copy `COLUMNS` columns of `TOKENS` tokens, which belong to one tile of the counts, to their experts."""
+    begin(PDL)
+    release(PDL)
+    live = live_tokens(num_tokens, T)
+    first = tl.program_id(0) * TOKENS
+    if (first >= live) & (first > 0):
+        return
+    row, k, real, to = expert_rows(
+        experts, rank, counts, tiles, number, live, first, E, EP, K, KP, BT, TOKENS, CHUNK, PAD, GROUP, FIELDS
+    )  # fmt: skip
     if tl.program_id(1) == 0:
         tl.store(place + row * K + k, to, mask=real)
     if sumsq is not None:
@@ -131,6 +147,18 @@ def _scatter_kernel(
         tl.store(out + to.to(tl.int64)[:, None] * H + column[None, :], value, mask=some)
 
 
+@triton.jit
+def add_experts(y, place, weights, x, row, at, H, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Return columns `at` of a row of x plus its weighted expert results, rounded."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(K):
+        source = tl.load(place + row * K + k).to(tl.int64)
+        weight = tl.load(weights + row * K + k)
+        total += tl.load(y + source * H + at, mask=at < H, other=0.0).to(tl.float32) * weight
+    stream = tl.load(x + row * H + at, mask=at < H, other=0.0)
+    return (stream.to(tl.float32) + total).to(stream.dtype)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _combine_kernel(
     y, place, weights, x, out, sumsq, num_tokens, T, H, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
@@ -143,13 +171,7 @@ def _combine_kernel(
     squares = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, H, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        total = tl.zeros([BLOCK], tl.float32)
-        for k in tl.static_range(K):
-            source = tl.load(place + row * K + k).to(tl.int64)
-            weight = tl.load(weights + row * K + k)
-            total += tl.load(y + source * H + at, mask=at < H, other=0.0).to(tl.float32) * weight
-        stream = tl.load(x + row * H + at, mask=at < H, other=0.0)
-        total = (stream.to(tl.float32) + total).to(stream.dtype)
+        total = add_experts(y, place, weights, x, row, at, H, K, BLOCK)
         tl.store(out + row * H + at, total, mask=at < H)
         squares += total.to(tl.float32) * total.to(tl.float32)
     tl.store(sumsq + row, tl.sum(squares, axis=0))
@@ -183,20 +205,25 @@ def _grouped(
     kernels.launch_grouped(kind, a, weight, bias, out, space.tiles, space.number, config, grid, activation)
 
 
+def scatter_options(
+    tokens: int, hidden: int, count: int, top: int, config: GemmConfig, columns: int
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the grid and the constants of a scatter kernel. columns: how many a program copies at once."""
+    tiles, padded, wide = -(-tokens // TILE), max(16, triton.next_power_of_2(count)), triton.next_power_of_2(top)
+    each = max(1, 32 // wide)  # tokens per program
+    whole = columns if tokens <= FEW_TOKENS else 8 * columns
+    return (-(-tokens // each), -(-hidden // whole)), {
+        "E": count, "EP": padded, "K": top, "KP": wide, "BT": TILE, "TOKENS": each, "COLUMNS": whole, "BC": columns,
+        "CHUNK": max(1, min(32, 4096 // padded, triton.next_power_of_2(tiles))), "PAD": config.tokens,
+        "GROUP": config.group, "FIELDS": TILE_FIELDS, "num_warps": 4, **pdl_options(),
+    }  # fmt: skip
+
+
 def experts_gate_up(
-    x: Tensor,
-    sumsq: Tensor | None,
-    choice: Choice,
-    weight: Tensor,
-    eps: float,
-    *,
-    activation: str = "silu",
-    bias: Tensor | None = None,
-    space: ExpertSpace,
-    num_sms: int,
-    num_tokens: Tensor | None = None,
+    x: Tensor, sumsq: Tensor | None, choice: Choice, weight: Tensor, eps: float, *, activation: str = "silu",
+    bias: Tensor | None = None, space: ExpertSpace, num_sms: int, num_tokens: Tensor | None = None,
     config: GemmConfig | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Apply the norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate), into rows of `space.hidden`.
 
     x `[T, H]`, sumsq `[parts, T]` float32, bias `[E, 2 I]`; choice is of the same T tokens. The work list in `space` is
@@ -206,34 +233,20 @@ def experts_gate_up(
     count, features, _ = weight.shape
     top = choice.experts.shape[1]
     config = config or choose(tokens, features, hidden, count, top)
-    tiles, padded, wide = -(-tokens // TILE), max(16, triton.next_power_of_2(count)), triton.next_power_of_2(top)
-    each = max(1, 32 // wide)  # tokens per program
-    columns = COLUMNS if tokens <= FEW_TOKENS else 8 * COLUMNS
-    _scatter_kernel[(-(-tokens // each), -(-hidden // columns))](
+    grid, options = scatter_options(tokens, hidden, count, top, config, COLUMNS)
+    _scatter_kernel[grid](
         x, sumsq, 0 if sumsq is None else sumsq.stride(0), choice.experts, choice.rank, choice.counts, space.place,
-        space.rows, space.tiles, space.number, num_tokens, tokens, hidden, eps, E=count, EP=padded, K=top, KP=wide,
-        BT=TILE, TOKENS=each, COLUMNS=columns, BC=COLUMNS,
-        CHUNK=max(1, min(32, 4096 // padded, triton.next_power_of_2(tiles))),
-        PAD=config.tokens, GROUP=config.group, PARTS=1 if sumsq is None else sumsq.shape[0], FIELDS=TILE_FIELDS,
-        num_warps=4, **pdl_options(),
+        space.rows, space.tiles, space.number, num_tokens, tokens, hidden, eps,
+        PARTS=1 if sumsq is None else sumsq.shape[0], **options,
     )  # fmt: skip
     _grouped("gate_up", space.rows, weight, bias, space.hidden, space, config, num_sms, tokens, activation)
     return space.hidden
 
 
 def experts_residual(
-    choice: Choice,
-    weight: Tensor,
-    x: Tensor,
-    *,
-    bias: Tensor | None = None,
-    out: Tensor,
-    sumsq: Tensor,
-    space: ExpertSpace,
-    num_sms: int,
-    num_tokens: Tensor | None = None,
-    config: GemmConfig | None = None,
-) -> tuple[Tensor, Tensor]:
+    choice: Choice, weight: Tensor, x: Tensor, *, bias: Tensor | None = None, out: Tensor, sumsq: Tensor,
+    space: ExpertSpace, num_sms: int, num_tokens: Tensor | None = None, config: GemmConfig | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write x plus the weighted sum of the experts' matrices `[E, H, I]` times `space.hidden` to `out` (may be x).
 
     bias `[E, H]`; sumsq `[parts, T]` float32 is scratch. Returns out and its sums of squares, one part `[1, T]`. An
@@ -251,13 +264,9 @@ def experts_residual(
     return out, sumsq[:1]
 
 
-@triton.jit(do_not_specialize=["stride_sumsq"])
-def _switch_kernel(
-    x, sumsq, stride_sumsq, gate, h, H, WIDTH, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    begin(PDL)
-    release(PDL)
-    row = tl.program_id(0).to(tl.int64)
+@triton.jit
+def shared_gate(x, sumsq, stride_sumsq, gate, row, H, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the sigmoid of a normed row of x times `gate`."""
     total = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, H, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -265,7 +274,17 @@ def _switch_kernel(
         total += value * tl.load(gate + at, mask=at < H, other=0.0).to(tl.float32)
     part = tl.arange(0, triton.next_power_of_2(PARTS))
     squares = tl.sum(tl.load(sumsq + part * stride_sumsq + row, mask=part < PARTS, other=0.0), axis=0)
-    switch = 1.0 / (1.0 + tl.exp(-tl.sum(total, axis=0) * tl.rsqrt(squares / H + eps)))
+    return 1.0 / (1.0 + tl.exp(-tl.sum(total, axis=0) * tl.rsqrt(squares / H + eps)))
+
+
+@triton.jit(do_not_specialize=["stride_sumsq"])
+def _switch_kernel(
+    x, sumsq, stride_sumsq, gate, h, H, WIDTH, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    begin(PDL)
+    release(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    switch = shared_gate(x, sumsq, stride_sumsq, gate, row, H, eps, PARTS, BLOCK)
     for first in tl.range(0, WIDTH, BLOCK):
         at = first + tl.arange(0, BLOCK)
         value = tl.load(h + row * WIDTH + at, mask=at < WIDTH, other=0.0)

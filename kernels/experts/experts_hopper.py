@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.kernels.common.dependent_launch import pdl_options
-from weft.kernels.common.hopper import load_tile, skip_stages, store_tile
+from weft.kernels.common.hopper import follow_previous, load_tile, ring_barriers, skip_stages, store_tile
 from weft.kernels.experts.experts_triton import hidden_of, inside_group
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_hopper import multiply, split_halves
@@ -45,10 +45,11 @@ def unit_of(unit, units, tiles, tiles_n, FIELDS: gl.constexpr):
 
 
 @gluon.jit
-def _produce(
+def produce_tiles(
     a, w, tiles, units, tiles_n, steps, N, a_smem, w_smem, full, empty,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, FIELDS: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, BYTES: gl.constexpr, STAGES: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
+    """BK, BYTES: columns and bytes of a row in one step."""
     count = 0
     expert, tile_m, tile_n, rows = unit_of(gl.program_id(0), units, tiles, tiles_n, FIELDS)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
@@ -60,10 +61,10 @@ def _produce(
             bar = full.index(stage)
             a_stage = a_smem.index(stage)
             if both:
-                mbarrier.expect(bar, (128 + BN) * BK * 2)
+                mbarrier.expect(bar, (128 + BN) * BYTES)
                 load_tile(a, [row + 64, step * BK], bar, a_stage.slice(64, 64))
             else:
-                mbarrier.expect(bar, (64 + BN) * BK * 2)
+                mbarrier.expect(bar, (64 + BN) * BYTES)
             load_tile(a, [row, step * BK], bar, a_stage.slice(0, 64))
             load_tile(w, [col, step * BK], bar, w_smem.index(stage))
             count += 1
@@ -125,16 +126,8 @@ def grouped_kernel(
     a_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 128, BK], shared)
     w_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, BK], shared)
     io_smem = gl.allocate_shared_memory(DTYPE, [2, 64, IO], shared)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-                                  pack=1)  # fmt: skip
+    full, empty = ring_barriers(STAGES, 2)
+    follow_previous(PDL)
     tiles_n = gl.cdiv(N, BN)
     steps = gl.cdiv(K, BK)
     units = gl.load(number) * tiles_n
@@ -144,7 +137,8 @@ def grouped_kernel(
                         GATED, OAI, HALVES, HAS_BIAS, BN, STAGES, FIELDS, DTYPE)),
             (_consume, (out, bias, tiles, units, tiles_n, steps, N, a_smem, w_smem, io_smem, full, empty, 1,
                         GATED, OAI, HALVES, HAS_BIAS, BN, STAGES, FIELDS, DTYPE)),
-            (_produce, (a, w, tiles, units, tiles_n, steps, N, a_smem, w_smem, full, empty, BN, BK, STAGES, FIELDS)),
+            (produce_tiles, (a, w, tiles, units, tiles_n, steps, N, a_smem, w_smem, full, empty, BN, BK, 2 * BK, STAGES,
+                             FIELDS)),
         ],
         [4, 1],
         [240, 24],

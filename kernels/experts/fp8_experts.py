@@ -19,9 +19,9 @@ from torch import Tensor
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
 from weft.kernels.common.gpu import is_hopper
 from weft.kernels.experts import fp8_experts_triton
-from weft.kernels.experts.experts import MAX_PAD, TILE_FIELDS, write_tiles
+from weft.kernels.experts.experts import MAX_PAD, TILE_FIELDS, add_experts, expert_rows, scatter_options, shared_gate
 from weft.kernels.experts.fp8_experts_triton import PAIRS
-from weft.kernels.experts.router import TILE, Choice
+from weft.kernels.experts.router import Choice
 from weft.kernels.formats.fp8 import BLOCK, E4M3, Fp8Rows, Fp8Weight
 from weft.kernels.formats.fp8_triton import power_of_two, saturated
 from weft.kernels.matmul.fp8_projections import rows_buffer
@@ -30,8 +30,6 @@ from weft.kernels.matmul.gemm_tiles import live_tokens, row_scale
 
 COLUMNS = 512
 """Bytes of a row that one program copies at once."""
-FEW_TOKENS = 256
-"""Up to this many tokens, programs copy only that many bytes of a row, so that there are enough programs."""
 SPECIAL = GemmConfig(128, 256, 128, 4, 4, special=True)
 """The tiles of the warp-specialized kernel."""
 
@@ -92,26 +90,9 @@ def _scatter_kernel(
     first = tl.program_id(0) * TOKENS
     if (first >= live) & (first > 0):
         return
-    expert = tl.arange(0, EP)
-    counted = tl.cdiv(live, BT)
-    total = tl.zeros([EP], tl.int32)
-    before = tl.zeros([EP], tl.int32)
-    for at in tl.range(0, counted, CHUNK):
-        tile = at + tl.arange(0, CHUNK)
-        some = (tile < counted)[:, None] & (expert < E)[None, :]
-        taken = tl.load(counts + tile[:, None] * E + expert[None, :], mask=some, other=0)
-        total += tl.sum(taken, axis=0)
-        before += tl.sum(tl.where((tile < first // BT)[:, None], taken, 0), axis=0)
-    blocks = (total + PAD - 1) // PAD
-    start = tl.cumsum(blocks, axis=0) - blocks
-    if (first == 0) & (tl.program_id(1) == 0):
-        write_tiles(tiles, number, start, blocks, total, expert, PAD, GROUP, FIELDS)
-    pair = tl.arange(0, TOKENS * KP)
-    row = first + pair // KP
-    k = pair % KP
-    real = (row < live) & (k < K)
-    own = tl.load(experts + row * K + k, mask=real, other=0)
-    to = tl.load(rank + row * K + k, mask=real, other=0) + tl.gather(start * PAD + before, own, axis=0)
+    row, k, real, to = expert_rows(
+        experts, rank, counts, tiles, number, live, first, E, EP, K, KP, BT, TOKENS, CHUNK, PAD, GROUP, FIELDS
+    )  # fmt: skip
     if tl.program_id(1) == 0:
         tl.store(place + row * K + k, to, mask=real)
         tl.store(factor + to, row_scale(sumsq, row, live, stride_sumsq, H, eps, PARTS), mask=real)
@@ -141,13 +122,7 @@ def _combine_kernel(
     squares = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, H, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        total = tl.zeros([BLOCK], tl.float32)
-        for k in tl.static_range(K):
-            source = tl.load(place + row * K + k).to(tl.int64)
-            weight = tl.load(weights + row * K + k)
-            total += tl.load(y + source * H + at, mask=at < H, other=0.0).to(tl.float32) * weight
-        stream = tl.load(x + row * H + at, mask=at < H, other=0.0)
-        rounded = (stream.to(tl.float32) + total).to(stream.dtype)
+        rounded = add_experts(y, place, weights, x, row, at, H, K, BLOCK)
         tl.store(out + row * H + at, rounded, mask=at < H)
         z = rounded.to(tl.float32)
         squares += z * z
@@ -205,19 +180,10 @@ def _config(given: GemmConfig | None, tokens: int, weight: Fp8Weight, top: int) 
 
 
 def experts_gate_up(
-    x: Fp8Rows,
-    sumsq: Tensor,
-    choice: Choice,
-    weight: Fp8Weight,
-    eps: float,
-    *,
-    activation: str = "silu",
-    bias: Tensor | None = None,
-    space: Fp8ExpertSpace,
-    num_sms: int,
-    num_tokens: Tensor | None = None,
+    x: Fp8Rows, sumsq: Tensor, choice: Choice, weight: Fp8Weight, eps: float, *, activation: str = "silu",
+    bias: Tensor | None = None, space: Fp8ExpertSpace, num_sms: int, num_tokens: Tensor | None = None,
     config: GemmConfig | None = None,
-) -> Fp8Rows:
+) -> Fp8Rows:  # fmt: skip
     """Apply the norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate), into rows of `space.hidden`.
 
     x: T rows of H, times the norm's weight; sumsq `[parts, T]` float32; bias `[E, 2 I]`; choice is of the same tokens.
@@ -226,36 +192,21 @@ def experts_gate_up(
     tokens, hidden = x.values.shape
     count, top = len(weight.values), choice.experts.shape[1]
     config = _config(config, tokens, weight, top)
-    tiles, padded, wide = -(-tokens // TILE), max(16, triton.next_power_of_2(count)), triton.next_power_of_2(top)
-    each = max(1, 32 // wide)  # tokens per program
-    columns = COLUMNS if tokens <= FEW_TOKENS else 8 * COLUMNS
-    _scatter_kernel[(-(-tokens // each), -(-hidden // columns))](
+    grid, options = scatter_options(tokens, hidden, count, top, config, COLUMNS)
+    _scatter_kernel[grid](
         x.values.view(torch.uint8), x.scale, x.scale.stride(0), sumsq, sumsq.stride(0), choice.experts, choice.rank,
         choice.counts, space.place, space.rows.values.view(torch.uint8), space.rows.scale, space.rows.scale.stride(0),
-        space.factor, space.tiles, space.number, num_tokens, tokens, hidden, eps, E=count, EP=padded, K=top, KP=wide,
-        BT=TILE, TOKENS=each, COLUMNS=columns, BC=COLUMNS,
-        CHUNK=max(1, min(32, 4096 // padded, triton.next_power_of_2(tiles))),
-        PAD=config.tokens, GROUP=config.group, PARTS=sumsq.shape[0], FIELDS=TILE_FIELDS, num_warps=4, **pdl_options(),
+        space.factor, space.tiles, space.number, num_tokens, tokens, hidden, eps, PARTS=sumsq.shape[0], **options,
     )  # fmt: skip
     _grouped(space.rows, weight, bias, space.factor, space.hidden, space, config, num_sms, tokens, activation)
     return space.hidden
 
 
 def experts_residual(
-    choice: Choice,
-    weight: Fp8Weight,
-    x: Tensor,
-    *,
-    bias: Tensor | None = None,
-    out: Tensor,
-    sumsq: Tensor,
-    quantized: Fp8Rows | None = None,
-    next_norm: Tensor | None = None,
-    space: Fp8ExpertSpace,
-    num_sms: int,
-    num_tokens: Tensor | None = None,
-    config: GemmConfig | None = None,
-) -> tuple[Tensor, Tensor]:
+    choice: Choice, weight: Fp8Weight, x: Tensor, *, bias: Tensor | None = None, out: Tensor, sumsq: Tensor,
+    quantized: Fp8Rows | None = None, next_norm: Tensor | None = None, space: Fp8ExpertSpace, num_sms: int,
+    num_tokens: Tensor | None = None, config: GemmConfig | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write x `[T, H]` plus the weighted sum of the experts' GEMMs of `space.hidden` to `out` (may be x).
 
     `quantized` gets that times `next_norm [H]`, as the next GEMM's operand. bias `[E, H]`; sumsq `[parts, T]` float32
@@ -285,14 +236,7 @@ def _switch_kernel(
     row = tl.program_id(0).to(tl.int64)
     if row >= live_tokens(num_tokens, T):
         return
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in tl.range(0, H, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        value = tl.load(x + row * H + at, mask=at < H, other=0.0).to(tl.float32)
-        total += value * tl.load(gate + at, mask=at < H, other=0.0).to(tl.float32)
-    part = tl.arange(0, triton.next_power_of_2(PARTS))
-    squares = tl.sum(tl.load(sumsq + part * stride_sumsq + row, mask=part < PARTS, other=0.0), axis=0)
-    switch = 1.0 / (1.0 + tl.exp(-tl.sum(total, axis=0) * tl.rsqrt(squares / H + eps)))
+    switch = shared_gate(x, sumsq, stride_sumsq, gate, row, H, eps, PARTS, BLOCK)
     block = tl.arange(0, BLOCKS)
     place = scale + block * stride_scale + row
     tl.store(place, tl.load(place, mask=block < blocks, other=0.0) * switch, mask=block < blocks)

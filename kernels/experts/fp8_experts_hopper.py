@@ -13,44 +13,19 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.kernels.common.dependent_launch import pdl_options
-from weft.kernels.common.hopper import load_tile, skip_stages, store_tile
-from weft.kernels.experts.experts_hopper import unit_of
+from weft.kernels.common.hopper import follow_previous, ring_barriers, skip_stages, store_tile
+from weft.kernels.experts.experts_hopper import produce_tiles, unit_of
 from weft.kernels.experts.experts_triton import hidden_of
 from weft.kernels.formats.fp8 import Fp8Rows, Fp8Weight
-from weft.kernels.formats.fp8_gluon import power_of_two
+from weft.kernels.formats.fp8_triton import power_of_two
 from weft.kernels.matmul.fp8_hopper import dequantized, promoted
 from weft.kernels.matmul.gemm_config import GemmConfig
 
 BLOCK_DEPTH = 128
-
-
-@gluon.jit
-def _produce(
-    a, w, tiles, units, tiles_n, steps, N, a_smem, w_smem, full, empty,
-    BN: gl.constexpr, STAGES: gl.constexpr, FIELDS: gl.constexpr,
-):  # fmt: skip
-    count = 0
-    expert, tile_m, tile_n, rows = unit_of(gl.program_id(0), units, tiles, tiles_n, FIELDS)
-    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        row, col, both = tile_m * 128, expert * N + tile_n * BN, rows > 64
-        expert, tile_m, tile_n, rows = unit_of(unit + gl.num_programs(0), units, tiles, tiles_n, FIELDS)
-        for step in range(steps):
-            stage = count % STAGES
-            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            bar = full.index(stage)
-            a_stage = a_smem.index(stage)
-            if both:
-                mbarrier.expect(bar, (128 + BN) * 128)
-                load_tile(a, [row + 64, step * 128], bar, a_stage.slice(64, 64))
-            else:
-                mbarrier.expect(bar, (64 + BN) * 128)
-            load_tile(a, [row, step * 128], bar, a_stage.slice(0, 64))
-            load_tile(w, [col, step * 128], bar, w_smem.index(stage))
-            count += 1
 
 
 @gluon.jit
@@ -133,16 +108,8 @@ def grouped_kernel(
     # unused buffers are one small tile
     io_smem = gl.allocate_shared_memory(DTYPE, [1, 8, 64] if GATED else [2, 64, 128], sixteen)
     q_smem = gl.allocate_shared_memory(gl.float8e4nv, [2, 64, 128] if GATED else [1, 8, 128], eight)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-                                  pack=1)  # fmt: skip
+    full, empty = ring_barriers(STAGES, 2)
+    follow_previous(PDL)
     tiles_n = gl.cdiv(N, BN)
     steps = gl.cdiv(K, 128)
     units = gl.load(number) * tiles_n
@@ -154,7 +121,8 @@ def grouped_kernel(
             (_consume, (out, q_desc, q_scale, stride_q, sa, stride_sa, sw, stride_sw, factor, bias, tiles, units,
                         tiles_n, steps, R, N, a_smem, w_smem, io_smem, q_smem, full, empty, 1, GATED, OAI, HAS_BIAS,
                         BN, STAGES, FIELDS, W_BLOCKS, DTYPE)),
-            (_produce, (a, w, tiles, units, tiles_n, steps, N, a_smem, w_smem, full, empty, BN, STAGES, FIELDS)),
+            (produce_tiles, (a, w, tiles, units, tiles_n, steps, N, a_smem, w_smem, full, empty, BN, 128, 128, STAGES,
+                             FIELDS)),
         ],
         [4, 1],
         [240, 24],

@@ -188,22 +188,10 @@ def _choose_kernel(
 
 
 def route(
-    x: Tensor,
-    sumsq: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    *,
-    kind: str,
-    top: int,
-    normalise: bool,
-    scaling: float = 1.0,
-    bias: Tensor | None = None,
-    choice_bias: Tensor | None = None,
-    groups: int = 1,
-    top_groups: int = 1,
-    out: Choice,
-    num_tokens: Tensor | None = None,
-) -> Choice:
+    x: Tensor, sumsq: Tensor | None, weight: Tensor, eps: float, *, kind: str, top: int, normalise: bool,
+    scaling: float = 1.0, bias: Tensor | None = None, choice_bias: Tensor | None = None, groups: int = 1,
+    top_groups: int = 1, out: Choice, num_tokens: Tensor | None = None,
+) -> Choice:  # fmt: skip
     """See the reference. x `[T, H]` of 16 bits, sumsq `[parts, T]` float32, weight `[E, H]` float32.
 
     num_tokens `[1]` int32 in device memory: rows from there on choose nothing and are not counted.

@@ -7,16 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-
-@gluon.jit
-def power_of_two(amax):
-    """Return `fp8.power_of_two_scale` and its inverse."""
-    bits = amax.to(gl.int32, bitcast=True)
-    exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
-    exponent = gl.minimum(gl.maximum(exponent, -40), 120)
-    exponent = gl.where((bits >> 23) == 255, 128, exponent)
-    scale = ((exponent + 127) << 23).to(gl.float32, bitcast=True)
-    return scale, (gl.maximum(127 - exponent, 0) << 23).to(gl.float32, bitcast=True)
+from weft.kernels.formats.fp8_triton import power_of_two
 
 
 @gluon.jit

@@ -68,18 +68,10 @@ def _embed_kernel(
 
 
 def embed(
-    token_ids: Tensor,
-    table: Tensor,
-    *,
-    scale: float = 1.0,
-    position_table: Tensor | None = None,
-    positions: Tensor | None = None,
-    centred: bool = False,
-    out: Tensor,
-    sumsq: Tensor,
-    quantized: Fp8Rows | None = None,
-    next_norm: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    token_ids: Tensor, table: Tensor, *, scale: float = 1.0, position_table: Tensor | None = None,
+    positions: Tensor | None = None, centred: bool = False, out: Tensor, sumsq: Tensor,
+    quantized: Fp8Rows | None = None, next_norm: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Look up rows of `table [V, H]` for `token_ids [T]` into `out [T, H]`; returns out and `sumsq[:1]`, float32 `[1,
     T]`.
 
@@ -131,16 +123,9 @@ def _final_norm_kernel(
 
 
 def final_norm(
-    x: Tensor,
-    sumsq: Tensor,
-    rows: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    *,
-    norm_bias: Tensor | None = None,
-    centred: bool = False,
-    out: Tensor,
-) -> Tensor:
+    x: Tensor, sumsq: Tensor, rows: Tensor, norm_weight: Tensor, eps: float, *, norm_bias: Tensor | None = None,
+    centred: bool = False, out: Tensor,
+) -> Tensor:  # fmt: skip
     """Write normed rows `x[rows]` to `out [S, H]` for the vocabulary GEMM (`gemm.matmul`). sumsq `[parts, T]`.
 
     norm_weight `[H]`; norm_bias `[H]` of a LayerNorm, which subtracts the rows' mean (`centred`).

@@ -30,10 +30,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from weft.kernels.common.dependent_launch import pdl_options
 from weft.kernels.common.hopper import await_previous, barrier, let_next_start, load_tile
 from weft.kernels.formats.fp8 import Fp8Rows, Fp8Weight
-from weft.kernels.formats.fp8_gluon import power_of_two
+from weft.kernels.formats.fp8_triton import power_of_two
 from weft.kernels.matmul.fp8_few_config import MAX_TOKENS, distribute, few_config
 from weft.kernels.matmul.fp8_hopper import gated
-from weft.kernels.matmul.gemm_hopper import activate, page_rows
+from weft.kernels.matmul.gemm_activations import activate
+from weft.kernels.matmul.gemm_hopper import page_rows
 from weft.kernels.matmul.gemm_launch import Workspace
 
 

@@ -34,11 +34,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.kernels.common.dependent_launch import pdl_options
-from weft.kernels.common.hopper import load_tile, store_tile
+from weft.kernels.common.hopper import follow_previous, live_tokens, load_operands, load_tile, ring_barriers, store_tile
 from weft.kernels.formats.fp8 import Fp8Rows, Fp8Weight
-from weft.kernels.formats.fp8_gluon import power_of_two
+from weft.kernels.formats.fp8_triton import power_of_two
 from weft.kernels.matmul.fp8_triton import weight_blocks
-from weft.kernels.matmul.gemm_hopper import activate, load_row_scale, page_rows, rotate_half, split_halves, tile_of
+from weft.kernels.matmul.gemm_activations import activate
+from weft.kernels.matmul.gemm_hopper import (
+    load_row_scale,
+    multiply,
+    normed_head,
+    page_rows,
+    rotate_half,
+    split_halves,
+    store_heads,
+)
+from weft.kernels.matmul.gemm_tiles import tile_of
 
 BLOCK_TOKENS, BLOCK_DEPTH = 128, 128
 
@@ -58,12 +68,8 @@ def _produce(
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
         for step in range(steps):
-            stage = count % STAGES
-            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), (128 + BN) * 128)
-            load_tile(a, [tile_m * 128, step * 128], full.index(stage), a_smem.index(stage))
-            load_tile(w, [tile_n * BN, step * 128], full.index(stage), w_smem.index(stage))
-            count += 1
+            count = load_operands(a, w, tile_m * 128, tile_n * BN, step, a_smem, w_smem, full, empty, count, 128,
+                                  (128 + BN) * 128, STAGES)  # fmt: skip
             if KIND == "residual":  # noqa: SIM102 (the outer one is settled when compiled)
                 if step == gl.minimum(STAGES, steps - 1):
                     for half in gl.static_range(2):
@@ -73,27 +79,6 @@ def _produce(
                             load_tile(x, [tile_m * 128 + half * 64, tile_n * BN + piece * 128], x_full.index(half),
                                       io_smem.index(half * PIECES + piece))  # fmt: skip
         turn += 1  # noqa: SIM113
-
-
-@gluon.jit
-def _fast(
-    a_smem, w_smem, full, empty, sa, rows, live, count, steps,
-    WG: gl.constexpr, BN: gl.constexpr, ACC: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Return `[64, BN]` of one tile and the stages used so far."""
-    acc = gl.zeros([64, BN], gl.float32, layout=ACC)
-    for step in range(steps):
-        stage = count % STAGES
-        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-        a_mine = a_smem.index(stage).slice(WG * 64, 64)
-        acc = warpgroup_mma(a_mine, w_smem.index(stage).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        # at most this step is still in flight: the previous one has released its stage
-        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
-        count += 1
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-    return acc * gl.load(sa + rows, mask=rows < live, other=1.0)[:, None], count
 
 
 @gluon.jit
@@ -266,43 +251,6 @@ def _leave_quantized(z, amax, q_smem, q_desc, q_scale, stride_q, row0, col, rows
 
 
 @gluon.jit
-def _to_pages(
-    y, io, rows, col0, q_out, kv, kv_inverse, page_row, live, layer,
-    HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, KV8: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """Write 16-bit `y [64, 128]` to q or the pages, in rows of 16-byte (in FP8 pages 8-byte) pieces."""
-    io.store(y)
-    tile = io.load(ROWS)
-    col = col0 + gl.arange(0, 128, layout=gl.SliceLayout(0, ROWS))
-    is_v = (col >= (HQ + HKV) * D).to(gl.int32)
-    real = (rows < live)[:, None]
-    q_at = q_out + rows.to(gl.int64)[:, None] * (HQ * D) + col[None, :]
-    gl.store(q_at, tile, mask=real & (col < HQ * D)[None, :])
-    within = col - HQ * D + is_v * ((PAGE - 1) * HKV * D)
-    kv_at = kv + page_row[:, None] * (HKV * D) + within[None, :]
-    is_kv = (col >= HQ * D) & (col < (HQ + 2 * HKV) * D)
-    if KV8:
-        inverse = gl.load(kv_inverse + layer * (2 * HKV) + (col - HQ * D) // D, mask=is_kv, other=1.0)
-        stored = (tile.to(gl.float32) * inverse[None, :]).to(gl.float8e4nv)
-        gl.store(kv_at, stored, mask=real & is_kv[None, :])
-    else:
-        gl.store(kv_at, tile, mask=real & is_kv[None, :])
-
-
-@gluon.jit
-def _normed_head(y, col0, lane, eps, q_norm, k_norm, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr):
-    """Apply the norm of the head `y [64, D]`."""
-    gl.static_assert(y.shape[1] == D)
-    col = col0 + lane
-    weight = gl.load(q_norm + lane, mask=col < HQ * D, other=0.0).to(gl.float32)
-    weight += gl.load(k_norm + lane, mask=(col >= HQ * D) & (col < (HQ + HKV) * D), other=0.0).to(gl.float32)
-    weight = gl.where(col >= (HQ + HKV) * D, 1.0, weight)
-    inverse = gl.rsqrt(gl.sum(y * y, axis=1) / D + eps)
-    inverse = gl.where(col0 >= (HQ + HKV) * D, 1.0, inverse)
-    return y * inverse[:, None] * weight[None, :]
-
-
-@gluon.jit
 def _consume(
     rings, places, sums, heads, live, tiles_m, tiles_n, steps, N, K, WG: gl.constexpr,
     KIND: gl.constexpr, WAY: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
@@ -340,7 +288,8 @@ def _consume(
             )  # fmt: skip
         else:
             wide_rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
-            acc, count = _fast(a_smem, w_smem, full, empty, sa, wide_rows, live, count, steps, WG, BN, ACC, STAGES)
+            acc, count = multiply(a_smem, w_smem, full, empty, count, steps, WG, BN, ACC, BN, STAGES)
+            acc = acc * gl.load(sa + wide_rows, mask=wide_rows < live, other=1.0)[:, None]
             if BN == 256:
                 left, right = split_halves(acc)
                 left = gl.convert_layout(left, HALF)
@@ -417,9 +366,9 @@ def _consume(
                 col = col0 + piece * 128
                 y = dequantized(left if piece == 0 else right, scale, sw, bias, col, N, W_BLOCKS, True, HAS_BIAS, HALF)
                 if HAS_NORM:
-                    y = _normed_head(y, col, lane, eps, q_norm, k_norm, HQ, HKV, D)
+                    y = normed_head(y, col, lane, eps, q_norm, k_norm, HQ, HKV, D)
                 y = rotate_half(y, cos_sin, (col + lane >= (HQ + HKV) * D)[None, :])
-                _to_pages(y.to(DTYPE), io_smem.index(WG), slot_rows, col, out, kv, kv_inverse, page_row, live, layer,
+                store_heads(y.to(DTYPE), io_smem.index(WG), slot_rows, col, out, kv, kv_inverse, page_row, live, layer,
                           HQ, HKV, D, PAGE, KV8, ROWS)  # fmt: skip
         turn += 1  # noqa: SIM113
     tma.store_wait(0)
@@ -444,27 +393,13 @@ def product_kernel(
     # unused buffers are one small tile
     io_smem = gl.allocate_shared_memory(DTYPE, [IO, 64, 128] if KIND != "gate_up" else [1, 8, 64], sixteen)
     q_smem = gl.allocate_shared_memory(gl.float8e4nv, [2, 64, 128] if QUANTIZED else [1, 8, 128], eight)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    full, empty = ring_barriers(STAGES, 2)
     # only where they are used: see `gemm_hopper`
     x_full, x_empty = full, empty
     if KIND == "residual":
-        x_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-        x_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-        for half in gl.static_range(2):
-            mbarrier.init(x_full.index(half), count=1)
-            mbarrier.init(x_empty.index(half), count=1)
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-                                  pack=1)  # fmt: skip
-    live = M
-    if HAS_COUNT:
-        live = gl.minimum(gl.load(num_tokens), M)
+        x_full, x_empty = ring_barriers(2, 1)
+    follow_previous(PDL)
+    live = live_tokens(num_tokens, M, HAS_COUNT)
     tiles_m = gl.cdiv(live, 128)
     tiles_n = gl.cdiv(N, BN)
     steps = gl.cdiv(K, 128)

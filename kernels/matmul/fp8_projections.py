@@ -18,6 +18,7 @@ from weft.kernels.matmul import fp8_triton, tuned
 from weft.kernels.matmul.fp8_few_config import few_config, is_few
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_launch import Launch, Workspace
+from weft.kernels.matmul.projections import norm_fields
 
 FEW_TOKENS = 128
 """Up to this many tokens, the weight is the left operand."""
@@ -156,13 +157,6 @@ def residual_span(num_tokens: int, features: int, depth: int, num_sms: int) -> i
     return by_rule("residual", num_tokens, features, depth, num_sms).features
 
 
-def _norm_fields(sumsq: Tensor | None, eps: float) -> dict[str, Any]:
-    if sumsq is None:
-        return {}
-    sumsq = sumsq if sumsq.dim() == 2 else sumsq[None]
-    return {"sumsq": sumsq, "stride_sumsq": sumsq.stride(0), "eps": eps, "PARTS": sumsq.shape[0]}
-
-
 def rows_buffer(num_tokens: int, width: int, device: torch.device | str, *, span: int = BLOCK) -> Fp8Rows:
     """Allocate activations for an epilogue to write."""
     return Fp8Rows(
@@ -173,28 +167,12 @@ def rows_buffer(num_tokens: int, width: int, device: torch.device | str, *, span
 
 
 def qkv_project(
-    x: Fp8Rows,
-    sumsq: Tensor,
-    weight: Fp8Weight,
-    bias: Tensor | None,
-    eps: float,
-    rotary: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    kv: Tensor,
-    layer: int,
-    num_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    kv_scales: KvScales | None = None,
-    *,
-    out: Tensor,
-    num_sms: int,
-    space: Workspace | None = None,
-    num_tokens: Tensor | None = None,
-    config: GemmConfig | None = None,
+    x: Fp8Rows, sumsq: Tensor, weight: Fp8Weight, bias: Tensor | None, eps: float, rotary: Tensor, positions: Tensor,
+    slot_mapping: Tensor, kv: Tensor, layer: int, num_heads: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, kv_scales: KvScales | None = None, *, out: Tensor, num_sms: int,
+    space: Workspace | None = None, num_tokens: Tensor | None = None, config: GemmConfig | None = None,
     way: str = "promoted",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """As `projections.qkv_project` for heads of 64 or 128. q goes to `out [T, Hq, D]` of 16 bits, K and V to the pages
     of `kv`, in e4m3 if `kv_scales` are given."""
     if not (kv.is_contiguous() and out.is_contiguous() and rotary.is_contiguous()):
@@ -210,27 +188,16 @@ def qkv_project(
     _launch(
         "qkv", x, weight, out, None, num_tokens, space, config, num_sms, way, out.dtype, bias=bias, rotary=rotary,
         positions=positions, slots=slot_mapping, kv=kv, layer=layer, layers=layers, q_norm=q_norm, k_norm=k_norm,
-        HQ=num_heads, HKV=num_kv_heads, D=head_dim, PAGE=page_size, **_norm_fields(sumsq, eps), **fields,
+        HQ=num_heads, HKV=num_kv_heads, D=head_dim, PAGE=page_size, **norm_fields(sumsq, eps), **fields,
     )  # fmt: skip
     return out
 
 
 def residual_project(
-    a: Fp8Rows,
-    weight: Fp8Weight,
-    x: Tensor,
-    *,
-    out: Tensor,
-    sumsq: Tensor,
-    quantized: Fp8Rows | None = None,
-    next_norm: Tensor | None = None,
-    bias: Tensor | None = None,
-    num_sms: int,
-    space: Workspace | None = None,
-    num_tokens: Tensor | None = None,
-    config: GemmConfig | None = None,
-    way: str = "promoted",
-) -> tuple[Tensor, Tensor]:
+    a: Fp8Rows, weight: Fp8Weight, x: Tensor, *, out: Tensor, sumsq: Tensor, quantized: Fp8Rows | None = None,
+    next_norm: Tensor | None = None, bias: Tensor | None = None, num_sms: int, space: Workspace | None = None,
+    num_tokens: Tensor | None = None, config: GemmConfig | None = None, way: str = "promoted",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write `x + a @ weight.T` to `out` (may be `x` itself), with partial sums of squares.
 
     `quantized` gets the same times `next_norm [H]` as the next GEMM's operand, with scales for `quantized.span` columns
@@ -247,46 +214,26 @@ def residual_project(
 
 
 def gate_up_project(
-    x: Fp8Rows,
-    sumsq: Tensor | None,
-    weight: Fp8Weight,
-    eps: float,
-    *,
-    activation: str = "silu",
-    bias: Tensor | None = None,
-    quantized: Fp8Rows,
-    num_sms: int,
-    space: Workspace | None = None,
-    num_tokens: Tensor | None = None,
-    config: GemmConfig | None = None,
-    way: str = "promoted",
-) -> Fp8Rows:
+    x: Fp8Rows, sumsq: Tensor | None, weight: Fp8Weight, eps: float, *, activation: str = "silu",
+    bias: Tensor | None = None, quantized: Fp8Rows, num_sms: int, space: Workspace | None = None,
+    num_tokens: Tensor | None = None, config: GemmConfig | None = None, way: str = "promoted",
+) -> Fp8Rows:  # fmt: skip
     """As `projections.gate_up_project`; the result is the next GEMM's operand."""
     _launch(
         "gate_up", x, weight, None, quantized, num_tokens, space, config, num_sms, way, torch.bfloat16, bias=bias,
-        ACT=activation, **_norm_fields(sumsq, eps),
+        ACT=activation, **norm_fields(sumsq, eps),
     )  # fmt: skip
     return quantized
 
 
 def linear_project(
-    x: Fp8Rows,
-    sumsq: Tensor | None,
-    weight: Fp8Weight,
-    eps: float = 0.0,
-    *,
-    activation: str = "",
-    bias: Tensor | None = None,
-    out: Tensor,
-    num_sms: int,
-    space: Workspace | None = None,
-    num_tokens: Tensor | None = None,
-    config: GemmConfig | None = None,
-    way: str = "promoted",
-) -> Tensor:
+    x: Fp8Rows, sumsq: Tensor | None, weight: Fp8Weight, eps: float = 0.0, *, activation: str = "",
+    bias: Tensor | None = None, out: Tensor, num_sms: int, space: Workspace | None = None,
+    num_tokens: Tensor | None = None, config: GemmConfig | None = None, way: str = "promoted",
+) -> Tensor:  # fmt: skip
     """Apply norm, matrix, bias and activation: `out [T, N]` of 16 bits."""
     _launch(
         "linear", x, weight, out, None, num_tokens, space, config, num_sms, way, out.dtype, bias=bias, ACT=activation,
-        **_norm_fields(sumsq, eps),
+        **norm_fields(sumsq, eps),
     )  # fmt: skip
     return out

@@ -103,16 +103,9 @@ def _norm_kernel(
 
 
 def norm_rows(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-    sumsq: Tensor | None = None,
-    eps: float = 0.0,
-    *,
-    centred: bool,
-    out: Fp8Rows,
-    num_tokens: Tensor | None = None,
-) -> Fp8Rows:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None = None, sumsq: Tensor | None = None, eps: float = 0.0, *,
+    centred: bool, out: Fp8Rows, num_tokens: Tensor | None = None,
+) -> Fp8Rows:  # fmt: skip
     """Quantize `x [T, K]` of 16 bits after a norm with `weight [K]` and `bias [K]` into `out`.
 
     Rows from `num_tokens` on do not change. Without a bias the row factor 1 / rms is left to the following GEMM

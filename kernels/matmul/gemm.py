@@ -25,18 +25,10 @@ def run_gemm(
 
 
 def matmul(
-    a: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    *,
-    num_sms: int,
-    space: Workspace | None = None,
-    num_tokens: Tensor | None = None,
-    config: GemmConfig | None = None,
-    bias: Tensor | None = None,
-    factor: float = 1.0,
-    softcap: float = 0.0,
-) -> Tensor:
+    a: Tensor, weight: Tensor, out: Tensor, *, num_sms: int, space: Workspace | None = None,
+    num_tokens: Tensor | None = None, config: GemmConfig | None = None, bias: Tensor | None = None,
+    factor: float = 1.0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Compute `out[M, N] = a[M, K] @ weight[N, K].T`; out is bf16, fp16 or float32.
 
     num_tokens: optional int32 scalar in device memory; rows past it do not change (up to a tile). bias `[N]` is added,

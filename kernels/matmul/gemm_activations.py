@@ -1,4 +1,4 @@
-"""MLP activations in GEMM epilogues, in Triton (reference: `reference/layer.py: ACTIVATIONS, gated`)."""
+"""MLP activations in GEMM epilogues (reference: `reference/layer.py: ACTIVATIONS, gated`)."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
@@ -29,7 +29,7 @@ def activate(y, ACT: tl.constexpr):
 def gate_with(gate, up, ACT: tl.constexpr):
     """Return ACT(gate) * up, float32."""
     if ACT == "silu":
-        return gate * up / (1.0 + tl.exp(-gate))  # as in Gluon, to the bit
+        return gate * up / (1.0 + tl.exp(-gate))  # as `mid_epilogues`, to the bit
     else:
         return activate(gate, ACT) * up
 

@@ -29,19 +29,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from weft.kernels.common.hopper import load_tile, store_tile
+from weft.kernels.common.hopper import follow_previous, live_tokens, load_operands, load_tile, ring_barriers, store_tile
+from weft.kernels.matmul.gemm_activations import activate, gate_with
 from weft.kernels.matmul.gemm_launch import Launch
+from weft.kernels.matmul.gemm_tiles import tile_of
 
 BLOCK_TOKENS, BLOCK_FEATURES, BLOCK_DEPTH = 128, 256, 64
-
-
-@gluon.jit
-def tile_of(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
-    group = tile // (GROUP * tiles_n)
-    first = group * GROUP
-    size = gl.minimum(tiles_m - first, GROUP)
-    inside = tile % (GROUP * tiles_n)
-    return first + inside % size, inside // size
 
 
 @gluon.jit
@@ -96,12 +89,8 @@ def _produce(
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
         for step in range(steps):
-            stage = count % STAGES
-            mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), (128 + BN) * BK * 2)
-            load_tile(a, [tile_m * 128, step * BK], full.index(stage), a_smem.index(stage))
-            load_tile(w, [tile_n * BN, step * BK], full.index(stage), w_smem.index(stage))
-            count += 1
+            count = load_operands(a, w, tile_m * 128, tile_n * BN, step, a_smem, w_smem, full, empty, count, BK,
+                                  (128 + BN) * BK * 2, STAGES)  # fmt: skip
             if KIND == "residual":  # noqa: SIM102 (the outer one is settled when compiled)
                 if step == gl.minimum(STAGES, steps - 1):
                     for half in gl.static_range(2):
@@ -139,21 +128,22 @@ def split_halves(acc):
 
 @gluon.jit
 def rotate_half(y, cos_sin, skip):
-    """Rotate neighbor pairs of `y [64, W]`; columns with `skip` do not change."""
+    """Rotate neighbor pairs of `y [R, W]`; columns with `skip` do not change."""
+    ROWS: gl.constexpr = y.shape[0]
     WIDTH: gl.constexpr = y.shape[1]
-    y_pairs = gl.reshape(y, (64, WIDTH // 2, 2))
+    y_pairs = gl.reshape(y, (ROWS, WIDTH // 2, 2))
     a, b = gl.split(y_pairs)
-    cos, sin = gl.split(gl.reshape(cos_sin, (64, WIDTH // 2, 2)))
-    rotated = gl.reshape(gl.join(a * cos - b * sin, b * cos + a * sin), (64, WIDTH))
+    cos, sin = gl.split(gl.reshape(cos_sin, (ROWS, WIDTH // 2, 2)))
+    rotated = gl.reshape(gl.join(a * cos - b * sin, b * cos + a * sin), (ROWS, WIDTH))
     return gl.where(skip, y, gl.convert_layout(rotated, y.type.layout))
 
 
 @gluon.jit
-def _store_half(
-    y, io, rows, col0, q_out, kv, page_row, live,
-    HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, ROWS: gl.constexpr,
+def store_heads(
+    y, io, rows, col0, q_out, kv, kv_inverse, page_row, live, layer,
+    HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, KV8: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Write one half `y [64, 128]` to q or the pages, in rows of 16-byte pieces."""
+    """Write 16-bit `y [64, 128]` to q or the pages, in rows of 16-byte (in FP8 pages 8-byte) pieces."""
     io.store(y)
     tile = io.load(ROWS)
     col = col0 + gl.arange(0, 128, layout=gl.SliceLayout(0, ROWS))
@@ -163,7 +153,26 @@ def _store_half(
     gl.store(q_at, tile, mask=real & (col < HQ * D)[None, :])
     within = col - HQ * D + is_v * ((PAGE - 1) * HKV * D)
     kv_at = kv + page_row[:, None] * (HKV * D) + within[None, :]
-    gl.store(kv_at, tile, mask=real & ((col >= HQ * D) & (col < (HQ + 2 * HKV) * D))[None, :])
+    is_kv = (col >= HQ * D) & (col < (HQ + 2 * HKV) * D)
+    if KV8:
+        inverse = gl.load(kv_inverse + layer * (2 * HKV) + (col - HQ * D) // D, mask=is_kv, other=1.0)
+        stored = (tile.to(gl.float32) * inverse[None, :]).to(gl.float8e4nv)
+        gl.store(kv_at, stored, mask=real & is_kv[None, :])
+    else:
+        gl.store(kv_at, tile, mask=real & is_kv[None, :])
+
+
+@gluon.jit
+def normed_head(y, col0, lane, eps, q_norm, k_norm, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr):
+    """Apply the norm of the head `y [64, D]`."""
+    gl.static_assert(y.shape[1] == D)
+    col = col0 + lane
+    weight = gl.load(q_norm + lane, mask=col < HQ * D, other=0.0).to(gl.float32)
+    weight += gl.load(k_norm + lane, mask=(col >= HQ * D) & (col < (HQ + HKV) * D), other=0.0).to(gl.float32)
+    weight = gl.where(col >= (HQ + HKV) * D, 1.0, weight)
+    inverse = gl.rsqrt(gl.sum(y * y, axis=1) / D + eps)
+    inverse = gl.where(col0 >= (HQ + HKV) * D, 1.0, inverse)
+    return y * inverse[:, None] * weight[None, :]
 
 
 @gluon.jit
@@ -214,41 +223,9 @@ def _qkv_piece(
     if HAS_BIAS:
         y += gl.load(bias + col, mask=col < (HQ + 2 * HKV) * D, other=0.0).to(gl.float32)[None, :]
     if HAS_NORM:
-        gl.static_assert(y.shape[1] == D)
-        weight = gl.load(q_norm + lane, mask=col < HQ * D, other=0.0).to(gl.float32)
-        weight += gl.load(k_norm + lane, mask=(col >= HQ * D) & (col < (HQ + HKV) * D), other=0.0).to(gl.float32)
-        weight = gl.where(col >= (HQ + HKV) * D, 1.0, weight)
-        inverse = gl.rsqrt(gl.sum(y * y, axis=1) / D + eps)
-        inverse = gl.where(col0 >= (HQ + HKV) * D, 1.0, inverse)
-        y = y * inverse[:, None] * weight[None, :]
+        y = normed_head(y, col0, lane, eps, q_norm, k_norm, HQ, HKV, D)
     y = rotate_half(y, cos_sin, (col >= (HQ + HKV) * D)[None, :])
-    _store_half(y.to(DTYPE), io, slot_rows, col0, out, kv, page_row, live, HQ, HKV, D, PAGE, ROWS)
-
-
-@gluon.jit
-def activate(y, ACT: gl.constexpr):
-    """As `gemm_activations.activate`."""
-    if ACT == "silu":
-        y = y / (1.0 + gl.exp(-y))
-    if ACT == "gelu":
-        y = 0.5 * y * (1.0 + gl.erf(y * 0.7071067811865476))
-    if ACT == "gelu_tanh":
-        y = y / (1.0 + gl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
-    if ACT == "relu":
-        y = gl.maximum(y, 0.0)
-    if ACT == "relu2":
-        y = gl.maximum(y, 0.0)
-        y = y * y
-    return y
-
-
-@gluon.jit
-def _gate_with(gate, up, ACT: gl.constexpr):
-    """As `gemm_activations.gate_with`, to the bit."""
-    if ACT == "silu":
-        return gate * up / (1.0 + gl.exp(-gate))
-    else:
-        return activate(gate, ACT) * up
+    store_heads(y.to(DTYPE), io, slot_rows, col0, out, kv, None, page_row, live, 0, HQ, HKV, D, PAGE, False, ROWS)
 
 
 @gluon.jit
@@ -320,7 +297,7 @@ def _consume(
                 acc = acc * scale[:, None]
             acc = with_bias(acc, bias, tile_n * BN, N, HAS_BIAS, ACC)
             gate, up = gl.split(gl.reshape(acc, (64, BN // 2, 2)))
-            h = _gate_with(gate, up, ACT)
+            h = gate_with(gate, up, ACT)
             tma.store_wait(0)
             io.store(gl.convert_layout(h.to(DTYPE), HALF))
             fence_async_shared()
@@ -367,28 +344,14 @@ def product_kernel(
     a_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 128, BK], shared)
     w_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BN, BK], shared)
     io_smem = gl.allocate_shared_memory(DTYPE, [2, 64, IO], shared)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    full, empty = ring_barriers(STAGES, 2)
     # Only where they are used. The compiler puts the workers' arguments into dead memory, and former mbarrier memory
     # must not be reused: such arguments turned into barriers again after another process had used the GPU.
     x_full, x_empty = full, empty
     if KIND == "residual":
-        x_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-        x_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-        for half in gl.static_range(2):
-            mbarrier.init(x_full.index(half), count=1)
-            mbarrier.init(x_empty.index(half), count=1)
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-                                  pack=1)  # fmt: skip
-    live = M
-    if HAS_COUNT:
-        live = gl.minimum(gl.load(num_tokens), M)
+        x_full, x_empty = ring_barriers(2, 1)
+    follow_previous(PDL)
+    live = live_tokens(num_tokens, M, HAS_COUNT)
     tiles_m = gl.cdiv(live, 128)
     tiles_n = gl.cdiv(N, BN)
     steps = gl.cdiv(K, BK)
@@ -411,18 +374,8 @@ def product_kernel(
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _FIELDS: dict[str, Any] = dict.fromkeys(
     ("sumsq", "bias", "rotary", "positions", "slots", "kv", "q_norm", "k_norm"), None
-) | {
-    "stride_sumsq": 0,
-    "eps": 0.0,
-    "layer": 0,
-    "layers": 0,
-    "PARTS": 1,
-    "HQ": 1,
-    "HKV": 1,
-    "D": 128,
-    "PAGE": 1,
-    "ACT": "",
-}
+) | {"stride_sumsq": 0, "eps": 0.0, "layer": 0, "layers": 0, "PARTS": 1, "HQ": 1, "HKV": 1, "D": 128, "PAGE": 1,
+     "ACT": ""}  # fmt: skip
 
 
 def launch_gemm(

@@ -88,21 +88,10 @@ def _place_kernel(
 
 
 def place_heads(
-    raw: Tensor,
-    eps: float,
-    rotary: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    kv: Tensor,
-    layer: int,
-    num_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    kv_scales: KvScales | None = None,
-    *,
-    out: Tensor,
-    num_tokens: Tensor | None = None,
-) -> Tensor:
+    raw: Tensor, eps: float, rotary: Tensor, positions: Tensor, slot_mapping: Tensor, kv: Tensor, layer: int,
+    num_heads: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, kv_scales: KvScales | None = None, *,
+    out: Tensor, num_tokens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Write raw q, k and v `[T, (Hq + 2 Hkv) D]` to `out [T, Hq, D]` and the pages; see `projections.qkv_project`.
 
     Rows from `num_tokens` on do not change. kv_scales: of e4m3 pages.

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from weft.kernels.common.hopper import store_tile
+from weft.kernels.matmul.gemm_hopper import page_rows, rotate_half
 
 
 @gluon.jit
@@ -27,17 +28,6 @@ def row_scale(sumsq, row0, live, stride, width, eps, ROWS: gl.constexpr, PARTS: 
 
 
 @gluon.jit
-def _rotate(y, cos_sin, skip):
-    """Rotate neighbor pairs of `y [R, W]`; columns with `skip` do not change."""
-    R: gl.constexpr = y.shape[0]
-    W: gl.constexpr = y.shape[1]
-    a, b = gl.split(gl.reshape(y, (R, W // 2, 2)))
-    cos, sin = gl.split(gl.reshape(cos_sin, (R, W // 2, 2)))
-    rotated = gl.reshape(gl.join(a * cos - b * sin, b * cos + a * sin), (R, W))
-    return gl.where(skip, y, gl.convert_layout(rotated, y.type.layout))
-
-
-@gluon.jit
 def _normed_rotated(
     y, scale, rows, live, col, positions, rotary, D: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr
 ):
@@ -46,7 +36,7 @@ def _normed_rotated(
     at = col + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, L))
     position = gl.load(positions + rows, mask=rows < live, other=0).to(gl.int64)
     cos_sin = gl.load(rotary + position[:, None] * D + (at % D)[None, :])
-    return _rotate(y, cos_sin, (at >= HEADS * D)[None, :])
+    return rotate_half(y, cos_sin, (at >= HEADS * D)[None, :])
 
 
 @gluon.jit
@@ -56,8 +46,7 @@ def _write_heads(
 ):  # fmt: skip
     """Write 16-bit `tile [R, W]` in layout L to q or the pages."""
     at = col + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, L))
-    slot = gl.load(slots + rows, mask=rows < live, other=0).to(gl.int64)
-    page_row = (slot // PAGE * layers + layer) * (2 * PAGE) + slot % PAGE
+    page_row = page_rows(slots, rows, live, layer, layers, PAGE)
     is_v = (at >= (HQ + HKV) * D).to(gl.int32)
     real = (rows < live)[:, None]
     q_at = out + rows.to(gl.int64)[:, None] * (HQ * D) + at[None, :]

@@ -26,16 +26,19 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from weft.kernels.common.dependent_launch import pdl_options
-from weft.kernels.common.hopper import barrier, load_tile, skip_stages
+from weft.kernels.common.hopper import (
+    await_previous,
+    barrier,
+    let_next_start,
+    live_tokens,
+    load_tile,
+    ring_barriers,
+    skip_stages,
+)
 from weft.kernels.matmul.gemm_launch import Workspace
 from weft.kernels.matmul.mid_config import BLOCK_DEPTH, BLOCK_TOKENS, PATIENCE, MidConfig
 from weft.kernels.matmul.mid_epilogues import add_splits, epilogue, row_scale
@@ -325,32 +328,20 @@ def mid_kernel(
     io0 = gl.allocate_shared_memory(DTYPE, [WGS, 64, I0] if SPLIT == 1 else [2, 8, I0], S0)
     io1 = gl.allocate_shared_memory(DTYPE, [WGS, 64, I1] if W1 > 0 and SPLIT == 1 else [2, 8, I1], S1)
     io2 = gl.allocate_shared_memory(DTYPE, [WGS, 64, I2] if W2 > 0 and SPLIT == 1 else [2, 8, I2], S2)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=WGS)
+    full, empty = ring_barriers(STAGES, WGS)
     # only where they are used: see `gemm_hopper`
     x_full, x_empty = full, empty
     if KIND == "residual" and SPLIT == 1:
-        x_full = gl.allocate_shared_memory(gl.int64, [WGS, 1], bar)
-        x_empty = gl.allocate_shared_memory(gl.int64, [WGS, 1], bar)
-        for half in gl.static_range(WGS):
-            mbarrier.init(x_full.index(half), count=1)
-            mbarrier.init(x_empty.index(half), count=1)
+        x_full, x_empty = ring_barriers(WGS, 1)
     tiles_n = gl.cdiv(N, WIDTH)
     steps = gl.cdiv(K, BK)
     if PDL:
         if AHEAD > 0:
             _, ahead_n, _, ahead_first, _ = _unit(gl.program_id(0), gl.cdiv(M, ROWS), steps, SPLIT)
             _fetch_ahead(weights, ahead_n, ahead_first, N, K, WIDTH, BK, AHEAD)
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
-                                  pack=1)  # fmt: skip
-    live = M
-    if HAS_COUNT:
-        live = gl.minimum(gl.load(num_tokens), M)
+        await_previous()
+        let_next_start()
+    live = live_tokens(num_tokens, M, HAS_COUNT)
     tiles_m = gl.cdiv(live, ROWS)
     rings = (a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full, empty, x_full, x_empty)
     places = (desc0, desc1, desc2, x, out, partial, words)

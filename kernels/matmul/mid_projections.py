@@ -63,33 +63,12 @@ def _launch(
     mid_hopper.launch_gemm(kind, config, a, weight, out, num_tokens, space, x, num_sms=num_sms, **fields)
 
 
-def _sums(sumsq: Tensor, eps: float) -> dict[str, Any]:
-    sumsq = sumsq if sumsq.dim() == 2 else sumsq[None]
-    return {"sumsq": sumsq, "stride_sumsq": sumsq.stride(0), "eps": eps, "PARTS": sumsq.shape[0]}
-
-
 def qkv_project(
-    x: Tensor,
-    sumsq: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    rotary: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    kv: Tensor,
-    layer: int,
-    num_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    *,
-    out: Tensor,
-    raw: Tensor | None = None,
-    num_sms: int,
-    space: Workspace | None = None,
-    num_tokens: Tensor | None = None,
-    config: GemmConfig | MidConfig | None = None,
-) -> Tensor:
+    x: Tensor, sumsq: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, rotary: Tensor,
+    positions: Tensor, slot_mapping: Tensor, kv: Tensor, layer: int, num_heads: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, *, out: Tensor, raw: Tensor | None = None, num_sms: int,
+    space: Workspace | None = None, num_tokens: Tensor | None = None, config: GemmConfig | MidConfig | None = None,
+) -> Tensor:  # fmt: skip
     """As `projections.qkv_project`."""
     head_dim = kv.shape[5]
     plain = (
@@ -105,28 +84,16 @@ def qkv_project(
     _launch(
         "qkv", mid, x, weight, out, num_sms, space, num_tokens, rotary=rotary, positions=positions, slots=slot_mapping,
         kv=kv, layer=layer, layers=kv.shape[1], HQ=num_heads, HKV=kv.shape[4], D=head_dim, PAGE=kv.shape[3],
-        **_sums(sumsq, eps),
+        **projections.norm_fields(sumsq, eps),
     )  # fmt: skip
     return out
 
 
 def residual_project(
-    a: Tensor,
-    weight: Tensor,
-    x: Tensor,
-    *,
-    out: Tensor,
-    sumsq: Tensor,
-    post_norm: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 0.0,
-    centred: bool = False,
-    raw: Tensor | None = None,
-    num_sms: int,
-    space: Workspace | None = None,
-    num_tokens: Tensor | None = None,
-    config: GemmConfig | MidConfig | None = None,
-) -> tuple[Tensor, Tensor]:
+    a: Tensor, weight: Tensor, x: Tensor, *, out: Tensor, sumsq: Tensor, post_norm: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 0.0, centred: bool = False, raw: Tensor | None = None, num_sms: int,
+    space: Workspace | None = None, num_tokens: Tensor | None = None, config: GemmConfig | MidConfig | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `projections.residual_project`."""
     plain = post_norm is None and bias is None and not centred and x.dtype == out.dtype == a.dtype and x.is_contiguous()
     mid = chosen(config, a.shape[0], weight, num_sms, space, plain=plain and out.is_contiguous())
@@ -143,19 +110,10 @@ def residual_project(
 
 
 def gate_up_project(
-    x: Tensor,
-    sumsq: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    *,
-    activation: str = "silu",
-    bias: Tensor | None = None,
-    out: Tensor,
-    num_sms: int,
-    space: Workspace | None = None,
-    num_tokens: Tensor | None = None,
-    config: GemmConfig | MidConfig | None = None,
-) -> Tensor:
+    x: Tensor, sumsq: Tensor | None, weight: Tensor, eps: float, *, activation: str = "silu",
+    bias: Tensor | None = None, out: Tensor, num_sms: int, space: Workspace | None = None,
+    num_tokens: Tensor | None = None, config: GemmConfig | MidConfig | None = None,
+) -> Tensor:  # fmt: skip
     """As `projections.gate_up_project`."""
     plain = activation == "silu" and bias is None and sumsq is not None and out.dtype == x.dtype
     mid = chosen(config, x.shape[0], weight, num_sms, space, plain=plain and out.is_contiguous())
@@ -164,24 +122,15 @@ def gate_up_project(
             x, sumsq, weight, eps, activation=activation, bias=bias, out=out, num_sms=num_sms, space=space,
             num_tokens=num_tokens, config=_other(config),
         )  # fmt: skip
-    _launch("gate_up", mid, x, weight, out, num_sms, space, num_tokens, **_sums(sumsq, eps))
+    _launch("gate_up", mid, x, weight, out, num_sms, space, num_tokens, **projections.norm_fields(sumsq, eps))
     return out
 
 
 def linear_project(
-    x: Tensor,
-    sumsq: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    *,
-    activation: str = "",
-    bias: Tensor | None = None,
-    out: Tensor,
-    num_sms: int,
-    space: Workspace | None = None,
-    num_tokens: Tensor | None = None,
+    x: Tensor, sumsq: Tensor | None, weight: Tensor, eps: float, *, activation: str = "", bias: Tensor | None = None,
+    out: Tensor, num_sms: int, space: Workspace | None = None, num_tokens: Tensor | None = None,
     config: GemmConfig | MidConfig | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """As `projections.linear_project`."""
     plain = not activation and bias is None and sumsq is None and out.dtype == x.dtype and out.is_contiguous()
     mid = chosen(config, x.shape[0], weight, num_sms, space, plain=plain)

@@ -29,7 +29,7 @@ def _parts(sumsq: Tensor) -> Tensor:
     return sumsq if sumsq.dim() == 2 else sumsq[None]
 
 
-def _scale_fields(sumsq: Tensor | None, eps: float) -> dict[str, Any]:
+def norm_fields(sumsq: Tensor | None, eps: float) -> dict[str, Any]:
     """Return the kernel arguments of the preceding norm."""
     if sumsq is None:
         return {"PARTS": 0}
@@ -47,27 +47,11 @@ def fuses_heads(head_dim: int, q_norm: Tensor | None, *, normed: bool = True) ->
 
 
 def qkv_project(
-    x: Tensor,
-    sumsq: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    rotary: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    kv: Tensor,
-    layer: int,
-    num_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    *,
-    out: Tensor,
-    raw: Tensor | None = None,
-    num_sms: int,
-    space: Workspace | None = None,
-    num_tokens: Tensor | None = None,
-    config: GemmConfig | None = None,
-) -> Tensor:
+    x: Tensor, sumsq: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, rotary: Tensor,
+    positions: Tensor, slot_mapping: Tensor, kv: Tensor, layer: int, num_heads: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, *, out: Tensor, raw: Tensor | None = None, num_sms: int,
+    space: Workspace | None = None, num_tokens: Tensor | None = None, config: GemmConfig | None = None,
+) -> Tensor:  # fmt: skip
     """Apply norm, QKV matrix, bias, q/k norm and rotary embedding; q goes to `out [T, Hq, D]`, K and V to pages of
     `kv`.
 
@@ -108,22 +92,10 @@ def qkv_project(
 
 
 def residual_project(
-    a: Tensor,
-    weight: Tensor,
-    x: Tensor,
-    *,
-    out: Tensor,
-    sumsq: Tensor,
-    post_norm: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 0.0,
-    centred: bool = False,
-    raw: Tensor | None = None,
-    num_sms: int,
-    space: Workspace | None = None,
-    num_tokens: Tensor | None = None,
-    config: GemmConfig | None = None,
-) -> tuple[Tensor, Tensor]:
+    a: Tensor, weight: Tensor, x: Tensor, *, out: Tensor, sumsq: Tensor, post_norm: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 0.0, centred: bool = False, raw: Tensor | None = None, num_sms: int,
+    space: Workspace | None = None, num_tokens: Tensor | None = None, config: GemmConfig | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write `x + a @ weight.T` to `out` (may be `x` itself), with partial sums of squares.
 
     sumsq `[max_parts, T]` float32 is scratch; returns out and the view `[parts, T]` of it that was written. bias `[H]`.
@@ -153,54 +125,32 @@ def residual_project(
 
 
 def gate_up_project(
-    x: Tensor,
-    sumsq: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    *,
-    activation: str = "silu",
-    bias: Tensor | None = None,
-    out: Tensor,
-    num_sms: int,
-    space: Workspace | None = None,
-    num_tokens: Tensor | None = None,
-    config: GemmConfig | None = None,
-) -> Tensor:
+    x: Tensor, sumsq: Tensor | None, weight: Tensor, eps: float, *, activation: str = "silu",
+    bias: Tensor | None = None, out: Tensor, num_sms: int, space: Workspace | None = None,
+    num_tokens: Tensor | None = None, config: GemmConfig | None = None,
+) -> Tensor:  # fmt: skip
     """Apply norm, gate-up matrix `[2 I, H]` (rows alternate), bias and gated activation: `out [T, I]`.
 
     sumsq `[parts, T]` float32. activation: one of `reference.layer.ACTIVATIONS`.
     """
     check_operands(x, weight)
     launch = launch_of(x.shape[0], weight.shape[0], x.shape[1], config, num_sms)
-    run_gemm(
-        "gate_up", launch, x, weight, out, num_tokens, space, bias=bias, ACT=activation, **_scale_fields(sumsq, eps)
-    )
+    run_gemm("gate_up", launch, x, weight, out, num_tokens, space, bias=bias, ACT=activation, **norm_fields(sumsq, eps))
     return out
 
 
 def linear_project(
-    x: Tensor,
-    sumsq: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    *,
-    activation: str = "",
-    bias: Tensor | None = None,
-    out: Tensor,
-    num_sms: int,
-    space: Workspace | None = None,
-    num_tokens: Tensor | None = None,
+    x: Tensor, sumsq: Tensor | None, weight: Tensor, eps: float, *, activation: str = "", bias: Tensor | None = None,
+    out: Tensor, num_sms: int, space: Workspace | None = None, num_tokens: Tensor | None = None,
     config: GemmConfig | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Apply norm, matrix `[N, H]`, bias and activation: `out [T, N]`. activation: "" is none.
 
     Used for the first GEMM of an MLP without a gate (`reference.layer.up_project`) and before a row pass.
     """
     check_operands(x, weight)
     launch = launch_of(x.shape[0], weight.shape[0], x.shape[1], config, num_sms)
-    run_gemm(
-        "linear", launch, x, weight, out, num_tokens, space, bias=bias, ACT=activation, **_scale_fields(sumsq, eps)
-    )
+    run_gemm("linear", launch, x, weight, out, num_tokens, space, bias=bias, ACT=activation, **norm_fields(sumsq, eps))
     return out
 
 

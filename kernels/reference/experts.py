@@ -37,20 +37,10 @@ def _grouped(scores: Tensor, groups: int, top_groups: int) -> Tensor:
 
 
 def route(
-    x: Tensor,
-    sumsq: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    *,
-    kind: str,
-    top: int,
-    normalise: bool,
-    scaling: float = 1.0,
-    bias: Tensor | None = None,
-    choice_bias: Tensor | None = None,
-    groups: int = 1,
+    x: Tensor, sumsq: Tensor | None, weight: Tensor, eps: float, *, kind: str, top: int, normalise: bool,
+    scaling: float = 1.0, bias: Tensor | None = None, choice_bias: Tensor | None = None, groups: int = 1,
     top_groups: int = 1,
-) -> Routing:
+) -> Routing:  # fmt: skip
     """Apply the norm and router matrix `[E, H]` float32, then choose experts, all in float32.
 
     kind: `softmax` over all experts, then the `top` best; `top_softmax`: the best, then a softmax over them; `sigmoid`
@@ -78,15 +68,9 @@ def route(
 
 
 def experts_gate_up(
-    x: Tensor,
-    sumsq: Tensor | None,
-    routing: Routing,
-    weight: Matrix,
-    eps: float,
-    *,
-    activation: str = "silu",
+    x: Tensor, sumsq: Tensor | None, routing: Routing, weight: Matrix, eps: float, *, activation: str = "silu",
     bias: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Apply norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate): `[T * K, I]`, by expert."""
     tokens = routing.order // routing.experts.shape[1]
     # an FP8 matrix carries the norm's weight

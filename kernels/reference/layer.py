@@ -83,14 +83,9 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
 
 
 def embed(
-    token_ids: Tensor,
-    table: Tensor,
-    *,
-    scale: float = 1.0,
-    position_table: Tensor | None = None,
-    positions: Tensor | None = None,
-    centred: bool = False,
-) -> tuple[Tensor, Tensor]:
+    token_ids: Tensor, table: Tensor, *, scale: float = 1.0, position_table: Tensor | None = None,
+    positions: Tensor | None = None, centred: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Look up rows of `table [V, H]` for `token_ids [T]` int: returns `x [T, H]` and `sumsq [T]`.
 
     scale is rounded to the table's dtype. position_table `[P, H]`: learned position embeddings; the row of each token's
@@ -135,22 +130,11 @@ def _all_heads_norm(q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor], eps: f
 
 
 def qkv_project(
-    x: Tensor,
-    sumsq: Tensor | None,
-    weight: Matrix,
-    bias: Tensor | None,
-    eps: float,
-    rotary: Tensor,
-    positions: Tensor | slice,
-    slot_mapping: Tensor,
-    kv: Tensor,
-    layer: int,
-    num_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    means: Means | None = None,
+    x: Tensor, sumsq: Tensor | None, weight: Matrix, bias: Tensor | None, eps: float, rotary: Tensor,
+    positions: Tensor | slice, slot_mapping: Tensor, kv: Tensor, layer: int, num_heads: int,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, means: Means | None = None,
     kv_inverse: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Apply norm (if `sumsq` is given), QKV matrix, bias, q/k norm and rotary embedding; write K and V to the pages.
 
     weight `[(Hq + 2 Hkv) D, H]` packed by `weight_layout`; rotary `[positions, D/2, 2]` float32; positions `[T]` int,
@@ -181,15 +165,9 @@ def qkv_project(
 
 
 def residual_project(
-    a: Tensor,
-    weight: Matrix,
-    x: Tensor,
-    *,
-    post_norm: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 0.0,
-    centred: bool = False,
-) -> tuple[Tensor, Tensor]:
+    a: Tensor, weight: Matrix, x: Tensor, *, post_norm: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 0.0, centred: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return `x + a @ weight.T`, rounded once, and its sum of squares. a `[T, K]`, weight `[H, K]`, x `[T, H]`.
 
     post_norm `[H]`: an RMS norm of the addend, including its bias `[H]`.
@@ -220,15 +198,9 @@ def add_reduced(
 
 
 def gate_up_project(
-    x: Tensor,
-    sumsq: Tensor | None,
-    weight: Matrix,
-    eps: float,
-    *,
-    activation: str = "silu",
-    bias: Tensor | None = None,
-    gate: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, sumsq: Tensor | None, weight: Matrix, eps: float, *, activation: str = "silu",
+    bias: Tensor | None = None, gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Apply norm, gate-up matrix `[2 I, H]` (rows alternate), bias and gated activation: `[T, I]`.
 
     gate `[1, H]`: of a shared expert (Qwen 2 MoE); the result is multiplied by the sigmoid of x times gate.
@@ -252,14 +224,9 @@ def up_project(
 
 
 def final_norm(
-    x: Tensor,
-    sumsq: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    *,
-    norm_bias: Tensor | None = None,
+    x: Tensor, sumsq: Tensor, norm_weight: Tensor, eps: float, *, norm_bias: Tensor | None = None,
     centred: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the model's hidden states `[S, H]` in the dtype of x `[S, H]`, as the vocabulary projection reads them."""
     if centred:
         x, dtype = x.float() - x.float().mean(-1, keepdim=True), x.dtype
@@ -269,18 +236,9 @@ def final_norm(
 
 
 def lm_head(
-    x: Tensor,
-    sumsq: Tensor,
-    norm_weight: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    norm_bias: Tensor | None = None,
-    centred: bool = False,
-    bias: Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-) -> Tensor:
+    x: Tensor, sumsq: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, *, norm_bias: Tensor | None = None,
+    centred: bool = False, bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Apply final norm and vocabulary projection to the rows that need logits: x `[S, H]` -> `[S, V]` float32.
 
     Logits are multiplied by `scale`, then soft-capped if `softcap` is not 0.
@@ -363,17 +321,9 @@ def _scored(
 
 
 def paged_attention(
-    q: Tensor,
-    kv: Tensor,
-    layer: int,
-    work: AttentionWork,
-    *,
-    out: Tensor,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, kv: Tensor, layer: int, work: AttentionWork, *, out: Tensor, scale: float | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, kv_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Causal attention of q `[T, Hq, D]` over each request's pages; this layer's K and V are already written.
 
     scale: of the scores; None: head_dim ** -0.5. softcap and sinks: see `_scored`. kv_scale `[2, Hkv]` float32: of FP8

@@ -78,16 +78,9 @@ def best_of(logits: Tensor, shard: Shard) -> Best:
 
 
 def sample(
-    logits: Tensor,
-    shard: Shard,
-    *,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    uniform: Tensor,
+    logits: Tensor, shard: Shard, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
     summary: SamplingSummary | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sample as `sampling.sample` and check as `sampling.nonfinite`: tokens `[S]` int64, nonfinite rows `[S]` bool.
 
     logits `[S, n]` float32 of this rank, n at least 1; the other arguments are the same on all ranks. With a summary

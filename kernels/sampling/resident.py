@@ -29,16 +29,9 @@ def _prepare_kernel(
 
 
 def prepare(
-    token_ids: Tensor,
-    token_slots: Tensor,
-    last_token: Tensor,
-    page_table: Tensor,
-    update_at: Tensor,
-    update_page: Tensor,
-    num_updates: Tensor,
-    *,
-    out: Tensor,
-) -> Tensor:
+    token_ids: Tensor, token_slots: Tensor, last_token: Tensor, page_table: Tensor, update_at: Tensor,
+    update_page: Tensor, num_updates: Tensor, *, out: Tensor,
+) -> Tensor:  # fmt: skip
     """Write the iteration's token ids to `out [T]` int32, and changed entries to the page tables.
 
     token_ids `[T]` int32 from the host; token_slots `[T]` int32: the slot whose `last_token` a decode reads, -1 to use

@@ -41,14 +41,9 @@ def _penalize_kernel(
 
 
 def apply_penalties(
-    logits: Tensor,
-    slots: Tensor,
-    prompt_seen: Tensor,
-    counts: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
+    logits: Tensor, slots: Tensor, prompt_seen: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor,
     repetition: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Apply penalties in place to `logits [S, V]` float32; rows with neutral penalties are not touched.
 
     slots `[S]` int: row of the resident `prompt_seen [slots, V]` uint8 or bool and `counts [slots, V]` int; penalties
@@ -306,19 +301,9 @@ def sample_scratch(rows: int, device: torch.device | str) -> Tensor:
 
 
 def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    uniform: Tensor,
-    *,
-    out: Tensor,
-    bad: Tensor | None = None,
-    scratch: Tensor | None = None,
-    counts: Tensor | None = None,
-    slots: Tensor | None = None,
-) -> Tensor:
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor, *, out: Tensor,
+    bad: Tensor | None = None, scratch: Tensor | None = None, counts: Tensor | None = None, slots: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Sample one token for each row of `logits [S, V]` float32 into `out [S]` int.
 
     All parameters are `[S]`, float32 except top_k int32. temperature 0 takes the best. `bad [S]` int gets 1 for rows

@@ -89,15 +89,10 @@ def missing(shapes: Sequence[Shape], max_tokens: int, *known: Table) -> list[tup
 
 
 def search(
-    wanted: Sequence[tuple[Shape, int]],
-    measure: Callable[[Shape, int, GemmConfig], float | None],
-    rule: Callable[[Shape, int], GemmConfig],
-    *,
-    special: bool,
-    budget_s: float,
-    progress: Callable[[int, int], None] | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> dict[Key, GemmConfig]:
+    wanted: Sequence[tuple[Shape, int]], measure: Callable[[Shape, int, GemmConfig], float | None],
+    rule: Callable[[Shape, int], GemmConfig], *, special: bool, budget_s: float,
+    progress: Callable[[int, int], None] | None = None, clock: Callable[[], float] = time.monotonic,
+) -> dict[Key, GemmConfig]:  # fmt: skip
     """Return the fastest of a few candidates and the rule's choice for each shape and bucket within the time budget.
 
     measure: milliseconds of a GEMM, None if this configuration cannot run it. A shape and bucket with untried
@@ -124,16 +119,10 @@ def search(
 
 
 def find(
-    shapes: Sequence[Shape],
-    max_tokens: int,
-    of: Machine,
-    folder: Path,
-    measure: Callable[[Shape, int, GemmConfig], float | None],
-    rule: Callable[[Shape, int], GemmConfig],
-    *,
-    budget_s: float,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[Key, GemmConfig]:
+    shapes: Sequence[Shape], max_tokens: int, of: Machine, folder: Path,
+    measure: Callable[[Shape, int, GemmConfig], float | None], rule: Callable[[Shape, int], GemmConfig], *,
+    budget_s: float, progress: Callable[[int, int], None] | None = None,
+) -> dict[Key, GemmConfig]:  # fmt: skip
     """Return this machine's configurations from the cache in `folder`, after a search for missing ones (see `search`).
 
     If several processes start at once, one searches and the others wait and read its results. If the folder cannot be

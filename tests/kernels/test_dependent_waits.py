@@ -9,7 +9,7 @@ import ast
 from pathlib import Path
 
 KERNELS = Path(__file__).parents[2] / "kernels"
-WAITS = ("begin(PDL)", "await_previous()", "griddepcontrol.wait")
+WAITS = ("begin(PDL)", "follow_previous(PDL)", "await_previous()", "griddepcontrol.wait")
 
 
 def _with_pdl(path: Path) -> dict[str, str]:
