@@ -1,8 +1,9 @@
 """`PagePool`: ownership of KV pages, by reference counts, a free list, and the prefix index that keeps idle pages.
 
 A page is free, held (referenced by at least one request or fence), or cached (in the index, without references,
-evictable). `free + cached + held == all` at any time. Page 0 is the dummy page: it absorbs padding and is never
-allocated.
+evictable). `free + cached + held == all` at any time. When the last reference is dropped, a page in the index becomes
+cached and any other page becomes free. A cached page is evicted inside a later `allocate`. Page 0 is the dummy page: it
+absorbs padding and is never allocated.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from weft.engine.memory.retention import RetainedPages
 
 Pages = npt.NDArray[np.int32]
 DUMMY_PAGE = 0
-EVICTION_SCAN = 256  # idle pages to search for one that its chain can spare
+EVICTION_SCAN = 256  # idle pages to search for an evictable one
 
 
 class PagePool:
@@ -121,7 +122,7 @@ class PagePool:
     def _released(self, entry: PrefixEntry) -> None:
         if entry.page in self._retained:
             self._idle[entry.page] = self._retained.pop(entry.page)
-        self.index.on_spared(entry)
+        self.index.on_evictable(entry)
 
     def forget(self) -> None:
         """Free all cached pages: the index was cleared. Pages in use stay with their requests."""
@@ -140,9 +141,9 @@ class PagePool:
             self._evict()
 
     def _evict(self) -> None:
-        """Free the least recently used idle page that its chain can spare. Requests release their last page first, so
-        the oldest is normally a leaf. Only after a failed load can none be spared: then the oldest is evicted, and its
-        children are unusable until it is computed again."""
+        """Free the least recently used idle page that is evictable. Requests release their last page first, so the
+        oldest is normally a leaf. Only after a failed load can no page be evictable: then the oldest is evicted, and
+        its children are unusable until it is computed again."""
         # If all layers have windows, the oldest are first pages of requests that still run.
         idle = self._idle or self._retained
         oldest = islice(idle.items(), EVICTION_SCAN)
@@ -151,7 +152,7 @@ class PagePool:
             if entry.lower and (page is None or entry.used <= self.idle_clock):
                 page = candidate
                 break
-            if page is None and entry.spared_by_gpu():
+            if page is None and entry.evictable_from_gpu():
                 page = candidate
             if page is not None and entry.used > self.idle_clock:
                 break

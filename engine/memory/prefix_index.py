@@ -47,16 +47,16 @@ class PrefixEntry:
     def anywhere(self) -> bool:
         return self.page >= 0 or self.host >= 0 or self.extent >= 0
 
-    def spared_by_gpu(self) -> bool:
+    def evictable_from_gpu(self) -> bool:
         """Return whether the GPU may evict the page. The last copy of a parent must outlive its children."""
         return self.lower or not self.children
 
-    def spared_by_host(self) -> bool:
+    def evictable_from_host(self) -> bool:
         if self.extent >= 0:
             return True
         return not self.stored if self.page >= 0 else not self.children
 
-    def spared_by_ssd(self) -> bool:
+    def evictable_from_ssd(self) -> bool:
         # After a restart, a child on the SSD is useless without its parent there.
         if self.on_ssd:
             return False
@@ -96,7 +96,7 @@ class PrefixIndex:
     def __init__(self, model_id: str) -> None:
         self.model_id = model_id
         self._entries: dict[bytes, PrefixEntry] = {}
-        self.on_spared: Callable[[PrefixEntry], None] = lambda _entry: None
+        self.on_evictable: Callable[[PrefixEntry], None] = lambda _entry: None
         """Called with an entry that gained a copy, or lost a child or a child's copy: a tier may now evict it."""
         self.changes: list[Change | None] | None = None
         """Changes in order, until a reader replaces the list; a None item means that the index was cleared. The
@@ -200,9 +200,9 @@ class PrefixIndex:
             parent.stored += stored
             parent.on_ssd += on_ssd
             if stored < 0 or on_ssd < 0:
-                self.on_spared(parent)
+                self.on_evictable(parent)
         if entry.anywhere:
-            self.on_spared(entry)
+            self.on_evictable(entry)
         else:
             self._drop_if_nowhere(entry)
 
@@ -218,7 +218,7 @@ class PrefixIndex:
             if parent is None:
                 return
             parent.children -= 1
-            self.on_spared(parent)
+            self.on_evictable(parent)
             entry = parent
 
     def clear(self) -> list[PrefixEntry]:

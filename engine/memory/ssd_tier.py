@@ -54,7 +54,7 @@ class SsdTier:
         self.index, self.host, self.store, self._sizes = index, host, store, sizes
         self._speeds, self._keep_on_host, self._missed = speeds, keep_on_host, missed
         self.stats = TierStats()
-        self.places = BlockAllocator(store.num_extents if store else 0, PrefixEntry.spared_by_ssd, self.lose)
+        self.places = BlockAllocator(store.num_extents if store else 0, PrefixEntry.evictable_from_ssd, self.lose)
         self.unwritten: dict[PrefixEntry, None] = {}  # entries on the host and not on the SSD, oldest first
         self.staged: list[tuple[PageLoad, int]] = []  # (load, slot) of pages that were read, until the owner takes them
         self._queue: deque[tuple[PageLoad, int]] = deque()  # (load, extent) waiting for a host slot
@@ -297,7 +297,7 @@ class SsdTier:
         self.unwritten.clear()
         lost = [entry for _, entry in self.places.entries()]
         evictions = self.places.evictions
-        self.places = BlockAllocator(0, PrefixEntry.spared_by_ssd, self.lose)
+        self.places = BlockAllocator(0, PrefixEntry.evictable_from_ssd, self.lose)
         self.places.evictions = evictions
         for entry in lost:
             self.index.set_extent(entry, NOWHERE)

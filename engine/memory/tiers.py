@@ -75,9 +75,9 @@ class Tiers:
         """Pages unused for `idle_seconds` are stored in advance; 0 turns this off."""
         self.pool, self.index, self.copies = pool, pool.index, copies
         self.speeds = LoadSpeeds(copies.sizes.page, pool.page_size)
-        self.host = BlockAllocator(num_slots, PrefixEntry.spared_by_host, self._lose_host)
+        self.host = BlockAllocator(num_slots, PrefixEntry.evictable_from_host, self._lose_host)
         self.ssd = SsdTier(self.index, self.host, copies.sizes, store, self.speeds, self._keep_on_host, self._end)
-        self.index.on_spared = self._reconsider
+        self.index.on_evictable = self._reconsider
         self._coming: dict[PrefixEntry, PageLoad] = {}  # loads to the GPU by entry
         self._fresh: deque[PrefixEntry] = deque()  # entries to write through, parents first
         self._storing: set[PrefixEntry] = set()

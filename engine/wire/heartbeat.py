@@ -27,7 +27,7 @@ _TEXT_AT = 8 * _CELLS
 _TEXT_BYTES = 127
 _TEXT = 1 + _TEXT_BYTES
 _ROW = _TEXT_AT + _MAX_RANKS * _TEXT
-_AT, _ALLOWED, _PID, _STEP, _REQUESTS, _TOKENS, _DECODES, _NANO_BATCHES, _GIVEN_UP = range(9)
+_AT, _ALLOWED, _PID, _STEP, _REQUESTS, _TOKENS, _DECODES, _NANO_BATCHES, _CONDEMNED = range(9)
 
 
 class LastStep(NamedTuple):
@@ -129,9 +129,9 @@ class Heartbeat:
         cells[_STEP], cells[_REQUESTS], cells[_TOKENS], cells[_DECODES], cells[_NANO_BATCHES] = step
         cells[_AT] = time.monotonic()
 
-    def give_up(self) -> None:
-        """Record, in the daemon, that this process is about to be ended."""
-        self._cells[_GIVEN_UP] = 1.0
+    def condemn(self) -> None:
+        """Record, in the daemon, that this process is about to be killed."""
+        self._cells[_CONDEMNED] = 1.0
 
     def begin(self, stage: str, seconds: float, pid: int = 0) -> None:
         """Reset the row for a new process."""
@@ -151,9 +151,9 @@ class Heartbeat:
         return self._cells[_ALLOWED]
 
     @property
-    def given_up(self) -> bool:
-        """Whether the daemon is about to end the process; not for a follower rank."""
-        return bool(self._cells[_GIVEN_UP])
+    def condemned(self) -> bool:
+        """Whether the daemon is about to kill the process; not for a follower rank."""
+        return bool(self._cells[_CONDEMNED])
 
     @property
     def pid(self) -> int:
@@ -202,7 +202,7 @@ class Watch:
         if not heartbeat.at:
             return None
         age = self._clock() - max(heartbeat.at, self._awake_since)
-        if age > max(bound, heartbeat.allowed) or heartbeat.given_up:
+        if age > max(bound, heartbeat.allowed) or heartbeat.condemned:
             return age
         silent = self.silent_rank(row, bound)
         return None if silent is None else silent[1]

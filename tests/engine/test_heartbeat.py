@@ -113,7 +113,7 @@ def test_a_rank_has_a_stage_of_its_own(clock: Clock) -> None:
 def test_a_process_that_is_about_to_be_ended_is_late_whatever_it_shows(clock: Clock) -> None:
     watch = Watch(heartbeats := Heartbeats(), clock)
     heartbeats.of(ENGINE)()
-    heartbeats.of(ENGINE).give_up()
+    heartbeats.of(ENGINE).condemn()
     heartbeats.of(ENGINE)()
     assert watch.late(ENGINE, 5) is not None
     heartbeats.of(ENGINE).begin("starting", 5)

@@ -123,7 +123,7 @@ def test_the_end_of_a_chain_goes_first_though_a_lower_tier_has_it_all() -> None:
     assert [entry.page for entry in entries(pool, 1, 2)] == [pages[0], -1]
 
 
-def test_when_no_page_can_be_spared_the_oldest_goes() -> None:
+def test_when_no_page_is_evictable_the_oldest_goes() -> None:
     pool = make(2)
     pages = cached(pool, 1, 2)
     child = entries(pool, 1, 2)[1]

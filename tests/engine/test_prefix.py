@@ -190,7 +190,7 @@ def test_a_copy_may_go_while_no_child_needs_it(
     entry.children, entry.stored, entry.on_ssd = children, stored, on_ssd
     assert entry.anywhere
     assert entry.lower == (where != "g")
-    assert (entry.spared_by_gpu(), entry.spared_by_host(), entry.spared_by_ssd()) == (gpu, host, ssd)
+    assert (entry.evictable_from_gpu(), entry.evictable_from_host(), entry.evictable_from_ssd()) == (gpu, host, ssd)
 
 
 def test_a_chain_that_is_nowhere_leaves_from_its_end() -> None:
@@ -199,7 +199,7 @@ def test_a_chain_that_is_nowhere_leaves_from_its_end() -> None:
     assert parent is not None
     assert child is not None
     told: list[PrefixEntry] = []
-    index.on_spared = told.append
+    index.on_evictable = told.append
     index.set_page(parent, -1)
     assert index.contains(parent), "its child can still be of use when it is computed again"
     assert match(index, 1, 2, 3, 4) == []
@@ -210,13 +210,13 @@ def test_a_chain_that_is_nowhere_leaves_from_its_end() -> None:
     assert told == [parent]
 
 
-def test_a_tier_is_told_of_what_it_can_spare_now() -> None:
+def test_a_tier_is_notified_of_what_it_can_evict_now() -> None:
     index = PrefixIndex("m")
     parent, child = publish(index, 1, 2, 3, 4)
     assert parent is not None
     assert child is not None
     told: list[PrefixEntry] = []
-    index.on_spared = told.append
+    index.on_evictable = told.append
     index.set_host(parent, 0)
     index.set_host(child, 1)
     index.set_extent(child, 0)
@@ -243,7 +243,7 @@ def test_a_tier_is_told_of_a_parent_whose_child_left_it(tier: str) -> None:
     move(parent, 1)
     move(child, 2)
     told: list[PrefixEntry] = []
-    index.on_spared = told.append
+    index.on_evictable = told.append
     move(child, -1)
     assert told == [parent, child]
     index.check()

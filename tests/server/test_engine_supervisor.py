@@ -130,10 +130,10 @@ async def test_one_that_hung_stays_given_up_for_probes_while_it_is_held(supervis
     keeping = asyncio.create_task(supervisor.run())
     async with asyncio.timeout(240):
         while not owner.told:
-            owner.heartbeats.of(0).give_up()
+            owner.heartbeats.of(0).condemn()
             await asyncio.sleep(0)
     await asyncio.sleep(0.2)
-    assert owner.heartbeats.of(0).given_up
+    assert owner.heartbeats.of(0).condemned
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     owner.processes[-1].gone.set()

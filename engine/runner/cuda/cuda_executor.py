@@ -64,7 +64,7 @@ class CudaExecutor(SampleBuffers):
         self._layers.fill(x)
 
     def forward(self, pipeline: Pipeline, kv: Tensor, num_rows: int, *, fused: Fused = "lists") -> None:
-        """Compute `logits[:num_rows]` of the rows that sample, from the slab. fused: see `Launch`; used if
+        """Compute `logits[:num_rows]` of the rows that sample, from the slab. fused: see `OperationLaunch`; used if
         `inputs.fuses(pipeline)`."""
         with self._within(Graph.MODEL):
             self._embed(pipeline)
@@ -200,10 +200,10 @@ class CudaExecutor(SampleBuffers):
         for lane in lanes:
             self._streams[lane].wait_stream(main)
         sum_counts = initial_sum_counts(pipeline)
-        way = fused if only is None and self.inputs.fuses(pipeline) else None
+        path = fused if only is None and self.inputs.fuses(pipeline) else None
         events: dict[tuple[int, int], torch.cuda.Event] = {}
         for layer, i in pipeline.unrolled():
-            launch = self._layers.launch_of(pipeline, i, layer, kv, sum_counts)._replace(fused=way)
+            launch = self._layers.launch_of(pipeline, i, layer, kv, sum_counts)._replace(fused=path)
             nano = launch.nano
             if only is not None and nano not in only:
                 continue

@@ -19,7 +19,7 @@ from weft.engine.errors import ModelError
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
-from weft.engine.runner.cuda.layer_launch import Launch
+from weft.engine.runner.cuda.layer_launch import OperationLaunch
 from weft.kernels.attention.output import slice_output
 from weft.kernels.common.gpu import gpu
 from weft.kernels.experts.fp8_experts import gate_shared
@@ -75,7 +75,7 @@ class Fp8Layers:
     def operand(self, name: str, tokens: slice, span: int = BLOCK) -> Fp8Rows:
         return self._operands[name].of_tokens(tokens)._replace(span=span)
 
-    def _stream(self, it: Launch) -> Fp8Rows:
+    def _stream(self, it: OperationLaunch) -> Fp8Rows:
         """Return the operand of GEMMs that read the stream."""
         return self.operand("x", it.tokens, self._span(it.pipeline))
 
@@ -97,7 +97,7 @@ class Fp8Layers:
         """Return one of the matrices that read the stream after attention. They share a norm."""
         return self.matrix(layer, "gate_up" if "gate_up" in self._layers[layer] else "experts_gate_up")
 
-    def _source(self, it: Launch, live: Tensor) -> Fp8Rows:
+    def _source(self, it: OperationLaunch, live: Tensor) -> Fp8Rows:
         """Return the operand of a GEMM that adds to the stream."""
         rows = self.operand(it.operation.source, it.tokens)
         if it.operation.source != "a":
@@ -105,7 +105,7 @@ class Fp8Layers:
         attended = slice_output(it.rows.attended, it.tokens)
         return attended if isinstance(attended, Fp8Rows) else quantize_rows(attended, out=rows, num_tokens=live)
 
-    def qkv(self, it: Launch, heads: tuple[Any, ...], out: Tensor, common: dict[str, Any]) -> None:
+    def qkv(self, it: OperationLaunch, heads: tuple[Any, ...], out: Tensor, common: dict[str, Any]) -> None:
         """Launch QKV. heads: arguments of `fp8_projections.qkv_project`."""
         matrix, rows = self.matrix(it.layer, "qkv"), self._stream(it)
         common = common | self._invariant_options.get("qkv", {})
@@ -113,7 +113,7 @@ class Fp8Layers:
             rows, it.sums, matrix.weight, it.projection.bias, self._spec.norm.eps, *heads, out=out, **common
         )  # fmt: skip
 
-    def residual(self, it: Launch, common: dict[str, Any]) -> Tensor:
+    def residual(self, it: OperationLaunch, common: dict[str, Any]) -> Tensor:
         """Add to the stream after attention or an MLP. Returns the sums of squares written."""
         rows = self._source(it, common["num_tokens"])
         attention = it.operation.source == "a"
@@ -125,7 +125,7 @@ class Fp8Layers:
         )  # fmt: skip
         return sums
 
-    def gate_up(self, it: Launch, common: dict[str, Any]) -> None:
+    def gate_up(self, it: OperationLaunch, common: dict[str, Any]) -> None:
         """Launch an MLP's first GEMM."""
         out, eps = self.operand(it.operation.target, it.tokens), self._spec.norm.eps
         fp8_projections.gate_up_project(

@@ -17,7 +17,7 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.runner.cuda.cuda_fp8 import Fp8Layers
-from weft.engine.runner.cuda.layer_launch import Launch
+from weft.engine.runner.cuda.layer_launch import OperationLaunch
 from weft.kernels.formats.fp8 import Fp8Rows
 from weft.kernels.matmul import fp8_projections
 from weft.kernels.matmul.fp8_rows import norm_rows, quantize_rows
@@ -48,13 +48,13 @@ class UnfusedFp8Layers(Fp8Layers):
         """Return nothing, because `qkv` quantises its input."""
         return {}
 
-    def _raw_rows(self, name: str, it: Launch) -> Tensor:
+    def _raw_rows(self, name: str, it: OperationLaunch) -> Tensor:
         raw = self._raw[name]
         assert raw is not None
         return raw[it.tokens]
 
     def _linear(
-        self, it: Launch, rows: Fp8Rows, sums: Tensor | None, out: Tensor, common: dict[str, Any], *,
+        self, it: OperationLaunch, rows: Fp8Rows, sums: Tensor | None, out: Tensor, common: dict[str, Any], *,
         activation: str = "",
     ) -> None:  # fmt: skip
         fp8_projections.linear_project(
@@ -62,7 +62,7 @@ class UnfusedFp8Layers(Fp8Layers):
             bias=it.projection.bias, out=out, **common | self._invariant_options.get("linear", {}),
         )  # fmt: skip
 
-    def _stream_operand(self, it: Launch, live: Tensor) -> tuple[Fp8Rows, Tensor | None]:
+    def _stream_operand(self, it: OperationLaunch, live: Tensor) -> tuple[Fp8Rows, Tensor | None]:
         """Return the stream as FP8 operand, and the sums of squares for the GEMM's epilogue."""
         matrix, out = self.matrix(it.layer, it.operation.name), self.operand("x", it.tokens)
         if matrix.norm_bias is None and not matrix.centred:
@@ -74,7 +74,7 @@ class UnfusedFp8Layers(Fp8Layers):
             )  # fmt: skip
         return out, it.sums if self._spec.placement.before and matrix.norm_bias is None else None
 
-    def qkv(self, it: Launch, heads: tuple[Any, ...], out: Tensor, common: dict[str, Any]) -> None:
+    def qkv(self, it: OperationLaunch, heads: tuple[Any, ...], out: Tensor, common: dict[str, Any]) -> None:
         common = dict(common)
         scales: dict[str, Any] = {"kv_scales": common.pop("kv_scales", None)}
         live, raw = common["num_tokens"], self._raw_rows("qkv", it)
@@ -82,7 +82,7 @@ class UnfusedFp8Layers(Fp8Layers):
         self._linear(it, rows, sums, raw, common)
         place_heads(raw, self._spec.norm.eps, *heads, out=out, num_tokens=live, **scales)
 
-    def residual(self, it: Launch, common: dict[str, Any]) -> Tensor:
+    def residual(self, it: OperationLaunch, common: dict[str, Any]) -> Tensor:
         norm, rows, product = self._spec.norm, self._source(it, common["num_tokens"]), it.projection
         if product.post_norm is not None:
             raw = self._raw_rows("residual", it)
@@ -96,7 +96,7 @@ class UnfusedFp8Layers(Fp8Layers):
             )  # fmt: skip
         return row_sumsq(it.x, out=it.sumsq[:1], centred=True) if norm.centred else sums
 
-    def gate_up(self, it: Launch, common: dict[str, Any]) -> None:
+    def gate_up(self, it: OperationLaunch, common: dict[str, Any]) -> None:
         """Launch an MLP's first GEMM, with or without a gate."""
         live, activation = common["num_tokens"], self._spec.activation
         hidden = self.operand(it.operation.target, it.tokens)

@@ -21,7 +21,7 @@ from weft.engine.runner.cuda.cuda_experts import ExpertLayers, Fp8ExpertLayers
 from weft.engine.runner.cuda.cuda_fp8 import Fp8Layers
 from weft.engine.runner.cuda.cuda_fp8_unfused import UnfusedFp8Layers
 from weft.engine.runner.cuda.cuda_inputs import DeviceInputs
-from weft.engine.runner.cuda.layer_launch import Launch, Rows, rows_of
+from weft.engine.runner.cuda.layer_launch import OperationLaunch, Rows, rows_of
 from weft.engine.runner.cuda.rank_sums import RankSums
 from weft.engine.runner.device.collectives import DeviceCollectives
 from weft.engine.runner.device.launchers import launchers_for
@@ -73,7 +73,7 @@ class CudaLayers:
         self.x = self._buffer(spec.hidden_size, shared=True)
         """`[T, H]` residual stream; after a run, the last layer's."""
         self.sumsq = sumsq_buffer(spec.hidden_size, tokens, device)
-        """`[parts, T]` sums of squares of its rows."""
+        """`[sums, T]` partial sums of squares of its rows."""
         self.rank_sums: RankSums | None = None
         if collectives is not None:
             # Each rank sums the squares of its shard of a row.
@@ -148,12 +148,13 @@ class CudaLayers:
         attended = self._buffer(width) if operand is None else rows_buffer(tokens, width, device)
         return whole, rows_of(kept, sums, attended, self.inputs.count["kept"])
 
-    def launch_of(self, pipeline: Pipeline, i: int, layer: int, kv: Tensor, sum_counts: list[int]) -> Launch:
+    def launch_of(self, pipeline: Pipeline, i: int, layer: int, kv: Tensor, sum_counts: list[int]) -> OperationLaunch:
         """Return the launch of operation `i` of a pipeline's period in a layer, on all rows."""
         nano, op = pipeline.operations[i]
-        return Launch(nano, op, layer, self.weights.layers[layer].get(op.name), kv, pipeline, sum_counts, self.whole)
+        weights = self.weights.layers[layer].get(op.name)
+        return OperationLaunch(nano, op, layer, weights, kv, pipeline, sum_counts, self.whole)
 
-    def launch(self, it: Launch) -> None:
+    def launch(self, it: OperationLaunch) -> None:
         self._launchers[it.operation.name](self, it)
 
     def _attention_step(self, nano: int) -> TritonStep:
@@ -206,7 +207,7 @@ class CudaLayers:
 
     # -- launchers
 
-    def _qkv(self, it: Launch) -> None:
+    def _qkv(self, it: OperationLaunch) -> None:
         own, w, column, eps = it.tokens, it.projection, self.inputs.column, self.spec.norm.eps
         x, sums, raw = it.rows.activations[it.operation.source][own], self._stream_sums(it), self._raw_of("qkv", own)
         heads = (
@@ -224,7 +225,7 @@ class CudaLayers:
         else:
             qkv_project(x, sums, w.weight, w.bias, eps, *heads, out=out, raw=raw, **self._common(it))
 
-    def _decode(self, it: Launch) -> None:
+    def _decode(self, it: OperationLaunch) -> None:
         if it.fused is None:
             attend: Callable[..., Output] = self.attention.decode
         elif it.fused == "tiles":
@@ -233,11 +234,11 @@ class CudaLayers:
             attend = partial(self.attention.attend, together=it.fused == "together")
         self._attend(attend, it)
 
-    def _prefill(self, it: Launch) -> None:
+    def _prefill(self, it: OperationLaunch) -> None:
         if it.fused is None:
             self._attend(self.attention.prefill, it)
 
-    def _attend(self, attend: Callable[..., Output], it: Launch) -> None:
+    def _attend(self, attend: Callable[..., Output], it: OperationLaunch) -> None:
         """Launch attention on the full activations; work lists select the rows."""
         steps = self.kept_steps if it.drops_rows and self.attention.captured else self.steps
         step = steps[it.pipeline.nano_batches.index((it.nano.begin, it.nano.end))]
@@ -248,7 +249,7 @@ class CudaLayers:
             **({} if sinks is None else {"sinks": sinks}),
         )  # fmt: skip
 
-    def _residual(self, it: Launch) -> None:
+    def _residual(self, it: OperationLaunch) -> None:
         if self.rank_sums is not None:
             self.rank_sums.project(it, self._common(it))
             return
@@ -266,11 +267,11 @@ class CudaLayers:
             sums = row_sumsq(x, out=sumsq[:1])
         it.note_sums(sums)
 
-    def _all_reduce(self, it: Launch) -> None:
+    def _all_reduce(self, it: OperationLaunch) -> None:
         assert self.rank_sums is not None
         it.note_sums(self.rank_sums.reduce(it, self._live(it)))
 
-    def _gate_up(self, it: Launch) -> None:
+    def _gate_up(self, it: OperationLaunch) -> None:
         if self._fp8 is not None:
             self._fp8.gate_up(it, self._common(it))
             return
@@ -284,7 +285,7 @@ class CudaLayers:
             assert sums is not None  # `resolve` refuses experts without norms before them
             gate_shared(it.x, sums, it.projection.gate, self.spec.norm.eps, out=out)
 
-    def _up(self, it: Launch) -> None:
+    def _up(self, it: OperationLaunch) -> None:
         if self._fp8 is not None:
             self._fp8.gate_up(it, self._common(it))
             return
@@ -293,34 +294,34 @@ class CudaLayers:
             bias=it.projection.bias, out=it.rows.activations[it.operation.target][it.tokens], **self._common(it),
         )  # fmt: skip
 
-    def _router(self, it: Launch) -> None:
+    def _router(self, it: OperationLaunch) -> None:
         assert self._experts is not None
         self._experts.route(it, self._stream_sums(it), self._live(it))
 
-    def _experts_gate_up(self, it: Launch) -> None:
+    def _experts_gate_up(self, it: OperationLaunch) -> None:
         assert self._experts is not None
         self._experts.gate_up(it, self._stream_sums(it), self._live(it))
 
-    def _experts_residual(self, it: Launch) -> None:
+    def _experts_residual(self, it: OperationLaunch) -> None:
         assert self._experts is not None
         if self.rank_sums is not None:
             self._experts.residual(it, *self.rank_sums.expert_buffers(it), self._live(it))
         else:
             it.note_sums(self._experts.residual(it, it.x, it.sumsq, self._live(it)))
 
-    def _live(self, it: Launch) -> Tensor:
+    def _live(self, it: OperationLaunch) -> Tensor:
         """Return `[1]` number of tokens that an operation really has."""
         return self.inputs.live(it.pipeline, it.nano.begin) if it.rows.live is None else it.rows.live
 
-    def _stream_sums(self, it: Launch) -> Tensor | None:
-        """Return the sums `[parts, T]` for GEMMs that norm the stream; None if no norm precedes them."""
+    def _stream_sums(self, it: OperationLaunch) -> Tensor | None:
+        """Return the sums `[sums, T]` for GEMMs that norm the stream; None if no norm precedes them."""
         return it.sums if self.spec.placement.before else None
 
     def _raw_of(self, name: str, own: slice) -> Tensor | None:
         raw = self._raw[name]
         return None if raw is None else raw[own]
 
-    def _common(self, it: Launch) -> dict[str, Any]:
+    def _common(self, it: OperationLaunch) -> dict[str, Any]:
         """Return the arguments of every GEMM besides its operands."""
         return {
             "num_sms": it.nano.sms,
@@ -337,7 +338,7 @@ class CudaLayers:
         return choose(tokens, features, depth, self.num_sms)._replace(split=1)
 
 
-TABLE: Mapping[str, Callable[[CudaLayers, Launch], None]] = {
+TABLE: Mapping[str, Callable[[CudaLayers, OperationLaunch], None]] = {
     "qkv": CudaLayers._qkv,
     "decode": CudaLayers._decode,
     "prefill": CudaLayers._prefill,

@@ -74,13 +74,13 @@ class _Graphs(NamedTuple):
 
     @classmethod
     def empty(cls, *, fused: bool) -> _Graphs:
-        others = {way: torch.cuda.CUDAGraph() for way in FUSED_PATHS.values()} if fused else {}
+        others = {variant: torch.cuda.CUDAGraph() for variant in FUSED_PATHS.values()} if fused else {}
         return cls(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), others)
 
     def of(self, path: AttentionPath | None) -> torch.cuda.CUDAGraph:
         """Return the model's graph for this attention path."""
-        way = None if path is None else FUSED_PATHS.get(path.path)
-        return self.model if way is None else self.others.get(way, self.model)
+        variant = None if path is None else FUSED_PATHS.get(path.path)
+        return self.model if variant is None else self.others.get(variant, self.model)
 
 
 class CudaInFlight:
@@ -303,9 +303,9 @@ class CudaRunner:
             memory = None if self.spec.native else self._graph_memory
             with torch.cuda.graph(graphs.model, memory, stream=self.stream):
                 self._run_model(pipeline)
-        for way, graph in graphs.others.items():
+        for variant, graph in graphs.others.items():
             with torch.cuda.graph(graph, stream=self.stream):
-                self._run_model(pipeline, fused=way)
+                self._run_model(pipeline, fused=variant)
         with torch.cuda.graph(graphs.sample, stream=self.stream):
             self._executor.sample(self._max_sampled(pipeline))
         return graphs
@@ -323,8 +323,8 @@ class CudaRunner:
 
         def capture() -> Iterator[Step]:
             yield partial(self._capture_while_running, graphs.model, partial(self._run_model, pipeline))
-            for way, graph in graphs.others.items():
-                yield partial(self._capture_while_running, graph, partial(self._run_model, pipeline, fused=way))
+            for variant, graph in graphs.others.items():
+                yield partial(self._capture_while_running, graph, partial(self._run_model, pipeline, fused=variant))
             yield partial(self._capture_while_running, graphs.sample, partial(self._executor.sample, rows))
 
         def enable() -> None:

@@ -1,4 +1,4 @@
-"""`Launch`: the arguments of one nano-operation's launch in one layer; `Rows`: the tensors it reads and writes."""
+"""`OperationLaunch`: a nano-operation to launch in one layer. `Rows`: the tensors that it reads and writes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Rows(NamedTuple):
 
     activations: Mapping[str, Tensor]
     sumsq: Tensor
-    """`[parts, T]` sums of squares of the stream."""
+    """`[sums, T]` partial sums of squares of the residual stream."""
     attended: Output
     """Attention's output: the activation "a", or a quantised operand instead."""
     live: Tensor | None = None
-    """`[1]` number of rows; None: the token ranges determine it."""
+    """`[1]` number of valid rows; None: the token ranges determine it."""
 
 
 def rows_of(activations: Mapping[str, Tensor], sumsq: Tensor, attended: Output, live: Tensor | None = None) -> Rows:
@@ -34,12 +34,12 @@ def rows_of(activations: Mapping[str, Tensor], sumsq: Tensor, attended: Output, 
 
 
 Fused = Literal["lists", "together", "tiles"]
-"""How one launch computes decodes and chunks: one list after the other, where some programs may begin with chunks; both
-at the same time on every SM; decodes as tiles of the chunks' list."""
+"""How one launch computes decodes and chunks. "lists": the two lists in sequence; some programs may begin with chunks.
+"together": both at the same time on every SM. "tiles": decodes are tiles of the chunks' list."""
 
 
-class Launch(NamedTuple):
-    """One nano-operation of one layer, about to be launched on the current stream."""
+class OperationLaunch(NamedTuple):
+    """One nano-operation of one layer, to be launched on the current stream."""
 
     nano: NanoOperation
     operation: Operation
@@ -49,12 +49,12 @@ class Launch(NamedTuple):
     kv: Tensor
     pipeline: Pipeline
     sum_counts: list[int]
-    """Rows of `sumsq` that hold sums, by block of tokens. A GEMM writes one per feature tile."""
+    """For each block of TOKEN_STEP tokens, how many partial sums are valid. A GEMM writes one per feature tile."""
     rows: Rows
     drops_rows: bool = False
-    """After this layer's attention, rows that are not read are dropped."""
+    """Whether rows that are not read are dropped after this layer's attention."""
     fused: Fused | None = None
-    """How the launch of the decodes computes chunks too; None: chunks have their own launch."""
+    """How one launch computes decodes and chunks; None: they are launched separately."""
 
     @property
     def x(self) -> Tensor:
@@ -62,7 +62,7 @@ class Launch(NamedTuple):
 
     @property
     def sumsq(self) -> Tensor:
-        """`[parts, T]` of the operation's tokens."""
+        """`[sums, T]` of the operation's tokens."""
         return self.rows.sumsq[:, self.tokens]
 
     @property
@@ -76,11 +76,11 @@ class Launch(NamedTuple):
 
     @property
     def sums(self) -> Tensor:
-        """`[parts, T]` of `sumsq` that the preceding operations have written."""
+        """`[sums, T]`: the rows of `sumsq` that the preceding operations have written."""
         return self.sumsq[: equal_sum_count(self.sum_counts[self._blocks])]
 
     def note_sums(self, sums: Tensor) -> None:
-        """Record the part of `sumsq` that an operation which adds to the stream has written."""
+        """Record the rows of `sumsq` that an operation has written while it added to the residual stream."""
         blocks = self._blocks
         self.sum_counts[blocks] = [sums.shape[0]] * len(self.sum_counts[blocks])
 
@@ -97,5 +97,5 @@ def initial_sum_counts(pipeline: Pipeline) -> list[int]:
 def equal_sum_count(counts: list[int]) -> int:
     """Return the number of partial sums that an operation reads, which must be the same for all its tokens."""
     if len(set(counts)) != 1:
-        raise ConfigError("a plan has different feature tiles for nano-operations that one operation reads together")
+        raise ConfigError("the plan is invalid: GEMMs that one operation reads must have the same feature tiles")
     return counts[0]

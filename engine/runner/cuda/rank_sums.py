@@ -11,7 +11,7 @@ from weft.engine.model.operations import ALL_REDUCE
 from weft.engine.model.reductions import directly_reduced
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
-from weft.engine.runner.cuda.layer_launch import Launch
+from weft.engine.runner.cuda.layer_launch import OperationLaunch
 from weft.engine.runner.cuda.sum_buffers import SumBuffer, sum_buffers
 from weft.engine.runner.device.collectives import DeviceCollectives
 from weft.kernels.matmul.mid_projections import linear_project, residual_project
@@ -36,7 +36,7 @@ class RankSums:
         self.summed = collectives.allocate(shape, dtype)
         """`[T, H]` sum over all ranks that needs a further pass."""
         self._squares = sumsq_buffer(spec.hidden_size, tokens, device)
-        """`[parts, T]` sums of squares of partial sums, which are not used."""
+        """`[sums, T]` sums of squares of partial sums, which are not used."""
         self._buffers = sum_buffers(spec)
         dense = spec.layer_operations() if spec.quantization is None else ()
         self._pushable = frozenset(op.name for op in directly_reduced(dense))
@@ -49,7 +49,7 @@ class RankSums:
                 self._sum_after[before] = op.name
             before = op.name
 
-    def project(self, it: Launch, common: dict[str, Any]) -> None:
+    def project(self, it: OperationLaunch, common: dict[str, Any]) -> None:
         """Launch a GEMM whose sum over all ranks is added to the stream."""
         if self._try_push(it, common):
             return
@@ -62,7 +62,7 @@ class RankSums:
                 source, w.weight, partial, out=partial, sumsq=self._squares[:, it.tokens], bias=w.bias, **common
             )  # fmt: skip
 
-    def _try_push(self, it: Launch, common: dict[str, Any]) -> bool:
+    def _try_push(self, it: OperationLaunch, common: dict[str, Any]) -> bool:
         """Launch a GEMM that pushes its tiles to other ranks. Returns False and launches nothing if that is not faster,
         or if the pipeline's all-reduce covers other tokens."""
         name, own = it.operation.name, (it.nano.begin, it.nano.end)
@@ -79,11 +79,11 @@ class RankSums:
         )  # fmt: skip
 
     @staticmethod
-    def _begin_if_interleaved(it: Launch) -> int | None:
+    def _begin_if_interleaved(it: OperationLaunch) -> int | None:
         """Return the start of an operation's tokens if other launches may come between a GEMM and its all-reduce."""
         return it.nano.begin if len(it.pipeline.lanes) > 1 or len(it.pipeline.begins) > 1 else None
 
-    def expert_buffers(self, it: Launch) -> tuple[Tensor, Tensor]:
+    def expert_buffers(self, it: OperationLaunch) -> tuple[Tensor, Tensor]:
         """Return the buffer for partial sums of experts, `[T, H]`, and one for their squares, which are not used."""
         buffer = self._buffer(it)
         partial = self.partials[buffer.turn][it.tokens]
@@ -91,7 +91,7 @@ class RankSums:
             partial.zero_()
         return partial, self._squares[:, it.tokens]
 
-    def reduce(self, it: Launch, live: Tensor) -> Tensor:
+    def reduce(self, it: OperationLaunch, live: Tensor) -> Tensor:
         """Add all ranks' sums to the stream, after the post-norm if there is one. Returns the part of `sumsq` written.
         live `[1]`: number of tokens."""
         own, norm, buffer = it.tokens, self._spec.norm, self._buffer(it)
@@ -108,5 +108,5 @@ class RankSums:
             return row_sumsq(x, out=sumsq[:1], centred=norm.centred)
         return sums
 
-    def _buffer(self, it: Launch) -> SumBuffer:
+    def _buffer(self, it: OperationLaunch) -> SumBuffer:
         return self._buffers[it.layer][it.operation.name]

@@ -97,7 +97,7 @@ class DeviceCollectives(_Ranks, Protocol):
         begin: int | None = None,
     ) -> Tensor:  # fmt: skip
         """Write the sum of every rank's `partial [T, H]`, plus x if `add`, to `x [T, H]`, rounded once. Returns the
-        rows of `sumsq [parts, T]` float32 that hold sums of squares of x. Rows from `live [1]` on do not change.
+        rows of `sumsq [sums, T]` float32 that hold sums of squares of x. Rows from `live [1]` on do not change.
 
         All three tensors come from the same `allocate` call on every rank. Use two partials alternately. begin: that of
         the `push`, if any.
