@@ -1,7 +1,7 @@
 """A follower rank of a bench on several GPUs: `python -m weft.autosearch.bench_follower RANK PARENT`.
 
-PARENT is the process id of rank 0, or 0 if the starting thread may end before that process. Stdin has one JSON document
-per line: a `BenchConfig`, then `MeasureRequest`s, which all ranks measure together. The process ends with stdin.
+PARENT is the process id of rank 0; 0 disables parent-death tracking. Stdin has one JSON document per line: a
+`BenchConfig`, then `MeasureRequest`s, which all ranks measure together. The process ends with stdin.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class BenchConfig(msgspec.Struct, frozen=True):
     """The configuration of every rank's bench."""
 
     model: str
-    """Folder of the whole model."""
+    """Folder of the unsharded model."""
     descriptors: str
     max_tokens: int
     max_context: int
     seconds: float
     tuning_seconds: float
-    """Time limit for rank 0, which tunes GEMMs for all."""
+    """Time limit for tuning GEMMs on rank 0. The other ranks read the result."""
 
 
 class MeasureRequest(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class MeasureRequest(msgspec.Struct, frozen=True):
     period: Period | None = None
     load: Load | None = None
     seconds: float = 0.0
-    way: str = ""
+    reduction: str = ""
 
 
 def measure(bench: Bench, request: MeasureRequest) -> tuple[Timing, ...]:
@@ -60,7 +60,7 @@ def measure(bench: Bench, request: MeasureRequest) -> tuple[Timing, ...]:
         return ()
     if request.what == "sums":
         assert isinstance(bench, ReductionBench)
-        bench.sums(request.way)
+        bench.sums(request.reduction)
         return ()
     assert request.load is not None
     if request.what == "period":
@@ -89,7 +89,7 @@ def open_rank(
 ) -> GpuBench:  # fmt: skip
     """Open the bench of one rank; all ranks do so together. Rank 0 tunes GEMMs and the others read its results.
 
-    make: the class of the bench, if not `GpuBench`. Raises `ConfigError`, `ModelError`, `OutOfMemory` or `RankLost`.
+    make: class of the bench (default: `GpuBench`). Raises `ConfigError`, `ModelError`, `OutOfMemory` or `RankLost`.
     """
     import torch
 
@@ -110,7 +110,7 @@ def open_rank(
 
     if links.rank == 0:
         tune(config.tuning_seconds)
-    host.all_gather(torch.tensor([1]))
+    host.all_gather(torch.tensor([1]))  # barrier: rank 0 has stored its results
     if links.rank != 0:
         tune(0.0)
     return (make or GpuBench)(
@@ -119,7 +119,7 @@ def open_rank(
 
 
 def lines_of_stdin() -> Iterable[bytes]:
-    """Yield lines of stdin, read on a thread. At its end the process exits, even during a measurement."""
+    """Return lines of stdin, read on a thread. The process exits when stdin ends, even during a measurement."""
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:

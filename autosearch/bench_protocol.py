@@ -56,7 +56,7 @@ class PeriodBench(Protocol):
 
 
 class Bench(PeriodBench, Protocol):
-    """Sustained timings on one accelerator. `load` is the whole dense batch; `op` covers a range of its tokens."""
+    """Sustained timings on one accelerator. `load` is the full dense batch; `op` covers a range of its tokens."""
 
     memory: int
     """Bytes of device memory; 0: unknown."""
@@ -67,7 +67,7 @@ class Bench(PeriodBench, Protocol):
         ...
 
     def pair(self, a: NanoOperation, b: NanoOperation, load: Load) -> tuple[Timing, Timing]:
-        """Repeat each operation on a separate lane, both busy all the time. Power is that of the whole card."""
+        """Repeat each operation on a separate lane, both always busy. Power is that of the full board."""
         ...
 
 
@@ -75,6 +75,6 @@ class Bench(PeriodBench, Protocol):
 class ReductionBench(Bench, Protocol):
     """A bench of ranks that can switch how partial sums are added (`weft bench ranks`)."""
 
-    def sums(self, way: str) -> None:
-        """Add partial sums by `way` from now on. All ranks call this together. Raises `ConfigError` if unsupported."""
+    def sums(self, reduction: str) -> None:
+        """Select how partial sums are added. All ranks call this together. Raises `ConfigError` if unsupported."""
         ...

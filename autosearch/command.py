@@ -72,18 +72,18 @@ class MeasuredTarget(NamedTuple):
 
 
 def search(
-    arguments: argparse.Namespace, progress: Progress = lambda *_: None, ended: Callable[[], bool] = lambda: False,
-    found: Callable[[Plan], None] = lambda _: None,
+    arguments: argparse.Namespace, progress: Progress = lambda *_: None,
+    stop_requested: Callable[[], bool] = lambda: False, found: Callable[[Plan], None] = lambda _: None,
 ) -> Result:  # fmt: skip
     """Run `weft search` up to the plan. found: receives each intermediate plan.
 
-    Raises `ConfigError`, `ModelError`, or `WeftError` if it is ended before there is a profile.
+    Raises `ConfigError`, `ModelError`, or `WeftError` if it is stopped before there is a profile.
     """
     given = _search_input(arguments)
-    budget = TimeBudget(arguments.budget_seconds, progress, ended)
+    budget = TimeBudget(arguments.budget_seconds, progress, stop_requested)
 
     def preparing(text: str) -> None:
-        if ended():
+        if stop_requested():
             raise WeftError("ended before there was a plan to write; run the same command to continue")
         if arguments.full_profile:  # not part of the budget
             progress(text)
@@ -243,7 +243,7 @@ def _search(
     collectives = compare_collectives(
         given.spec, profile, steady_within(load, profile.kv_capacity(given.spec)), store.stages,
         lambda text, share: budget.report(text, ALTERNATIVES_SHARE * share), ALTERNATIVES_SHARE * budget.seconds,
-        budget.ended,
+        budget.stop_requested,
     )  # fmt: skip
     if not collectives:
         raise ConfigError(f"the profile lacks operations of this model; it has {', '.join(profile.features)}")
@@ -251,7 +251,7 @@ def _search(
     known = given.start.periods if given.start is not None and given.start.sums == dict(chosen.spec.sums) else ()
     machine = Machine(profile, chosen.spec)
     one = Search(
-        machine, load, bench, budget.remainder(ALTERNATIVES_SHARE if bench is None and len(collectives) > 1 else 0.0),
+        machine, load, bench, budget.sub_budget(ALTERNATIVES_SHARE if bench is None and len(collectives) > 1 else 0.0),
         max_num_seqs=arguments.max_num_seqs, known=(*known, *(c.period for c in chosen.stages.choices[:1])),
         store=store, workers=cores(),
     )  # fmt: skip
@@ -318,14 +318,14 @@ def run(arguments: argparse.Namespace) -> int:
             temporary.replace(partial)
 
     with SearchBar(arguments.budget_seconds) as bar:
-        result = search(arguments, bar, lambda: bar.ended, keep)
+        result = search(arguments, bar, lambda: bar.stop_requested, keep)
         try:
             result.plan.save(partial)
             if partial != out:
                 partial.replace(out)
         except OSError as error:
             raise WeftError(unwritable(out, error)) from None
-    if not bar.ended:  # otherwise the same command continues from these files
+    if not bar.stop_requested:  # otherwise the same command continues from these files
         for file in result.unfinished:
             file.unlink(missing_ok=True)
     if arguments.svg is not None and result.plan.periods:

@@ -101,7 +101,7 @@ def summary(plan: Plan) -> str:
     kind = "measured" if any("measured_ms" in p.figures for p in plan.periods) else "predicted"
     count = len(plan.periods)
     text = f"{count} pipeline{'s' if count > 1 else ''}"
-    text += "".join(f", {name} as {way.replace('_', ' ')}" for name, way in plan.sums.items())
+    text += "".join(f", {name} as {reduction.replace('_', ' ')}" for name, reduction in plan.sums.items())
     return f"{text}, {kind} gain over the serial plan {min(gains):.3f}-{max(gains):.3f}" if gains else text
 
 

@@ -81,7 +81,7 @@ def transformations(spec: ModelSpec) -> list[ModelSpec]:
     """
     possible = possible_reductions(spec.layer_operations(), spec.shard_of.ranks)
     choices = (zip(possible, chosen, strict=True) for chosen in product(*possible.values()))
-    changes = ({name: way for name, way in choice if way != "all_reduce"} for choice in choices)
+    changes = ({name: reduction for name, reduction in choice if reduction != "all_reduce"} for choice in choices)
     return [replace(spec, sums=tuple(sorted(c.items()))) if c else spec for c in changes]
 
 

@@ -14,15 +14,15 @@ LINE_SECONDS = 5.0
 class SearchBar:
     """Shows a bar on a terminal, or prints a line every few seconds otherwise, while the block runs.
 
-    The first Ctrl-C or SIGTERM sets `ended`, so that the search returns its best result so far. The second one ends the
-    process as usual.
+    The first Ctrl-C or SIGTERM sets `stop_requested`, so that the search returns its best result so far. The second one
+    ends the process as usual.
     """
 
     def __init__(self, budget_s: float, command: str = "weft search") -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-        self.ended = False
+        self.stop_requested = False
         self._command = command
         self._budget_s = budget_s
         self._begun = time.monotonic()
@@ -54,7 +54,7 @@ class SearchBar:
         self._before.clear()
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self.ended = True
+        self.stop_requested = True
         self._restore()
         print(
             f"{self._command}: ending with the best result so far; press Ctrl-C again to quit now",

@@ -38,7 +38,7 @@ class RanksBench:
         open_own: Callable[[Links, BenchConfig, Callable[[str], None]], Bench] = open_rank,
         module: str = "", device: str = "cuda",
     ) -> None:  # fmt: skip
-        """model: folder of the whole model. open_own: opens rank 0's bench. module: the followers' module."""
+        """model: folder of the unsharded model. open_own: opens rank 0's bench. module: the followers' module."""
         self._module, self._device = module or MODULE, device
         self._why: str | None = None
         self._closing = False
@@ -121,8 +121,8 @@ class RanksBench:
     def period(self, period: Period, load: Load) -> Timing:
         return self._measure(MeasureRequest("period", period=period, load=load))[0]
 
-    def sums(self, way: str) -> None:
-        self._measure(MeasureRequest("sums", way=way))
+    def sums(self, reduction: str) -> None:
+        self._measure(MeasureRequest("sums", reduction=reduction))
 
     def close(self) -> None:
         """Idempotent."""

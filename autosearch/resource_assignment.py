@@ -79,10 +79,10 @@ class ResourceAssignment:
                     found.append(self.evaluate(with_sms(self._period, rest)))
         return min(found, key=lambda c: c.ms)
 
-    def polish(self, choice: Candidate, ended: Callable[[], bool] = lambda: False) -> Candidate:
+    def polish(self, choice: Candidate, stop_requested: Callable[[], bool] = lambda: False) -> Candidate:
         """Change the SMs of one operation at a time while the simulated period gets shorter."""
         for _ in range(POLISH_ROUNDS):
-            if ended():
+            if stop_requested():
                 break
             best = min((self.evaluate(p) for p in self._neighbours(choice.period)), key=lambda c: c.ms, default=choice)
             if best.ms >= choice.ms * (1 - 1e-4):
@@ -229,17 +229,17 @@ def with_sms(period: Period, sms: Sequence[int]) -> Period:
 
 def assign(
     machine: Machine, period: Period, load: Load, effort: float, seconds: float = float("inf"),
-    ended: Callable[[], bool] = lambda: False,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Candidate:  # fmt: skip
     """Assign shares to a period of stage I: greedily, then with the solver, then by single changes.
 
-    seconds: wall-clock limit of the solver; the other steps take less than a second. ended: whether to stop early.
+    seconds: wall-clock limit of the solver; the other steps take less than a second.
     """
     end = time.monotonic() + seconds
     shares = ResourceAssignment(machine, period, load)
     first = shares.greedy()
     if len(members_of_lanes(period)) < 3:  # with three lanes single changes help little before the solver
-        first = shares.polish(first, ended)
-    if ended() or time.monotonic() >= end:
+        first = shares.polish(first, stop_requested)
+    if stop_requested() or time.monotonic() >= end:
         return first
-    return shares.polish(shares.solve(first, effort, end - time.monotonic()), ended)
+    return shares.polish(shares.solve(first, effort, end - time.monotonic()), stop_requested)

@@ -114,7 +114,7 @@ class Search:
         final = tuple(self._final)
         made = f"{today()}, {'measured' if self._bench else f'predicted from {self._source}'}"
         made += f", {self._budget.spent:.0f} s"
-        if self._budget.ended():
+        if self._budget.stop_requested():
             made += gantt.ENDED_EARLY
         dense = self._load.tokens if any(p.tokens == self._load.tokens for p in final) else 0
         sums = dict(self._spec.sums) if final else {}

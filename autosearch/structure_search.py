@@ -231,18 +231,18 @@ def grow(machine: Machine, solved: SolvedStructure) -> list[Structure]:
 
 def search(
     machine: Machine, load: Load, guest_sms: int, effort: float, progress: Callable[[str], None] = lambda _: None,
-    seconds: float = float("inf"), ended: Callable[[], bool] = lambda: False,
+    seconds: float = float("inf"), stop_requested: Callable[[], bool] = lambda: False,
 ) -> list[SolvedStructure]:  # fmt: skip
     """Search structures; returns the shortest period first.
 
     Starts with two nano-batches, then adds more around bubbles while that helps. At least one structure is solved, even
-    if that takes longer than `seconds` (wall clock). The search stops early once `ended()` is true.
+    if that takes longer than `seconds` (wall clock). The search stops early once `stop_requested()` is true.
     """
     end = time.monotonic() + seconds
     found: list[SolvedStructure] = []
 
     def attempt(structure: Structure, effort: float) -> SolvedStructure | None:
-        left = 0.0 if ended() else end - time.monotonic()
+        left = 0.0 if stop_requested() else end - time.monotonic()
         return solve(machine, load, structure, guest_sms, effort, left) if left > 0 or not found else None
 
     for structure in first_structures(machine.spec):

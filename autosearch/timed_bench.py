@@ -84,7 +84,7 @@ class TimedBench:
     def over(self) -> bool:
         """Whether no time is left to measure."""
         left = self._ends[-1] - self._budget.clock()
-        return self._budget.ended() or left <= 0 or left < self.cost
+        return self._budget.stop_requested() or left <= 0 or left < self.cost
 
     def period(self, period: Period, load: Load) -> Timing:
         """See `Bench`. Raises `OutOfTime`, and what the bench raises."""

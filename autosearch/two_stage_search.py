@@ -95,17 +95,17 @@ def save_stages(path: Path, target: Target, load: Load, stages: dict[str, StageR
 
 def search_pipelines(
     machine: Machine, load: Load, progress: Progress = lambda *_: None, seconds: float = float("inf"),
-    clock: Callable[[], float] = time.monotonic, ended: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.monotonic, stop_requested: Callable[[], bool] = lambda: False,
 ) -> StageResults:  # fmt: skip
     """Run stages I and II for one load, about a second per structure. Deterministic if `seconds` suffice.
 
-    At least one structure is searched, even if that takes longer than `seconds`. The search stops early once `ended()`
-    is true. Raises `ConfigError` if OR-Tools is not installed.
+    At least one structure is searched, even if that takes longer than `seconds`. The search stops early once
+    `stop_requested()` is true. Raises `ConfigError` if OR-Tools is not installed.
     """
     begun = clock()
 
     def left(share: float) -> float:
-        return 0.0 if ended() else begun + share * seconds - clock()
+        return 0.0 if stop_requested() else begun + share * seconds - clock()
 
     try:
         from weft.autosearch import resource_assignment, structure_search
@@ -123,7 +123,9 @@ def search_pipelines(
         if found and left(STRUCTURES_SHARE) <= 0:
             break
         progress(f"stage I with {guest_sms} SMs for attention", STRUCTURES_SHARE * i / len(guests))
-        solved = structure_search.search(machine, load, guest_sms, EFFORT, seconds=left(STRUCTURES_SHARE), ended=ended)
+        solved = structure_search.search(
+            machine, load, guest_sms, EFFORT, seconds=left(STRUCTURES_SHARE), stop_requested=stop_requested
+        )
         if guest_sms == total and solved:
             structure_ms = solved[0].ms
         for each in solved[:PER_LEVEL]:
@@ -136,7 +138,7 @@ def search_pipelines(
             break
         share = STRUCTURES_SHARE + (1 - STRUCTURES_SHARE) * i / len(found)
         progress(f"stage II, structure {i + 1} of {len(found)}", share)
-        choices.append(resource_assignment.assign(machine, each.period, load, EFFORT, left(1.0), ended))
+        choices.append(resource_assignment.assign(machine, each.period, load, EFFORT, left(1.0), stop_requested))
     return StageResults(machine.serial_ms(load), structure_ms, sorted(choices, key=lambda c: c.ms)[:KEPT])
 
 
@@ -164,7 +166,7 @@ class LoadSolver:
     def solve(self, loads: Sequence[tuple[str, Load]]) -> None:
         """Solve all of these that have no results yet, in parallel. Does nothing once the search has ended."""
         wanted = {key: load for name, load in loads if (key := self._key(name, load)) not in self._store.stages}
-        if not wanted or self._budget.ended():
+        if not wanted or self._budget.stop_requested():
             return
         parallel = min(self.workers, len(wanted))
         if parallel == 1:
@@ -176,7 +178,7 @@ class LoadSolver:
                 done.result()
 
     def _solve_one(self, key: str, load: Load, parallel: int) -> None:
-        if self._budget.ended():
+        if self._budget.stop_requested():
             return
         # Split the remaining time in the planned proportion of solving to measuring. A step that overran, such as
         # compiling kernels, thus costs both equally.
@@ -191,12 +193,12 @@ class LoadSolver:
                 solved = 0.0 if self._measured else self._share * min(1.0, done / self._loads)
                 self._budget.report(f"{key}: {text}", solved)
 
-        found = search_pipelines(self._machine, load, report, seconds, self._budget.clock, self._budget.ended)
+        found = search_pipelines(self._machine, load, report, seconds, self._budget.clock, self._budget.stop_requested)
         with self._lock:
             self._store.stages[key] = found
             self._done.pop(key, None)
             self._unsolved = max(0, self._unsolved - 1)
-            if not self._budget.ended():  # an interrupted result must not reach the next search
+            if not self._budget.stop_requested():  # an interrupted result must not reach the next search
                 self._store.save(self._store.stages)
 
     def _key(self, name: str, load: Load) -> str:
@@ -224,7 +226,7 @@ class CollectiveChoice(NamedTuple):
 
 def compare_collectives(
     spec: ModelSpec, profile: Profile, load: Load, stages: MutableMapping[str, StageResults], progress: Progress,
-    seconds: float, ended: Callable[[], bool],
+    seconds: float, stop_requested: Callable[[], bool],
 ) -> list[CollectiveChoice]:  # fmt: skip
     """Return every choice of collectives in the profile, fastest first; of equals, the one with fewer operations.
 
@@ -237,14 +239,14 @@ def compare_collectives(
     for i, variant in enumerate(known):
         key = f"{describe_collectives(variant)}: {load.tokens} tokens"
         if key not in stages:
-            if found and ended():
+            if found and stop_requested():
                 break
 
             def report(text: str, within: float, i: int = i, key: str = key) -> None:
                 progress(f"{key}: {text}", (i + within) / len(known))
 
             stages[key] = search_pipelines(
-                Machine(profile, variant), load, report, seconds / len(known), ended=ended
+                Machine(profile, variant), load, report, seconds / len(known), stop_requested=stop_requested
             )  # fmt: skip
         found.append(CollectiveChoice(variant, stages[key]))
     return sorted(found, key=lambda c: (c.ms, len(list(c.spec.layer_operations()))))

@@ -118,7 +118,7 @@ def measure(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespac
     with ProgressBar() as start:
         engine = Engine(config.for_measuring().model_copy(update={"slo": []}), start)
     with SearchBar(arguments.budget_seconds, command="weft advise") as bar:
-        bench = EngineBench(engine, lengths, arguments.point_seconds, config.seed, lambda: bar.ended)
+        bench = EngineBench(engine, lengths, arguments.point_seconds, config.seed, lambda: bar.stop_requested)
         prompt, output = means(lengths)
         workload = str(arguments.lengths or arguments.workload)
         curve = Curve(
@@ -129,23 +129,23 @@ def measure(config: EngineConfig, lengths: Lengths, arguments: argparse.Namespac
             check_joules(curve)
         if file is not None and file.exists():
             curve = resume(curve, file)
-        budget = TimeBudget(arguments.budget_seconds, bar, lambda: bar.ended)
+        budget = TimeBudget(arguments.budget_seconds, bar, lambda: bar.stop_requested)
         share = SWEEP_SHARE if arguments.rate_seconds else 1.0
         sweep = Sweep(
             bench, curve, engine_objectives(config.objectives), arguments.epsilon, arguments.objective,
-            TimeBudget(share * arguments.budget_seconds, bar, lambda: bar.ended), saver(file),
+            TimeBudget(share * arguments.budget_seconds, bar, lambda: bar.stop_requested), saver(file),
         )  # fmt: skip
         try:
             curve = sweep.run()
-            if bar.ended and not curve.points:
+            if bar.stop_requested and not curve.points:
                 raise WeftError("ended before one slot limit was measured")
-            if arguments.rate_seconds and not bar.ended:
+            if arguments.rate_seconds and not bar.stop_requested:
                 outputs = np.array([d for _, d in lengths], np.float64)
-                curve = with_rates(curve, bench, config, outputs, arguments, budget.remainder())
+                curve = with_rates(curve, bench, config, outputs, arguments, budget.sub_budget())
         finally:
             bench.close()
             engine.close()
-        if arguments.measure_replicas > 1 and not bar.ended:
+        if arguments.measure_replicas > 1 and not bar.stop_requested:
             del bench, engine, sweep.bench  # free the device memory
             try:
                 curve = with_replicas(curve, config, lengths, arguments, bar)
@@ -216,7 +216,9 @@ def with_replicas(
     if set(wanted) <= known:
         return curve
     points = list(curve.replicas)
-    with ConcurrentEngines(config, max(wanted), bound, pages, lengths, seconds, bar, lambda: bar.ended) as engines:
+    with ConcurrentEngines(
+        config, max(wanted), bound, pages, lengths, seconds, bar, lambda: bar.stop_requested
+    ) as engines:
         for number in [*wanted, 1]:  # one alone before and after, in case the machine's speed changes
             points.append(engines.measure(number, bound))
     return msgspec.structs.replace(curve, replicas=tuple(points))

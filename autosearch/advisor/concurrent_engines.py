@@ -41,9 +41,9 @@ class ConcurrentEngines:
 
     def __init__(
         self, config: EngineConfig, most: int, bound: int, pages: int, lengths: Lengths, seconds: float,
-        progress: Callable[[str], None] = lambda _: None, ended: Callable[[], bool] = lambda: False,
+        progress: Callable[[str], None] = lambda _: None, stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        """most: number of engines. bound: largest slot limit. pages: KV pages of each. ended: whether to stop early.
+        """most: number of engines. bound: largest slot limit. pages: KV pages per engine.
 
         Raises `WeftError` if an engine does not start.
         """
@@ -51,7 +51,7 @@ class ConcurrentEngines:
         if config.device == "cpu" or config.cpu_threads is not None:
             own["cpu_threads"] = max(1, (config.cpu_threads or len(os.sched_getaffinity(0)) - 1) // most)
         engine_config = config.model_copy(update=own).model_dump_json()
-        self._progress, self._ended = progress, ended
+        self._progress, self._stop_requested = progress, stop_requested
         self._measure_seconds = REPLY_SECONDS + 20 * seconds  # `engine_bench.MAX_EXTENSION`
         self._children: list[subprocess.Popen[str]] = []
         self._exchange = WeightExchange()
@@ -74,7 +74,7 @@ class ConcurrentEngines:
 
     def measure(self, number: int, bound: int) -> ReplicaPoint:
         """Measure `number` engines at this slot limit each. Raises `EndedEarly`, or `WeftError` if one of them ends."""
-        self._check_ended()
+        self._check_stop()
         children = self._children[:number]
         self._call(children, f"ready {bound}", REPLY_SECONDS)
         self._progress(f"{number} engines, {bound} requests each")
@@ -87,8 +87,8 @@ class ConcurrentEngines:
             _send(child, command)
         return [self._receive(child, seconds) for child in children]
 
-    def _check_ended(self) -> None:
-        if self._ended():
+    def _check_stop(self) -> None:
+        if self._stop_requested():
             raise EndedEarly("ended before the engines were measured")
 
     def _receive(self, child: subprocess.Popen[str], seconds: float) -> str:
@@ -96,7 +96,7 @@ class ConcurrentEngines:
         assert child.stdout is not None
         until = time.monotonic() + seconds
         while not select.select([child.stdout], [], [], POLL_SECONDS)[0]:  # one reply per command: none is buffered
-            self._check_ended()
+            self._check_stop()
             if time.monotonic() > until:
                 raise WeftError(f"a concurrent engine made no progress for {seconds:.0f} s")
         line = child.stdout.readline()

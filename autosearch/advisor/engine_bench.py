@@ -47,7 +47,7 @@ class EngineBench(Listener):
 
     def __init__(
         self, engine: Engine, lengths: Lengths, seconds: float, seed: int = 0,
-        ended: Callable[[], bool] = lambda: False,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         """seconds: duration of a measurement."""
         longest = max(p + d for p, d in lengths)
@@ -59,7 +59,7 @@ class EngineBench(Listener):
         self.lengths = lengths
         self.capacity = engine.resolved.max_num_seqs
         self._rng = np.random.default_rng(seed)
-        self._ended = ended
+        self._stop_requested = stop_requested
         self._next = 0
         self._open: dict[int, bool] = {}
         """Handle -> whether it has produced a token."""
@@ -123,7 +123,7 @@ class EngineBench(Listener):
             # as many requests end as run, so that every phase of a request is represented
             enough = elapsed >= self._seconds and iterations >= MIN_ITERATIONS and finished >= stats.running
             long = elapsed >= 4 * self._seconds and (ttft or elapsed >= MAX_EXTENSION * self._seconds)
-            if enough or long or self._ended():
+            if enough or long or self._stop_requested():
                 break
         activity = self._activity.end() if self._activity is not None else None
         after = engine.stats()
@@ -165,7 +165,7 @@ class EngineBench(Listener):
                 if (at := waiting.pop(started.handle, None)) is not None:
                     ttft.append(now - at)
             hopeless = _hopeless(ttft, [now - at for at in waiting.values()], len(due), objectives)
-            if hopeless or self._ended():
+            if hopeless or self._stop_requested():
                 break
         first = np.array(ttft)
         times = {"ttft": Times.of(first), "itl": Times.of(np.concatenate([np.zeros(0), *self._gaps]))}
@@ -211,7 +211,7 @@ class EngineBench(Listener):
             lived = int(self._rng.integers(0, output))
             self._add(prompt + lived, output - lived)
         until, stuck = time.perf_counter() + RAMP_SECONDS, 0
-        while time.perf_counter() < until and not self._ended():
+        while time.perf_counter() < until and not self._stop_requested():
             self._step(bound)
             stuck = stuck + 1 if scheduler.num_running < bound and not scheduler.short_of_slots else 0
             begun = sum(self._open.values())

@@ -96,13 +96,13 @@ class RateSearch:
 
     def run(self) -> list[RateRun]:
         budget = self._budget
-        while len(self.runs) < MOST_RUNS and (rate := self._next()) is not None and not budget.ended():
+        while len(self.runs) < MOST_RUNS and (rate := self._next()) is not None and not budget.stop_requested():
             begun = budget.spent
             if begun + self._longest > budget.seconds:
                 break
             budget.report(f"{rate:.3g} requests per second, slot limit {self._bound}")
             run = self._serve(self._bound, rate, len(self.runs))
-            if budget.ended():
+            if budget.stop_requested():
                 break  # the run is incomplete
             self._longest = max(self._longest, budget.spent - begun)
             self.runs.append(run)

@@ -105,7 +105,7 @@ class Sweep:
             return known
         self._budget.report(f"slot limit {bound}")
         point = self.bench.measure(bound)
-        if self._budget.ended():
+        if self._budget.stop_requested():
             return None
         self._measured += 1
         self.curve = self.curve.with_point(point)
@@ -115,4 +115,4 @@ class Sweep:
     def _time_for_one(self) -> bool:
         """Whether another point of mean duration fits the budget."""
         budget, spent = self._budget, self._budget.spent
-        return not budget.ended() and spent + spent / max(1, self._measured) <= budget.seconds
+        return not budget.stop_requested() and spent + spent / max(1, self._measured) <= budget.seconds

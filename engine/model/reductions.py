@@ -54,14 +54,14 @@ def with_reductions(operations: Iterable[Operation], chosen: Mapping[str, str], 
     """Yield the operations of a layer with these reductions. Raises `ModelError` if one is impossible."""
     listed = list(operations)
     possible = possible_reductions(listed, ranks)
-    for name, way in chosen.items():
-        if way not in possible.get(name, ()):
+    for name, reduction in chosen.items():
+        if reduction not in possible.get(name, ()):
             known = "; ".join(f"{n}: {', '.join(w)}" for n, w in possible.items()) or "it has no collectives"
-            raise ModelError(f"this model cannot do {name} as {way} on {ranks} ranks ({known})")
+            raise ModelError(f"this model cannot do {name} as {reduction} on {ranks} ranks ({known})")
     projection_of = {op.name: op.parents[0] for op in listed if op.kernel == ALL_REDUCE}
-    columns = {projection_of[name] for name, way in chosen.items() if way == "two_gathers"}
+    columns = {projection_of[name] for name, reduction in chosen.items() if reduction == "two_gathers"}
     # The gather takes the place of the all-reduce as a parent.
-    ends = {name: f"{projection_of[name]}_gather" for name, way in chosen.items() if way != "all_reduce"}
+    ends = {name: f"{projection_of[name]}_gather" for name, reduction in chosen.items() if reduction != "all_reduce"}
     for op in listed:
         parents = tuple(ends.get(p, p) for p in op.parents)
         if op.name in columns:

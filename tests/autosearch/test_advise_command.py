@@ -186,5 +186,5 @@ def test_engines_side_by_side_end_when_the_command_is_told_to(monkeypatch: pytes
 
     monkeypatch.setattr(subprocess, "Popen", noted)
     with pytest.raises(EndedEarly, match="ended before the engines were measured"):
-        ConcurrentEngines(EngineConfig(device="cpu"), 2, 4, 64, [(6, 8)], 0.05, ended=lambda: True)
+        ConcurrentEngines(EngineConfig(device="cpu"), 2, 4, 64, [(6, 8)], 0.05, stop_requested=lambda: True)
     assert [child.returncode for child in begun] == [-signal.SIGKILL] * 2

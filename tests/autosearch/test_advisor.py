@@ -88,7 +88,7 @@ def test_time_that_is_up_ends_it_with_what_there_is() -> None:
 def test_a_point_that_is_cut_short_is_no_point() -> None:
     bench, kept = MadeUp(), []
     begun = msgspec.structs.replace(curve(), points=())
-    budget = TimeBudget(1e9, ended=lambda: len(bench.asked) == 3)
+    budget = TimeBudget(1e9, stop_requested=lambda: len(bench.asked) == 3)
     ran = Sweep(bench, begun, [], 0.1, "throughput", budget, kept.append)
     assert [p.bound for p in ran.run().points] == [1, 2]
     assert [[p.bound for p in told.points] for told in kept] == [[1], [1, 2]]

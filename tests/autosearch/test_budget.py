@@ -53,7 +53,7 @@ class Slow(SyntheticBench):
     def clock(self) -> float:
         return self.now
 
-    def ended(self) -> bool:
+    def stop_requested(self) -> bool:
         """Somebody ends the search while a certain measurement runs."""
         return self.calls >= self.ended_at
 
@@ -110,7 +110,7 @@ class Run:
             assert share is not None
             self.shares.append((self.bench.now / budget_s, share))
 
-        budget = TimeBudget(budget_s, told, self.bench.ended, self.bench.clock)
+        budget = TimeBudget(budget_s, told, self.bench.stop_requested, self.bench.clock)
         one = search.Search(Machine(recorded, LLAMA_8B), TYPICAL, self.bench, budget, max_num_seqs=1024)
         self.result = one.run("x", self.plans.append)
 
@@ -200,9 +200,9 @@ def test_the_solver_begins_no_other_structure_once_it_is_ended(monkeypatch: pyte
         return solve(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(structure_search, "solve", counted)
-    (found,) = structure_search.search(machine, TYPICAL, 32, 0.1, ended=lambda: bool(calls))
+    (found,) = structure_search.search(machine, TYPICAL, 32, 0.1, stop_requested=lambda: bool(calls))
     monkeypatch.setattr(resource_assignment.ResourceAssignment, "solve", lambda *_: pytest.fail("solved"))
-    assert resource_assignment.assign(machine, found.period, TYPICAL, 0.1, ended=lambda: True).ms > 0
+    assert resource_assignment.assign(machine, found.period, TYPICAL, 0.1, stop_requested=lambda: True).ms > 0
 
 
 @pytest.mark.usefixtures("quick")
@@ -213,7 +213,7 @@ def test_a_search_that_is_ended_while_it_profiles_ends_there_and_keeps_no_profil
     monkeypatch.setattr(command, "num_gpus", lambda: 1)
     monkeypatch.setattr(command, "open_gpu", lambda *_, **__: (bench, target))
     monkeypatch.setattr(
-        command.SearchBar, "ended", property(lambda _: bench.calls >= 30, lambda *_: None), raising=False
+        command.SearchBar, "stop_requested", property(lambda _: bench.calls >= 30, lambda *_: None), raising=False
     )
     out = tmp_path / "p.json"
     out.write_text("the plan of another day")
@@ -271,7 +271,9 @@ def test_what_a_link_names_is_written_and_the_link_stays(recorded: Profile, mode
 
 def test_what_would_not_end_in_time_is_not_begun(recorded: Profile) -> None:
     bench = Slow()
-    timely = TimedBench(bench, Machine(recorded, LLAMA_8B), TimeBudget(100.0, ended=bench.ended, clock=bench.clock))
+    timely = TimedBench(
+        bench, Machine(recorded, LLAMA_8B), TimeBudget(100.0, stop_requested=bench.stop_requested, clock=bench.clock)
+    )
     serial = serial_for(LLAMA_8B, TYPICAL, 132)
     pipeline = _pipeline(recorded)
     with timely.until(10.0):

@@ -44,7 +44,7 @@ def measure_model(arguments: Namespace) -> None:
     with ProgressBar() as start:
         engine = Engine(config.for_measuring(), start)
     with SearchBar(budget, command=f"weft bench batching: {name}") as bar:
-        bench = EngineBench(engine, [pair], arguments.point_seconds, ended=lambda: bar.ended)
+        bench = EngineBench(engine, [pair], arguments.point_seconds, stop_requested=lambda: bar.stop_requested)
         prompt, output = means([pair])
         curve = Curve(
             model=config.model_name,
@@ -66,7 +66,7 @@ def measure_model(arguments: Namespace) -> None:
 
         def left() -> TimeBudget:
             seconds = max(0.1, share * budget - (time.monotonic() - begun))
-            return TimeBudget(seconds, bar, lambda: bar.ended)
+            return TimeBudget(seconds, bar, lambda: bar.stop_requested)
 
         curve = Sweep(bench, curve, [], EPSILON, "throughput", left(), keep).run()
         for slo in objectives(curve).values():
@@ -96,7 +96,7 @@ def _replicas(
         for number in range(1, arguments.replicas + 1)
         if not any(r.bound == bound and r.replicas == number for r in curve.replicas)
     ]
-    if not wanted or bar.ended or time.monotonic() >= end:
+    if not wanted or bar.stop_requested or time.monotonic() >= end:
         return
     largest = max(bound for bound, _ in wanted)
     number = min(arguments.replicas, asked[largest].fit)
@@ -104,7 +104,7 @@ def _replicas(
     with (
         suppress(EndedEarly),
         ConcurrentEngines(
-            config, number, largest, pages, lengths, arguments.point_seconds, bar, lambda: bar.ended
+            config, number, largest, pages, lengths, arguments.point_seconds, bar, lambda: bar.stop_requested
         ) as engines,
     ):
         took = 0.0
@@ -133,7 +133,7 @@ def _figure_9(bench: EngineBench, file: Path, bar: SearchBar) -> None:
         bench.drop()
         bench.lengths = [(prompt, output)]
         point = bench.measure(min(FIGURE_9_BOUND, bench.capacity))
-        if bar.ended:
+        if bar.stop_requested:
             return  # the measurement was cut short
         rows.append(
             {
