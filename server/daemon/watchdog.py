@@ -49,11 +49,8 @@ class Watchdog:
             late = []
             for watched in self._watched_processes():
                 condemned = self._watch.heartbeats.of(watched.row).condemned
-                if (
-                    watched.bound
-                    and not condemned
-                    and (age := self._watch.late(watched.row, watched.bound)) is not None
-                ):
+                age = self._watch.late(watched.row, watched.bound) if watched.bound and not condemned else None
+                if age is not None:
                     late.append(self._end(watched, age))
             if late:
                 ends = asyncio.gather(*late)
