@@ -13,8 +13,7 @@ class Energy(NamedTuple):
     idle_watts: float
     joules_per_tflop: float
     """Dense BF16 GEMMs on tensor cores, including their operand traffic."""
-    joules_per_gb: float
-    """Streaming reads of HBM."""
+    joules_per_gb: float  # Streaming reads of HBM.
 
 
 class Accelerator(NamedTuple):
@@ -24,12 +23,9 @@ class Accelerator(NamedTuple):
     vendor: str
     mem_gb: float
     mem_gbs: float
-    net_gbs: float
-    """Both directions; one direction is half of it."""
-    gflops: float
-    """Dense FP16."""
-    watts: float
-    """Power limit of the module."""
+    net_gbs: float  # Both directions; one direction is half of it.
+    gflops: float  # Dense FP16.
+    watts: float  # Power limit of the module.
     energy: Energy | None = None
     sms: int = 0
     """Streaming multiprocessors or compute units; 0: unknown, so that no plan can divide them."""

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 class BenchConfig(msgspec.Struct, frozen=True):
     """The configuration of every rank's bench."""
 
-    model: str
-    """Folder of the unsharded model."""
+    model: str  # Folder of the unsharded model.
     descriptors: str
     max_tokens: int
     max_context: int

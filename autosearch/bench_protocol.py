@@ -13,11 +13,9 @@ from weft.kernels.tuning.measure import Sustained
 class Load(NamedTuple):
     """One iteration: a dense batch in the steady state of a workload."""
 
-    tokens: int
-    """Size of the dense batch: decodes, then prefill tokens."""
+    tokens: int  # Size of the dense batch: decodes, then prefill tokens.
     decodes: int
-    context: int
-    """Mean KV tokens that a decode reads."""
+    context: int  # Mean KV tokens that a decode reads.
     prompt: int
     """Mean prompt length. A prefill token attends to half of it on average."""
 
@@ -41,8 +39,7 @@ class Load(NamedTuple):
         return tuple(self._replace(tokens=n, decodes=d) for n, d in zip(sizes, counts, strict=True))
 
 
-Timing = Sustained
-"""Sustained ms, watts and mhz."""
+Timing = Sustained  # Sustained ms, watts and mhz.
 
 
 class PeriodBench(Protocol):
@@ -58,8 +55,7 @@ class PeriodBench(Protocol):
 class Bench(PeriodBench, Protocol):
     """Sustained timings on one accelerator. `load` is the full dense batch; `op` covers a range of its tokens."""
 
-    memory: int
-    """Bytes of device memory; 0: unknown."""
+    memory: int  # Bytes of device memory; 0: unknown.
     seconds: float
 
     def alone(self, op: NanoOperation, load: Load) -> Timing:

@@ -46,8 +46,7 @@ from weft.engine.plans.plan import Plan, Target, load_plan, model_key
 from weft.engine.progress import for_stdout
 from weft.engine.wire.cores import cores
 
-ALTERNATIVES_SHARE = 0.3
-"""Share of the budget for choosing collectives."""
+ALTERNATIVES_SHARE = 0.3  # Share of the budget for choosing collectives.
 DEFAULT_ACCELERATOR = "h200"
 """Accelerator of the formulas for several GPUs without a recorded profile."""
 
@@ -58,8 +57,7 @@ class SearchInput(NamedTuple):
     name: str
     model: Path
     whole: ModelSpec
-    spec: ModelSpec
-    """One rank's shard of `whole`."""
+    spec: ModelSpec  # One rank's shard of `whole`.
     load: Load
     start: Plan | None
 

@@ -15,8 +15,7 @@ from weft.engine.model.operations import Resource, Role
 from weft.engine.model.parts import Layer
 from weft.engine.model.spec import ModelSpec, Shard
 
-ITEMSIZE = 2
-"""Bytes per element of weights, activations and KV."""
+ITEMSIZE = 2  # Bytes per element of weights, activations and KV.
 
 
 class Usage(NamedTuple):

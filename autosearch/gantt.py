@@ -21,11 +21,9 @@ COLLECTIVES = {
     "_gather": ("all-gather", "#7fb0c9"), "_gather_in": ("all-gather", "#7fb0c9"),
 }  # fmt: skip
 """Suffix of an operation's name -> its kind and color."""
-MAX_COLUMNS = 150
-"""Maximum width of a picture on a terminal."""
+MAX_COLUMNS = 150  # Maximum width of a picture on a terminal.
 OTHER_COLOR = "#8fa3bf"
-ENDED_EARLY = ", ended early"
-"""Suffix of `Plan.made` if the search was ended early."""
+ENDED_EARLY = ", ended early"  # Suffix of `Plan.made` if the search was ended early.
 
 
 class Bar(NamedTuple):
@@ -41,10 +39,8 @@ class Picture(NamedTuple):
 
     ms: float
     bars: list[Bar]
-    timed: bool
-    """False if the plan has no times; widths are then tokens."""
-    serial: list[tuple[str, float]]
-    """Operation and ms of the serial plan, if known."""
+    timed: bool  # False if the plan has no times; widths are then tokens.
+    serial: list[tuple[str, float]]  # Operation and ms of the serial plan, if known.
 
 
 def picture(period: Period) -> Picture:

@@ -20,12 +20,9 @@ class Sample(NamedTuple):
     """One operation of a pair."""
 
     sms: int
-    slowdown: float
-    """Time in the pair / time alone on the same SMs."""
-    performance: float
-    """P: time alone on all SMs / time in the pair."""
-    partner: Resource
-    """Bottleneck of the other operation."""
+    slowdown: float  # Time in the pair / time alone on the same SMs.
+    performance: float  # P: time alone on all SMs / time in the pair.
+    partner: Resource  # Bottleneck of the other operation.
 
 
 class Row(NamedTuple):

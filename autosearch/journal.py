@@ -27,10 +27,8 @@ class Entry(msgspec.Struct):
     key: str
     """Identifies what was measured, for how long, and which repetition it was."""
     timings: tuple[Timing, ...] = ()
-    refused: str = ""
-    """Reason why this cannot run; empty if it can."""
-    took: float = 0.0
-    """Seconds, including compilation."""
+    refused: str = ""  # Reason why this cannot run; empty if it can.
+    took: float = 0.0  # Seconds, including compilation.
 
 
 def unfinished(target: Target, load: Load, what: str, *more: bytes) -> Path:
@@ -58,10 +56,8 @@ class Journal:
         self.num_sms, self.memory = bench.num_sms, bench.memory
         self._times: Counter[str] = Counter()
         self._known = {entry.key: entry for entry in _read(file)}
-        self.reused = 0
-        """Measurements taken from the file."""
-        self.took = 0.0
-        """Seconds that the last measurement took when it was made."""
+        self.reused = 0  # Measurements taken from the file.
+        self.took = 0.0  # Seconds that the last measurement took when it was made.
 
     @property
     def known(self) -> int:

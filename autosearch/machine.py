@@ -25,8 +25,7 @@ class Machine:
         self.curves = Curves(profile)
         resources = {name: o.resource for name, o in self.operations.items()}
         self.interference = Interference(profile, self.curves, resources)
-        self.watts = max(p.watts for p in profile.points)
-        """Highest sustained power of the card."""
+        self.watts = max(p.watts for p in profile.points)  # Highest sustained power of the card.
 
     def works(self, period: Period, load: Load) -> list[float]:
         """Return the work of each nano-operation of the period."""

@@ -31,8 +31,7 @@ from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
 
 VERSION = 1
 MEMORY_SHARE = 0.9
-KV_DTYPE = torch.bfloat16
-"""Any dtype of two bytes, for weights and pages."""
+KV_DTYPE = torch.bfloat16  # Any dtype of two bytes, for weights and pages.
 SHIPPED = Path(__file__).with_name("profiles")
 
 
@@ -81,18 +80,15 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     target: Target
     load: Load
-    features: dict[str, int]
-    """Operation -> rows of its weight; 0 if it has none."""
+    features: dict[str, int]  # Operation -> rows of its weight; 0 if it has none.
     points: tuple[Point, ...]
     pairs: tuple[PairPoint, ...] = ()
-    memory: int = 0
-    """Bytes of device memory; 0: unknown."""
+    memory: int = 0  # Bytes of device memory; 0: unknown.
     configs: dict[str, GemmConfig] = {}
     """Operation -> kernel configuration of its nano-operations. In the serial plan the kernel chooses."""
     version: int = VERSION
     format: Literal["weft-profile"] = "weft-profile"
-    made: str = ""
-    """Date and versions, for information."""
+    made: str = ""  # Date and versions, for information.
     guest_pairs: tuple[GuestPair, ...] = ()
     modelled: tuple[str, ...] = ()
     """Operations whose points and pairs come from formulas (`formula_profile.py`), not measurements."""

@@ -32,14 +32,11 @@ def configs_of(spec: ModelSpec) -> tuple[GemmConfig, ...]:
 class Grid(NamedTuple):
     """The measured sizes and SM counts."""
 
-    tokens: tuple[int, ...]
-    """Tokens of GEMMs on all SMs; the last is the dense batch."""
-    few_tokens: tuple[int, ...]
-    """Tokens of GEMMs on fewer SMs."""
+    tokens: tuple[int, ...]  # Tokens of GEMMs on all SMs; the last is the dense batch.
+    few_tokens: tuple[int, ...]  # Tokens of GEMMs on fewer SMs.
     guest_sms: tuple[int, ...]
     """SMs of attention and collectives next to a GEMM, which has the others."""
-    shares: tuple[float, ...]
-    """Shares of the dense batch's attention."""
+    shares: tuple[float, ...]  # Shares of the dense batch's attention.
 
     @classmethod
     def coarse(cls, load: Load, num_sms: int) -> Grid:

@@ -7,8 +7,7 @@ import sys
 import time
 from types import FrameType
 
-LINE_SECONDS = 5.0
-"""Minimum seconds between two log lines."""
+LINE_SECONDS = 5.0  # Minimum seconds between two log lines.
 
 
 class SearchBar:

@@ -21,10 +21,8 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import TOKEN_STEP, Edge, Period, serial_period
 from weft.kernels.matmul.gemm_config import GemmConfig
 
-MIN_GAIN = 0.002
-"""Relative difference below which medians are equal."""
-SCREEN = 1.01
-"""A first measurement slower by this factor is not repeated."""
+MIN_GAIN = 0.002  # Relative difference below which medians are equal.
+SCREEN = 1.01  # A first measurement slower by this factor is not repeated.
 REPEATS = 3
 SM_STEP = 4
 Clock = Callable[[], float]
@@ -39,11 +37,9 @@ class Refined(NamedTuple):
     """The result of `Refiner`."""
 
     period: Period
-    ms: float
-    """Last measurement, or the median of several."""
+    ms: float  # Last measurement, or the median of several.
     tried: int
-    accepted: tuple[str, ...]
-    """Accepted changes, in order."""
+    accepted: tuple[str, ...]  # Accepted changes, in order.
 
 
 class Refiner:

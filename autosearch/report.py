@@ -36,16 +36,13 @@ class Result(NamedTuple):
     table_3: dict[Resource, list[tuple[float, float]]]
     """R -> P as in the paper; R is the loss of the concurrent GEMM."""
     accepted: tuple[str, ...]
-    dropped: tuple[str, ...]
-    """Pipelines that lost when they were measured again."""
+    dropped: tuple[str, ...]  # Pipelines that lost when they were measured again.
     seconds: float
     measured: bool
     load: Load
-    notes: tuple[str, ...] = ()
-    """Final lines: choice of collectives, optimum, provenance."""
+    notes: tuple[str, ...] = ()  # Final lines: choice of collectives, optimum, provenance.
     source: str = "a recorded profile"
-    unfinished: tuple[Path, ...] = ()
-    """Files from which an interrupted search continues."""
+    unfinished: tuple[Path, ...] = ()  # Files from which an interrupted search continues.
 
 
 def fastest_gemm_flops(profile: Profile, spec: ModelSpec) -> float:

@@ -25,12 +25,10 @@ from weft.engine.errors import ConfigError
 from weft.engine.model.operations import Resource
 from weft.engine.plans.plan import Period, Plan
 
-REFINED = 3
-"""Pipelines of one load from which refinement may start."""
+REFINED = 3  # Pipelines of one load from which refinement may start.
 MEASURED_EACH = 3 * REPEATS
 """Measurements per load after its refinement: the reported medians."""
-MIN_MEASUREMENTS = 2
-"""Measurements that compare a pipeline with the serial plan."""
+MIN_MEASUREMENTS = 2  # Measurements that compare a pipeline with the serial plan.
 REFINING_SHARE = 0.4
 """Minimum share of a load group's time for its pipelines. The rest finds their break-even loads."""
 BREAK_EVEN = 3.5

@@ -12,8 +12,7 @@ from weft.engine.plans.plan import Period
 LAYERS = 32
 Drag = Callable[[int, Collection[int]], float]
 """Slowdown factor of an operation (its index) while other operations (their indices) run concurrently."""
-Node = tuple[int, int]
-"""(turn, operation)."""
+Node = tuple[int, int]  # (turn, operation).
 
 
 class Run(NamedTuple):
@@ -28,8 +27,7 @@ class Run(NamedTuple):
 class Timeline(NamedTuple):
     """A steady period. Times in ms."""
 
-    ms: float
-    """Length of the period: time per layer."""
+    ms: float  # Length of the period: time per layer.
     starts: tuple[float, ...]
     """Start of each nano-operation after the first. An operation may end after the period does."""
     lasts: tuple[float, ...]

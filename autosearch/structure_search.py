@@ -23,10 +23,8 @@ from weft.engine.plans.plan import TOKEN_STEP, NanoOperation, Period
 
 TICKS = 6000
 """Length of the serial or incumbent period in the solver's unit of time."""
-LEAST_SECONDS = 0.3
-"""Wall-clock seconds within which the solver finds some period."""
-NETWORK_SHARE = 0.125
-"""Share of the SMs for collectives. Few SMs saturate a link."""
+LEAST_SECONDS = 0.3  # Wall-clock seconds within which the solver finds some period.
+NETWORK_SHARE = 0.125  # Share of the SMs for collectives. Few SMs saturate a link.
 MIN_GAIN = 0.002
 """Minimum gain, as a share, that justifies a structure with more nano-batches."""
 
@@ -38,8 +36,7 @@ class SolvedStructure(NamedTuple):
     period: Period
     structure: Structure
     starts: tuple[float, ...]
-    ends: tuple[float, ...]
-    """Offsets from the start of the period, in launch order."""
+    ends: tuple[float, ...]  # Offsets from the start of the period, in launch order.
 
 
 def duration_tables(

@@ -68,8 +68,7 @@ class TimedBench:
         self.cost = 0.0
         """Seconds per measurement with compiled kernels; 0 before the first one."""
         self._kernels: set[tuple[object, ...]] = set()
-        self._compiling = 0.0
-        """Seconds of the longest measurement that used new kernels."""
+        self._compiling = 0.0  # Seconds of the longest measurement that used new kernels.
 
     @contextmanager
     def until(self, end: float) -> Iterator[None]:

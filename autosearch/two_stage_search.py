@@ -27,18 +27,12 @@ from weft.engine.errors import ConfigError
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import Target
 
-VERSION = 1
-"""Version of the `--stages` file."""
-EFFORT = 1.0
-"""Deterministic seconds per solver call."""
-GUEST_SMS = (20, 24, 32, 36, 48)
-"""SMs, of 132, that stage I reserves for attention."""
-PER_LEVEL = 4
-"""Structures per SM count that go on to stage II."""
-KEPT = 5
-"""Pipelines kept per load."""
-STRUCTURES_SHARE = 0.4
-"""Share of a load's time for stage I."""
+VERSION = 1  # Version of the `--stages` file.
+EFFORT = 1.0  # Deterministic seconds per solver call.
+GUEST_SMS = (20, 24, 32, 36, 48)  # SMs, of 132, that stage I reserves for attention.
+PER_LEVEL = 4  # Structures per SM count that go on to stage II.
+KEPT = 5  # Pipelines kept per load.
+STRUCTURES_SHARE = 0.4  # Share of a load's time for stage I.
 SHARE, SHARE_MEASURED = 0.8, 0.5
 """Share of the search time for the solver, without and with a GPU to measure on."""
 Progress = Callable[[str, float], None]
@@ -51,8 +45,7 @@ class StageResults(NamedTuple):
     serial_ms: float
     structure_ms: float
     """Best period of stage I: no interference, every operation on all SMs."""
-    choices: list[Candidate]
-    """Different pipelines, shortest first."""
+    choices: list[Candidate]  # Different pipelines, shortest first.
 
 
 @dataclass
@@ -153,8 +146,7 @@ class LoadSolver:
         self._measured, self.workers = measured, workers
         self._share = SHARE_MEASURED if measured else SHARE
         self._loads = self._unsolved = loads
-        self._done: dict[str, float] = {}
-        """Completed share of each load that is being solved."""
+        self._done: dict[str, float] = {}  # Completed share of each load that is being solved.
         self._lock = threading.Lock()
 
     def results(self, name: str, load: Load) -> StageResults:

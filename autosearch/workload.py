@@ -8,8 +8,7 @@ from pathlib import Path
 from weft.autosearch.bench_protocol import Load
 from weft.engine.errors import ConfigError
 
-Lengths = list[tuple[int, int]]
-"""Prompt and output tokens of each request."""
+Lengths = list[tuple[int, int]]  # Prompt and output tokens of each request.
 
 
 def steady_load(lengths: Lengths, tokens: int, max_num_seqs: int = 1024) -> Load:

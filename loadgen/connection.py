@@ -22,8 +22,7 @@ class Reader(Protocol):
     """Receives an answer's body as it arrives, in `feed`, which may raise `AnswerTooLong`."""
 
     is_stream: bool
-    retry_after: str
-    """The Retry-After header, or empty."""
+    retry_after: str  # The Retry-After header, or empty.
 
     def feed(self, data: bytes, now: float) -> None: ...
 

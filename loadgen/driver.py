@@ -29,8 +29,7 @@ class Job:
     parts: int = 1
     drain: float | None = None
     """Seconds after the last arrival until running requests are given up; None: never."""
-    context: int | None = None
-    """Context length, in tokens, at which conversations end."""
+    context: int | None = None  # Context length, in tokens, at which conversations end.
 
 
 @dataclass(slots=True)
@@ -42,8 +41,7 @@ class Progress:
     failed: int = 0
     tokens: int = 0
     ttft_sum: float = 0.0
-    lag: float = 0.0
-    """Longest lag of the last interval, in seconds."""
+    lag: float = 0.0  # Longest lag of the last interval, in seconds.
 
 
 @dataclass(slots=True)
@@ -53,8 +51,7 @@ class Outcomes:
     records: list[Record] = field(default_factory=list)
     lags: array[float] = field(default_factory=lambda: array("d"))
     cpu_seconds: float = 0.0
-    ended: float = 0.0
-    """Seconds from the start until the last answer was complete."""
+    ended: float = 0.0  # Seconds from the start until the last answer was complete.
     interrupted: bool = False
     conversations_cut: int = 0
     """Conversations that ended early because their next turn would have exceeded the context."""
@@ -72,8 +69,7 @@ class Driver:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._error: BaseException | None = None
         self._stop = asyncio.Event()
-        self._idle = asyncio.Event()
-        """Set if nothing runs or `stop` was called."""
+        self._idle = asyncio.Event()  # Set if nothing runs or `stop` was called.
         self._idle.set()
 
     def stop(self) -> None:

@@ -30,8 +30,7 @@ th { vertical-align: bottom } td { white-space: nowrap } div.table { overflow-x:
 .lead { font-size: 1.15rem } svg { width: 100%; height: auto } dt { font-weight: 600 } code { font-size: .9em }
 """
 _SERVERS = TITLES | {"queue": "Queue time", "prefill": "First schedule to first token"}
-_MAX_DETAILED = 4
-"""Number of runs with separate plots."""
+_MAX_DETAILED = 4  # Number of runs with separate plots.
 
 
 def page(runs: Sequence[Run], sweeps: Sequence[Sweep], description: dict[str, Any]) -> str:

@@ -27,8 +27,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 _FAILED = "#d00000"
 _MAX_POINTS = 1500
 _SINCE = "seconds since the first arrival was due"
-_RASTER = 3000
-"""Number of lines from which a plot is rasterized in its SVG."""
+_RASTER = 3000  # Number of lines from which a plot is rasterized in its SVG.
 
 
 def latency_against_rate(sweeps: Sequence[Sweep], objectives: Sequence[Objective]) -> str:

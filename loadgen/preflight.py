@@ -17,8 +17,7 @@ from weft.loadgen.prompts import Calibration, PromptMaker
 from weft.loadgen.record import Outcome, Record
 from weft.loadgen.server_view import Snapshot
 
-ANSWER_SECONDS = 30.0
-"""Seconds a server may take to return its models or metrics."""
+ANSWER_SECONDS = 30.0  # Seconds a server may take to return its models or metrics.
 
 
 async def get(address: Address, path: str, headers: dict[str, str]) -> tuple[int, bytes]:

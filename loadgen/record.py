@@ -13,14 +13,10 @@ class Outcome(enum.StrEnum):
     """How a request ended. Every outcome but `OK` is a failure and stays in every denominator."""
 
     OK = "ok"
-    OVERLOADED = "overloaded"
-    """Status 503 or 429."""
-    REFUSED = "refused"
-    """Any other status but 200."""
-    TIMEOUT = "timeout"
-    """`--timeout` expired."""
-    CONNECTION = "connection"
-    """No connection, or it broke before the answer began."""
+    OVERLOADED = "overloaded"  # Status 503 or 429.
+    REFUSED = "refused"  # Any other status but 200.
+    TIMEOUT = "timeout"  # `--timeout` expired.
+    CONNECTION = "connection"  # No connection, or it broke before the answer began.
     BROKEN = "broken"
     """The answer began but ended in an error event, or without a finish reason and [DONE]."""
     UNFINISHED = "unfinished"
@@ -30,29 +26,22 @@ class Outcome(enum.StrEnum):
 @dataclass(slots=True)
 class Record:
     index: int
-    due: float
-    """Scheduled time of sending."""
+    due: float  # Scheduled time of sending.
     input_tokens: int
     """Planned prompt tokens; 0 for a prompt of unknown length from a file."""
-    output_tokens: int
-    """Requested output tokens."""
+    output_tokens: int  # Requested output tokens.
     session: int = -1
     turn: int = 0
-    start: float = NAN
-    """Actual start of sending, before opening a connection."""
-    first: float = NAN
-    """Arrival of the first event with a token."""
-    end: float = NAN
-    """Arrival of the answer's last event."""
+    start: float = NAN  # Actual start of sending, before opening a connection.
+    first: float = NAN  # Arrival of the first event with a token.
+    end: float = NAN  # Arrival of the answer's last event.
     times: array[float] = field(default_factory=lambda: array("d"))
     """Arrival of every event with a token."""
-    prompt_tokens: int = -1
-    """Prompt tokens counted by the server; -1: not reported."""
+    prompt_tokens: int = -1  # Prompt tokens counted by the server; -1: not reported.
     completion_tokens: int = -1
     cached_tokens: int = -1
     outcome: Outcome = Outcome.UNFINISHED
-    status: int = 0
-    """HTTP status; 0: none."""
+    status: int = 0  # HTTP status; 0: none.
     error: str = ""
 
     @property

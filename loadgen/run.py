@@ -19,8 +19,7 @@ from weft.loadgen.slo import Attainment, Objective, judge
 from weft.loadgen.statistics import Distribution, Values, percentile
 from weft.loadgen.workload import Clipping, Workload
 
-MAX_LAG = 0.005
-"""Maximum p99 lateness, in seconds, of a generator that kept up."""
+MAX_LAG = 0.005  # Maximum p99 lateness, in seconds, of a generator that kept up.
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +43,12 @@ class Run:
     began: str
     rate: float | None
     users: int
-    duration: float
-    """Seconds during which requests arrived."""
-    span: float
-    """Seconds from the first arrival to the last answer."""
+    duration: float  # Seconds during which requests arrived.
+    span: float  # Seconds from the first arrival to the last answer.
     everything: Measures
-    measures: Measures
-    """Measures without the warm-up."""
+    measures: Measures  # Measures without the warm-up.
     lags: Values
-    cpu_share: float
-    """Share of one core used by the busiest process."""
+    cpu_share: float  # Share of one core used by the busiest process.
     options: RunOptions
     clipping: Clipping
     view: ServerView | None = None

@@ -67,10 +67,8 @@ class ServerView:
     totals: dict[str, int]
     joules: float | None = None
     """Energy of the server's devices, including idle time; None: not counted."""
-    seconds: float = 0.0
-    """Seconds between the two snapshots."""
-    build: dict[str, str] = field(default_factory=dict)
-    """See `Snapshot`."""
+    seconds: float = 0.0  # Seconds between the two snapshots.
+    build: dict[str, str] = field(default_factory=dict)  # See `Snapshot`.
 
 
 def difference(before: Snapshot, after: Snapshot, seconds: float = 0.0) -> ServerView:

@@ -39,8 +39,7 @@ class Settings:
     sweep: SweepOptions | None
     files: dict[str, Path]
     quiet: bool
-    row: dict[str, Any] | None = None
-    """Fields of rows in InferenceX's format; None: weft's format."""
+    row: dict[str, Any] | None = None  # Fields of rows in InferenceX's format; None: weft's format.
 
 
 def read(arguments: argparse.Namespace) -> Settings:

@@ -15,8 +15,7 @@ from weft.loadgen.measures import FORMULAS, TITLES, Measures
 from weft.loadgen.statistics import Values, percentile, wilson
 from weft.loadgen.units import seconds, show_seconds
 
-PRESETS = {"nanoflow": ("normalized:mean:200ms",)}
-"""`nanoflow`: section 6.3 of the NanoFlow paper."""
+PRESETS = {"nanoflow": ("normalized:mean:200ms",)}  # `nanoflow`: section 6.3 of the NanoFlow paper.
 
 RULES = {
     "attainment": (

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Values = NDArray[np.float64]
-Z95 = 1.959963984540054
-"""Two-sided 95 % point of the standard normal distribution."""
+Z95 = 1.959963984540054  # Two-sided 95 % point of the standard normal distribution.
 
 
 def percentile(values: Values, q: float) -> float:

@@ -28,8 +28,7 @@ class Sweep:
     """(offered rate, run), in the order of the runs."""
     best: float | None = None
     missed: float | None = None
-    reason: str = ""
-    """Why the search ended."""
+    reason: str = ""  # Why the search ended.
     interrupted: bool = False
 
     @property

@@ -14,8 +14,7 @@ import orjson
 from weft.loadgen.arrivals import Times
 from weft.loadgen.errors import LoadError
 
-MOONCAKE_BLOCK = 512
-"""Tokens per hash id of a Mooncake trace."""
+MOONCAKE_BLOCK = 512  # Tokens per hash id of a Mooncake trace.
 
 
 @dataclass(frozen=True, slots=True)

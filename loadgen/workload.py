@@ -15,8 +15,7 @@ from weft.loadgen.traces import Trace
 
 POOL = 1 << 16
 """Lengths drawn for a run with an unknown number of requests; they repeat after that."""
-LENGTH_STEP = 7919
-"""Step in the lengths between a conversation's turns."""
+LENGTH_STEP = 7919  # Step in the lengths between a conversation's turns.
 
 INPUT, OUTPUT, ONE = Lengths("constant", 256), Lengths("constant", 128), Lengths("constant", 1)
 """Default lengths."""
@@ -45,8 +44,7 @@ class ContentOptions:
     pairs: Counts | None = None
     prompts: tuple[tuple[Content, int | None], ...] = ()
     trace: Trace | None = None
-    turns: Lengths = ONE
-    """Requests per conversation."""
+    turns: Lengths = ONE  # Requests per conversation.
     think: float = 0.0
     """Mean seconds between an answer and the user's next request; exponential."""
     context: int = 0

@@ -10,12 +10,9 @@ import torch
 class Shares(NamedTuple):
     """Means over an interval, 0 to 1."""
 
-    dram: float
-    """Share of the memory bandwidth."""
-    sm: float
-    """Share of SMs that are busy."""
-    warps: float
-    """Share of warp slots in use."""
+    dram: float  # Share of the memory bandwidth.
+    sm: float  # Share of SMs that are busy.
+    warps: float  # Share of warp slots in use.
 
 
 class Activity:

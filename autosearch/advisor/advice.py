@@ -26,8 +26,7 @@ class Advice(NamedTuple):
     epsilon: float
     aim: Aim
     solution: Solution
-    replicas: ReplicaAdvice | None
-    """None if no slot limit fits."""
+    replicas: ReplicaAdvice | None  # None if no slot limit fits.
     rate: float
     """Requests per second that meet the objectives, while 15 % more do not; 0 if no rate does."""
     measured: MeasuredRate | None

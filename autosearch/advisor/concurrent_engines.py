@@ -25,8 +25,7 @@ REPLY_SECONDS = 90.0
 """Time limit for a reply. An engine that hangs thus ends the measurement early."""
 START_SECONDS = 600.0
 WARMUP_ITERATIONS = 4
-POLL_SECONDS = 0.2
-"""Interval to check whether the user has ended the measurement."""
+POLL_SECONDS = 0.2  # Interval to check whether the user has ended the measurement.
 
 
 class EndedEarly(WeftError):

@@ -41,8 +41,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """One slot limit, measured in a steady state with a full queue."""
 
     bound: int
-    batch: float
-    """Requests that ran, mean over time."""
+    batch: float  # Requests that ran, mean over time.
     seconds: float
     iterations: int
     output_per_s: float
@@ -55,14 +54,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     kv_share: float
     idle_share: float
     """Share of the time in which the device waited for the CPU between iterations."""
-    prefill_share: float
-    """Share of device time for prompts, by tokens."""
+    prefill_share: float  # Share of device time for prompts, by tokens.
     joules_per_token: float | None = None
     """Energy per output token, by the device's counter; None if there is none."""
     dram_share: float | None = None
     sm_share: float | None = None
-    warps_share: float | None = None
-    """Means as in `activity.Shares`; None if unavailable."""
+    warps_share: float | None = None  # Means as in `activity.Shares`; None if unavailable.
 
     def of(self, objective: Objective) -> float:
         """Return L(B) in seconds."""
@@ -90,12 +87,10 @@ class RateRun(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     seed: int
     objectives: tuple[str, ...]
-    kept: bool
-    """All objectives were met and the queue did not grow."""
+    kept: bool  # All objectives were met and the queue did not grow.
     requests: int
     """Requests with a first token. A run ends early once it is sure to miss."""
-    ttft: Times
-    """Time from a request's arrival to its first token."""
+    ttft: Times  # Time from a request's arrival to its first token.
     itl: Times
 
 
@@ -104,16 +99,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str
     name: str
-    memory: int
-    """Memory available to engines."""
+    memory: int  # Memory available to engines.
     weights: int
-    working: int
-    """Everything except weights and KV pages."""
+    working: int  # Everything except weights and KV pages.
     page_bytes: int
     page_size: int
     pages: int
-    joules: str = ""
-    """Source of the energy counter."""
+    joules: str = ""  # Source of the energy counter.
     no_joules: str = ""
     no_activity: str = ""
     """Reasons why there is no energy counter, and no memory and SM activity."""
@@ -125,8 +117,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     workload: str
     prompt: float
-    output: float
-    """Mean tokens per request."""
+    output: float  # Mean tokens per request.
     options: dict[str, str | int | float | bool | list[str]]
     """Engine options that were set, without the model."""
     machine: Machine

@@ -25,11 +25,9 @@ from weft.engine.scheduling.slot_limit_keeper import Pace
 from weft.engine.wire.messages import AddRequest, EngineStats, Outputs
 from weft.engine.wire.sampling import SamplingParams
 
-SPARE = 8
-"""Minimum queue length, so that no slot stays free."""
+SPARE = 8  # Minimum queue length, so that no slot stays free.
 MIN_ITERATIONS = 30
-RAMP_SECONDS = 60.0
-"""Maximum time to reach the steady state of a slot limit."""
+RAMP_SECONDS = 60.0  # Maximum time to reach the steady state of a slot limit.
 MAX_EXTENSION = 20.0
 """Factor by which a measurement may be extended until a request has started in it."""
 GROWING = 0.05
@@ -61,8 +59,7 @@ class EngineBench(Listener):
         self._rng = np.random.default_rng(seed)
         self._stop_requested = stop_requested
         self._next = 0
-        self._open: dict[int, bool] = {}
-        """Handle -> whether it has produced a token."""
+        self._open: dict[int, bool] = {}  # Handle -> whether it has produced a token.
         self._pace = Pace([], engine.scheduler.slots, 0.0)
         self._gaps: list[np.ndarray] = []
         self._prefill_seconds = self._busy_seconds = 0.0

@@ -15,18 +15,15 @@ TIE = 0.01
 """Relative distance to the best within which the smallest point is chosen."""
 ENGINE_SHARE = 0.95
 """Share of an itl limit that the engine may use; the rest is for the way to the client."""
-ONE = 1.5
-"""Largest mean batch that counts as batch 1."""
+ONE = 1.5  # Largest mean batch that counts as batch 1.
 
 
 class Verdict(NamedTuple):
     """One point compared with the requirements."""
 
     point: Point
-    throughput: float
-    """T(B), tokens per second."""
-    efficiency: float
-    """T(B) / (B T(1))."""
+    throughput: float  # T(B), tokens per second.
+    efficiency: float  # T(B) / (B T(1)).
     late: tuple[Objective, ...]
     efficient: bool
 
@@ -36,16 +33,12 @@ class Verdict(NamedTuple):
 
 
 class Solution(NamedTuple):
-    best: Verdict | None
-    """None if no measured point fits."""
-    verdicts: tuple[Verdict, ...]
-    """Sorted by batch."""
-    most: Verdict
-    """MAX: the highest throughput, regardless of the requirements."""
+    best: Verdict | None  # None if no measured point fits.
+    verdicts: tuple[Verdict, ...]  # Sorted by batch.
+    most: Verdict  # MAX: the highest throughput, regardless of the requirements.
     knee: Verdict
     """The point farthest above the line from the first to the last point."""
-    why_not: str = ""
-    """Reason if there is no best."""
+    why_not: str = ""  # Reason if there is no best.
 
 
 def engine_objectives(objectives: Sequence[Objective]) -> list[Objective]:

@@ -14,8 +14,7 @@ from weft.engine.config import Objective
 
 RUN_SECONDS = 120.0
 SEEDS = 9
-PRECISION = 0.02
-"""Relative precision of the rate."""
+PRECISION = 0.02  # Relative precision of the rate.
 
 
 class Queue:

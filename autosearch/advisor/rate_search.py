@@ -9,20 +9,15 @@ from typing import NamedTuple
 from weft.autosearch.advisor.curve import RateRun
 from weft.autosearch.time_budget import TimeBudget
 
-MISS_FACTOR = 1.15
-"""Multiple of the advised rate that must miss."""
-RUNS = 3
-"""Runs that must meet the objectives at the advised rate."""
-STEP = 1.12
-"""Factor between rates until some runs meet and some miss."""
+MISS_FACTOR = 1.15  # Multiple of the advised rate that must miss.
+RUNS = 3  # Runs that must meet the objectives at the advised rate.
+STEP = 1.12  # Factor between rates until some runs meet and some miss.
 CLOSE = 1.05
 """The knee is known once rates that meet and miss are this close."""
-MOST_RUNS = 24
-"""Limit for a machine that is too noisy to converge."""
+MOST_RUNS = 24  # Limit for a machine that is too noisy to converge.
 ENOUGH = 1000
 """Requests per run. With fewer, the random rate varies by more than 3 %, and the knee is wider than 15 %."""
-SAME = 0.02
-"""Relative difference below which rates are equal."""
+SAME = 0.02  # Relative difference below which rates are equal.
 
 
 class MeasuredRate(NamedTuple):
@@ -90,8 +85,7 @@ class RateSearch:
     ) -> None:  # fmt: skip
         """serve: runs Poisson arrivals at (slot limit, rate, seed). start: estimated knee. keep: gets each new run."""
         self._serve, self._bound, self._start, self._budget, self._keep = serve, bound, start, budget, keep
-        self._longest = 0.0
-        """Seconds of the longest run."""
+        self._longest = 0.0  # Seconds of the longest run.
         self.runs = list(runs)
 
     def run(self) -> list[RateRun]:

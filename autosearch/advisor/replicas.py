@@ -7,10 +7,8 @@ from typing import NamedTuple
 from weft.autosearch.advisor.curve import Curve, ReplicaPoint
 from weft.autosearch.advisor.optimal_batch import Verdict
 
-SLACK = 1.1
-"""Pages to provide, as a multiple of the most pages held."""
-WORTH = 1.05
-"""Minimum gain that counts."""
+SLACK = 1.1  # Pages to provide, as a multiple of the most pages held.
+WORTH = 1.05  # Minimum gain that counts.
 MOST = 64
 
 
@@ -20,10 +18,8 @@ class ReplicaAdvice(NamedTuple):
     fit: int
     """Engines that fit at this slot limit, with one copy of the weights."""
     needed_pages: int
-    freed: int
-    """Bytes of KV pages that this slot limit does not need."""
-    most_gain: float
-    """Gain if all idle time were used: 1 / (1 - idle share)."""
+    freed: int  # Bytes of KV pages that this slot limit does not need.
+    most_gain: float  # Gain if all idle time were used: 1 / (1 - idle share).
 
 
 def advise_replicas(curve: Curve, best: Verdict) -> ReplicaAdvice:

@@ -13,8 +13,7 @@ from weft.engine.config import Objective
 
 FLAT = 0.03
 """Minimum gain of a doubling. Two smaller gains in a row end the ascent."""
-TOO_LATE = 4.0
-"""Multiple of an objective at which the ascent ends."""
+TOO_LATE = 4.0  # Multiple of an objective at which the ascent ends.
 CLOSE = 1.12
 """Ratio of slot limits below which no more are measured between them."""
 MOST_POINTS = 24
@@ -40,8 +39,7 @@ class Sweep:
         self._objectives, self._epsilon, self._aim = objectives, epsilon, aim
         self._budget, self._keep = budget, keep
         self._measured = 0
-        self.stopped = ""
-        """Reason why the ascent ended."""
+        self.stopped = ""  # Reason why the ascent ended.
 
     def run(self) -> Curve:
         self._ascend()

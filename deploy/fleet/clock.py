@@ -73,8 +73,7 @@ class Slowdown(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    left: float
-    """Remaining seconds without other jobs."""
+    left: float  # Remaining seconds without other jobs.
     slowdown: Slowdown
     luck: float | None
     counts: bool

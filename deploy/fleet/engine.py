@@ -33,8 +33,7 @@ from weft.engine.wire.messages import EngineReady, EngineStats, Finish, Schedule
 from weft.engine.wire.sampling import SamplingParams
 
 MODEL_ID = "simulated"
-ANSWER, END = 1, 2
-"""The token of every answer, and the token that ends it."""
+ANSWER, END = 1, 2  # The token of every answer, and the token that ends it.
 VOCABULARY = 2**30
 
 
@@ -43,16 +42,13 @@ class EngineOptions(NamedTuple):
 
     page_size: int
     num_pages: int
-    max_num_seqs: int
-    """The maximum, if the slot limit adapts."""
+    max_num_seqs: int  # The maximum, if the slot limit adapts.
     max_num_batched_tokens: int
     max_model_len: int
     prefix_caching: bool = True
     fair_prefill_share: float = 0.25
-    depth: int = 1
-    """Iterations launched ahead."""
-    itl_slo: Objective | None = None
-    """The objective that chunks next to decodes must keep."""
+    depth: int = 1  # Iterations launched ahead.
+    itl_slo: Objective | None = None  # The objective that chunks next to decodes must keep.
     itl_slo_patience: float = 5.0
     keeps: tuple[Objective, ...] = ()
     """The objectives that the slot limit adapts to; if empty, the limit is fixed."""

@@ -25,8 +25,7 @@ from weft.server.observe.shared_state import SharedState
 from weft.server.replicas.replicas import PromptPages, Replicas, Ticket, credit_new_engine
 from weft.server.replicas.router import POLICY, Policy
 
-ROW = 1
-"""Row of the shared state; row 0 belongs to the daemon."""
+ROW = 1  # Row of the shared state; row 0 belongs to the daemon.
 
 OnEnd = Callable[[list[int]], None]
 
@@ -38,8 +37,7 @@ class _Client:
         self.engine = engine
         self.alive = True
         self.stats = EngineStats()
-        self.open: set[int] = set()
-        """Handles of unanswered requests."""
+        self.open: set[int] = set()  # Handles of unanswered requests.
         self.on_stats: Callable[[EngineStats], None] | None = None
         self.on_open: Callable[[int], None] | None = None
 
@@ -61,8 +59,7 @@ class _Sequence:
     ticket: Ticket
     on_end: OnEnd
     answer: list[int]
-    silent: int
-    """Tokens before the first one with text."""
+    silent: int  # Tokens before the first one with text.
     attempts: int = 1
     started: bool = False
 

@@ -31,12 +31,9 @@ class Features(NamedTuple):
 
     tokens: int
     decodes: int
-    context: int
-    """Sum of the positions that decodes attend to."""
-    pairs: int
-    """Pairs of a prefill token and a position it attends to."""
-    chunks: int
-    """Prefill chunks."""
+    context: int  # Sum of the positions that decodes attend to.
+    pairs: int  # Pairs of a prefill token and a position it attends to.
+    chunks: int  # Prefill chunks.
 
     @classmethod
     def of(cls, batch: Batch) -> Features:
@@ -62,8 +59,7 @@ class Energy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     idle_watts: float
     per_iteration: float = 0.0
     per_token: float = 0.0
-    per_context: float = 0.0
-    """Joules per position that a decode attends to."""
+    per_context: float = 0.0  # Joules per position that a decode attends to.
     per_pair: float = 0.0
 
 
@@ -71,10 +67,8 @@ class SideBySide(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Slowdowns of engines that share a machine's cores, for 1, 2, … computing engines."""
 
     cores: int
-    decodes: tuple[float, ...]
-    """Slowdown of an iteration without prompts, and of its outputs."""
-    prompts: tuple[float, ...]
-    """Slowdown of everything up to a first token."""
+    decodes: tuple[float, ...]  # Slowdown of an iteration without prompts, and of its outputs.
+    prompts: tuple[float, ...]  # Slowdown of everything up to a first token.
     decodes_spread: tuple[tuple[float, ...], ...] = ()
     """For the same numbers, factors relative to the mean of equally large groups of iterations, ascending."""
     prompts_spread: tuple[tuple[float, ...], ...] = ()
@@ -86,8 +80,7 @@ class Error(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     iterations: int
     median: float
     p90: float
-    total: float
-    """(sum fitted - sum recorded) / sum recorded"""
+    total: float  # (sum fitted - sum recorded) / sum recorded
 
 
 class IterationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -95,29 +88,21 @@ class IterationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     version: int = VERSION
     model: str
     device: str
-    made: str
-    """Source, versions and date."""
+    made: str  # Source, versions and date.
     limits: Limits
-    knots: tuple[float, ...]
-    """Tokens of an iteration, ascending."""
-    dense_ms: tuple[float, ...]
-    """Time at each knot; proportional to tokens beyond the last one."""
-    context_ms: float
-    """Time per position that a decode attends to."""
+    knots: tuple[float, ...]  # Tokens of an iteration, ascending.
+    dense_ms: tuple[float, ...]  # Time at each knot; proportional to tokens beyond the last one.
+    context_ms: float  # Time per position that a decode attends to.
     pair_ms: float
     chunk_ms: float
-    decode_ms: float
-    """Time per decode, in addition to its share of `dense_ms`."""
-    gap_ms: float = 0.0
-    """Gap between two iterations if the second is already queued."""
+    decode_ms: float  # Time per decode, in addition to its share of `dense_ms`.
+    gap_ms: float = 0.0  # Gap between two iterations if the second is already queued.
     host_ms: float = 0.0
     """Host time to schedule, build and commit an iteration while another one computes."""
-    host_request_ms: float = 0.0
-    """Additional host time per request."""
+    host_request_ms: float = 0.0  # Additional host time per request.
     request_ms: float = 0.0
     """Time from a client's first byte to the engine: HTTP, text, routing, the socket."""
-    answer_ms: float = 0.0
-    """Time from the engine to a client."""
+    answer_ms: float = 0.0  # Time from the engine to a client.
     silent: tuple[int, ...] = ()
     """Observed numbers of tokens before an answer's first text, for example partial characters."""
     threads: int = 0

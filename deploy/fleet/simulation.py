@@ -67,10 +67,8 @@ class Result:
     warmup: float
     max_failures: float
     offered_rate: float | None
-    computed_tokens: tuple[int, ...]
-    """Computed tokens by engine."""
-    busy: tuple[float, ...]
-    """Seconds of iterations by engine."""
+    computed_tokens: tuple[int, ...]  # Computed tokens by engine.
+    busy: tuple[float, ...]  # Seconds of iterations by engine.
     iterations: int
     preemptions: int
     retried: int

@@ -14,8 +14,7 @@ from weft.loadgen.record import Record
 from weft.loadgen.workload import Planned, Workload
 
 _TURN = 4
-FIRST_USERS_SECONDS = 1.0
-"""Seconds over which users of a closed loop start."""
+FIRST_USERS_SECONDS = 1.0  # Seconds over which users of a closed loop start.
 FAILURE_PAUSE = 0.1
 
 Tokens = npt.NDArray[np.int32]

@@ -49,8 +49,7 @@ WHOLE = Part()
 class Stored(NamedTuple):
     """A tensor in a file, not read yet."""
 
-    raw: Tensor
-    """The mapped bytes, contiguous in the last dimension."""
+    raw: Tensor  # The mapped bytes, contiguous in the last dimension.
     decode: Callable[[Tensor, torch.dtype], Tensor] | None = None
     """Converts the bytes, where they were copied to, into a new tensor of a dtype; None: they are plain numbers."""
 
@@ -78,10 +77,8 @@ class Tensors:
     source: Callable[[str, tuple[int, ...], Part, torch.dtype], Tensor]
     known: Callable[[str], bool] | None
     """Whether a name exists; None: any requested name does, in the plainest form."""
-    dtype: torch.dtype
-    """Serving dtype."""
-    shapes: Callable[[str], tuple[int, ...]] | None = None
-    """Shape in the files of a known name."""
+    dtype: torch.dtype  # Serving dtype.
+    shapes: Callable[[str], tuple[int, ...]] | None = None  # Shape in the files of a known name.
 
     def get(self, name: str, shape: tuple[int, ...], part: Part = WHOLE, dtype: torch.dtype | None = None) -> Tensor:
         return self.source(name, shape, part, dtype or self.dtype)
@@ -124,8 +121,7 @@ class Checkpoint:
         self._open: dict[str, Any] = {file: _open(path / file, stack) for file in sorted(set(self._files.values()))}
         self._path = path
         self._asked: set[str] = set()
-        self._inside: dict[str, str] = {}
-        """Names in the files, where they differ."""
+        self._inside: dict[str, str] = {}  # Names in the files, where they differ.
 
     def rename(self, known: str, prefix: str, others: tuple[str, ...]) -> None:
         """Map requested names, which start with `prefix`, to one of `others` if only that form of `known` exists."""

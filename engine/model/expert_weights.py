@@ -25,14 +25,10 @@ from weft.kernels.matmul import weight_layout as pack
 class ExpertMatrices(NamedTuple):
     """The matrices of all experts of a layer."""
 
-    gate_up: Unpacked
-    """[E, 2 I, H], rows alternate"""
-    gate_up_bias: Tensor | None
-    """[E, 2 I]"""
-    down: Unpacked
-    """[E, H, I]"""
-    down_bias: Tensor | None
-    """[E, H]"""
+    gate_up: Unpacked  # [E, 2 I, H], rows alternate
+    gate_up_bias: Tensor | None  # [E, 2 I]
+    down: Unpacked  # [E, H, I]
+    down_bias: Tensor | None  # [E, H]
 
 
 class ExpertWeights:

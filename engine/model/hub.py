@@ -20,8 +20,7 @@ from weft.engine.model.download import PARTIAL, cache_dir, download, repository
 from weft.engine.model.gguf.file import INDEX as GGUF_INDEX
 from weft.engine.model.index import read_index
 
-MAIN = "main"
-"""The default revision."""
+MAIN = "main"  # The default revision.
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

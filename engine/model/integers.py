@@ -21,10 +21,8 @@ from weft.engine.model.parts import Integers
 from weft.engine.model.spec import ModelSpec
 
 GIB = 1 << 30
-WORD = 32
-"""Bits of the integers that codes are packed into."""
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Positions of eight neighboring codes in an AWQ word."""
+WORD = 32  # Bits of the integers that codes are packed into.
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # Positions of eight neighboring codes in an AWQ word.
 CHUNK = 1 << 24
 """Values converted at once, because they pass through integers and float32."""
 
@@ -49,14 +47,10 @@ class Codes(NamedTuple):
     """Everything to dequantize a matrix or a part of it; `[in, out]`, or `[out, in]` for compressed-tensors."""
 
     form: Integers
-    scales: Tensor
-    """`[groups, out]`."""
-    zeros: Tensor | None
-    """As `scales`, packed; None: the middle of the code range."""
-    groups: Tensor | None
-    """`[in]`: the group of each column; None: in order."""
-    rows: slice
-    """Rows and columns of the part in `[out, in]`."""
+    scales: Tensor  # `[groups, out]`.
+    zeros: Tensor | None  # As `scales`, packed; None: the middle of the code range.
+    groups: Tensor | None  # `[in]`: the group of each column; None: in order.
+    rows: slice  # Rows and columns of the part in `[out, in]`.
     columns: slice
 
 
@@ -66,8 +60,7 @@ class IntegerCheckpoint(Checkpoint):
     def __init__(self, path: Path, stack: ExitStack, form: Integers) -> None:
         super().__init__(path, stack)
         self._form, self._ends = form, ENDS[form.method]
-        self.unpacked = 0
-        """Bytes of the codes requested so far."""
+        self.unpacked = 0  # Bytes of the codes requested so far.
 
     def _module(self, name: str) -> str | None:
         """Return the module whose weight is `name` if it is stored as codes."""

@@ -29,20 +29,14 @@ class ProjectionWeights:
 
     weight: Tensor
     """[out, inner]; experts: `[experts, out, inner]`; router: float32; quantized: e4m3."""
-    bias: Tensor | None = None
-    """[out]; experts: `[experts, out]`."""
-    q_norm: Tensor | None = None
-    """[D], or [Hq * D] if one norm covers all heads."""
-    k_norm: Tensor | None = None
-    """[D], or [Hkv * D]."""
-    sinks: Tensor | None = None
-    """[Hq], for the attention after a QKV projection."""
+    bias: Tensor | None = None  # [out]; experts: `[experts, out]`.
+    q_norm: Tensor | None = None  # [D], or [Hq * D] if one norm covers all heads.
+    k_norm: Tensor | None = None  # [D], or [Hkv * D].
+    sinks: Tensor | None = None  # [Hq], for the attention after a QKV projection.
     post_norm: Tensor | None = None
     """[H] float32: the norm between a projection and the residual stream."""
-    gate: Tensor | None = None
-    """[1, H]: gate of a shared expert."""
-    choice_bias: Tensor | None = None
-    """[experts] float32, of a router."""
+    gate: Tensor | None = None  # [1, H]: gate of a shared expert.
+    choice_bias: Tensor | None = None  # [experts] float32, of a router.
     fp8: Fp8Matrix | None = None
     """The same weight with its scales and the preceding norm, if quantized."""
 
@@ -59,8 +53,7 @@ class ProjectionWeights:
         return tuple(tensor for tensor in own if isinstance(tensor, Tensor))
 
 
-LayerWeights = Mapping[str, ProjectionWeights]
-"""Weights by operation."""
+LayerWeights = Mapping[str, ProjectionWeights]  # Weights by operation.
 
 
 def norm_weight(tensors: Tensors, spec: ModelSpec, name: str, width: int, part: Part = WHOLE) -> Tensor | None:

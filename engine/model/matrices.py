@@ -30,10 +30,8 @@ HARMLESS = (".input_scale", ".activation_scale", ".input_scale_ub", ".q_scale")
 class QuantizedMatrix(NamedTuple):
     """One FP8 matrix, or several."""
 
-    weight: Fp8Weight
-    """Scale `[..., out, n]`: n is 1, or one per `BLOCK` columns."""
-    input_scale: Tensor | None = None
-    """`[...]` float32: the static scale of its input."""
+    weight: Fp8Weight  # Scale `[..., out, n]`: n is 1, or one per `BLOCK` columns.
+    input_scale: Tensor | None = None  # `[...]` float32: the static scale of its input.
 
 
 Unpacked = Tensor | QuantizedMatrix

@@ -23,16 +23,14 @@ class Resource(Enum):
 class Role(Enum):
     """The function of an operation in a layer."""
 
-    PROJECTION = "projection"
-    """A GEMM with its epilogue, on any range of tokens."""
+    PROJECTION = "projection"  # A GEMM with its epilogue, on any range of tokens.
     EXPERTS = "experts"
     """A GEMM with many matrices, a few of them for each token; on any range of tokens."""
     DECODE_ATTENTION = "decode attention"
     """For requests with one new token: reads all their keys and values."""
     PREFILL_ATTENTION = "prefill attention"
     """For chunks; also reads keys that earlier tokens of the same iteration wrote."""
-    NETWORK = "network"
-    """A collective between ranks."""
+    NETWORK = "network"  # A collective between ranks.
 
     @property
     def attends(self) -> bool:
@@ -47,25 +45,17 @@ class Operation:
     name: str
     role: Role
     resource: Resource
-    parents: tuple[str, ...]
-    """Operations of the same layer that must finish first."""
-    kernel: str = ""
-    """Key in the devices' launcher tables."""
-    source: str = ""
-    """The activation that it reads."""
-    target: str = ""
-    """The activation that it writes."""
+    parents: tuple[str, ...]  # Operations of the same layer that must finish first.
+    kernel: str = ""  # Key in the devices' launcher tables.
+    source: str = ""  # The activation that it reads.
+    target: str = ""  # The activation that it writes.
     out: int = 0
-    inner: int = 0
-    """Its matrix is `[out, inner]`; 0 if it has none."""
-    parameters: int = 0
-    """Number of weights."""
-    flops: int = 0
-    """Per token; for attention per pair of query and key."""
+    inner: int = 0  # Its matrix is `[out, inner]`; 0 if it has none.
+    parameters: int = 0  # Number of weights.
+    flops: int = 0  # Per token; for attention per pair of query and key.
     moved: int = 0
     """Values read and written per token, without weights and cached keys and values."""
-    sent: int = 0
-    """Values that one rank sends to the others per token."""
+    sent: int = 0  # Values that one rank sends to the others per token.
 
 
 def projection(

@@ -16,8 +16,7 @@ class Norm:
     """The norms of the residual stream, computed in float32 and rounded once."""
 
     eps: float
-    centred: bool = False
-    """LayerNorm, which subtracts the mean; else RMS norm."""
+    centred: bool = False  # LayerNorm, which subtracts the mean; else RMS norm.
     weight: bool = True
     bias: bool = False
     unit_offset: bool = False
@@ -27,16 +26,11 @@ class Norm:
 class Placement(Enum):
     """Where a layer has its norms."""
 
-    PRE = "pre"
-    """Before attention and before the MLP."""
-    POST = "post"
-    """After each, before the residual sum."""
-    SANDWICH = "sandwich"
-    """Before and after each."""
-    PARALLEL = "parallel"
-    """Attention and MLP read the same stream through one norm."""
-    PARALLEL_TWO = "parallel, two norms"
-    """The same with a norm for each."""
+    PRE = "pre"  # Before attention and before the MLP.
+    POST = "post"  # After each, before the residual sum.
+    SANDWICH = "sandwich"  # Before and after each.
+    PARALLEL = "parallel"  # Attention and MLP read the same stream through one norm.
+    PARALLEL_TWO = "parallel, two norms"  # The same with a norm for each.
 
     @property
     def before(self) -> bool:
@@ -62,10 +56,8 @@ class Layer:
 
     window: int | None = None
     """Positions that a query sees, including its own; None: all earlier ones."""
-    rope: int | None = 0
-    """Index into `ModelSpec.ropes`; None: q and k are not rotated."""
-    experts: bool = False
-    """Whether its MLP is `ModelSpec.experts`."""
+    rope: int | None = 0  # Index into `ModelSpec.ropes`; None: q and k are not rotated.
+    experts: bool = False  # Whether its MLP is `ModelSpec.experts`.
 
 
 RouterKind = Literal["softmax", "top_softmax", "sigmoid"]
@@ -76,10 +68,8 @@ class Experts:
     """A mixture-of-experts MLP. Router options: see `kernels.reference.experts.route`."""
 
     count: int
-    top: int
-    """Experts per token."""
-    intermediate_size: int
-    """Intermediate size of one expert."""
+    top: int  # Experts per token.
+    intermediate_size: int  # Intermediate size of one expert.
     router: RouterKind = "softmax"
     normalise: bool = True
     scaling: float = 1.0
@@ -87,8 +77,7 @@ class Experts:
     top_groups: int = 1
     choice_bias: bool = False
     router_bias: bool = False
-    bias: bool = False
-    """Whether expert matrices have biases."""
+    bias: bool = False  # Whether expert matrices have biases.
     shared_size: int = 0
     """Columns of an MLP that every token passes in addition; 0: none."""
     shared_gate: bool = False
@@ -99,16 +88,14 @@ class Experts:
 class Quantization:
     """How projection matrices are stored in FP8 (e4m3 with scales). Embedding, head, routers and norms are not."""
 
-    method: str
-    """Its name in `config.json`."""
+    method: str  # Its name in `config.json`.
     activations: Literal["dynamic", "static", "none"] = "dynamic"
     """How a projection's input is quantized: see `kernels.formats.fp8_matrix.Activations`."""
     at_load: bool = False
     """Quantize 16-bit matrices while loading, with one scale per output channel."""
     weights: tuple[str, ...] = ("channel",)
     """What has its own scale: tensor, channel or block; several if modules differ."""
-    kept: int = 0
-    """Modules that the config leaves in 16 bits."""
+    kept: int = 0  # Modules that the config leaves in 16 bits.
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +103,9 @@ class Integers:
     """How a checkpoint stores matrices as low-bit integers, which become 16 bits while loading."""
 
     method: Literal["awq", "gptq", "compressed-tensors"]
-    bits: int
-    """Bits per code: 2, 4 or 8."""
-    group: int
-    """Columns that share a scale; 0: all."""
-    symmetric: bool = False
-    """No zeros are stored: zero is the middle of the code range."""
+    bits: int  # Bits per code: 2, 4 or 8.
+    group: int  # Columns that share a scale; 0: all.
+    symmetric: bool = False  # No zeros are stored: zero is the middle of the code range.
     act_order: bool = False
     """Groups are not in column order: the group of each column is stored."""
     zeros_less_one: bool = False

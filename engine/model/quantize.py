@@ -49,12 +49,9 @@ class MatrixError:
     layer: int
     out: int
     inner: int
-    squares: float
-    """Sum of the squares of its values."""
-    lost: float
-    """Sum of the squares of the errors."""
-    largest: float
-    """Largest error relative to the largest value of its row."""
+    squares: float  # Sum of the squares of its values.
+    lost: float  # Sum of the squares of the errors.
+    largest: float  # Largest error relative to the largest value of its row.
 
     @property
     def error(self) -> float:
@@ -76,8 +73,7 @@ class QuantizeResult:
     """Modules whose matrices were not quantized, the embedding aside."""
     bytes_before: int
     bytes_after: int
-    resumed: int
-    """Shards written by an earlier run."""
+    resumed: int  # Shards written by an earlier run.
 
 
 def quantize(

@@ -16,22 +16,16 @@ from weft.engine.model.checkpoint import WHOLE, Part
 from weft.engine.model.families.family import TensorNames
 from weft.engine.model.spec import ModelSpec
 
-DEVIATION = 0.02
-"""Standard deviation of matrix values, as in `Dummy`."""
-SPREAD = 0.35
-"""Standard deviation of the logarithm of row and column scales."""
+DEVIATION = 0.02  # Standard deviation of matrix values, as in `Dummy`.
+SPREAD = 0.35  # Standard deviation of the logarithm of row and column scales.
 NORM_SPREAD = 0.3
-OUTLIERS = 1 / 512
-"""Share of the stream's channels that are outliers."""
+OUTLIERS = 1 / 512  # Share of the stream's channels that are outliers.
 LEAST_OUTLIERS = 2
 STREAM_OUTLIER = 30.0
 """Embedding value in outlier channels, with a sign per channel. Layers add values with a deviation of about one."""
-WRITE_OUTLIER = 4.0
-"""Factor on what layers add to outlier channels."""
-NORM_OUTLIER = 0.1
-"""Factor of norm weights in outlier channels."""
-KEY_OUTLIER = 5.0
-"""Factor on one key channel in each `KEY_SPACING`."""
+WRITE_OUTLIER = 4.0  # Factor on what layers add to outlier channels.
+NORM_OUTLIER = 0.1  # Factor of norm weights in outlier channels.
+KEY_OUTLIER = 5.0  # Factor on one key channel in each `KEY_SPACING`.
 KEY_SPACING = 32
 
 

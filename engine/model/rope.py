@@ -32,8 +32,7 @@ class RopeScaling:
     """yarn: the blended range of dimensions begins and ends at integers."""
     short_factors: tuple[float, ...] = ()
     """longrope: factor per frequency within the original context."""
-    long_factors: tuple[float, ...] = ()
-    """longrope: factor per frequency beyond it."""
+    long_factors: tuple[float, ...] = ()  # longrope: factor per frequency beyond it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,7 @@ class Rope:
 
     theta: float
     scaling: RopeScaling = RopeScaling()
-    part: float = 1.0
-    """Share of a head's dimensions that are rotated, from the first."""
+    part: float = 1.0  # Share of a head's dimensions that are rotated, from the first.
     interleaved: bool = False
     """The checkpoint stores the two halves of a pair next to each other."""
 

@@ -36,8 +36,7 @@ class Shard:
     rank: int = 0
     ranks: int = 1
     kv_part: int = 0
-    kv_parts: int = 1
-    """Less than `ranks` if KV heads are replicated."""
+    kv_parts: int = 1  # Less than `ranks` if KV heads are replicated.
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,57 +46,46 @@ class ModelSpec:
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    """Columns of a dense MLP."""
+    intermediate_size: int  # Columns of a dense MLP.
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     max_positions: int
     norm: Norm
-    ropes: tuple[Rope, ...] = ()
-    """Each layer uses one of them, or none."""
-    dtype: str = "float32"
-    """Dtype of the checkpoint."""
+    ropes: tuple[Rope, ...] = ()  # Each layer uses one of them, or none.
+    dtype: str = "float32"  # Dtype of the checkpoint.
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    head_bias: bool = False
-    """Bias of the vocabulary projection."""
+    head_bias: bool = False  # Bias of the vocabulary projection.
     eos_token_ids: tuple[int, ...] = ()
     placement: Placement = Placement.PRE
-    layers: tuple[Layer, ...] = (Layer(),)
-    """A pattern that repeats over the layers."""
+    layers: tuple[Layer, ...] = (Layer(),)  # A pattern that repeats over the layers.
     qk_norm: Literal["", "head", "projection"] = ""
     """RMS norm over each head of q and k, or over all heads of q and all of k; before the rotation."""
-    activation: str = "silu"
-    """See `kernels.reference.layer.ACTIVATIONS`."""
+    activation: str = "silu"  # See `kernels.reference.layer.ACTIVATIONS`.
     gated: bool = True
     """Whether the MLP multiplies two projections (gate and up) or has one."""
-    attention_scale: float | None = None
-    """Scale of the scores; None: head_dim ** -0.5."""
+    attention_scale: float | None = None  # Scale of the scores; None: head_dim ** -0.5.
     attention_softcap: float = 0.0
-    sinks: bool = False
-    """Each head has an extra logit in the softmax of its scores."""
+    sinks: bool = False  # Each head has an extra logit in the softmax of its scores.
     learned_positions: int | None = None
     """Positions are rows of a table, starting at this offset; None: no table."""
-    embedding_scale: float = 1.0
-    """Rounded to the dtype of the weights."""
+    embedding_scale: float = 1.0  # Rounded to the dtype of the weights.
     residual_scale: float = 1.0
     """Factor on what attention and MLP add to the stream; folded into the matrices."""
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     experts: Experts | None = None
-    quantization: Quantization | None = None
-    """FP8 format of the matrices; None: 16 or 32 bits."""
+    quantization: Quantization | None = None  # FP8 format of the matrices; None: 16 or 32 bits.
     widened: bool = False
     """FP8 matrices of the checkpoint become 16 bits while loading; `quantization` is then None."""
     integers: Integers | None = None
     """Low-bit integer matrices of the checkpoint, which become 16 bits while loading."""
     shard_of: Shard = Shard()
-    sums: tuple[tuple[str, Reduction], ...] = ()
-    """Replaced all-reduces (see `Reduction`), by name."""
+    sums: tuple[tuple[str, Reduction], ...] = ()  # Replaced all-reduces (see `Reduction`), by name.
 
     native: ClassVar[bool] = True
     """Computed by weft's own operations; else see `TransformersSpec`."""

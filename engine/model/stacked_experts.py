@@ -16,15 +16,12 @@ from weft.engine.model.families.family import TensorNames
 class StackedExperts(NamedTuple):
     """One stacked tensor. Names are those in the files."""
 
-    prefix: str
-    """Prefix of its layer."""
-    tail: str
-    """`.weight` or `.bias`."""
+    prefix: str  # Prefix of its layer.
+    tail: str  # `.weight` or `.bias`.
     pair: tuple[str, ...]
     """Names of each expert's modules in the layer, with `{}` for the expert: gate and up, or only down."""
     experts: int
-    alternate: bool
-    """Matrices are `[in, out]`, and rows of gate and up alternate."""
+    alternate: bool  # Matrices are `[in, out]`, and rows of gate and up alternate.
 
     def modules(self) -> list[str]:
         """Return module names in the order of `split`."""

@@ -34,21 +34,15 @@ HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_c
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    embedding: Tensor
-    """[V, H]; in a shard the rows of `spec.vocabulary`."""
+    embedding: Tensor  # [V, H]; in a shard the rows of `spec.vocabulary`.
     layers: tuple[LayerWeights, ...]
-    norm: Tensor
-    """[H]."""
-    lm_head: Tensor
-    """[V, H], or a shard's rows; the embedding itself when tied."""
+    norm: Tensor  # [H].
+    lm_head: Tensor  # [V, H], or a shard's rows; the embedding itself when tied.
     rotary: tuple[Tensor, ...]
     """[positions, D/2, 2] float32 each; `ModelSpec.rotary_table` gives a layer's index."""
-    norm_bias: Tensor | None = None
-    """[H]."""
-    head_bias: Tensor | None = None
-    """[V]."""
-    positions: Tensor | None = None
-    """[positions, H], learned: added to the embedding."""
+    norm_bias: Tensor | None = None  # [H].
+    head_bias: Tensor | None = None  # [V].
+    positions: Tensor | None = None  # [positions, H], learned: added to the embedding.
     kv_scales: Tensor | None = None
     """[layers, 2, Hkv] float32, for FP8 K and V, if the checkpoint has them."""
 

@@ -21,16 +21,14 @@ class Pipeline:
         known = by_name(spec)
         self.period = period
         self.num_layers = spec.num_layers
-        self.tokens = period.tokens
-        """The token bucket."""
+        self.tokens = period.tokens  # The token bucket.
         self.operations: tuple[tuple[NanoOperation, Operation], ...] = tuple(
             (nano, known[nano.operation]) for nano in period.operations
         )
         self._of_layer = self._by_layer(period, spec)
         self.lanes = {nano.lane for nano in period.operations}
         self.edges: tuple[Edge, ...] = tuple(period.dependencies(spec))
-        self.begins = period.begins
-        """Where token ranges begin, in order."""
+        self.begins = period.begins  # Where token ranges begin, in order.
         self.nano_batches = period.nano_batches(spec)
         """The token ranges that attention is split into, in token order."""
         decodes = [nano for nano in period.operations if known[nano.operation].role is Role.DECODE_ATTENTION]

@@ -26,8 +26,7 @@ TOKEN_STEP = 128
 """Token ranges begin and end at multiples of this (paper §4.1.2)."""
 MAX_NANO_BATCHES = 8
 
-Lane = Literal["compute", "memory", "network"]
-"""A stream; a row of the pipeline picture."""
+Lane = Literal["compute", "memory", "network"]  # A stream; a row of the pipeline picture.
 
 
 def by_name(spec: ModelSpec) -> dict[str, Operation]:
@@ -38,17 +37,13 @@ def by_name(spec: ModelSpec) -> dict[str, Operation]:
 class NanoOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One operation on one token range."""
 
-    operation: str
-    """A name from `ModelSpec.layer_operations`."""
+    operation: str  # A name from `ModelSpec.layer_operations`.
     begin: int
-    end: int
-    """Runs tokens `[begin, end)` of the dense batch."""
-    sms: int
-    """SMs that it may use."""
+    end: int  # Runs tokens `[begin, end)` of the dense batch.
+    sms: int  # SMs that it may use.
     lane: Lane = "compute"
     next_layer: bool = False
-    config: GemmConfig | None = None
-    """Kernel configuration of a GEMM; None: the kernel's choice."""
+    config: GemmConfig | None = None  # Kernel configuration of a GEMM; None: the kernel's choice.
 
     @property
     def label(self) -> str:
@@ -58,8 +53,7 @@ class NanoOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The pipeline for one kind of iteration: at most `tokens` tokens whose decodes read `min_kv_tokens` or more."""
 
-    tokens: int
-    """The token bucket: iterations are padded to it."""
+    tokens: int  # The token bucket: iterations are padded to it.
     operations: tuple[NanoOperation, ...]
     waits: tuple[Edge, ...] = ()
     """Orderings without a data dependency: operations of two lanes whose SMs do not fit together."""
@@ -164,8 +158,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     gpu: str
     sms: int
-    model: str
-    """`model_key` of the spec."""
+    model: str  # `model_key` of the spec.
     dtype: str
     kernels: str
     """Digest of the kernel sources, for which configurations and timings are valid."""
@@ -181,8 +174,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Literal["weft-plan"] = "weft-plan"
     dense_batch: int = 0
     """Iteration size that the pipelines were made for; the engine's token budget unless the operator sets one."""
-    made: str = ""
-    """Date, versions and seconds of the search, for readers."""
+    made: str = ""  # Date, versions and seconds of the search, for readers.
     sums: dict[str, Reduction] = {}
     """All-reduces that are replaced, in the serial plan too: the weights that a rank loads may depend on it."""
 

@@ -22,8 +22,7 @@ from weft.engine.wire.heartbeat import ENGINE, Heartbeats
 from weft.engine.wire.preloaded import VISIBLE, environment, gpus
 from weft.engine.wire.stacks import Stacks
 
-END_SECONDS = 2.0
-"""Seconds that a rank gets to exit before it is killed."""
+END_SECONDS = 2.0  # Seconds that a rank gets to exit before it is killed.
 
 
 def _not_started(config: EngineConfig, error: OSError) -> ConfigError:
@@ -55,8 +54,7 @@ class Ranks:
         self._why: str | None = None
         self._stopping = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._ends: dict[int, int] = {}
-        """By rank: a pidfd, readable once the process has ended."""
+        self._ends: dict[int, int] = {}  # By rank: a pidfd, readable once the process has ended.
         self._watcher = threading.Thread(target=self._watch, name="weft-ranks", daemon=True)
         try:
             self._shared = Descriptors.make(config.tensor_parallel_size)

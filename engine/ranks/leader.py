@@ -35,10 +35,8 @@ from weft.engine.runner.device.runner import InFlight, Runner
 from weft.engine.runner.iteration.batch import Batch
 from weft.engine.runner.options.resolve import ResolvedConfig
 
-POLL_SECONDS = 1e-3
-"""Seconds between checks of whether the other ranks are done."""
-PENDING, DONE, LOST, BROKEN = range(4)
-"""Outcomes of an operation on another rank."""
+POLL_SECONDS = 1e-3  # Seconds between checks of whether the other ranks are done.
+PENDING, DONE, LOST, BROKEN = range(4)  # Outcomes of an operation on another rank.
 
 
 class Operations:

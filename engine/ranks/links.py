@@ -34,10 +34,8 @@ class Layout:
     """Offsets in the shared memory. The system allocates pages on first touch, so unused space costs nothing."""
 
     def __init__(self, ranks: int) -> None:
-        self.states = 0
-        """One page per rank: its `State`."""
-        self.outcomes = ranks * PAGE
-        """One byte per rank and operation."""
+        self.states = 0  # One page per rank: its `State`.
+        self.outcomes = ranks * PAGE  # One byte per rank and operation.
         self.ring = self.outcomes + ranks * OPERATIONS
         self.exchange = self.ring + RING_SLOTS * SLOT_BYTES
         self.size = self.exchange + 2 * ranks * EXCHANGE_BYTES
@@ -74,10 +72,8 @@ class Descriptors:
 
     ranks: int
     memory: int
-    bells: tuple[tuple[int, ...], ...]
-    """`[from][to]`, for collectives; -1 on the diagonal."""
-    doorbells: tuple[int, ...]
-    """Bells of the ring by rank; -1 for rank 0."""
+    bells: tuple[tuple[int, ...], ...]  # `[from][to]`, for collectives; -1 on the diagonal.
+    doorbells: tuple[int, ...]  # Bells of the ring by rank; -1 for rank 0.
 
     @classmethod
     def make(cls, ranks: int) -> Descriptors:

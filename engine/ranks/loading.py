@@ -32,8 +32,7 @@ class Loaded(NamedTuple):
     weights: Weights | TransformersModule
     runner: Runner
     make_store: Callable[[StoreFile, Bytes, Remainders | None], Store]
-    stores: bool
-    """All ranks can store pages on disk."""
+    stores: bool  # All ranks can store pages on disk.
 
 
 class Loading:
@@ -43,12 +42,10 @@ class Loading:
         self._config, self._ranks = config, ranks
         self._compiling = compiling or CompileJob.begin(config)
         chosen, implementation = choose_spec(config)
-        self.spec = served_as(chosen, config)
-        """Spec of the whole model."""
+        self.spec = served_as(chosen, config)  # Spec of the whole model.
         if not self.spec.native:
             notice(f"{self.spec.architecture}: {implementation}")
-        self.own = self.spec.shard(0, config.tensor_parallel_size)
-        """This rank's shard of it."""
+        self.own = self.spec.shard(0, config.tensor_parallel_size)  # This rank's shard of it.
         self.resolved = resolve(config, self.own)
         self.model_id = self._model_id()
 

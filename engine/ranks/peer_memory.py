@@ -16,8 +16,7 @@ from weft.engine.errors import ConfigError
 from weft.engine.runner.device.collectives import Collectives
 
 _HANDLE_BYTES = 64
-_PEER_ACCESS = 1
-"""`CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`"""
+_PEER_ACCESS = 1  # `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`
 
 
 class _Handle(ctypes.Structure):

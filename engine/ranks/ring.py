@@ -19,21 +19,16 @@ from weft.engine.ranks.links import LOOK_SECONDS, Bytes, Links
 _HEAD = 4
 """Header words of a slot: its number, bytes of the whole order, offset of this piece, bytes of this piece."""
 _HEAD_BYTES = 8 * _HEAD
-_FULL_SECONDS = 2e-4
-"""Seconds between checks of a full ring."""
+_FULL_SECONDS = 2e-4  # Seconds between checks of a full ring.
 
 
 class Kind(IntEnum):
-    BATCH = 1
-    """Run an iteration."""
+    BATCH = 1  # Run an iteration.
     POOL = 2
     """Allocate a host pool with the given number of slots, start the store's threads if any, then meet at a barrier."""
-    OUT = 3
-    """Copy pages to the host pool."""
-    BACK = 4
-    """Copy pages from the host pool."""
-    SCAN = 5
-    """Share the list of stored pages."""
+    OUT = 3  # Copy pages to the host pool.
+    BACK = 4  # Copy pages from the host pool.
+    SCAN = 5  # Share the list of stored pages.
     WRITE = 6
     READ = 7
     ERASE = 8

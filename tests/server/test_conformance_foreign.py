@@ -67,9 +67,9 @@ def test_those_of_the_day_are_installed_by_day() -> None:
 
 
 def test_environments_are_read_off_their_file() -> None:
-    spec = importlib.util.spec_from_file_location("beside", ROOT / "deploy" / "install" / "beside.py")
+    spec = importlib.util.spec_from_file_location("environments", ROOT / "tools" / "install" / "environments.py")
     assert spec is not None
     assert spec.loader is not None
-    beside = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(beside)
-    assert beside.wanted("# all\na: x==1 y[z]<2\n\nb: w # why\n# c: v\n") == {"a": ["x==1", "y[z]<2"], "b": ["w"]}
+    environments = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(environments)
+    assert environments.wanted("# all\na: x==1 y[z]<2\n\nb: w # why\n# c: v\n") == {"a": ["x==1", "y[z]<2"], "b": ["w"]}

@@ -37,7 +37,7 @@ def test_a_shape_is_served_and_says_that_its_answers_mean_nothing(tmp_path: Path
         answer = httpx.post(f"{daemon.url}/v1/chat/completions", json=asked, timeout=240).json()
         assert re.search(r"<\d{4,5}>", answer["choices"][0]["message"]["content"])
         assert answer["usage"]["completion_tokens"] == 8
-    lines = [line for line in daemon.told("means nothing").splitlines() if "means nothing" in line]
+    lines = [line for line in daemon.told("are meaningless").splitlines() if "are meaningless" in line]
     assert lines == [
-        "weft: shape has made-up weights, the demo's tokenizer in place of its own: what it answers means nothing"
+        "weft: shape has random weights and the demo model's tokenizer: its answers are meaningless"
     ]

@@ -15,8 +15,7 @@ from weft.engine.model.quantization import read_integers, read_quantization
 from weft.engine.model.rope import read_rope
 from weft.engine.model.spec import ModelSpec
 
-Config = dict[str, Any]
-"""A `config.json`."""
+Config = dict[str, Any]  # A `config.json`.
 
 ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names in a `config.json` that differ from those of `kernels.reference.layer.ACTIVATIONS`."""
@@ -34,16 +33,14 @@ class TensorNames:
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
-    qkv: str = ""
-    """Fused q, k and v; "": separate."""
+    qkv: str = ""  # Fused q, k and v; "": separate.
     o: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
-    gate_up: str = ""
-    """Fused gate, then up; "": separate."""
+    gate_up: str = ""  # Fused gate, then up; "": separate.
     down: str = "mlp.down_proj"
     attention_norm: str = "input_layernorm"
     attention_post_norm: str = "post_attention_layernorm"
@@ -64,15 +61,12 @@ class TensorNames:
     shared_gate_up: str = ""
     shared_down: str = "mlp.shared_expert.down_proj"
     shared_switch: str = "mlp.shared_expert_gate"
-    transposed: bool = False
-    """Matrices are `[in, out]`."""
+    transposed: bool = False  # Matrices are `[in, out]`.
     prefix: str = "model."
-    other_prefixes: tuple[str, ...] = ()
-    """Prefixes of some checkpoints instead of `prefix`."""
+    other_prefixes: tuple[str, ...] = ()  # Prefixes of some checkpoints instead of `prefix`.
     draft_layers: int = 0
     """Layers after the last one that predict further tokens; ignored."""
-    harmless: tuple[str, ...] = ()
-    """Endings of checkpoint names that are not needed."""
+    harmless: tuple[str, ...] = ()  # Endings of checkpoint names that are not needed.
 
 
 def windows(config: Config, sliding: Callable[[int], bool] = lambda _: True) -> list[int | None]:
@@ -95,13 +89,11 @@ def windowed(config: Config, sliding: Callable[[int], bool] = lambda _: True) ->
 class Family:
     """A family's configuration and tensor names."""
 
-    architectures: tuple[str, ...]
-    """The `architectures` of its configs."""
+    architectures: tuple[str, ...]  # The `architectures` of its configs.
     parts: Callable[[Config], dict[str, Any]] = lambda _config: {}
     """Returns the fields of the spec that differ from the common ones."""
     names: TensorNames = TensorNames()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of missing keys."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # Values of missing keys.
     keys: Mapping[str, str] = field(default_factory=dict)
     """Llama's config key -> this family's key."""
     quantizations: tuple[str, ...] = ()

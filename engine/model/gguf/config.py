@@ -215,5 +215,4 @@ ARCHITECTURES: dict[str, Callable[[GgufFile, Key, Config], Config]] = {
     "granite": _granite,
     "smollm3": _smollm3,
 }
-OFFSET_NORMS = ("gemma", "gemma2", "gemma3")
-"""Their files store norm weights plus one."""
+OFFSET_NORMS = ("gemma", "gemma2", "gemma3")  # Their files store norm weights plus one.

@@ -14,23 +14,17 @@ from weft.engine.errors import ModelError, one_line, refuse_pointer
 INDEX = "gguf.json"
 """File in the model directory that lists the GGUF files and their tensors."""
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
-LISTED = 8
-"""Number of files that an error lists."""
+LISTED = 8  # Number of files that an error lists.
 
 
 class Entry(NamedTuple):
     """A tensor of a file."""
 
-    file: int
-    """Index of the part that contains it."""
-    kind: str
-    """Storage type in ggml's terms: F32, Q4_K, …"""
-    shape: tuple[int, ...]
-    """Shape of the values, the last dimension contiguous."""
-    offset: int
-    """Its first byte in the file."""
-    size: int
-    """Size in bytes."""
+    file: int  # Index of the part that contains it.
+    kind: str  # Storage type in ggml's terms: F32, Q4_K, …
+    shape: tuple[int, ...]  # Shape of the values, the last dimension contiguous.
+    offset: int  # Its first byte in the file.
+    size: int  # Size in bytes.
 
 
 def parts_of(path: Path) -> list[Path]:

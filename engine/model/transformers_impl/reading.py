@@ -27,8 +27,7 @@ from weft.engine.model.transformers_impl.module import TransformersModule
 from weft.engine.model.transformers_impl.spec import AttentionCall, TransformersSpec
 from weft.engine.model.transformers_impl.trial import attention_calls
 
-DEFAULT_POSITIONS = 4096
-"""Context limit if the configuration has none."""
+DEFAULT_POSITIONS = 4096  # Context limit if the configuration has none.
 MAP_NORESERVE = 0x4000
 """Linux mmap flag: memory that is only read takes none, regardless of size."""
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")

@@ -12,8 +12,7 @@ from weft.engine.model.spec import ModelSpec
 class AttentionCall(NamedTuple):
     """One call of the attention function in a forward pass. Each call has its own K and V in a page."""
 
-    layer: int
-    """Layer index from the model; two calls may share one."""
+    layer: int  # Layer index from the model; two calls may share one.
     heads: int
     kv_heads: int
     key_dim: int
@@ -37,15 +36,11 @@ class TransformersSpec(ModelSpec):
     `num_layers` is the number of attention calls; `num_heads`, `num_kv_heads` and `head_dim` are the largest of them.
     """
 
-    calls: tuple[AttentionCall, ...] = ()
-    """In the order of a forward pass."""
+    calls: tuple[AttentionCall, ...] = ()  # In the order of a forward pass.
     parameters: int = 0
-    active: int = 0
-    """Parameters used per token."""
-    config: Any = None
-    """`transformers`' configuration."""
-    limit: str = ""
-    """What limits `max_positions`, if not the model."""
+    active: int = 0  # Parameters used per token.
+    config: Any = None  # `transformers`' configuration.
+    limit: str = ""  # What limits `max_positions`, if not the model.
 
     native: ClassVar[bool] = False
 

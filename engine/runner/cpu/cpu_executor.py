@@ -33,8 +33,7 @@ class CpuInputs(NamedTuple):
     token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
-    attention: Any
-    """The attention back end's step."""
+    attention: Any  # The attention back end's step.
     rows: Tensor | None = None
     """`[N]` int64 tokens whose state after the last layer is read, ascending; None: all."""
 
@@ -56,8 +55,7 @@ class _Iteration:
         """`[T, H]` this rank's partial sum for the stream, until the next all-reduce."""
         self.activations: dict[str, Tensor] = {"x": x, "a": x.new_empty(len(x), spec.num_heads * spec.head_dim)}
         self.rotary = [table[inputs.positions] for table in weights.rotary]  # once for all layers
-        self.post_norm: Tensor | None = None
-        """Norm weight to apply after that all-reduce."""
+        self.post_norm: Tensor | None = None  # Norm weight to apply after that all-reduce.
         self.routing: reference_experts.Routing | None = None
 
     def keep(self, rows: Tensor) -> None:
@@ -207,8 +205,7 @@ class CpuExecutor:
         self.means: reference.Means | None = None
         if self.collectives.ranks > 1 and spec.qk_norm == "projection":
             self.means = self._means
-        self.block_rows = 0
-        """Rows per block of operations between attentions; 0: no blocks."""
+        self.block_rows = 0  # Rows per block of operations between attentions; 0: no blocks.
         self._must_find_block_rows = invariant
         self._last_attention = -1
         """Step after which rows that are not read are dropped; -1: never, as routers of parallel blocks ran before."""

@@ -95,8 +95,7 @@ class CpuRunner:
         if self.sleepable is not None:
             self.sleepable.adopt_weights(weights.tensors())
         self.kv = _allocate(config, self.sleepable)
-        self._executor: Any
-        """A `CpuExecutor`, or a class with its interface."""
+        self._executor: Any  # A `CpuExecutor`, or a class with its interface.
         if isinstance(spec, TransformersSpec):
             from weft.engine.model.transformers_impl.module import TransformersModule
             from weft.engine.runner.cpu.transformers_cpu import TransformersCpuExecutor

@@ -25,12 +25,9 @@ class TransformersInputs(NamedTuple):
     token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
-    steps: list[Any]
-    """One for each attention back end."""
-    rows: Tensor
-    """Rows whose logits or states are needed, int64."""
-    states: bool
-    """Whether the states of any row are needed."""
+    steps: list[Any]  # One for each attention back end.
+    rows: Tensor  # Rows whose logits or states are needed, int64.
+    states: bool  # Whether the states of any row are needed.
 
 
 class TransformersCpuExecutor:
@@ -46,8 +43,7 @@ class TransformersCpuExecutor:
             return self._backends[-1]
 
         self._calls = PagedCalls(spec, config, make)
-        self._states: Tensor | None = None
-        """States of the last iteration that needed any."""
+        self._states: Tensor | None = None  # States of the last iteration that needed any.
 
     def inputs(self, batch: Batch, token_ids: Tensor) -> TransformersInputs:
         scored = (asked.token_rows for asked in batch.prompt_logprobs)

@@ -21,8 +21,7 @@ from weft.kernels.common.gpu import is_hopper
 from weft.kernels.experts import experts, fp8_experts, router
 from weft.kernels.matmul.gemm_config import GemmConfig
 
-_MANY = 1 << 20
-"""Enough tokens that every expert gets many rows."""
+_MANY = 1 << 20  # Enough tokens that every expert gets many rows.
 
 
 class ExpertLayers:

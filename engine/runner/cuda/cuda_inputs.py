@@ -54,8 +54,7 @@ class DeviceInputs:
         self._turn = 0
         self.attention: AttentionPath | None = None
         """Path of the last batch, for weft's own kernels."""
-        self.break_evens: BreakEvens | None = None
-        """Measured times for `--pod auto`."""
+        self.break_evens: BreakEvens | None = None  # Measured times for `--pod auto`.
 
     @staticmethod
     def _split(slab: Any, columns: dict[str, tuple[int, bool]], float32: Any) -> dict[str, Any]:

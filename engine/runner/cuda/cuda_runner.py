@@ -66,8 +66,7 @@ def _no_progress(phase: str, done: int, total: int) -> None:
 
 
 class _Graphs(NamedTuple):
-    model: torch.cuda.CUDAGraph
-    """Empty if the model runs eagerly."""
+    model: torch.cuda.CUDAGraph  # Empty if the model runs eagerly.
     sample: torch.cuda.CUDAGraph
     others: dict[Fused, torch.cuda.CUDAGraph]
     """The model with other variants of fused attention, if it is fused; `model` is then the variant "lists"."""
@@ -147,8 +146,7 @@ class CudaRunner:
         report = progress or _no_progress
         device = config.device
         self._device = device
-        self.stream = torch.cuda.Stream(device)
-        """Stream of all iterations."""
+        self.stream = torch.cuda.Stream(device)  # Stream of all iterations.
         here = gpu(device)
         assert here is not None
         self._pipelines = Pipelines(
@@ -158,8 +156,7 @@ class CudaRunner:
         with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode():
             self._inputs = device_inputs(spec, config, self._pipelines.nano_batches)
             self._host_attention: HostAttention[Any] | None = None
-            self._eager = ""
-            """Why the model runs eagerly; "" if it is captured."""
+            self._eager = ""  # Why the model runs eagerly; "" if it is captured.
             self._executor = self._make_executor(here.sms)
             layout = self._inputs.layout
             notice(describe_paths(config.attention, cuts=layout.prefill_slots > 0, pod=layout.pod))

@@ -19,8 +19,7 @@ class Rows(NamedTuple):
     """Tensors that a layer reads and writes: rows of all tokens, or of those kept after the last attention."""
 
     activations: Mapping[str, Tensor]
-    sumsq: Tensor
-    """`[sums, T]` partial sums of squares of the residual stream."""
+    sumsq: Tensor  # `[sums, T]` partial sums of squares of the residual stream.
     attended: Output
     """Attention's output: the activation "a", or a quantised operand instead."""
     live: Tensor | None = None
@@ -44,8 +43,7 @@ class OperationLaunch(NamedTuple):
     nano: NanoOperation
     operation: Operation
     layer: int
-    weights: ProjectionWeights | None
-    """None for an operation without weights."""
+    weights: ProjectionWeights | None  # None for an operation without weights.
     kv: Tensor
     pipeline: Pipeline
     sum_counts: list[int]

@@ -27,16 +27,12 @@ from weft.kernels.matmul.projections import linear_project
 ALIGNED = 256
 ONE_STEP_TOKENS = 32
 """Tokens up to which all-reduces use one step, if nothing was measured."""
-MEASURED = 16
-"""All-reduces per measurement."""
-REPLAYS = 3
-"""Replays of a measurement."""
-SAMPLED_WORDS = 8
-"""Maximum of words per row in a captured exchange of samplers."""
+MEASURED = 16  # All-reduces per measurement.
+REPLAYS = 3  # Replays of a measurement.
+SAMPLED_WORDS = 8  # Maximum of words per row in a captured exchange of samplers.
 EAGER_WORDS = 1 << 16
 """Words per rank in an eager exchange. Longer data takes several exchanges."""
-MAX_PUSHED_TOKENS = 4096
-"""Maximum of tokens for GEMMs that push to other ranks."""
+MAX_PUSHED_TOKENS = 4096  # Maximum of tokens for GEMMs that push to other ranks.
 MAX_PUSHED_TO_ALL = 256
 """Maximum of tokens for pushes to more than one other rank, since each takes the same bandwidth."""
 
@@ -61,8 +57,7 @@ class PeerLayout:
         ranks = spec.shard_of.ranks
         self.sums = max(2 * spec.num_layers * MAX_NANO_BATCHES + 1, MEASURED)
         """All-reduces of a model's graph, with the embedding's and separate ones for each nano-batch."""
-        self.inbox_words = max_seqs * SAMPLED_WORDS
-        """Words of a rank's inbox for samplers."""
+        self.inbox_words = max_seqs * SAMPLED_WORDS  # Words of a rank's inbox for samplers.
         self.sum_flag_bytes = self.sums * 2 * ranks * 4
         self.sample_flag_bytes = kernels.gather_programs(self.inbox_words) * ranks * 4
         self.eager_flag_bytes = kernels.gather_programs(EAGER_WORDS) * ranks * 4
@@ -74,8 +69,7 @@ class PeerLayout:
         self.rows = {1: to_all, 2: self.pushed_tokens}
         """Rows that one rank sends, by steps of the all-reduce."""
         sent = max(rows * width_of(hidden, ranks, steps) for steps, rows in self.rows.items())
-        self.inbox = ranks * sent * dtype.itemsize
-        """Bytes of each of the two alternating inboxes."""
+        self.inbox = ranks * sent * dtype.itemsize  # Bytes of each of the two alternating inboxes.
         self.pushes = max(2 * spec.num_layers, MEASURED)
         """GEMMs of a model's graph that push, in the serial plan."""
         partial_tiles = 2 * MAX_NANO_BATCHES * -(-hidden // 64)  # the last tiles of nano-batches
@@ -94,8 +88,7 @@ class PeerCollectives:
         self.rank, self.ranks = rank, ranks
         self._memory, self._taken, self._sizes = memory.memory, 0, sizes
         device = self._memory.device
-        self.abort = torch.zeros(1, dtype=torch.int32, device=device)
-        """See `Peers`."""
+        self.abort = torch.zeros(1, dtype=torch.int32, device=device)  # See `Peers`.
         self._peers = Peers(memory.addresses, rank, ranks, self.abort, memory.bases)
         self._sums = self._offset(self.allocate((sizes.sum_flag_bytes,), torch.uint8))
         self._samples = self._offset(self.allocate((sizes.sample_flag_bytes,), torch.uint8))
@@ -110,8 +103,7 @@ class PeerCollectives:
         self._steps: list[tuple[int, Steps]] = []
         self._pushes_nano_batches = False
         self._next = 0
-        self._flagged = 0
-        """Bytes of tile flags used so far in the current graph."""
+        self._flagged = 0  # Bytes of tile flags used so far in the current graph.
         self._pushed: dict[int | None, Pushed] = {}
         """Pushed GEMMs that wait for `reduce`, by the first of their tokens (None: in the serial plan)."""
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)

@@ -41,8 +41,7 @@ class RankSums:
         dense = spec.layer_operations() if spec.quantization is None else ()
         self._pushable = frozenset(op.name for op in directly_reduced(dense))
         """GEMMs that may push their tiles to other ranks."""
-        self._sum_after = dict[str, str]()
-        """By such a GEMM, the all-reduce after it."""
+        self._sum_after = dict[str, str]()  # By such a GEMM, the all-reduce after it.
         before = ""
         for op in spec.layer_operations():
             if op.kernel == ALL_REDUCE and before in self._pushable:

@@ -13,17 +13,14 @@ from typing import NamedTuple
 from weft.engine.model.operations import ALL_REDUCE, Role
 from weft.engine.model.spec import ModelSpec
 
-EMBEDDING_BUFFER = 0
-"""Buffer of an iteration's first sum, the embedding's."""
+EMBEDDING_BUFFER = 0  # Buffer of an iteration's first sum, the embedding's.
 
 
 class SumBuffer(NamedTuple):
     """The buffer of an operation that writes partial sums or reduces them over ranks."""
 
-    turn: int
-    """0 or 1."""
-    first: bool
-    """Overwrite the buffer, which holds an earlier sum."""
+    turn: int  # 0 or 1.
+    first: bool  # Overwrite the buffer, which holds an earlier sum.
     last: str
     """Name of the sum's last GEMM, whose post-norm applies to the sum."""
 

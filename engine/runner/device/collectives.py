@@ -57,8 +57,7 @@ class Graph(Enum):
 class Steps(NamedTuple):
     """Steps of an all-reduce of some size."""
 
-    sums: int = 1
-    """1 or 2; see `kernels.collectives`."""
+    sums: int = 1  # 1 or 2; see `kernels.collectives`.
     pushed: int = 0
     """Steps after a GEMM that pushes its tiles to other ranks (`kernels.collectives.push_gemm`); 0: no GEMM pushes."""
 
@@ -112,10 +111,8 @@ class DeviceCollectives(_Ranks, Protocol):
 class RankGroup(NamedTuple):
     """A GPU runner's access to the other ranks."""
 
-    host: Collectives
-    """Exchanges between processes."""
+    host: Collectives  # Exchanges between processes.
     device: DeviceCollectives
-    check: Callable[[], None]
-    """Raises `RankLost` if a rank has ended."""
+    check: Callable[[], None]  # Raises `RankLost` if a rank has ended.
     measure: Callable[[], None] = lambda: None
     """Measures all-reduces. All ranks call it at the start, once GEMM tiles are known and compiled."""

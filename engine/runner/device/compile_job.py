@@ -49,8 +49,7 @@ class CompileJob:
         self._deadline = time.monotonic() + TIMEOUT_SECONDS
         self._outcomes: dict[int, str] = {}
         self._ended = False
-        self._partial = b""
-        """Output after the last newline."""
+        self._partial = b""  # Output after the last newline.
 
     @classmethod
     def begin(cls, config: EngineConfig) -> CompileJob | None:

@@ -16,8 +16,7 @@ import torch
 
 from weft.engine.progress import notice
 
-PERIOD_SECONDS = 0.1
-"""Seconds between readings. Counters update about as often."""
+PERIOD_SECONDS = 0.1  # Seconds between readings. Counters update about as often.
 POWERCAP = Path("/sys/class/powercap")
 
 
@@ -30,10 +29,8 @@ class EnergyCounter(Protocol):
 
 
 class Reading(NamedTuple):
-    time: float
-    """`time.monotonic()`"""
-    joules: float
-    """Joules since the meter started."""
+    time: float  # `time.monotonic()`
+    joules: float  # Joules since the meter started.
 
 
 class NvmlCounter:

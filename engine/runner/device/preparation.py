@@ -14,10 +14,8 @@ from typing import NamedTuple, Protocol
 from weft.engine.progress import notice
 from weft.engine.wire.messages import PlanStats
 
-Step = Callable[[], None]
-"""A short indivisible piece of work."""
-SLICE_SECONDS = 0.01
-"""Time after which a slice starts no further step."""
+Step = Callable[[], None]  # A short indivisible piece of work.
+SLICE_SECONDS = 0.01  # Time after which a slice starts no further step.
 BUSY_SHARE = 0.05
 """Share of time for slices while requests run. A longer pause follows a longer step."""
 COMPILER_POLL_SECONDS = 0.1
@@ -40,11 +38,9 @@ class PipelineWork(NamedTuple):
     """The steps that make a pipeline ready."""
 
     name: str
-    load: Callable[[], Iterator[Step]]
-    """Loads its kernels."""
+    load: Callable[[], Iterator[Step]]  # Loads its kernels.
     capture: Callable[[], Iterator[Step]]
-    enable: Step
-    """Lets iterations use it."""
+    enable: Step  # Lets iterations use it.
 
 
 class Compiling(Protocol):
@@ -79,14 +75,11 @@ class Preparation:
         self._works, self._compiling, self._clock = works, compiling or Compiled(), clock
         self._served = serving
         self._begun = clock()
-        self._not_before = 0.0
-        """Earliest time of the next slice while requests run."""
-        self._at = 0
-        """The pipeline in preparation."""
+        self._not_before = 0.0  # Earliest time of the next slice while requests run.
+        self._at = 0  # The pipeline in preparation.
         self._steps: Iterator[Step] | None = None
         self.stages = [Stage.COMPILING for _ in works]
-        self.reasons: dict[int, str] = {}
-        """Why a pipeline is left out."""
+        self.reasons: dict[int, str] = {}  # Why a pipeline is left out.
         if works:
             notice(f"the serial plan serves; plan: 0 of {len(works)} pipelines")
         else:

@@ -28,8 +28,7 @@ class Scores(NamedTuple):
     """Log-probabilities in host tensors. Call `read` after the iteration has ended."""
 
     rows: np.ndarray
-    columns: tuple[Tensor, ...]
-    """Ranks, ids and values as in `Logprobs`."""
+    columns: tuple[Tensor, ...]  # Ranks, ids and values as in `Logprobs`.
 
     def read(self) -> Logprobs:
         ranks, ids, values = (column.numpy() for column in self.columns)

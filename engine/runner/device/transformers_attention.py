@@ -27,8 +27,7 @@ class PagedCalls:
         self._calls, self._layout = spec.calls, config.kv
         kinds = attention_kinds(spec, config.kv)
         shapes = [kind.shape(config.kv, config.compute_dtype, config.device, config.max_model_len) for kind in kinds]
-        self.shapes = tuple(dict.fromkeys(shapes))
-        """Shapes of the back ends, each once."""
+        self.shapes = tuple(dict.fromkeys(shapes))  # Shapes of the back ends, each once.
         self.backends: list[AttentionBackend[Any]] = [make(shape) for shape in self.shapes]
         self._kind = [self.shapes.index(shape) for shape in shapes]
         self._next = 0

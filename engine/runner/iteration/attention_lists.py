@@ -25,8 +25,7 @@ from weft.kernels.attention.work_lists import (
     with_decodes,
 )
 
-NO_TILES = np.zeros((0, TILE_FIELDS), np.int32)
-"""Prefill items of an iteration without chunks."""
+NO_TILES = np.zeros((0, TILE_FIELDS), np.int32)  # Prefill items of an iteration without chunks.
 NO_SPLITS = np.zeros((0, SPLIT_FIELDS), np.int32)
 Items = npt.NDArray[np.int32]
 
@@ -35,13 +34,10 @@ class AttentionGrid(NamedTuple):
     """Parameters that all work lists of a runner share."""
 
     num_kv_heads: int
-    group: int
-    """Query heads per KV head."""
-    per_sm: int
-    """Decode programs per SM."""
+    group: int  # Query heads per KV head.
+    per_sm: int  # Decode programs per SM.
     split_tokens: int = 0
-    page_size: int = 64
-    """Like `split_tokens`, an argument of `decode_items`."""
+    page_size: int = 64  # Like `split_tokens`, an argument of `decode_items`.
 
     @property
     def undivided(self) -> int:

@@ -14,8 +14,7 @@ keys."""
 
 
 class AttentionPath(NamedTuple):
-    path: str
-    """One of `PATHS`."""
+    path: str  # One of `PATHS`.
     split_decodes: bool = False
     cut_chunks: bool = False
 
@@ -50,8 +49,7 @@ class PathCounts:
     """Counts of one engine since it started."""
 
     def __init__(self) -> None:
-        self.iterations: dict[str, int] = {}
-        """Iterations by name, from `PATHS` and `PARTS`."""
+        self.iterations: dict[str, int] = {}  # Iterations by name, from `PATHS` and `PARTS`.
 
     def add(self, path: AttentionPath) -> None:
         for name in (path.path, *(part for part in PARTS if getattr(path, part))):

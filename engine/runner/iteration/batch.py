@@ -27,18 +27,15 @@ class SamplingInputs(NamedTuple):
     """Sampling parameters of the S requests that get a token from this iteration."""
 
     slots: I32
-    logit_tokens: I32
-    """`[S]` token rows whose logits are sampled."""
-    columns: Mapping[str, np.ndarray]
-    """`[S]` each: `wire.sampling.COLUMNS` by name."""
+    logit_tokens: I32  # `[S]` token rows whose logits are sampled.
+    columns: Mapping[str, np.ndarray]  # `[S]` each: `wire.sampling.COLUMNS` by name.
     uniform: F32
     """`[S]` draws in (0, 1), each a function of the request's seed and the token's index only."""
     bias_rows: I32
     bias_ids: I32
     bias_values: F32
     """Sparse additions to the logits: logit_bias, and -1e30 on stop tokens before min_tokens."""
-    mask_rows: I32
-    """Rows that a grammar restricts to some tokens."""
+    mask_rows: I32  # Rows that a grammar restricts to some tokens.
     masks: I32
     """`[len(mask_rows), ceil(V / 32)]`: bit i of word w allows token 32 w + i. Other tokens get -inf at the end."""
 
@@ -58,31 +55,24 @@ class CountReset(NamedTuple):
     """Rebuilds the resident token counts of a request with penalties that (re)starts in a slot."""
 
     slot: int
-    prompt: I32
-    """Token ids."""
-    output: I32
-    """Token ids."""
+    prompt: I32  # Token ids.
+    output: I32  # Token ids.
 
 
 class PromptLogprobs(NamedTuple):
     """Positions of a prompt whose next token needs a log-probability."""
 
-    row: int
-    """Row of the batch."""
-    token_rows: I32
-    """Rows of the iteration's tokens."""
-    targets: I32
-    """Prompt token ids that follow them."""
+    row: int  # Row of the batch.
+    token_rows: I32  # Rows of the iteration's tokens.
+    targets: I32  # Prompt token ids that follow them.
     top: int
 
 
 class Pooled(NamedTuple):
     """Tokens of a request whose hidden states after the final norm are summed."""
 
-    row: int
-    """Row of the batch."""
-    token_rows: I32
-    """Rows of the iteration's tokens."""
+    row: int  # Row of the batch.
+    token_rows: I32  # Rows of the iteration's tokens.
 
 
 class Batch(NamedTuple):
@@ -92,19 +82,15 @@ class Batch(NamedTuple):
     num_decodes: int
     slots: I32
     epochs: I32
-    query_len: I32
-    """`[R]` tokens per request in this iteration."""
+    query_len: I32  # `[R]` tokens per request in this iteration.
     kv_len: I32
     """`[R]` positions visible to the request's last token of this iteration."""
     token_ids: I32
     """`[T]`; -1 for decodes, whose token is still on the device, in `last_token[slot]`."""
     positions: I32
-    slot_mapping: npt.NDArray[np.int64]
-    """`[T]` page * page_size + offset."""
-    page_table: I32
-    """`[R, pages]`, padded with page 0."""
-    sampled_rows: I32
-    """`[S]` rows that sample a token."""
+    slot_mapping: npt.NDArray[np.int64]  # `[T]` page * page_size + offset.
+    page_table: I32  # `[R, pages]`, padded with page 0.
+    sampled_rows: I32  # `[S]` rows that sample a token.
     sampling: SamplingInputs
     count_resets: tuple[CountReset, ...]
     prompt_logprobs: tuple[PromptLogprobs, ...]
@@ -140,12 +126,9 @@ class Batch(NamedTuple):
 class Logprobs(NamedTuple):
     """Log-probabilities of each row's token and of the k most likely tokens."""
 
-    rows: I32
-    """Rows of `SamplingInputs`, or positions of a `PromptLogprobs`."""
-    ranks: I32
-    """Rank of the token, from 1."""
-    ids: I32
-    """`[n, 1 + k]`: the token, then the most likely ones in order."""
+    rows: I32  # Rows of `SamplingInputs`, or positions of a `PromptLogprobs`.
+    ranks: I32  # Rank of the token, from 1.
+    ids: I32  # `[n, 1 + k]`: the token, then the most likely ones in order.
     values: F32
 
 
@@ -153,17 +136,13 @@ class StepResult(NamedTuple):
     """Output of an iteration, on the host."""
 
     batch: Batch
-    tokens: I32
-    """`[S]` sampled token ids."""
+    tokens: I32  # `[S]` sampled token ids.
     logprobs: Logprobs | None
-    prompt_logprobs: tuple[Logprobs, ...]
-    """One for each of `batch.prompt_logprobs`."""
-    seconds: float
-    """Device time."""
+    prompt_logprobs: tuple[Logprobs, ...]  # One for each of `batch.prompt_logprobs`.
+    seconds: float  # Device time.
     idle_seconds: float = 0.0
     """Device time between the end of the previous iteration and the start of this one."""
-    nano_batches: int = 1
-    """Nano-batches of the pipeline; 1 for the serial plan."""
+    nano_batches: int = 1  # Nano-batches of the pipeline; 1 for the serial plan.
     nonfinite: npt.NDArray[np.bool_] | None = None
     """`[S]` rows with logits that are not finite, whose tokens are meaningless. None: there are no such rows."""
     pooled: F32 | None = None

@@ -15,25 +15,18 @@ from weft.engine.runner.iteration.batch import Batch
 GPU_BALANCE = 150.0
 CPU_BALANCE = 20.0
 """GEMM operations that take about as long as one byte of memory traffic."""
-GPU_TILE = 128
-"""Tokens per tile of a large GEMM (`kernels/matmul/gemm.py`)."""
+GPU_TILE = 128  # Tokens per tile of a large GEMM (`kernels/matmul/gemm.py`).
 
 
 class Costs(NamedTuple):
     """Costs of an iteration's operations in bytes of memory traffic, or operations that take as long."""
 
-    weights: float
-    """Reading all weights once."""
-    token: float
-    """Multiplying a token with the weights."""
-    position: float
-    """Reading a position of one layer for a decode."""
-    pair: float
-    """Attention of a prompt token to one position of one layer."""
-    layers: Mapping[int | None, int]
-    """Number of layers by window; None: no window."""
-    tile: int = 1
-    """Tokens that a GEMM computes at once; fewer take as long."""
+    weights: float  # Reading all weights once.
+    token: float  # Multiplying a token with the weights.
+    position: float  # Reading a position of one layer for a decode.
+    pair: float  # Attention of a prompt token to one position of one layer.
+    layers: Mapping[int | None, int]  # Number of layers by window; None: no window.
+    tile: int = 1  # Tokens that a GEMM computes at once; fewer take as long.
 
     def seen(self, length: float) -> float:
         """Return the positions that a token attends to, summed over layers. length: its context, itself included."""

@@ -26,16 +26,12 @@ class Layout(NamedTuple):
 
     max_tokens: int
     max_sampled: int
-    max_decode_items: int
-    """Per nano-batch and window."""
-    max_prefill_items: int
-    """Per nano-batch."""
+    max_decode_items: int  # Per nano-batch and window.
+    max_prefill_items: int  # Per nano-batch.
     max_updates: int
     nano_batches: int
-    max_part_slots: int
-    """Partial sums of split decode requests, per nano-batch."""
-    windows: tuple[int | None, ...] = (None,)
-    """Attention windows, each once."""
+    max_part_slots: int  # Partial sums of split decode requests, per nano-batch.
+    windows: tuple[int | None, ...] = (None,)  # Attention windows, each once.
     unpacked: tuple[int, int] = (0, 0)
     """Maximum of FP8 pages per nano-batch that prefill attention unpacks to 16 bits (0: none), and tokens per page."""
     prefill_slots: int = 0

@@ -11,12 +11,10 @@ class IterationTotals:
 
     def __init__(self) -> None:
         self.iterations = 0
-        self.pipelined = 0
-        """Iterations with several nano-batches."""
+        self.pipelined = 0  # Iterations with several nano-batches.
         self.idle_seconds = 0.0
         self.last = IterationStats()
-        self.busy = False
-        """Requests have been open ever since the device last worked."""
+        self.busy = False  # Requests have been open ever since the device last worked.
         self._first_step = 0
         """First step of the current busy period. The gap before it had no work and is not idle time."""
 

@@ -22,15 +22,11 @@ class NanoBatch(NamedTuple):
 
     first_decode: int
     """Place of the first decode among the iteration's tokens; the others follow."""
-    decodes: Rows
-    """`[D]` rows of the batch."""
-    chunk_start: Rows
-    """`[C]` place of the piece's first token."""
+    decodes: Rows  # `[D]` rows of the batch.
+    chunk_start: Rows  # `[C]` place of the piece's first token.
     chunk_len: Rows
-    chunk_context: Rows
-    """`[C]` tokens of the request before the piece."""
-    chunk_rows: Rows
-    """`[C]` rows of the batch."""
+    chunk_context: Rows  # `[C]` tokens of the request before the piece.
+    chunk_rows: Rows  # `[C]` rows of the batch.
 
 
 class Assignment(NamedTuple):
@@ -38,8 +34,7 @@ class Assignment(NamedTuple):
 
     order: Rows | None
     """`[T]` token of the batch at each place; None: in the batch's order."""
-    places: Rows | None
-    """`[T]` place of each token of the batch."""
+    places: Rows | None  # `[T]` place of each token of the batch.
     nano_batches: tuple[NanoBatch, ...]
     read: Rows | None = None
     """`[N]` tokens of the batch that are read after the last layer, in the order of its output rows; None: all, each at

@@ -17,10 +17,8 @@ from weft.engine.errors import OutOfMemory
 from weft.engine.runner.memory.sleep import SleepableMemory
 
 GIB = 2**30
-CHUNK = 2**28
-"""Bytes of one pinned allocation."""
-OUT_OF_MEMORY = 2
-"""CUDA_ERROR_OUT_OF_MEMORY of the driver."""
+CHUNK = 2**28  # Bytes of one pinned allocation.
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY of the driver.
 
 
 class DriverFailed(Exception):
@@ -84,8 +82,7 @@ class CudaDriver:
     """`Driver` through libcuda, on the context that torch has created."""
 
     DEVICE, PINNED, READ, READ_WRITE = 1, 1, 1, 3
-    DESCRIPTOR = 1
-    """Export handles to other processes as file descriptors."""
+    DESCRIPTOR = 1  # Export handles to other processes as file descriptors.
 
     def __init__(self, device: int) -> None:
         """Raises `OSError` if there is no driver."""

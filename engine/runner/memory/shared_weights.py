@@ -109,10 +109,8 @@ class _Layout:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._at: dict[int, int] = {}
-        """Offsets by the address of a storage."""
-        self._storages: list[tuple[int, Tensor]] = []
-        """Offset and content, `[bytes]` uint8."""
+        self._at: dict[int, int] = {}  # Offsets by the address of a storage.
+        self._storages: list[tuple[int, Tensor]] = []  # Offset and content, `[bytes]` uint8.
 
     def encode(self, value: Any) -> Any:
         """Return the value in JSON form. All but numbers, strings and None become `{kind: content}`."""

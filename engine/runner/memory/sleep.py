@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-ALIGNMENT = 512
-"""Alignment of tensors in bytes, as in torch's allocator."""
+ALIGNMENT = 512  # Alignment of tensors in bytes, as in torch's allocator.
 
 
 class Arena(Protocol):
@@ -51,16 +50,12 @@ class SleepableMemory:
 
     def __init__(self, make: Callable[[int], Arena], backing: Backing) -> None:
         """make: allocates an arena of a number of bytes."""
-        self.asleep = False
-        """The memory is released."""
+        self.asleep = False  # The memory is released.
         self._make = make
         self._backing = backing
-        self._weights: Arena | None = None
-        """Arena of the weights."""
-        self._backed_up = False
-        """The backing has the weights, which never change."""
-        self._volatile: list[Arena] = []
-        """Arenas that lose their content."""
+        self._weights: Arena | None = None  # Arena of the weights.
+        self._backed_up = False  # The backing has the weights, which never change.
+        self._volatile: list[Arena] = []  # Arenas that lose their content.
 
     def adopt_weights(self, tensors: Iterable[Tensor]) -> None:
         """Move the weights into an arena, in place: existing references stay valid. Call once. Raises `OutOfMemory`.

@@ -32,8 +32,7 @@ class MemoryUsage(NamedTuple):
     free: int
     own: int
     """Used by this process's tensors, without weights that other engines map too."""
-    common: int = 0
-    """Used by these shared weights."""
+    common: int = 0  # Used by these shared weights.
 
 
 def share_bytes(config: ResolvedConfig, total: int, common: int) -> int:

@@ -12,8 +12,7 @@ from weft.engine.errors import OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 
 GIB = 2**30
-CPU_MEMORY_SHARE = 0.25
-"""Maximum share of the machine's memory for KV pages on the CPU."""
+CPU_MEMORY_SHARE = 0.25  # Maximum share of the machine's memory for KV pages on the CPU.
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -34,14 +33,11 @@ class Footprint:
     """Memory of engines with the same configuration on one device."""
 
     config: EngineConfig
-    device: torch.device
-    """The meta device stands for a GPU on which everything fits."""
+    device: torch.device  # The meta device stands for a GPU on which everything fits.
     on_gpu: bool
     ranks: int
-    weight_bytes: int
-    """Bytes of one rank."""
-    copies: int
-    """Copies of the weights, for all engines on the device."""
+    weight_bytes: int  # Bytes of one rank.
+    copies: int  # Copies of the weights, for all engines on the device.
 
     def check_weights(self, dtype: torch.dtype) -> None:
         """Raise `OutOfMemory` if the weights leave no memory for anything else."""

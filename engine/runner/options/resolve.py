@@ -40,10 +40,8 @@ class ResolvedConfig:
 
     device: torch.device
     weight_dtype: torch.dtype
-    compute_dtype: torch.dtype
-    """Dtype of activations."""
-    kv: KvLayout
-    """Layout and dtype of a page."""
+    compute_dtype: torch.dtype  # Dtype of activations.
+    kv: KvLayout  # Layout and dtype of a page.
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -55,25 +53,18 @@ class ResolvedConfig:
     attention: BackendName
     batch_invariant: bool
     """Every operation accumulates in an order that does not depend on the rest of the batch."""
-    cache_dir: Path
-    """Folder of results tuned on this machine."""
+    cache_dir: Path  # Folder of results tuned on this machine.
     tuning_seconds: float
-    plan: Plan | None = None
-    """Plan of overlapped nano-batches; None: the serial plan only."""
-    wait_for_plan: bool = True
-    """Prepare all pipelines of the plan before the first iteration."""
+    plan: Plan | None = None  # Plan of overlapped nano-batches; None: the serial plan only.
+    wait_for_plan: bool = True  # Prepare all pipelines of the plan before the first iteration.
     sleeps: bool = False
     """Allocate weights and KV pool so that a sleeping model can give up their memory."""
-    has_neighbours: bool = False
-    """Other models use the same device."""
-    sharers: int = 1
-    """Engines of this model on the same device, this one included."""
-    common_weights: bool = False
-    """These engines share one copy of the weights."""
+    has_neighbours: bool = False  # Other models use the same device.
+    sharers: int = 1  # Engines of this model on the same device, this one included.
+    common_weights: bool = False  # These engines share one copy of the weights.
     packed: PackedPage | None = None
     """Format of pages in the tiers below the device; None: not packed."""
-    pod: Pod = "off"
-    """Whether decodes and chunks share one attention launch."""
+    pod: Pod = "off"  # Whether decodes and chunks share one attention launch.
 
     def chunk_step(self, spec: ModelSpec) -> int:
         """Return the tokens at whose multiples prompts are cut. With batch invariance no attention tile is divided."""

@@ -15,8 +15,7 @@ from weft.kernels.attention.backend import AttentionShape
 class AttentionKind(NamedTuple):
     heads: int
     kv_heads: int
-    width: int
-    """Values per head in a page."""
+    width: int  # Values per head in a page.
     scale: float
     window: int | None
     softcap: float

@@ -28,8 +28,7 @@ from weft.kernels.common.gpu import Gpu, gpu
 if TYPE_CHECKING:
     from weft.kernels.common.compilation import Kernel
 
-NICENESS = 10
-"""Niceness while an engine serves."""
+NICENESS = 10  # Niceness while an engine serves.
 WAIT_SECONDS = 1.0
 """Seconds between attempts to lock while another process compiles the same kernels."""
 
@@ -66,8 +65,7 @@ def compile_in_parts(config: EngineConfig, target: Gpu, jobs: int, report: Calla
     parts = kernel_parts(config, target)
     hashing.join()
     seen: set[object] = set()
-    missing: dict[object, str] = {}
-    """Names of kernels that did not compile."""
+    missing: dict[object, str] = {}  # Names of kernels that did not compile.
     folders: set[str] = set()
 
     def compile_part(part: Sequence[Kernel]) -> list[str]:

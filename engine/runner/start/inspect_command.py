@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from weft.engine.model.spec import ModelSpec
 
 GIB = 2**30
-MAX_RANKS = 8
-"""Maximum of `EngineConfig`."""
+MAX_RANKS = 8  # Maximum of `EngineConfig`.
 
 
 def add_inspect_flags(parser: argparse.ArgumentParser) -> None:

@@ -26,8 +26,7 @@ from weft.engine.runner.iteration.batch import Batch, SamplingInputs
 from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.engine.wire.sampling import COLUMNS, SamplingParams
 
-LONG, SHORT, NEW = 13, 6, 3
-"""Tokens of the two prompts, and tokens generated after each."""
+LONG, SHORT, NEW = 13, 6, 3  # Tokens of the two prompts, and tokens generated after each.
 TOLERANCE = {torch.float32: 1e-3}
 NARROW_TOLERANCE = 0.1
 """Limit for bfloat16 and float16: the median over rows of the norm of the difference relative to the row's norm."""
@@ -37,11 +36,9 @@ Run = Callable[[Batch], Tensor]
 
 
 class _Sequence(NamedTuple):
-    tokens: np.ndarray
-    """Prompt and output."""
+    tokens: np.ndarray  # Prompt and output.
     prompt_len: int
-    logits: Tensor
-    """`[NEW, V]` from the model's own `generate`."""
+    logits: Tensor  # `[NEW, V]` from the model's own `generate`.
 
 
 def load_tested(spec: TransformersSpec, options: EngineConfig, config: ResolvedConfig) -> TransformersModule:

@@ -12,8 +12,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.runner.device.compile_job import has_gpu
 from weft.kernels.common import warm_start as warm_start
 
-POLL_SECONDS = 0.1
-"""Seconds between checks whether the imports have ended."""
+POLL_SECONDS = 0.1  # Seconds between checks whether the imports have ended.
 
 
 class WarmStart:
