@@ -321,7 +321,7 @@ class Engine:
     def _news(self, *, blocked: bool) -> Outputs | None:
         """Return reports that no iteration brings. If there are none and the engine is `blocked`, wait a moment."""
         news = [has_news() for has_news in self.listeners.has_news]
-        if any(news) or self._outbox.plan_moved or self._outbox.refused or self.scheduler.has_events():
+        if any(news) or self._outbox.pipelines_changed or self._outbox.refused or self.scheduler.has_events():
             return self._outbox.outputs(self.scheduler.idle_events(), self.stats())
         if blocked:
             any(on_blocked(BLOCKED_SECONDS) for on_blocked in self.listeners.on_blocked)

@@ -1,7 +1,7 @@
 """`BadWords`: texts that must not occur in a request's output, and the tokens that would complete one of them.
 
-A word may start and end in the middle of tokens. So an Aho-Corasick automaton follows the bytes of the output. Its
-state is the longest end of the output that begins a word, and each state has the tokens that would complete a word.
+Words may start and end inside tokens, so an Aho-Corasick automaton follows the bytes of the output. Its state is the
+longest suffix of the output that is a prefix of a bad word. Each state has the tokens that would complete a word.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TokenIds = npt.NDArray[np.int32]
 
 
 class Vocabulary:
-    """The searchable bytes of every token. Special tokens have none."""
+    """The bytes of every token, searchable. Special tokens have none."""
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
         self.bytes = [
@@ -64,7 +64,7 @@ class BadWords:
         self._range = [(0, len(self._words))]  # by state, the range of words that pass through it
         for i, word in enumerate(self._words):
             self._insert(i, word)
-        self._shorter = self._link()  # by state, the state of the next shorter end of the output that begins a word
+        self._fail = self._link()  # by state, the state of the next shorter suffix that is a prefix of a word
         self._banned: OrderedDict[int, TokenIds] = OrderedDict()
         allowed = np.ones(vocabulary.size, np.bool_)
         for word in self._words:
@@ -84,28 +84,28 @@ class BadWords:
             self._range[state] = self._range[state][0], i + 1  # words are sorted
 
     def _link(self) -> list[int]:
-        shorter, queue = [0] * len(self._next), deque(self._next[0].values())
+        fail, queue = [0] * len(self._next), deque(self._next[0].values())
         while queue:
             state = queue.popleft()
             for byte, following in self._next[state].items():
-                shorter[following] = self._step(shorter, shorter[state], byte)
+                fail[following] = self._step(fail, fail[state], byte)
                 queue.append(following)
-        return shorter
+        return fail
 
-    def _step(self, shorter: list[int], state: int, byte: int) -> int:
+    def _step(self, fail: list[int], state: int, byte: int) -> int:
         while byte not in self._next[state]:
             if not state:
                 return 0
-            state = shorter[state]
+            state = fail[state]
         return self._next[state][byte]
 
     def after(self, state: int, token: int) -> int:
         for byte in self._vocabulary.bytes[token] if token < len(self._vocabulary.bytes) else b"":
-            state = self._step(self._shorter, state, byte)
+            state = self._step(self._fail, state, byte)
         return state
 
     def banned(self, state: int) -> TokenIds:
-        """Return the tokens that would complete a word that the output has begun."""
+        """Return the tokens that would complete a word from this state."""
         known = self._banned.get(state)
         if known is None:
             known = self._banned[state] = self._completing(state)
@@ -120,7 +120,7 @@ class BadWords:
             for word in self._words[low:high]:
                 if end := word[self._depth[state] :]:
                     found.append(self._vocabulary.starting_with(end))
-            state = self._shorter[state]
+            state = self._fail[state]
         return np.unique(np.concatenate(found))
 
 

@@ -1,4 +1,4 @@
-"""`Events`: what a commit reports, including log-probabilities; `Outbox`: the message that carries them."""
+"""`Events`: the reports of one commit. `Outbox`: builds the message to the clients from them and from other reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOT_FINITE = "the model's logits are not finite (NaN or inf): its weights or thi
 
 
 class Events(NamedTuple):
-    """The reports of one commit, in columns as in `messages.Outputs`."""
+    """The reports of one commit as columns; see `messages.Outputs`."""
 
     handles: np.ndarray
     tokens: np.ndarray
@@ -30,8 +30,8 @@ class Events(NamedTuple):
     def none(cls) -> Events:
         return cls(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.uint8), [], {}, {}, {}, {})
 
-    def ended(self, handles: list[int], reason: Finish) -> Events:
-        """Return the events plus a terminal event without a token for each of `handles`."""
+    def with_ends(self, handles: list[int], reason: Finish) -> Events:
+        """Return these events plus, for each of `handles`, a terminal event without a token."""
         n = len(handles)
         if not n:
             return self
@@ -57,7 +57,7 @@ def nonfinite_rows(result: StepResult) -> np.ndarray:
 
 
 def add_pooled(slots: SlotTable, result: StepResult, live: np.ndarray) -> None:
-    """Add hidden states to the requests of rows that are `live [R]`."""
+    """Add hidden states to the requests that have not ended: rows where `live [R]` is true."""
     if result.pooled is None:
         return
     for of, total in zip(result.batch.pooled, result.pooled, strict=True):
@@ -67,14 +67,14 @@ def add_pooled(slots: SlotTable, result: StepResult, live: np.ndarray) -> None:
 
 
 def embedding(request: Request) -> bytes:
-    """Return the embedding, float32, of a prompt that was computed to its end."""
+    """Return the float32 embedding of a prompt that is fully computed."""
     assert request.pooled is not None
     count = request.prompt_len if request.params.pooling == "mean" else 1
     return (request.pooled / count).astype(np.float32).tobytes()
 
 
 def token_logprobs(slots: SlotTable, result: StepResult, sampled: np.ndarray) -> dict[int, TokenLogprobs]:
-    """Return log-probabilities by handle, for live sampled rows (`sampled [S]`) that requested them."""
+    """Return log-probabilities by handle, for rows that requested them, where `sampled [S]` is true."""
     columns, sampling = result.logprobs, result.batch.sampling
     if columns is None:
         return {}
@@ -89,7 +89,7 @@ def token_logprobs(slots: SlotTable, result: StepResult, sampled: np.ndarray) ->
 
 
 def prompt_logprobs(slots: SlotTable, result: StepResult, live: np.ndarray) -> dict[int, list[TokenLogprobs]]:
-    """Return prompt log-probabilities by handle, for rows that are `live [R]`, and count them as delivered."""
+    """Return prompt log-probabilities by handle where `live [R]` is true, and count them as delivered."""
     out: dict[int, list[TokenLogprobs]] = {}
     for asked, columns in zip(result.batch.prompt_logprobs, result.prompt_logprobs, strict=True):
         if not live[asked.row]:
@@ -106,26 +106,26 @@ def prompt_logprobs(slots: SlotTable, result: StepResult, live: np.ndarray) -> d
 
 
 class Outbox:
-    """Collects reports that no iteration brings until the next message: refusals, charges, progress of the plan."""
+    """Reports produced outside an iteration, kept for the next message: refusals, charges, prepared pipelines."""
 
     def __init__(self) -> None:
-        self.plan_moved = False  # the number of pipelines that serve has changed since the last message
+        self.pipelines_changed = False  # since the last message, pipelines became ready
         self.joules: dict[int, float] = {}
         """Joules charged so far by handle, for metered requests of the iteration to be committed."""
         self.refused: list[tuple[int, str, Finish]] = []
 
     def refuse(self, handle: int, why: str, how: Finish) -> None:
-        """End a request that has had no event."""
+        """Refuse a request that has had no event."""
         self.refused.append((handle, why, how))
 
     def outputs(self, events: Events, stats: EngineStats) -> Outputs:
         """Return the message with a commit's events and everything collected, and empty the outbox."""
         errors, joules = events.errors, self.joules
-        self.joules, self.plan_moved = {}, False
+        self.joules, self.pipelines_changed = {}, False
         if refused := self.refused:
             self.refused = []
             for how in (Finish.REFUSED, Finish.BUSY):
-                events = events.ended([handle for handle, _, end in refused if end is how], how)
+                events = events.with_ends([handle for handle, _, end in refused if end is how], how)
             errors = {**errors, **{handle: why for handle, why, _ in refused}}
         return Outputs(
             handles=events.handles.astype(np.int64, copy=False).tobytes(),

@@ -89,11 +89,11 @@ class PlanPreparation(Listener):
 
     def __init__(self, preparation: Preparation, has_work: Callable[[], bool], outbox: Outbox) -> None:
         self._preparation, self._has_work, self._outbox = preparation, has_work, outbox
-        outbox.plan_moved = self.pause() is not None
+        outbox.pipelines_changed = self.pause() is not None
 
     def on_step(self) -> None:
         if self._preparation.advance(busy=self._has_work()):
-            self._outbox.plan_moved = True
+            self._outbox.pipelines_changed = True
 
     def pause(self) -> float | None:
         return self._preparation.pause

@@ -330,12 +330,12 @@ class Scheduler:
                 pooled[request.handle] = events.embedding(request)
             self._finish(slot)
         reported = events.Events(handles, tokens, finish, started, logprobs, scored_prompts, errors, pooled)
-        reported = reported.ended(nonfinite_handles, Finish.NONFINITE)
+        reported = reported.with_ends(nonfinite_handles, Finish.NONFINITE)
         self.fences.open()
         if self.tiers is not None:
             full = 2 * batch.num_tokens >= self.max_num_batched_tokens
             self.tiers.speeds.computed(batch.num_tokens, result.seconds, full)
-        return self._with_aborts(reported.ended(ends.tolist(), Finish.LENGTH))
+        return self._with_aborts(reported.with_ends(ends.tolist(), Finish.LENGTH))
 
     def _scored(self, slots: I32, nonfinite: I32) -> I32:
         """Return slots with a scored or pooled prompt (max_tokens 0), which end with their prefill, without a token."""
@@ -375,7 +375,7 @@ class Scheduler:
 
     def _with_aborts(self, reported: events.Events) -> events.Events:
         aborted, self._aborted = self._aborted, []
-        return reported.ended(aborted, Finish.ABORT)
+        return reported.with_ends(aborted, Finish.ABORT)
 
     def _start(self, slot: int) -> Started:
         request = self.slots.of(slot)

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from weft.engine.errors import EngineDead
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.events import MARK, Dialect
-from weft.server.api.fast_path import EXTENSION, Composer, FastPath, Outlet, Template
+from weft.server.api.fast_path import EXTENSION, DialectFastPath, FastPath, RawWriter, TemplateFastPath
 from weft.server.api.generate import Generation, wait_for_disconnect
 from weft.server.api.service import Service
 from weft.server.errors import ApiError, translate
@@ -31,7 +31,7 @@ class Answer(Response):
         self.service: Service = generation.service
         self._generation, self._dialect = generation, dialect
         self._work: asyncio.Task[None] | None = None
-        self._outlet: Outlet | None = None
+        self._writer: RawWriter | None = None
         self._fast_paths: list[FastPath] = []
         self._interruption: ApiError | None = None
         self._cause = "disconnect"
@@ -47,7 +47,7 @@ class Answer(Response):
         generation, service = self._generation, self._generation.service
         scope["weft.generation"] = generation
         timer = self._start_timer()
-        self._outlet = scope.get("extensions", {}).get(EXTENSION)
+        self._writer = scope.get("extensions", {}).get(EXTENSION)
         self._work = work = asyncio.create_task(self._stream(send) if generation.body.stream else self._plain(send))
         gone = asyncio.create_task(wait_for_disconnect(receive))
         service.open.add(self)
@@ -64,8 +64,8 @@ class Answer(Response):
             if error is not None:
                 if not self._started:
                     raise error
-                if self._outlet is not None:
-                    self._outlet.close_after_response()  # a broken stream must look broken
+                if self._writer is not None:
+                    self._writer.close_after_response()  # a broken stream must look broken
                 await send({"type": "http.response.body", "body": await self._dialect.failed(error)})
         finally:
             service.open.discard(self)
@@ -134,18 +134,18 @@ class Answer(Response):
                 if data:
                     sent = time.perf_counter()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-                if update is not None and update[0].stream.sink is None and self._outlet is not None:
-                    self._install_fast_path(update[0], self._outlet)
+                if update is not None and update[0].stream.sink is None and self._writer is not None:
+                    self._install_fast_path(update[0], self._writer)
         await send({"type": "http.response.body", "body": await dialect.end()})
 
-    def _install_fast_path(self, choice: Choice, outlet: Outlet) -> None:
+    def _install_fast_path(self, choice: Choice, writer: RawWriter) -> None:
         generation, dialect = self._generation, self._dialect
         itl = generation.service.metrics.itl.labels()
         idle = generation.idle if len(generation.choices) > 1 else None
         if dialect.plain:
-            fast_path: FastPath = Template(dialect.events(choice, Piece(MARK)), choice, outlet, itl, idle)
+            fast_path: FastPath = TemplateFastPath(dialect.events(choice, Piece(MARK)), choice, writer, itl, idle)
         else:
-            fast_path = Composer(dialect, choice, outlet, itl, idle)
+            fast_path = DialectFastPath(dialect, choice, writer, itl, idle)
         self._fast_paths.append(fast_path)
         choice.stream.sink = fast_path
 

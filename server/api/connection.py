@@ -16,7 +16,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from weft.server.api.fast_path import EXTENSION, Outlet
+from weft.server.api.fast_path import EXTENSION, RawWriter
 from weft.server.api.service import Service
 from weft.server.errors import ApiError
 
@@ -186,7 +186,7 @@ class Connection(HttpToolsProtocol):
             self._shortcut = shortcut
         else:
             super().on_headers_complete()
-            extensions: dict[str, Any] = {EXTENSION: Outlet(self.cycle)}
+            extensions: dict[str, Any] = {EXTENSION: RawWriter(self.cycle)}
             self.scope["extensions"] = extensions
             if self.parser.get_http_version() == "1.0":
                 self.cycle.send = UntilClose(self.cycle).send  # type: ignore[method-assign]

@@ -1,8 +1,8 @@
 """`FastPath`: writes a stream's tokens from the engine's message directly to the socket.
 
 Waking a task and passing ASGI layers touches so much memory per token that hundreds of streams thrash the CPU caches.
-So the call that delivers a token also writes its event. The answer's task only begins and ends the stream, and takes
-over while the client does not keep up.
+Therefore the call that delivers a token also writes its event. The answer's task only begins and ends the stream, and
+writes events while the client does not keep up.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from weft.server.api.choice import Choice
 from weft.server.api.events import MARK, Dialect
 from weft.server.observe.counters import Buckets
 
-EXTENSION = "weft.outlet"  # the ASGI scope extension that `Connection` provides
+EXTENSION = "weft.raw_writer"  # the ASGI scope extension that `Connection` provides
 
 _encode = orjson.dumps
 _now = time.perf_counter
 
 
-class Outlet:
-    """The body of a response, with non-blocking writes."""
+class RawWriter:
+    """Writes the body of a response to the socket without blocking."""
 
     __slots__ = ("_cycle", "_flow", "_write")
 
@@ -37,7 +37,7 @@ class Outlet:
         self._write = cycle.transport.write
 
     def ready(self) -> bool:
-        """The response has started, is chunked, and the client keeps up."""
+        """Return whether the response has started, is chunked, and the client keeps up."""
         cycle = self._cycle
         return bool(cycle.chunked_encoding) and not (
             cycle.disconnected or cycle.response_complete or self._flow.write_paused
@@ -51,23 +51,23 @@ class Outlet:
 
 
 class FastPath(ABC):
-    """The sink of a `TokenStream` whose choice has started. `sent_at`: the time of its last write."""
+    """The sink of the `TokenStream` of a choice that has started. `sent_at`: the time of its last write."""
 
-    __slots__ = ("_choice", "_idle", "_itl", "_outlet", "sent_at")
+    __slots__ = ("_choice", "_idle", "_itl", "_writer", "sent_at")
 
-    def __init__(self, choice: Choice, outlet: Outlet, itl: Buckets, idle: Callable[[], bool] | None) -> None:
-        """`itl`: observes the gaps between tokens. `idle`: nothing of the answer is queued for its task; None if that
-        always holds when the stream is read."""
-        self._choice, self._outlet, self._itl, self._idle = choice, outlet, itl, idle
+    def __init__(self, choice: Choice, writer: RawWriter, itl: Buckets, idle: Callable[[], bool] | None) -> None:
+        """`itl` observes the gaps between tokens. `idle()` returns whether no output is queued for the answer's task,
+        so that a direct write keeps the order; None for a single choice, where this always holds."""
+        self._choice, self._writer, self._itl, self._idle = choice, writer, itl, idle
         self.sent_at = 0.0
 
     @abstractmethod
     def _event(self, token_id: int, entry: TokenLogprobs | None) -> bytes:
-        """The event of a token; empty if it is held back or finishes the choice."""
+        """Return the event of a token; empty if its text is held back or it finishes the choice."""
 
     def __call__(self, token_id: int, entry: TokenLogprobs | None) -> bool:
         """Send a token. Returns False, without side effects, if that is impossible now."""
-        if not self._outlet.ready() or (self._idle is not None and not self._idle()):
+        if not self._writer.ready() or (self._idle is not None and not self._idle()):
             return False
         choice, now = self._choice, _now()
         try:
@@ -78,15 +78,15 @@ class FastPath(ABC):
         if choice.finished:
             return True
         if data:
-            self._outlet.write(data)
+            self._writer.write(data)
             self.sent_at = now
         self._itl.observe(now - choice.last_token_at)
         choice.last_token_at = now
         return True
 
 
-class Template(FastPath):
-    """Writes chunks that differ only in their text, as most do."""
+class TemplateFastPath(FastPath):
+    """Writes chunks that differ only in their text, as in plain streams."""
 
     __slots__ = ("_after", "_before")
 
@@ -99,8 +99,8 @@ class Template(FastPath):
         return self._before + _encode(self._choice.take_text(token_id)) + self._after
 
 
-class Composer(FastPath):
-    """Writes any chunk."""
+class DialectFastPath(FastPath):
+    """Writes any chunk. The dialect builds it."""
 
     __slots__ = ("_dialect",)
 

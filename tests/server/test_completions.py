@@ -278,7 +278,7 @@ async def test_streams_of_several_choices_add_up_to_the_plain_answer(server: Ser
 
 
 async def test_bursts_come_as_one_event_to_who_cannot_keep_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection.Outlet, "ready", lambda _: False)
+    monkeypatch.setattr(connection.RawWriter, "ready", lambda _: False)
     server.engine.script = Script("abcdef", burst=3, delay=0.001)
     *chunks, _ = await events(server)
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["abc", "def", ""]

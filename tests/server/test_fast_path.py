@@ -92,7 +92,7 @@ async def test_events_are_those_of_the_long_way(
     short = await body(server, path, **fields)
     assert len(taken) > 10
     aborted = len(server.engine.aborted)
-    monkeypatch.setattr(connection.Outlet, "ready", lambda _: False)
+    monkeypatch.setattr(connection.RawWriter, "ready", lambda _: False)
     taken.clear()
     long = await body(server, path, **fields)
     assert not taken
@@ -106,7 +106,7 @@ async def test_tool_calls_are_those_of_the_long_way(monkeypatch: pytest.MonkeyPa
         server.engine.script = Script('Let me <tool_call>{"name": "f", "arguments": {"a": [1, "é"]}}</tool_call>')
         short = await body(server, "/v1/chat/completions", tools=[tool])
         assert len(taken) > 10
-        monkeypatch.setattr(connection.Outlet, "ready", lambda _: False)
+        monkeypatch.setattr(connection.RawWriter, "ready", lambda _: False)
         assert by_choice(short) == by_choice(await body(server, "/v1/chat/completions", tools=[tool]))
 
 
@@ -149,7 +149,7 @@ async def test_every_dialect_says_the_same_in_the_short_way(
     short = await events()
     assert len(taken) > 10
     assert quick > 10 or not offered
-    monkeypatch.setattr(connection.Outlet, "ready", lambda _: False)
+    monkeypatch.setattr(connection.RawWriter, "ready", lambda _: False)
     assert short == await events()
 
 
@@ -175,14 +175,14 @@ async def test_a_client_that_reads_slowly_gets_everything_in_order(monkeypatch: 
     monkeypatch.setattr("stub.MAX_MODEL_LEN", 1 << 20)
     text = " ".join(f"w{i}" for i in range(8000))
     paused = 0
-    ready = connection.Outlet.ready
+    ready = connection.RawWriter.ready
 
-    def counting(self: connection.Outlet) -> bool:
+    def counting(self: connection.RawWriter) -> bool:
         nonlocal paused
         paused += not ready(self)
         return ready(self)
 
-    monkeypatch.setattr(connection.Outlet, "ready", counting)
+    monkeypatch.setattr(connection.RawWriter, "ready", counting)
     async with serving() as server:
         server.engine.script = Script(text, burst=100)
         raw = json.dumps({"prompt": "hi", "stream": True, "max_tokens": 100_000}).encode()

@@ -162,7 +162,7 @@ async def test_what_is_sent_the_short_way_is_what_is_sent_the_long_way(
 ) -> None:
     server.engine.script = Script('héllo "quoted" \\ 😀 wörld\n\x00\u2028 end ' * 4)
     short = await stream(server, include=["message.output_text.logprobs"], top_logprobs=2)
-    monkeypatch.setattr(connection.Outlet, "ready", lambda _: False)
+    monkeypatch.setattr(connection.RawWriter, "ready", lambda _: False)
     long = await stream(server, include=["message.output_text.logprobs"], top_logprobs=2)
     assert without_ids(short) == without_ids(long)
     part = short[-1]["response"]["output"][0]["content"][0]
