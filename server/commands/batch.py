@@ -21,8 +21,7 @@ from weft.server.commands.endpoint import Endpoint, Refused
 from weft.server.commands.options import URL, key_of
 from weft.server.commands.own_server import own_server
 
-PROGRESS_SECONDS = 30.0
-"""Seconds between progress lines if there is no terminal."""
+PROGRESS_SECONDS = 30.0  # Seconds between progress lines if there is no terminal.
 
 
 def run(arguments: argparse.Namespace) -> int:

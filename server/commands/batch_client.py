@@ -17,14 +17,10 @@ from weft.server.batches import lines
 from weft.server.batches.lines import AnswerFile, BatchLine, LineError
 from weft.server.commands.endpoint import Refused
 
-PAUSE_SECONDS = (0.5, 30.0)
-"""First and longest pause before a retry."""
-LONGEST_WAIT = 300.0
-"""Maximum seconds of Retry-After to honor."""
-BREAKS = 5
-"""Lost connections or engines per request before it fails."""
-PASSING = frozenset({429, 502, 503})
-"""Temporary statuses, which are retried."""
+PAUSE_SECONDS = (0.5, 30.0)  # First and longest pause before a retry.
+LONGEST_WAIT = 300.0  # Maximum seconds of Retry-After to honor.
+BREAKS = 5  # Lost connections or engines per request before it fails.
+PASSING = frozenset({429, 502, 503})  # Temporary statuses, which are retried.
 
 
 class _Reply(Body):

@@ -30,8 +30,7 @@ class Conversation:
     def __init__(self, endpoint: Endpoint, arguments: argparse.Namespace) -> None:
         self._endpoint = endpoint
         self.system: str | None = arguments.system
-        self.turns: list[dict[str, str]] = []
-        """Messages and their answers, including partial ones."""
+        self.turns: list[dict[str, str]] = []  # Messages and their answers, including partial ones.
         self._options = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
 
     def ask(self, question: str) -> Iterator[str]:

@@ -18,10 +18,8 @@ autoload -U +X bashcompinit && bashcompinit
 class Option(NamedTuple):
     flag: str
     help: str
-    values: tuple[str, ...]
-    """Allowed values, if they are a fixed set."""
-    takes: bool
-    """Whether it takes a value."""
+    values: tuple[str, ...]  # Allowed values, if they are a fixed set.
+    takes: bool  # Whether it takes a value.
 
 
 class Word(NamedTuple):

@@ -39,8 +39,7 @@ class Finding(NamedTuple):
     name: str
     state: Literal["ok", "warn", "bad"]
     what: str
-    do: str = ""
-    """The fix, unless the state is ok."""
+    do: str = ""  # The fix, unless the state is ok.
 
 
 def python(_: argparse.Namespace) -> Iterator[Finding]:

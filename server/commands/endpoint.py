@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 from weft.engine.errors import ConfigError
 
 CONNECT_SECONDS = 5.0
-SILENCE_SECONDS = 600.0
-"""Maximum seconds until the first token or between two tokens."""
+SILENCE_SECONDS = 600.0  # Maximum seconds until the first token or between two tokens.
 
 
 class Refused(Exception):

@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 from weft.server.commands.options import add_health_flags
 from weft.server.observe.server_urls import published
 
-SECONDS = 2.0
-"""Maximum seconds to wait for a response."""
+SECONDS = 2.0  # Maximum seconds to wait for a response.
 
 
 def run(arguments: argparse.Namespace) -> int:

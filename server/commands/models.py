@@ -22,15 +22,11 @@ from weft.engine.progress import for_stdout
 class Model(NamedTuple):
     """A directory that may contain a model."""
 
-    name: str
-    """Name for `weft serve`."""
-    where: str
-    """'weft', 'hub' or 'directory'."""
+    name: str  # Name for `weft serve`.
+    where: str  # 'weft', 'hub' or 'directory'.
     path: Path
-    revision: str | None
-    """On the hub: branches and tags, or else the commit."""
-    files: tuple[Path, ...] = ()
-    """Parts of a GGUF file."""
+    revision: str | None  # On the hub: branches and tags, or else the commit.
+    files: tuple[Path, ...] = ()  # Parts of a GGUF file.
 
     def size(self) -> int:
         """Return the size of its files in bytes. Links in the hub's cache are followed."""

@@ -25,14 +25,11 @@ START_SECONDS = 120.0
 class Place(NamedTuple):
     """Shared memory and file descriptors passed to an API process."""
 
-    row: int
-    """Its row of the shared state."""
+    row: int  # Its row of the shared state.
     shared_state: SharedState
     heartbeats: Heartbeats
-    heartbeat_row: int
-    """Its row of the heartbeats."""
-    engine_fds: Sequence[int]
-    """File descriptors that the engines' addresses refer to."""
+    heartbeat_row: int  # Its row of the heartbeats.
+    engine_fds: Sequence[int]  # File descriptors that the engines' addresses refer to.
 
 
 class ApiProcess:

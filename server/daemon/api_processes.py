@@ -20,8 +20,7 @@ from weft.server.observe.shared_state import OPEN, SharedState
 RESTART_SECONDS = (0.5, 5.0)
 """First and longest pause before a restart, if the process lived less than SHORT_LIFE seconds."""
 SHORT_LIFE = 5.0
-ATTACH_SECONDS = 120.0
-"""Seconds for an API process to serve after an engine is ready."""
+ATTACH_SECONDS = 120.0  # Seconds for an API process to serve after an engine is ready.
 MAX_FAILED_STARTS = 3
 """Consecutive API processes that may end before they serve; then the daemon gives up."""
 
@@ -31,10 +30,8 @@ logger = logging.getLogger("weft")
 class Owner(engine_supervisor.Owner, Protocol):
     """The daemon, as API processes use it."""
 
-    announced: bool
-    """Whether everything has served once."""
-    handed_over: bool
-    """Whether another daemon has taken over the port."""
+    announced: bool  # Whether everything has served once.
+    handed_over: bool  # Whether another daemon has taken over the port.
 
     def api_ready(self, *, chat: bool) -> None:
         """Handle a new serving pair. `chat`: the model has a chat template."""
@@ -72,14 +69,12 @@ class ApiProcesses:
         self._front = front
         self._shared_state = shared_state
         self._engines = engines
-        self._clients: dict[tuple[int, int], int] = {}
-        """Client numbers by API process and engine."""
+        self._clients: dict[tuple[int, int], int] = {}  # Client numbers by API process and engine.
         self._attached: set[tuple[int, int]] = set()
         """Pairs of an API process and an engine that serve."""
         self._failed_starts = [0] * config.api_workers
         """Consecutive starts that failed, by API process."""
-        self._busy: set[int] = set()
-        """Draining processes with open requests."""
+        self._busy: set[int] = set()  # Draining processes with open requests.
 
     async def keep(self, i: int) -> None:
         """Run the i-th API process and restart it when it ends."""

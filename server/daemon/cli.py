@@ -41,15 +41,13 @@ M = TypeVar("M", bound=EngineConfig)
 
 USAGE = 2
 """Exit status for errors in the command line, such as an unknown option or an invalid value."""
-INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
+INTERRUPTED = 130  # Exit status after Ctrl-C.
 
 
 class Command(NamedTuple):
     """A subcommand. `run` and `flags` may be `module:function`, which is imported when needed."""
 
-    name: str
-    """One or two words."""
+    name: str  # One or two words.
     help: str
     run: str | Callable[[argparse.Namespace], int]
     """Takes the configuration, if any, and the parsed arguments; with `own_parser`, the remaining words."""

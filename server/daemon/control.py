@@ -22,8 +22,7 @@ LINE_LIMIT = 16 * 2**20
 class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     """Configuration of an API process."""
 
-    config: str
-    """A `ServeConfig` as JSON."""
+    config: str  # A `ServeConfig` as JSON.
     keys: list[str]
     """Hexadecimal digests of the API keys by number, the row of `SharedState.buckets`; empty for a gap."""
     row: int
@@ -43,8 +42,7 @@ class Failure(msgspec.Struct, frozen=True):
     """An engine process that ended unexpectedly or did not become ready."""
 
     why: str
-    at: int
-    """Unix time in seconds."""
+    at: int  # Unix time in seconds.
 
 
 class EngineUp(msgspec.Struct, tag="engine_up", frozen=True):
@@ -52,12 +50,9 @@ class EngineUp(msgspec.Struct, tag="engine_up", frozen=True):
 
     address: str
     client: int
-    before: EngineStats = msgspec.field(default_factory=EngineStats)
-    """Totals of its predecessors."""
-    engine: int = 0
-    """Number of the engine."""
-    failure: Failure | None = None
-    """Failure of the last predecessor that failed."""
+    before: EngineStats = msgspec.field(default_factory=EngineStats)  # Totals of its predecessors.
+    engine: int = 0  # Number of the engine.
+    failure: Failure | None = None  # Failure of the last predecessor that failed.
 
 
 class EngineDown(msgspec.Struct, tag="engine_down", frozen=True):
@@ -100,8 +95,7 @@ class Answer(msgspec.Struct, tag="answer", frozen=True):
     """Answer to `RestartEngines`, `WakeModel` or `SleepModel`."""
 
     ask: int
-    refusal: str = ""
-    """Why the request is refused; empty on success."""
+    refusal: str = ""  # Why the request is refused; empty on success.
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):

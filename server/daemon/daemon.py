@@ -42,8 +42,7 @@ from weft.server.observe.metrics import Metrics
 from weft.server.observe.shared_state import SharedState, SleepState
 from weft.server.replicas.replicas import credit_new_engine
 
-FAREWELL_SECONDS = 1.0
-"""Seconds for the last responses to be sent."""
+FAREWELL_SECONDS = 1.0  # Seconds for the last responses to be sent.
 HELD_SECONDS = 5.0
 """Seconds for a killed process to release its memory; after that a driver holds it, maybe forever."""
 
@@ -105,8 +104,7 @@ class Daemon:
         self.numbers: Iterator[int] = itertools.count(1)
         self._engines = self._supervisors(configs, asleep)
         self._api = ApiProcesses(self, config, self._front, self._shared_state, self._engines)
-        self._first = set(self._engines) - asleep
-        """Engines that are awake at the start."""
+        self._first = set(self._engines) - asleep  # Engines that are awake at the start.
         self._sleep_manager = SleepManager(
             policy,
             names,

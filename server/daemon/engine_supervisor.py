@@ -19,15 +19,11 @@ from weft.server.daemon.restarts import Restarts
 from weft.server.observe.metrics import Metrics
 from weft.server.observe.totals import plus
 
-STOP_SECONDS = 5.0
-"""Seconds for a process to end when asked."""
-RESTART_SECONDS = (1.0, 30.0)
-"""First and longest pause before a restart."""
+STOP_SECONDS = 5.0  # Seconds for a process to end when asked.
+RESTART_SECONDS = (1.0, 30.0)  # First and longest pause before a restart.
 POLL_SECONDS = 0.02
-RELEASE_SECONDS = 1.0
-"""Seconds within which most engines release their memory."""
-FOREVER = 1e12
-"""Seconds for stages in which no heartbeat is expected."""
+RELEASE_SECONDS = 1.0  # Seconds within which most engines release their memory.
+FOREVER = 1e12  # Seconds for stages in which no heartbeat is expected.
 
 Process = TypeVar("Process")
 
@@ -39,8 +35,7 @@ class Owner(Protocol):
 
     metrics: Metrics
     heartbeats: Heartbeats
-    numbers: Iterator[int]
-    """Client numbers, unique over all engines."""
+    numbers: Iterator[int]  # Client numbers, unique over all engines.
 
     @property
     def ending(self) -> bool: ...
@@ -92,15 +87,12 @@ class EngineSupervisor:
         self._restart = restart
         self._restarts = Restarts(*RESTART_SECONDS, limit)
         self._control: EngineClient | None = None
-        self._totals = EngineStats()
-        """Totals of ended processes."""
-        self._restarting = False
-        """Whether the process is being replaced without a pause."""
+        self._totals = EngineStats()  # Totals of ended processes.
+        self._restarting = False  # Whether the process is being replaced without a pause.
         self._ready_event = asyncio.Event()
         self._retry = asyncio.Event()
         self.asleep = 2 if asleep else 0
-        self._process_wanted = asyncio.Event()
-        """Set while a process should be running."""
+        self._process_wanted = asyncio.Event()  # Set while a process should be running.
         if not asleep:
             self._process_wanted.set()
 

@@ -17,8 +17,7 @@ from weft.server.daemon.notify import Notifier
 from weft.server.keys import load_keys, reread
 from weft.server.observe.server_urls import publish, url_of
 
-MIN_KEYS = 1024
-"""Minimum capacity, so that a reload can add keys."""
+MIN_KEYS = 1024  # Minimum capacity, so that a reload can add keys.
 
 logger = logging.getLogger("weft")
 

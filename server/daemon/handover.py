@@ -25,8 +25,7 @@ import msgspec
 
 from weft.engine.errors import ConfigError
 
-PATIENCE = 5.0
-"""Seconds to wait for the daemon at the path."""
+PATIENCE = 5.0  # Seconds to wait for the daemon at the path.
 MAX_LISTENERS = 250
 """Listeners per message; the kernel passes at most 253 file descriptors."""
 _SERVING = b"serving\n"
@@ -38,8 +37,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of the daemon at the path."""
 
     pid: int
-    refusal: str = ""
-    """Why it does not hand over; empty if it does."""
+    refusal: str = ""  # Why it does not hand over; empty if it does.
 
 
 class Predecessor:

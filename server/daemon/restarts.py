@@ -6,8 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-WINDOW_SECONDS = 600.0
-"""Older restarts are forgotten."""
+WINDOW_SECONDS = 600.0  # Older restarts are forgotten.
 
 
 class Restarts:

@@ -16,8 +16,7 @@ from pathlib import Path
 from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
 
-PREFIX = "weft-responses-"
-"""Prefix of folders that are already locked."""
+PREFIX = "weft-responses-"  # Prefix of folders that are already locked.
 
 
 class SharedFolder:

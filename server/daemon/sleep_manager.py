@@ -16,8 +16,7 @@ from weft.server.observe.metrics import Metrics
 from weft.server.observe.shared_state import ENTERED, WAITING, SharedState, SleepState
 
 POLL_SECONDS = 0.02
-LAST_ANSWERS = 5.0
-"""Seconds that interrupted requests get to end."""
+LAST_ANSWERS = 5.0  # Seconds that interrupted requests get to end.
 
 logger = logging.getLogger("weft")
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from weft.server.observe.shared_state import SleepState
 
-EPSILON = 1e-9
-"""Tolerance for sums of memory shares."""
+EPSILON = 1e-9  # Tolerance for sums of memory shares.
 
 
 class SleepMove(NamedTuple):

@@ -28,8 +28,7 @@ class WatchedProcess(NamedTuple):
     name: str
     row: int
     process: EngineProcess | ApiProcess
-    bound: float
-    """Maximum seconds without a heartbeat; 0 disables the check."""
+    bound: float  # Maximum seconds without a heartbeat; 0 disables the check.
     hangs: Cell
     steps: bool = False
     """Whether it is an engine: its last batch is logged, and it may run briefly to write its stacks."""

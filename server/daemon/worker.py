@@ -32,8 +32,7 @@ from weft.server.observe.shared_state import SharedState, SleepState
 from weft.server.text.tokenizer import Tokenizer
 
 IDLE_TICK = 0.02
-FAREWELL_SECONDS = 1.0
-"""Seconds for the last responses to be sent."""
+FAREWELL_SECONDS = 1.0  # Seconds for the last responses to be sent.
 HOLD_SECONDS = 15.0
 """Maximum seconds that connections wait for a restarted process to serve."""
 HEARTBEAT_TICK = HEARTBEAT_SECONDS / 4
@@ -41,8 +40,7 @@ REPORT_SECONDS = 2 * HEARTBEAT_SECONDS
 """Seconds after which the daemon would have reported an engine's end."""
 SUPERVISOR_SECONDS = 10.0
 """Extra seconds after which the daemon would have killed a hung engine."""
-EXIT_DEFECT = 70
-"""Exit status after an unexpected exception."""
+EXIT_DEFECT = 70  # Exit status after an unexpected exception.
 
 logger = logging.getLogger("weft")
 
@@ -66,15 +64,13 @@ class Worker:
         self._server = make_server(self._service)
         self._serving: asyncio.Task[None] | None = None
         self._taking_over = start.taking_over
-        self._held = set(start.hold)
-        """Models that must be served before connections are accepted."""
+        self._held = set(start.hold)  # Models that must be served before connections are accepted.
         self._listeners = [socket.socket(fileno=fd) for fd in start.listener_fds]
         self._service_of = {engine: each for each in self._service.models for engine in each.engines}
         """The model's service by engine."""
         # One process per model logs the tokenizer's faults.
         self._logs_faults = set(range(shared_state.models)) if start.row == 1 else set()
-        self._clients: dict[int, EngineClient] = {}
-        """Clients by engine."""
+        self._clients: dict[int, EngineClient] = {}  # Clients by engine.
         self._pending: dict[int, asyncio.Future[str]] = {}
         """Questions to the daemon without an answer yet."""
         self._questions = 0

@@ -15,8 +15,7 @@ from typing import Generic, TypeVar
 from weft.server.observe.exposition import head, labelled
 from weft.server.observe.shared_state import CELLS, SharedState
 
-OTHER = "other"
-"""Label value for unknown values."""
+OTHER = "other"  # Label value for unknown values.
 
 
 class Store:

@@ -26,8 +26,7 @@ SLOT_LIMIT_REASONS = ("room", "late", "shift", "worse", "out_of_reach")
 CUTS = ("slo", "least", "waited")
 """Limits that decide how --itl-slo cuts prefill (`engine.scheduling.chunk_limit.BOUNDS`)."""
 ATTENTION = ("decodes", "chunks", "serial", "pod", "pod_in_turn", "pod_tiles", "pod_together", "pipeline")
-ATTENTION_PARTS = ("split_decodes", "cut_chunks")
-"""Attention paths and split work."""
+ATTENTION_PARTS = ("split_decodes", "cut_chunks")  # Attention paths and split work.
 _QUEUE = ("slots", "pages", "tokens", "sibling", "grammar", "load")
 
 _TIER_COUNTERS = (
@@ -54,8 +53,7 @@ class EngineFigures:
 
     def __init__(self) -> None:
         self.stats = EngineStats()
-        self.before = EngineStats()
-        """Totals of its predecessors."""
+        self.before = EngineStats()  # Totals of its predecessors.
         self.ready: EngineReady | None = None
         self.model = ""
         self.up = False

@@ -12,8 +12,7 @@ from weft.server.errors import ApiError
 from weft.server.observe.counters import Counter
 from weft.server.observe.shared_state import SharedState
 
-LONGEST_WAIT = 120
-"""Maximum seconds of `Retry-After`."""
+LONGEST_WAIT = 120  # Maximum seconds of `Retry-After`.
 
 TIME, REQUESTS, TOKENS = 0, 1, 2
 """Columns of `SharedState.buckets`: time of the last refill, and the *used* amount of each allowance."""

@@ -22,8 +22,7 @@ _CPU = (0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.1, 0.25,
 _LAG = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1.0)
 _SIZE = tuple(float(2**i) for i in range(17))
 
-PROBES = ("/health", "/ready", "/metrics", "/version", "/ping")
-"""Paths that need no key."""
+PROBES = ("/health", "/ready", "/metrics", "/version", "/ping")  # Paths that need no key.
 ENDPOINTS = (
     *PROBES, "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings",
     "/v1/conversations", "/tokenize", "/detokenize", "/tokenizer_info", "/v1/files", "/v1/batches",

@@ -16,24 +16,19 @@ import numpy.typing as npt
 
 Number = TypeVar("Number", bound=np.generic)
 
-CELLS = 4096
-"""float64 cells per row, for all metrics of a process."""
+CELLS = 4096  # float64 cells per row, for all metrics of a process.
 
-OPEN, PREFILL, ENTERED, WAITING = range(4)
-"""Columns of `SharedState.load`."""
+OPEN, PREFILL, ENTERED, WAITING = range(4)  # Columns of `SharedState.load`.
 
 
 class SleepState(IntEnum):
     """Sleep state of a model."""
 
-    AWAKE = 0
-    """Awake, or starting for the first time."""
-    FALLING_ASLEEP = 1
-    """Accepts no new requests and finishes the open ones."""
+    AWAKE = 0  # Awake, or starting for the first time.
+    FALLING_ASLEEP = 1  # Accepts no new requests and finishes the open ones.
     ASLEEP = 2
     WAKING = 3
-    DEAD = 4
-    """Permanently ended."""
+    DEAD = 4  # Permanently ended.
 
     @property
     def word(self) -> str:

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from weft.server.bodies import Body
 
-MINUTES, HOUR = 300.0, 3600.0
-"""Retention times in seconds."""
+MINUTES, HOUR = 300.0, 3600.0  # Retention times in seconds.
 
 
 class CacheControl(Body):

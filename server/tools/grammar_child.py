@@ -25,8 +25,7 @@ from llguidance import LLMatcher, LLTokenizer
 from weft.engine.wire.child import end_with_parent
 from weft.engine.wire.grammar_text import LIMITS, STACK_BYTES
 
-MAX_REASON = 300
-"""Characters of an error message."""
+MAX_REASON = 300  # Characters of an error message.
 
 _PAGE = resource.getpagesize()
 
@@ -34,12 +33,10 @@ _PAGE = resource.getpagesize()
 class Vocabulary(msgspec.Struct):
     """The first line on stdin."""
 
-    tokenizer: str
-    """The text of a tokenizer.json."""
+    tokenizer: str  # The text of a tokenizer.json.
     vocab_size: int
     eos_token_ids: list[int]
-    memory_bytes: int
-    """Memory limit for compiling a grammar."""
+    memory_bytes: int  # Memory limit for compiling a grammar.
 
 
 class Job(msgspec.Struct):
@@ -48,28 +45,22 @@ class Job(msgspec.Struct):
     id: int
     text: str | None = None
     seconds: float = 0.0
-    nice: int = 0
-    """Niceness of the child process."""
+    nice: int = 0  # Niceness of the child process.
 
 
 class Verdict(msgspec.Struct):
     id: int
     """The job's id; 0 for the initial verdict on whether grammars work at all."""
-    seconds: float
-    """CPU time used."""
-    num_bytes: int = 0
-    """Size of the compiled grammar."""
-    error: str | None = None
-    """Why the grammar is unusable for this model."""
-    over: str | None = None
-    """The exceeded limit: time or memory."""
+    seconds: float  # CPU time used.
+    num_bytes: int = 0  # Size of the compiled grammar.
+    error: str | None = None  # Why the grammar is unusable for this model.
+    over: str | None = None  # The exceeded limit: time or memory.
 
 
 class _Running(NamedTuple):
     job: int
     pid: int
-    result: int
-    """File descriptor of the result."""
+    result: int  # File descriptor of the result.
 
 
 def main() -> None:

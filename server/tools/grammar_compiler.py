@@ -24,14 +24,11 @@ from weft.engine.errors import RequestError
 from weft.server.errors import ApiError, unavailable
 from weft.server.tools.grammar_child import Job, Verdict, Vocabulary
 
-MEMORY_BYTES = 128 * 2**20
-"""Memory limit for compiling a grammar."""
+MEMORY_BYTES = 128 * 2**20  # Memory limit for compiling a grammar.
 START_SECONDS = 60.0
 """Maximum seconds that a request waits for the process to start and read the tokenizer."""
-WAIT_SECONDS = 10.0
-"""Maximum seconds that it then waits for its grammar."""
-MAX_WAITING = 64
-"""Waiting grammars per client."""
+WAIT_SECONDS = 10.0  # Maximum seconds that it then waits for its grammar.
+MAX_WAITING = 64  # Waiting grammars per client.
 KEPT_VERDICTS = 1024
 RETRY_AFTER = 5
 
@@ -106,18 +103,15 @@ class GrammarCompiler:
         self._observe = observe
         self.memory_bytes = MEMORY_BYTES
         self.quick, self.slow = Lane(2, 0.1), Lane(1, 2.0, nice=10)
-        self._known: OrderedDict[bytes, Tried] = OrderedDict()
-        """Results by digest."""
+        self._known: OrderedDict[bytes, Tried] = OrderedDict()  # Results by digest.
         self._long: OrderedDict[bytes, None] = OrderedDict()
         """Digests of grammars that exceeded the first attempt's time; they skip it."""
         self._trials: dict[str, _Trial] = {}
         self._numbers: dict[int, _Trial] = {}
         self._next = 1
         self._process: Process | None = None
-        self._ready = False
-        """Whether the process accepts grammars."""
-        self._bounds: set[asyncio.Timeout] = set()
-        """Timeouts of waiting requests."""
+        self._ready = False  # Whether the process accepts grammars.
+        self._bounds: set[asyncio.Timeout] = set()  # Timeouts of waiting requests.
         self._reading: asyncio.Task[None] | None = None
         self._closed = False
 

@@ -71,8 +71,7 @@ class _Definition:
 
     def __init__(self, name: str = "") -> None:
         self.name = name
-        self.body: list[tuple[str, str]] = []
-        """(kind, text) of its rewritten tokens."""
+        self.body: list[tuple[str, str]] = []  # (kind, text) of its rewritten tokens.
 
     @property
     def references(self) -> set[str]:

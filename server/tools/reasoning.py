@@ -17,14 +17,10 @@ WINDOW = 64
 class ReasoningFormat:
     begin: str
     end: str
-    also: tuple[tuple[str, str], ...] = ()
-    """Alternative spellings of both marks."""
-    always: bool = False
-    """Whether answers begin with reasoning even without a mark."""
-    cuts: tuple[str, ...] = ()
-    """Marks that end the reasoning and belong to the text after it."""
-    wraps: tuple[str, str] = ("", "")
-    """Marks around the answer after the reasoning."""
+    also: tuple[tuple[str, str], ...] = ()  # Alternative spellings of both marks.
+    always: bool = False  # Whether answers begin with reasoning even without a mark.
+    cuts: tuple[str, ...] = ()  # Marks that end the reasoning and belong to the text after it.
+    wraps: tuple[str, str] = ("", "")  # Marks around the answer after the reasoning.
     forced: str = ""
     """Text that forces the end of reasoning; empty for the end mark on a separate line."""
     channels: bool = False

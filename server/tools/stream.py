@@ -25,8 +25,7 @@ Steps = Generator[None, None, T]
 
 SPACE = " \t\r\n"
 _HELD = frozenset(SPACE)
-MAX_NAME = 256
-"""Maximum characters of a name."""
+MAX_NAME = 256  # Maximum characters of a name.
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,7 @@ class Thought:
     text: str
 
 
-Part = str | Thought | Call
-"""A piece of text, reasoning or a call."""
+Part = str | Thought | Call  # A piece of text, reasoning or a call.
 
 Sink = Callable[[str], None]
 
@@ -67,17 +65,13 @@ class Reader:
         self.calls = 0
         self._new_id = new_id
         self._parts: list[Part] = []
-        self._tried: int | None = None
-        """Start of a tentative call; None if there is none."""
-        self._gap: list[str] = []
-        """Pending white space, which is emitted if text follows."""
+        self._tried: int | None = None  # Start of a tentative call; None if there is none.
+        self._gap: list[str] = []  # Pending white space, which is emitted if text follows.
         self._quiet = False
         """Whether a mark was read last, so that trailing white space belongs to it."""
-        self._trims = False
-        """Whether white space before the next text belongs to a mark."""
+        self._trims = False  # Whether white space before the next text belongs to a mark.
         self._thinking = False
-        self._thoughts = False
-        """Whether any reasoning was emitted."""
+        self._thoughts = False  # Whether any reasoning was emitted.
         self._open: re.Pattern[str] | None = None
         """While plain text passes through: matches characters that could start a mark."""
 

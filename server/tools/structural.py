@@ -20,8 +20,7 @@ from weft.server.tools.tool_format import Marker
 Format = dict[str, Any]
 
 MAX_REPEAT = 1024
-_MARK = re.compile(r"(<[^<>]+>|\[/?[A-Z_]+\])")
-"""Text that may be a single special token."""
+_MARK = re.compile(r"(<[^<>]+>|\[/?[A-Z_]+\])")  # Text that may be a single special token.
 
 
 def structural_tag(asked: Format, marker: Marker) -> str:
@@ -44,8 +43,7 @@ class _Writer:
     def __init__(self, marker: Marker) -> None:
         self._marker = marker
         self._rules: list[str] = []
-        self._parts: dict[str, str] = {}
-        """Embedded grammars by name."""
+        self._parts: dict[str, str] = {}  # Embedded grammars by name.
         self._writers: dict[str, Callable[[Format, Sequence[str]], str]] = {
             "const_string": self._const_string, "json_schema": self._json_schema, "grammar": self._grammar,
             "regex": self._regex, "any_text": self._any_text, "sequence": self._sequence, "or": self._or,

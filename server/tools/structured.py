@@ -132,8 +132,7 @@ class StructuredOutputs(Body):
         return out
 
 
-Writer = tuple[str, Callable[[], str]]
-"""(field of the request, function that writes its grammar)."""
+Writer = tuple[str, Callable[[], str]]  # (field of the request, function that writes its grammar).
 
 
 def of_response_format(asked: ResponseFormat, marker: Marker) -> Writer | None:
@@ -194,11 +193,9 @@ def either(writers: Sequence[Writer]) -> Writer:
 class Grammar(NamedTuple):
     """A verified grammar."""
 
-    field: str
-    """Field of the request."""
+    field: str  # Field of the request.
     text: str
-    num_bytes: int
-    """Compiled size."""
+    num_bytes: int  # Compiled size.
 
 
 async def write_grammar(writer: Writer, compiler: GrammarCompiler, client: str) -> Grammar:

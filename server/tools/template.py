@@ -35,8 +35,7 @@ class TemplateBody(Body):
     documents: Documents = Field([])
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template: str | None = None
-    """Name of one of the model's templates."""
+    chat_template: str | None = None  # Name of one of the model's templates.
     reasoning_effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$")
     """A template variable; templates without it ignore it."""
     enable_thinking: bool | None = None

@@ -61,14 +61,11 @@ class CallReader:
         self.failed = False
         self._state = "open"
         self._value = JsonValue()
-        self._text = ""
-        """Text of the current key or value."""
+        self._text = ""  # Text of the current key or value.
         self._key = ""
-        self._arguments = ""
-        """Arguments that were not taken yet."""
+        self._arguments = ""  # Arguments that were not taken yet.
         self._any_arguments = False
-        self._given = False
-        """Whether the arguments are complete."""
+        self._given = False  # Whether the arguments are complete.
         self._first = True
 
     def feed(self, text: str, at: int = 0) -> int:

@@ -12,10 +12,8 @@ import orjson
 from weft.server.bodies import parse_json
 from weft.server.tools.stream import SPACE, Reader, Sink, Steps, quoted
 
-MAX_DEPTH = 64
-"""Maximum nesting of values."""
-MAX_KEY = 1024
-"""Maximum characters of a key."""
+MAX_DEPTH = 64  # Maximum nesting of values.
+MAX_KEY = 1024  # Maximum characters of a key.
 
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\\": "\\", "'": "'", '"': '"'}
 _ESCAPES |= {"/": "/", "\n": ""}
@@ -32,8 +30,7 @@ class Literals:
 
     quotes: tuple[str, ...] = ('"""', "'''", '"', "'")
     """Quotes around texts with backslash escapes."""
-    raw: str = ""
-    """Quotes around texts without escapes."""
+    raw: str = ""  # Quotes around texts without escapes.
 
     def value(self, reader: Reader, depth: int = 0) -> Steps[bool]:
         """Emit a value. Returns False if the answer ended first."""

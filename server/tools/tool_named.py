@@ -14,19 +14,13 @@ from weft.server.tools.tool_objects import ObjectFormat, read_objects
 
 @dataclass(frozen=True)
 class NamedFormat(ToolFormat):
-    begin: str
-    """Mark before a call."""
+    begin: str  # Mark before a call.
     name_end: str
-    end: str = ""
-    """Mark after a call."""
-    section: tuple[str, str] = ("", "")
-    """Marks around all calls."""
-    prefix: str = ""
-    """Text before the name."""
-    fence: tuple[str, str] = ("", "")
-    """Texts around the arguments."""
-    separator: str = ""
-    """Text between calls."""
+    end: str = ""  # Mark after a call.
+    section: tuple[str, str] = ("", "")  # Marks around all calls.
+    prefix: str = ""  # Text before the name.
+    fence: tuple[str, str] = ("", "")  # Texts around the arguments.
+    separator: str = ""  # Text between calls.
     numbered: bool = False
     """Whether a number follows the name; together they are the call's ID."""
 

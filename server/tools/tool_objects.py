@@ -16,12 +16,9 @@ from weft.server.tools.tool_format import Marker, Schema, ToolFormat, Tools, aft
 class ObjectFormat(ToolFormat):
     begin: str
     end: str = ""
-    listed: bool = False
-    """Whether the model writes a list. Both forms are read."""
-    also: tuple[str, ...] = ()
-    """Alternative marks before calls."""
-    pad: str = ""
-    """White space between the marks and the object."""
+    listed: bool = False  # Whether the model writes a list. Both forms are read.
+    also: tuple[str, ...] = ()  # Alternative marks before calls.
+    pad: str = ""  # White space between the marks and the object.
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -23,11 +23,9 @@ _PYTHON = Literals()
 
 @dataclass(frozen=True)
 class PythonFormat(ToolFormat):
-    begin: str = ""
-    """Mark before calls; empty if calls are the whole answer."""
+    begin: str = ""  # Mark before calls; empty if calls are the whole answer.
     end: str = ""
-    listed: bool = True
-    """Whether the model writes a list. Both forms are read."""
+    listed: bool = True  # Whether the model writes a list. Both forms are read.
     pad: str = ""
 
     @property
@@ -154,8 +152,7 @@ def _arguments(
 class CallFormat(ToolFormat):
     begin: str
     end: str
-    quote: str
-    """Mark around texts."""
+    quote: str  # Mark around texts.
     head: str = "call:"
     literals: Literals = field(init=False)
 

@@ -17,23 +17,17 @@ from weft.server.tools.tool_format import Marker, Schema, ToolFormat, Tools, aft
 
 @dataclass(frozen=True)
 class TagFormat(ToolFormat):
-    call: tuple[str, str]
-    """Marks around a call; the name follows the first."""
-    name_end: str
-    """Mark after the name; empty if the next mark ends it."""
+    call: tuple[str, str]  # Marks around a call; the name follows the first.
+    name_end: str  # Mark after the name; empty if the next mark ends it.
     key: tuple[str, str]
     value: tuple[str, str]
-    section: tuple[str, str] = ("", "")
-    """Marks around calls."""
+    section: tuple[str, str] = ("", "")  # Marks around calls.
     several_in_section: bool = False
     hint: str = ""
     """Attribute after the key that states whether the value is a string: ` string="`."""
-    padded: bool = False
-    """Whether the format adds a line break at both ends of a value."""
-    tokens: tuple[str, ...] = ()
-    """Parts of marks that are tokens."""
-    line: str = "\n"
-    """Text between tags."""
+    padded: bool = False  # Whether the format adds a line break at both ends of a value.
+    tokens: tuple[str, ...] = ()  # Parts of marks that are tokens.
+    line: str = "\n"  # Text between tags.
 
     @property
     def markers(self) -> tuple[str, ...]:
