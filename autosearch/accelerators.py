@@ -34,7 +34,7 @@ class Accelerator(NamedTuple):
 
     @property
     def mem_seconds(self) -> float:
-        """MemSize / MemBW: seconds to read the whole memory once."""
+        """MemSize / MemBW: seconds to read all of the memory once."""
         return self.mem_gb / self.mem_gbs
 
 

@@ -53,7 +53,7 @@ class MeasureRequest(msgspec.Struct, frozen=True):
 
 
 def measure(bench: Bench, request: MeasureRequest) -> tuple[Timing, ...]:
-    """Execute a request. Raises what the bench raises."""
+    """Execute a request. Raises the errors of the bench."""
     if request.what == "seconds":
         bench.seconds = request.seconds
         return ()

@@ -43,7 +43,7 @@ Timing = Sustained  # Sustained ms, watts and mhz.
 
 
 class PeriodBench(Protocol):
-    """The part of a `Bench` that measures pipelines."""
+    """The methods of a `Bench` that measure pipelines."""
 
     num_sms: int
 

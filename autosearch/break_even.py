@@ -51,10 +51,10 @@ def place(
     progress: Callable[[str], None] = lambda _: None, factors: Sequence[float] = KV_FACTORS,
     capacity: int | None = None,
 ) -> list[PlacedPeriod]:  # fmt: skip
-    """Return the periods with the ranges of KV and tokens in which they are fastest, by rising KV. One may occur twice.
+    """Return the periods with the ranges of KV and tokens in which they are fastest, by rising KV. Periods may repeat.
 
     capacity: KV tokens that the device holds. No load exceeds it, so that each context is one KV count. Loads nearest
-    to `load` are measured first. Outside the measured loads the serial plan runs. Raises what the bench raises.
+    to `load` are measured first. Outside the measured loads the serial plan runs. Raises the errors of the bench.
     """
     if not periods or not load.decodes:
         return []
@@ -109,7 +109,7 @@ def _crossing(low: Row, high: Row) -> int:
 def _min_tokens(
     bench: PeriodBench, spec: ModelSpec, period: Period, load: Load, progress: Callable[[str], None]
 ) -> int:
-    """Return the fewest tokens for which the period, padded to its bucket, beats the serial plan in whole steps."""
+    """Return the fewest tokens for which the period, padded to its bucket, beats the padded serial plan."""
     least = load.tokens
     for share in reversed(TOKEN_SHARES):
         tokens = round(period.tokens * share / TOKEN_STEP) * TOKEN_STEP

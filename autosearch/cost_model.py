@@ -79,7 +79,7 @@ class Cost(NamedTuple):
 
 
 def t_mem(device: Accelerator) -> float:
-    """Equation 1: seconds to read the whole memory once, on any number of GPUs."""
+    """Equation 1: seconds to read all of the memory once, on any number of GPUs."""
     return device.mem_seconds
 
 

@@ -51,7 +51,7 @@ def choose_dense_batch(
 ) -> tuple[Load, list[Line]]:
     """Return the load whose best pipeline takes the least time per token, and the report lines of all candidates.
 
-    Fewer tokens in whole waves of tiles can beat more tokens. Returns the largest dense batch, `full`, if no pipeline
+    Fewer tokens can be faster if their tiles fill full waves. Returns the largest dense batch, `full`, if no pipeline
     beats its serial plan. name: the load's name.
     """
     lines: list[Line] = []

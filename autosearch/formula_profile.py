@@ -37,7 +37,7 @@ SOURCES = (
 GEMM, READ, PREFILL, LINK = 0.68, 0.90, 0.53, 0.67
 """Sustained shares of the rated FLOP/s, bytes/s, FLOP/s, and link bytes/s of one direction."""
 LAUNCH_MS, HOP_MS = 0.004, 0.005
-"""Latency of any operation; additional latency of a scatter or gather, twice that for an all-reduce."""
+"""Latency of any operation, and additional latency of a scatter or gather (twice that for an all-reduce)."""
 READ_ON = ((0, 0.12, 0.18, 0.24, 0.30, 0.36, 0.42, 0.48, 1), (0, 0.30, 0.43, 0.57, 0.68, 0.80, 0.89, 0.95, 1))
 """Share of the SMs -> share of the bandwidth that attention reaches."""
 SEND_ON = ((0, 0.06, 0.12, 0.24, 1), (0, 0.62, 0.93, 1, 1))

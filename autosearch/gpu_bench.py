@@ -37,7 +37,7 @@ from weft.kernels.attention.triton_backend import PER_SM, TritonAttention
 from weft.kernels.tuning.measure import Meter, sustained
 
 LAYERS = 16
-"""Number of layers to measure. As in a whole model, the pipeline is not full in the first and last ones."""
+"""Number of layers to measure. As in a full model, the pipeline is not full in the first and last ones."""
 
 
 class GpuBench:

@@ -65,7 +65,7 @@ class Machine:
         return timeline, list(timeline.lasts)
 
     def serial_ms(self, load: Load) -> float:
-        """Milliseconds of all operations in sequence on the whole batch."""
+        """Milliseconds of all operations in sequence on the full batch."""
         return sum(
             self.curves.ms(name, work_of(op, load), self.num_sms, serial=True) for name, op in self.operations.items()
         )

@@ -50,7 +50,7 @@ def open_gpu(
 ) -> tuple[GpuBench | RanksBench, Target]:
     """Open this machine's GPU as a bench, or one GPU for each rank of the model.
 
-    model: folder of the whole model; `spec` may be one rank's shard. Raises `ConfigError` if there are too few GPUs.
+    model: folder of the unsharded model. `spec` may be a shard. Raises `ConfigError` if there are too few GPUs.
     """
     import torch
 

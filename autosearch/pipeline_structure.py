@@ -27,7 +27,7 @@ class Structure(NamedTuple):
 
     pieces: int
     cuts: tuple[tuple[str, tuple[int, ...]], ...]
-    """Operation -> boundaries 1 … pieces-1 where it is cut; () leaves it whole."""
+    """Operation -> boundaries 1 … pieces-1 where it is cut; () leaves it uncut."""
 
     @property
     def groups(self) -> list[tuple[str, int, int]]:
@@ -58,7 +58,7 @@ def attention(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def first_structures(spec: ModelSpec) -> Iterator[Structure]:
-    """Two nano-batches: with every operation cut, then with every choice of GEMMs left whole."""
+    """Two nano-batches: with every operation cut, then with every choice of uncut GEMMs."""
     operations = list(spec.layer_operations())
     free = [o.name for o in operations if o.role in (Role.PROJECTION, Role.EXPERTS)]
     by_size = {o.name: o.parameters for o in operations}

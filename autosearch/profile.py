@@ -76,7 +76,7 @@ class GuestPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All measurements, or formulas in their place. A profile is reused for the same `target`."""
+    """All measurements, or formulas instead of them. A profile is reused for the same `target`."""
 
     target: Target
     load: Load

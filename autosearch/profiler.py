@@ -22,7 +22,7 @@ sums that the previous one wrote per tile, and two ranges must have equally many
 FP8_CONFIGS = tuple(GemmConfig(128, 256, 128, 4, 4, group=group, special=True) for group in (8, 16))
 """Kernel configurations for FP8 GEMMs."""
 EARLY_PAIRS = 2
-"""Number of largest GEMMs whose pairs are measured before most operations alone."""
+"""Number of GEMMs, largest first, to measure in pairs before most operations are measured alone."""
 
 
 def configs_of(spec: ModelSpec) -> tuple[GemmConfig, ...]:

@@ -72,7 +72,7 @@ class SearchBar:
             print(f"{self._command}: {self._share:.0%}{self._left()}: {text}", file=sys.stderr, flush=True)
 
     def _left(self) -> str:
-        """Estimate the remaining time. It is at most the rest of the budget."""
+        """Estimate the remaining time. It is at most the remaining budget."""
         elapsed = time.monotonic() - self._begun
         left = max(0.0, self._budget_s - elapsed)
         if self._share > 0.02:

@@ -221,6 +221,6 @@ def without_overlap(period: Period, num_sms: int) -> Period:
 
 
 def serial_for(spec: ModelSpec, load: Load, num_sms: int) -> Period:
-    """Return the serial plan of an iteration, padded to whole steps as the engine's buckets are."""
+    """Return the serial plan of an iteration, padded to full steps like the engine's buckets."""
     tokens = -(-load.tokens // TOKEN_STEP) * TOKEN_STEP
     return serial_period(spec, tokens, num_sms, decode_only=not load.prefill_tokens)

@@ -70,7 +70,7 @@ def share_of_optimum(name: str, tokens: int, layer_ms: float, spec: ModelSpec, b
 
 
 def provenance(profile: Profile) -> list[str]:
-    """Report lines on what was measured and what was modeled; none if everything was measured."""
+    """Report which features were measured and which were modeled. Empty if all were measured."""
     if not profile.modelled:
         return []
     measured = [name for name in profile.features if name not in profile.modelled]

@@ -11,7 +11,7 @@ from weft.engine.runner.iteration.batch import Batch, SamplingInputs
 
 
 def batch_of(load: Load, page_size: int) -> Batch:
-    """Build an iteration: decodes with `context` tokens ±25 %, then whole prompts and one partial prompt."""
+    """Build an iteration: decodes with `context` tokens ±25 %, then full prompts and one partial prompt."""
     rng = np.random.default_rng(0)
     spread = rng.uniform(0.75, 1.25, load.decodes)
     decodes = np.maximum(1, load.context * spread / spread.mean() if load.decodes else spread).astype(np.int32)

@@ -86,7 +86,7 @@ class TimedBench:
         return self._budget.stop_requested() or left <= 0 or left < self.cost
 
     def period(self, period: Period, load: Load) -> Timing:
-        """See `Bench`. Raises `OutOfTime`, and what the bench raises."""
+        """See `Bench`. Raises `OutOfTime` and the errors of the bench."""
         now = self._budget.clock()
         kernels = {(op.operation, op.config, op.sms == self.num_sms) for op in period.operations}
         # Compiling takes many times as long as measuring. It may exceed the innermost limit but not the budget.

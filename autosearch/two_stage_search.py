@@ -141,7 +141,7 @@ class LoadSolver:
     def __init__(
         self, machine: Machine, budget: TimeBudget, store: StageStore, loads: int, *, measured: bool, workers: int
     ) -> None:
-        """loads: approximate number. measured: measurements need the rest of the time. workers: parallel loads."""
+        """loads: approximate number. measured: measurements need the remaining time. workers: parallel loads."""
         self._machine, self._budget, self._store = machine, budget, store
         self._measured, self.workers = measured, workers
         self._share = SHARE_MEASURED if measured else SHARE

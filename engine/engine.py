@@ -364,7 +364,7 @@ class Engine:
         )
 
     def drain_in_flight(self) -> None:
-        """Commit what is in flight, so that its fences pass, and end all transfers."""
+        """Commit the launched iterations, so that their fences pass, and end all transfers."""
         while self.loop.in_flight:
             self.scheduler.commit(self.loop.in_flight.popleft().wait())
         for drain in self.listeners.drain:

@@ -1,4 +1,4 @@
-"""Errors that a user can fix. Each message is one line that says what to change."""
+"""Errors that a user can fix. Each message is one line with the remedy."""
 
 from __future__ import annotations
 

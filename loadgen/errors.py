@@ -1,4 +1,4 @@
-"""Errors of the load generator. Each is one line that says what to change."""
+"""Errors of the load generator. Each is one line with the remedy."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Aim = Literal["throughput", "energy"]
 TIE = 0.01
 """Relative distance to the best within which the smallest point is chosen."""
 ENGINE_SHARE = 0.95
-"""Share of an itl limit that the engine may use; the rest is for the way to the client."""
+"""Share of an itl limit that the engine may use. The rest is reserved for the network and the API process."""
 ONE = 1.5  # Largest mean batch that counts as batch 1.
 
 

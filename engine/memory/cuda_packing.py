@@ -1,4 +1,4 @@
-"""`CudaPacking`: packs pages on the GPU before they are copied to the host, and unpacks them on their way back.
+"""`CudaPacking`: packs pages on the GPU before they are copied to the host, and unpacks them after they return.
 
 Each direction has two buffers of packed pages in GPU memory, `STAGED_BYTES` each at most: one is packed or unpacked
 while the other is copied. Packing runs on high-priority streams, ahead of kernels that have not started.

@@ -1,6 +1,6 @@
 """`CudaCopyEngine`: copies pages through pinned memory on the GPU's NUMA node, with one stream per direction.
 
-`cuda_packing.py` packs and unpacks pages on their way.
+`cuda_packing.py` packs and unpacks pages.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _pin(memory: np.ndarray, device: torch.device) -> None:
 
 
 def _chunks(memory: np.ndarray) -> list[np.ndarray]:
-    """Split into whole slots, because a copy must not cross registrations."""
+    """Split at slots, because a copy must not cross registrations."""
     slots = max(1, PIN_CHUNK // memory.shape[1])
     return [memory[start : start + slots] for start in range(0, len(memory), slots)]
 
@@ -88,8 +88,8 @@ class CudaCopy:
 
 class CudaCopyEngine:
     """Copies of one direction run in order; the two directions overlap each other and compute. A batch of pages to the
-    host is spread over `gates`, each page waiting for its gate. With `form`, pages are packed on their way to the host
-    and unpacked on their way back."""
+    host is spread over `gates`, each page waiting for its gate. With `form`, pages are packed before they are copied to
+    the host and unpacked after they return."""
 
     def __init__(self, kv: Tensor, slots: int, gates: Sequence[Gate] = (), form: PackedPage | None = None) -> None:
         self._gates = gates

@@ -115,7 +115,7 @@ class Record:
     salt: str
     payload: bytes = b""  # checksum of the payload, set when written
     serial: int = 0  # write number: a larger one is newer
-    remainder: int = -1  # the remainder that holds the page's end; -1 if the extent holds the whole page
+    remainder: int = -1  # the remainder that holds the page's end; -1 if the extent holds all of it
 
     @property
     def storable(self) -> bool:

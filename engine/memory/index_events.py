@@ -39,7 +39,7 @@ class IndexEvents:
             publisher.put(partial(events, changes, self._page_size))
 
     def _snapshot(self) -> None:
-        """Publish the whole index, after a reset. Entries are in creation order, parents first."""
+        """Publish the full index after a reset. Entries are in creation order, parents first."""
         changes: list[Change | None] = [None]
         for entry in self._index.entries():
             changes += [Change(entry, tier, True) for tier in MEDIA if getattr(entry, tier) >= 0]

@@ -110,7 +110,7 @@ class KvLayout:
         return memory.view(self.dtype).view(self.shape(memory.numel() // self.page_bytes))
 
     def pages_in(self, size: float) -> int:
-        """Return the whole pages that fit in `size` bytes."""
+        """Return the number of pages that fit in `size` bytes."""
         return math.floor(size / self.page_bytes)
 
 

@@ -73,7 +73,7 @@ class RetainedPages:
         self._ends.clear()
 
     def check(self) -> None:
-        """Raise `AssertionError` unless at most `limit` pages are retained, in whole chains."""
+        """Raise `AssertionError` unless at most `limit` pages are retained, in complete chains."""
         assert len(self._entries) <= self.limit, "too many pages are retained"
         seen: set[PrefixEntry] = set()
         for entry in self._entries:

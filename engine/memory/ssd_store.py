@@ -1,7 +1,7 @@
 """`SsdStore`: stores pages of KV in one preallocated file (`StoreFile`), on separate threads.
 
-A cache may lose entries but must never return wrong ones. A page is written in full before its header, and what is read
-is compared with the header's checksum before use. A mismatch is a miss, and the extent is reused.
+A cache may lose entries but must never return wrong ones. A page is written in full before its header, and data that
+is read is compared with the header's checksum before use. A mismatch is a miss, and the extent is reused.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class SsdStore:
 
 
 def chains(records: Sequence[tuple[int, Record]], root: Callable[[str], bytes]) -> list[tuple[int, Record]]:
-    """Return the records whose whole chain is present, parents before children. The newest record of each key counts.
+    """Return the records that have a complete chain, parents before children. The newest record of each key counts.
     `root(salt)` is the parent key of first pages."""
     newest = {record.key: (extent, record) for extent, record in records}
     children: dict[bytes, list[tuple[int, Record]]] = {}

@@ -54,7 +54,7 @@ class SsdTier:
         self.index, self.host, self.store, self._sizes = index, host, store, sizes
         self._speeds, self._keep_on_host, self._missed = speeds, keep_on_host, missed
         self.stats = TierStats()
-        self.places = BlockAllocator(store.num_extents if store else 0, PrefixEntry.evictable_from_ssd, self.lose)
+        self.blocks = BlockAllocator(store.num_extents if store else 0, PrefixEntry.evictable_from_ssd, self.lose)
         self.unwritten: dict[PrefixEntry, None] = {}  # entries on the host and not on the SSD, oldest first
         self.staged: list[tuple[PageLoad, int]] = []  # (load, slot) of pages that were read, until the owner takes them
         self._queue: deque[tuple[PageLoad, int]] = deque()  # (load, extent) waiting for a host slot
@@ -68,7 +68,7 @@ class SsdTier:
         if store is not None:
             self._adopt_stored(store)
 
-    # -- what the owner calls
+    # -- called by the owner
 
     def kept_on_host(self, entry: PrefixEntry) -> None:
         """Queue a page that is on the host now: it must reach the SSD before the host needs its slot."""
@@ -77,7 +77,7 @@ class SsdTier:
 
     def load(self, load: PageLoad) -> None:
         """Read a page into a host slot."""
-        self.places.pin(load.entry.extent)
+        self.blocks.pin(load.entry.extent)
         self._queue.append((load, load.entry.extent))
 
     def pump_ends(self) -> None:
@@ -169,7 +169,7 @@ class SsdTier:
                 self.stats.bytes_saved += self._sizes.page - size
                 if entry.host == NOWHERE and self.index.contains(entry):
                     self._keep_on_host(entry, read.slot)
-                self.places.unpin(read.extent)
+                self.blocks.unpin(read.extent)
                 self.staged.append((read.load, read.slot))
                 continue
             # A failed load is a miss: free the extent. Only the missing suffix is computed again.
@@ -178,7 +178,7 @@ class SsdTier:
             self.store.erase(read.extent)
             if entry.extent == read.extent:
                 self.lose(entry)
-            self.places.unpin(read.extent)
+            self.blocks.unpin(read.extent)
             self.host.unpin(read.slot)
             self._missed(read.load)
 
@@ -193,7 +193,7 @@ class SsdTier:
 
     def lose(self, entry: PrefixEntry) -> None:
         extent = entry.extent
-        self.places.forget(extent)
+        self.blocks.forget(extent)
         self.index.set_extent(entry, NOWHERE)
 
     # -- host to SSD
@@ -222,7 +222,7 @@ class SsdTier:
         if self.store is None or self.num_reading:
             return
         for entry in list(islice(self.unwritten, SPILL_SCAN)):
-            if len(self._writes) >= self._most(SPILL_WRITES) or not self.places.num_free:
+            if len(self._writes) >= self._most(SPILL_WRITES) or not self.blocks.num_free:
                 return
             if entry.used <= idle:
                 self._write(entry, idle=True)
@@ -245,7 +245,7 @@ class SsdTier:
                 self.unwritten[parent] = None
             self.unwritten[entry] = None
             return True
-        extent = self.places.take()
+        extent = self.blocks.take()
         if extent is None:
             self.unwritten[entry] = None
             return False
@@ -277,10 +277,10 @@ class SsdTier:
                 self.stats.bytes_saved += self._sizes.page - size
                 self.stats.raw_pages += write.job.raw
                 self.stats.spilled += write.idle
-                self.places.settle(write.extent, entry)
+                self.blocks.settle(write.extent, entry)
                 self.index.set_extent(entry, write.extent)
             self.host.unpin(write.slot)
-            self.places.unpin(write.extent)
+            self.blocks.unpin(write.extent)
 
     def _switch_off(self, reason: str) -> None:
         """Continue without the SSD: log one line, and make every extent a miss."""
@@ -295,10 +295,10 @@ class SsdTier:
         self._writes.clear()
         self._writing.clear()
         self.unwritten.clear()
-        lost = [entry for _, entry in self.places.entries()]
-        evictions = self.places.evictions
-        self.places = BlockAllocator(0, PrefixEntry.evictable_from_ssd, self.lose)
-        self.places.evictions = evictions
+        lost = [entry for _, entry in self.blocks.entries()]
+        evictions = self.blocks.evictions
+        self.blocks = BlockAllocator(0, PrefixEntry.evictable_from_ssd, self.lose)
+        self.blocks.evictions = evictions
         for entry in lost:
             self.index.set_extent(entry, NOWHERE)
         for load in missed:
@@ -321,5 +321,5 @@ class SsdTier:
                 continue
             entry.used = record.serial
             self.index.clock = max(self.index.clock, record.serial)
-            self.places.claim(extent, entry)
+            self.blocks.claim(extent, entry)
             self.index.set_extent(entry, extent)

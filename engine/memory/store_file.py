@@ -73,7 +73,7 @@ def _open_locked(path: Path, flags: int, patience: float) -> int:
 
 
 class StoreFile:
-    """The locked file of a store. It reads and writes whole extents, with O_DIRECT if the file system supports it. With
+    """The locked file of a store. It reads and writes full extents, with O_DIRECT if the file system supports it. With
     `geometry` None, the file is used as it is and not changed (`weft cache`). `patience` is how many seconds to wait
     for another process that holds the lock. Raises `ConfigError` if it keeps the lock, `StoreUnavailable` if the system
     refuses."""
@@ -206,7 +206,7 @@ class StoreFile:
         self.epoch += 1
 
     def _write_durably(self, block: bytes, at: int) -> None:
-        """Write one block durably. A sync of the whole file would wait for all of its pages."""
+        """Write one block durably. A sync of the file would wait for all of its pages."""
         try:
             written = os.pwritev(self.fd, [block], at, os.RWF_DSYNC)
         except OSError as error:

@@ -91,7 +91,7 @@ class Tiers:
         self._reported = ("host", "ssd") if ssd_configured or store is not None else ("host",)
         self._load_seconds: list[tuple[str, float]] = []
 
-    # -- what the scheduler calls
+    # -- called by the scheduler
 
     def published(self, entry: PrefixEntry) -> None:
         """Queue an entry, whose GPU page is full and confirmed, to be written through."""
@@ -140,10 +140,10 @@ class Tiers:
 
     def forget(self) -> None:
         """Drop every copy in the lower tiers: the index was cleared."""
-        for places in (self.host, self.ssd.places):
-            for place, entry in list(places.entries()):
+        for blocks in (self.host, self.ssd.blocks):
+            for block, entry in list(blocks.entries()):
                 entry.host = entry.extent = NOWHERE
-                places.forget(place)
+                blocks.forget(block)
         self._fresh.clear()
         self._alone.clear()
         self.ssd.forget()
@@ -291,7 +291,7 @@ class Tiers:
         if entry.host >= 0:
             self.host.reconsider(entry, entry.host)
         if entry.extent >= 0:
-            self.ssd.places.reconsider(entry, entry.extent)
+            self.ssd.blocks.reconsider(entry, entry.extent)
 
     @property
     def num_transfers(self) -> int:
@@ -354,9 +354,9 @@ class Tiers:
         self.copies.close()
 
     def stats(self) -> dict[str, TierStats]:
-        both = {"host": (self._stats, self.host), "ssd": (self.ssd.stats, self.ssd.places)}
-        for stats, places in both.values():
-            stats.used, stats.capacity, stats.evictions = places.num_used, places.capacity, places.evictions
+        both = {"host": (self._stats, self.host), "ssd": (self.ssd.stats, self.ssd.blocks)}
+        for stats, blocks in both.values():
+            stats.used, stats.capacity, stats.evictions = blocks.num_used, blocks.capacity, blocks.evictions
         self.ssd.stats.up = self.ssd.store is not None
         return {name: both[name][0] for name in self._reported}
 
@@ -366,11 +366,11 @@ class Tiers:
         return seconds
 
     def check(self) -> None:
-        """Raise `AssertionError` unless each tier's places are consistent and agree with the index."""
-        for places, name in ((self.host, "host"), (self.ssd.places, "extent")):
-            places.check()
+        """Raise `AssertionError` unless each tier's blocks are consistent and agree with the index."""
+        for blocks, name in ((self.host, "host"), (self.ssd.blocks, "extent")):
+            blocks.check()
             at = {getattr(e, name): e for e in self.index.entries() if getattr(e, name) >= 0}
-            assert at == dict(places.entries()), f"the {name} places disagree with the index"
+            assert at == dict(blocks.entries()), f"the {name} blocks disagree with the index"
         if not self.num_transfers and self.ssd.quiet:
             assert not self.host.num_held, "an idle host slot is held"
-            assert not self.ssd.places.num_held, "an idle extent is held"
+            assert not self.ssd.blocks.num_held, "an idle extent is held"

@@ -1,4 +1,4 @@
-"""`CopyEngine`: moves whole KV pages between a device's pool and the host pool during computation.
+"""`CopyEngine`: moves KV pages between a device's pool and the host pool during computation.
 
 A page is contiguous on both sides, so a copy is one DMA. There are two implementations: a thread on the CPU
 (`cpu_transfer.py`), and pinned memory with streams and events on a GPU (`cuda_transfer.py`).
@@ -25,7 +25,7 @@ ALIGNMENT = 4096  # alignment in bytes of addresses, lengths and offsets for O_D
 GIB = 2**30
 Pairs = Sequence[tuple[int, int]]  # (GPU page, host slot)
 Bytes = npt.NDArray[np.uint8]
-SHARE = 32  # places (slots or extents) per remainder
+SHARE = 32  # blocks (slots or extents) per remainder
 
 
 def aligned(size: int) -> int:
@@ -43,15 +43,15 @@ class PageSizes(NamedTuple):
         return self.page if raw else self.packed
 
 
-def remainders_for(places: int) -> int:
-    return -(-places // SHARE)
+def remainders_for(blocks: int) -> int:
+    return -(-blocks // SHARE)
 
 
 class Remainders:
     """Storage for the ends of pages that could not be packed, because slots and extents are sized for packed pages.
     Such pages are rare, so there is storage for few (`remainders_for`); beyond that, a page is not kept. Assigns
-    remainders to places, which are numbers of slots or extents. Thread-safe. A place loses its remainder
-    when something else is written there (`drop`), not when it becomes free."""
+    remainders to blocks (numbers of slots or extents). Thread-safe. A block loses its remainder when something else is
+    written there (`drop`), not when it becomes free."""
 
     def __init__(self, count: int, memory: Bytes | None = None, remainder_bytes: int = 0) -> None:
         """`memory [count, stride]` holds remainders on the host, each in the first `remainder_bytes` of a row."""
@@ -61,42 +61,42 @@ class Remainders:
         self._at: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def of(self, place: int) -> int | None:
-        """Return the remainder of a place; None if its page is packed or it has none."""
-        return self._at.get(place)
+    def of(self, block: int) -> int | None:
+        """Return the remainder of a block; None if its page is packed or it has none."""
+        return self._at.get(block)
 
-    def bytes_of(self, place: int) -> Bytes | None:
-        """Return the memory `[remainder_bytes]` of a place's remainder, or None."""
-        remainder = self._at.get(place)
+    def bytes_of(self, block: int) -> Bytes | None:
+        """Return the memory `[remainder_bytes]` of a block's remainder, or None."""
+        remainder = self._at.get(block)
         return None if remainder is None else self.memory[remainder, : self.remainder_bytes]
 
-    def take(self, place: int) -> int | None:
-        """Return the remainder of a place, assigning a free one if needed; None if none is free."""
+    def take(self, block: int) -> int | None:
+        """Return the remainder of a block, assigning a free one if needed; None if none is free."""
         with self._lock:
-            if place not in self._at:
+            if block not in self._at:
                 if not self._free:
                     return None
-                self._at[place] = self._free.pop()
-            return self._at[place]
+                self._at[block] = self._free.pop()
+            return self._at[block]
 
-    def reserve(self, place: int) -> Bytes | None:
+    def reserve(self, block: int) -> Bytes | None:
         """Like `take`, but return the memory."""
-        self.take(place)
-        return self.bytes_of(place)
+        self.take(block)
+        return self.bytes_of(block)
 
-    def claim(self, place: int, remainder: int) -> bool:
-        """Assign a remainder found at start to its place. Returns False if another place has it."""
+    def claim(self, block: int, remainder: int) -> bool:
+        """Assign a remainder found at start to its block. Returns False if another block has it."""
         with self._lock:
             if remainder not in self._free:
                 return False
             self._free.remove(remainder)
-            self._at[place] = remainder
+            self._at[block] = remainder
             return True
 
-    def drop(self, place: int) -> None:
-        """Free the remainder of a place, if it has one."""
+    def drop(self, block: int) -> None:
+        """Free the remainder of a block, if it has one."""
         with self._lock:
-            if (remainder := self._at.pop(place, None)) is not None:
+            if (remainder := self._at.pop(block, None)) is not None:
                 self._free.append(remainder)
 
 

@@ -33,7 +33,7 @@ class Part(NamedTuple):
         return cls(dim, 0, 2, begin, total)
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the whole tensor whose part has `shape`."""
+        """Return the shape of the full tensor that has a shard of `shape`."""
         return tuple((self.total or n * self.of) if d == self.dim else n for d, n in enumerate(shape))
 
     def of_whole(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -253,7 +253,7 @@ class Dummy:
         self._generator = torch.Generator(device).manual_seed(seed) if device.type != "meta" else None
 
     def __call__(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Tensor:
-        # Draw the whole tensor so that every rank gets its shard of the same model.
+        # Draw the full tensor so that every rank gets its shard of the same model.
         t = torch.empty(part.whole(shape), dtype=torch.float32, device=self._device)
         if self._generator is None:  # torch would import its compiler for a meta tensor
             return t[part.of_whole(shape)]

@@ -97,7 +97,7 @@ class ExpertWeights:
     def _columns_of(
         self, read: Callable[[str, int, int, int, Part], Unpacked], name: str, count: int, out: int, inner: int
     ) -> Unpacked:
-        """Return a rank's columns `[count, out, inner]`; if quantized at load, with the scales of whole rows."""
+        """Return a rank's columns `[count, out, inner]`; if quantized at load, with the scales of full rows."""
         own, asked = self._columns._replace(dim=2), self._spec.quantization
         if asked is None or not asked.at_load or own.of == 1:
             return read(name, count, out, inner, own)

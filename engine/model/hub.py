@@ -94,7 +94,7 @@ def missing(directory: Path) -> list[str]:
 
 
 def damaged(directory: Path) -> list[str]:
-    """Return safetensors files that cannot be read whole, for example after an aborted copy or on a full disk.
+    """Return safetensors files that are incomplete, for example after an aborted copy or on a full disk.
 
     It reads only headers; loading finds changed bits.
     """
@@ -124,7 +124,7 @@ def _weights(directory: Path) -> list[str]:
     try:
         return sorted(set(read_index(index).values()))
     except (OSError, ValueError):
-        return []  # loading reports what is wrong with the index
+        return []  # loading reports errors in the index
 
 
 def pull(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -197,7 +197,7 @@ def _weight_files(name: str, sizes: dict[str, int], fetch: Any) -> list[str]:
 
 
 def _instead(sizes: dict[str, int]) -> str:
-    """Say what a repository has that weft does not read."""
+    """Return why weft cannot read a repository."""
     endings = {Path(file).suffix for file in sizes}
     if endings & {".bin", ".pt", ".pth"}:
         return "its weights are pickled, which weft does not load; look for a conversion to safetensors"
@@ -236,7 +236,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Translate the hub's errors to one line each that says what to do."""
+    """Translate the hub's errors into one line each, with a remedy."""
     from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT

@@ -143,7 +143,7 @@ class IntegerCheckpoint(Checkpoint):
         return (second * per_word, first) if self._form.method == "awq" else (second, first * per_word)
 
     def summary(self, served_bytes: int, spec: ModelSpec) -> str:
-        """Return one line on what the codes became."""
+        """Return one line on how the codes are stored."""
         form, small = self._form, spec.quantization is not None
         return (
             f"matrices in {form.bits} bits ({form.method}) became {'FP8' if small else '16 or 32 bits'} while loading: "

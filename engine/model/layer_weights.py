@@ -85,7 +85,7 @@ class _Layer:
         self.kv_rows = Part(0, own.kv_part, own.kv_parts)
         self.first = own.rank == 0
         self.piecewise = own.ranks > 1 and tensors.known is not None
-        """Whether pieces of a tensor are read one by one; random tensors are cut from the whole."""
+        """Whether pieces of a tensor are read one by one; random tensors are cut from the full tensor."""
 
     def matrix(self, name: str, out: int, inner: int, part: Part = WHOLE) -> Unpacked:
         asked = self.spec.quantization

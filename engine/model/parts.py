@@ -94,7 +94,7 @@ class Quantization:
     at_load: bool = False
     """Quantize 16-bit matrices while loading, with one scale per output channel."""
     weights: tuple[str, ...] = ("channel",)
-    """What has its own scale: tensor, channel or block; several if modules differ."""
+    """Granularity of scales: tensor, channel or block; several if modules differ."""
     kept: int = 0  # Modules that the config leaves in 16 bits.
 
 

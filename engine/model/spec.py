@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The rank that a spec describes, and the position of its KV heads among those of the whole model."""
+    """The rank that a spec describes, and the position of its KV heads among those of the unsharded model."""
 
     rank: int = 0
     ranks: int = 1

@@ -35,7 +35,7 @@ class Pipeline:
         self.decode_sms: tuple[int, ...] = tuple(nano.sms for nano in sorted(decodes, key=lambda nano: nano.begin))
         """SMs of decode attention for each of the `nano_batches`."""
         self.gate = next((i for i, op in enumerate(period.operations) if op is period.gate), None)
-        """Index of the operation at whose start pages begin to leave for the host."""
+        """Index of the operation at the start of which copies of pages to the host begin."""
         self.after_drop = self._after_drop(spec)
         """Operations of the last layer that run after unread rows are dropped; empty if none are dropped."""
 
@@ -85,7 +85,7 @@ class Pipeline:
         return [kinds[spec.layer(i).experts] for i in range(spec.num_layers)]
 
     def unrolled(self) -> Iterator[tuple[int, int]]:
-        """Yield (layer, index of the nano-operation) in launch order over the whole model."""
+        """Yield (layer, index of the nano-operation) in launch order over all layers."""
         for turn in range(-1, self.num_layers):
             for i in self._of_layer[max(turn, 0)]:
                 layer = turn + self.operations[i][0].next_layer

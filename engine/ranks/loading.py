@@ -42,7 +42,7 @@ class Loading:
         self._config, self._ranks = config, ranks
         self._compiling = compiling or CompileJob.begin(config)
         chosen, implementation = choose_spec(config)
-        self.spec = served_as(chosen, config)  # Spec of the whole model.
+        self.spec = served_as(chosen, config)  # Spec of the unsharded model.
         if not self.spec.native:
             notice(f"{self.spec.architecture}: {implementation}")
         self.own = self.spec.shard(0, config.tensor_parallel_size)  # This rank's shard of it.

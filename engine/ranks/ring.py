@@ -17,7 +17,7 @@ import numpy as np
 from weft.engine.ranks.links import LOOK_SECONDS, Bytes, Links
 
 _HEAD = 4
-"""Header words of a slot: its number, bytes of the whole order, offset of this piece, bytes of this piece."""
+"""Header words of a slot: its number, bytes of the complete order, offset of this piece, bytes of this piece."""
 _HEAD_BYTES = 8 * _HEAD
 _FULL_SECONDS = 2e-4  # Seconds between checks of a full ring.
 

@@ -32,7 +32,7 @@ class Cut:
     """The token budget for prompts of one iteration. Prompts must take tokens in their order."""
 
     def __init__(self, limit: ChunkLimit, headroom: Headroom, share: float) -> None:
-        """`share` limits the time for prompts that run ahead of their turn, as a share of the time for prompts."""
+        """`share` limits the time for prompts that run before their turn, as a fraction of the time for prompts."""
         self._limit, self._headroom, self._share = limit, headroom, share
         self._load = headroom.decodes
         self._least = headroom.least
@@ -74,7 +74,7 @@ class ChunkKeeper(Listener):
         self.limit = limit
         self._costs, self._slots, self._share, self._clock = costs, slots, share, clock
         self._formed: dict[int, _Formed] = {}  # iterations in flight, by step
-        self._since: dict[int, float] = {}  # when each prompt under way, by handle, became first in line
+        self._since: dict[int, float] = {}  # when each prompt in progress, by handle, became first in order
         self._cut: Cut | None = None
         self._first_step = 0  # first step after the device had no work: idle time before it does not count
         self.bounds = dict.fromkeys(BOUNDS, 0)  # iterations whose prompts were cut short, by reason
@@ -102,7 +102,7 @@ class ChunkKeeper(Listener):
 
     def cut(self, decodes: I32, in_turn: Sequence[Request]) -> Cut | None:
         """Return the budget of an iteration with these decode slots; None if no request decodes. `in_turn` are the
-        prompts under way, first in line first."""
+        prompts in progress, in order."""
         s, now, self._cut = self._slots, self._clock(), None
         handles = [request.handle for request in in_turn]
         self._since = {handle: since for handle, since in self._since.items() if handle in handles}
@@ -138,8 +138,8 @@ class ChunkKeeper(Listener):
         return self._cut is not None and bool(self._cut.bound)
 
     def share_of_decodes(self, step: int) -> float:
-        """Return the share of an uncommitted iteration's time that it would need with the minimum of prompts. The slot
-        limit answers for that share alone."""
+        """Return the fraction of an uncommitted iteration's time that it would need with the minimum of prompts. The
+        slot limit accounts for that fraction only."""
         formed = self._formed.get(step)
         if formed is None or not self.limit.cost.measured:
             return 1.0

@@ -23,7 +23,7 @@ from weft.engine.runner.iteration.cost_shares import Costs
 
 PRIOR = (1.0, 0.1, 1.0, 0.0, 1.0, 1.0)  # multipliers before the first measurement, in seconds per byte
 TRUST = 0.05  # weight of each prior multiplier, in iterations
-MEMORY = 0.98  # decay of what is known of a kind of iterations per measurement
+MEMORY = 0.98  # decay of earlier measurements of a kind of iterations, per measurement
 SWEEPS = 6  # sweeps of coordinate descent per measurement, starting at the last solution
 SPREAD, LEAST_SPREAD = 0.05, 0.01  # initial and minimum standard deviation of log(measured / forecast)
 OUTLIER, LEAST_OUTLIER = 4.0, 0.2
@@ -71,7 +71,7 @@ class _Kind:
         self.number += 1
 
     def fade(self, factor: float) -> None:
-        """Reduce the weight of what is known and scale it to a device that takes `factor` times as long."""
+        """Reduce the weight of earlier measurements and scale them to a device that takes `factor` times as long."""
         self.gram = [[FORGET / factor**2 * value for value in row] for row in self.gram]
         self.right = [FORGET / factor * value for value in self.right]
         self.odd = []

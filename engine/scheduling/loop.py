@@ -20,7 +20,7 @@ Launched = TypeVar("Launched", covariant=True)  # the runner's handle of an iter
 
 
 class Launcher(Protocol[Launched]):
-    """The part of a runner that the loop needs."""
+    """The method of a runner that the loop uses."""
 
     def launch(self, batch: Batch, /) -> Launched: ...
 

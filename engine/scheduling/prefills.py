@@ -27,7 +27,7 @@ class Prefills:
         self._cut: Cut | None = None  # a further limit besides the budget
 
     def in_turn(self) -> list[Request]:
-        """Return prompts under way, first in line first. Prompts that started early are left out until their turn."""
+        """Return the prompts in progress, in order. Prompts that started early are left out until their turn."""
         going = sorted(map(self._slots.of, self._slots.prefilling().tolist()), key=SORT_KEY)
         head = self._waiting.head()
         return [r for r in going if not r.early] or [r for r in going if head is None or r.sort_key < head.sort_key]

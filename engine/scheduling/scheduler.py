@@ -348,8 +348,8 @@ class Scheduler:
     def _drop_nonfinite(
         self, slots: I32, reported: I32, scored_prompts: dict[int, Any], errors: dict[int, str]
     ) -> list[int]:
-        """Drop this iteration's results of requests whose logits are not finite. `reported` are those whose row of the
-        events reports it. Returns the handles of the others, which need an event."""
+        """Drop this iteration's results of requests with logits that are not finite. `reported` are those with a row in
+        the events. Returns the handles of the others, which need an event."""
         if not len(slots):
             return []
         s = self.slots

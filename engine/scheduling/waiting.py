@@ -178,7 +178,7 @@ class WaitingQueue:
         self.num_held -= len(siblings)
 
     def by_reason(self) -> dict[str, int]:
-        """Return waiting requests by reason. Few requests overtake the head, so all count as lacking what it lacks."""
+        """Return waiting requests by reason. All count under the reason that blocks the head."""
         counts = dict.fromkeys(("slots", "pages", "tokens"), 0)
         counts[self.blocked] = self.num_requests - self.num_held
         return {**counts, "sibling": self.num_held}

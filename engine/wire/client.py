@@ -96,7 +96,7 @@ class EngineClient(Streams):
                     self.failure = message.message
 
     async def drain(self) -> None:
-        """Read what a process that has ended had sent. Its end can be known before these messages are read."""
+        """Read the remaining messages of a process that has ended. Its end can be detected before they are read."""
         received = -1
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):

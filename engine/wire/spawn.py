@@ -104,8 +104,8 @@ class EngineProcess:
         heartbeats: Heartbeats | None = None,
         exchange: WeightExchange | None = None,
     ) -> EngineProcess:
-        """Start it and return at once; a client's `wait_ready` waits for the model to be loaded. `socket` is where it
-        listens, by default its own. It writes its heartbeats to the row of its number. `exchange` holds weights shared
+        """Start it and return at once; a client's `wait_ready` waits for the model to be loaded. It listens on `socket`
+        (default: a new one). It writes its heartbeats to the row of its number. `exchange` holds weights shared
         with other engines. Raises `ConfigError` if no socket can be created, `OSError` if no process can be started."""
         owns_socket = socket is None
         socket = socket or PrivateSocket()

@@ -50,7 +50,7 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
     """The assistant's earlier thinking, which some templates show again."""
-    refusal: str | None = Field(None, exclude=True)  # the assistant's refusal, in place of content
+    refusal: str | None = Field(None, exclude=True)  # the assistant's refusal, instead of content
     cache_control: CacheControl | None = Field(None, exclude=True)
     """Retain the conversation through this message. It may also be set on a content part."""
 

@@ -53,7 +53,7 @@ class Choices(Dialect):
 
     @abstractmethod
     def _whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """A finished choice; `piece` is its whole output."""
+        """A finished choice; `piece` is its complete output."""
 
     def _first_chunks(self, choice: Choice, /) -> list[dict[str, Any]]:  # noqa: ARG002
         """Chunks to send before the first piece of a choice."""
@@ -64,7 +64,7 @@ class Choices(Dialect):
         return False
 
     def _extras(self) -> dict[str, Any]:
-        """Additional fields of a whole answer and of the first chunks."""
+        """Additional fields of a plain answer and of the first chunks."""
         return {}
 
     # -- plain

@@ -241,7 +241,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def close_after_answer(self) -> None:
-        """Close after the current answer. The answer's headers say so if they are not sent yet."""
+        """Close after the current answer. If its headers are not sent yet, they announce it."""
         if self.cycle is not None:
             self.cycle.keep_alive = False
 

@@ -18,7 +18,7 @@ class Dialect(ABC):
 
     @abstractmethod
     async def body(self, wholes: Sequence[Piece], /) -> bytes:
-        """A whole answer; each piece is the whole output of its choice."""
+        """A plain answer; each piece is the complete output of its choice."""
 
     @property
     def plain(self) -> bool:

@@ -216,7 +216,7 @@ class Generation:
                 pump.cancel()
 
     def idle(self) -> bool:
-        """Nothing is queued for the reader of `updates`, so output may bypass it."""
+        """Return whether nothing is queued for the reader of `updates`, so that output may bypass it."""
         return self._merging is None or (self._reading and self._merging.empty())
 
     def _take(self, choice: Choice, delta: Delta) -> Piece:

@@ -72,7 +72,7 @@ class MessagesDialect(Dialect):
         self._template: tuple[bytes, bytes] | None = None
         """The bytes before and after the text in an event of the open block."""
 
-    # -- whole
+    # -- plain
 
     async def body(self, wholes: Sequence[Piece]) -> bytes:
         piece = wholes[0]

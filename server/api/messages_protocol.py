@@ -231,7 +231,7 @@ class CountTokensBody(Body):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     mcp_servers: SkipJsonSchema[Any] = None
-    cache_control: CacheControl | None = None  # retain the whole prompt in the cache
+    cache_control: CacheControl | None = None  # retain the full prompt in the cache
 
     def as_chat(self) -> dict[str, Any]:
         """The fields of the equivalent `ChatBody`. Raises `ApiError`."""
@@ -311,7 +311,7 @@ def _function(tool: MessagesTool) -> dict[str, Any]:
 
 
 def _chat_messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
-    """Translate each message on its own, so that later messages never change earlier ones."""
+    """Translate each message separately, so that later messages never change earlier ones."""
     for message in messages:
         blocks = message.content
         if isinstance(blocks, str):

@@ -226,7 +226,7 @@ class Reasoning(Body):
 
 class ChatBody(GenerationBody, TemplateBody):
     messages: Messages
-    cache_control: CacheControl | None = None  # retain the whole prompt in the cache
+    cache_control: CacheControl | None = None  # retain the full prompt in the cache
     include_reasoning: bool = True  # include the model's thinking in the answer
     max_thinking_tokens: int | None = Field(
         None, ge=0, le=INT32, validation_alias=AliasChoices("max_thinking_tokens", "thinking_token_budget")

@@ -86,7 +86,7 @@ async def begin_turn(
     return Turn(body, generation, parser, service.name(body.model), int(time.time()), tokenizer)
 
 
-WHOLE = -1  # a `Mark.message` that stands for the whole prompt
+WHOLE = -1  # a `Mark.message` that stands for the full prompt
 HEAD = -2
 """A `Mark.message` that stands for everything before the first non-system message: tools and instructions."""
 

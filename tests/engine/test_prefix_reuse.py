@@ -330,7 +330,7 @@ def test_the_first_place_of_a_tier_is_reconsidered_like_any_other() -> None:
     (only,) = publish(engine, 1)
     asked: list[tuple[str, int]] = []
     engine.tiers.host.reconsider = lambda _, place: asked.append(("host", place))  # type: ignore[method-assign]
-    engine.tiers.ssd.places.reconsider = lambda _, place: asked.append(("ssd", place))  # type: ignore[method-assign]
+    engine.tiers.ssd.blocks.reconsider = lambda _, place: asked.append(("ssd", place))  # type: ignore[method-assign]
     engine.tiers._reconsider(only)
     assert asked == []
     only.host = only.extent = 0

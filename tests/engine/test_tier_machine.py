@@ -210,7 +210,7 @@ class TierMachine(SchedulerMachine):
     def teardown(self) -> None:
         super().teardown()
         assert not self.tiers.num_transfers
-        for places in (self.tiers.host, self.tiers.ssd.places):
+        for places in (self.tiers.host, self.tiers.ssd.blocks):
             assert places.num_free + places.num_cached == places.capacity, "a place is lost"
 
 

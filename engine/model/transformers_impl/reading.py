@@ -1,6 +1,6 @@
 """`read_transformers`: determines the shapes of a `transformers` model from its configuration, its cache and a dry run.
 
-It raises an error that says why a model cannot be served.
+It raises an error with the reason if a model cannot be served.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read_transformers(
 ) -> TransformersSpec:
     """Read a model. raw: the directory's `config.json`. trusted: its own code may run.
 
-    Raises `ModelError`, one line, with the reason why `transformers`' code cannot serve it here.
+    Raises `ModelError` with the reason why `transformers`' code cannot serve it here.
     """
     with quiet():
         try:

@@ -1,4 +1,4 @@
-"""`TransformersSpec`: what the engine needs to know of a model that `transformers`' code computes."""
+"""`TransformersSpec`: the properties of a model that `transformers`' code computes."""
 
 from __future__ import annotations
 

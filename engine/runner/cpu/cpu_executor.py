@@ -336,7 +336,7 @@ class CpuExecutor:
         return bool(self.collectives.all_gather(torch.tensor([self._is_invariant(rows)])).all())
 
     def _is_invariant(self, rows: int) -> bool:
-        """Return whether a row's result in a block of this size is bit-equal at any place and with any other rows."""
+        """Return whether a row's result in a block of this size is bit-equal in any row, with any other rows."""
         generator = torch.Generator().manual_seed(0)
         width = self.spec.num_heads * self.spec.head_dim
         holds = True

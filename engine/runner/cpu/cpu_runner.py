@@ -138,7 +138,7 @@ class CpuRunner:
         return in_flight
 
     def close(self) -> None:
-        """Finish what was launched and end the thread."""
+        """Finish all launched iterations and end the thread."""
         _finish(self._queue, self._thread)
 
     def _work(self) -> None:

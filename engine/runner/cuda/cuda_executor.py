@@ -1,4 +1,4 @@
-"""`CudaExecutor`: runs a pipeline of nano-operations over the whole model, with streams, events and kernel launches.
+"""`CudaExecutor`: runs a pipeline of nano-operations over all layers, with streams, events and kernel launches.
 
 Launches have fixed grids and read counts and work lists from device memory, so a captured run serves every iteration of
 its token bucket. `CudaLayers` launches the operations of a layer.

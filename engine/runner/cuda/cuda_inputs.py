@@ -118,14 +118,14 @@ class DeviceInputs:
         return {name: self.column[name][:rows] for name in sampler_names()}
 
     def live(self, pipeline: Pipeline, begin: int) -> Tensor:
-        """Return `[1]` number of the iteration's tokens from place `begin` on, or zero."""
+        """Return `[1]` number of the iteration's tokens from row `begin` on, or zero."""
         at = LIVE + pipeline.begins.index(begin)
         return self.column["counts"][at : at + 1]
 
     def send(self, batch: Batch, pipeline: Pipeline, grid: AttentionGrid) -> Assignment:
         """Write the batch to the next ring slot and start its transfer on the current stream.
 
-        Padding tokens up to the token bucket use the dummy page. Returns the places of the tokens.
+        Padding tokens up to the token bucket use the dummy page. Returns the rows of the tokens.
         """
         self._turn = (self._turn + 1) % RING
         host, t = self._host[self._turn], batch.num_tokens

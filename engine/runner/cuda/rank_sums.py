@@ -91,7 +91,7 @@ class RankSums:
         return partial, self._squares[:, it.tokens]
 
     def reduce(self, it: OperationLaunch, live: Tensor) -> Tensor:
-        """Add all ranks' sums to the stream, after the post-norm if there is one. Returns the part of `sumsq` written.
+        """Add all ranks' sums to the stream, after the post-norm if there is one. Returns the written rows of `sumsq`.
         live `[1]`: number of tokens."""
         own, norm, buffer = it.tokens, self._spec.norm, self._buffer(it)
         post_norm = self._layers[it.layer][buffer.last].post_norm

@@ -34,7 +34,7 @@ class Reading(NamedTuple):
 
 
 class NvmlCounter:
-    """The sum over NVIDIA GPUs, each the whole board with memory and all processes."""
+    """The sum over NVIDIA GPUs, each including the board's memory and all processes."""
 
     source = "nvml"
 

@@ -129,7 +129,7 @@ class Preparation:
         self._compiling.stop()
 
     def _next(self) -> int | None:
-        """Return the first pipeline whose compilation has ended."""
+        """Return the first pipeline that is compiled."""
         for i, stage in enumerate(self.stages):
             if stage is Stage.COMPILING and self._compiling.outcome(i) is not None:
                 return i

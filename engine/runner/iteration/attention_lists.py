@@ -126,7 +126,7 @@ class AttentionLists:
         return found.decodes, found.parts
 
     def _measured(self, nano: NanoBatch) -> BreakEven | None:
-        """Return the fastest measured way to compute this nano-batch's decodes and chunks, or None."""
+        """Return the fastest measured launch for this nano-batch's decodes and chunks, or None."""
         if self._break_evens is None or self._layout.pod != "auto":
             return None
         return self._break_evens.of_batch(nano.chunk_len, nano.chunk_context, self._batch.kv_len[nano.decodes])

@@ -36,7 +36,7 @@ def _only_experts(spec: ModelSpec) -> bool:
 
 
 def _unsupported_parts(spec: ModelSpec) -> dict[str, bool]:
-    """Return parts that only the reference implementations compute, and whether the model uses them."""
+    """Return features that only the reference implementations support, and whether the model uses them."""
     e = spec.experts
     return {
         f"experts with norms placed {spec.placement.value}": e is not None and spec.placement is not Placement.PRE,
@@ -55,7 +55,7 @@ def unfused_fp8(spec: ModelSpec) -> bool:
 
 
 def unsupported_fp8(spec: ModelSpec) -> str | None:
-    """Return what a GPU's FP8 GEMMs lack for this model, in a few words, or None."""
+    """Return which feature the model needs that FP8 GEMMs on a GPU do not support, or None."""
     e = spec.experts
     widths = [spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim, spec.qkv_size]
     if e is not None:

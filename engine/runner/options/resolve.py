@@ -48,7 +48,7 @@ class ResolvedConfig:
     num_pages: int | None
     """None: as many as fit the GPU once everything else is allocated."""
     gpu_memory_utilization: float
-    """Fraction of the whole GPU, already multiplied by the model's memory share."""
+    """Fraction of the GPU, already multiplied by the model's memory share."""
     cpu_threads: int
     attention: BackendName
     batch_invariant: bool

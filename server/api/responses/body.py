@@ -167,7 +167,7 @@ class ResponseBody(SamplingFields):
 
     @property
     def as_summary(self) -> bool:
-        """Show reasoning as a summary, which is the whole reasoning."""
+        """Show reasoning as a summary, which contains all of it."""
         asked = self.reasoning
         return asked is not None and (asked.summary or asked.generate_summary or "none") != "none"
 
