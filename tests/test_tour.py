@@ -30,6 +30,6 @@ def test_each_stop_of_the_tour_exists(function: str, file: str) -> None:
     assert function in functions(ROOT / file)
 
 
-def test_the_tour_has_ten_stops() -> None:
-    assert len(ROWS) == 10
+def test_the_tour_has_twelve_stops() -> None:
+    assert len(ROWS) == 12
     assert len(NAMED) == 2
