@@ -95,7 +95,7 @@ class Run:
         return self._worst_lateness > min((o.limit for o in self.options.objectives), default=np.inf) / 10
 
     def throughput(self) -> dict[str, float]:
-        """Return answered requests, output and prompt tokens per second over the whole run, including the drain."""
+        """Return answered requests, output and prompt tokens per second over the run, including the drain."""
         requests, span = self.everything, max(self.span, 1e-9)
         prompts = sum(r.prompt_tokens if r.prompt_tokens >= 0 else r.input_tokens for r in requests.records if r.ok)
         return {

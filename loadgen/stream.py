@@ -13,7 +13,7 @@ _UNFINISHED = b'"finish_reason":null'
 _UNFINISHED_SPACED = b'"finish_reason": null'
 _MAX_BODY = 1 << 16
 MAX_EVENT_BYTES = 4 << 20
-"""Far more than any stream event has, even with logprobs of a whole prompt."""
+"""Far more than any stream event has, even with logprobs of a long prompt."""
 
 
 class AnswerReader:
@@ -21,8 +21,7 @@ class AnswerReader:
 
     An event *carries a token* if it has a choice with text, or a choice that neither opens the message (a role and
     nothing else) nor only ends it. After the first token, events with a null finish reason count as such without
-    parsing, unless `keep_text` is set.
-    """
+    parsing, unless `keep_text` is set."""
 
     __slots__ = (
         "_fast", "_remainder", "body", "cached", "completion", "done", "end", "error", "finished", "is_stream",

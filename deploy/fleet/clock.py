@@ -48,8 +48,7 @@ class Slowdown(NamedTuple):
 
     `known`: mean factors for 1, 2, … jobs. Beyond these, jobs share `cores` equally, with at most one core per thread.
     `spread`: for the same numbers, factors relative to the mean of equally likely groups of jobs, ascending: threads
-    wait in different cores' queues.
-    """
+    wait in different cores' queues."""
 
     cores: float
     threads: int = 1
@@ -88,7 +87,7 @@ class Sharing(NamedTuple):
 
 
 class Processor:
-    """Cores shared by jobs. Without `sharing`, each job has its own device, such as an engine's GPU."""
+    """Cores shared by jobs. Without `sharing`, each job has a separate device, such as an engine's GPU."""
 
     def __init__(self, clock: Clock, sharing: Sharing | None = None, seed: int = 0) -> None:
         self._clock = clock

@@ -29,7 +29,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """A fleet. `cores`: cores shared by all engines; None: each has its own device."""
+    """A fleet. `cores`: cores shared by all engines; None: each has a separate device."""
 
     profile: IterationProfile
     engine: EngineOptions
@@ -110,7 +110,7 @@ class Result:
         return max(self.computed_tokens) * len(self.computed_tokens) / total if total else 1.0
 
     def throughput(self) -> dict[str, float]:
-        """Return rates per second of answered requests over the whole run, as in `weft load`."""
+        """Return rates per second of answered requests over the run, as in `weft load`."""
         answered = [r for r in self.everything.records if r.ok]
         return {
             "requests_per_second": len(answered) / self.span,

@@ -38,7 +38,7 @@ class Scaling(_Section):
 
 
 class Model(_Section):
-    """A model, served by its own deployment."""
+    """A model with a separate deployment."""
 
     model: str = Field("demo", min_length=1, description="model, as in `weft serve`")
     name: str | None = Field(None, min_length=1, description="name in requests [the model's name]")

@@ -66,7 +66,7 @@ class Work:
             self._count()
 
     def fail(self, code: str, message: str) -> None:
-        """Fail the whole batch."""
+        """Fail the batch."""
         self._failure = code, message
         self._lines = iter(())
         self.exhausted = True

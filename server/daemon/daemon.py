@@ -386,7 +386,7 @@ class Daemon:
             await self._interrupt()
 
     async def _interrupt(self) -> None:
-        """Interrupt the requests that are still open on live engines."""
+        """Interrupt the requests that are still open on running engines."""
         if not self._api.idle.is_set() and self._api.num_attached:
             self._api.broadcast(control.Interrupt())
             await self._wait_idle(FAREWELL_SECONDS)

@@ -25,8 +25,7 @@ class WakeMove(NamedTuple):
 class WakePolicy:
     """Attributes:
     sleep_states: the state of each model. Every model that is neither asleep nor dead occupies its memory share.
-    wanted: models to wake, in the order of the requests.
-    """
+    wanted: models to wake, in the order of the requests."""
 
     def __init__(self, shares: Sequence[float], most: int | None = None) -> None:
         """`shares`: each model's fraction of the memory, at most 1. `most`: models awake at once. Initially the first
@@ -68,8 +67,7 @@ class WakePolicy:
         """Return the moves to begin now, and update the states as if they had begun.
 
         `used`: time of each model's last request. `expected`: models with requests about to enter; they are not put to
-        sleep. Models wake in the order of their requests: later ones never take memory freed for an earlier one.
-        """
+        sleep. Models wake in the order of their requests: later ones never take memory freed for an earlier one."""
         found: list[SleepMove | WakeMove] = []
         for model in list(self.wanted):
             if self.sleep_states[model] in (SleepState.AWAKE, SleepState.DEAD):
@@ -100,7 +98,7 @@ class WakePolicy:
         self.sleep_states[model] = SleepState.ASLEEP
 
     def sleep_cancelled(self, model: int) -> int | None:
-        """Keep a model awake whose requests take too long. Returns the model that therefore does not wake, if any."""
+        """Keep a model awake if its requests take too long. Returns the model that therefore stays asleep, if any."""
         assert self.sleep_states[model] is SleepState.FALLING_ASLEEP
         self.sleep_states[model] = SleepState.AWAKE
         self.cancel_wake(model)

@@ -53,12 +53,9 @@ class Metrics:
     """The metrics of a daemon. A process counts in its row of the shared state; `render` sums all rows."""
 
     def __init__(
-        self,
-        shared_state: SharedState | None = None,
-        row: int = 0,
-        watch: Watch | None = None,
-        models: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:
+        self, shared_state: SharedState | None = None, row: int = 0, watch: Watch | None = None, models: Mapping[str,
+        Sequence[int]] | None = None,
+    ) -> None:  # fmt: skip
         """`models`: engine numbers by model name."""
         shared_state = shared_state or SharedState(1)
         self._shared_state = shared_state
@@ -170,7 +167,7 @@ class Metrics:
         self.requests.labels(endpoint, str(status)).inc()
 
     def process_lost(self, sequences: int, requests: int) -> None:
-        """Count what a dead API process had open."""
+        """Count the open requests of a dead API process as lost."""
         self.requests_lost.inc(requests)
         self.finished.labels("abort").inc(sequences)
         self.aborted.labels("crash").inc(sequences)

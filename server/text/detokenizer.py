@@ -15,8 +15,7 @@ class ByteDetokenizer:
 
     Args:
         skip: ids without text (special tokens).
-        at_start: nothing precedes this text, so a decoder that strips the first space strips it.
-    """
+        at_start: nothing precedes this text, so a decoder that strips the first space strips it."""
 
     def __init__(self, token_bytes: TokenBytes, skip: Collection[int], *, at_start: bool) -> None:
         self._bytes = token_bytes
@@ -34,7 +33,7 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
-        """End the text: return what is held back, with U+FFFD for an incomplete character."""
+        """End the text: return the text held back, with U+FFFD for an incomplete character."""
         return self._decode(b"", True)
 
 
@@ -42,8 +41,7 @@ class WindowDetokenizer:
     """Works with any decoder: decodes a short window of the last tokens with and without the new one.
 
     Args:
-        context: the last ids before this text, without special tokens; they determine leading spaces.
-    """
+        context: the last ids before this text, without special tokens; they determine leading spaces."""
 
     MAX_HELD = 16
     """Tokens without a complete character after which the text is emitted anyway."""

@@ -33,7 +33,7 @@ class StopStrings:
         return self._read(buffer) if self._markup is None else self._read_marked(buffer, *self._markup)
 
     def flush(self) -> str:
-        """End the text without a stop string and return what was held back."""
+        """End the text without a stop string and return the text held back."""
         held, self._held = self._held, ""
         if self._inside or self._markup is None:
             return held

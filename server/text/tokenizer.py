@@ -243,7 +243,7 @@ class Tokenizer:
         return self._decode(token_ids[-_TAIL_TOKENS:])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a whole sequence, without special tokens."""
+        """The text of a sequence, without special tokens."""
         return self._decode([token_id for token_id in token_ids if token_id not in self.skip_ids])
 
     def _decode(self, token_ids: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ MINUTES, HOUR = 300.0, 3600.0  # Retention times in seconds.
 
 
 class CacheControl(Body):
-    """Anthropic's `cache_control`, on a tool, a content block or the whole request."""
+    """Anthropic's `cache_control`, on a tool, a content block or the request."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"

@@ -315,7 +315,7 @@ class StreamParser:
         return self._over or self._reader.passes(text)
 
     def flush(self) -> list[Part]:
-        """End the answer and return what was held back."""
+        """End the answer and return the output held back."""
         self._reader.ended = True
         while not self._over:
             self._resume()

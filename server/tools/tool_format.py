@@ -63,7 +63,7 @@ def after_mark(rules: str, begin: str, marker: Marker, *, free: bool) -> str:
 
 
 def at_start(rules: str, opening: str, *, free: bool) -> str:
-    """Return a grammar from `rules`, in which `calls` is the whole answer. `opening`: characters that start a call;
+    """Return a grammar from `rules`, in which `calls` is the complete answer. `opening`: characters that start a call;
     text must not start with them."""
     if not free:
         return f"start: calls\n{rules}"

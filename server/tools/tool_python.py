@@ -23,7 +23,7 @@ _PYTHON = Literals()
 
 @dataclass(frozen=True)
 class PythonFormat(ToolFormat):
-    begin: str = ""  # Mark before calls; empty if calls are the whole answer.
+    begin: str = ""  # Mark before calls; empty if an answer consists of calls.
     end: str = ""
     listed: bool = True  # Whether the model writes a list. Both forms are read.
     pad: str = ""

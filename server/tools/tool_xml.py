@@ -227,7 +227,7 @@ def _of(schema: Schema, key: str) -> Schema:
 
 
 def kinds(schema: Schema) -> set[str]:
-    """Return the JSON types that a schema allows; empty if it does not say."""
+    """Return the JSON types that a schema allows; empty if it does not specify any."""
     given = schema.get("type")
     if isinstance(given, str):
         return {given}

@@ -177,7 +177,7 @@ def _parse_allowed(value: dict[str, Any]) -> AllowedTools:
 
 
 def _flat(tool: dict[str, Any]) -> dict[str, Any]:
-    """Move a name next to the type, which some clients write, to its place."""
+    """Move a name that some clients write next to the type into `function`."""
     return {"function": {"name": tool["name"]}} if "name" in tool else _named(tool)
 
 

@@ -30,7 +30,7 @@ class _Turn(NamedTuple):
 
 
 class _Agent:
-    """Sends the whole conversation with every turn. Tokens are random; an answer is part of the next prompt."""
+    """Sends the full conversation with every turn. Tokens are random; an answer is part of the next prompt."""
 
     def __init__(self, engine: Engine, seed: int, output_tokens: int) -> None:
         self.engine = engine

@@ -24,7 +24,7 @@ SINK_SECONDS = 60.0
 
 
 class _Driver:
-    """Conversations in a closed loop: each sends its next turn, with its whole history, after an answer."""
+    """Conversations in a closed loop: each sends its next turn, with its full history, after an answer."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self.engine = engine

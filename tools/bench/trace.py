@@ -135,7 +135,7 @@ def kinds_of(events: list[Event]) -> list[str]:
 
 
 class TraceFigures(NamedTuple):
-    """Figures over whole iterations, which leaves out the start and end of the profiler."""
+    """Figures over complete iterations, without the start and end of the profiler."""
 
     iterations: int
     ms_per_iteration: dict[str, float]
@@ -156,7 +156,7 @@ def _starts(events: list[Event]) -> list[float]:
 
 
 def summarize(events: list[Event]) -> TraceFigures | None:
-    """Returns None unless the trace has a whole iteration and the beginning of the next."""
+    """Returns None unless the trace has a complete iteration and the beginning of the next."""
     starts = _starts(events)
     if len(starts) < 2:
         return None
@@ -240,7 +240,7 @@ class Recorder:
         self._done = True
 
     def figures(self) -> TraceFigures | None:
-        """Write the trace file, if requested. Returns None if no whole iteration on a GPU was recorded."""
+        """Write the trace file, if requested. Returns None if no complete iteration on a GPU was recorded."""
         self.stop()
         if self._profile is None:
             return None

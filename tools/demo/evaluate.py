@@ -20,7 +20,7 @@ from weft.tools.demo.skills import MAX_CONTEXT_TOKENS, SKILLS, held_out
 SEED = 2
 WORDINGS_THRESHOLD = 0.9
 ENDLESS_LIMIT = 16
-"""Most questions with an endless answer to ask: each takes a whole context."""
+"""Maximum number of questions with an endless answer: each fills a context."""
 SPOKEN_TOKENS = 120
 
 

@@ -34,19 +34,19 @@ STREAM_TOKENS = 64
 FIRST_TOKENS = 4
 """Output tokens of a request whose first token is timed: the demo's first tokens may have no text yet."""
 STREAMS, FIRSTS = 1, 6
-"""Least number of streams and of first tokens to time."""
+"""Minimum number of streams and of first tokens to time."""
 SECONDS = 4.0
 """Seconds for each of the figures."""
 PAUSE_SECONDS = 0.1
 """Pause between requests, so that the threads that handle them sleep, as they do under a normal load."""
 ANSWER_SHARE = 0.25
-"""Share of the overhead of a first token on the way back. A client cannot measure the two ways separately."""
+"""Fraction of a first token's overhead after the engine. A client cannot measure the two directions separately."""
 SHARES = 20
 """Number of equal shares of sorted times: a spread has the mean of each share."""
 
 
 class Overhead(NamedTuple):
-    """Milliseconds of a request's way to the engine, of a token's way back, and between two iterations.
+    """Milliseconds from a client to the engine, from the engine to a client, and between two iterations.
 
     `silent`: see `IterationProfile`.
     """
@@ -111,11 +111,7 @@ def derive(seen: Observations, profile: IterationProfile) -> Overhead:
         decodes = _slowdown([float(np.mean(shares)) for shares in seen.between])
         prompts = _slowdown([float(np.mean(ratios)) for ratios in slower])
         side_by_side = SideBySide(
-            cores,
-            decodes,
-            prompts,
-            tuple(map(_spread, seen.between, decodes)),
-            tuple(map(_spread, slower, prompts)),
+            cores, decodes, prompts, tuple(map(_spread, seen.between, decodes)), tuple(map(_spread, slower, prompts))
         )
     return Overhead(1e3 * around * (1 - ANSWER_SHARE), 1e3 * around * ANSWER_SHARE, gap_ms, side_by_side, seen.silent)
 

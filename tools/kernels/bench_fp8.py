@@ -74,12 +74,12 @@ class Sums(NamedTuple):
     ours: float
     """Error of the sums against exact sums of the quantized numbers; scales per token and channel."""
     ours_paired: float
-    """As `ours`, moved out of the tensor cores every 256 of K instead of 128."""
+    """Like `ours`, but sums leave the tensor cores every 256 of K instead of 128."""
     scaled_mm: float
     """The same numbers and scales in torch, without fast accumulation."""
     scaled_mm_fast: float
     tokens: float
-    """Error of the whole GEMM, including rounding of the operands: `ours` with a scale per token."""
+    """Error of the GEMM, including rounding of the operands: `ours` with a scale per token."""
     blocks: float
     """As an engine computes it: a power of two for each 128 columns of a token."""
 
@@ -125,7 +125,7 @@ def fp8_decode_calls(
     batch: int, context: int, page: int = 64, layers: int = 8, heads: int = 32, kv_heads: int = 8, num_sms: int = 132,
     out: Output | None = None, kernel: Callable[..., object] = fp8_attention.decode_attention,
 ) -> tuple[list[Callable[[], object]], float]:  # fmt: skip
-    """As `calls.decode_calls`, over e4m3 pages. out: for example an operand that attention writes."""
+    """Like `calls.decode_calls`, for e4m3 pages. out: for example an operand that attention writes."""
     lengths, per = np.full(batch, context), -(-context // page)
     kv = _pool(batch * per + 1, layers, page, kv_heads)
     scales = fp8.unit_kv_scales(layers, kv_heads, DEVICE)
@@ -187,7 +187,7 @@ def _pool(pages: int, layers: int, page: int, kv_heads: int) -> Tensor:
 def fp8_expert_layer_call(
     shape: Shape, tokens: int, num_sms: int, config: GemmConfig | None = None
 ) -> Callable[[], object]:  # fmt: skip
-    """As `calls.expert_layer_call`, in FP8; scales per channel."""
+    """Like `calls.expert_layer_call`, in FP8 with scales per channel."""
     count, top, n, k = shape.experts, shape.top, shape.features, shape.depth
 
     def matrices(out: int, inner: int) -> Fp8Weight:

@@ -27,7 +27,7 @@ LEFT_OUT = {
 
 
 class Unavailable(Exception):
-    """The package cannot run here; the message says why."""
+    """The package cannot run here. The message gives the reason."""
 
 
 def call(name: str, batch: Hybrid, q: Tensor, pool: Tensor, table: Tensor) -> Callable[[int], tuple[Tensor, Tensor]]:

@@ -110,7 +110,7 @@ def spread(batches: Iterable[Hybrid]) -> list[Hybrid]:
 
 
 def _reversed_bits(number: int, count: int) -> float:
-    """Return a place in [0, 1) that puts 0, 1, 2 … of `count` in van der Corput order."""
+    """Return a position in [0, 1) that puts 0, 1, 2 … of `count` in van der Corput order."""
     width = max(1, (count - 1).bit_length())
     return int(f"{number:0{width}b}"[::-1], 2) / (1 << width)
 

@@ -43,7 +43,7 @@ DECODE_SLOTS = 1024
 PREFILL_SLOTS = 512
 """Partial slots over the heads, as in an engine."""
 MIN_BURST_US = 1500.0
-"""Least duration of a timed burst; sets the number of replays."""
+"""Minimum duration of a timed burst. It sets the number of replays."""
 PAUSE = 0.6
 """Pause after a burst as a fraction of it, so that the card stays below its power limit."""
 LEAST_PAUSE_S = 0.001
@@ -59,7 +59,7 @@ AS_TILES, TOGETHER = 0, -1
 
 
 class Section(NamedTuple):
-    """A work list's place in the transferred words."""
+    """A work list's position in the transferred words."""
 
     begin: int
     rows: int

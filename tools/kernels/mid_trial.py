@@ -1,4 +1,4 @@
-"""The measurements of `mid_tuning`: a GEMM checked and timed in every way, a layer sustained."""
+"""The measurements of `mid_tuning`: a GEMM checked and timed in every variant, a layer sustained."""
 
 from __future__ import annotations
 

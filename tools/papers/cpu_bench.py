@@ -51,7 +51,7 @@ class _Sums:
 
 
 class CpuBench:
-    """A `ReductionBench` that times whole iterations of the serial plan. It measures no watts and clocks."""
+    """A `ReductionBench` that times full iterations of the serial plan. It measures no watts and clocks."""
 
     num_sms, memory = 1, 0
 

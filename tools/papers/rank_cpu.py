@@ -1,4 +1,4 @@
-"""The CPU rank of `weft bench ranks`; see `weft.autosearch.bench_follower` for what it reads on stdin."""
+"""The CPU rank of `weft bench ranks`; see `weft.autosearch.bench_follower` for the format of its stdin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU rank of `weft bench ranks`; see `weft.autosearch.bench_follower` for what it reads on stdin."""
+"""The GPU rank of `weft bench ranks`; see `weft.autosearch.bench_follower` for the format of its stdin."""
 
 from __future__ import annotations
 

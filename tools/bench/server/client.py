@@ -1,4 +1,4 @@
-"""The clients of `weft bench server`: streams that only count what they get.
+"""The clients of `weft bench server`: streams that only count received events.
 
 Started as `python -m weft.tools.bench.server.client HOST PORT STREAMS BODY_FILE PATH`. Prints a line once every stream
 has received something. When stdin closes, it prints the count of events and ends.
