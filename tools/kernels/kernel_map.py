@@ -36,15 +36,15 @@ class Case(NamedTuple):
 DENSE, EXPERTS = "llama-3-8b", "qwen3-30b-a3b"
 FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 CASES = (
-    Case("bf16 on Hopper", DENSE, "h200", {}),
-    Case("bf16 on Hopper with `--batch-invariant`", DENSE, "h200", {"batch_invariant": True}),
-    Case("bf16 on Hopper with `--pod auto`", DENSE, "h200", {"pod": "auto"}),
-    Case("FP8 weights and FP8 KV on Hopper", DENSE, "h200", FP8),
-    Case("FP8 weights and FP8 KV on Hopper with `--batch-invariant`", DENSE, "h200", {**FP8, "batch_invariant": True}),
-    Case("bf16 on other GPUs (A100)", DENSE, "a100", {}),
-    Case("bf16 experts on Hopper (Qwen3-30B-A3B)", EXPERTS, "h200", {}),
-    Case("FP8 experts on Hopper (Qwen3-30B-A3B)", EXPERTS, "h200", FP8),
-    Case("bf16 on two Hopper GPUs, as rank 0", DENSE, "h200", {"tensor_parallel_size": 2}),
+    Case("bf16 on an H200", DENSE, "h200", {}),
+    Case("bf16 on an H200 with `--batch-invariant`", DENSE, "h200", {"batch_invariant": True}),
+    Case("bf16 on an H200 with `--pod auto`", DENSE, "h200", {"pod": "auto"}),
+    Case("FP8 weights and FP8 KV on an H200", DENSE, "h200", FP8),
+    Case("FP8 weights and FP8 KV on an H200 with `--batch-invariant`", DENSE, "h200", {**FP8, "batch_invariant": True}),
+    Case("bf16 on an A100, as on other GPUs", DENSE, "a100", {}),
+    Case("bf16 experts on an H200 (Qwen3-30B-A3B)", EXPERTS, "h200", {}),
+    Case("FP8 experts on an H200 (Qwen3-30B-A3B)", EXPERTS, "h200", FP8),
+    Case("bf16 on two H200s, as rank 0", DENSE, "h200", {"tensor_parallel_size": 2}),
 )
 
 
