@@ -11,8 +11,7 @@ class Energy(NamedTuple):
     """Energy of work beyond idling, measured on one card under sustained load."""
 
     idle_watts: float
-    joules_per_tflop: float
-    """Dense BF16 GEMMs on tensor cores, including their operand traffic."""
+    joules_per_tflop: float  # Dense BF16 GEMMs on tensor cores, including their operand traffic.
     joules_per_gb: float  # Streaming reads of HBM.
 
 
@@ -29,8 +28,7 @@ class Accelerator(NamedTuple):
     energy: Energy | None = None
     sms: int = 0
     """Streaming multiprocessors or compute units; 0: unknown, so that no plan can divide them."""
-    built_gb: float = 0.0
-    """Actual memory if it differs from the table; 0: as in the table."""
+    built_gb: float = 0.0  # Actual memory if it differs from the table; 0: as in the table.
 
     @property
     def mem_seconds(self) -> float:

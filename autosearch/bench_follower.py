@@ -37,8 +37,7 @@ class BenchConfig(msgspec.Struct, frozen=True):
     max_tokens: int
     max_context: int
     seconds: float
-    tuning_seconds: float
-    """Time limit for tuning GEMMs on rank 0. The other ranks read the result."""
+    tuning_seconds: float  # Time limit for tuning GEMMs on rank 0. The other ranks read the result.
 
 
 class MeasureRequest(msgspec.Struct, frozen=True):
@@ -88,8 +87,7 @@ def open_rank(
 ) -> GpuBench:  # fmt: skip
     """Open the bench of one rank; all ranks do so together. Rank 0 tunes GEMMs and the others read its results.
 
-    make: class of the bench (default: `GpuBench`). Raises `ConfigError`, `ModelError`, `OutOfMemory` or `RankLost`.
-    """
+    make: class of the bench (default: `GpuBench`). Raises `ConfigError`, `ModelError`, `OutOfMemory` or `RankLost`."""
     import torch
 
     from weft.engine.ranks.shared_collectives import SharedCollectives

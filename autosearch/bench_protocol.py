@@ -16,8 +16,7 @@ class Load(NamedTuple):
     tokens: int  # Size of the dense batch: decodes, then prefill tokens.
     decodes: int
     context: int  # Mean KV tokens that a decode reads.
-    prompt: int
-    """Mean prompt length. A prefill token attends to half of it on average."""
+    prompt: int  # Mean prompt length. A prefill token attends to half of it on average.
 
     @property
     def kv_tokens(self) -> int:

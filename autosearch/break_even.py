@@ -19,8 +19,7 @@ from weft.engine.plans.plan import TOKEN_STEP, Period
 KV_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 TOKEN_SHARES = (0.5, 0.75, 0.875)
 HALVINGS = 2
-MIN_GAIN = 0.005
-"""Share by which a pipeline must beat the serial plan to be worth running."""
+MIN_GAIN = 0.005  # Share by which a pipeline must beat the serial plan to be worth running.
 
 
 def scaled(load: Load, factor: float, capacity: int | None = None) -> Load:
@@ -54,8 +53,7 @@ def place(
     """Return the periods with the ranges of KV and tokens in which they are fastest, by rising KV. Periods may repeat.
 
     capacity: KV tokens that the device holds. No load exceeds it, so that each context is one KV count. Loads nearest
-    to `load` are measured first. Outside the measured loads the serial plan runs. Raises the errors of the bench.
-    """
+    to `load` are measured first. Outside the measured loads the serial plan runs. Raises the errors of the bench."""
     if not periods or not load.decodes:
         return []
 
@@ -128,8 +126,7 @@ def _min_tokens(
 def with_figures(machine: Machine, period: Period, load: Load, measured: tuple[Timing, Timing] | None) -> Period:
     """Fill in the period's `figures` for the plan file: times, energy, gain, and when each operation runs.
 
-    measured: timings of the pipeline and of the serial plan; without them `gain` is the predicted one.
-    """
+    measured: timings of the pipeline and of the serial plan; without them `gain` is the predicted one."""
     serial = serial_for(machine.spec, load, machine.num_sms)
     timeline, durations = machine.timeline(period, load)
     plain = machine.period(serial, load)

@@ -47,8 +47,7 @@ from weft.engine.progress import for_stdout
 from weft.engine.wire.cores import cores
 
 ALTERNATIVES_SHARE = 0.3  # Share of the budget for choosing collectives.
-DEFAULT_ACCELERATOR = "h200"
-"""Accelerator of the formulas for several GPUs without a recorded profile."""
+DEFAULT_ACCELERATOR = "h200"  # Accelerator of the formulas for several GPUs without a recorded profile.
 
 
 class SearchInput(NamedTuple):
@@ -75,8 +74,7 @@ def search(
 ) -> Result:  # fmt: skip
     """Run `weft search` up to the plan. found: receives each intermediate plan.
 
-    Raises `ConfigError`, `ModelError`, or `WeftError` if it is stopped before there is a profile.
-    """
+    Raises `ConfigError`, `ModelError`, or `WeftError` if it is stopped before there is a profile."""
     given = _search_input(arguments)
     budget = TimeBudget(arguments.budget_seconds, progress, stop_requested)
 
@@ -121,8 +119,7 @@ def find_profile(spec: ModelSpec, load: Load, given: Path | None, target: Target
     """Return the profile to search on, or None if it must be measured. given: `--profile`. target: this GPU, if any.
 
     Uses formulas for several ranks without a recorded profile. Raises `ConfigError` if the given profile does not fit,
-    or if there is neither a profile nor a GPU.
-    """
+    or if there is neither a profile nor a GPU."""
     key = model_key(spec)
     if given is not None:
         profile = load_profile(given)

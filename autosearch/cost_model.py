@@ -64,8 +64,7 @@ class Cost(NamedTuple):
     def joules(self, device: Accelerator) -> float | None:
         """Energy beyond idling, or None if this device was never measured.
 
-        The coefficient of GEMMs includes their operand traffic, so the larger of both terms counts.
-        """
+        The coefficient of GEMMs includes their operand traffic, so the larger of both terms counts."""
         if (energy := device.energy) is None:
             return None
         return max(self.gflop / 1e3 * energy.joules_per_tflop, self.mem_gb * energy.joules_per_gb)
@@ -111,8 +110,7 @@ def _kinds(spec: ModelSpec) -> Counter[int]:
 def collective_costs(spec: ModelSpec, tokens: float) -> list[Cost]:
     """Return every collective of an iteration over all layers and ranks. spec: of one rank, with its collectives.
 
-    Another GPU reads the data that a GPU sends from its memory, and adds it up if it is a partial sum.
-    """
+    Another GPU reads the data that a GPU sends from its memory, and adds it up if it is a partial sum."""
     found: dict[str, Cost] = {}
     for layer, layers in _kinds(spec).items():
         for op in spec.layer_operations(layer):
@@ -129,8 +127,7 @@ def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1) -> list[Cost]:
 
     A GEMM reads its weights (of all experts) and its input once, and writes its output once. Attention reads queries,
     keys and values, and writes outputs and the new keys and values. Prompts attend to all of their tokens, not to half
-    of them, as in the paper's table.
-    """
+    of them, as in the paper's table."""
     tokens = usage.dense_batch
     kv_bytes = KvLayout.of(spec, 1, torch.bfloat16).token_values * ITEMSIZE / spec.num_layers
     found: dict[str, Cost] = {}

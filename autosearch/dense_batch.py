@@ -35,8 +35,7 @@ def decode_batches(load: Load, max_num_seqs: int, capacity: int | None) -> list[
     """Return iterations without prefill, in which every running request decodes.
 
     One has the requests that fit at the workload's context. The other has `max_num_seqs` requests at a context that
-    fits. Sizes are even multiples of TOKEN_STEP; sizes that are no smaller than the dense batch are left out.
-    """
+    fits. Sizes are even multiples of TOKEN_STEP; sizes that are no smaller than the dense batch are left out."""
     fitting = max_num_seqs if capacity is None else min(max_num_seqs, capacity // load.context)
     batches = []
     for tokens in sorted({-(-n // (2 * TOKEN_STEP)) * 2 * TOKEN_STEP for n in (fitting, max_num_seqs)}):
@@ -52,8 +51,7 @@ def choose_dense_batch(
     """Return the load whose best pipeline takes the least time per token, and the report lines of all candidates.
 
     Fewer tokens can be faster if their tiles fill full waves. Returns the largest dense batch, `full`, if no pipeline
-    beats its serial plan. name: the load's name.
-    """
+    beats its serial plan. name: the load's name."""
     lines: list[Line] = []
     serial = serial_for(machine.spec, full, machine.num_sms)
     try:

@@ -40,14 +40,12 @@ LAUNCH_MS, HOP_MS = 0.004, 0.005
 """Latency of any operation, and additional latency of a scatter or gather (twice that for an all-reduce)."""
 READ_ON = ((0, 0.12, 0.18, 0.24, 0.30, 0.36, 0.42, 0.48, 1), (0, 0.30, 0.43, 0.57, 0.68, 0.80, 0.89, 0.95, 1))
 """Share of the SMs -> share of the bandwidth that attention reaches."""
-SEND_ON = ((0, 0.06, 0.12, 0.24, 1), (0, 0.62, 0.93, 1, 1))
-"""Share of the SMs -> share of the link speed."""
+SEND_ON = ((0, 0.06, 0.12, 0.24, 1), (0, 0.62, 0.93, 1, 1))  # Share of the SMs -> share of the link speed.
 NEXT_TO_ATTENTION = ((0.52, 0.64, 0.76, 0.88), (2.70, 2.03, 1.50, 1.26))
 """Share of the SMs of a GEMM -> its slowdown next to attention on the other SMs."""
 NEXT_TO_GEMM, NEXT_TO_COLLECTIVE, NEXT_TO_EACH_OTHER = 1.31, 1.5, 1.1
 """Slowdown of attention next to a GEMM, of a GEMM next to a collective, of attention and collectives."""
-WATTS = {Resource.COMPUTE: 0.99, Resource.MEMORY: 0.94, Resource.NETWORK: 0.34}
-"""Share of the power limit."""
+WATTS = {Resource.COMPUTE: 0.99, Resource.MEMORY: 0.94, Resource.NETWORK: 0.34}  # Share of the power limit.
 GUEST_SHARES = (0.06, 0.12, 0.18, 0.24, 0.36, 0.48)
 """Shares of the SMs for attention and collectives next to other operations."""
 WORK_SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)

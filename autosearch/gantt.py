@@ -10,8 +10,7 @@ from weft.engine.plans.plan import NanoOperation, Period, Plan
 if TYPE_CHECKING:
     from rich.console import Console
 
-LANES = ("compute", "memory", "network", "copies")
-"""Rows: the lanes of a plan, and the copy engine."""
+LANES = ("compute", "memory", "network", "copies")  # Rows: the lanes of a plan, and the copy engine.
 COLORS = {
     "qkv": "#4c78a8", "o": "#72b7b2", "gate_up": "#f2a65a", "down": "#d1725b", "prefill": "#9d83c4",
     "decode": "#5aa469",

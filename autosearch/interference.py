@@ -63,15 +63,13 @@ class Interference:
     def slowdown(self, resource: Resource, sms: int) -> float:
         """Time of an operation in a pair / time alone on the same SMs; 1 if no pair was measured.
 
-        The cost of concurrent collectives is excluded: see `drag`.
-        """
+        The cost of concurrent collectives is excluded: see `drag`."""
         return _at(self._curve[resource], sms)
 
     def drag(self, resource: Resource, sms: int) -> float:
         """Additional slowdown while a collective runs.
 
-        It is separate because collectives are short: one slows a ten times longer GEMM for a part of its time only.
-        """
+        It is separate because collectives are short: one slows a ten times longer GEMM for a part of its time only."""
         return max(1.0, _at(self._with_network[resource], sms) / self.slowdown(resource, sms))
 
     def _lasting(self, resource: Resource) -> list[Sample]:
@@ -92,8 +90,7 @@ class Interference:
     def exchange(self, guest: Resource) -> list[tuple[float, float]]:
         """Table 3 as in the paper: (R, P) of a memory or network operation; R is the loss of the concurrent GEMM.
 
-        Returns the Pareto frontier only.
-        """
+        Returns the Pareto frontier only."""
         pairs = sorted((1 - compute, kept) for resource, compute, kept in self._pairs if resource is guest)
         frontier: list[tuple[float, float]] = []
         for share, kept in pairs:

@@ -24,8 +24,7 @@ KEPT_SECONDS = 30 * 86400.0
 class Entry(msgspec.Struct):
     """One measurement: a line of the file."""
 
-    key: str
-    """Identifies what was measured, for how long, and which repetition it was."""
+    key: str  # Identifies what was measured, for how long, and which repetition it was.
     timings: tuple[Timing, ...] = ()
     refused: str = ""  # Reason why this cannot run; empty if it can.
     took: float = 0.0  # Seconds, including compilation.
@@ -42,8 +41,7 @@ class Journal:
     """Implements `Bench`. Measurements in the file are not repeated.
 
     The n-th measurement of a pipeline is the n-th one of the earlier search, so a search that measures in the same
-    order quickly reaches the point of interruption. A new search deletes old files. Truncated lines are ignored.
-    """
+    order quickly reaches the point of interruption. A new search deletes old files. Truncated lines are ignored."""
 
     def __init__(self, bench: Bench, file: Path) -> None:
         """Raises `ConfigError` if the file's folder cannot be created."""

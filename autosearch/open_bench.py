@@ -28,8 +28,7 @@ def compile_first(
     """Compile in parallel the kernels that an engine compiles at its start, into the engine's cache.
 
     Otherwise every rank of a bench would compile them one after another. Kernels with other tiles or SM counts are
-    still compiled during the measurements. spec: a rank's shard of the model in the folder `model`, in 16 bits.
-    """
+    still compiled during the measurements. spec: a rank's shard of the model in the folder `model`, in 16 bits."""
     from weft.engine.runner.device.compile_job import CompileJob
 
     options: dict[str, Any] = {"model": str(model), "load_format": "dummy", "tuning_seconds": tuning_seconds}
@@ -50,8 +49,7 @@ def open_gpu(
 ) -> tuple[GpuBench | RanksBench, Target]:
     """Open this machine's GPU as a bench, or one GPU for each rank of the model.
 
-    model: folder of the unsharded model. `spec` may be a shard. Raises `ConfigError` if there are too few GPUs.
-    """
+    model: folder of the unsharded model. `spec` may be a shard. Raises `ConfigError` if there are too few GPUs."""
     import torch
 
     if not torch.cuda.is_available():

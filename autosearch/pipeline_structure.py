@@ -77,8 +77,7 @@ def transformations(spec: ModelSpec) -> list[ModelSpec]:
     """Return the model unchanged, then with every other choice of collectives (NanoFlow §4.1.2).
 
     A dense model on several ranks can use two all-reduces, or two all-gathers and one all-reduce. In either case an
-    all-reduce can be split into a reduce-scatter and an all-gather.
-    """
+    all-reduce can be split into a reduce-scatter and an all-gather."""
     possible = possible_reductions(spec.layer_operations(), spec.shard_of.ranks)
     choices = (zip(possible, chosen, strict=True) for chosen in product(*possible.values()))
     changes = ({name: reduction for name, reduction in choice if reduction != "all_reduce"} for choice in choices)
@@ -98,8 +97,7 @@ def describe_collectives(spec: ModelSpec) -> str:
 def every_operation(spec: ModelSpec, collectives: Collection[str] | None = None) -> dict[str, Operation]:
     """Return the operations of the model and all its `transformations`, by name. A profile must cover them.
 
-    collectives: skip transformations that need any other collective kernel; None: skip none.
-    """
+    collectives: skip transformations that need any other collective kernel; None: skip none."""
     variants = [list(variant.layer_operations()) for variant in transformations(spec)]
     return {
         o.name: o

@@ -61,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check(plan: Plan, file: Path, name: str | None) -> bool:
     """Check the pipelines against the model, as an engine does. name: the model; None: presets with the same shapes.
 
-    Returns False if there is no such preset. Raises `ConfigError` if the model cannot run the plan.
-    """
+    Returns False if there is no such preset. Raises `ConfigError` if the model cannot run the plan."""
     ranks = int(found[1]) if (found := re.search(r" ranks=(\d+)$", plan.target.model)) else 1
     wrong: ConfigError | None = None
     for spec in _specs(name, ranks):

@@ -34,8 +34,7 @@ class Grid(NamedTuple):
 
     tokens: tuple[int, ...]  # Tokens of GEMMs on all SMs; the last is the dense batch.
     few_tokens: tuple[int, ...]  # Tokens of GEMMs on fewer SMs.
-    guest_sms: tuple[int, ...]
-    """SMs of attention and collectives next to a GEMM, which has the others."""
+    guest_sms: tuple[int, ...]  # SMs of attention and collectives next to a GEMM, which has the others.
     shares: tuple[float, ...]  # Shares of the dense batch's attention.
 
     @classmethod
@@ -107,8 +106,7 @@ class Profiler:
     def tasks(self) -> list[tuple[str, Callable[[], None]]]:
         """Return (description, measurement), the most important first.
 
-        Pairs come early, because without them a search assumes that overlap costs nothing.
-        """
+        Pairs come early, because without them a search assumes that overlap costs nothing."""
         return [task for grid in self._grids for task in self._tasks(grid)]
 
     def _tasks(self, grid: Grid) -> list[tuple[str, Callable[[], None]]]:
@@ -203,8 +201,7 @@ class Profiler:
     def _pair_task(self, grid: Grid, op: Operation, guest: Operation, sms: int) -> Callable[[], None]:
         """Measure a pair on the dense batch: a GEMM on half of its tokens, other operations on all of their work.
 
-        A memory operation next to a collective has as many SMs as that; a compute operation has all others.
-        """
+        A memory operation next to a collective has as many SMs as that; a compute operation has all others."""
 
         def task() -> None:
             compute, is_gemm = op.resource is Resource.COMPUTE, op.role in (Role.PROJECTION, Role.EXPERTS)

@@ -14,8 +14,7 @@ class SearchBar:
     """Shows a bar on a terminal, or prints a line every few seconds otherwise, while the block runs.
 
     The first Ctrl-C or SIGTERM sets `stop_requested`, so that the search returns its best result so far. The second one
-    ends the process as usual.
-    """
+    ends the process as usual."""
 
     def __init__(self, budget_s: float, command: str = "weft search") -> None:
         from rich.console import Console

@@ -21,16 +21,14 @@ from weft.engine.ranks.group import gpu_environment
 from weft.engine.ranks.links import Descriptors, Links
 from weft.engine.wire.preloaded import environment
 
-END_SECONDS = 2.0
-"""Seconds to wait for a follower to exit after its stdin is closed."""
+END_SECONDS = 2.0  # Seconds to wait for a follower to exit after its stdin is closed.
 MODULE = "weft.autosearch.bench_follower"
 
 
 class RanksBench:
     """Implements `ReductionBench`. Watts and clocks are means over all GPUs. Times agree, since ranks synchronize.
 
-    The constructor and all methods raise `RankLost` if another rank has ended.
-    """
+    The constructor and all methods raise `RankLost` if another rank has ended."""
 
     def __init__(
         self, model: Path, ranks: int, *, max_tokens: int, max_context: int, seconds: float, tuning_seconds: float,

@@ -149,8 +149,7 @@ class Refiner:
 def medians(bench: PeriodBench, periods: Sequence[Period], load: Load) -> list[Timing]:
     """Return the median of `REPEATS` measurements of each period, alternating so that clock drift affects all alike.
 
-    Uses fewer measurements if time runs out. Raises `OutOfTime` if there is not even one of each.
-    """
+    Uses fewer measurements if time runs out. Raises `OutOfTime` if there is not even one of each."""
     repeats: list[list[Timing]] = []
     for _ in range(REPEATS):
         try:

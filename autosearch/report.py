@@ -31,8 +31,7 @@ class Line(NamedTuple):
 class Result(NamedTuple):
     plan: Plan
     lines: list[Line]
-    exchange: dict[Resource, list[Row]]
-    """R -> P by bottleneck resource; R is the exact share of the SMs."""
+    exchange: dict[Resource, list[Row]]  # R -> P by bottleneck resource; R is the exact share of the SMs.
     table_3: dict[Resource, list[tuple[float, float]]]
     """R -> P as in the paper; R is the loss of the concurrent GEMM."""
     accepted: tuple[str, ...]

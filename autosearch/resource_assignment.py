@@ -23,8 +23,7 @@ from weft.engine.plans.plan import Edge, NanoOperation, Period
 
 SM_STEP = 4
 POLISH_ROUNDS = 4
-NETWORK_LEVELS = 4
-"""SM counts of collectives to try with each SM count of attention."""
+NETWORK_LEVELS = 4  # SM counts of collectives to try with each SM count of attention.
 
 
 def guest_levels(num_sms: int) -> tuple[int, ...]:
@@ -102,8 +101,7 @@ class ResourceAssignment:
     def solve(self, hint: Candidate, effort: float, seconds: float = float("inf")) -> Candidate:
         """Return the solver's best candidate as simulated, or `hint` if that is no better.
 
-        effort: deterministic solver time, roughly seconds. seconds: wall-clock limit.
-        """
+        effort: deterministic solver time, roughly seconds. seconds: wall-clock limit."""
         ops = self._period.operations
         tick = max(hint.ms, 1e-9) / TICKS
         model = cp_model.CpModel()
@@ -233,8 +231,7 @@ def assign(
 ) -> Candidate:  # fmt: skip
     """Assign shares to a period of stage I: greedily, then with the solver, then by single changes.
 
-    seconds: wall-clock limit of the solver; the other steps take less than a second.
-    """
+    seconds: wall-clock limit of the solver; the other steps take less than a second."""
     end = time.monotonic() + seconds
     shares = ResourceAssignment(machine, period, load)
     first = shares.greedy()

@@ -26,15 +26,12 @@ from weft.engine.model.operations import Resource
 from weft.engine.plans.plan import Period, Plan
 
 REFINED = 3  # Pipelines of one load from which refinement may start.
-MEASURED_EACH = 3 * REPEATS
-"""Measurements per load after its refinement: the reported medians."""
+MEASURED_EACH = 3 * REPEATS  # Measurements per load after its refinement: the reported medians.
 MIN_MEASUREMENTS = 2  # Measurements that compare a pipeline with the serial plan.
 REFINING_SHARE = 0.4
 """Minimum share of a load group's time for its pipelines. The rest finds their break-even loads."""
-BREAK_EVEN = 3.5
-"""Maximum loads that a break-even search measures, per initial load."""
-FINAL_MEASUREMENTS = 2 * REPEATS
-"""Final measurements of each pipeline of a load group and of the serial plan."""
+BREAK_EVEN = 3.5  # Maximum loads that a break-even search measures, per initial load.
+FINAL_MEASUREMENTS = 2 * REPEATS  # Final measurements of each pipeline of a load group and of the serial plan.
 DECODE_FACTORS = (0.25, 0.5, 0.75, 1.0)
 """KV per decode relative to the workload's, for iterations of decodes that fill the pool."""
 LOADS = (("typical", 1.0), ("light", 0.5), ("heavy", 1.5))
@@ -49,8 +46,7 @@ class Search:
         known: Sequence[Period] = (), store: StageStore | None = None, workers: int = 1,
     ) -> None:  # fmt: skip
         """max_num_seqs: largest decode-only iteration to search; 0: none. known: pipelines that compete at loads of
-        their token count. workers: loads to solve in parallel.
-        """
+        their token count. workers: loads to solve in parallel."""
         self._machine, self._load, self._budget = machine, load, budget
         self._max_num_seqs, self._known = max_num_seqs, known
         self._spec, self._profile = machine.spec, machine.profile
@@ -124,8 +120,7 @@ class Search:
         """Add the best pipelines of `loads` to the plan, with the loads around `load` at which they win.
 
         A pipeline that has won is in the plan at once, for the loads at which it probably wins. Yields after each
-        change of the plan. share: of the remaining time.
-        """
+        change of the plan. share: of the remaining time."""
         begun, cost = self._budget.clock(), self._bench.cost if self._bench is not None else 0.0
         end = begun + share * self._budget.left
         refined_by = end - cost * (FINAL_MEASUREMENTS * len(loads) + BREAK_EVEN * len(factors) * (1 + len(loads)))
@@ -194,8 +189,7 @@ class Search:
     def _best(self, name: str, load: Load, results: StageResults, seconds: float) -> Period | None:
         """Return the best pipeline for this load, refined for `seconds` if there is a bench.
 
-        Returns None if the serial plan is faster or there was no time to compare.
-        """
+        Returns None if the serial plan is faster or there was no time to compare."""
         serial = serial_for(self._spec, load, self._machine.num_sms)
         self._lines.append(Line(name, "stage I, no interference", results.structure_ms, None))
         known = [Candidate(self._machine.period(p, load).ms, p) for p in self._known if p.tokens == load.tokens]

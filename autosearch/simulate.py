@@ -56,8 +56,7 @@ def play(
     """Return every nano-operation of `layers` layers in the order of their ends.
 
     An operation starts once its predecessor in the lane and all its dependencies have ended and its SMs are free. SMs
-    go to the operation that became ready first. Raises `ValueError` if nothing can proceed.
-    """
+    go to the operation that became ready first. Raises `ValueError` if nothing can proceed."""
     ops = period.operations
     missing, children = _graph(period, spec, layers)
     ready = [(0.0, turn, i) for (turn, i), count in missing.items() if not count]

@@ -21,12 +21,10 @@ from weft.autosearch.simulate import members_of_lanes
 from weft.engine.model.operations import Resource
 from weft.engine.plans.plan import TOKEN_STEP, NanoOperation, Period
 
-TICKS = 6000
-"""Length of the serial or incumbent period in the solver's unit of time."""
+TICKS = 6000  # Length of the serial or incumbent period in the solver's unit of time.
 LEAST_SECONDS = 0.3  # Wall-clock seconds within which the solver finds some period.
 NETWORK_SHARE = 0.125  # Share of the SMs for collectives. Few SMs saturate a link.
-MIN_GAIN = 0.002
-"""Minimum gain, as a share, that justifies a structure with more nano-batches."""
+MIN_GAIN = 0.002  # Minimum gain, as a share, that justifies a structure with more nano-batches.
 
 
 class SolvedStructure(NamedTuple):
@@ -47,8 +45,7 @@ def duration_tables(
     Sizes are in steps of TOKEN_STEP tokens; durations map each operation to ms for 0, 1, … steps.
 
     guest_sms: SMs of memory operations, and of collectives up to `NETWORK_SHARE`. If it is all SMs, GEMMs also get all
-    of them, as in the paper. Otherwise GEMMs get the others, which sets how many tokens fill the last wave of tiles.
-    """
+    of them, as in the paper. Otherwise GEMMs get the others, which sets how many tokens fill the last wave of tiles."""
     steps, total = load.tokens // TOKEN_STEP, machine.num_sms
     alone = guest_sms == total
     sms_of = {
@@ -170,8 +167,7 @@ class _Schedule:
 def make_solver(effort: float, seconds: float) -> cp_model.CpSolver:
     """Return a solver that gives the same answer every time if the wall-clock limit `seconds` suffices.
 
-    effort: deterministic solver time, roughly seconds.
-    """
+    effort: deterministic solver time, roughly seconds."""
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.catch_sigint_signal = False  # the command handles Ctrl-C
@@ -186,8 +182,7 @@ def solve(
 ) -> SolvedStructure | None:  # fmt: skip
     """Return the shortest period of a structure, or None if the solver finds none.
 
-    effort: deterministic solver time, roughly seconds. seconds: wall-clock limit; a busy machine needs more.
-    """
+    effort: deterministic solver time, roughly seconds. seconds: wall-clock limit; a busy machine needs more."""
     schedule = _Schedule(machine, load, structure, guest_sms)
     solver = make_solver(effort, max(LEAST_SECONDS, seconds))
     found = solver.solve(schedule.model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
@@ -233,8 +228,7 @@ def search(
     """Search structures; returns the shortest period first.
 
     Starts with two nano-batches, then adds more around bubbles while that helps. At least one structure is solved, even
-    if that takes longer than `seconds` (wall clock). The search stops early once `stop_requested()` is true.
-    """
+    if that takes longer than `seconds` (wall clock). The search stops early once `stop_requested()` is true."""
     end = time.monotonic() + seconds
     found: list[SolvedStructure] = []
 

@@ -22,8 +22,7 @@ class Record:
 
     For an unmeasured load it scales the profile's prediction by the error of that prediction for the same pipeline at
     other loads. For a pipeline without measurements it uses the smallest error ratio of all pipelines, since a serial
-    plan of fewer tokens must not look slower than it is.
-    """
+    plan of fewer tokens must not look slower than it is."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine, self.num_sms = machine, machine.num_sms
@@ -65,8 +64,7 @@ class TimedBench:
         self._ends = [budget.end]
         self.num_sms = bench.num_sms
         self.record = Record(machine)
-        self.cost = 0.0
-        """Seconds per measurement with compiled kernels; 0 before the first one."""
+        self.cost = 0.0  # Seconds per measurement with compiled kernels; 0 before the first one.
         self._kernels: set[tuple[object, ...]] = set()
         self._compiling = 0.0  # Seconds of the longest measurement that used new kernels.
 

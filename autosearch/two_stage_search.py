@@ -35,16 +35,14 @@ KEPT = 5  # Pipelines kept per load.
 STRUCTURES_SHARE = 0.4  # Share of a load's time for stage I.
 SHARE, SHARE_MEASURED = 0.8, 0.5
 """Share of the search time for the solver, without and with a GPU to measure on."""
-Progress = Callable[[str, float], None]
-"""Receives the current step and the completed share of the load."""
+Progress = Callable[[str, float], None]  # Receives the current step and the completed share of the load.
 
 
 class StageResults(NamedTuple):
     """The results of both stages for one load. Times are for one layer."""
 
     serial_ms: float
-    structure_ms: float
-    """Best period of stage I: no interference, every operation on all SMs."""
+    structure_ms: float  # Best period of stage I: no interference, every operation on all SMs.
     choices: list[Candidate]  # Different pipelines, shortest first.
 
 
@@ -222,8 +220,7 @@ def compare_collectives(
 ) -> list[CollectiveChoice]:  # fmt: skip
     """Return every choice of collectives in the profile, fastest first; of equals, the one with fewer operations.
 
-    stages: results that exist already; new ones are added. seconds: for all choices together.
-    """
+    stages: results that exist already; new ones are added. seconds: for all choices together."""
     known = [v for v in transformations(spec) if {o.name for o in v.layer_operations()} <= set(profile.features)]
     if len(known) < 2:
         return [CollectiveChoice(v, StageResults(0.0, 0.0, [])) for v in known]

@@ -14,8 +14,7 @@ Lengths = list[tuple[int, int]]  # Prompt and output tokens of each request.
 def steady_load(lengths: Lengths, tokens: int, max_num_seqs: int = 1024) -> Load:
     """Return the iteration of a steady state: d of every p + d tokens are decodes (NanoFlow §3.1).
 
-    A decode reads its prompt and its output so far. The mean prompt is weighted by tokens. Raises `ConfigError`.
-    """
+    A decode reads its prompt and its output so far. The mean prompt is weighted by tokens. Raises `ConfigError`."""
     if tokens < 1:
         raise ConfigError(f"--tokens {tokens}: must be at least 1")
     if max_num_seqs < 1:

@@ -80,8 +80,7 @@ class LLM:
 
     `model` is 'demo', a directory, or ORG/NAME on the Hugging Face hub. Keyword arguments are fields of `EngineConfig`.
     `progress` shows a bar on stderr while the model loads. Raises `WeftError`, with one clear line, if the model or an
-    option is invalid.
-    """
+    option is invalid."""
 
     def __init__(self, model: str = "demo", *, progress: bool = True, **options: Any) -> None:
         try:

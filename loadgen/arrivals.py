@@ -20,8 +20,7 @@ def renewal(
     """Return arrivals with independent gaps of mean `1 / rate` seconds, up to `duration` or `count`.
 
     `poisson`: exponential gaps. `gamma`: gaps Gamma(shape `burstiness`, scale 1 / (rate * burstiness)), whose
-    coefficient of variation is 1 / sqrt(burstiness): below 1 is burstier than Poisson. `constant`: equal gaps.
-    """
+    coefficient of variation is 1 / sqrt(burstiness): below 1 is burstier than Poisson. `constant`: equal gaps."""
     if process == "constant":
         # Due at 0, 1/rate, 2/rate, …: multiply instead of summing, so that errors do not accumulate.
         limits = [count] if count else []
@@ -66,8 +65,7 @@ def replay(
     """Return the start of a trace, `speed` times as fast, or stretched to a mean of `rate` requests per second.
 
     With a rate and a duration, only the first `rate * duration` requests are stretched. Raises `LoadError` if the trace
-    takes no time and `rate` is given.
-    """
+    takes no time and `rate` is given."""
     if rate is not None and duration is not None:
         count = min(count or len(times), max(2, round(rate * duration)))
     times = (times - times[0])[:count]

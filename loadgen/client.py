@@ -29,8 +29,7 @@ class Target:
     headers: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     timeout: float = 600.0
-    exact_output: bool = True
-    """Whether to request the exact number of tokens (`ignore_eos`, `min_tokens`)."""
+    exact_output: bool = True  # Whether to request the exact number of tokens (`ignore_eos`, `min_tokens`).
 
     @property
     def path(self) -> str:
@@ -65,8 +64,7 @@ class Client:
     async def send(self, record: Record, body: bytes, *, keep_text: bool = False) -> str:
         """Send the request and complete `record`; return the answer's text if `keep_text` is set.
 
-        Server failures never raise. If cancelled, it leaves the record `UNFINISHED` and raises `CancelledError`.
-        """
+        Server failures never raise. If cancelled, it leaves the record `UNFINISHED` and raises `CancelledError`."""
         reader = AnswerReader(record.times, keep_text=keep_text)
         request = self.target.address.head("POST", self.target.path, self._headers, len(body)) + body
         record.start = time.monotonic() - self.epoch

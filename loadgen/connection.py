@@ -203,8 +203,7 @@ class Pool:
     async def exchange(self, request: bytes, reader: Reader) -> int:
         """Like `Connection.exchange`, but opens a connection if none is idle. Raises `OSError` if that fails.
 
-        If the server had closed an idle connection before it saw the request, the exchange is repeated once.
-        """
+        If the server had closed an idle connection before it saw the request, the exchange is repeated once."""
         while self._idle:
             if (connection := self._idle.pop()).alive:
                 try:

@@ -117,8 +117,7 @@ class Driver:
     async def _user(self, user: int) -> None:
         """Run one user of a closed loop, who sends every `users`-th request, each after an answer and a think time.
 
-        Users start spread over the first second. Starting together would measure a burst that never recurs.
-        """
+        Users start spread over the first second. Starting together would measure a burst that never recurs."""
         workload = self.job.workload
         index, due, turn = user, user / workload.users, 0
         while workload.count is None or index < workload.count:
@@ -248,8 +247,7 @@ class Driver:
     async def _probe(self) -> None:
         """Record this loop's lateness for every 5 ms of the run, including intervals that passed while it was late.
 
-        Report the totals twice a second.
-        """
+        Report the totals twice a second."""
         lags = self._out.lags
         due = reported = max(0.0, self._now())
         while True:

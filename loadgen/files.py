@@ -32,8 +32,7 @@ def write(
 ) -> None:  # fmt: skip
     """Write each kind of report that has a path: `json`, `csv`, `record`, `html`. Raises `LoadError`.
 
-    row: if given, the JSON has InferenceX's format with these fields (see `inferencex.row`).
-    """
+    row: if given, the JSON has InferenceX's format with these fields (see `inferencex.row`)."""
     for kind, path in paths.items():
         try:
             match kind:

@@ -70,8 +70,7 @@ def parse(text: str, option: str) -> Lengths:
 def read_pairs(path: Path) -> Counts:
     """Read `[n, 2]` input and output lengths from a JSON list of pairs, or from the first two columns of a CSV.
 
-    Raises `LoadError` for an unusable file.
-    """
+    Raises `LoadError` for an unusable file."""
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix.lower() == ".csv":

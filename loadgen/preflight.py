@@ -46,8 +46,7 @@ class Ready:
 async def prepare(target: Target, maker: PromptMaker) -> Ready:
     """Find the model and try small requests. Raises `LoadError`.
 
-    For word prompts, two prompts of different length calibrate the tokens per word and per bare prompt.
-    """
+    For word prompts, two prompts of different length calibrate the tokens per word and per bare prompt."""
     notes: list[str] = []
     target, context = await _discover(target, notes)
     trial = await _try(target, maker.prompt(0, 8), 2)

@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 from weft.loadgen.driver import Driver, Job, Outcomes, Progress
 from weft.loadgen.errors import LoadError
 
-HEAD_START = 0.1
-"""Seconds between the last process becoming ready and second zero."""
+HEAD_START = 0.1  # Seconds between the last process becoming ready and second zero.
 
 OnProgress = Callable[[float, Sequence[Progress]], None]
 """Called with the seconds since the start and the totals of each process."""
@@ -82,8 +81,7 @@ def run_jobs(jobs: Sequence[Job], on_progress: OnProgress | None = None) -> list
     """Run each job in a process, with a common second zero, and wait for them.
 
     An interrupt (Ctrl-C) ends the run early and keeps the measurements; a second one aborts it. Raises `LoadError` if a
-    process dies.
-    """
+    process dies."""
     workers: list[_Worker] = []
     interrupts = 0
 

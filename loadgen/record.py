@@ -27,16 +27,14 @@ class Outcome(enum.StrEnum):
 class Record:
     index: int
     due: float  # Scheduled time of sending.
-    input_tokens: int
-    """Planned prompt tokens; 0 for a prompt of unknown length from a file."""
+    input_tokens: int  # Planned prompt tokens; 0 for a prompt of unknown length from a file.
     output_tokens: int  # Requested output tokens.
     session: int = -1
     turn: int = 0
     start: float = NAN  # Actual start of sending, before opening a connection.
     first: float = NAN  # Arrival of the first event with a token.
     end: float = NAN  # Arrival of the answer's last event.
-    times: array[float] = field(default_factory=lambda: array("d"))
-    """Arrival of every event with a token."""
+    times: array[float] = field(default_factory=lambda: array("d"))  # Arrival of every event with a token.
     prompt_tokens: int = -1  # Prompt tokens counted by the server; -1: not reported.
     completion_tokens: int = -1
     cached_tokens: int = -1

@@ -36,8 +36,7 @@ class Snapshot:
     """Samples by name, summed over all labels."""
 
     samples: dict[str, float] = field(default_factory=dict)
-    build: dict[str, str] = field(default_factory=dict)
-    """weft's build info: version, model, dtype, device."""
+    build: dict[str, str] = field(default_factory=dict)  # weft's build info: version, model, dtype, device.
 
     @staticmethod
     def parse(text: str) -> Snapshot | None:
@@ -65,8 +64,7 @@ class ServerView:
     means: dict[str, float]
     counts: dict[str, int]
     totals: dict[str, int]
-    joules: float | None = None
-    """Energy of the server's devices, including idle time; None: not counted."""
+    joules: float | None = None  # Energy of the server's devices, including idle time; None: not counted.
     seconds: float = 0.0  # Seconds between the two snapshots.
     build: dict[str, str] = field(default_factory=dict)  # See `Snapshot`.
 

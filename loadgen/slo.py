@@ -103,8 +103,7 @@ class Attainment:
 def meets(objective: Objective, measures: Measures) -> NDArray[np.bool_]:
     """Return `[n]`: which requests were answered and met the limit. One-token requests meet any limit on tpot and itl.
 
-    For `itl`, the statistic is computed over each request's gaps.
-    """
+    For `itl`, the statistic is computed over each request's gaps."""
     if objective.measure == "itl":
         own = np.array([objective.of(measures.itl_of(record)) for record in measures.records], np.float64)
     else:

@@ -15,8 +15,7 @@ Z95 = 1.959963984540054  # Two-sided 95 % point of the standard normal distribut
 def percentile(values: Values, q: float) -> float:
     """Return the `q`-th percentile (0-100), linear between order statistics (Hyndman and Fan's type 7); NaN if empty.
 
-    Infinite values are allowed; a percentile between a finite and an infinite value is infinite.
-    """
+    Infinite values are allowed; a percentile between a finite and an infinite value is infinite."""
     n = len(values)
     if not n:
         return nan
@@ -33,8 +32,7 @@ def percentile_interval(values: Values, q: float) -> tuple[float, float]:
 
     The number of values below the true percentile is binomial. Its normal approximation gives the two ranks, rounded
     outward, so that the coverage is at least nominal. If a rank lies outside the sample, that end is infinite: the
-    sample is too small to bound the percentile.
-    """
+    sample is too small to bound the percentile."""
     n, p = len(values), q / 100
     if not n:
         return nan, nan

@@ -12,8 +12,7 @@ from weft.loadgen.errors import AnswerTooLong
 _UNFINISHED = b'"finish_reason":null'
 _UNFINISHED_SPACED = b'"finish_reason": null'
 _MAX_BODY = 1 << 16
-MAX_EVENT_BYTES = 4 << 20
-"""Far more than any stream event has, even with logprobs of a long prompt."""
+MAX_EVENT_BYTES = 4 << 20  # Far more than any stream event has, even with logprobs of a long prompt.
 
 
 class AnswerReader:
@@ -31,8 +30,7 @@ class AnswerReader:
     def __init__(self, times: array[float], *, keep_text: bool = False) -> None:
         self.times = times
         self.keep_text = keep_text
-        self.is_stream = True
-        """False: the bytes are an ordinary body; `body` keeps its first 64 KiB."""
+        self.is_stream = True  # False: the bytes are an ordinary body; `body` keeps its first 64 KiB.
         self.body = b""
         self.retry_after = ""
         self.end = float("nan")

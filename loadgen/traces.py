@@ -53,8 +53,7 @@ def read_trace(path: Path) -> Trace:
     - weft: JSON lines with `at` (s), `input_tokens`, `output_tokens`, and optionally `hash_ids`, `block_tokens`, as
       written by `weft load --record`. `prompt` or `messages` can replace `input_tokens`.
 
-    Raises `LoadError` naming an invalid line.
-    """
+    Raises `LoadError` naming an invalid line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -45,8 +45,7 @@ class ContentOptions:
     prompts: tuple[tuple[Content, int | None], ...] = ()
     trace: Trace | None = None
     turns: Lengths = ONE  # Requests per conversation.
-    think: float = 0.0
-    """Mean seconds between an answer and the user's next request; exponential."""
+    think: float = 0.0  # Mean seconds between an answer and the user's next request; exponential.
     context: int = 0
     """Extra tokens in a conversation's first prompt: an agent's instructions, tools and files."""
 

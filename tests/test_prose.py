@@ -1,4 +1,4 @@
-"""Keeps the worst English out: phrases that read as if translated, and private words for things the field has names for.
+"""Keeps the worst English out: phrases that read as if translated, and private words for what the field has names for.
 
 A test can only catch words. docs/design.md has the glossary; CONTRIBUTING.md says how text should read.
 """

@@ -25,7 +25,7 @@ MOST_LINES = 77_800
 PROGRAMS = ("weft", "weft.server.__main__")
 """The package itself (`LLM`) and the `weft` command."""
 BY_NAME = {
-    "weft.engine.model.families": "weft.engine.model.families.*",  # one file per architecture, listed by the folder
+    "weft.engine.model.families": "weft.engine.model.families.*"  # one file per architecture, listed by the folder
 }
 """Modules that import others by names made at run time. Names that are written out are found without this table."""
 NAME = re.compile(r"weft(\.\w+)+")

@@ -103,11 +103,6 @@ COMMANDS = (
         "weft.tools.papers.paper:main",
         own_parser=True,
     ),
-    Command(
-        "demo evaluate",
-        "measure the accuracy of each skill",
-        "weft.tools.demo.evaluate:main",
-        own_parser=True,
-    ),
+    Command("demo evaluate", "measure the accuracy of each skill", "weft.tools.demo.evaluate:main", own_parser=True),
     Command("demo train", "train the model again", "weft.tools.demo.train:main", own_parser=True),
 )

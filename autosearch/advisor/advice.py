@@ -29,8 +29,7 @@ class Advice(NamedTuple):
     replicas: ReplicaAdvice | None  # None if no slot limit fits.
     rate: float
     """Requests per second that meet the objectives, while 15 % more do not; 0 if no rate does."""
-    measured: MeasuredRate | None
-    """The result of runs at rates; None if the rate was simulated on the curve."""
+    measured: MeasuredRate | None  # The result of runs at rates; None if the rate was simulated on the curve.
     notes: tuple[str, ...]
 
 
@@ -89,8 +88,7 @@ def _objective_notes(objectives: Sequence[Objective]) -> tuple[str, ...]:
 def configuration(advice: Advice, given: Mapping[str, Any]) -> str:
     """Return YAML for `weft serve --config`. given: engine options of the measurements.
 
-    Raises `ConfigError` if there is nothing to advise.
-    """
+    Raises `ConfigError` if there is nothing to advise."""
     best, replicas = advice.solution.best, advice.replicas
     if best is None or replicas is None:
         raise ConfigError(advice.solution.why_not)

@@ -35,8 +35,7 @@ from weft.engine.progress import ProgressBar, for_stdout
 if TYPE_CHECKING:
     from weft.autosearch.advisor.engine_bench import EngineBench
 
-SWEEP_SHARE = 0.5
-"""Share of the measuring time for the sweep. The rest is for runs at rates."""
+SWEEP_SHARE = 0.5  # Share of the measuring time for the sweep. The rest is for runs at rates.
 EXCLUDED = {"slo", "max_num_seqs", "share", "model"}
 """Options that do not affect the points, or are stored separately."""
 

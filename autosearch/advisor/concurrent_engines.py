@@ -21,8 +21,7 @@ from weft.engine.errors import WeftError
 from weft.engine.wire.child import settle
 from weft.engine.wire.weight_exchange import WeightExchange
 
-REPLY_SECONDS = 90.0
-"""Time limit for a reply. An engine that hangs thus ends the measurement early."""
+REPLY_SECONDS = 90.0  # Time limit for a reply. An engine that hangs thus ends the measurement early.
 START_SECONDS = 600.0
 WARMUP_ITERATIONS = 4
 POLL_SECONDS = 0.2  # Interval to check whether the user has ended the measurement.
@@ -35,8 +34,7 @@ class EndedEarly(WeftError):
 class ConcurrentEngines:
     """Starts the engines once, then measures any number of them at any slot limit while the others are idle.
 
-    The baseline of several engines is one of them alone: also a process, with equally many pages.
-    """
+    The baseline of several engines is one of them alone: also a process, with equally many pages."""
 
     def __init__(
         self, config: EngineConfig, most: int, bound: int, pages: int, lengths: Lengths, seconds: float,
@@ -44,8 +42,7 @@ class ConcurrentEngines:
     ) -> None:  # fmt: skip
         """most: number of engines. bound: largest slot limit. pages: KV pages per engine.
 
-        Raises `WeftError` if an engine does not start.
-        """
+        Raises `WeftError` if an engine does not start."""
         own: dict[str, Any] = {"num_pages": pages, "kv_cache_gib": None, "max_num_seqs": bound, "slo": []}
         if config.device == "cpu" or config.cpu_threads is not None:
             own["cpu_threads"] = max(1, (config.cpu_threads or len(os.sched_getaffinity(0)) - 1) // most)

@@ -45,15 +45,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     iterations: int
     output_per_s: float
-    itl: Times
-    """Time between the tokens of a request, as the engine commits them."""
+    itl: Times  # Time between the tokens of a request, as the engine commits them.
     ttft: Times
     """Time from a request's first schedule to its first token, without the wait for a slot."""
-    kv_pages: int
-    """Maximum of pages held; `kv_share` is their mean share of the pool."""
+    kv_pages: int  # Maximum of pages held; `kv_share` is their mean share of the pool.
     kv_share: float
-    idle_share: float
-    """Share of the time in which the device waited for the CPU between iterations."""
+    idle_share: float  # Share of the time in which the device waited for the CPU between iterations.
     prefill_share: float  # Share of device time for prompts, by tokens.
     joules_per_token: float | None = None
     """Energy per output token, by the device's counter; None if there is none."""
@@ -88,8 +85,7 @@ class RateRun(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     objectives: tuple[str, ...]
     kept: bool  # All objectives were met and the queue did not grow.
-    requests: int
-    """Requests with a first token. A run ends early once it is sure to miss."""
+    requests: int  # Requests with a first token. A run ends early once it is sure to miss.
     ttft: Times  # Time from a request's arrival to its first token.
     itl: Times
 
@@ -107,8 +103,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     pages: int
     joules: str = ""  # Source of the energy counter.
     no_joules: str = ""
-    no_activity: str = ""
-    """Reasons why there is no energy counter, and no memory and SM activity."""
+    no_activity: str = ""  # Reasons why there is no energy counter, and no memory and SM activity.
     versions: str = ""
 
 
@@ -118,8 +113,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     workload: str
     prompt: float
     output: float  # Mean tokens per request.
-    options: dict[str, str | int | float | bool | list[str]]
-    """Engine options that were set, without the model."""
+    options: dict[str, str | int | float | bool | list[str]]  # Engine options that were set, without the model.
     machine: Machine
     points: tuple[Point, ...] = ()
     replicas: tuple[ReplicaPoint, ...] = ()

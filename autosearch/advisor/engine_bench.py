@@ -28,8 +28,7 @@ from weft.engine.wire.sampling import SamplingParams
 SPARE = 8  # Minimum queue length, so that no slot stays free.
 MIN_ITERATIONS = 30
 RAMP_SECONDS = 60.0  # Maximum time to reach the steady state of a slot limit.
-MAX_EXTENSION = 20.0
-"""Factor by which a measurement may be extended until a request has started in it."""
+MAX_EXTENSION = 20.0  # Factor by which a measurement may be extended until a request has started in it.
 GROWING = 0.05
 """The queue grows if the last tenth of the requests waits this share of the run longer than the first."""
 STUCK = 20
@@ -40,8 +39,7 @@ class EngineBench(Listener):
     """Keeps the queue full, so that the slot limit alone sets the number of running requests.
 
     The first requests enter in mid-life, with some of their output already in the prompt. Their ends are then spread as
-    in the steady state. A higher slot limit keeps the running requests.
-    """
+    in the steady state. A higher slot limit keeps the running requests."""
 
     def __init__(
         self, engine: Engine, lengths: Lengths, seconds: float, seed: int = 0,

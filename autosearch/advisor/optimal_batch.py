@@ -11,8 +11,7 @@ from weft.engine.config import Objective
 from weft.engine.errors import ConfigError
 
 Aim = Literal["throughput", "energy"]
-TIE = 0.01
-"""Relative distance to the best within which the smallest point is chosen."""
+TIE = 0.01  # Relative distance to the best within which the smallest point is chosen.
 ENGINE_SHARE = 0.95
 """Share of an itl limit that the engine may use. The rest is reserved for the network and the API process."""
 ONE = 1.5  # Largest mean batch that counts as batch 1.
@@ -36,8 +35,7 @@ class Solution(NamedTuple):
     best: Verdict | None  # None if no measured point fits.
     verdicts: tuple[Verdict, ...]  # Sorted by batch.
     most: Verdict  # MAX: the highest throughput, regardless of the requirements.
-    knee: Verdict
-    """The point farthest above the line from the first to the last point."""
+    knee: Verdict  # The point farthest above the line from the first to the last point.
     why_not: str = ""  # Reason if there is no best.
 
 
@@ -70,8 +68,7 @@ def solve(
 
     B is the batch that ran, not the slot limit. T(1) is measured, per request that ran. Among points within `tie` of
     the best, which differ by noise only, the smallest is chosen. The aim "energy" minimizes joules per output token
-    under the same conditions. Raises `ConfigError` if batch 1 is missing, or for "energy" without a joule counter.
-    """
+    under the same conditions. Raises `ConfigError` if batch 1 is missing, or for "energy" without a joule counter."""
     verdicts = judge(curve, objectives, epsilon)
     most = max(verdicts, key=lambda v: v.throughput)
     fitting = [v for v in verdicts if v.fits]

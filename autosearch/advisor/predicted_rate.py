@@ -34,8 +34,7 @@ class Queue:
     def keeps(self, rate: float, seed: int, outputs: np.ndarray) -> bool:
         """Whether a run of `RUN_SECONDS` meets every objective. outputs `[k]`: output tokens to draw from.
 
-        Time advances in token steps: each running request gets a token, in the step time of that batch size.
-        """
+        Time advances in token steps: each running request gets a token, in the step time of that batch size."""
         rng = np.random.default_rng(seed)
         arrivals = np.cumsum(rng.exponential(1 / rate, max(8, int(rate * RUN_SECONDS * 1.5))))
         arrivals = arrivals[arrivals < RUN_SECONDS]
@@ -97,8 +96,7 @@ def predicted_rate(curve: Curve, bound: int, objectives: Sequence[Objective], ou
 
     It is as far below the knee, the rate that half of the runs meet, as 15 % more is above it. The highest rate that
     several runs met would be missed by half of further runs. Returns 0 if no rate meets the objectives. With `itl`
-    objectives alone the slot limit meets them at any rate; then only the growing queue counts.
-    """
+    objectives alone the slot limit meets them at any rate; then only the growing queue counts."""
     point = max((p for p in curve.points if p.bound <= bound), key=lambda p: p.bound)
     highest = 1.1 * point.output_per_s / max(curve.output, 1.0)
     queue = Queue(curve, bound, objectives)

@@ -12,8 +12,7 @@ from weft.autosearch.time_budget import TimeBudget
 MISS_FACTOR = 1.15  # Multiple of the advised rate that must miss.
 RUNS = 3  # Runs that must meet the objectives at the advised rate.
 STEP = 1.12  # Factor between rates until some runs meet and some miss.
-CLOSE = 1.05
-"""The knee is known once rates that meet and miss are this close."""
+CLOSE = 1.05  # The knee is known once rates that meet and miss are this close.
 MOST_RUNS = 24  # Limit for a machine that is too noisy to converge.
 ENOUGH = 1000
 """Requests per run. With fewer, the random rate varies by more than 3 %, and the knee is wider than 15 %."""
@@ -61,8 +60,7 @@ def measured_rate(runs: Sequence[RateRun]) -> MeasuredRate | None:
     """Return the rate to advise: as far below the knee as 15 % more is above it, and below any miss at such a rate.
 
     The highest rate that met is not advised, because about half of all runs near the knee miss. Returns None until runs
-    have both met and missed.
-    """
+    have both met and missed."""
     low, high = knee(runs)
     if not low or math.isinf(high):
         return None

@@ -15,8 +15,7 @@ MOST = 64
 class ReplicaAdvice(NamedTuple):
     replicas: int
     reason: str
-    fit: int
-    """Engines that fit at this slot limit, with one copy of the weights."""
+    fit: int  # Engines that fit at this slot limit, with one copy of the weights.
     needed_pages: int
     freed: int  # Bytes of KV pages that this slot limit does not need.
     most_gain: float  # Gain if all idle time were used: 1 / (1 - idle share).
@@ -26,8 +25,7 @@ def advise_replicas(curve: Curve, best: Verdict) -> ReplicaAdvice:
     """Advise more than one engine only if several measured faster than the best single one.
 
     Replicas use the time in which the device waits for the CPU (paper §VI-B), so the idle share limits their gain. A
-    gain from running kernels of two engines concurrently (MPS) does not show in the idle share; it must be measured.
-    """
+    gain from running kernels of two engines concurrently (MPS) does not show in the idle share; it must be measured."""
     m, point = curve.machine, best.point
     needed = min(m.pages, round(SLACK * point.kv_pages) + 1)
     fit = max(1, min(MOST, (m.memory - m.weights) // max(1, m.working + needed * m.page_bytes)))

@@ -11,11 +11,9 @@ from weft.autosearch.advisor.optimal_batch import Aim, judge, solve
 from weft.autosearch.time_budget import TimeBudget
 from weft.engine.config import Objective
 
-FLAT = 0.03
-"""Minimum gain of a doubling. Two smaller gains in a row end the ascent."""
+FLAT = 0.03  # Minimum gain of a doubling. Two smaller gains in a row end the ascent.
 TOO_LATE = 4.0  # Multiple of an objective at which the ascent ends.
-CLOSE = 1.12
-"""Ratio of slot limits below which no more are measured between them."""
+CLOSE = 1.12  # Ratio of slot limits below which no more are measured between them.
 MOST_POINTS = 24
 
 

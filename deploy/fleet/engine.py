@@ -75,8 +75,7 @@ class SimulatedOutputs(NamedTuple):
     handles: list[int]
     tokens: list[int]
     finish: list[int]
-    started: dict[int, int]
-    """Cached tokens by handle, of requests that got their first token."""
+    started: dict[int, int]  # Cached tokens by handle, of requests that got their first token.
     stats: EngineStats
 
 

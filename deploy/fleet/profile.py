@@ -97,16 +97,13 @@ class IterationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     chunk_ms: float
     decode_ms: float  # Time per decode, in addition to its share of `dense_ms`.
     gap_ms: float = 0.0  # Gap between two iterations if the second is already queued.
-    host_ms: float = 0.0
-    """Host time to schedule, build and commit an iteration while another one computes."""
+    host_ms: float = 0.0  # Host time to schedule, build and commit an iteration while another one computes.
     host_request_ms: float = 0.0  # Additional host time per request.
-    request_ms: float = 0.0
-    """Time from a client's first byte to the engine: HTTP, text, routing, the socket."""
+    request_ms: float = 0.0  # Time from a client's first byte to the engine: HTTP, text, routing, the socket.
     answer_ms: float = 0.0  # Time from the engine to a client.
     silent: tuple[int, ...] = ()
     """Observed numbers of tokens before an answer's first text, for example partial characters."""
-    threads: int = 0
-    """Cores that an iteration keeps busy; 0: it runs on a separate device."""
+    threads: int = 0  # Cores that an iteration keeps busy; 0: it runs on a separate device.
     side_by_side: SideBySide | None = None
     energy: Energy | None = None
     error: Error | None = None

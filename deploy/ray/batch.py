@@ -67,11 +67,7 @@ class Worker:
         except Refused as error:
             raise WeftError(str(error)) from None
         ids, lines, failed = zip(*answers.lines, strict=True)
-        return {
-            "custom_id": np.array(ids, object),
-            "answer": np.array(lines, object),
-            "failed": np.array(failed, bool),
-        }
+        return {"custom_id": np.array(ids, object), "answer": np.array(lines, object), "failed": np.array(failed, bool)}
 
 
 def answered(

@@ -267,8 +267,7 @@ class EngineConfig(BaseModel):
         """The objective for the time between tokens that prefill chunks must respect; None for no limit.
 
         Percentiles of an adaptive sequence limit apply to chunks, too: with few requests running, a full batch of
-        prefill tokens still delays the next token.
-        """
+        prefill tokens still delays the next token."""
         if self.itl_slo is not None:
             return itl_objective(self.itl_slo)
         return min(self.kept_percentiles, key=lambda o: o.limit, default=None)

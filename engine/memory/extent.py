@@ -18,8 +18,7 @@ from weft.engine.memory.transfer import SHARE, aligned, remainders_for
 MAGIC = b"weft-kv\0"
 VERSION = 2  # version of the format and of the layout that kernels give a page: raise it when either changes
 SUPERBLOCK_BYTES = 4096
-SALT_BYTES = 512
-"""Maximum length of a salt. Pages with longer salts are not stored."""
+SALT_BYTES = 512  # Maximum length of a salt. Pages with longer salts are not stored.
 
 _SUPERBLOCK = struct.Struct("<8sIIQQQ16sQQ")
 _HEADER = struct.Struct("<8sI16sQQ16s16s16sIIi")

@@ -14,8 +14,7 @@ class RetainedPages:
 
     A chain is retained from its first page on, so no retained page has a parent that is not. At most `limit` pages are
     retained; beyond that the least recently retained ones are released, last pages of a chain first. Retained pages
-    can still be evicted, so that running requests never wait for them.
-    """
+    can still be evicted, so that running requests never wait for them."""
 
     def __init__(self, limit: int, on_release: Callable[[PrefixEntry], None]) -> None:
         """`on_release` is called with each entry that is no longer retained."""

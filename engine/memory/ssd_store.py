@@ -36,8 +36,7 @@ class Job:
         self.outcome = Outcome.PENDING
         self.begun: float | None = None  # start in monotonic seconds; None while queued
         self.reason = ""
-        self.raw = False
-        """The page could not be packed. Valid once the outcome is set."""
+        self.raw = False  # The page could not be packed. Valid once the outcome is set.
 
 
 class Store(Protocol):

@@ -22,8 +22,7 @@ from weft.kernels.formats.packed_page import PackedPage
 
 LOCK_PATIENCE_SECONDS = 6.0
 """Seconds to wait for the lock: the engine of a killed daemon keeps storing pages for a few seconds."""
-MEMORY_SHARE = 0.9
-"""Maximum share of free memory for the host pool. More can crash the system."""
+MEMORY_SHARE = 0.9  # Maximum share of free memory for the host pool. More can crash the system.
 
 
 def open_store(

@@ -95,8 +95,7 @@ class Tensors:
 class Checkpoint:
     """Named tensors of a directory of safetensors files, each checked against the shape that the config implies.
 
-    Falls back to PyTorch files (`pytorch_model.bin`), from which it reads only tensors.
-    """
+    Falls back to PyTorch files (`pytorch_model.bin`), from which it reads only tensors."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         index = path / "model.safetensors.index.json"
@@ -141,8 +140,7 @@ class Checkpoint:
     def __call__(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Stored:
         """Return the tensor or a part of it; only that part will be read. shape: shape of the part.
 
-        Raises `ModelError` if the tensor is missing or has another shape.
-        """
+        Raises `ModelError` if the tensor is missing or has another shape."""
         file = self._files.get(name)
         if file is None:
             raise ModelError(f"{self._path} has no tensor {name}, which config.json requires")

@@ -11,8 +11,7 @@ from weft.engine.model.families import family_of
 from weft.engine.model.quantization import of_modelopt_file
 from weft.engine.model.spec import ModelSpec
 
-MODELOPT = "hf_quant_config.json"
-"""File in which ModelOpt describes its quantization, if not in `config.json`."""
+MODELOPT = "hf_quant_config.json"  # File in which ModelOpt describes its quantization, if not in `config.json`.
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -56,8 +55,7 @@ def eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
 def read_spec(path: Path) -> ModelSpec:
     """Read `config.json` and `generation_config.json` of a model directory.
 
-    Raises `ModelError`, one line, for a missing or malformed file or an unsupported architecture or option.
-    """
+    Raises `ModelError`, one line, for a missing or malformed file or an unsupported architecture or option."""
     config = read_config(path)
     family = family_of((config.get("architectures") or ["(none)"])[0])
     try:

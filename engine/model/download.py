@@ -100,8 +100,7 @@ def _in_background(work: Any) -> None:
 class _ProgressDisplay:
     """Shows download progress: a bar on a terminal, occasional lines in a log.
 
-    It looks at file sizes, so it works with any transfer method.
-    """
+    It looks at file sizes, so it works with any transfer method."""
 
     def __init__(self, name: str, folder: Path, files: int, size: int) -> None:
         self._name, self._folder, self._size = name, folder, size

@@ -34,8 +34,7 @@ class ExpertMatrices(NamedTuple):
 class ExpertWeights:
     """Reads the experts of one layer, or the rank's shard of them.
 
-    matrix, bias: read one tensor by its name in the layer, as `(name, out, inner, part)` and `(name, out, part)`.
-    """
+    matrix, bias: read one tensor by its name in the layer, as `(name, out, inner, part)` and `(name, out, part)`."""
 
     def __init__(
         self, tensors: Tensors, spec: ModelSpec, names: TensorNames, prefix: str,
@@ -129,8 +128,7 @@ class ExpertWeights:
         """Read `[count, out, inner]` from a tensor `[count, inner, out]` or from MXFP4 blocks `[count, out, inner]`.
 
         part: along `out` (1) or `inner` (2). MXFP4 blocks hold 32 numbers of `inner` and are not split. If matrices
-        become FP8, MXFP4 numbers stay exact because their scales are powers of two.
-        """
+        become FP8, MXFP4 numbers stay exact because their scales are powers of two."""
         if not self._tensors.has(f"{name}_blocks"):
             turned = part._replace(dim=3 - part.dim)
             return self._tensors.get(name, (count, inner, out), turned).transpose(1, 2).contiguous()

@@ -28,8 +28,7 @@ PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 """Read from a directory without safetensors files, but not downloaded."""
 SMALL = ("*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt")
 """Configuration and tokenizer files at the top level; `FOLDERS` lists those in folders."""
-FOLDERS = {"additional_chat_templates": ".jinja", "1_Pooling": ".json"}
-"""File name endings to read, by folder."""
+FOLDERS = {"additional_chat_templates": ".jinja", "1_Pooling": ".json"}  # File name endings to read, by folder.
 GGUF = ".gguf"
 
 
@@ -96,8 +95,7 @@ def missing(directory: Path) -> list[str]:
 def damaged(directory: Path) -> list[str]:
     """Return safetensors files that are incomplete, for example after an aborted copy or on a full disk.
 
-    It reads only headers; loading finds changed bits.
-    """
+    It reads only headers; loading finds changed bits."""
     from safetensors import SafetensorError, safe_open
 
     found = []
@@ -131,8 +129,7 @@ def pull(name: str, revision: str | None = None, *, weights: bool = True) -> Pat
     """Download the files of ORG/NAME or ORG/NAME:FILE that weft reads and lacks, and return the directory.
 
     A broken connection resumes at the byte where it stopped; an aborted process leaves complete files. Progress goes
-    to stderr. weights: False for only configuration and tokenizer. Raises `ModelError`, one line.
-    """
+    to stderr. weights: False for only configuration and tokenizer. Raises `ModelError`, one line."""
     from huggingface_hub import HfApi, hf_hub_download
 
     name, _, file = name.partition(":")

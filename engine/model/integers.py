@@ -23,8 +23,7 @@ from weft.engine.model.spec import ModelSpec
 GIB = 1 << 30
 WORD = 32  # Bits of the integers that codes are packed into.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # Positions of eight neighboring codes in an AWQ word.
-CHUNK = 1 << 24
-"""Values converted at once, because they pass through integers and float32."""
+CHUNK = 1 << 24  # Values converted at once, because they pass through integers and float32.
 
 
 class Ends(NamedTuple):

@@ -24,8 +24,7 @@ from weft.kernels.matmul import weight_layout as pack
 class ProjectionWeights:
     """The weights of one operation of a layer, in the layout of `kernels.matmul.weight_layout`.
 
-    The preceding norm is folded in, except into quantized matrices (`fp8`).
-    """
+    The preceding norm is folded in, except into quantized matrices (`fp8`)."""
 
     weight: Tensor
     """[out, inner]; experts: `[experts, out, inner]`; router: float32; quantized: e4m3."""
@@ -33,12 +32,10 @@ class ProjectionWeights:
     q_norm: Tensor | None = None  # [D], or [Hq * D] if one norm covers all heads.
     k_norm: Tensor | None = None  # [D], or [Hkv * D].
     sinks: Tensor | None = None  # [Hq], for the attention after a QKV projection.
-    post_norm: Tensor | None = None
-    """[H] float32: the norm between a projection and the residual stream."""
+    post_norm: Tensor | None = None  # [H] float32: the norm between a projection and the residual stream.
     gate: Tensor | None = None  # [1, H]: gate of a shared expert.
     choice_bias: Tensor | None = None  # [experts] float32, of a router.
-    fp8: Fp8Matrix | None = None
-    """The same weight with its scales and the preceding norm, if quantized."""
+    fp8: Fp8Matrix | None = None  # The same weight with its scales and the preceding norm, if quantized.
 
     @property
     def matrix(self) -> Matrix:
@@ -310,8 +307,7 @@ class _Layer:
 def pack_layer(tensors: Tensors, spec: ModelSpec, names: TensorNames, i: int) -> LayerWeights:
     """Return the weights of the operations of `spec.layer_operations` for layer `i` of a model or a shard.
 
-    Raises `ModelError` for a missing tensor or one of another shape.
-    """
+    Raises `ModelError` for a missing tensor or one of another shape."""
     layer = _Layer(tensors, spec, names, i)
     attention = {"qkv": layer.qkv(), "o": layer.o()}
     if spec.experts is not None and layer.parts.experts:

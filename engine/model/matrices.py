@@ -69,8 +69,7 @@ def find_scale(tensors: Tensors, module: str) -> str | None:
 def read(tensors: Tensors, module: str, out: int, inner: int, part: Part = WHOLE, *, static: bool = False) -> Unpacked:
     """Read a module's matrix `[out, inner]` or that part of it. static: with its input scale.
 
-    Raises `ModelError` with the name of a tensor that is missing or has another shape.
-    """
+    Raises `ModelError` with the name of a tensor that is missing or has another shape."""
     name = find_scale(tensors, module)
     if name is None:
         return tensors.get(f"{module}.weight", (out, inner), part)
@@ -89,8 +88,7 @@ def read_stacked(
 ) -> Unpacked:
     """Like `read`, for the tensor `name` with matrices `[count, out, inner]` of several experts.
 
-    Scales also form one tensor: one per expert, or those of a matrix with a leading expert dimension.
-    """
+    Scales also form one tensor: one per expert, or those of a matrix with a leading expert dimension."""
     module, (count, out, inner) = name.removesuffix(".weight"), shape
     scale_name = find_scale(tensors, module)
     if scale_name is None:
@@ -181,8 +179,7 @@ def _positive(name: str, scale: Tensor) -> Tensor:
 def kv_scales(tensors: Tensors, spec: ModelSpec, names: TensorNames) -> Tensor | None:
     """Return the scales of FP8 K and V, `[layers, 2, Hkv]` float32, for this rank's KV heads; None if there are none.
 
-    Raises `ModelError` for a scale of another shape or not above zero.
-    """
+    Raises `ModelError` for a scale of another shape or not above zero."""
     attention = names.o.rpartition(".")[0]
     layers = []
     for i in range(spec.num_layers):
@@ -223,8 +220,7 @@ def _head_scales(tensors: Tensors, name: str, spec: ModelSpec) -> Tensor:
 def quantize(weight: Tensor, *, exact: bool = False) -> QuantizedMatrix:
     """Quantize `[..., out, inner]` with one scale per output channel, expert by expert to save memory.
 
-    exact: use powers of two, which represent four-bit numbers exactly.
-    """
+    exact: use powers of two, which represent four-bit numbers exactly."""
     if weight.is_meta:
         values = torch.empty(weight.shape, dtype=E4M3, device="meta")
         return QuantizedMatrix(Fp8Weight(values, torch.empty((*weight.shape[:-1], 1), device="meta")))
@@ -263,8 +259,7 @@ def packed(weight: Fp8Weight) -> Fp8Weight:
 def map_rows(change: Callable[..., Tensor], *matrices: Unpacked, dtype: torch.dtype, keep: bool = False) -> Unpacked:
     """Apply `change`, which only moves rows, to matrices. If their formats differ, all are converted to `dtype`.
 
-    A GEMM has one static input scale, so the largest is used. keep: keep each.
-    """
+    A GEMM has one static input scale, so the largest is used. keep: keep each."""
     quantized = [m for m in matrices if isinstance(m, QuantizedMatrix)]
     if len(quantized) < len(matrices) or len({m.weight.scale.shape[-1] for m in quantized}) > 1:
         return change(*(dequantize(m, dtype) for m in matrices))

@@ -24,10 +24,8 @@ class Role(Enum):
     """The function of an operation in a layer."""
 
     PROJECTION = "projection"  # A GEMM with its epilogue, on any range of tokens.
-    EXPERTS = "experts"
-    """A GEMM with many matrices, a few of them for each token; on any range of tokens."""
-    DECODE_ATTENTION = "decode attention"
-    """For requests with one new token: reads all their keys and values."""
+    EXPERTS = "experts"  # A GEMM with many matrices, a few of them for each token; on any range of tokens.
+    DECODE_ATTENTION = "decode attention"  # For requests with one new token: reads all their keys and values.
     PREFILL_ATTENTION = "prefill attention"
     """For chunks; also reads keys that earlier tokens of the same iteration wrote."""
     NETWORK = "network"  # A collective between ranks.
@@ -53,8 +51,7 @@ class Operation:
     inner: int = 0  # Its matrix is `[out, inner]`; 0 if it has none.
     parameters: int = 0  # Number of weights.
     flops: int = 0  # Per token; for attention per pair of query and key.
-    moved: int = 0
-    """Values read and written per token, without weights and cached keys and values."""
+    moved: int = 0  # Values read and written per token, without weights and cached keys and values.
     sent: int = 0  # Values that one rank sends to the others per token.
 
 
@@ -87,8 +84,7 @@ def attention(name: str, role: Role, resource: Resource, parents: tuple[str, ...
 def all_reduce(name: str, parents: tuple[str, ...], width: int, ranks: int) -> Operation:
     """Add up the partial sums `[T, width]` of all ranks, and add the result to the stream.
 
-    A rank sends the pieces that others add up, and its own sum to all of them: twice what a gather sends (§3.2).
-    """
+    A rank sends the pieces that others add up, and its own sum to all of them: twice what a gather sends (§3.2)."""
     piece = _to_others(width, ranks)
     return Operation(
         name, Role.NETWORK, Resource.NETWORK, parents, ALL_REDUCE, "x", "x",

@@ -19,8 +19,7 @@ class Norm:
     centred: bool = False  # LayerNorm, which subtracts the mean; else RMS norm.
     weight: bool = True
     bias: bool = False
-    unit_offset: bool = False
-    """Its weight, and that of the norms over heads, is one plus the checkpoint's."""
+    unit_offset: bool = False  # Its weight, and that of the norms over heads, is one plus the checkpoint's.
 
 
 class Placement(Enum):
@@ -54,8 +53,7 @@ class Placement(Enum):
 class Layer:
     """What may differ between layers."""
 
-    window: int | None = None
-    """Positions that a query sees, including its own; None: all earlier ones."""
+    window: int | None = None  # Positions that a query sees, including its own; None: all earlier ones.
     rope: int | None = 0  # Index into `ModelSpec.ropes`; None: q and k are not rotated.
     experts: bool = False  # Whether its MLP is `ModelSpec.experts`.
 
@@ -78,10 +76,8 @@ class Experts:
     choice_bias: bool = False
     router_bias: bool = False
     bias: bool = False  # Whether expert matrices have biases.
-    shared_size: int = 0
-    """Columns of an MLP that every token passes in addition; 0: none."""
-    shared_gate: bool = False
-    """Its output is multiplied by the sigmoid of a separate projection."""
+    shared_size: int = 0  # Columns of an MLP that every token passes in addition; 0: none.
+    shared_gate: bool = False  # Its output is multiplied by the sigmoid of a separate projection.
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +87,7 @@ class Quantization:
     method: str  # Its name in `config.json`.
     activations: Literal["dynamic", "static", "none"] = "dynamic"
     """How a projection's input is quantized: see `kernels.formats.fp8_matrix.Activations`."""
-    at_load: bool = False
-    """Quantize 16-bit matrices while loading, with one scale per output channel."""
+    at_load: bool = False  # Quantize 16-bit matrices while loading, with one scale per output channel.
     weights: tuple[str, ...] = ("channel",)
     """Granularity of scales: tensor, channel or block; several if modules differ."""
     kept: int = 0  # Modules that the config leaves in 16 bits.
@@ -106,7 +101,5 @@ class Integers:
     bits: int  # Bits per code: 2, 4 or 8.
     group: int  # Columns that share a scale; 0: all.
     symmetric: bool = False  # No zeros are stored: zero is the middle of the code range.
-    act_order: bool = False
-    """Groups are not in column order: the group of each column is stored."""
-    zeros_less_one: bool = False
-    """Zeros are stored minus one, as in the first version of GPTQ's format."""
+    act_order: bool = False  # Groups are not in column order: the group of each column is stored.
+    zeros_less_one: bool = False  # Zeros are stored minus one, as in the first version of GPTQ's format.

@@ -69,8 +69,7 @@ class QuantizeResult:
 
     path: Path
     errors: list[MatrixError]
-    kept: list[str]
-    """Modules whose matrices were not quantized, the embedding aside."""
+    kept: list[str]  # Modules whose matrices were not quantized, the embedding aside.
     bytes_before: int
     bytes_after: int
     resumed: int  # Shards written by an earlier run.
@@ -82,8 +81,7 @@ def quantize(
     """Write the model at `source` to the new directory `target`.
 
     keep: regular expressions; modules that match one stay in 16 bits. Raises `ConfigError` for an existing target or
-    an invalid or unmatched `keep`, `ModelError` for a model that cannot be quantized, each one line.
-    """
+    an invalid or unmatched `keep`, `ModelError` for a model that cannot be quantized, each one line."""
     if target.exists():
         raise ConfigError(f"{target} exists already: give a new directory")
     config = _config(source)

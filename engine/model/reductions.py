@@ -17,8 +17,7 @@ Reduction = Literal["all_reduce", "scatter_gather", "two_gathers"]
 """all_reduce: `X_reduce` adds up all columns.
 scatter_gather: `X_scatter` adds up each rank's columns; `X_gather` collects them.
 two_gathers: `X_gather_in` collects the input of `X_columns`, the projection split by output columns instead of inner
-dimension, which needs no addition; `X_gather` collects the columns.
-"""
+dimension, which needs no addition; `X_gather` collects the columns."""
 
 
 def _all_reduces(operations: Iterable[Operation]) -> Iterator[tuple[str, Operation | None]]:
@@ -36,8 +35,7 @@ def possible_reductions(operations: Iterable[Operation], ranks: int) -> dict[str
     """Return the possible reductions for each all-reduce of a layer, by name.
 
     Two gathers need a single dense projection whose input is no wider than its output; otherwise they would send more
-    than the all-reduce.
-    """
+    than the all-reduce."""
     found: dict[str, tuple[Reduction, ...]] = {}
     for name, only in _all_reduces(operations):
         gathers = only is not None and only.out % ranks == 0 and only.inner * ranks <= only.out

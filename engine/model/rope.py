@@ -17,8 +17,7 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """`rope_scaling` of the config: 'default', 'linear', 'dynamic' (NTK by position limit), 'llama3', 'yarn' or
-    'longrope'.
-    """
+    'longrope'."""
 
     kind: str = "default"
     factor: float = 1.0
@@ -28,10 +27,8 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    truncate: bool = True
-    """yarn: the blended range of dimensions begins and ends at integers."""
-    short_factors: tuple[float, ...] = ()
-    """longrope: factor per frequency within the original context."""
+    truncate: bool = True  # yarn: the blended range of dimensions begins and ends at integers.
+    short_factors: tuple[float, ...] = ()  # longrope: factor per frequency within the original context.
     long_factors: tuple[float, ...] = ()  # longrope: factor per frequency beyond it.
 
 
@@ -42,8 +39,7 @@ class Rope:
     theta: float
     scaling: RopeScaling = RopeScaling()
     part: float = 1.0  # Share of a head's dimensions that are rotated, from the first.
-    interleaved: bool = False
-    """The checkpoint stores the two halves of a pair next to each other."""
+    interleaved: bool = False  # The checkpoint stores the two halves of a pair next to each other.
 
     def dim(self, head_dim: int) -> int:
         """Return the number of rotated dimensions of a head."""
@@ -54,8 +50,7 @@ def inv_freq(head_dim: int, rope: Rope, max_positions: int = 0) -> tuple[torch.T
     """Return rotary frequencies `[rotary dims / 2]` float32 and the factor on cos and sin.
 
     max_positions: the longest served context. It decides the factors of longrope for all lengths: a model serves either
-    within its original context or beyond it.
-    """
+    within its original context or beyond it."""
     import torch  # here, so that reading a config does not load torch
 
     dim, s = rope.dim(head_dim), rope.scaling

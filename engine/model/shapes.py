@@ -22,8 +22,7 @@ class ShapesOnly(TorchFunctionMode):
     """Inside `with`, computes shapes and dtypes of packing operations on meta tensors.
 
     torch can do so too, but imports its compiler for it: one second and 100 MiB that a server does not otherwise need.
-    Unknown operations go to torch.
-    """
+    Unknown operations go to torch."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -66,16 +66,14 @@ class ModelSpec:
     qk_norm: Literal["", "head", "projection"] = ""
     """RMS norm over each head of q and k, or over all heads of q and all of k; before the rotation."""
     activation: str = "silu"  # See `kernels.reference.layer.ACTIVATIONS`.
-    gated: bool = True
-    """Whether the MLP multiplies two projections (gate and up) or has one."""
+    gated: bool = True  # Whether the MLP multiplies two projections (gate and up) or has one.
     attention_scale: float | None = None  # Scale of the scores; None: head_dim ** -0.5.
     attention_softcap: float = 0.0
     sinks: bool = False  # Each head has an extra logit in the softmax of its scores.
     learned_positions: int | None = None
     """Positions are rows of a table, starting at this offset; None: no table."""
     embedding_scale: float = 1.0  # Rounded to the dtype of the weights.
-    residual_scale: float = 1.0
-    """Factor on what attention and MLP add to the stream; folded into the matrices."""
+    residual_scale: float = 1.0  # Factor on what attention and MLP add to the stream; folded into the matrices.
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     experts: Experts | None = None
@@ -87,8 +85,7 @@ class ModelSpec:
     shard_of: Shard = Shard()
     sums: tuple[tuple[str, Reduction], ...] = ()  # Replaced all-reduces (see `Reduction`), by name.
 
-    native: ClassVar[bool] = True
-    """Computed by weft's own operations; else see `TransformersSpec`."""
+    native: ClassVar[bool] = True  # Computed by weft's own operations; else see `TransformersSpec`.
 
     @property
     def kv_heads(self) -> tuple[tuple[int, int], ...]:

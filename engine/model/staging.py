@@ -12,13 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-THREADS = 8
-"""A thread copies about 5 GB/s out of the page cache; the bus takes 50."""
+THREADS = 8  # A thread copies about 5 GB/s out of the page cache; the bus takes 50.
 BUFFER_BYTES = 8 << 20
-BUFFERS = 2
-"""Per thread: one is filled while the other is being copied to the device."""
-AHEAD_BYTES = 512 << 20
-"""Bytes on the device ahead of use, in addition to the next tensor."""
+BUFFERS = 2  # Per thread: one is filled while the other is being copied to the device.
+AHEAD_BYTES = 512 << 20  # Bytes on the device ahead of use, in addition to the next tensor.
 
 
 class _Coming(NamedTuple):

@@ -43,8 +43,7 @@ class Weights:
     norm_bias: Tensor | None = None  # [H].
     head_bias: Tensor | None = None  # [V].
     positions: Tensor | None = None  # [positions, H], learned: added to the embedding.
-    kv_scales: Tensor | None = None
-    """[layers, 2, Hkv] float32, for FP8 K and V, if the checkpoint has them."""
+    kv_scales: Tensor | None = None  # [layers, 2, Hkv] float32, for FP8 K and V, if the checkpoint has them.
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors; some may be the same."""
@@ -91,8 +90,7 @@ class _Wanted:
 class _Reader:
     """Returns the tensors of a checkpoint on the device, in the recorded order.
 
-    A GPU receives them through `Staging`, and converts and checks them itself.
-    """
+    A GPU receives them through `Staging`, and converts and checks them itself."""
 
     def __init__(
         self, wanted: list[tuple[str, Stored]], device: torch.device, progress: Progress | None, staging: Staging | None
@@ -142,18 +140,10 @@ def _checkpoint(spec: ModelSpec, path: Path, stack: ExitStack) -> TensorSource:
 
 
 def load_weights(
-    spec: ModelSpec,
-    path: Path,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_positions: int,
-    dummy_seed: int | None = None,
-    dummy_skew: float = 0.0,
-    dummy_realistic: bool = False,
-    progress: Progress | None = None,
-    staged: bool | None = None,
-) -> Weights:
+    spec: ModelSpec, path: Path, *, device: torch.device, dtype: torch.dtype, max_positions: int,
+    dummy_seed: int | None = None, dummy_skew: float = 0.0, dummy_realistic: bool = False,
+    progress: Progress | None = None, staged: bool | None = None,
+) -> Weights:  # fmt: skip
     """Load and pack.
 
     dummy_seed: make random weights instead of reading `path`. dummy_skew: what random routers add to the logits of the
@@ -162,8 +152,7 @@ def load_weights(
 
     The result is a copy, so later changes to the files do not affect it. Before reading any weight, raises `ModelError`
     for a missing shard or tensor, a shape that does not fit the config, or extra layers; afterwards for values that are
-    not finite. Prints one line about unused tensors.
-    """
+    not finite. Prints one line about unused tensors."""
     names = family_of(spec.architecture).names
     tables = tuple(
         pack.rotary_table(inv_freq.to(device), max_positions, scale, spec.head_dim // 2)

@@ -44,8 +44,7 @@ def choose_plan(plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens
 
     plan: `EngineConfig.plan`. max_num_batched_tokens: the operator's limit; None leaves it to the plan. Ignores, with a
     warning, a file made for another target or with collectives that no executor runs. Raises `ConfigError` if the
-    operator's file cannot be read or describes an impossible pipeline.
-    """
+    operator's file cannot be read or describes an impossible pipeline."""
     if plan == "serial":
         return None
     if plan == "auto":

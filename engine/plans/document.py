@@ -15,8 +15,7 @@ T = TypeVar("T")
 def read_document(path: Path, into: type[T], *, form: str, version: int, kind: str, made_by: str) -> T:
     """Return the file as a msgspec `into`. Raises `ConfigError`, one line.
 
-    form: required value of the field `format`. kind, made_by: the name of such files and how to get one, for errors.
-    """
+    form: required value of the field `format`. kind, made_by: the name of such files and how to get one, for errors."""
     try:
         raw: Any = msgspec.json.decode(path.read_bytes())
         if not isinstance(raw, dict) or raw.get("format") != form:

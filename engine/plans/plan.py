@@ -22,8 +22,7 @@ from weft.engine.plans.document import read_document
 from weft.kernels.matmul.gemm_config import GemmConfig
 
 VERSION = 1
-TOKEN_STEP = 128
-"""Token ranges begin and end at multiples of this (paper §4.1.2)."""
+TOKEN_STEP = 128  # Token ranges begin and end at multiples of this (paper §4.1.2).
 MAX_NANO_BATCHES = 8
 
 Lane = Literal["compute", "memory", "network"]  # A stream; a row of the pipeline picture.
@@ -88,8 +87,7 @@ class Period(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         """Yield what each operation waits for: parents whose token ranges intersect its own (paper §4.1.2).
 
         Prefill attention also reads keys that earlier tokens of the same iteration wrote, so it waits for the QKV
-        projection of every range up to its end. The first operation waits for the last of the previous layer.
-        """
+        projection of every range up to its end. The first operation waits for the last of the previous layer."""
         known = by_name(spec)
         first, *_, last = known
         for i, op in enumerate(self.operations):
@@ -160,8 +158,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sms: int
     model: str  # `model_key` of the spec.
     dtype: str
-    kernels: str
-    """Digest of the kernel sources, for which configurations and timings are valid."""
+    kernels: str  # Digest of the kernel sources, for which configurations and timings are valid.
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -218,8 +215,7 @@ def load_plan(path: Path) -> Plan:
 def serial_period(spec: ModelSpec, tokens: int, num_sms: int, *, decode_only: bool = False) -> Period:
     """Return one nano-batch on one lane with all SMs: the fallback, and the reference for every other plan.
 
-    decode_only: for iterations without prefill chunks; launching an empty prefill attention slows small batches.
-    """
+    decode_only: for iterations without prefill chunks; launching an empty prefill attention slows small batches."""
     left_out = Role.PREFILL_ATTENTION if decode_only else None
     names = [o.name for o in spec.layer_operations() if o.role is not left_out]
     return Period(tokens, tuple(NanoOperation(name, 0, tokens, num_sms) for name in names))

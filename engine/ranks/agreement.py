@@ -20,8 +20,7 @@ _COLUMNS = ("the model", "--max-model-len", "--max-num-seqs", "--max-num-batched
 def agree(collectives: Collectives, config: ResolvedConfig, model: str, *, store: bool) -> tuple[ResolvedConfig, bool]:
     """Return the configuration with the page count that fits every rank, and whether every rank has a store.
 
-    model: see `memory.model_id`. Raises `RankLost` if ranks have different settings.
-    """
+    model: see `memory.model_id`. Raises `RankLost` if ranks have different settings."""
     plan = msgspec.json.encode(config.plan) if config.plan is not None else b""
     sizes = (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, config.kv.page_size)
     same = (_number(model.encode()), *sizes, _number(plan))

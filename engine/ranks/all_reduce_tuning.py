@@ -14,8 +14,7 @@ from weft.engine.runner.device.collectives import MEASURED_STEPS, Collectives, S
 
 SIZES = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Token counts to measure, up to the largest iteration."""
-CLEAR_GAIN = 0.97
-"""A less simple choice must take less than this share of the simpler one's time."""
+CLEAR_GAIN = 0.97  # A less simple choice must take less than this share of the simpler one's time.
 SUSTAINED_TOKENS = 1024
 """Tokens from which iterations run at the power limit, where bursts mislead: a Llama-3-70B layer of 2,048 tokens on two
 H200s took 1.1 % less time with GEMMs that push in two steps, which were 0.8 % slower than one-step sums in bursts. No
@@ -48,18 +47,13 @@ def fastest(figures: dict[Steps, float], *, sustained: bool = False) -> Steps:
 
 
 def tuned_steps(
-    host: Collectives,
-    file: Path,
-    max_tokens: int,
-    microseconds: Callable[[int, Steps], float] | None,
-    *,
+    host: Collectives, file: Path, max_tokens: int, microseconds: Callable[[int, Steps], float] | None, *,
     pushes: bool = False,
-) -> dict[int, Steps]:
+) -> dict[int, Steps]:  # fmt: skip
     """Return steps by token count, the same on all ranks: from rank 0's file, else measured and then cached there.
 
     microseconds: times a sum of that many tokens with these steps, GEMM included; all ranks call it at the same point.
-    None: do not measure, leave unknown sizes out. pushes: GEMMs may write to other ranks.
-    """
+    None: do not measure, leave unknown sizes out. pushes: GEMMs may write to other ranks."""
     sizes = [size for size in SIZES if size <= max_tokens]
     known = _of_rank_0(host, sizes, read(file))
     if not pushes:

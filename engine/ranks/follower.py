@@ -31,10 +31,8 @@ from weft.engine.runner.iteration.batch import Batch
 from weft.engine.wire.heartbeat import HEARTBEAT_SECONDS
 
 _OF_JOB = {Outcome.PENDING: PENDING, Outcome.DONE: DONE, Outcome.LOST: LOST, Outcome.BROKEN: BROKEN}
-LAUNCHED_SECONDS = 0.02
-"""Seconds between checks of a launched GPU iteration while no further one arrives."""
-AHEAD = 1
-"""Iterations launched after the one being waited for, as on rank 0."""
+LAUNCHED_SECONDS = 0.02  # Seconds between checks of a launched GPU iteration while no further one arrives.
+AHEAD = 1  # Iterations launched after the one being waited for, as on rank 0.
 
 
 class _HeldCopy(NamedTuple):
@@ -175,8 +173,7 @@ class Follower:
         """Start the held copies whose pages no earlier iteration on this rank can still touch.
 
         Rank 0 was done with the pages when it sent the order. This rank may not be: after the last layer writes K and V
-        of an iteration whose rows are not read, no all-reduce follows, so ranks do not wait for each other.
-        """
+        of an iteration whose rows are not read, no all-reduce follows, so ranks do not wait for each other."""
         while self._held and self._held[0].after <= self._computed:
             held = self._held.popleft()
             assert self._copies is not None

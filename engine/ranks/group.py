@@ -46,8 +46,7 @@ class Ranks:
 
     Attributes:
     config: the configuration that every rank uses.
-    links: rank 0's links.
-    """
+    links: rank 0's links."""
 
     def __init__(self, config: EngineConfig, heartbeats: Heartbeats, row: int, stacks_fd: int, *, pin: bool) -> None:
         self.config = config
@@ -100,19 +99,13 @@ class Ranks:
 
     @classmethod
     def begin(
-        cls,
-        config: EngineConfig,
-        heartbeats: Heartbeats | None = None,
-        row: int = ENGINE,
-        stacks_fd: int | None = None,
-        *,
-        pin: bool = False,
-    ) -> Ranks | None:
+        cls, config: EngineConfig, heartbeats: Heartbeats | None = None, row: int = ENGINE,
+        stacks_fd: int | None = None, *, pin: bool = False,
+    ) -> Ranks | None:  # fmt: skip
         """Start the followers. Returns None for a single rank.
 
         heartbeats, row, stacks_fd: where ranks write heartbeats and stacks; private by default. pin: also pin this
-        process to the cores of rank 0. Raises `ConfigError` or `ModelError`.
-        """
+        process to the cores of rank 0. Raises `ConfigError` or `ModelError`."""
         if config.tensor_parallel_size == 1:
             return None
         # Check that the model can be sharded before starting anything.

@@ -58,21 +58,12 @@ class Operations:
 
 
 def lead(
-    links: Links,
-    spec: ModelSpec,
-    weights: Weights,
-    options: EngineConfig,
-    config: ResolvedConfig,
-    model: str,
-    progress: Progress | None = None,
-    compiling: CompileJob | None = None,
-    *,
-    store: bool,
-) -> LeadingRunner:
+    links: Links, spec: ModelSpec, weights: Weights, options: EngineConfig, config: ResolvedConfig, model: str,
+    progress: Progress | None = None, compiling: CompileJob | None = None, *, store: bool,
+) -> LeadingRunner:  # fmt: skip
     """Wait until all ranks are ready and agree, then return rank 0's runner. store: rank 0 has an SSD tier file.
 
-    Raises `RankLost`, `ConfigError` or `OutOfMemory`.
-    """
+    Raises `RankLost`, `ConfigError` or `OutOfMemory`."""
     if progress is not None:
         progress("waiting for the other ranks", 0, len(links.peers))
     collectives = SharedCollectives(links)

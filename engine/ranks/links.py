@@ -22,10 +22,8 @@ EXCHANGE_BYTES = 8 << 20
 """Bytes that a rank exchanges at once. Double-buffered: a rank writes one half while others still read the other."""
 RING_SLOTS = 8
 SLOT_BYTES = 1 << 20
-OPERATIONS = 4096
-"""More operations (page copies, store reads and writes) than are ever in progress."""
-LOOK_SECONDS = 0.5
-"""Seconds between liveness checks while waiting for another rank."""
+OPERATIONS = 4096  # More operations (page copies, store reads and writes) than are ever in progress.
+LOOK_SECONDS = 0.5  # Seconds between liveness checks while waiting for another rank.
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -115,8 +113,7 @@ class Links:
         self.doorbells = {r: Bell(fd, lost) for r, fd in enumerate(shared.doorbells) if fd >= 0}
         self.check: Callable[[], None] = lambda: None
         """Called while waiting for another rank. Raises `RankLost` if one has ended."""
-        self.on_lost: Callable[[], None] = lambda: None
-        """Called once, on a thread, when a rank has ended."""
+        self.on_lost: Callable[[], None] = lambda: None  # Called once, on a thread, when a rank has ended.
         self.on_progress: Callable[[], None] = lambda: None
         """Called on every exchange and while waiting for one, as a sign of life."""
 

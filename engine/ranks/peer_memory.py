@@ -40,8 +40,7 @@ class PeerMemory:
     Attributes:
     memory: `[size]` uint8, this rank's memory.
     bases: each rank's base address as this rank sees it.
-    addresses: the same, `[ranks]` int64 on the device.
-    """
+    addresses: the same, `[ranks]` int64 on the device."""
 
     def __init__(self, size: int, device: torch.device, collectives: Collectives) -> None:
         """collectives: host collectives."""

@@ -39,8 +39,7 @@ class Kind(IntEnum):
 
 class Order(NamedTuple):
     kind: Kind
-    arrays: list[Bytes]
-    """Raw bytes to be viewed as the types that `kind` implies. The receiver owns them."""
+    arrays: list[Bytes]  # Raw bytes to be viewed as the types that `kind` implies. The receiver owns them.
 
 
 def _padded(size: int) -> int:

@@ -36,8 +36,7 @@ SOURCES = (
     "matmul/gemm_launch", "matmul/gemm_tiles", "matmul/gemm_triton",
 )  # fmt: skip
 """The modules of `kernels` that timings of collectives depend on."""
-MEASURED_LAYERS = 4
-"""Layers whose projections are measured together with the all-reduce after them."""
+MEASURED_LAYERS = 4  # Layers whose projections are measured together with the all-reduce after them.
 
 
 def _use_tuned_steps(
@@ -72,19 +71,12 @@ def _tiles_agree(host: SharedCollectives, products: list[torch.Tensor], sms: int
 
 
 def rank_runner(
-    links: Links,
-    spec: ModelSpec,
-    weights: Weights,
-    options: EngineConfig,
-    config: ResolvedConfig,
-    host: SharedCollectives,
-    progress: Progress | None = None,
-    compiling: CompileJob | None = None,
-) -> Runner:
+    links: Links, spec: ModelSpec, weights: Weights, options: EngineConfig, config: ResolvedConfig,
+    host: SharedCollectives, progress: Progress | None = None, compiling: CompileJob | None = None,
+) -> Runner:  # fmt: skip
     """Build a rank's runner; see `make_runner`. spec, weights: the rank's shard.
 
-    Collective: returns once all ranks have their runners. Raises `ConfigError`, `OutOfMemory` or `RankLost`.
-    """
+    Collective: returns once all ranks have their runners. Raises `ConfigError`, `OutOfMemory` or `RankLost`."""
     if config.device.type != "cuda":
         runner: Runner = CpuRunner(spec, weights, config, host)
         barrier(host)

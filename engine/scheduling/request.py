@@ -40,8 +40,7 @@ class Request:
     stop_ids: tuple[int, ...]
     seed: int
     leader: int = -1  # handle of the request whose pages it waits for; -1 for none
-    tenant: int = 0
-    """Number of the tenant. Tenants of one priority share the engine fairly."""
+    tenant: int = 0  # Number of the tenant. Tenants of one priority share the engine fairly.
     ticket: int = 0  # ticket in the waiting queue; 0 if it is not queued
     charged: float = 0.0  # tokens charged to its tenant when it first got a slot
     passed: int = 0  # requests that were admitted ahead of it when it was first in line

@@ -24,8 +24,7 @@ DEADBAND = 0.02  # relative size below which a raise is skipped
 SUDDEN = ((0.05, 3), (0.12, 2), (0.5, 1))
 """(size, count) of a change that is not noise: a deviation of the logarithm, in this many windows in a row."""
 FAR = 0.5  # distance below the objective, a logarithm, at which one window suffices for a raise
-BACKOFF = 60
-"""Windows until a limit that was late is tried again. Doubles each time."""
+BACKOFF = 60  # Windows until a limit that was late is tried again. Doubles each time.
 MEMORY = 30  # windows over which the mean of a level is taken
 LONG = 100  # windows in which a level may be late once
 REACH = 4.0  # if a limit smaller by this factor is about as late, the number of slots is not the cause

@@ -16,8 +16,7 @@ from weft.engine.scheduling.slots import SlotTable
 
 WINDOW_SECONDS = 1.0
 LONGEST_SECONDS = 5.0  # maximum length of a window, however few tokens it has
-FEWEST = 20
-"""Minimum gaps for a mean. A percentile needs enough gaps to have one beyond it."""
+FEWEST = 20  # Minimum gaps for a mean. A percentile needs enough gaps to have one beyond it.
 
 
 class Pace:

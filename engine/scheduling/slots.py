@@ -25,10 +25,8 @@ class Phase(IntEnum):
     FREE = 0
     PREFILL = 1
     DECODE = 2
-    ENDING = 3
-    """Ended or preempted. The row is reused once the last step that uses it is done."""
-    LOADING = 4
-    """Admitted. The cached prefix is still being loaded to the GPU."""
+    ENDING = 3  # Ended or preempted. The row is reused once the last step that uses it is done.
+    LOADING = 4  # Admitted. The cached prefix is still being loaded to the GPU.
 
 
 class SlotTable:

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-ENGINE = 0
-"""Row of the first engine. Further engines follow, then API processes."""
+ENGINE = 0  # Row of the first engine. Further engines follow, then API processes.
 
 HEARTBEAT_SECONDS = 1.0  # maximum seconds between two heartbeats of an idle loop
 LATE_SECONDS = 5.0  # seconds without a heartbeat after which probes report the process as late

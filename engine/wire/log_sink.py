@@ -18,8 +18,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 MAX_LINES = 10_000
-MAX_BYTES = 2 * 2**20
-"""Bytes of queued lines. A single longer line is still queued on its own."""
+MAX_BYTES = 2 * 2**20  # Bytes of queued lines. A single longer line is still queued on its own.
 CHUNK = 64 * 1024  # maximum bytes per write: the size of a pipe
 LAST_LINES_SECONDS = 1.0  # seconds to write the remaining lines when the process ends
 
@@ -34,8 +33,7 @@ class LogSink(io.TextIOBase):
     Attributes:
         dropped: total of dropped lines.
         on_drop: called for each dropped line, under the lock.
-        dropped_message: formats the line about a number of dropped lines.
-    """
+        dropped_message: formats the line about a number of dropped lines."""
 
     encoding = "utf-8"
     errors = "backslashreplace"

@@ -35,8 +35,7 @@ class PrivateSocket:
 
     Attributes:
         fd: the listening socket, for the engine process.
-        path_fd: a descriptor for clients, which must inherit it under the same number.
-    """
+        path_fd: a descriptor for clients, which must inherit it under the same number."""
 
     def __init__(self) -> None:
         """Raises `ConfigError` if no socket can be created."""
@@ -98,12 +97,9 @@ class EngineProcess:
 
     @classmethod
     async def start(
-        cls,
-        config: EngineConfig,
-        socket: PrivateSocket | None = None,
-        heartbeats: Heartbeats | None = None,
+        cls, config: EngineConfig, socket: PrivateSocket | None = None, heartbeats: Heartbeats | None = None,
         exchange: WeightExchange | None = None,
-    ) -> EngineProcess:
+    ) -> EngineProcess:  # fmt: skip
         """Start it and return at once; a client's `wait_ready` waits for the model to be loaded. It listens on `socket`
         (default: a new one). It writes its heartbeats to the row of its number. `exchange` holds weights shared
         with other engines. Raises `ConfigError` if no socket can be created, `OSError` if no process can be started."""

@@ -20,8 +20,7 @@ CAPTURE_SECONDS = 10.0  # seconds for a process to write its stacks
 FINAL_SECONDS = 2.0  # seconds for a process that is about to be killed
 POLL_SECONDS = 0.05
 STACKS_BYTES = 256 * 1024  # maximum bytes of stacks to write and to read
-END = b"\0"
-"""End of the stacks. Bytes after it may remain from a longer write."""
+END = b"\0"  # End of the stacks. Bytes after it may remain from a longer write.
 
 
 def own_stacks() -> str:

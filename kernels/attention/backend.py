@@ -26,17 +26,13 @@ class AttentionShape(NamedTuple):
     num_kv_heads: int
     head_dim: int
     page_size: int
-    dtype: torch.dtype
-    """dtype of queries and outputs."""
+    dtype: torch.dtype  # dtype of queries and outputs.
     device: torch.device
-    kv_dtype: torch.dtype | None = None
-    """dtype of keys and values in their pages; None: that of the queries."""
+    kv_dtype: torch.dtype | None = None  # dtype of keys and values in their pages; None: that of the queries.
     windows: tuple[int | None, ...] = (None,)
     """Positions each layer's queries see, including their own, as a repeating pattern; None: all."""
-    scale: float | None = None
-    """Scale of the scores; None: head_dim ** -0.5."""
-    softcap: float = 0.0
-    """Soft limit of the scores; 0: none."""
+    scale: float | None = None  # Scale of the scores; None: head_dim ** -0.5.
+    softcap: float = 0.0  # Soft limit of the scores; 0: none.
     sinks: bool = False
     """Whether a logit per head takes part in the softmax (`sinks [Hq]` of `decode` and `prefill`)."""
 
@@ -88,8 +84,7 @@ class AttentionBackend(Protocol[Held]):
     passed by name if the shape has them.
 
     A backend that `quantizes` also accepts an FP8 GEMM operand as `out`: e4m3 with a scale for each head. Constructors
-    raise `AttentionUnavailable`.
-    """
+    raise `AttentionUnavailable`."""
 
     @property
     def captured(self) -> bool:

@@ -83,8 +83,7 @@ def make_host_attention(
 ) -> HostAttention[Any]:
     """Return a backend that plans on the host. Raises `AttentionUnavailable`. For `triton` see `triton_backend`.
 
-    batch_invariant: a request's sums are added in the same order in any batch.
-    """
+    batch_invariant: a request's sums are added in the same order in any batch."""
     if name == "torch":
         from weft.kernels.attention.torch_backend import TorchAttention
 

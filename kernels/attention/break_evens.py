@@ -36,23 +36,18 @@ WAYS = ("whole", "all", "few", "half", "share", "tiles", "together")
 All programs begin with decodes, so the lists run in sequence: "whole" with whole tiles, "all" with tiles cut along
 their keys. Some programs begin with decodes, the others with cut tiles: `FIRST_DECODERS` of them ("few"), half, or as
 many as the decodes' share of the work. Decodes are tiles of one query in the chunks' list ("tiles"). Every program runs
-both lists at the same time ("together").
-"""
-NUM_SEQUENTIAL = 2
-"""The first ways of `WAYS`, which run both lists in sequence."""
+both lists at the same time ("together")."""
+NUM_SEQUENTIAL = 2  # The first ways of `WAYS`, which run both lists in sequence.
 REQUIRED = {"whole", "cut", "pod all", "pod few", "pod half"}
 """Timings that a batch must have; those of other ways may be missing."""
 MARGIN = 1.02
 """A row uses another way than "all", or mixes, only if that is faster by this factor."""
 NEIGHBOURS = 4
 """Batches that a row's way is chosen by, including itself: a single timing may be an outlier."""
-NEAR = 1.0
-"""The largest distance of such neighbors: the sum of |log2| over the sizes."""
-FAR = 2.0
-"""A batch farther than this from every row counts as not measured."""
+NEAR = 1.0  # The largest distance of such neighbors: the sum of |log2| over the sizes.
+FAR = 2.0  # A batch farther than this from every row counts as not measured.
 MAX_ROWS = 20_000
-SHIPPED = Path(__file__).parent
-"""Folder of shipped tables, named as `write` names them."""
+SHIPPED = Path(__file__).parent  # Folder of shipped tables, named as `write` names them.
 
 
 class TableKey(NamedTuple):
@@ -65,8 +60,7 @@ class TableKey(NamedTuple):
     head_dim: int
     page_size: int
     triton: str
-    kernels: str
-    """Digest of the kernels' code."""
+    kernels: str  # Digest of the kernels' code.
 
     @classmethod
     def here(cls, heads: int, kv_heads: int, head_dim: int, page_size: int) -> TableKey:
@@ -133,8 +127,7 @@ def learn(rows: Iterable[Mapping[str, Any]], sms: int) -> list[BreakEven]:
 
     A way must win over `NEIGHBOURS` batches together. Both lists in sequence are also one launch ("all"). For whole
     tiles only two launches are timed ("whole"); their gain over two launches of cut tiles ("cut") applies to one
-    launch.
-    """
+    launch."""
     mine = [r for r in rows if r["regime"] == "burst" and r["us"].keys() >= REQUIRED and r["chunk"] and r["decodes"]]
     if not mine:
         return []
@@ -221,7 +214,7 @@ def write(folder: Path, made: TableKey, rows: Sequence[BreakEven]) -> Path:
 
 
 def keep(
-    rows: Sequence[Mapping[str, Any]], folder: Path, made: Callable[[str], TableKey], say: Callable[[str], None]
+    rows: Sequence[Mapping[str, Any]], folder: Path, made: Callable[[str], TableKey], say: Callable[[str], None],
 ) -> bool:  # fmt: skip
     """Write a table for each model in a sweep's rows. Returns False if one cannot be written; `say` gets the reason."""
     done = True

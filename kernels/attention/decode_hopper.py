@@ -225,7 +225,7 @@ def _add(m, norm, acc, m_other, norm_other, acc_other):
 
 @gluon.jit
 def _join(
-    base, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, DP: gl.constexpr, MMA: gl.constexpr
+    base, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, DP: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """Add accumulators and sums of all splits of a request in order, loading four splits at a time."""
     m = gl.full([GP], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA))
@@ -419,8 +419,7 @@ def decode_kernel(
     )  # fmt: skip
 
 
-CONSUMERS = 4
-"""Tasks that a program processes at once."""
+CONSUMERS = 4  # Tasks that a program processes at once.
 RING = 196608
 """Bytes of shared memory for K and V: no other program of any size fits on the SM next to them."""
 

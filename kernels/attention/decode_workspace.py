@@ -15,8 +15,7 @@ class DecodeWorkspace(NamedTuple):
 
     partial: Tensor
     """[slots, Hkv, padded D + 2, padded group] float32: sums, then row maximum and row sum."""
-    arrived: Tensor
-    """[rows * Hkv] int32, zero between launches."""
+    arrived: Tensor  # [rows * Hkv] int32, zero between launches.
     tickets: Tensor
     """[2] int32, zero between launches: tasks drawn, and programs that have drawn their last task."""
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from weft import install_hint
 from weft.kernels.attention.backend import AttentionRequests, AttentionShape, AttentionUnavailable, HostAttention
 
-PAGE_STEP = 256
-"""FlashAttention-2 needs page sizes that are multiples of this."""
+PAGE_STEP = 256  # FlashAttention-2 needs page sizes that are multiples of this.
 MAX_HEAD_DIM = 256
 
 
@@ -28,17 +27,12 @@ class FlashStep(NamedTuple):
 
     num_decodes: int
     num_tokens: int
-    page_table: Tensor
-    """[R, P]"""
-    kv_len: Tensor
-    """[R]"""
-    cu_queries: Tensor
-    """[R - d + 1]: where each chunk's queries begin, counted from the first chunk."""
-    cu_keys: Tensor
-    """[R - d + 1]: where each chunk's visible positions begin."""
+    page_table: Tensor  # [R, P]
+    kv_len: Tensor  # [R]
+    cu_queries: Tensor  # [R - d + 1]: where each chunk's queries begin, counted from the first chunk.
+    cu_keys: Tensor  # [R - d + 1]: where each chunk's visible positions begin.
     max_queries: int
-    max_keys: int
-    """Maximum over the chunks."""
+    max_keys: int  # Maximum over the chunks.
 
 
 def _has_version_3(device: torch.device) -> bool:
@@ -72,8 +66,7 @@ def check_flash(shape: AttentionShape) -> int:
 class FlashAttention(HostAttention[FlashStep]):
     """See `backend.HostAttention`. Raises `AttentionUnavailable`.
 
-    batch_invariant: never split a request's keys over programs; decodes of few long requests become slower.
-    """
+    batch_invariant: never split a request's keys over programs; decodes of few long requests become slower."""
 
     captured = False
 

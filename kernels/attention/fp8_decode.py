@@ -69,7 +69,7 @@ def even_and_odd(x):
 
 @gluon.jit
 def _part(
-    base, part, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, WIDTH: gl.constexpr, MMA: gl.constexpr
+    base, part, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, WIDTH: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """Load maxima, sums and accumulators (even and odd d) of one split; past the last split they have no weight."""
     column = gl.arange(0, GP, layout=gl.SliceLayout(0, MMA))
@@ -96,7 +96,7 @@ def _add(m, norm, even, odd, m_other, norm_other, even_other, odd_other):
 
 @gluon.jit
 def join_pairs(
-    base, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, WIDTH: gl.constexpr, MMA: gl.constexpr
+    base, parts, HKV: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, WIDTH: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """Add accumulators (even, odd d), sums and maxima of all splits of a request in order, loading four at a time."""
     m = gl.full([GP], -1e30, gl.float32, layout=gl.SliceLayout(0, MMA))
@@ -117,7 +117,7 @@ def join_pairs(
 
 @gluon.jit
 def load_query(
-    q, item, head, scale, kv_scale, layer, lane_head, lane_d, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr
+    q, item, head, scale, kv_scale, layer, lane_head, lane_d, HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Return a task's row, splits, score factor and V scale, and its queries as the lower and upper right operand."""
     row = gl.load(item).to(gl.int64)

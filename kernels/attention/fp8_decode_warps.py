@@ -174,10 +174,8 @@ def decode_kernel(
         reset_counters(tickets, programs)
 
 
-PER_SM = 4
-"""Programs per SM, as work lists are cut for."""
-_RING = 49152
-"""Bytes of shared memory for a program's K and V."""
+PER_SM = 4  # Programs per SM, as work lists are cut for.
+_RING = 49152  # Bytes of shared memory for a program's K and V.
 
 
 def launch_decode(

@@ -17,26 +17,21 @@ from weft.kernels.common.dependent_launch import begin, pdl_options, release
 from weft.kernels.common.gpu import is_hopper, on_gpu
 from weft.kernels.formats.fp8 import E4M3, KvScales
 
-TOKENS = 8
-"""Rows of K or V that a program processes at once."""
+TOKENS = 8  # Rows of K or V that a program processes at once.
 PER_SM = 4
 
 
 class Unpacked(NamedTuple):
     """Requests of a nano-batch whose pages are read in 16 bits. Host-filled buffers never move."""
 
-    pages: Tensor
-    """[max_pages] int32, page ids in the order of `kv`."""
-    num_pages: Tensor
-    """[1] int32"""
+    pages: Tensor  # [max_pages] int32, page ids in the order of `kv`.
+    num_pages: Tensor  # [1] int32
     items: Tensor
     """[max_items, TILE_FIELDS] int32 as `prefill_items`; page_row is the first of a request's pages in `kv`."""
-    num_items: Tensor
-    """[1] int32"""
+    num_items: Tensor  # [1] int32
     kv: Tensor
     """[max_pages, 1, 2, page_size, Hkv, D] of 16 bits; not shared with any step that may run at the same time."""
-    table: Tensor
-    """[max_pages, max_pages of a request] int32: `counting_table`."""
+    table: Tensor  # [max_pages, max_pages of a request] int32: `counting_table`.
 
 
 def unpacking_is_faster(shape: AttentionShape) -> bool:
@@ -81,8 +76,7 @@ def _unpack_kernel(
 def unpack_pages(kv: Tensor, scales: KvScales, layer: int, what: Unpacked, *, num_sms: int) -> Tensor:
     """Convert one layer of `what.pages` of kv `[pages, layers, 2, page_size, Hkv, D]`, times scales, into `what.kv`.
 
-    Returns `what.kv`.
-    """
+    Returns `what.kv`."""
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     if not (kv.is_contiguous() and what.kv.is_contiguous() and scales.scale.is_contiguous()):
         raise ValueError("pages and scales must be contiguous")

@@ -24,8 +24,7 @@ Out = TypeVar("Out", bound=Output)
 def output_args(out: Output, num_tokens: int, head_dim: int) -> tuple[Tensor, Tensor | None, int | None]:
     """Return the kernel arguments for `out`: its rows and, for an operand, its scales and block stride, else None.
 
-    Raises `ValueError` for unsupported memory layouts or head sizes.
-    """
+    Raises `ValueError` for unsupported memory layouts or head sizes."""
     if isinstance(out, Tensor):
         rows, scale = out, None
     else:

@@ -128,7 +128,7 @@ def tile_memory(DTYPE: gl.constexpr, DP: gl.constexpr, BN: gl.constexpr, STAGES:
 
 @gluon.jit
 def decode_memory(
-    DTYPE: gl.constexpr, DP: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, C: gl.constexpr
+    DTYPE: gl.constexpr, DP: gl.constexpr, GP: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Allocate shared memory and barriers of a program that does C decodes at once."""
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -247,16 +247,12 @@ def pod_kernel(
 class PodWork(NamedTuple):
     """The two lists of a hybrid batch, in device memory; either may be empty."""
 
-    decode_items: Tensor
-    """[max_items, 8] int32 from `decode_items`."""
-    num_decodes: Tensor
-    """[1] int32"""
+    decode_items: Tensor  # [max_items, 8] int32 from `decode_items`.
+    num_decodes: Tensor  # [1] int32
     prefill_items: Tensor
     """[max_items, 8] int32 from `prefill_splits`, or [max_items, 4] from `prefill_items` for whole tiles."""
-    num_prefills: Tensor
-    """[1] int32"""
-    first_decoders: Tensor
-    """[1] int32: programs that begin with decodes."""
+    num_prefills: Tensor  # [1] int32
+    first_decoders: Tensor  # [1] int32: programs that begin with decodes.
 
 
 class Blocks(NamedTuple):
@@ -310,8 +306,7 @@ def launch_pod(
     """Attention of the rows of `q [T, Hq, D]` in both lists, on `num_sms` SMs, into `out [T, Hq * D]`.
 
     Equivalent to `decode_attention` then `prefill_attention`. Supports 16-bit numbers and heads of 33 to 128. window:
-    positions that a query sees, also used to make the decode items; tiles are then whole. Raises `ValueError`.
-    """
+    positions that a query sees, also used to make the decode items; tiles are then whole. Raises `ValueError`."""
     width = head_block(kv.shape[5])
     blocks = Blocks(64, RING // (CONSUMERS * 64 * width * 2), 128, 2)
     given, options = arguments(

@@ -34,10 +34,8 @@ from weft.kernels.attention.prefill_attention import PrefillWorkspace
 from weft.kernels.common.block_sizes import head_block
 from weft.kernels.common.hopper import follow_previous
 
-CONSUMERS = 3
-"""Decode items that a program processes at once."""
-_RING = 98304
-"""Bytes of shared memory for their K and V."""
+CONSUMERS = 3  # Decode items that a program processes at once.
+_RING = 98304  # Bytes of shared memory for their K and V.
 REGISTERS = (176, 136, 24)
 """Registers per thread of a tile's warpgroup, of a decode warp, and of the producers; multiples of 8."""
 

@@ -100,8 +100,7 @@ class PrefillWorkspace(NamedTuple):
 
     partial: Tensor
     """[slots, Hkv, 2, 64 * (padded D + 2)] float32: sums, maxima and row sums of the two halves of a tile's rows."""
-    arrived: Tensor
-    """[slots * Hkv * 2] int32, zero between launches."""
+    arrived: Tensor  # [slots * Hkv * 2] int32, zero between launches.
     tickets: Tensor
     """[2] int32, zero between launches: tasks drawn, and programs that have drawn their last task."""
 
@@ -131,8 +130,7 @@ def prefill_attention(
     in their pages. window: positions that a query sees, including its own; None: all. softcap, sinks `[Hq]`: see
     `scores`. `portable` forces the plain Triton kernel. With a `space`, items are `[max_items, 8]` from
     `prefill_splits`: the last split of a tile adds all of them in order, so the result does not depend on timing. This
-    requires Hopper and no window.
-    """
+    requires Hopper and no window."""
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
     check_inputs(q, kv, items, page_table)

@@ -38,8 +38,7 @@ class WindowStep(NamedTuple):
     prefill: AttentionWork
 
 
-TorchStep = Mapping[int | None, WindowStep]
-"""Steps by window."""
+TorchStep = Mapping[int | None, WindowStep]  # Steps by window.
 
 
 class TorchAttention(HostAttention[TorchStep]):
@@ -47,8 +46,7 @@ class TorchAttention(HostAttention[TorchStep]):
 
     batch_invariant: results do not depend on the other requests of the iteration. Each decode is a separate group.
     Prompts are computed in tiles of `INVARIANT_TILE` positions, whose shape and rows follow from the position alone,
-    independent of chunk limits; requests share no group. This is slower: more and smaller GEMMs.
-    """
+    independent of chunk limits; requests share no group. This is slower: more and smaller GEMMs."""
 
     captured = False
 
@@ -181,8 +179,7 @@ class TorchAttention(HostAttention[TorchStep]):
     ) -> AttentionGroup:  # fmt: skip
         """Return the group of G requests that read `width` pages from page `begin [G]` on; positions count from there.
 
-        page_table `[G, P]`; kv_len and own_pages `[G]`; tokens, positions and real `[G, Q]`.
-        """
+        page_table `[G, P]`; kv_len and own_pages `[G]`; tokens, positions and real `[G, Q]`."""
         position = positions[:, :, None]
         key = np.arange(width * self._page_size)
         visible = key <= position

@@ -19,8 +19,7 @@ from weft.kernels.common.block_sizes import head_block
 from weft.kernels.common.gpu import is_hopper, on_gpu
 from weft.kernels.formats.fp8 import BLOCK, KvScales
 
-PER_SM = 4
-"""Programs of decode attention on each SM."""
+PER_SM = 4  # Programs of decode attention on each SM.
 FEW_TOKENS = 32
 """Largest iteration whose decodes over 16-bit pages use the plain kernel: after their GEMMs it is faster than Hopper's
 (4 to 7 us per layer on an H200; at 64 and 128 requests at most 2)."""
@@ -38,15 +37,12 @@ def cuts_prefill(shape: AttentionShape) -> bool:
 class DecodeWork(NamedTuple):
     """Decode work of the layers with one window."""
 
-    items: Tensor
-    """[max_items, ITEM_FIELDS] int32"""
-    number: Tensor
-    """[1] int32"""
+    items: Tensor  # [max_items, ITEM_FIELDS] int32
+    number: Tensor  # [1] int32
 
 
 class PrefillSplits(NamedTuple):
-    space: PrefillWorkspace
-    """Not shared with any step whose launches may run at the same time."""
+    space: PrefillWorkspace  # Not shared with any step whose launches may run at the same time.
     decoders: Tensor
     """[1] int32: programs that begin with decodes if decodes and chunks share a launch."""
 
@@ -55,22 +51,16 @@ class TritonStep(NamedTuple):
     """Device buffers with the work of one nano-batch. The tensors never move; their owner fills the lists once per
     iteration with `decode_items` and `prefill_items`."""
 
-    page_table: Tensor
-    """[rows, max_pages] int32"""
-    decodes: Mapping[int | None, DecodeWork]
-    """Decode work by window."""
-    prefill_items: Tensor
-    """[max_items, TILE_FIELDS] int32"""
-    prefill_count: Tensor
-    """[1] int32"""
-    space: DecodeWorkspace
-    """Not shared with any step whose launches may run at the same time."""
+    page_table: Tensor  # [rows, max_pages] int32
+    decodes: Mapping[int | None, DecodeWork]  # Decode work by window.
+    prefill_items: Tensor  # [max_items, TILE_FIELDS] int32
+    prefill_count: Tensor  # [1] int32
+    space: DecodeWorkspace  # Not shared with any step whose launches may run at the same time.
     unpacked: Unpacked | None = None
     """Chunks whose e4m3 pages are first converted to 16 bits; `prefill_items` has the others."""
     parts: PrefillSplits | None = None
     """Set if tiles of chunks are cut along their keys; `prefill_items` are then `[max_items, SPLIT_FIELDS]`."""
-    plain: bool = False
-    """Whether the plain kernel computes decodes on Hopper too."""
+    plain: bool = False  # Whether the plain kernel computes decodes on Hopper too.
 
 
 class TritonAttention(AttentionBackend[TritonStep]):
@@ -78,8 +68,7 @@ class TritonAttention(AttentionBackend[TritonStep]):
 
     num_sms: SMs of the GPU. `decode_items` cuts the work for `num_sms * PER_SM` programs. kv_scales: of e4m3 pages,
     which have separate kernels (`fp8_attention`). batch_invariant: sums of a decode are added in the same order in any
-    batch.
-    """
+    batch."""
 
     captured = True
 

@@ -10,30 +10,24 @@ from numpy.typing import NDArray
 
 ITEM_FIELDS = 8
 """Fields of a decode item, int32: q row, table row, first, end, first partial slot, splits, split, first visible."""
-BLOCK_TOKENS = 64
-"""Tokens that decode attention processes at once."""
-TILE_ROWS = 128
-"""(token, query head of the group) pairs in a tile."""
+BLOCK_TOKENS = 64  # Tokens that decode attention processes at once.
+TILE_ROWS = 128  # (token, query head of the group) pairs in a tile.
 TILE_FIELDS = 4
 """Fields of a prefill item, int32: q row of the first query, queries, tokens before the first query, page-table row."""
 
 SPLIT_FIELDS = 8
 """Fields of a split, int32: those of the item, first key, end key, first partial slot, splits + 65536 * split."""
-SPLIT_KEYS = 128
-"""Prefill items are split at multiples of this."""
-FIRST_DECODERS = 40
-"""Programs that keep the memory busy with decodes."""
+SPLIT_KEYS = 128  # Prefill items are split at multiples of this.
+FIRST_DECODERS = 40  # Programs that keep the memory busy with decodes.
 MANY_WAVES = 16
 """From this many waves of tiles on, both lists run in sequence, with `FIRST_DECODERS` programs beginning with decodes.
 
 This was faster than both at once by 1 to 14 % for chunks of 12K and 16K (23 and 31 waves) with 220 and 250 decodes,
-regardless of the prediction. Nothing was measured between 4 waves (chunks of 2,048) and these.
-"""
+regardless of the prediction. Nothing was measured between 4 waves (chunks of 2,048) and these."""
 DECODE_KEYS = 110
 """Keys of a KV head that decodes read while a program processes one key for all 128 rows of a tile, for any head size.
 
-Measured on an H200: 4.25 TB/s at the same time as 4.9 TFLOP/s.
-"""
+Measured on an H200: 4.25 TB/s at the same time as 4.9 TFLOP/s."""
 MIN_KEYS = 17500
 """With fewer keys (230 microseconds, heads of 128), one list after the other was as fast as any mixture."""
 TWO_LISTS_US = (0.0117, 0.0152, 3.7, 20.9)
@@ -45,10 +39,8 @@ All: a key of tiles, of the busiest program; a key that decodes read, of one hea
 further split of a tile. Decodes and tiles as two lists (142 batches timed; 1 % off on average, 7 % at worst): last, a
 constant. Decodes as one-query tiles in one list (139; 1.6 %, 10 %): last, a wave of tasks. Both lists on every SM at
 the same time (all; 1.8 %, one in twenty by more than 5 %): after the keys, another cost of both per key for the half
-that takes longer; then a key that the chunks themselves fetch again in each wave of tiles; last, a constant.
-"""
-_TASK_KEYS = 160
-"""Cost of a prefill task besides its keys, and again if it is a split, in keys."""
+that takes longer; then a key that the chunks themselves fetch again in each wave of tiles; last, a constant."""
+_TASK_KEYS = 160  # Cost of a prefill task besides its keys, and again if it is a split, in keys.
 
 
 def decode_items(
@@ -59,8 +51,7 @@ def decode_items(
 
     Request i uses q row i and page-table row i. Requests are split only if too few fill `num_programs`; a positive
     `split_tokens` fixes the split length instead, so that it never depends on the batch. With a `window` a request sees
-    only its last tokens, and its items begin in the page of the first of them.
-    """
+    only its last tokens, and its items begin in the page of the first of them."""
     lengths = np.asarray(lengths, dtype=np.int64)
     seen = np.maximum(lengths - window, 0) if window is not None else np.zeros_like(lengths)
     step = min(page_size, BLOCK_TOKENS)
@@ -107,8 +98,7 @@ def prefill_items(
     """Return work items `[items, 4]` for chunks of `queries` tokens after `context` tokens in pages, longest first.
 
     Tiles begin at multiples of their size in the request, regardless of where the chunk begins. So a token's tile, and
-    the order of its sums, does not depend on how the prompt was cut (at such multiples).
-    """
+    the order of its sums, does not depend on how the prompt was cut (at such multiples)."""
     per_tile = TILE_ROWS // group
     queries, context = np.asarray(queries, dtype=np.int64), np.asarray(context, dtype=np.int64)
     before = context % per_tile  # tokens of the first tile that an earlier chunk computed
@@ -131,8 +121,7 @@ def prefill_splits(
 
     A short chunk over a long context has fewer tiles than the GPU has SMs. Tiles are split for the shortest run of one
     or two waves (POD-Attention, 4.2.4: no more than two); they stay whole if that gains little. split_keys: the fixed
-    length of a split; 0: no splits. Raises `ValueError` if that needs more than `max_slots`.
-    """
+    length of a split; 0: no splits. Raises `ValueError` if that needs more than `max_slots`."""
     count = len(items)
     keys = (items[:, 1] + items[:, 2]).astype(np.int64)
     parts = np.ones(count, np.int64)
@@ -190,10 +179,8 @@ class OneLaunch(NamedTuple):
 
     decodes: NDArray[np.int32]
     parts: NDArray[np.int32]
-    programs: int
-    """Programs that begin with decodes."""
-    together: bool = False
-    """Whether every program runs both lists at the same time."""
+    programs: int  # Programs that begin with decodes.
+    together: bool = False  # Whether every program runs both lists at the same time.
 
 
 def with_decodes(
@@ -218,8 +205,7 @@ def one_launch(
     way: "together": both lists at the same time on every SM. "tiles": decodes are tiles in one evenly cut list with the
     chunks, so every program reads and multiplies. "whole": two lists, whole tiles; others: cut tiles. None selects the
     fastest prediction: two lists if there is little to read and many tiles, or very many tiles; decodes as tiles if
-    they fill whole waves of programs; else together.
-    """
+    they fill whole waves of programs; else together."""
     options = {"num_kv_heads": num_kv_heads, "num_programs": num_programs}
     parts = prefill_splits(tiles, max_slots=max_slots, split_keys=0 if way == "whole" else None, **options)
     in_turn = OneLaunch(decodes, parts, first_decoders(decodes, parts, **options))
@@ -287,8 +273,7 @@ def _own_keys(tiles: NDArray[np.int32], num_kv_heads: int, num_programs: int) ->
     """Return a program's share of the keys of all heads that tiles `[tiles, 4]`, longest first, fetch from memory.
 
     A request's keys count once for each wave that its tiles fill, and a quarter of what they read at most, because
-    nothing larger was measured.
-    """
+    nothing larger was measured."""
     rows, ends = tiles[:, 3], tiles[:, 1] + tiles[:, 2]
     count = np.bincount(rows)
     longest = np.zeros(len(count), np.int64)

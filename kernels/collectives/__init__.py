@@ -5,5 +5,4 @@ May import: `common`, `matmul`.
 Never: starts processes or opens another GPU's memory.
 """
 
-PUBLIC = ("peer", "push_gemm")
-"""The modules that other folders may import."""
+PUBLIC = ("peer", "push_gemm")  # The modules that other folders may import.

@@ -26,10 +26,8 @@ from torch import Tensor
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
 from weft.kernels.common.gpu import is_hopper, on_gpu
 
-GATHER_WORDS = 1024
-"""Words per program of `all_gather`."""
-WAVES = 4
-"""Most programs per SM of a reduction."""
+GATHER_WORDS = 1024  # Words per program of `all_gather`.
+WAVES = 4  # Most programs per SM of a reduction.
 
 SPIN = tl.constexpr("""{
     .reg .pred p;
@@ -51,14 +49,11 @@ _FENCE = tl.constexpr("{ fence.proxy.async.global; mov.u32 $0, 0; }")
 class Peers(NamedTuple):
     """Kernel arguments that describe all ranks' arenas."""
 
-    addresses: Tensor
-    """[ranks] int64: arena addresses."""
+    addresses: Tensor  # [ranks] int64: arena addresses.
     rank: int
     ranks: int
-    abort: Tensor
-    """[1] int32 of this rank: nonzero ends all waits, even if data is missing."""
-    bases: tuple[int, ...] = ()
-    """`addresses` on the host."""
+    abort: Tensor  # [1] int32 of this rank: nonzero ends all waits, even if data is missing.
+    bases: tuple[int, ...] = ()  # `addresses` on the host.
 
 
 @triton.jit
@@ -136,7 +131,7 @@ def _reduce_kernel(
 
 @triton.jit(do_not_specialize=["rank"])
 def meet_kernel(
-    addresses, rank, abort, number, flags, ticket, R: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr
+    addresses, rank, abort, number, flags, ticket, R: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     if ticket is not None:  # the ticket of the previous sum, reset for the next one
@@ -219,8 +214,7 @@ def reduce(
     exceed `tokens`. partial, x: `[tokens, hidden]` of `dtype`; sumsq: `[parts, stride_sumsq]` float32; flags: of this
     sum, `[2, ranks]` int32. All four are byte offsets into the arenas, the same on all ranks; `flags` a multiple of 4,
     the others of 16. number `[1]` int32: see `advance`. shots: 1 or 2. Every rank calls this with the same shapes and
-    shots.
-    """
+    shots."""
     width = shard_width(hidden, peers.ranks)
     items = tokens * (peers.ranks if shots == 1 else 1)
     block = min(2048, triton.next_power_of_2(width))
@@ -245,8 +239,7 @@ def all_gather(peers: Peers, number: Tensor, flags: int, *, inbox: int, room: in
     """Gather every rank's `mine [n]` int32 into `out [ranks, n]`, in rank order.
 
     inbox: `[ranks, room]` int32; flags: `[gather_programs(n), ranks]` int32: byte offsets into the arenas, the first a
-    multiple of 16. A rank may fill an inbox again only after a signal from every rank.
-    """
+    multiple of 16. A rank may fill an inbox again only after a signal from every rank."""
     words = mine.shape[0]
     _gather_kernel[(gather_programs(words),)](
         peers.addresses, peers.rank, peers.abort, number, flags, inbox, room, mine, out, words, BLOCK=GATHER_WORDS,

@@ -39,11 +39,9 @@ ranks), and others would go to SMs of other lanes. Each draws its rows: fewer pr
 class Inbox(NamedTuple):
     """Where the tiles of one sum arrive: byte offsets into the arenas, the same on all ranks."""
 
-    partial: int
-    """`[ranks, rows, width]` of the model's dtype, by sender; a multiple of 16."""
+    partial: int  # `[ranks, rows, width]` of the model's dtype, by sender; a multiple of 16.
     rows: int
-    flags: int
-    """`[ranks, room]` int32, by sender."""
+    flags: int  # `[ranks, room]` int32, by sender.
     room: int
 
 
@@ -52,10 +50,8 @@ class Pushed(NamedTuple):
 
     inbox: Inbox
     steps: int
-    rows: int
-    """Rows per flag."""
-    features: int
-    """Columns per flag."""
+    rows: int  # Rows per flag.
+    features: int  # Columns per flag.
 
 
 def width_of(hidden: int, ranks: int, steps: int) -> int:
@@ -74,8 +70,7 @@ def first_tile(peers: Peers, tiles: int, steps: int) -> int:
     """Return the feature tile (of `tiles`) that this rank begins with: the next rank's tiles first, its own last.
 
     So all ranks always write to different ranks, a link carries one stream rather than those of all ranks, and nothing
-    is left to send after the last tile. In one step every tile goes to all ranks: 0.
-    """
+    is left to send after the last tile. In one step every tile goes to all ranks: 0."""
     return (peers.rank + 1) % peers.ranks * tiles // peers.ranks if steps == 2 else 0
 
 
@@ -250,8 +245,7 @@ def push_project(
     """Send `a [T, K] @ weight [H, K].T`, plus `bias [H]`, rounded to a's dtype, to the ranks that add it.
 
     number `[1]` int32: see `peer.advance`. steps: of the sum, 1 or 2. Returns None and launches nothing if the inbox is
-    too small for the tiles, or a tile has columns of two owners.
-    """
+    too small for the tiles, or a tile has columns of two owners."""
     check_operands(a, weight)
     tokens, hidden, depth = a.shape[0], *weight.shape
     launch = launch_of(tokens, hidden, depth, config, num_sms)
@@ -289,8 +283,7 @@ def reduce_pushed(
 
     meet: `[ranks]` int32, flags of the end of a two-step sum, as an offset into the arenas. ticket `[1]` int32: 0
     before and after. overlap: launched directly after that GEMM on its stream; a two-step sum then starts during the
-    GEMM.
-    """
+    GEMM."""
     inbox, steps, ranks = pushed.inbox, pushed.steps, peers.ranks
     width = shard_width(hidden, ranks)
     together = min(ROWS, pushed.rows) if steps == 2 else 1

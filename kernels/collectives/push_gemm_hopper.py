@@ -26,8 +26,7 @@ from weft.kernels.matmul.gemm_tiles import tile_of
 
 MAX_RANKS = 8
 STAGES = 3
-MAX_GROUP = 4
-"""Token tiles that are multiplied by all columns before the next ones."""
+MAX_GROUP = 4  # Token tiles that are multiplied by all columns before the next ones.
 
 
 @gluon.jit

@@ -26,19 +26,15 @@ from triton.runtime.jit import JITFunction
 from weft.kernels.common.gpu import Gpu, compiling_for
 
 WARP = 32
-GLUE = -1
-"""Replaces a kernel's index: the launcher code that all kernels share."""
-_REPORT = struct.Struct("i64s")
-"""Index of a kernel and its hash, which is empty if it did not compile."""
+GLUE = -1  # Replaces a kernel's index: the launcher code that all kernels share.
+_REPORT = struct.Struct("i64s")  # Index of a kernel and its hash, which is empty if it did not compile.
 
 
 class Kernel(NamedTuple):
     """A kernel with everything that its machine code depends on."""
 
-    function: Any
-    """The kernel's `JITFunction`."""
-    arguments: tuple[Any, ...]
-    """Arguments of `JITFunction._do_compile`: types, constants, options."""
+    function: Any  # The kernel's `JITFunction`.
+    arguments: tuple[Any, ...]  # Arguments of `JITFunction._do_compile`: types, constants, options.
 
     @property
     def key(self) -> tuple[Any, str]:
@@ -71,8 +67,7 @@ class _TargetDriver:
 def _without_dynamo() -> Iterator[None]:
     """Keep torch operations on the meta device from importing torch's compiler, which takes as long as torch itself.
 
-    Their functions call that compiler's `disable`; inside this context they call a stub that does nothing.
-    """
+    Their functions call that compiler's `disable`; inside this context they call a stub that does nothing."""
     name = "torch._dynamo"
     if name in sys.modules:
         yield
@@ -90,8 +85,7 @@ def _without_dynamo() -> Iterator[None]:
 def collect(work: Callable[[], None], gpu: Gpu) -> list[Kernel]:
     """Return the kernels that `work` would compile for `gpu`. It launches kernels on meta tensors; nothing is compiled.
 
-    Call it in a process that launches nothing itself, because Triton remembers the target.
-    """
+    Call it in a process that launches nothing itself, because Triton remembers the target."""
     found: dict[tuple[Any, str], Kernel] = {}
     original = JITFunction._do_compile
 
@@ -114,8 +108,7 @@ def compile_all(
     """Compile in `jobs` processes forked from this one, which must have no other threads. Call it after `collect`.
 
     Returns the kernels' hashes in Triton's cache and the kernels that failed. Each process takes the next kernel of the
-    queue, slowest first; a process that dies loses only its kernel.
-    """
+    queue, slowest first; a process that dies loses only its kernel."""
     kernels = sorted(kernels, key=lambda kernel: not kernel.function.is_gluon())
     tickets, give = os.pipe()
     for i in (GLUE, *range(len(kernels))):

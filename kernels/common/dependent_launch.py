@@ -29,8 +29,7 @@ def begin(PDL: tl.constexpr):
 def release(PDL: tl.constexpr):
     """Let the next kernel start and prefetch as far as resources allow; its `begin` still waits for this kernel's end.
 
-    An earlier release is not better: data that the next kernel prefetches would be evicted before it is read.
-    """
+    An earlier release is not better: data that the next kernel prefetches would be evicted before it is read."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 

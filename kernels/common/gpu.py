@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class Gpu(NamedTuple):
     """The properties that kernels, tiles and plans are chosen by."""
 
-    name: str
-    """The driver's name for it."""
+    name: str  # The driver's name for it.
     capability: tuple[int, int]
     sms: int
 
@@ -55,8 +54,7 @@ def _properties(index: int) -> Gpu:
 def gpu(device: torch.device | int | None = None) -> Gpu | None:
     """Return the GPU that kernels are for: that of `compiling_for`, else this CUDA device (None: the current one).
 
-    Returns None if there is no GPU.
-    """
+    Returns None if there is no GPU."""
     if _pretended is not None:
         return _pretended
     import torch

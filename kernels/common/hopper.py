@@ -25,8 +25,7 @@ def let_next_start():
 def await_previous():
     """Wait until the results of the previous kernel are visible.
 
-    Work lists and page tables are older than that kernel, so they may be read before this call.
-    """
+    Work lists and page tables are older than that kernel, so they may be read before this call."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 KERNELS = Path(__file__).parent.parent
-IGNORED_FIELDS = ("ctx", "kind", "type_comment")
-"""Fields of a syntax tree that do not change the code."""
+IGNORED_FIELDS = ("ctx", "kind", "type_comment")  # Fields of a syntax tree that do not change the code.
 
 
 def _ignored(node: object) -> bool:

@@ -5,5 +5,4 @@ May import: `common`, `formats`, `reference`, `matmul`.
 Never: decides which expert lives on which rank.
 """
 
-PUBLIC = ("experts", "experts_config", "fp8_experts", "router")
-"""The modules that other folders may import."""
+PUBLIC = ("experts", "experts_config", "fp8_experts", "router")  # The modules that other folders may import.

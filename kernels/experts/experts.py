@@ -28,27 +28,20 @@ from weft.kernels.matmul.gemm_tiles import live_tokens, row_scale
 
 TILE_FIELDS = 4
 """Fields of a tile in the work list: its expert, its group's first tile, tiles and rows of the group, no padding."""
-COLUMNS = 256
-"""Columns of a row that one program copies at once."""
+COLUMNS = 256  # Columns of a row that one program copies at once.
 FEW_TOKENS = 256
 """Up to this many tokens, programs copy only that many columns of a row, so that there are enough programs."""
-MAX_PAD = 128
-"""Rows of the tallest tile."""
+MAX_PAD = 128  # Rows of the tallest tile.
 
 
 class ExpertSpace(NamedTuple):
     """Rows of one nano-batch in expert order; padding between experts is undefined."""
 
-    rows: Tensor
-    """[R, H] the experts' input, later their output."""
-    hidden: Tensor
-    """[R, I]"""
-    place: Tensor
-    """[T, K] int32: the row of each choice."""
-    tiles: Tensor
-    """[tiles, TILE_FIELDS] int32"""
-    number: Tensor
-    """[1] int32: number of tiles."""
+    rows: Tensor  # [R, H] the experts' input, later their output.
+    hidden: Tensor  # [R, I]
+    place: Tensor  # [T, K] int32: the row of each choice.
+    tiles: Tensor  # [tiles, TILE_FIELDS] int32
+    number: Tensor  # [1] int32: number of tiles.
 
 
 def expert_space(
@@ -91,8 +84,7 @@ def expert_rows(
 ):  # fmt: skip
     """Return (row, choice, whether it exists, row in expert order) of the choices of `TOKENS` tokens from `first` on.
 
-    The first program writes the work list.
-    """
+    The first program writes the work list."""
     expert = tl.arange(0, EP)
     counted = tl.cdiv(live, BT)
     total = tl.zeros([EP], tl.int32)
@@ -180,8 +172,7 @@ def _combine_kernel(
 def choose(tokens: int, features: int, depth: int, count: int, top: int) -> GemmConfig:
     """Return the tiles for both GEMMs of `count` experts with `top` per token: measured ones, else by rule.
 
-    features, depth: of a gate-up matrix.
-    """
+    features, depth: of a gate-up matrix."""
     measured = tuned.lookup(tokens, features, depth, count, top)
     return measured or by_rule(tokens, count, top, hopper=is_hopper())
 
@@ -227,8 +218,7 @@ def experts_gate_up(
     """Apply the norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate), into rows of `space.hidden`.
 
     x `[T, H]`, sumsq `[parts, T]` float32, bias `[E, 2 I]`; choice is of the same T tokens. The work list in `space` is
-    written for tiles of `config`: `experts_residual` needs the same one.
-    """
+    written for tiles of `config`: `experts_residual` needs the same one."""
     tokens, hidden = x.shape
     count, features, _ = weight.shape
     top = choice.experts.shape[1]
@@ -250,8 +240,7 @@ def experts_residual(
     """Write x plus the weighted sum of the experts' matrices `[E, H, I]` times `space.hidden` to `out` (may be x).
 
     bias `[E, H]`; sumsq `[parts, T]` float32 is scratch. Returns out and its sums of squares, one part `[1, T]`. An
-    expert's result is rounded once; a token's experts are added in float32, in the order of its choices.
-    """
+    expert's result is rounded once; a token's experts are added in float32, in the order of its choices."""
     tokens, hidden = x.shape
     count, _, inter = weight.shape
     top = choice.experts.shape[1]

@@ -39,8 +39,7 @@ def inside_group(inside, size):
     """Return (tile of rows, tile of features) in a group of `size` tiles of rows.
 
     The last tile of a group has less work. Programs take every n-th unit, and n is often a multiple of `size`, so the
-    order of tiles changes from round to round; otherwise some programs would get only short tiles.
-    """
+    order of tiles changes from round to round; otherwise some programs would get only short tiles."""
     column = inside // size
     return (inside + column * size // tl.num_programs(0)) % size, column
 
@@ -49,8 +48,7 @@ def inside_group(inside, size):
 def unit_of(unit, tiles, tiles_n, FIELDS: tl.constexpr):
     """Return a program's next tile: (its expert, tile of rows, tile of features).
 
-    Tiles of a group go through all feature tiles together: the weights are read once for all of them.
-    """
+    Tiles of a group go through all feature tiles together: the weights are read once for all of them."""
     entry = tiles + unit // tiles_n * FIELDS
     expert = tl.load(entry)
     first = tl.load(entry + 1)

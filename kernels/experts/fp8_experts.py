@@ -28,29 +28,20 @@ from weft.kernels.matmul.fp8_projections import rows_buffer
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_tiles import live_tokens, row_scale
 
-COLUMNS = 512
-"""Bytes of a row that one program copies at once."""
-SPECIAL = GemmConfig(128, 256, 128, 4, 4, special=True)
-"""The tiles of the warp-specialized kernel."""
+COLUMNS = 512  # Bytes of a row that one program copies at once.
+SPECIAL = GemmConfig(128, 256, 128, 4, 4, special=True)  # The tiles of the warp-specialized kernel.
 
 
 class Fp8ExpertSpace(NamedTuple):
     """Rows of one nano-batch in expert order; padding between experts is undefined."""
 
-    rows: Fp8Rows
-    """R rows of H: the experts' input."""
-    factor: Tensor
-    """[R] float32: 1 / rms of each row."""
-    hidden: Fp8Rows
-    """R rows of I."""
-    outputs: Tensor
-    """[R, H] of 16 bits: the experts' output."""
-    place: Tensor
-    """[T, K] int32: the row of each choice."""
-    tiles: Tensor
-    """[tiles, TILE_FIELDS] int32"""
-    number: Tensor
-    """[1] int32: number of tiles."""
+    rows: Fp8Rows  # R rows of H: the experts' input.
+    factor: Tensor  # [R] float32: 1 / rms of each row.
+    hidden: Fp8Rows  # R rows of I.
+    outputs: Tensor  # [R, H] of 16 bits: the experts' output.
+    place: Tensor  # [T, K] int32: the row of each choice.
+    tiles: Tensor  # [tiles, TILE_FIELDS] int32
+    number: Tensor  # [1] int32: number of tiles.
 
 
 def expert_space(
@@ -140,8 +131,7 @@ def _combine_kernel(
 def by_rule(tokens: int, count: int, top: int, *, hopper: bool, blocked: bool = False) -> GemmConfig:
     """Return the tiles for both GEMMs with evenly spread tokens; no others were measured yet.
 
-    hopper: the GPU has the warp-specialized kernel. blocked: weights have block scales.
-    """
+    hopper: the GPU has the warp-specialized kernel. blocked: weights have block scales."""
     rows = tokens * top / count  # rows per expert
     if rows > 40:
         if hopper:  # not enough registers for the scales of two blocks of 128 features
@@ -187,8 +177,7 @@ def experts_gate_up(
     """Apply the norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate), into rows of `space.hidden`.
 
     x: T rows of H, times the norm's weight; sumsq `[parts, T]` float32; bias `[E, 2 I]`; choice is of the same tokens.
-    The work list in `space` is written for tiles of `config`: `experts_residual` needs the same one.
-    """
+    The work list in `space` is written for tiles of `config`: `experts_residual` needs the same one."""
     tokens, hidden = x.values.shape
     count, top = len(weight.values), choice.experts.shape[1]
     config = _config(config, tokens, weight, top)
@@ -211,8 +200,7 @@ def experts_residual(
 
     `quantized` gets that times `next_norm [H]`, as the next GEMM's operand. bias `[E, H]`; sumsq `[parts, T]` float32
     is scratch. Returns out and its sums of squares, one part `[1, T]`. An expert's result is rounded once; a token's
-    experts are added in float32, in the order of its choices.
-    """
+    experts are added in float32, in the order of its choices."""
     tokens, hidden = x.shape
     top = choice.experts.shape[1]
     config = _config(config, tokens, weight, top)
@@ -247,8 +235,7 @@ def gate_shared(
 ) -> Fp8Rows:
     """Multiply `out`, a shared expert's hidden part, by the sigmoid of the normed x `[T, H]` times `gate [1, H]`.
 
-    The factor goes into its scales, which are then no powers of two.
-    """
+    The factor goes into its scales, which are then no powers of two."""
     tokens, hidden = x.shape
     blocks = len(out.scale)
     _switch_kernel[(tokens,)](

@@ -17,8 +17,7 @@ from weft.kernels.matmul.fp8_triton import accumulate, dequantized, store_quanti
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_tiles import columns
 
-PAIRS = 256
-"""Features of a tile that become one block of 128 columns of the next operand."""
+PAIRS = 256  # Features of a tile that become one block of 128 columns of the next operand.
 
 
 @triton.jit(do_not_specialize=["R", "stride_sa", "stride_q"])
@@ -29,8 +28,7 @@ def grouped_kernel(
 ):  # fmt: skip
     """Compute `a @ w[expert].T` by tiles of rows, with bias.
 
-    GATED: times the factor of each row; pairs of columns become one, in e4m3 with a scale per 128. Else 16 bits.
-    """
+    GATED: times the factor of each row; pairs of columns become one, in e4m3 with a scale per 128. Else 16 bits."""
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(K, 128)
     begin(PDL)

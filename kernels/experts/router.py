@@ -20,29 +20,21 @@ from torch import Tensor
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
 from weft.kernels.matmul.gemm_tiles import live_tokens, row_scale
 
-TILE = 32
-"""Tokens per program, which are also counted together."""
-PIECE = 256
-"""Columns of K that one program adds."""
+TILE = 32  # Tokens per program, which are also counted together.
+PIECE = 256  # Columns of K that one program adds.
 KINDS = {"softmax": 0, "top_softmax": 1, "sigmoid": 2}
 SOFTMAX, TOP_SOFTMAX, SIGMOID = (tl.constexpr(kind) for kind in KINDS.values())
-NEVER = tl.constexpr(-1e30)
-"""Score of an expert that must not be chosen; chosen ones are -inf."""
+NEVER = tl.constexpr(-1e30)  # Score of an expert that must not be chosen; chosen ones are -inf.
 
 
 class Choice(NamedTuple):
     """The experts that compute each token of an iteration."""
 
-    experts: Tensor
-    """[T, K] int32"""
-    weights: Tensor
-    """[T, K] float32"""
-    rank: Tensor
-    """[T, K] int32: earlier tokens of the same tile that take this expert."""
-    counts: Tensor
-    """[tiles, E] int32: tokens of each tile that take each expert."""
-    logits: Tensor
-    """[pieces, T, E] float32: scratch."""
+    experts: Tensor  # [T, K] int32
+    weights: Tensor  # [T, K] float32
+    rank: Tensor  # [T, K] int32: earlier tokens of the same tile that take this expert.
+    counts: Tensor  # [tiles, E] int32: tokens of each tile that take each expert.
+    logits: Tensor  # [pieces, T, E] float32: scratch.
 
     def of_tokens(self, begin: int, end: int) -> Choice:
         """Return the choice of tokens `[begin, end)`; `begin` is a multiple of `TILE`."""
@@ -194,8 +186,7 @@ def route(
 ) -> Choice:  # fmt: skip
     """See the reference. x `[T, H]` of 16 bits, sumsq `[parts, T]` float32, weight `[E, H]` float32.
 
-    num_tokens `[1]` int32 in device memory: rows from there on choose nothing and are not counted.
-    """
+    num_tokens `[1]` int32 in device memory: rows from there on choose nothing and are not counted."""
     tokens, hidden = x.shape
     count = weight.shape[0]
     padded = max(16, triton.next_power_of_2(count))

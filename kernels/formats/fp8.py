@@ -24,10 +24,8 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
-"""The largest e4m3 number."""
-BLOCK = 128
-"""Columns of an activation that share a scale; also the side of a weight block."""
+LARGEST = 448.0  # The largest e4m3 number.
+BLOCK = 128  # Columns of an activation that share a scale; also the side of a weight block.
 MIN_EXPONENT, MAX_EXPONENT = -40, 120
 """Bounds of an activation scale's exponent. Zero blocks get the first; the largest 16-bit number needs the second."""
 
@@ -35,8 +33,7 @@ MIN_EXPONENT, MAX_EXPONENT = -40, 120
 class Fp8Weight(NamedTuple):
     """A layer's weight matrix as its GEMM reads it."""
 
-    values: Tensor
-    """`[out, in]` e4m3, contiguous; `in` is a multiple of 16."""
+    values: Tensor  # `[out, in]` e4m3, contiguous; `in` is a multiple of 16.
     scale: Tensor
     """float32 `[out]`; per block `[ceil(out / 128), ceil(in / 128)]`; or `[out, ceil(in / 128)]` if blocks share rows.
     """
@@ -49,10 +46,8 @@ class Fp8Weight(NamedTuple):
 class Fp8Rows(NamedTuple):
     """Activations of T tokens as a GEMM reads them."""
 
-    values: Tensor
-    """`[T, K]` e4m3, contiguous."""
-    scale: Tensor
-    """float32 `[ceil(K / 128), T]`, or `[1, T]` with one scale per token."""
+    values: Tensor  # `[T, K]` e4m3, contiguous.
+    scale: Tensor  # float32 `[ceil(K / 128), T]`, or `[1, T]` with one scale per token.
     span: int = BLOCK
     """Columns guaranteed to share a scale: 128, or 256 if each pair of blocks shares one."""
 
@@ -65,8 +60,7 @@ class KvScales(NamedTuple):
     """Scales of K and V in pages, both fields `[layers, 2, Hkv]` float32. Pages times `scale` are the original."""
 
     scale: Tensor
-    inverse: Tensor
-    """1 / scale, rounded once; values are multiplied by it before they are written."""
+    inverse: Tensor  # 1 / scale, rounded once; values are multiplied by it before they are written.
 
 
 def saturated(x: Tensor) -> Tensor:
@@ -77,8 +71,7 @@ def saturated(x: Tensor) -> Tensor:
 def power_of_two_scale(amax: Tensor) -> Tensor:
     """Return the least power of two, from 2^-40 on, that brings `amax` into range; NaN and infinity give infinity.
 
-    It is computed from the number's bits, so every implementation agrees.
-    """
+    It is computed from the number's bits, so every implementation agrees."""
     bits = amax.float().contiguous().view(torch.int32)
     # 448 = 1.75 * 2^8: a mantissa above 1.75 needs one exponent more
     exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).int()
@@ -96,8 +89,7 @@ def channel_scale(amax: Tensor) -> Tensor:
 def quantize_weight(weight: Tensor, *, exact: bool = False) -> Fp8Weight:
     """Quantize `[out, in]` of any float type to e4m3 with a scale for each output channel.
 
-    exact: scales are powers of two, so numbers of up to four significant bits do not change.
-    """
+    exact: scales are powers of two, so numbers of up to four significant bits do not change."""
     amax = weight.float().abs().amax(-1)
     scale = power_of_two_scale(amax) if exact else channel_scale(amax)
     return Fp8Weight(saturated(weight.float() / scale[:, None]), scale)
@@ -130,8 +122,7 @@ def padded_blocks(x: Tensor) -> Tensor:
 def quantize_rows(x: Tensor, weight: Tensor | None = None, *, span: int = BLOCK) -> Fp8Rows:
     """Quantize `[T, K]` of any float type to e4m3 with a power of two for each `span` (128 or 256) columns of a token.
 
-    weight `[K]`: of a norm that is not folded into a matrix; x is multiplied by it in float32 first.
-    """
+    weight `[K]`: of a norm that is not folded into a matrix; x is multiplied by it in float32 first."""
     filled = padded_blocks(x if weight is None else x.float() * weight.float())
     amax = filled.abs().amax(-1)  # [T, blocks]
     if span == 2 * BLOCK:
@@ -151,8 +142,7 @@ def scaled_matmul(a: Fp8Rows, weight: Fp8Weight) -> Tensor:
     """Return `[T, out]` float32: `a` times the transposed weight.
 
     Sums over 128 of K are added in float32, in order, as most kernels do. Block scales apply to each sum of 128, token
-    and channel scales to the result.
-    """
+    and channel scales to the result."""
     depth = a.values.shape[1]
     a_blocks, w_blocks = a.scale.shape[0] > 1, weight.blocked
     total = torch.zeros(len(a.values), len(weight.values), device=a.values.device)

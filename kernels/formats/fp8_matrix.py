@@ -36,14 +36,10 @@ class Fp8Matrix:
 
     weight: Fp8Weight
     activations: Activations = "dynamic"
-    input_scale: Tensor | None = None
-    """Static activation scale, [] float32; of experts `[experts]`."""
-    norm: Tensor | None = None
-    """`[inner]`, the weight of the preceding norm."""
-    norm_bias: Tensor | None = None
-    """`[inner]`."""
-    centred: bool = False
-    """Whether that norm subtracts the mean."""
+    input_scale: Tensor | None = None  # Static activation scale, [] float32; of experts `[experts]`.
+    norm: Tensor | None = None  # `[inner]`, the weight of the preceding norm.
+    norm_bias: Tensor | None = None  # `[inner]`.
+    centred: bool = False  # Whether that norm subtracts the mean.
 
     def __getitem__(self, index: int | slice) -> Fp8Matrix:
         """Return some rows, or one or more experts."""
@@ -61,8 +57,7 @@ class Fp8Matrix:
         return len(self.weight.values)
 
 
-Matrix = Tensor | Fp8Matrix
-"""A weight as the reference implementations accept it."""
+Matrix = Tensor | Fp8Matrix  # A weight as the reference implementations accept it.
 
 
 def linear(x: Tensor, row_scale: Tensor | None, matrix: Fp8Matrix, bias: Tensor | None = None) -> Tensor:

@@ -26,12 +26,9 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 ESCAPE = 15
-MAX_VALUES = 1 << 24
-"""Limit of an escape's 24-bit index."""
-SCALARS_PER_ESCAPE = 256
-"""Scalars per list entry of 4 bytes, which costs an eighth of a bit per scalar."""
-SLAB_VALUES = 1 << 16
-"""Scalars per step, so that a step fits in a CPU cache."""
+MAX_VALUES = 1 << 24  # Limit of an escape's 24-bit index.
+SCALARS_PER_ESCAPE = 256  # Scalars per list entry of 4 bytes, which costs an eighth of a bit per scalar.
+SLAB_VALUES = 1 << 16  # Scalars per step, so that a step fits in a CPU cache.
 
 
 def _padded(size: int) -> int:
@@ -42,8 +39,7 @@ def _padded(size: int) -> int:
 class PackedPage:
     """The layout of pages `[blocks, rows, width]` bf16: a block is a layer's K or V, rows tokens, columns channels."""
 
-    values: int
-    """Scalars of a page."""
+    values: int  # Scalars of a page.
     rows: int
     width: int
 
@@ -92,8 +88,7 @@ class PackedPage:
     def pack(self, page: Bytes, out: Bytes) -> bool:
         """Pack `page [2 * values]` uint8 into `out [nbytes]` uint8, both contiguous.
 
-        Returns False if there are too many escapes; `out` then holds only their count.
-        """
+        Returns False if there are too many escapes; `out` then holds only their count."""
         blocks, rows, width = self.blocks, self.rows, self.width
         words = page.view(np.uint16).reshape(blocks, rows, width)
         bases = out[self.bases_at : self.bases_at + blocks * width].reshape(blocks, 1, width)

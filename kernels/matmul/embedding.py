@@ -77,8 +77,7 @@ def embed(
 
     scale is rounded to the table's dtype; position_table `[P, H]` and positions `[T]` are given together (see
     `reference.layer.embed`). `quantized` gets the rows times `next_norm [H]` as the next GEMM's FP8 operand
-    (`fp8.quantize_rows`).
-    """
+    (`fp8.quantize_rows`)."""
     tokens, hidden = token_ids.shape[0], table.shape[1]
     options = row_options(hidden)
     if quantized is not None:
@@ -128,8 +127,7 @@ def final_norm(
 ) -> Tensor:  # fmt: skip
     """Write normed rows `x[rows]` to `out [S, H]` for the vocabulary GEMM (`gemm.matmul`). sumsq `[parts, T]`.
 
-    norm_weight `[H]`; norm_bias `[H]` of a LayerNorm, which subtracts the rows' mean (`centred`).
-    """
+    norm_weight `[H]`; norm_bias `[H]` of a LayerNorm, which subtracts the rows' mean (`centred`)."""
     sumsq = sumsq if sumsq.dim() == 2 else sumsq[None]
     hidden = x.shape[1]
     _final_norm_kernel[(rows.shape[0],)](

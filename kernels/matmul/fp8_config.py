@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from weft.kernels.matmul.gemm_config import GemmConfig
 
-STEP = 128
-"""Columns of both operands in one step."""
-ROOM = 220 * 1024
-"""Bytes of shared memory for the steps of all programs on an SM."""
+STEP = 128  # Columns of both operands in one step.
+ROOM = 220 * 1024  # Bytes of shared memory for the steps of all programs on an SM.
 
 
 def every(kind: str, tokens: int, depth: int, *, few: bool) -> tuple[GemmConfig, ...]:

@@ -6,19 +6,14 @@ import functools
 
 from weft.kernels.matmul.gemm_config import GemmConfig
 
-MAX_TOKENS = 16
-"""Columns of its MMA."""
-STEP = 128
-"""Columns of K per step."""
+MAX_TOKENS = 16  # Columns of its MMA.
+STEP = 128  # Columns of K per step.
 STAGES = {128: 5, 256: 3}
 """Stages of the ring, by features of a tile. A program takes 92 or 120 KiB at least, so two kernels fit on an SM,
 except two with tiles of 256, which never follow each other."""
-MAX_SPLITS = 8
-"""Most programs that share a tile's steps."""
-MIN_BUSY = 0.7
-"""Share of the SMs that saturates memory."""
-MAX_STEPS = 128
-"""Most steps of a program, which holds their scales."""
+MAX_SPLITS = 8  # Most programs that share a tile's steps.
+MIN_BUSY = 0.7  # Share of the SMs that saturates memory.
+MAX_STEPS = 128  # Most steps of a program, which holds their scales.
 
 
 @functools.cache
@@ -26,8 +21,7 @@ def distribute(features: int, depth: int, wide: int, num_sms: int) -> tuple[int,
     """Return the steps of a program, and the most programs that share a tile's steps.
 
     If at least `MIN_BUSY` of the SMs stay busy, no program's range ends within two tiles: two partial sums cost more
-    than idle SMs, because fewer SMs saturate memory.
-    """
+    than idle SMs, because fewer SMs saturate memory."""
     steps, tiles = -(-depth // STEP), -(-features // wide)
     even = -(-tiles * steps // num_sms)
 

@@ -261,8 +261,7 @@ def launch_gemm(
 ) -> None:  # fmt: skip
     """Run `few_kernel` for a `kind`; weights have a scale per channel, `fields` are the epilogue's inputs.
 
-    Raises `ValueError` for more than `MAX_TOKENS` tokens, without a workspace or with one that is too small.
-    """
+    Raises `ValueError` for more than `MAX_TOKENS` tokens, without a workspace or with one that is too small."""
     (m, k), n = a.values.shape, weight.values.shape[0]
     config = few_config(kind, n, k, num_sms)
     wide = config.features

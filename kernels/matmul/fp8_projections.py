@@ -20,8 +20,7 @@ from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_launch import Launch, Workspace
 from weft.kernels.matmul.projections import norm_fields
 
-FEW_TOKENS = 128
-"""Up to this many tokens, the weight is the left operand."""
+FEW_TOKENS = 128  # Up to this many tokens, the weight is the left operand.
 
 
 WIDE = GemmConfig(128, 2 * BLOCK, BLOCK, 4, 4, group=16, special=True)
@@ -60,8 +59,7 @@ def by_rule(kind: str, num_tokens: int, features: int, depth: int, num_sms: int,
 def batch_invariant_config(kind: str, *, head_norm: int = 0) -> GemmConfig:
     """Return one configuration for any number of tokens, so that a row's sums and squares do not depend on the batch.
 
-    head_norm: size of heads that the epilogue norms.
-    """
+    head_norm: size of heads that the epilogue norms."""
     if is_hopper() and head_norm in (0, 128):  # a tile of `fp8_hopper` supports no norm of other heads
         return WIDE
     return GemmConfig(64, 256 if kind == "gate_up" else 128, BLOCK, 4, 8, swap=True, slices=1)

@@ -17,8 +17,7 @@ from weft.kernels.formats.fp8_triton import power_of_two, saturated
 from weft.kernels.matmul.gemm_tiles import live_tokens
 from weft.kernels.matmul.rows import row_mean
 
-BLOCKS = 16
-"""Blocks of a row per program."""
+BLOCKS = 16  # Blocks of a row per program.
 
 
 @triton.jit
@@ -56,8 +55,7 @@ def quantize_rows(
 ) -> Fp8Rows:
     """Quantize `x [T, K]` of 16 bits, times a norm's `weight [K]`, into `out`, with scales for `out.span` columns.
 
-    Rows from `num_tokens` on do not change.
-    """
+    Rows from `num_tokens` on do not change."""
     if not (x.is_contiguous() and out.values.is_contiguous()):
         raise ValueError("rows must be contiguous")
     tokens, width = x.shape
@@ -110,8 +108,7 @@ def norm_rows(
 
     Rows from `num_tokens` on do not change. Without a bias the row factor 1 / rms is left to the following GEMM
     (`fp8_projections`); with a bias it is applied here, from the sums of squares `sumsq [parts, T]` float32. centred:
-    the mean is subtracted, before the squares too.
-    """
+    the mean is subtracted, before the squares too."""
     if not (x.is_contiguous() and out.values.is_contiguous()):
         raise ValueError("rows must be contiguous")
     if bias is not None and sumsq is None:

@@ -45,8 +45,7 @@ def accumulate(
 ):  # fmt: skip
     """Sum steps [first, last) of one tile, including block scales: `[BM, BN]` float32, or transposed.
 
-    W_BLOCKS: weight scales are 0 per channel, 1 per block of 128 x 128, 2 such blocks by rows.
-    """
+    W_BLOCKS: weight scales are 0 per channel, 1 per block of 128 x 128, 2 such blocks by rows."""
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BN)
     acc = tl.zeros([BN, BM], tl.float32) if SWAP else tl.zeros([BM, BN], tl.float32)

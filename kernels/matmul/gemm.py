@@ -32,8 +32,7 @@ def matmul(
     """Compute `out[M, N] = a[M, K] @ weight[N, K].T`; out is bf16, fp16 or float32.
 
     num_tokens: optional int32 scalar in device memory; rows past it do not change (up to a tile). bias `[N]` is added,
-    then the result is multiplied by `factor` and soft-capped if `softcap` is not 0.
-    """
+    then the result is multiplied by `factor` and soft-capped if `softcap` is not 0."""
     check_operands(a, weight)
     m, n, k = a.shape[0], weight.shape[0], a.shape[1]
     launch = launch_of(m, n, k, config, num_sms)

@@ -8,24 +8,16 @@ from typing import NamedTuple
 class GemmConfig(NamedTuple):
     """Tiles of one GEMM. All block sizes are powers of two."""
 
-    tokens: int
-    """Rows of `a` in a tile."""
-    features: int
-    """Rows of the weight in a tile."""
-    depth: int
-    """Columns of both in one step."""
+    tokens: int  # Rows of `a` in a tile.
+    features: int  # Rows of the weight in a tile.
+    depth: int  # Columns of both in one step.
     stages: int
     warps: int
-    group: int = 8
-    """Token tiles that share a weight tile in L2 order."""
-    split: int = 1
-    """Programs that share one tile's K."""
-    swap: bool = False
-    """Whether weight rows are the left operand."""
-    per_sm: int = 1
-    """Programs resident on one SM."""
-    slices: int = 2
-    """Column slices of the epilogue: fewer live registers and less shared memory."""
+    group: int = 8  # Token tiles that share a weight tile in L2 order.
+    split: int = 1  # Programs that share one tile's K.
+    swap: bool = False  # Whether weight rows are the left operand.
+    per_sm: int = 1  # Programs resident on one SM.
+    slices: int = 2  # Column slices of the epilogue: fewer live registers and less shared memory.
     special: bool = False
     """Whether this is the warp-specialized kernel of `gemm_hopper`, which has fixed blocks."""
     ahead: int = 0
@@ -46,6 +38,5 @@ class GemmConfig(NamedTuple):
         return wide
 
 
-MIN_DEPTH = 64
-"""Shorter steps do not fill a line of shared memory."""
+MIN_DEPTH = 64  # Shorter steps do not fill a line of shared memory.
 SPECIAL = GemmConfig(128, 256, 64, 4, 4, special=True)

@@ -17,10 +17,8 @@ from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
 class Workspace(NamedTuple):
     """Scratch of split GEMMs: one per stream that runs GEMMs, allocated before capture."""
 
-    partial: Tensor
-    """[...] float32"""
-    arrived: Tensor
-    """[tiles] int32, zero between launches."""
+    partial: Tensor  # [...] float32
+    arrived: Tensor  # [tiles] int32, zero between launches.
 
 
 def workspace(device: torch.device | str, elements: int = 1 << 24, tiles: int = 1 << 13) -> Workspace:

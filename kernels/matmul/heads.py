@@ -16,8 +16,7 @@ from weft.kernels.common.dependent_launch import begin, pdl_options, release
 from weft.kernels.formats.fp8 import E4M3, KvScales
 from weft.kernels.formats.fp8_triton import saturated
 
-BLOCK = 2048
-"""Numbers that a program processes at once."""
+BLOCK = 2048  # Numbers that a program processes at once.
 
 
 @triton.jit
@@ -94,8 +93,7 @@ def place_heads(
 ) -> Tensor:  # fmt: skip
     """Write raw q, k and v `[T, (Hq + 2 Hkv) D]` to `out [T, Hq, D]` and the pages; see `projections.qkv_project`.
 
-    Rows from `num_tokens` on do not change. kv_scales: of e4m3 pages.
-    """
+    Rows from `num_tokens` on do not change. kv_scales: of e4m3 pages."""
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     if not raw.is_contiguous():
         raise ValueError("raw must be contiguous")

@@ -7,30 +7,23 @@ from typing import NamedTuple
 BLOCK_TOKENS, BLOCK_DEPTH = 128, 64
 TALL = 192
 """Tokens of a tile with three warpgroups: that many tokens then read the weight once."""
-TALL_WIDTH = 224
-"""Most features of such a tile: a warpgroup has 160 registers."""
-SHARED_BYTES = 232448 - 1024
-"""Bytes for a program without its barriers."""
+TALL_WIDTH = 224  # Most features of such a tile: a warpgroup has 160 registers.
+SHARED_BYTES = 232448 - 1024  # Bytes for a program without its barriers.
 MAX_STAGES = 8
-MAX_SPLIT = 8
-"""Most splits: their flags share a word."""
+MAX_SPLIT = 8  # Most splits: their flags share a word.
 WIDTHS = (64, 96, 128, 160, 192, 224, 256)
-PATIENCE = 20000
-"""How often a split polls for the others: about 10 ms."""
+PATIENCE = 20000  # How often a split polls for the others: about 10 ms.
 
 
 class MidConfig(NamedTuple):
     width: int
     """Features of a tile: 64 to 256 in steps of 32; 64, 128 or 256 with splits. Narrower tiles would write more sums of
     squares than `projections.sumsq_buffer` has rows."""
-    split: int = 1
-    """Programs that share one tile's K."""
+    split: int = 1  # Programs that share one tile's K.
     ahead: int = 0
     """Weight steps that a program prefetches into L2 while the previous kernel still runs."""
-    box: int = BLOCK_TOKENS
-    """Tokens per load: 128, or 32 with as many boxes as hold live tokens."""
-    rows: int = BLOCK_TOKENS
-    """Tokens of a tile: 128, or TALL."""
+    box: int = BLOCK_TOKENS  # Tokens per load: 128, or 32 with as many boxes as hold live tokens.
+    rows: int = BLOCK_TOKENS  # Tokens of a tile: 128, or TALL.
 
     @property
     def pieces(self) -> tuple[int, int, int]:
@@ -54,8 +47,7 @@ class MidConfig(NamedTuple):
     def stages_for(self, kind: str, *, whole: bool) -> int:
         """Return the steps of both operands that fit in shared memory with the buffers of a `kind`'s epilogue.
 
-        whole: no splits, and results leave through shared memory.
-        """
+        whole: no splits, and results leave through shared memory."""
         kept = self.rows * self.width * (1 if kind == "gate_up" else 2) if whole else 0
         return min(MAX_STAGES, (SHARED_BYTES - kept) // ((self.rows + self.width) * BLOCK_DEPTH * 2))
 

@@ -16,8 +16,7 @@ from weft.kernels.matmul.gemm_hopper import page_rows, rotate_half
 def row_scale(sumsq, row0, live, stride, width, eps, ROWS: gl.constexpr, PARTS: gl.constexpr):
     """Return `[ROWS]` from the partial sums of squares of rows `row0 ..`, all fetched at once.
 
-    A thread adds all parts of its row in order, so results equal those of `gemm_hopper` bit for bit.
-    """
+    A thread adds all parts of its row in order, so results equal those of `gemm_hopper` bit for bit."""
     BLOCK: gl.constexpr = gl.constexpr(1 << (PARTS - 1).bit_length())
     L: gl.constexpr = gl.BlockedLayout([BLOCK, 1], [1, 32], [1, 4], [1, 0])
     part = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))

@@ -395,8 +395,7 @@ def launch_gemm(
     """Run `mid_kernel` for a `kind`: "plain", "residual", "gate_up" or "qkv"; `fields` are the epilogue's inputs.
 
     patience: how often a split polls for the others before it leaves its share to the last one. Raises `ValueError` for
-    splits without a workspace.
-    """
+    splits without a workspace."""
     m, (n, k) = a.shape[0], weight.shape
     split = config.splits_of(k)
     widths, whole, narrow = config.pieces, split == 1, 2 if kind == "gate_up" else 1

@@ -36,8 +36,7 @@ def chosen(
 ) -> MidConfig | None:  # fmt: skip
     """Return how `mid_hopper` divides a GEMM, or None if it does not compute it. plain: it has the epilogue.
 
-    config: the caller's, or None for the table's, else the rule's, which are for whole GPUs.
-    """
+    config: the caller's, or None for the table's, else the rule's, which are for whole GPUs."""
     if not plain or isinstance(config, GemmConfig):
         return None
     here = gpu(weight.device) if weight.device.type == "cuda" else gpu()

@@ -6,16 +6,12 @@ from functools import partial
 
 from weft.kernels.matmul.mid_config import BLOCK_DEPTH, BLOCK_TOKENS, TALL, TALL_WIDTH, WIDTHS, MidConfig
 
-MIN_TOKENS, MAX_TOKENS = 65, 2048
-"""Range in which `by_rule` was compared with measurements."""
-MANY_TOKENS = 512
-"""Above this, a narrower tile must be predicted to reach `MAX_TIME_RATIO`."""
+MIN_TOKENS, MAX_TOKENS = 65, 2048  # Range in which `by_rule` was compared with measurements.
+MANY_TOKENS = 512  # Above this, a narrower tile must be predicted to reach `MAX_TIME_RATIO`.
 MAX_TIME_RATIO = 0.85
 """Share of the time of 256-wide `mid_hopper` tiles, which represent the kernels for many tokens."""
-MIN_STAGES = 3
-"""Fewest stages of a ring that is worth measuring."""
-MIN_TILES = 32
-"""Tiles of the smallest GEMM that was measured."""
+MIN_STAGES = 3  # Fewest stages of a ring that is worth measuring.
+MIN_TILES = 32  # Tiles of the smallest GEMM that was measured.
 
 _TALL = tuple(
     config
@@ -41,8 +37,7 @@ def by_rule(tokens: int, features: int, depth: int, num_sms: int) -> MidConfig |
     fastest for three, and takes 1.15 times as long for the one with large K.
 
     For 32 GEMMs of an 8B with 640 to 2,048 tokens it returns 12 configurations. A tile of `mid_hopper` was the fastest
-    for 11 of these, with this width for eight. It takes precedence over start-up measurements of other kernels.
-    """
+    for 11 of these, with this width for eight. It takes precedence over start-up measurements of other kernels."""
     if not MIN_TOKENS <= tokens <= MAX_TOKENS:
         return None
     time = partial(cost, tokens=tokens, features=features, depth=depth, num_sms=num_sms)

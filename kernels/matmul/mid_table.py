@@ -19,11 +19,9 @@ SUBSTITUTES = {192: 256}
 """Buckets measured for one model only, with the bucket that serves other models. Only live tokens are loaded, which was
 faster in each of 18 configurations with all tokens live."""
 TABLE = Path(__file__).with_name("mid_h200.json")
-MACHINE = ((9, 0), 132)
-"""The (compute capability, SMs) of TABLE."""
+MACHINE = ((9, 0), 132)  # The (compute capability, SMs) of TABLE.
 
-Key = tuple[int, int, int]
-"""(bucket, features, depth)"""
+Key = tuple[int, int, int]  # (bucket, features, depth)
 
 
 def decoded(rows: Mapping[str, Sequence[int]]) -> dict[Key, MidConfig]:

@@ -37,8 +37,7 @@ def norm_fields(sumsq: Tensor | None, eps: float) -> dict[str, Any]:
     return {"sumsq": sumsq, "stride_sumsq": sumsq.stride(0), "eps": eps, "PARTS": sumsq.shape[0]}
 
 
-FUSED_HEADS = (64, 128)
-"""Head sizes with norm, rotation and page writes in the epilogue of the QKV GEMM."""
+FUSED_HEADS = (64, 128)  # Head sizes with norm, rotation and page writes in the epilogue of the QKV GEMM.
 
 
 def fuses_heads(head_dim: int, q_norm: Tensor | None, *, normed: bool = True) -> bool:
@@ -57,8 +56,7 @@ def qkv_project(
 
     sumsq `[parts, T]` float32; rotary `[positions, D/2, 2]` float32; positions and slot_mapping `[T]` int32 or int64;
     padding tokens' slots are in page 0. q_norm `[D]` or, over all heads, `[Hq * D]`; k_norm likewise. raw `[T, (Hq + 2
-    Hkv) D]` is needed unless `fuses_heads`.
-    """
+    Hkv) D]` is needed unless `fuses_heads`."""
     check_operands(x, weight)
     if not (kv.is_contiguous() and out.is_contiguous() and rotary.is_contiguous()):
         raise ValueError("kv, out and rotary must be contiguous")
@@ -100,8 +98,7 @@ def residual_project(
 
     sumsq `[max_parts, T]` float32 is scratch; returns out and the view `[parts, T]` of it that was written. bias `[H]`.
     post_norm `[H]`: the addend, including a bias, goes through an RMS norm first; needs `raw [T, H]`, and `out` is `x`.
-    centred: the squares are those of a row minus its mean.
-    """
+    centred: the squares are those of a row minus its mean."""
     if not x.is_contiguous():
         raise ValueError("x must be contiguous")
     options: dict[str, Any] = {"num_sms": num_sms, "space": space, "num_tokens": num_tokens, "config": config}
@@ -131,8 +128,7 @@ def gate_up_project(
 ) -> Tensor:  # fmt: skip
     """Apply norm, gate-up matrix `[2 I, H]` (rows alternate), bias and gated activation: `out [T, I]`.
 
-    sumsq `[parts, T]` float32. activation: one of `reference.layer.ACTIVATIONS`.
-    """
+    sumsq `[parts, T]` float32. activation: one of `reference.layer.ACTIVATIONS`."""
     check_operands(x, weight)
     launch = launch_of(x.shape[0], weight.shape[0], x.shape[1], config, num_sms)
     run_gemm("gate_up", launch, x, weight, out, num_tokens, space, bias=bias, ACT=activation, **norm_fields(sumsq, eps))
@@ -146,8 +142,7 @@ def linear_project(
 ) -> Tensor:  # fmt: skip
     """Apply norm, matrix `[N, H]`, bias and activation: `out [T, N]`. activation: "" is none.
 
-    Used for the first GEMM of an MLP without a gate (`reference.layer.up_project`) and before a row pass.
-    """
+    Used for the first GEMM of an MLP without a gate (`reference.layer.up_project`) and before a row pass."""
     check_operands(x, weight)
     launch = launch_of(x.shape[0], weight.shape[0], x.shape[1], config, num_sms)
     run_gemm("linear", launch, x, weight, out, num_tokens, space, bias=bias, ACT=activation, **norm_fields(sumsq, eps))

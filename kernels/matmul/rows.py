@@ -53,8 +53,7 @@ def _row_sumsq_kernel(x, sumsq, H, CENTRED: tl.constexpr, BLOCK: tl.constexpr, P
 def row_sumsq(x: Tensor, *, out: Tensor, centred: bool = False) -> Tensor:
     """Write row sums of squares of `x [T, H]` to `out [1, T]` float32, in an order that depends on H alone.
 
-    centred: of rows minus their mean.
-    """
+    centred: of rows minus their mean."""
     hidden = x.shape[1]
     _row_sumsq_kernel[(x.shape[0],)](x, out, hidden, CENTRED=centred, **row_options(hidden))
     return out
@@ -86,8 +85,7 @@ def _add_normed_kernel(x, y, weight, sumsq, H, eps, BLOCK: tl.constexpr, PDL: tl
 def add_normed(x: Tensor, y: Tensor, weight: Tensor, eps: float, *, sumsq: Tensor) -> Tensor:
     """Add the RMS norm of the rows of `y [T, H]`, times `weight [H]`, to `x [T, H]`, rounded once; returns x.
 
-    Sums of squares of the new x go to `sumsq[0]` (`[parts, T]` float32).
-    """
+    Sums of squares of the new x go to `sumsq[0]` (`[parts, T]` float32)."""
     if not (x.is_contiguous() and y.is_contiguous()):
         raise ValueError("x and y must be contiguous")
     hidden = x.shape[1]
@@ -125,8 +123,7 @@ def gather_rows(
     """Copy the first `count [1]` of `rows [T]` int32 of `x [T, H]` and `a [T, A]`, in order, to the start of x_out,
     a_out.
 
-    a_out has the type of a. Other rows do not change.
-    """
+    a_out has the type of a. Other rows do not change."""
     scales: tuple[Any, ...] = None, None, None, None
     if isinstance(a, Fp8Rows) and isinstance(a_out, Fp8Rows):
         scales = a.scale, a.scale.stride(0), a_out.scale, a_out.scale.stride(0)

@@ -37,8 +37,7 @@ SOURCES = (
     "matmul/gemm_hopper", "matmul/gemm_launch", "matmul/gemm_tiles", "matmul/gemm_triton", "matmul/projections",
 )  # fmt: skip
 """The modules of `kernels` that a GEMM's timing depends on."""
-MIN_ELEMENTS = 1 << 21
-"""Smallest weight that is worth tuning."""
+MIN_ELEMENTS = 1 << 21  # Smallest weight that is worth tuning.
 
 Key = tuple[int, ...]
 """(bucket, features, depth); FP8: (..., 8); experts: (..., experts, experts per token)."""
@@ -55,10 +54,8 @@ class Shape(NamedTuple):
     features: int
     depth: int
     experts: int = 0
-    top: int = 0
-    """Experts per token."""
-    bits: int = 16
-    """Bits of both operands' numbers; 8: e4m3."""
+    top: int = 0  # Experts per token.
+    bits: int = 16  # Bits of both operands' numbers; 8: e4m3.
 
     @property
     def elements(self) -> int:
@@ -80,8 +77,7 @@ class Machine(NamedTuple):
     capability: tuple[int, int]
     sms: int
     triton: str
-    kernels: str
-    """Digest of the kernels' code."""
+    kernels: str  # Digest of the kernels' code.
 
 
 def machine(device: torch.device | int = 0) -> Machine:
@@ -106,8 +102,7 @@ def _encoded(table: Table) -> dict[str, list[int]]:
 def decoded(rows: Mapping[str, Sequence[int]]) -> dict[Key, GemmConfig]:
     """Return a table from its JSON form: `"M,N,K"` -> fields of a `GemmConfig`. Raises `ValueError` or `TypeError`.
 
-    Experts have two more numbers in their key, FP8 GEMMs one.
-    """
+    Experts have two more numbers in their key, FP8 GEMMs one."""
     table: dict[Key, GemmConfig] = {}
     for key, row in rows.items():
         sizes = tuple(map(int, key.split(",")))
@@ -140,7 +135,7 @@ def use(table: Table) -> None:
 
 
 def lookup(
-    num_tokens: int, features: int, depth: int, experts: int = 0, top: int = 0, bits: int = 16
+    num_tokens: int, features: int, depth: int, experts: int = 0, top: int = 0, bits: int = 16,
 ) -> GemmConfig | None:  # fmt: skip
     """Return the measured configuration of a GEMM (see `Shape`), or None if it was not measured."""
     bucket = bucket_of(num_tokens)

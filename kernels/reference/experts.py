@@ -18,14 +18,10 @@ from weft.kernels.reference.layer import gated, normed, normed_linear, row_sumsq
 class Routing(NamedTuple):
     """The experts that compute each token, and their weights."""
 
-    experts: Tensor
-    """[T, K] int64"""
-    weights: Tensor
-    """[T, K] float32"""
-    order: Tensor
-    """[T * K] int64: (token, choice) pairs `token * K + choice`, sorted by expert."""
-    counts: list[int]
-    """[E] pairs of each expert."""
+    experts: Tensor  # [T, K] int64
+    weights: Tensor  # [T, K] float32
+    order: Tensor  # [T * K] int64: (token, choice) pairs `token * K + choice`, sorted by expert.
+    counts: list[int]  # [E] pairs of each expert.
 
 
 def _grouped(scores: Tensor, groups: int, top_groups: int) -> Tensor:
@@ -44,8 +40,7 @@ def route(
     """Apply the norm and router matrix `[E, H]` float32, then choose experts, all in float32.
 
     kind: `softmax` over all experts, then the `top` best; `top_softmax`: the best, then a softmax over them; `sigmoid`
-    of each. choice_bias `[E]` affects the choice, not the weights. normalise: a token's weights sum to one.
-    """
+    of each. choice_bias `[E]` affects the choice, not the weights. normalise: a token's weights sum to one."""
     h = x.float() if sumsq is None else normed(x.float(), sumsq, eps)
     logits = F.linear(h, weight.float(), None if bias is None else bias.float())
     if kind == "top_softmax":
@@ -94,8 +89,7 @@ def experts_residual(
     """Return x plus the weighted GEMMs of h `[T * K, I]` with the experts' matrices `[E, H, I]`, and row sums of
     squares.
 
-    A token's experts are added in float32, in the order of its choices.
-    """
+    A token's experts are added in float32, in the order of its choices."""
     y = torch.empty(len(h), weight.shape[1], dtype=torch.float32, device=h.device)
     scale = routing.weights.flatten()[routing.order]
     at = 0

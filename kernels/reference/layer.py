@@ -89,8 +89,7 @@ def embed(
     """Look up rows of `table [V, H]` for `token_ids [T]` int: returns `x [T, H]` and `sumsq [T]`.
 
     scale is rounded to the table's dtype. position_table `[P, H]`: learned position embeddings; the row of each token's
-    position `[T]` is added.
-    """
+    position `[T]` is added."""
     x = F.embedding(token_ids, table)
     if scale != 1.0:
         x = x * torch.tensor(scale, dtype=x.dtype)
@@ -141,8 +140,7 @@ def qkv_project(
     or `slice(None)` if rotary already has one row per token; slot_mapping `[T]` int: page * page_size + offset of each
     token (padding points into page 0). means: if one norm spans heads of all ranks, converts the mean squares `[T, 2]`
     of this rank's q and k to those of all ranks. kv_inverse `[2, Hkv]` float32: factor of K and V for FP8 pages
-    (`fp8.KvScales`). Returns q `[T, Hq, D]`.
-    """
+    (`fp8.KvScales`). Returns q `[T, Hq, D]`."""
     num_kv_heads, head_dim = kv.shape[-2], kv.shape[-1]
     qkv = normed_linear(x, sumsq, weight, bias, eps).view(x.shape[0], -1, head_dim)
     qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
@@ -170,8 +168,7 @@ def residual_project(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return `x + a @ weight.T`, rounded once, and its sum of squares. a `[T, K]`, weight `[H, K]`, x `[T, H]`.
 
-    post_norm `[H]`: an RMS norm of the addend, including its bias `[H]`.
-    """
+    post_norm `[H]`: an RMS norm of the addend, including its bias `[H]`."""
     if post_norm is not None:
         h = normed_linear(a, None, weight, bias, eps).float()
         h = h * rms_scale(h.square().sum(-1), h.shape[-1], eps)[:, None] * post_norm.float()
@@ -189,8 +186,7 @@ def add_reduced(
 ) -> tuple[Tensor, Tensor]:
     """Return x `[T, H]` plus the sum of all ranks' partial sums `[T, H]` float32, rounded once, and its sum of squares.
 
-    post_norm as in `residual_project`.
-    """
+    post_norm as in `residual_project`."""
     if post_norm is not None:
         total = total * rms_scale(total.square().sum(-1), total.shape[-1], eps)[:, None] * post_norm.float()
     y = (x.float() + total).to(x.dtype)
@@ -203,8 +199,7 @@ def gate_up_project(
 ) -> Tensor:  # fmt: skip
     """Apply norm, gate-up matrix `[2 I, H]` (rows alternate), bias and gated activation: `[T, I]`.
 
-    gate `[1, H]`: of a shared expert (Qwen 2 MoE); the result is multiplied by the sigmoid of x times gate.
-    """
+    gate `[1, H]`: of a shared expert (Qwen 2 MoE); the result is multiplied by the sigmoid of x times gate."""
     if isinstance(weight, Tensor):
         h = normed(x, sumsq, eps)
         # Two GEMMs of strided weights, so that the following operations read contiguous rows.
@@ -241,8 +236,7 @@ def lm_head(
 ) -> Tensor:  # fmt: skip
     """Apply final norm and vocabulary projection to the rows that need logits: x `[S, H]` -> `[S, V]` float32.
 
-    Logits are multiplied by `scale`, then soft-capped if `softcap` is not 0.
-    """
+    Logits are multiplied by `scale`, then soft-capped if `softcap` is not 0."""
     h = final_norm(x, sumsq, norm_weight, eps, norm_bias=norm_bias, centred=centred)
     logits = F.linear(h, weight, bias).float()
     if scale != 1.0:
@@ -253,17 +247,13 @@ def lm_head(
 class AttentionGroup(NamedTuple):
     """Requests with similar padded shapes, computed by one padded attention call.
 
-    G requests, Q queries each at most, P pages each at most.
-    """
+    G requests, Q queries each at most, P pages each at most."""
 
-    tokens: Tensor
-    """[G, Q] int64: rows of q; padding repeats a row of the same request."""
+    tokens: Tensor  # [G, Q] int64: rows of q; padding repeats a row of the same request.
     unpad: Tensor | None
     """[tokens] int64 into G * Q: position of each real row (None: Q is 1, nothing is padded)."""
-    rows: Tensor
-    """[tokens] int64: rows of the output, in the order of `unpad`."""
-    pages: Tensor
-    """[G * P] int64; padding is page 0."""
+    rows: Tensor  # [tokens] int64: rows of the output, in the order of `unpad`.
+    pages: Tensor  # [G * P] int64; padding is page 0.
     mask: Tensor
     """[G, 1, heads_per_kv * Q, P * page_size] in q's dtype: 0 where a query may attend, -inf elsewhere."""
     stale: Tensor
@@ -277,8 +267,7 @@ class AttentionWork(NamedTuple):
     scratch: Tensor
     """[2, elements] in the pool's dtype: K and V of the largest group.
 
-    Reused by every layer and iteration: page faults in a new buffer of this size cost more than the copy into it.
-    """
+    Reused by every layer and iteration: page faults in a new buffer of this size cost more than the copy into it."""
 
 
 MAX_DIAGONAL_HEADS = 4
@@ -288,8 +277,7 @@ MAX_DIAGONAL_HEADS = 4
 def _decode(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, scale: float) -> Tensor:
     """Attention of one query per request: q `[G, Hq, D]`, k and v `[G, keys, Hkv * D]` -> `[G, Hq, D]`.
 
-    All heads share one GEMM of contiguous operands: the query of head h is zero outside its KV head's columns.
-    """
+    All heads share one GEMM of contiguous operands: the query of head h is zero outside its KV head's columns."""
     size, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[2] // head_dim
     own = torch.eye(num_kv_heads, dtype=q.dtype, device=q.device).repeat_interleave(
@@ -307,8 +295,7 @@ def _scored(
 ) -> Tensor:
     """Attention with soft-capped scores, or with a sink in the softmax.
 
-    q `[G, Hkv, heads_per_kv * Q, D]`; sinks `[Hq]`: a logit per head that takes weight but has no value.
-    """
+    q `[G, Hkv, heads_per_kv * Q, D]`; sinks `[Hq]`: a logit per head that takes weight but has no value."""
     scores = torch.matmul(q, k.transpose(2, 3)).float() * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MASK_ROWS = 64
-"""Rows of masks unpacked at once: bounds memory with a large vocabulary."""
+MASK_ROWS = 64  # Rows of masks unpacked at once: bounds memory with a large vocabulary.
 
 
 def apply_penalties(
@@ -27,8 +26,7 @@ def allow_only(logits: Tensor, rows: Tensor, masks: Tensor, first: int = 0) -> N
     """Set tokens that a row's mask does not allow to -inf, in place on `logits [S, V]`.
 
     rows `[m]` int64; masks `[m, W]` int32, bit i of word w: token 32 w + i is allowed; tokens beyond 32 W are not.
-    first: the token of the first column.
-    """
+    first: the token of the first column."""
     width = logits.shape[1]
     masks, first = masks[:, first // 32 : -(-(first + width) // 32)].contiguous(), first % 32
     shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
@@ -49,8 +47,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     """Sample one token for each row of `logits [S, V]` float32: `[S]` int64.
 
     temperature 0 takes the best. Otherwise top-k (0: off), then top-p, then min-p cut the distribution, and `uniform`
-    picks from the remainder by the inverse of its cumulative distribution in token order.
-    """
+    picks from the remainder by the inverse of its cumulative distribution in token order."""
     greedy = logits.argmax(-1)
     scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
     probs = scaled.softmax(-1)
@@ -75,8 +72,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tenso
     """Return log-probabilities of `tokens [n]` and of the `top` best, from `logits [n, V]` float32.
 
     Returns ranks `[n]` (1-based), ids `[n, 1 + top]` and values `[n, 1 + top]`: first the token, then the best in
-    order. The token's value is the identical float wherever it appears.
-    """
+    order. The token's value is the identical float wherever it appears."""
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(-1, tokens[:, None])
     ranks = (logprobs > own).sum(-1) + 1

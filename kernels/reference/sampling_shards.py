@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Gather = Callable[[Tensor], Tensor]
-"""Gathers `[...]` of this rank into `[ranks, ...]`, in rank order."""
+Gather = Callable[[Tensor], Tensor]  # Gathers `[...]` of this rank into `[ranks, ...]`, in rank order.
 CANDIDATES = 64
 """Candidates per rank in the first search for a top-p cut; four times as many in each further one."""
 
@@ -23,12 +22,10 @@ CANDIDATES = 64
 class Shard(NamedTuple):
     """The part of the vocabulary that a rank's logits cover."""
 
-    first: int
-    """Id of the first column."""
+    first: int  # Id of the first column.
     rank: int
     gather: Gather
-    sizes: tuple[int, ...] = ()
-    """Columns of each rank; empty: not known yet, and then exchanged."""
+    sizes: tuple[int, ...] = ()  # Columns of each rank; empty: not known yet, and then exchanged.
 
     def with_sizes(self, logits: Tensor) -> Shard:
         """Return the shard with known sizes. logits: any of this rank's."""
@@ -41,14 +38,10 @@ class Shard(NamedTuple):
 class SamplingSummary(NamedTuple):
     """A summary of the rows' parameters for callers that have it without reading the device. Indices are int64."""
 
-    rows: Tensor
-    """Rows that are drawn; the others take the best token."""
-    cut: Tensor
-    """Drawn rows with a top-k or top-p."""
-    top_k: int
-    """The largest top-k of these; 0 if there is none."""
-    counted: bool
-    """Whether all of these have a top-k."""
+    rows: Tensor  # Rows that are drawn; the others take the best token.
+    cut: Tensor  # Drawn rows with a top-k or top-p.
+    top_k: int  # The largest top-k of these; 0 if there is none.
+    counted: bool  # Whether all of these have a top-k.
 
     @classmethod
     def of(cls, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> SamplingSummary:
@@ -62,10 +55,8 @@ class SamplingSummary(NamedTuple):
 class Best(NamedTuple):
     """The best tokens over all ranks."""
 
-    value: Tensor
-    """[S] float32; NaN if any logit is."""
-    token: Tensor
-    """[S] int64; the lowest id with this value."""
+    value: Tensor  # [S] float32; NaN if any logit is.
+    token: Tensor  # [S] int64; the lowest id with this value.
 
 
 def best_of(logits: Tensor, shard: Shard) -> Best:
@@ -84,8 +75,7 @@ def sample(
     """Sample as `sampling.sample` and check as `sampling.nonfinite`: tokens `[S]` int64, nonfinite rows `[S]` bool.
 
     logits `[S, n]` float32 of this rank, n at least 1; the other arguments are the same on all ranks. With a summary
-    and known shard sizes, only a top-p without top-k waits for the device.
-    """
+    and known shard sizes, only a top-p without top-k waits for the device."""
     summary = summary or SamplingSummary.of(temperature, top_k, top_p)
     best = best_of(logits, shard)
     nonfinite = ~best.value.isfinite()
@@ -115,8 +105,7 @@ def _cutoff(
 
     Tokens of all ranks are ordered best first, ties by id. Every rank shows its best: as many as top-k requires; for
     top-p alone a few, then more, until the cut lies above everything hidden. So ranks exchange about as much as is
-    kept.
-    """
+    kept."""
     ordered, order = torch.sort(weights, dim=-1, descending=True, stable=True)
     whole = shard.gather(weights.double().sum(-1)).sum(0)
     sizes, counted = shard.sizes, top_k > 0

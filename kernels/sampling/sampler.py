@@ -16,8 +16,7 @@ from torch import Tensor
 
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
 
-CANDIDATES = 2048
-"""Candidates that a row ranks exactly."""
+CANDIDATES = 2048  # Candidates that a row ranks exactly.
 
 
 @triton.jit
@@ -108,8 +107,7 @@ def _cut(row, scratch, V, best, inverse, floor, goal, BY_MASS: tl.constexpr, WID
 
     By count: keep the `goal` best. By mass: keep the fewest best whose mass reaches `goal`. All are at or above the
     value `floor`. Seven bounds at once close in on the value until at most `CAP` candidates remain, which are ranked
-    exactly.
-    """
+    exactly."""
     lo = floor
     hi = best + tl.abs(best) * 1e-3 + 1e-3
     inside_lo = V
@@ -309,8 +307,7 @@ def sample(
     All parameters are `[S]`, float32 except top_k int32. temperature 0 takes the best. `bad [S]` int gets 1 for rows
     that are `sampling.nonfinite`, else 0; the token of such a row is an arbitrary id. `scratch` comes from
     `sample_scratch`; without it one is allocated here (under capture from the graph's memory pool). The token is
-    counted in `counts [slots, V]` int32 at the rows' `slots [S]`.
-    """
+    counted in `counts [slots, V]` int32 at the rows' `slots [S]`."""
     rows, vocabulary = logits.shape
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise ValueError("logits must be float32 with contiguous rows")

@@ -5,5 +5,4 @@ May import: `common`, `formats`.
 Never: decides which page moves.
 """
 
-PUBLIC = ("pack_pages",)
-"""The modules that other folders may import."""
+PUBLIC = ("pack_pages",)  # The modules that other folders may import.

@@ -15,13 +15,10 @@ from torch import Tensor
 
 from weft.kernels.formats.packed_page import ESCAPE, PackedPage
 
-PAGES_PER_LAUNCH = 4
-"""Pages per launch: their numbers are its arguments."""
-TILE_WORDS = 4096
-"""Words per program: all rows of some columns."""
+PAGES_PER_LAUNCH = 4  # Pages per launch: their numbers are its arguments.
+TILE_WORDS = 4096  # Words per program: all rows of some columns.
 WARPS = 4
-PATCHES = 1024
-"""Escapes per program."""
+PATCHES = 1024  # Escapes per program.
 
 
 @triton.jit
@@ -132,8 +129,7 @@ def pack(form: PackedPage, pool: Tensor, pages: Sequence[int], cells: Tensor) ->
     """Pack pages of a pool into the first cells.
 
     pool `[pages, ...]` bf16, contiguous; pages: at most `PAGES_PER_LAUNCH`, in the layout `form`; cells `[>= pages,
-    nbytes]` uint8, aligned to 16 bytes. A cell whose count exceeds the capacity does not hold a page.
-    """
+    nbytes]` uint8, aligned to 16 bytes. A cell whose count exceeds the capacity does not hold a page."""
     rows, block, grid = _tile(form)
     cells[: len(pages), : form.escapes_at].zero_()
     _pack_kernel[(*grid, len(pages))](

@@ -5,5 +5,4 @@ May import: every other folder of `kernels`.
 Never: is imported by another folder of `kernels`.
 """
 
-PUBLIC = ("calls", "measure", "quick_timer", "tile_search")
-"""The modules that other folders may import."""
+PUBLIC = ("calls", "measure", "quick_timer", "tile_search")  # The modules that other folders may import.

@@ -113,8 +113,7 @@ def expert_layer_call(
 ) -> Callable[[], object]:
     """Return a call of both GEMMs of an expert layer after a random router. weight: all of `shape.elements`.
 
-    skew: factor of the router's rows of the first eighth of the experts.
-    """
+    skew: factor of the router's rows of the first eighth of the experts."""
     count, top, n, k = shape.experts, shape.top, shape.features, shape.depth
     device, dtype = weight.device, weight.dtype
     gate_up, down = (part.view(count, *sizes) for part, sizes in zip(

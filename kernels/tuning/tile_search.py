@@ -96,8 +96,7 @@ def search(
     """Return the fastest of a few candidates and the rule's choice for each shape and bucket within the time budget.
 
     measure: milliseconds of a GEMM, None if this configuration cannot run it. A shape and bucket with untried
-    candidates is left out, for the next start.
-    """
+    candidates is left out, for the next start."""
     found: dict[Key, GemmConfig] = {}
     begin, longest = clock(), 0.0
     for done, (shape, bucket) in enumerate(wanted):
@@ -126,8 +125,7 @@ def find(
     """Return this machine's configurations from the cache in `folder`, after a search for missing ones (see `search`).
 
     If several processes start at once, one searches and the others wait and read its results. If the folder cannot be
-    written, nothing is searched, because every start would repeat it.
-    """
+    written, nothing is searched, because every start would repeat it."""
     known = read_cache(folder, of)
     ours = shipped(of.capability, of.sms)
     if budget_s <= 0 or not missing(shapes, max_tokens, known, ours):

@@ -18,16 +18,9 @@ class Admission:
     request: the limits shed load, they do not restrict a single request."""
 
     def __init__(
-        self,
-        replicas: Replicas,
-        shared_state: SharedState,
-        row: int,
-        rejected: Counter,
-        *,
-        max_requests: int,
-        max_tokens: int,
-        model: int = 0,
-    ) -> None:
+        self, replicas: Replicas, shared_state: SharedState, row: int, rejected: Counter, *, max_requests: int,
+        max_tokens: int, model: int = 0,
+    ) -> None:  # fmt: skip
         """`row`: this process's row of `shared_state`. `rejected`: counts refusals by code. `model`: its number."""
         self._replicas, self._rejected, self._shared_state = replicas, rejected, shared_state
         self._load = shared_state.load[row, model]

@@ -76,8 +76,7 @@ def template_input(
     """The messages and the arguments of the chat template.
 
     Tools are an argument if the template supports them; otherwise they are written into the messages. Later messages
-    never change how earlier ones are rendered (`stable_prefix`).
-    """
+    never change how earlier ones are rendered (`stable_prefix`)."""
     tokenizer = service.loaded.tokenizer
     messages = stable_prefix(messages, late_system=tokenizer.takes_late_system)
     if knows_tools(tokenizer):

@@ -50,15 +50,9 @@ class Choice:
     """Detokenizes one sequence and ends it at its stop string. `index` is its position in the answer."""
 
     def __init__(
-        self,
-        index: int,
-        prompt: int,
-        stream: TokenStream,
-        detokenizer: Detokenizer,
-        stops: StopStrings | None,
-        ends: EndRules,
-        constraint: str | None = None,
-    ) -> None:
+        self, index: int, prompt: int, stream: TokenStream, detokenizer: Detokenizer, stops: StopStrings | None,
+        ends: EndRules, constraint: str | None = None,
+    ) -> None:  # fmt: skip
         """`constraint`: the request field that constrains the answer, for error messages."""
         self.index, self.prompt, self.stream = index, prompt, stream
         self.num_tokens = 0

@@ -20,11 +20,9 @@ from weft.server.api.fast_path import EXTENSION, RawWriter
 from weft.server.api.service import Service
 from weft.server.errors import ApiError
 
-MAX_HEADER_BYTES = 64 * 1024
-"""Limit of the request line and headers, and of trailers and chunk extensions."""
+MAX_HEADER_BYTES = 64 * 1024  # Limit of the request line and headers, and of trailers and chunk extensions.
 
-HEADER_SECONDS = 20.0
-"""Seconds from the first byte (or the connection) to the end of the headers."""
+HEADER_SECONDS = 20.0  # Seconds from the first byte (or the connection) to the end of the headers.
 
 UNREAD_SECONDS = 60.0
 """Seconds from the end of an answer to the end of a request body that is still arriving."""

@@ -18,8 +18,7 @@ async def constrain_answer(chat: ParsedChat, prompt: RenderedPrompt, request: Re
     """The grammar of the answer, or None if it is free. Raises like `compile_grammar`.
 
     A strict tool that is too complex for a grammar is only an error if the answer must be a call or structured: some
-    clients mark all of their tools as strict.
-    """
+    clients mark all of their tools as strict."""
     try:
         return await compile_grammar(_writer(chat, prompt), request, chat.service)
     except ApiError as error:

@@ -42,24 +42,15 @@ class Generation:
     """All sequences of one request: `submit` starts them, `updates` yields pieces, `close` ends them."""
 
     def __init__(
-        self,
-        service: Service,
-        body: GenerationBody,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        scope: Scope,
-        *,
-        show: frozenset[int] = frozenset(),
-        grammar: Grammar | None = None,
-        stops: Sequence[str] | None = None,
-        markup: tuple[str, str | None] | None = None,
+        self, service: Service, body: GenerationBody, prompts: Sequence[Prompt], params: Sequence[SamplingParams],
+        scope: Scope, *, show: frozenset[int] = frozenset(), grammar: Grammar | None = None,
+        stops: Sequence[str] | None = None, markup: tuple[str, str | None] | None = None,
         names: tuple[bytes, ...] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`params`: one per prompt. `scope`: the request's, with the entries that `middleware` adds.
 
         `show`: special tokens to keep in the text. `stops`: replaces the body's stop strings. `markup`: marks between
-        which stop strings are ignored. `names`: the conversation's names.
-        """
+        which stop strings are ignored. `names`: the conversation's names."""
         if body.request_id is not None and not scope["weft.named"]:
             scope["weft.request_id"] = body.request_id
         self.service, self.body, self.prompts = service, body, prompts
@@ -169,8 +160,7 @@ class Generation:
         """Yield pieces of all choices until all have finished, and None after each `silence` seconds without one.
 
         A choice whose engine dies is restarted as a new choice with the same index, starting from its first piece.
-        Raises `EngineDead` if that is impossible, and `ApiError` if the engine aborts a sequence.
-        """
+        Raises `EngineDead` if that is impossible, and `ApiError` if the engine aborts a sequence."""
         if len(self.choices) == 1:
             choice = self.choices[0]
             while not choice.finished:

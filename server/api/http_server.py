@@ -111,12 +111,9 @@ class Acceptor:
     """Accepts from `start` to `stop`; later connections stay in the listener's queue."""
 
     def __init__(
-        self,
-        listener: socket.socket,
-        make_protocol: Callable[[], asyncio.Protocol],
-        tls: Callable[[], ssl.SSLContext | None],
-        on_refused: Callable[[], None],
-    ) -> None:
+        self, listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol],
+        tls: Callable[[], ssl.SSLContext | None], on_refused: Callable[[], None],
+    ) -> None:  # fmt: skip
         """`tls`: called for each connection. `on_refused`: called for each connection closed unread."""
         self._listener, self._make_protocol, self._tls, self._on_refused = listener, make_protocol, tls, on_refused
         self._loop = asyncio.get_running_loop()

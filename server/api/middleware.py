@@ -126,8 +126,7 @@ class Authorise:
 
     Sets `scope["weft.charge"]` (charges tokens to the key), `["weft.key"]` (the key's number, 0 without keys),
     `["weft.client"]` (key or host) and `["weft.salt"]` (prefix of the request's cache salt). Paths below /admin/ need
-    the admin key; without one they do not exist.
-    """
+    the admin key; without one they do not exist."""
 
     def __init__(
         self, app: ASGIApp, keys: Sequence[bytes], admin_key: bytes | None, limits: RateLimits, *, salted: bool = False

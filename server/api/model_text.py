@@ -30,14 +30,9 @@ class ModelText:
         self._tokenizer, self._ready, self._threads, self._control = tokenizer, ready, threads, control
 
     async def encode(
-        self,
-        texts: Sequence[str],
-        *,
-        add_special_tokens: bool,
-        param: str,
-        truncation: Truncation | None = None,
+        self, texts: Sequence[str], *, add_special_tokens: bool, param: str, truncation: Truncation | None = None,
         salt: str | None = None,
-    ) -> list[list[int]]:
+    ) -> list[list[int]]:  # fmt: skip
         """Token ids of texts. Raises `ApiError` for a text that cannot fit. `truncation`: shorten such texts instead.
         `salt`: see `Tokenizer.encode`."""
         if truncation is not None:
@@ -74,14 +69,9 @@ class ModelText:
         return tokenizer.without_seams(text)
 
     async def encode_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        arguments: Mapping[str, Any],
-        *,
-        add_special_tokens: bool,
-        truncation: Truncation | None = None,
-        salt: str | None = None,
-    ) -> EncodedChat:
+        self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any], *, add_special_tokens: bool,
+        truncation: Truncation | None = None, salt: str | None = None,
+    ) -> EncodedChat:  # fmt: skip
         """Render and tokenize a conversation. Raises `ApiError`. `arguments`: the template's, which usually writes the
         special tokens itself. `salt`: see `Tokenizer.encode`."""
         render, control = self._tokenizer.render_chat, self._control

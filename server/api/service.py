@@ -27,8 +27,7 @@ from weft.server.tools.grammar_compiler import GrammarCompiler
 
 T = TypeVar("T")
 
-UNKNOWN_CONTEXT = 2**15
-"""Context length assumed for bodies that arrive before the model is loaded."""
+UNKNOWN_CONTEXT = 2**15  # Context length assumed for bodies that arrive before the model is loaded.
 
 
 class Phase(Enum):
@@ -73,19 +72,12 @@ class Service:
     """One API process's state of a model. It runs on the event loop; only `offload` uses threads.
 
     If there are several models, the first model's service is the `lead`. Endpoints start from it, and it holds
-    everything that the models share.
-    """
+    everything that the models share."""
 
     def __init__(
-        self,
-        config: ServeConfig,
-        shared_state: SharedState | None = None,
-        row: int = 0,
-        keys: Sequence[bytes] | None = None,
-        watch: Watch | None = None,
-        *,
-        lead: Service | None = None,
-    ) -> None:
+        self, config: ServeConfig, shared_state: SharedState | None = None, row: int = 0,
+        keys: Sequence[bytes] | None = None, watch: Watch | None = None, *, lead: Service | None = None,
+    ) -> None:  # fmt: skip
         """`config`: the daemon's. `row`: this process's row of `shared_state`. `keys`: digests, if already read.
         `watch`: watches the daemon's processes. `lead`: None for the first model.
         """
@@ -115,8 +107,7 @@ class Service:
         self.body_bounds = BodyBounds.of(config.max_body_mib, UNKNOWN_CONTEXT)
         """The limits of request bodies, for any model. Lead only."""
         self.phase = Phase.LOADING
-        self.handed_over = False
-        """Another daemon accepts the connections now. Lead only."""
+        self.handed_over = False  # Another daemon accepts the connections now. Lead only.
         self.created = int(time.time())
         self.restart_engines: Callable[[Sequence[int]], Awaitable[str]] | None = None
         """Asks the daemon to restart engines; returns a refusal or an empty string. Lead only."""
@@ -144,14 +135,9 @@ class Service:
                 Service(whole, self.shared_state, row, watch=watch, lead=self)
 
     def attach(
-        self,
-        client: Streams,
-        ready: EngineReady,
-        tokenizer: Tokenizer,
-        engine: int | None = None,
-        *,
+        self, client: Streams, ready: EngineReady, tokenizer: Tokenizer, engine: int | None = None, *,
         alone: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Serve with an engine (by default the first) that has loaded the model. `alone`: other API processes may not
         serve with it until `engine_shared`."""
         engine = self.engines[0] if engine is None else engine

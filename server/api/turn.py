@@ -122,8 +122,7 @@ def retention_of(
 
     The end of a message is found by searching for its content, so any template works. If the template changes or drops
     the content, the message ends where the previous one does, and less is retained than possible. `text`: the rendered
-    prompt with `Tokenizer.as_text`'s seams.
-    """
+    prompt with `Tokenizer.as_text`'s seams."""
     if not marks:
         return ()
     if all(mark.message == WHOLE for mark in marks):

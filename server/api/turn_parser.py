@@ -61,21 +61,13 @@ class TurnParser:
     """Splits each choice of an answer into its parts."""
 
     def __init__(
-        self,
-        tool_format: ToolFormat | None,
-        tools: Sequence[Tool] = (),
-        *,
-        forced: bool,
-        parallel: bool,
-        named: bool,
-        thinking: ThinkingMarks | None = None,
-        show_thinking: bool = True,
-    ) -> None:
+        self, tool_format: ToolFormat | None, tools: Sequence[Tool] = (), *, forced: bool, parallel: bool, named: bool,
+        thinking: ThinkingMarks | None = None, show_thinking: bool = True,
+    ) -> None:  # fmt: skip
         """`tool_format`: the syntax of calls, None if the answer may contain none. `tools`: the callable tools.
 
         `forced`: the answer consists of calls only. `parallel`: it may contain several. `named`: the client named the
-        tool. `thinking`: the marks of thinking, if any. `show_thinking`: include thinking in the parts.
-        """
+        tool. `thinking`: the marks of thinking, if any. `show_thinking`: include thinking in the parts."""
         self._tool_format, self._thinking, self._show_thinking = tool_format, thinking, show_thinking
         self._counts: dict[int, ThoughtCount] = {}
         self._tools = {tool.function.name: tool.function.schema_ for tool in tools}

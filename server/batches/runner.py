@@ -23,10 +23,7 @@ LOG_SECONDS = 60.0  # seconds between log lines about a failing disk
 LONGEST_WAIT = 60.0  # cap of Retry-After, in seconds
 MAX_ENGINES = 3  # engines that may die while running a request before it fails
 
-_ENDINGS = {
-    "cancelled": "The batch was cancelled.",
-    "expired": "The batch expired before this request was answered.",
-}
+_ENDINGS = {"cancelled": "The batch was cancelled.", "expired": "The batch expired before this request was answered."}
 
 logger = logging.getLogger("weft")
 

@@ -18,8 +18,7 @@ from weft.server.daemon.certificate import Certificate
 from weft.server.daemon.control import Channel, FromWorker, Start, Stop, ToWorker
 from weft.server.observe.shared_state import SharedState
 
-START_SECONDS = 120.0
-"""Seconds from the start of an API process to its first heartbeat."""
+START_SECONDS = 120.0  # Seconds from the start of an API process to its first heartbeat.
 
 
 class Place(NamedTuple):
@@ -44,16 +43,9 @@ class ApiProcess:
 
     @classmethod
     async def start(
-        cls,
-        config: ServeConfig,
-        keys: list[bytes],
-        place: Place,
-        listeners: Sequence[socket.socket],
-        *,
-        certificate: Certificate | None = None,
-        taking_over: bool = False,
-        hold: Sequence[int] = (),
-    ) -> ApiProcess:
+        cls, config: ServeConfig, keys: list[bytes], place: Place, listeners: Sequence[socket.socket], *,
+        certificate: Certificate | None = None, taking_over: bool = False, hold: Sequence[int] = (),
+    ) -> ApiProcess:  # fmt: skip
         """`keys`: digests. `taking_over`, `hold`: see `Start`."""
         row, shared_state, heartbeats, heartbeat_row, engine_fds = place
         fds = [listener.fileno() for listener in listeners]

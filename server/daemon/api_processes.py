@@ -51,17 +51,12 @@ class ApiProcesses:
 
     Attributes:
     running: running processes by number.
-    idle: set once each process has answered `end` with `Idle`, or has ended.
-    """
+    idle: set once each process has answered `end` with `Idle`, or has ended."""
 
     def __init__(
-        self,
-        owner: Owner,
-        config: ServeConfig,
-        front: Front,
-        shared_state: SharedState,
-        engines: Mapping[int, EngineSupervisor],
-    ) -> None:
+        self, owner: Owner, config: ServeConfig, front: Front, shared_state: SharedState, engines: Mapping[int,
+        EngineSupervisor],
+    ) -> None:  # fmt: skip
         self.running: dict[int, ApiProcess] = {}
         self.idle = asyncio.Event()
         self._owner = owner
@@ -70,10 +65,8 @@ class ApiProcesses:
         self._shared_state = shared_state
         self._engines = engines
         self._clients: dict[tuple[int, int], int] = {}  # Client numbers by API process and engine.
-        self._attached: set[tuple[int, int]] = set()
-        """Pairs of an API process and an engine that serve."""
-        self._failed_starts = [0] * config.api_workers
-        """Consecutive starts that failed, by API process."""
+        self._attached: set[tuple[int, int]] = set()  # Pairs of an API process and an engine that serve.
+        self._failed_starts = [0] * config.api_workers  # Consecutive starts that failed, by API process.
         self._busy: set[int] = set()  # Draining processes with open requests.
 
     async def keep(self, i: int) -> None:

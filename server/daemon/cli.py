@@ -165,8 +165,7 @@ COMMANDS = (
 
 
 CHECKOUT_GROUPS = ("bench", "demo")
-CHECKOUT_COMMANDS = "weft.tools.commands"
-"""The commands of `CHECKOUT_GROUPS`, which the wheel leaves out."""
+CHECKOUT_COMMANDS = "weft.tools.commands"  # The commands of `CHECKOUT_GROUPS`, which the wheel leaves out.
 
 
 @cache

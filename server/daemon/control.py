@@ -15,8 +15,7 @@ import msgspec
 
 from weft.engine.wire.messages import EngineStats
 
-LINE_LIMIT = 16 * 2**20
-"""Maximum bytes of a message, such as a configuration with very many keys."""
+LINE_LIMIT = 16 * 2**20  # Maximum bytes of a message, such as a configuration with very many keys.
 
 
 class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
@@ -61,8 +60,7 @@ class EngineDown(msgspec.Struct, tag="engine_down", frozen=True):
     why: str
     restarting: bool
     engine: int = 0
-    failure: Failure | None = None
-    """Failure of this process, or of the last predecessor that failed."""
+    failure: Failure | None = None  # Failure of this process, or of the last predecessor that failed.
 
 
 class Together(msgspec.Struct, tag="together", frozen=True):

@@ -119,8 +119,7 @@ class Daemon:
         self._rollout = Rollout(
             self._engines, self._numbers, self._shared_state, config.drain_timeout, self._api.serves
         )
-        self._starting: set[asyncio.Task[Any]] = set()
-        """Processes that are starting and not yet in any table."""
+        self._starting: set[asyncio.Task[Any]] = set()  # Processes that are starting and not yet in any table.
         self._answering: set[asyncio.Task[None]] = set()
         """Questions of API processes that are not answered yet."""
         self.announced = False

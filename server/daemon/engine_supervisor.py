@@ -58,8 +58,7 @@ class EngineSupervisor:
     ready: the engine's `EngineReady` message; None while it is not ready.
     failure: the last failure of its processes.
     worked: whether a process has been ready, so that a later failure may be temporary.
-    asleep: sleep level. 0: awake; 1: the process has released its memory; 2: there is no process.
-    """
+    asleep: sleep level. 0: awake; 1: the process has released its memory; 2: there is no process."""
 
     def __init__(
         self, owner: Owner, config: EngineConfig, *, restart: bool, limit: int, several: bool, asleep: bool = False,
@@ -79,8 +78,7 @@ class EngineSupervisor:
         self.failure: Failure | None = None
         self.worked = False
         self.given_up = False
-        self.end_reported = asyncio.Event()
-        """Set once the reason for giving it up has been reported."""
+        self.end_reported = asyncio.Event()  # Set once the reason for giving it up has been reported.
         self._owner = owner
         self._config = config
         self._exchange = exchange

@@ -28,8 +28,7 @@ class Front:
         wait for its successor.
     keys: digests by number; a gap is an empty one.
     key_capacity: maximum number of keys.
-    taking_over: whether another daemon has the port until `serving`.
-    """
+    taking_over: whether another daemon has the port until `serving`."""
 
     def __init__(self, config: ServeConfig) -> None:
         """Take the port. Raises `ConfigError` if the operator must change something."""

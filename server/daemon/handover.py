@@ -26,8 +26,7 @@ import msgspec
 from weft.engine.errors import ConfigError
 
 PATIENCE = 5.0  # Seconds to wait for the daemon at the path.
-MAX_LISTENERS = 250
-"""Listeners per message; the kernel passes at most 253 file descriptors."""
+MAX_LISTENERS = 250  # Listeners per message; the kernel passes at most 253 file descriptors.
 _SERVING = b"serving\n"
 
 logger = logging.getLogger("weft")

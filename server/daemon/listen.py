@@ -11,8 +11,7 @@ from collections.abc import MutableMapping, Sequence
 from weft.engine.errors import ConfigError
 
 BACKLOG = 2048
-FIRST_FD = 3
-"""First file descriptor from a service manager; see sd_listen_fds(3)."""
+FIRST_FD = 3  # First file descriptor from a service manager; see sd_listen_fds(3).
 
 
 def listen(host: str, port: int, count: int) -> list[socket.socket]:

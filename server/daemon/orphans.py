@@ -11,8 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 
-SECONDS = 10.0
-"""Seconds between checks. The daemon waits for its own children immediately."""
+SECONDS = 10.0  # Seconds between checks. The daemon waits for its own children immediately.
 
 
 class Orphans:

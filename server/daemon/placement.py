@@ -15,8 +15,7 @@ def place(config: ServeConfig, gpus: Sequence[str], cpus: set[int], nodes: Mappi
     """Return the configurations of all engines, model by model; see `_of_a_model` for the arguments.
 
     Several models share GPUs and cores, and split the memory by their shares. Raises `ConfigError`, also if two models
-    have the same name.
-    """
+    have the same name."""
     each, memory = config.each, config.memory_shares
     if len(each) == 1:
         return _of_a_model(config, gpus, cpus, nodes)
@@ -46,8 +45,7 @@ def _of_a_model(
     `gpus`: names of all GPUs. `cpus`: core numbers. `nodes`: the NUMA node of each core.
 
     Sizes that the operator sets (pages, host memory, threads) apply to each engine; the rest is divided. Engines on a
-    CPU divide the cores, or only the threads if there are too few cores. Raises `ConfigError` for missing GPUs.
-    """
+    CPU divide the cores, or only the threads if there are too few cores. Raises `ConfigError` for missing GPUs."""
     count = config.num_engines
     on_gpus = bool(gpus) and config.device != "cpu"
     shared = shares_weights(config)

@@ -21,18 +21,13 @@ class Rollout:
     engine that does not come back; the remaining engines keep their processes."""
 
     def __init__(
-        self,
-        supervisors: Mapping[int, EngineSupervisor],
-        models: Sequence[Sequence[int]],
-        shared_state: SharedState,
-        patience: float,
-        serves: Callable[[int], bool],
-    ) -> None:
+        self, supervisors: Mapping[int, EngineSupervisor], models: Sequence[Sequence[int]], shared_state: SharedState,
+        patience: float, serves: Callable[[int], bool],
+    ) -> None:  # fmt: skip
         """`models`: the engines of each model. `serves`: whether all API processes are attached to an engine.
 
         `patience`: seconds for an engine's open requests to finish. After that, requests without any output are
-        retried on another engine and the others end with an error.
-        """
+        retried on another engine and the others end with an error."""
         self._supervisors = supervisors
         self._siblings = {engine: [e for e in engines if e != engine] for engines in models for engine in engines}
         """The other engines of each engine's model."""

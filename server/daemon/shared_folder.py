@@ -21,8 +21,7 @@ PREFIX = "weft-responses-"  # Prefix of folders that are already locked.
 
 class SharedFolder:
     """Attributes:
-    name: its path.
-    """
+    name: its path."""
 
     def __init__(self) -> None:
         """Raises `OSError`."""

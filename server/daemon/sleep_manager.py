@@ -25,18 +25,10 @@ class SleepManager:
     """Moves models between sleep states. Per model: its name, its engine numbers and its engines."""
 
     def __init__(
-        self,
-        policy: WakePolicy,
-        names: Sequence[str],
-        engine_numbers: Sequence[Sequence[int]],
-        engines: Sequence[Sequence[EngineSupervisor]],
-        shared_state: SharedState,
-        metrics: Metrics,
-        *,
-        patience: float,
-        serves: Callable[[int], bool],
-        broadcast: Callable[[Interrupt], None],
-    ) -> None:
+        self, policy: WakePolicy, names: Sequence[str], engine_numbers: Sequence[Sequence[int]],
+        engines: Sequence[Sequence[EngineSupervisor]], shared_state: SharedState, metrics: Metrics, *, patience: float,
+        serves: Callable[[int], bool], broadcast: Callable[[Interrupt], None],
+    ) -> None:  # fmt: skip
         """`patience`: seconds for open requests to finish. `serves`: whether all API processes are attached to an
         engine. `broadcast`: sends a message to all API processes."""
         self.policy = policy

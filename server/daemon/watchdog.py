@@ -16,8 +16,7 @@ from weft.server.daemon.api_process import ApiProcess
 from weft.server.observe.counters import Cell
 
 CHECK_SECONDS = 0.5
-EXIT_SECONDS = 10.0
-"""Seconds after which a killed process that still exists is reported."""
+EXIT_SECONDS = 10.0  # Seconds after which a killed process that still exists is reported.
 
 logger = logging.getLogger("weft")
 

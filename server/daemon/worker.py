@@ -33,13 +33,10 @@ from weft.server.text.tokenizer import Tokenizer
 
 IDLE_TICK = 0.02
 FAREWELL_SECONDS = 1.0  # Seconds for the last responses to be sent.
-HOLD_SECONDS = 15.0
-"""Maximum seconds that connections wait for a restarted process to serve."""
+HOLD_SECONDS = 15.0  # Maximum seconds that connections wait for a restarted process to serve.
 HEARTBEAT_TICK = HEARTBEAT_SECONDS / 4
-REPORT_SECONDS = 2 * HEARTBEAT_SECONDS
-"""Seconds after which the daemon would have reported an engine's end."""
-SUPERVISOR_SECONDS = 10.0
-"""Extra seconds after which the daemon would have killed a hung engine."""
+REPORT_SECONDS = 2 * HEARTBEAT_SECONDS  # Seconds after which the daemon would have reported an engine's end.
+SUPERVISOR_SECONDS = 10.0  # Extra seconds after which the daemon would have killed a hung engine.
 EXIT_DEFECT = 70  # Exit status after an unexpected exception.
 
 logger = logging.getLogger("weft")
@@ -71,8 +68,7 @@ class Worker:
         # One process per model logs the tokenizer's faults.
         self._logs_faults = set(range(shared_state.models)) if start.row == 1 else set()
         self._clients: dict[int, EngineClient] = {}  # Clients by engine.
-        self._pending: dict[int, asyncio.Future[str]] = {}
-        """Questions to the daemon without an answer yet."""
+        self._pending: dict[int, asyncio.Future[str]] = {}  # Questions to the daemon without an answer yet.
         self._questions = 0
         self._service.restart_engines = self._restart_engines
         self._service.wake = self._wake

@@ -97,8 +97,7 @@ class Family(ABC, Generic[Child]):
             for values in combinations
         ]
         """(always shown, template) per combination of label values, in the order of their cells."""
-        self._bytes = slice(8 * begin, 8 * (begin + len(combinations) * width))
-        """The family's bytes in a row."""
+        self._bytes = slice(8 * begin, 8 * (begin + len(combinations) * width))  # The family's bytes in a row.
         self._shown: tuple[list[bytes], bytes] = ([], b"")
         """Cells of each row at the last `text`, and its result."""
 

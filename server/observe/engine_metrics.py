@@ -80,8 +80,7 @@ class EngineMetrics:
 
     def __init__(self, count: int) -> None:
         self.engines = [EngineFigures() for _ in range(count)]
-        self._shown: tuple[object, bytes] = (None, b"")
-        """Inputs of the last `text`, and its result."""
+        self._shown: tuple[object, bytes] = (None, b"")  # Inputs of the last `text`, and its result.
 
     def text(self, late: Sequence[bool]) -> bytes:
         """Return the metrics in Prometheus's text format. `late`: whether each engine makes no progress."""

@@ -22,8 +22,7 @@ class RateLimits:
     """A bucket holds a minute's allowance and refills steadily.
 
     A request costs one of `requests` on arrival. Prompt tokens are charged before they are computed, output tokens when
-    the request ends. A key without tokens waits for the refill. Without keys, all clients share one bucket.
-    """
+    the request ends. A key without tokens waits for the refill. Without keys, all clients share one bucket."""
 
     def __init__(self, shared_state: SharedState, rejected: Counter, requests: int | None, tokens: int | None) -> None:
         """`rejected`: counts rejections by code."""

@@ -48,8 +48,7 @@ class SharedState:
         engine_load: [rows, engines] int64, tokens of a process's requests that an engine has not computed yet.
         closed: [engines] int64, 1 for an engine that gets no new requests; change it under `lock()`.
         given: [engines, 2] float64, (tokens, requests) recently routed to an engine; change them under `lock()`.
-        buckets: [keys, 3] float64, written by `limits.RateLimits`; change them under `lock()`.
-    """
+        buckets: [keys, 3] float64, written by `limits.RateLimits`; change them under `lock()`."""
 
     def __init__(
         self, rows: int, num_keys: int = 0, fd: int | None = None, *, engines: int = 1, models: int = 1

@@ -83,8 +83,7 @@ class Replicas:
     """The engines of one model.
 
     Attributes:
-        on_open: called with the number of open sequences when it changes.
-    """
+        on_open: called with the number of open sequences when it changes."""
 
     def __init__(
         self,

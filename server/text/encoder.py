@@ -22,8 +22,7 @@ class Encoder:
     """Encodes text. Thread-safe.
 
     Added tokens that are neither `normalized` nor `single_word` are split off before a text is processed further. The
-    text before such a token and the text from it on are tokenized independently, so a text can be cut there.
-    """
+    text before such a token and the text from it on are tokenized independently, so a text can be cut there."""
 
     def __init__(self, backend: Any, max_bytes: int = MAX_BYTES, min_segment: int = MIN_SEGMENT) -> None:
         """`backend`: a `tokenizers.Tokenizer`. `min_segment`: see `MIN_SEGMENT`."""

@@ -49,8 +49,7 @@ class Job(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct):
-    id: int
-    """The job's id; 0 for the initial verdict on whether grammars work at all."""
+    id: int  # The job's id; 0 for the initial verdict on whether grammars work at all.
     seconds: float  # CPU time used.
     num_bytes: int = 0  # Size of the compiled grammar.
     error: str | None = None  # Why the grammar is unusable for this model.

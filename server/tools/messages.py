@@ -36,8 +36,7 @@ def _as_users(messages: Sequence[Any]) -> list[Any]:
     """Turn later system messages into user messages, joined with the user messages next to them. A template that
     refuses them, or moves them to the front, would change the start of the conversation."""
     out: list[Any] = []
-    late = False
-    """Whether the last message of `out` is, or ends with, a system message."""
+    late = False  # Whether the last message of `out` is, or ends with, a system message.
     for message in messages:
         system = _is_system(message) and any(not _is_system(before) for before in out)
         if system:

@@ -9,8 +9,7 @@ from weft.server.tools import harmony
 from weft.server.tools.stream import Reader, Steps
 from weft.server.tools.tool_format import Marker, through
 
-WINDOW = 64
-"""Characters at a prompt's end to search for the start of reasoning."""
+WINDOW = 64  # Characters at a prompt's end to search for the start of reasoning.
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,7 @@ class ReasoningFormat:
     wraps: tuple[str, str] = ("", "")  # Marks around the answer after the reasoning.
     forced: str = ""
     """Text that forces the end of reasoning; empty for the end mark on a separate line."""
-    channels: bool = False
-    """Whether reasoning is a message in a separate channel (`harmony`)."""
+    channels: bool = False  # Whether reasoning is a message in a separate channel (`harmony`).
 
     @property
     def begins(self) -> tuple[str, ...]:

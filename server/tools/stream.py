@@ -67,8 +67,7 @@ class Reader:
         self._parts: list[Part] = []
         self._tried: int | None = None  # Start of a tentative call; None if there is none.
         self._gap: list[str] = []  # Pending white space, which is emitted if text follows.
-        self._quiet = False
-        """Whether a mark was read last, so that trailing white space belongs to it."""
+        self._quiet = False  # Whether a mark was read last, so that trailing white space belongs to it.
         self._trims = False  # Whether white space before the next text belongs to a mark.
         self._thinking = False
         self._thoughts = False  # Whether any reasoning was emitted.

@@ -39,8 +39,7 @@ Schema = Annotated[
     WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "boolean"}, {"type": "string"}]}),
 ]
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
-MaybeGrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
-"""A grammar; empty counts as not given."""
+MaybeGrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]  # A grammar; empty counts as not given.
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
 
 Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=MAX_BAD_WORDS)]

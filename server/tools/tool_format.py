@@ -14,8 +14,7 @@ from weft.server.tools.stream import Reader, Steps, short_id
 Schema = dict[str, Any]
 Tools = Mapping[str, Schema]  # JSON schemas of the arguments by tool name.
 
-Marker = Callable[[str], str]
-"""Writes a mark for a grammar: as a token if the vocabulary has it, else as text."""
+Marker = Callable[[str], str]  # Writes a mark for a grammar: as a token if the vocabulary has it, else as text.
 
 
 class ToolFormat(ABC):

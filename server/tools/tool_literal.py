@@ -28,8 +28,7 @@ _NUMBER = re.compile(r"[+-]?(?:0[xXoObB][0-9a-fA-F_]+|[0-9][0-9_]*)")
 class Literals:
     """A family's syntax of values. There are no errors: anything that is not a value becomes text."""
 
-    quotes: tuple[str, ...] = ('"""', "'''", '"', "'")
-    """Quotes around texts with backslash escapes."""
+    quotes: tuple[str, ...] = ('"""', "'''", '"', "'")  # Quotes around texts with backslash escapes.
     raw: str = ""  # Quotes around texts without escapes.
 
     def value(self, reader: Reader, depth: int = 0) -> Steps[bool]:

@@ -21,8 +21,7 @@ class NamedFormat(ToolFormat):
     prefix: str = ""  # Text before the name.
     fence: tuple[str, str] = ("", "")  # Texts around the arguments.
     separator: str = ""  # Text between calls.
-    numbered: bool = False
-    """Whether a number follows the name; together they are the call's ID."""
+    numbered: bool = False  # Whether a number follows the name; together they are the call's ID.
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -13,8 +13,7 @@ from weft.server.tools.stream import Reader, Steps, StreamParser, short_id
 from weft.server.tools.tool_format import Schema, ToolFormat
 from weft.server.tools.tool_named import ARGS, MistralFormat
 
-UNKNOWN: ToolFormat = LLAMA3
-"""Format forced on models of unknown families; it needs no markers."""
+UNKNOWN: ToolFormat = LLAMA3  # Format forced on models of unknown families; it needs no markers.
 
 
 def detect(tokenizer: Tokenizer) -> ToolParserName:

@@ -23,8 +23,7 @@ class TagFormat(ToolFormat):
     value: tuple[str, str]
     section: tuple[str, str] = ("", "")  # Marks around calls.
     several_in_section: bool = False
-    hint: str = ""
-    """Attribute after the key that states whether the value is a string: ` string="`."""
+    hint: str = ""  # Attribute after the key that states whether the value is a string: ` string="`.
     padded: bool = False  # Whether the format adds a line break at both ends of a value.
     tokens: tuple[str, ...] = ()  # Parts of marks that are tokens.
     line: str = "\n"  # Text between tags.

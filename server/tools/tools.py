@@ -50,8 +50,7 @@ class Tool(Body):
     type: Literal["function"] = "function"
     function: Function
     custom: SkipJsonSchema[bool] = Field(False, exclude=True)
-    grammar: SkipJsonSchema[str | None] = Field(None, exclude=True)
-    """Lark grammar of a custom tool's text."""
+    grammar: SkipJsonSchema[str | None] = Field(None, exclude=True)  # Lark grammar of a custom tool's text.
     cache_control: CacheControl | None = Field(None, exclude=True)
     """Retains tools and instructions in the cache; not passed to templates."""
     _sent: dict[str, Any] | None = None

@@ -72,8 +72,7 @@ def test_points_that_cannot_be_kept_any_longer_are_told_once(
 
 
 @pytest.mark.parametrize(
-    ("given", "pages", "gib"),
-    [({}, 8193, None), ({"num_pages": 500}, 500, None), ({"kv_cache_gib": 0.5}, None, 0.5)],
+    ("given", "pages", "gib"), [({}, 8193, None), ({"num_pages": 500}, 500, None), ({"kv_cache_gib": 0.5}, None, 0.5)]
 )
 def test_a_cpu_serves_the_pool_that_was_measured(
     given: dict[str, Any], pages: int | None, gib: float | None, tmp_path: Path

@@ -57,13 +57,11 @@ def test_the_metrics_that_pickers_read_are_there_with_their_labels() -> None:
             page_size=64, num_pages=100, max_num_seqs=4, max_num_batched_tokens=9, eos_token_ids=(1,), load_seconds=0.0,
         ),
     )  # fmt: skip
-    metrics.engines[0].update(EngineStats(scheduler=SchedulerStats(running=3, waiting=2, pages_held=25, pages_total=100)))
+    metrics.engines[0].update(
+        EngineStats(scheduler=SchedulerStats(running=3, waiting=2, pages_held=25, pages_total=100))
+    )
     families = {f.name: f for f in text_string_to_metric_families(metrics.render().decode())}
-    gauges = {
-        "vllm:num_requests_waiting": 2.0,
-        "vllm:num_requests_running": 3.0,
-        "vllm:kv_cache_usage_perc": 0.25,
-    }
+    gauges = {"vllm:num_requests_waiting": 2.0, "vllm:num_requests_running": 3.0, "vllm:kv_cache_usage_perc": 0.25}
     for name, value in gauges.items():
         assert (families[name].type, [s.value for s in families[name].samples]) == ("gauge", [value])
     (config,) = families["vllm:cache_config_info"].samples

@@ -372,12 +372,7 @@ def test_weights_alone_become_the_numbers_that_they_mean_on_a_gpu(
     assert "the weights now take 0.00 GiB" in line
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "reason"),
-    [
-        ("a100", {}, "A100.* does not multiply FP8"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "reason"), [("a100", {}, "A100.* does not multiply FP8")])
 def test_a_gpu_that_cannot_refuses_fp8_weights_in_one_line(
     name: str, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

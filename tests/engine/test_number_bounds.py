@@ -27,8 +27,7 @@ BOUND = st.one_of(
     st.builds(lambda whole, part: float(whole + part), st.integers(-3, 3), st.sampled_from([0.5, 0.25, 0.05, 0.999])),
 )
 SIDES = st.fixed_dictionaries(
-    {},
-    optional=dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), BOUND),
+    {}, optional=dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), BOUND)
 )
 
 

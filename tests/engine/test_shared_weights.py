@@ -190,7 +190,9 @@ def tokens(engine: Engine) -> list[int]:
     return out
 
 
-def test_engines_with_weights_in_common_answer_as_one_alone(exchange: WeightExchange, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_with_weights_in_common_answer_as_one_alone(
+    exchange: WeightExchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = EngineConfig(device="cpu", page_size=8, num_pages=32, max_num_seqs=4, cpu_threads=1)
     alone = tokens(Engine(config))
     loads: list[int] = []

@@ -97,12 +97,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3": (
         "Gemma3Text",
-        {
-            "head_dim": 16,
-            "sliding_window": 24,
-            "layer_types": [_SLIDING, _SLIDING, _FULL],
-            "rope_parameters": _LOCAL,
-        },
+        {"head_dim": 16, "sliding_window": 24, "layer_types": [_SLIDING, _SLIDING, _FULL], "rope_parameters": _LOCAL},
     ),
     "phi": ("Phi", {"num_key_value_heads": 4}),
     "phi3": ("Phi3", {"sliding_window": 24}),
@@ -110,12 +105,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "granite": (
         "Granite",
-        {
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.75,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 4.0,
-        },
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.75, "attention_multiplier": 0.2, "logits_scaling": 4.0},
     ),
     "granite-moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.2}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4}),

@@ -25,15 +25,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("daemon") / "stderr"
     with log.open("wb") as stderr:
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "weft.server.daemon.cli",
-                "serve",
-                "--port",
-                "0",
-            ],
+            [sys.executable, "-P", "-m", "weft.server.daemon.cli", "serve", "--port", "0"],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,

@@ -9,15 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.kernels.formats.fp8 import (
-    E4M3,
-    Fp8Rows,
-    Fp8Weight,
-    KvScales,
-    quantize_kv,
-    quantize_rows,
-    scaled_matmul,
-)
+from weft.kernels.formats.fp8 import E4M3, Fp8Rows, Fp8Weight, KvScales, quantize_kv, quantize_rows, scaled_matmul
 from weft.kernels.reference import layer as reference
 from weft.kernels.reference.layer import ACTIVATIONS, gated, rms_scale, row_sumsq
 

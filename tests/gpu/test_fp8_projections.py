@@ -129,8 +129,7 @@ def test_tokens_as_rows_of_the_tile(device: str, num_sms: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 16, 65, 128, 200, 777])
 @pytest.mark.parametrize(("features", "depth"), [(1536, 2048), (1000, 1040), (512, 14336)])
 @pytest.mark.parametrize(
-    ("config", "way"),
-    [(SPECIAL, "promoted"), (SPECIAL_NARROW, "promoted"), (MANY_WIDE, ""), (None, "promoted")],
+    ("config", "way"), [(SPECIAL, "promoted"), (SPECIAL_NARROW, "promoted"), (MANY_WIDE, ""), (None, "promoted")]
 )
 @pytest.mark.usefixtures("large")
 def test_every_way_to_cut_it(

@@ -67,10 +67,7 @@ TOOLS = [
 def system(nonce: str) -> list[dict[str, Any]]:
     """The blocks of a system prompt; each request has another nonce."""
     return [
-        {
-            "type": "text",
-            "text": f"x-anthropic-billing-header: cc_version=2.1.37.fbe; cc_entrypoint=cli; cch={nonce};",
-        },
+        {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.37.fbe; cc_entrypoint=cli; cch={nonce};"},
         {"type": "text", "text": "You are a coding agent.", **CACHED},
         {"type": "text", "text": "Work in small steps. Read before you write.\nPlatform: linux", **CACHED},
     ]

@@ -22,15 +22,7 @@ def bearer(key: str) -> dict[str, str | bytes]:
     return {"Authorization": f"Bearer {key}".encode()}  # type: ignore[dict-item]
 
 
-PRIVATE = [
-    "/v1/models",
-    "/v1/completions",
-    "/tokenizer_info",
-    "/openapi.json",
-    "/nothing",
-    "//health",
-    "/health//",
-]
+PRIVATE = ["/v1/models", "/v1/completions", "/tokenizer_info", "/openapi.json", "/nothing", "//health", "/health//"]
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])

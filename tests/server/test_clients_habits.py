@@ -372,10 +372,7 @@ async def test_a_turn_as_claude_code_sends_it(hermes: Server) -> None:
     block = {"type": "text", "text": "a"}
     asked = {
         "model": "stub",
-        "messages": [
-            {"role": "user", "content": [block, {**block, **mark}]},
-            {"role": "system", "content": "a"},
-        ],
+        "messages": [{"role": "user", "content": [block, {**block, **mark}]}, {"role": "system", "content": "a"}],
         "system": [block, {**block, **mark}, {**block, **mark}],
         "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
         "metadata": {"user_id": '{"session_id": "s"}'},

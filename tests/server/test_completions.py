@@ -53,9 +53,7 @@ async def test_default_is_16_tokens_or_what_the_context_leaves(server: Server) -
 
 
 @pytest.mark.parametrize(
-    "prompt",
-    ["hello", ["hello"], [104, 105], [[104, 105]]],
-    ids=["string", "strings", "ids", "lists of ids"],
+    "prompt", ["hello", ["hello"], [104, 105], [[104, 105]]], ids=["string", "strings", "ids", "lists of ids"]
 )
 async def test_every_form_of_prompt(server: Server, prompt: Any) -> None:
     await server.complete(prompt=prompt)

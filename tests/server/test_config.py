@@ -42,7 +42,11 @@ def test_values_that_cannot_work_are_refused(bad: dict[str, object]) -> None:
 
 def test_a_bound_that_adapts_keeps_an_objective() -> None:
     config = ServeConfig.model_validate({"max_num_seqs": "auto:64", "slo": ["ITL:p99:0.05s"]})
-    assert (config.engine.adaptive_limit, config.engine.sequence_limit, config.engine.slo) == (True, 64, ["itl:p99:50ms"])
+    assert (config.engine.adaptive_limit, config.engine.sequence_limit, config.engine.slo) == (
+        True,
+        64,
+        ["itl:p99:50ms"],
+    )
     assert ServeConfig(max_num_seqs="auto", slo=["itl:mean:20ms"]).sequence_limit is None
     assert (ServeConfig(max_num_seqs=8).adaptive_limit, ServeConfig(max_num_seqs=8).sequence_limit) == (False, 8)
 

@@ -16,10 +16,7 @@ QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "maxProperties": 0}}}
 
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("litellm") is None, reason="litellm is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("litellm") is None, reason="litellm is not installed")]
 
 
 @pytest.fixture(scope="module")

@@ -172,13 +172,7 @@ def test_window_never_grows_on_endless_broken_bytes() -> None:
 
 def test_known_decoders_take_the_byte_path() -> None:
     taken = {name: isinstance(tokenizer.detokenizer(), ByteDetokenizer) for name, tokenizer in TOKENIZERS.items()}
-    assert taken == {
-        "byte_level": True,
-        "sentencepiece": True,
-        "gemma": True,
-        "metaspace": False,
-        "wordpiece": False,
-    }
+    assert taken == {"byte_level": True, "sentencepiece": True, "gemma": True, "metaspace": False, "wordpiece": False}
 
 
 def test_tokens_that_are_parts_of_characters_are_spelled_apart() -> None:

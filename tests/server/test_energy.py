@@ -62,7 +62,7 @@ async def test_metrics_have_joules_where_they_are_counted(metered: Server) -> No
 
     assert await joules() == {}
     energy = EnergyStats(source="nvml", joules=10.0, idle_joules=4.0, charged=5.5)
-    metered.service.metrics.engines[0].hear(EngineStats(energy=energy))
+    metered.service.metrics.engines[0].update(EngineStats(energy=energy))
     labels = {"device": "cpu", "source": "nvml"}
     assert {f"{name}_total" for name in METERED} == set(await joules())
     assert await joules() == {

@@ -42,7 +42,9 @@ async def test_a_key_that_was_given_with_a_line_end_is_the_key_without() -> None
         ServeConfig(admin_api_key=" \n")
 
 
-@pytest.mark.parametrize(("text", "message"), [(None, "cannot read"), ("# none\n", "contains no keys"), (b"\xff", "UTF-8")])
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "cannot read"), ("# none\n", "contains no keys"), (b"\xff", "UTF-8")]
+)
 def test_a_file_without_keys_is_an_error_not_an_open_door(
     tmp_path: Path, text: str | bytes | None, message: str
 ) -> None:

@@ -118,10 +118,7 @@ METERED = {
     "weft_energy_request_joules": "counter",
 }
 """where a counter is read (test_energy.py)"""
-RANKS = {
-    "weft_engine_ranks": "gauge",
-    "weft_rank_last_beat_seconds": "gauge",
-}
+RANKS = {"weft_engine_ranks": "gauge", "weft_rank_last_beat_seconds": "gauge"}
 """where several ranks share a model (test_lifecycle.py)"""
 OF_SEVERAL_MODELS = {"weft_model_time_to_first_token_seconds": "histogram"}
 """where there are several models (test_several_models.py)"""

@@ -69,8 +69,7 @@ async def test_life_is_shown_while_healthy(manager: Manager) -> None:
 
 
 @pytest.mark.parametrize(
-    "environment",
-    [{}, {"NOTIFY_SOCKET": ""}, {"NOTIFY_SOCKET": "vsock:1:2"}, {"NOTIFY_SOCKET": "/nowhere/notify"}],
+    "environment", [{}, {"NOTIFY_SOCKET": ""}, {"NOTIFY_SOCKET": "vsock:1:2"}, {"NOTIFY_SOCKET": "/nowhere/notify"}]
 )
 async def test_without_a_manager_nothing_happens(environment: dict[str, str]) -> None:
     notifier = Notifier({**environment, "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "1"})

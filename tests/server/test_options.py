@@ -114,13 +114,7 @@ def test_one_value_does_for_a_list_in_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        {"seed": "-1"},
-        {"kv_cache_gib": "inf"},
-        {"max_body_mib": "inf"},
-        {"num_pages": "9" * 24},
-        {"port": "70000"},
-    ],
+    [{"seed": "-1"}, {"kv_cache_gib": "inf"}, {"max_body_mib": "inf"}, {"num_pages": "9" * 24}, {"port": "70000"}],
 )
 def test_numbers_that_cannot_work_are_refused(flags: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"^--"):

@@ -151,8 +151,7 @@ async def test_a_constraint_begins_behind_the_thinking(server: Server, fields: d
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"max_thinking_tokens": 7}, {"thinking_token_budget": 7}, {"reasoning": {"max_tokens": 7}}],
+    "fields", [{"max_thinking_tokens": 7}, {"thinking_token_budget": 7}, {"reasoning": {"max_tokens": 7}}]
 )
 async def test_a_budget_ends_the_thinking(server: Server, fields: dict[str, Any]) -> None:
     await server.chat(**fields)

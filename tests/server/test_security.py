@@ -115,7 +115,10 @@ async def test_a_port_is_taken_once_by_however_many_processes(count: int) -> Non
         (["--api-workers", "0"], "--api-workers"),
         (["--rate-limit", "-1"], "--rate-limit"),
         (["--cors-origin", " "], "--cors-origin"),
-        (["--cors-origin", "https://a.example", "b.example"], "'b.example' is not an origin such as https://example.org"),
+        (
+            ["--cors-origin", "https://a.example", "b.example"],
+            "'b.example' is not an origin such as https://example.org",
+        ),
         (["--cors-origin", "https://a.example/"], "no trailing slash"),
         (["--cors-origin", "https://*.example"], "'*' alone allows all"),
         (["--log-format", "xml"], "--log-format"),

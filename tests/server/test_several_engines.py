@@ -218,10 +218,10 @@ def test_metrics_of_each_engine_add_up_to_those_of_all() -> None:
         return EngineStats(scheduler=scheduler, iterations=n, iterations_pipelined=1)
 
     metrics = Metrics(SharedState(1, engines=3))
-    metrics.engines[0].hear(stats(1, gpu=TierStats(hit_tokens=1)))
-    metrics.engines[1].begins(stats(100))
-    metrics.engines[1].hear(stats(2, gpu=TierStats(hit_tokens=2), ssd=TierStats(up=False, used=4)))
-    metrics.engines[2].hear(stats(5, gpu=TierStats(hit_tokens=5), ssd=TierStats(used=6)))
+    metrics.engines[0].update(stats(1, gpu=TierStats(hit_tokens=1)))
+    metrics.engines[1].started(stats(100))
+    metrics.engines[1].update(stats(2, gpu=TierStats(hit_tokens=2), ssd=TierStats(up=False, used=4)))
+    metrics.engines[2].update(stats(5, gpu=TierStats(hit_tokens=5), ssd=TierStats(used=6)))
     metrics.engines[2].died()
     for name, each in {
         "requests_running": [1, 2, 0],

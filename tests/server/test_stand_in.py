@@ -38,6 +38,4 @@ def test_a_shape_is_served_and_says_that_its_answers_mean_nothing(tmp_path: Path
         assert re.search(r"<\d{4,5}>", answer["choices"][0]["message"]["content"])
         assert answer["usage"]["completion_tokens"] == 8
     lines = [line for line in daemon.told("are meaningless").splitlines() if "are meaningless" in line]
-    assert lines == [
-        "weft: shape has random weights and the demo model's tokenizer: its answers are meaningless"
-    ]
+    assert lines == ["weft: shape has random weights and the demo model's tokenizer: its answers are meaningless"]

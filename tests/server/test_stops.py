@@ -39,9 +39,7 @@ def test_text_is_cut_at_the_stop_that_completes_first(
 
 
 @given(
-    st.text("ab", max_size=30),
-    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
-    st.booleans(),
+    st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4), st.booleans()
 )
 @settings(max_examples=400)
 def test_text_that_comes_by_the_character_is_held_back_no_longer_than_it_must(

@@ -51,10 +51,7 @@ async def test_rates_means_and_quantiles_are_those_of_the_time_between(page: Pag
     source = (FOLDER / "metrics.js").read_text()
     for before, new in cases():
         odd = 'a"b\\c\nd'
-        texts = (
-            exposition(before, bounds, {odd: 5, "e": 1}),
-            exposition(before + new, bounds, {odd: 11, "e": 4}),
-        )
+        texts = (exposition(before, bounds, {odd: 5, "e": 1}), exposition(before + new, bounds, {odd: 11, "e": 4}))
         figures: dict[str, Any] = await page.run(
             f"(() => {{{source}; const [a, b] = {json.dumps(texts)};"
             "const span = new Span(new Scrape(a, 10), new Scrape(b, 12));"

@@ -71,10 +71,7 @@ OBJECTS = [
     ),
     Transcript("granite", f'<tool_call>[{{"name": "say", "arguments": {B}}}] ', "", (CALL_B,)),
     Transcript(
-        "granite",
-        '<|tool_call|>[{"name": "now", "arguments": {}}, {"foo": 1}]',
-        ', {"foo": 1}]',
-        (("now", "{}"),),
+        "granite", '<|tool_call|>[{"name": "now", "arguments": {}}, {"foo": 1}]', ', {"foo": 1}]', (("now", "{}"),)
     ),
     Transcript("phi4_mini_json", f'<|tool_call|>[{{"name": "say", "arguments": {B}}}]<|/tool_call|>', "", (CALL_B,)),
     Transcript("phi4_mini_json", f'functools[{{"name": "say", "arguments": {B}}}]', "", (CALL_B,)),
@@ -92,9 +89,7 @@ OBJECTS = [
     Transcript("llama3_json", '{"age"', '{"age"'),
     Transcript("llama3_json", '{"name": "now", "parameters": {}} more', " more", (("now", "{}"),)),
     Transcript(
-        "llama3_json",
-        'Text first {"name": "now", "parameters": {}}',
-        'Text first {"name": "now", "parameters": {}}',
+        "llama3_json", 'Text first {"name": "now", "parameters": {}}', 'Text first {"name": "now", "parameters": {}}'
     ),
     Transcript("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)"),
     Transcript("llama3_json", " <|python", " <|python"),
@@ -110,10 +105,7 @@ NAMED = [
         (CALL_A, CALL_B),
     ),
     Transcript(
-        "mistral",
-        f"[TOOL_CALLS]get_weather[ARGS]{A}[TOOL_CALLS]say[CALL_ID]123456789[ARGS]{B}",
-        "",
-        (CALL_A, CALL_B),
+        "mistral", f"[TOOL_CALLS]get_weather[ARGS]{A}[TOOL_CALLS]say[CALL_ID]123456789[ARGS]{B}", "", (CALL_A, CALL_B)
     ),
     Transcript("mistral", f"[TOOL_CALLS]say{B}", "", (CALL_B,)),
     Transcript("mistral", "[TOOL_CALLS] nothing", "[TOOL_CALLS] nothing"),
@@ -183,10 +175,7 @@ TAGS = [
     Transcript("qwen3_coder", "<function=unknown>\n</function>", "<function=unknown>\n</function>"),
     Transcript("qwen3_coder", "<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>"),
     Transcript(
-        "qwen3_coder",
-        "<tool_call>\n<function=say>\n<parameter=text>\ncut\n",
-        "",
-        (("say", '{"text": "cut\\n'),),
+        "qwen3_coder", "<tool_call>\n<function=say>\n<parameter=text>\ncut\n", "", (("say", '{"text": "cut\\n'),)
     ),
     Transcript(
         "qwen3_coder",
@@ -312,12 +301,7 @@ HARMONY = [
         "openai_gptoss",
     ),
     Transcript(
-        "openai",
-        f" to=functions.say<|channel|>commentary json<|message|>{B}",
-        "",
-        (CALL_B,),
-        "",
-        "openai_gptoss",
+        "openai", f" to=functions.say<|channel|>commentary json<|message|>{B}", "", (CALL_B,), "", "openai_gptoss"
     ),
     Transcript(
         "openai",

@@ -5,15 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.kernels.formats.fp8 import (
-    BLOCK,
-    Fp8Rows,
-    Fp8Weight,
-    channel_scale,
-    expanded,
-    padded_blocks,
-    saturated,
-)
+from weft.kernels.formats.fp8 import BLOCK, Fp8Rows, Fp8Weight, channel_scale, expanded, padded_blocks, saturated
 
 
 def quantize_weight_blocks(weight: Tensor) -> Fp8Weight:

@@ -30,8 +30,7 @@ FAMILIES = _families()
 def family_of(architecture: str) -> Family:
     """Return the family of an architecture. Raises `UnknownArchitecture`, which lists those supported.
 
-    An embedding model without a head (`Qwen3Model`) has the family of the model with one.
-    """
+    An embedding model without a head (`Qwen3Model`) has the family of the model with one."""
     headed = architecture.removesuffix("Model") + "ForCausalLM"
     for name in (architecture, headed):
         for family in FAMILIES:

@@ -64,8 +64,7 @@ class TensorNames:
     transposed: bool = False  # Matrices are `[in, out]`.
     prefix: str = "model."
     other_prefixes: tuple[str, ...] = ()  # Prefixes of some checkpoints instead of `prefix`.
-    draft_layers: int = 0
-    """Layers after the last one that predict further tokens; ignored."""
+    draft_layers: int = 0  # Layers after the last one that predict further tokens; ignored.
     harmless: tuple[str, ...] = ()  # Endings of checkpoint names that are not needed.
 
 
@@ -94,15 +93,12 @@ class Family:
     """Returns the fields of the spec that differ from the common ones."""
     names: TensorNames = TensorNames()
     defaults: Mapping[str, Any] = field(default_factory=dict)  # Values of missing keys.
-    keys: Mapping[str, str] = field(default_factory=dict)
-    """Llama's config key -> this family's key."""
-    quantizations: tuple[str, ...] = ()
-    """`quant_method`s whose matrices are unpacked while loading."""
+    keys: Mapping[str, str] = field(default_factory=dict)  # Llama's config key -> this family's key.
+    quantizations: tuple[str, ...] = ()  # `quant_method`s whose matrices are unpacked while loading.
 
     def spec(self, config: Config, eos_token_ids: tuple[int, ...]) -> ModelSpec:
         """Read a config. Raises `ModelError` for an unsupported option; `KeyError`, `TypeError` or `ValueError` for a
-        malformed config.
-        """
+        malformed config."""
         architecture = config["architectures"][0]
         # `text_config`: of a multimodal model
         config = {**self.defaults, **config, **(config.get("text_config") or {})}

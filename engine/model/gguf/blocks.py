@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-CHUNK = 1 << 24
-"""Values converted at once, because they pass through integers and float32."""
+CHUNK = 1 << 24  # Values converted at once, because they pass through integers and float32.
 
 
 def block_of(kind: str) -> tuple[int, int]:

@@ -10,8 +10,7 @@ from weft.engine.errors import ModelError
 from weft.engine.model.gguf.file import GgufFile, architecture_of
 
 Config = dict[str, Any]
-Key = Callable[..., Any]
-"""Returns a value of the architecture's metadata by the end of its name."""
+Key = Callable[..., Any]  # Returns a value of the architecture's metadata by the end of its name.
 
 _MISSING = object()
 _COMMON = {

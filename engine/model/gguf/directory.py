@@ -18,8 +18,7 @@ from weft.engine.model.gguf.config import OFFSET_NORMS, to_config
 from weft.engine.model.gguf.file import INDEX, GgufFile, name_of, parts_of
 from weft.engine.progress import notice
 
-FORMAT = 1
-"""Version of the directory's contents; a change creates directories anew."""
+FORMAT = 1  # Version of the directory's contents; a change creates directories anew.
 _ENDS = frozenset((
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
     "<|end_of_text|>", "<EOT>", "<end_of_utterance>",
@@ -35,8 +34,7 @@ _IGNORE_MERGES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
 def gguf_directory(path: Path) -> Path:
     """Return the directory of a file or of one part of a split file.
 
-    Raises `ModelError`, one line, for a damaged, incomplete or unsupported file.
-    """
+    Raises `ModelError`, one line, for a damaged, incomplete or unsupported file."""
     parts = [part.absolute() for part in parts_of(path)]
     digest = xxhash.xxh3_64(str(FORMAT).encode())
     for part in parts:

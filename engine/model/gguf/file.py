@@ -11,8 +11,7 @@ import numpy as np
 
 from weft.engine.errors import ModelError, one_line, refuse_pointer
 
-INDEX = "gguf.json"
-"""File in the model directory that lists the GGUF files and their tensors."""
+INDEX = "gguf.json"  # File in the model directory that lists the GGUF files and their tensors.
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
 LISTED = 8  # Number of files that an error lists.
 
@@ -62,8 +61,7 @@ def models_in(files: Iterable[str]) -> dict[str, list[str]]:
 def choose(repository: str, files: Iterable[str], wanted: str = "") -> list[str]:
     """Return the parts of the file `wanted`: its name, or a word of it such as Q4_K_M; "": the only file.
 
-    Raises `ModelError`, one line, with the available files.
-    """
+    Raises `ModelError`, one line, with the available files."""
     models = models_in(files)
     if not models:
         raise ModelError(f"{repository} has no GGUF file")

@@ -33,8 +33,7 @@ def decoders() -> dict[str, str]:
 def refuse_undecodable(raw: dict[str, Any], *, trusted: bool) -> None:
     """Raise `ModelError`, one line, for a `config.json` that `transformers` has no decoder for.
 
-    trusted: the model directory's own code may run.
-    """
+    trusted: the model directory's own code may run."""
     name, kind = architecture(raw), model_type(raw)
     known = decoders().get(kind or "")
     if "AutoModelForCausalLM" in raw.get("auto_map", {}):

@@ -18,8 +18,7 @@ class Attend(Protocol):
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], /) -> Tensor:
         """Compute attention of q `[1, Hq, T, Dk]` over k `[1, Hkv, T, Dk]`, v `[1, Hkv, T, Dv]` -> `[1, T, Hq, Dv]`.
 
-        given: all other arguments of the model by name; a mask as `attention_mask`.
-        """
+        given: all other arguments of the model by name; a mask as `attention_mask`."""
         ...
 
 

@@ -35,8 +35,7 @@ class TransformersModule:
     def logits(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """Return `[S, V]` for the rows `[S]` among T tokens; call it inside `hook.attending`.
 
-        token_ids, positions: `[T]` int64.
-        """
+        token_ids, positions: `[T]` int64."""
         given: dict[str, Any] = {"input_ids": token_ids[None], "use_cache": False, "return_dict": True}
         if self._takes_positions:
             given["position_ids"] = positions[None]
@@ -90,8 +89,7 @@ def pin_rope(module: nn.Module, max_positions: int) -> None:
     """Fix the rope frequencies that `transformers` would choose by the longest position of a batch.
 
     longrope: the short factors if no context exceeds the original one, else the long ones. dynamic: as trained; the
-    caller keeps `max_positions` within the original context.
-    """
+    caller keeps `max_positions` within the original context."""
     for part in module.modules():
         kinds, config = getattr(part, "rope_type", None), getattr(part, "config", None)
         if kinds is None or config is None:

@@ -28,8 +28,7 @@ from weft.engine.model.transformers_impl.spec import AttentionCall, Transformers
 from weft.engine.model.transformers_impl.trial import attention_calls
 
 DEFAULT_POSITIONS = 4096  # Context limit if the configuration has none.
-MAP_NORESERVE = 0x4000
-"""Linux mmap flag: memory that is only read takes none, regardless of size."""
+MAP_NORESERVE = 0x4000  # Linux mmap flag: memory that is only read takes none, regardless of size.
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
 
@@ -53,8 +52,7 @@ def read_transformers(
 ) -> TransformersSpec:
     """Read a model. raw: the directory's `config.json`. trusted: its own code may run.
 
-    Raises `ModelError` with the reason why `transformers`' code cannot serve it here.
-    """
+    Raises `ModelError` with the reason why `transformers`' code cannot serve it here."""
     with quiet():
         try:
             if "model_type" in raw:

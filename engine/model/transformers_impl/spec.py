@@ -18,8 +18,7 @@ class AttentionCall(NamedTuple):
     key_dim: int
     value_dim: int
     scale: float
-    window: int | None = None
-    """Positions that a query sees, including its own; None: all earlier ones."""
+    window: int | None = None  # Positions that a query sees, including its own; None: all earlier ones.
     softcap: float = 0.0
     sinks: bool = False
 

@@ -59,8 +59,7 @@ def call_of(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: dict[str,
 def attention_calls(model: TransformersModule) -> tuple[list[AttentionCall], int]:
     """Return the attention calls of one forward pass, in order, and the vocabulary size.
 
-    Raises `ModelError`, and anything that the model raises.
-    """
+    Raises `ModelError`, and anything that the model raises."""
     seen: list[AttentionCall] = []
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], /) -> Tensor:

@@ -20,20 +20,13 @@ from weft.engine.model.weights import HARMLESS, warn_of_surplus
 
 
 def load_transformers(
-    spec: TransformersSpec,
-    path: Path,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_positions: int,
-    dummy_seed: int | None = None,
-    trusted: bool = False,
-) -> TransformersModule:
+    spec: TransformersSpec, path: Path, *, device: torch.device, dtype: torch.dtype, max_positions: int,
+    dummy_seed: int | None = None, trusted: bool = False,
+) -> TransformersModule:  # fmt: skip
     """Load a model. dummy_seed: make random weights instead of reading `path`.
 
     Raises `ModelError` for missing weights, other shapes and values that are not finite. Prints one line about unused
-    tensors.
-    """
+    tensors."""
     with quiet():
         if dummy_seed is not None:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -191,8 +191,7 @@ class CpuExecutor:
     """Runs a model's layers on the CPU. Raises `ModelError` for a model with an operation that has no launcher.
 
     invariant: a row's result depends on that row only. GEMM libraries choose the order of additions by shape, so all
-    operations between attentions run in padded blocks of a fixed number of rows.
-    """
+    operations between attentions run in padded blocks of a fixed number of rows."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, kv: Tensor, attention: HostAttention[Any], *, invariant: bool = False,
@@ -235,8 +234,7 @@ class CpuExecutor:
 
         Rows that are not read are dropped after the last layer's attention, once their keys and values are stored, and
         are zero here. This does not change the other rows: to the bit with batch invariance; without it a library may
-        add in another order for fewer rows. With batch invariance and all rows read, padding rows follow.
-        """
+        add in another order for fewer rows. With batch invariance and all rows read, padding rows follow."""
         rows = inputs.rows if self._last_attention >= 0 else None
         if rows is None or len(rows) == len(inputs.token_ids):
             return self._forward(inputs, None)

@@ -24,8 +24,7 @@ from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import Weights
 from weft.engine.runner.cpu.cpu_executor import CpuExecutor
 from weft.engine.runner.device.collectives import Collectives
-from weft.engine.runner.device.pooling import pooled
-from weft.engine.runner.device.sampling import Sampling, Scores
+from weft.engine.runner.device.sampling import Sampling, Scores, pooled
 from weft.engine.runner.iteration.batch import Batch, PromptLogprobs, StepResult
 from weft.engine.runner.memory.host_arena import host_sleepable_memory
 from weft.engine.runner.memory.sleep import SleepableMemory
@@ -85,12 +84,9 @@ class CpuRunner:
     """`Runner` on a CPU, also for one of several ranks."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Weights | TransformersModule,
-        config: ResolvedConfig,
+        self, spec: ModelSpec, weights: Weights | TransformersModule, config: ResolvedConfig,
         collectives: Collectives | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.sleepable = host_sleepable_memory(config.cache_dir) if config.sleeps else None
         if self.sleepable is not None:
             self.sleepable.adopt_weights(weights.tensors())

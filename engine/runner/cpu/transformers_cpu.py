@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.engine.model.transformers_impl.hook import attending
 from weft.engine.model.transformers_impl.module import TransformersModule
 from weft.engine.model.transformers_impl.spec import TransformersSpec
-from weft.engine.runner.device.pooling import pooled_rows
+from weft.engine.runner.device.sampling import pooled_rows
 from weft.engine.runner.device.transformers_attention import PagedCalls
 from weft.engine.runner.iteration.batch import Batch
 from weft.engine.runner.options.resolve import ResolvedConfig

@@ -36,8 +36,7 @@ class CudaExecutor(SampleBuffers):
     """One model on one GPU. Launches on the current stream, and on its own streams for lanes other than compute.
 
     On the meta device only `touch` and `sample` work (see `kernels.common.gpu`). For an attention back end that plans
-    on the host, call `set_steps` before each run.
-    """
+    on the host, call `set_steps` before each run."""
 
     def __init__(self, layers: CudaLayers) -> None:
         super().__init__(layers.inputs, len(layers.spec.vocabulary))
@@ -110,8 +109,7 @@ class CudaExecutor(SampleBuffers):
     def sample(self, num_rows: int) -> None:
         """Sample `tokens` from the first rows of `logits`, and store each as its slot's last token.
 
-        With several ranks this always takes the most likely token; for other sampling see `set_tokens`.
-        """
+        With several ranks this always takes the most likely token; for other sampling see `set_tokens`."""
         if self._collectives is None:
             super().sample(num_rows)
             return
@@ -187,8 +185,7 @@ class CudaExecutor(SampleBuffers):
         """Run all layers on `x[: pipeline.tokens]`. Returns the number of partial sums of squares by block of tokens.
 
         only: launch only these operations of the period, to time them. drops_rows: leave out operations of the last
-        layer that `_after_drop` runs. fused: see `forward`.
-        """
+        layer that `_after_drop` runs. fused: see `forward`."""
         main = torch.cuda.current_stream()
         operations = pipeline.period.operations
         waits: list[list[Edge]] = [[] for _ in pipeline.operations]

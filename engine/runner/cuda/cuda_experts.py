@@ -28,8 +28,7 @@ class ExpertLayers:
     """Operations of a model with experts. tokens: token limit of an iteration.
 
     Each method launches one nano-operation. sumsq: partial sums of squares of its tokens' residual stream. live `[1]`:
-    number of tokens.
-    """
+    number of tokens."""
 
     def __init__(self, spec: ModelSpec, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         assert spec.experts is not None

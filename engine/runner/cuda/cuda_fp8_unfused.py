@@ -29,8 +29,7 @@ class UnfusedFp8Layers(Fp8Layers):
     """For dense models with `gpu_limits.unfused_fp8`. A scale always covers 128 columns.
 
     raw: 16-bit outputs for the pass after a GEMM: "qkv" `[T, (Hq + 2 Hkv) D]`, "h" `[T, I]` of an MLP without a gate,
-    and "residual" `[T, H]` if a norm follows it.
-    """
+    and "residual" `[T, H]` if a norm follows it."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, tokens: int, device: torch.device, raw: Mapping[str, Tensor | None],

@@ -20,19 +20,14 @@ from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.kernels.attention.break_evens import BreakEvens
 from weft.kernels.attention.fp8_unpack import unpacking_is_faster
 from weft.kernels.attention.triton_backend import DecodeWork, cuts_prefill
-from weft.kernels.attention.work_lists import (
-    ITEM_FIELDS,
-    TILE_FIELDS,
-)
+from weft.kernels.attention.work_lists import ITEM_FIELDS, TILE_FIELDS
 
 RING = 4
 """Pinned copies: more than iterations in flight, so that none is rewritten before its transfer has ended."""
-INVARIANT_SPLIT_TOKENS = 1024
-"""Tokens per split of a request's decode attention with batch invariance."""
+INVARIANT_SPLIT_TOKENS = 1024  # Tokens per split of a request's decode attention with batch invariance.
 UNPACKED_TOKENS = 16384, 131072
 """Minimum and maximum tokens of FP8 pages that prefill attention reads unpacked to 16 bits at once."""
-PARTIAL_ROWS = 512
-"""Splits of prefill tiles times KV heads: two waves of programs plus rounding."""
+PARTIAL_ROWS = 512  # Splits of prefill tiles times KV heads: two waves of programs plus rounding.
 
 
 class DeviceInputs:
@@ -52,8 +47,7 @@ class DeviceInputs:
         self.page_table = torch.zeros(num_slots, max_pages, dtype=torch.int32, device=device)
         self._sent_pages = np.zeros((num_slots, max_pages), np.int32)
         self._turn = 0
-        self.attention: AttentionPath | None = None
-        """Path of the last batch, for weft's own kernels."""
+        self.attention: AttentionPath | None = None  # Path of the last batch, for weft's own kernels.
         self.break_evens: BreakEvens | None = None  # Measured times for `--pod auto`.
 
     @staticmethod
@@ -125,8 +119,7 @@ class DeviceInputs:
     def send(self, batch: Batch, pipeline: Pipeline, grid: AttentionGrid) -> Assignment:
         """Write the batch to the next ring slot and start its transfer on the current stream.
 
-        Padding tokens up to the token bucket use the dummy page. Returns the rows of the tokens.
-        """
+        Padding tokens up to the token bucket use the dummy page. Returns the rows of the tokens."""
         self._turn = (self._turn + 1) % RING
         host, t = self._host[self._turn], batch.num_tokens
         counts = host["counts"]

@@ -47,8 +47,7 @@ from weft.kernels.matmul.rows import row_sumsq
 class CudaLayers:
     """Launches one operation of one layer at a time on the current stream, in the order of `CudaExecutor`.
 
-    Raises `ModelError` for a model with an operation that has no launcher.
-    """
+    Raises `ModelError` for a model with an operation that has no launcher."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, inputs: DeviceInputs, dtype: torch.dtype,
@@ -56,8 +55,7 @@ class CudaLayers:
         kv_scales: KvScales | None = None,
     ) -> None:  # fmt: skip
         """invariant: the order of accumulation in GEMMs, sums of squares and attention does not depend on the batch.
-        collectives: given for one of several ranks, whose GEMMs write partial sums. kv_scales: scales of e4m3 pages.
-        """
+        collectives: given for one of several ranks, whose GEMMs write partial sums. kv_scales: scales of e4m3 pages."""
         self.spec, self.weights, self.inputs = spec, weights, inputs
         self.collectives = collectives
         self.attention, self.invariant = attention, invariant

@@ -28,9 +28,8 @@ from weft.engine.runner.cuda.cuda_layers import CudaLayers
 from weft.engine.runner.cuda.layer_launch import Fused
 from weft.engine.runner.device.collectives import RankGroup
 from weft.engine.runner.device.compile_job import CompileJob
-from weft.engine.runner.device.pooling import pooled
 from weft.engine.runner.device.preparation import PipelineWork, Preparation, Step
-from weft.engine.runner.device.sampling import Sampling, Scores
+from weft.engine.runner.device.sampling import Sampling, Scores, pooled
 from weft.engine.runner.iteration.attention_lists import AttentionGrid
 from weft.engine.runner.iteration.attention_path import AttentionPath, describe_paths
 from weft.engine.runner.iteration.batch import Batch, PromptLogprobs, StepResult
@@ -135,8 +134,7 @@ class CudaRunner:
         progress: Progress | None = None, compiling: CompileJob | None = None, rank_group: RankGroup | None = None,
     ) -> None:  # fmt: skip
         """compiling: compiles pipelines that are not waited for; None: all kernels are in the cache. rank_group: the
-        other ranks, which must create their runners at once and launch the same iterations in the same order.
-        """
+        other ranks, which must create their runners at once and launch the same iterations in the same order."""
         self.spec, self.weights, self.config = spec, weights, config
         self._grid = AttentionGrid(
             spec.num_kv_heads, spec.heads_per_kv, PER_SM, INVARIANT_SPLIT_TOKENS if config.batch_invariant else 0,
@@ -180,8 +178,7 @@ class CudaRunner:
                 report("capturing graphs", done, len(now))
                 self._graphs[id(pipeline)] = self._capture(pipeline)
             self.stream.synchronize()
-            self._capture_stream = torch.cuda.Stream(device)
-            """Stream for captures while `stream` has work."""
+            self._capture_stream = torch.cuda.Stream(device)  # Stream for captures while `stream` has work.
         if later:
             self._pipelines.disable_planned()
         works = [self._pipeline_work(pipeline) for pipeline in later]

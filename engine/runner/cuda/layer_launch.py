@@ -20,10 +20,8 @@ class Rows(NamedTuple):
 
     activations: Mapping[str, Tensor]
     sumsq: Tensor  # `[sums, T]` partial sums of squares of the residual stream.
-    attended: Output
-    """Attention's output: the activation "a", or a quantised operand instead."""
-    live: Tensor | None = None
-    """`[1]` number of valid rows; None: the token ranges determine it."""
+    attended: Output  # Attention's output: the activation "a", or a quantised operand instead.
+    live: Tensor | None = None  # `[1]` number of valid rows; None: the token ranges determine it.
 
 
 def rows_of(activations: Mapping[str, Tensor], sumsq: Tensor, attended: Output, live: Tensor | None = None) -> Rows:
@@ -49,8 +47,7 @@ class OperationLaunch(NamedTuple):
     sum_counts: list[int]
     """For each block of TOKEN_STEP tokens, how many partial sums are valid. A GEMM writes one per feature tile."""
     rows: Rows
-    drops_rows: bool = False
-    """Whether rows that are not read are dropped after this layer's attention."""
+    drops_rows: bool = False  # Whether rows that are not read are dropped after this layer's attention.
     fused: Fused | None = None
     """How one launch computes decodes and chunks; None: they are launched separately."""
 

@@ -25,13 +25,11 @@ from weft.kernels.matmul.gemm_launch import Workspace, workspace
 from weft.kernels.matmul.projections import linear_project
 
 ALIGNED = 256
-ONE_STEP_TOKENS = 32
-"""Tokens up to which all-reduces use one step, if nothing was measured."""
+ONE_STEP_TOKENS = 32  # Tokens up to which all-reduces use one step, if nothing was measured.
 MEASURED = 16  # All-reduces per measurement.
 REPLAYS = 3  # Replays of a measurement.
 SAMPLED_WORDS = 8  # Maximum of words per row in a captured exchange of samplers.
-EAGER_WORDS = 1 << 16
-"""Words per rank in an eager exchange. Longer data takes several exchanges."""
+EAGER_WORDS = 1 << 16  # Words per rank in an eager exchange. Longer data takes several exchanges.
 MAX_PUSHED_TOKENS = 4096  # Maximum of tokens for GEMMs that push to other ranks.
 MAX_PUSHED_TO_ALL = 256
 """Maximum of tokens for pushes to more than one other rank, since each takes the same bandwidth."""
@@ -66,8 +64,7 @@ class PeerLayout:
         self.tiles = max(-(-self.pushed_tokens // 64), 2) * -(-hidden // 64)
         """Flags of one rank's tiles in an all-reduce."""
         to_all = self.pushed_tokens if ranks == 2 else min(self.pushed_tokens, MAX_PUSHED_TO_ALL)
-        self.rows = {1: to_all, 2: self.pushed_tokens}
-        """Rows that one rank sends, by steps of the all-reduce."""
+        self.rows = {1: to_all, 2: self.pushed_tokens}  # Rows that one rank sends, by steps of the all-reduce.
         sent = max(rows * width_of(hidden, ranks, steps) for steps, rows in self.rows.items())
         self.inbox = ranks * sent * dtype.itemsize  # Bytes of each of the two alternating inboxes.
         self.pushes = max(2 * spec.num_layers, MEASURED)
@@ -139,8 +136,7 @@ class PeerCollectives:
 
     def use(self, steps: dict[int, Steps], *, push_nano_batches: bool = False) -> None:
         """Use measured steps by number of tokens. push_nano_batches: GEMMs of nano-batches push too. Engines do not use
-        this, because `weft bench ranks` found it slower on four H200s.
-        """
+        this, because `weft bench ranks` found it slower on four H200s."""
         self._steps, self._pushes_nano_batches = sorted(steps.items()), push_nano_batches
 
     def steps(self, tokens: int) -> Steps:

@@ -21,8 +21,7 @@ class SumBuffer(NamedTuple):
 
     turn: int  # 0 or 1.
     first: bool  # Overwrite the buffer, which holds an earlier sum.
-    last: str
-    """Name of the sum's last GEMM. Its post-norm applies to the sum."""
+    last: str  # Name of the sum's last GEMM. Its post-norm applies to the sum.
 
 
 def sum_buffers(spec: ModelSpec) -> list[dict[str, SumBuffer]]:

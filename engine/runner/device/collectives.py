@@ -87,8 +87,7 @@ class DeviceCollectives(_Ranks, Protocol):
         turn: which of the two alternating buffers, as for `partial`. begin: None if launches are in sequence and the
         next one is that `reduce`. Otherwise the first of these tokens in the iteration: their `reduce` is launched
         after this GEMM and before the next one of the same tokens. among: tokens of the iteration, if there are more
-        than these. They decide the steps, since all tokens of one sum must be sent the same way or would overlap.
-        """
+        than these. They decide the steps, since all tokens of one sum must be sent the same way or would overlap."""
         ...
 
     def reduce(
@@ -99,8 +98,7 @@ class DeviceCollectives(_Ranks, Protocol):
         rows of `sumsq [sums, T]` float32 that hold sums of squares of x. Rows from `live [1]` on do not change.
 
         All three tensors come from the same `allocate` call on every rank. Use two partials alternately. begin: that of
-        the `push`, if any.
-        """
+        the `push`, if any."""
         ...
 
     def all_gather(self, mine: Tensor) -> Tensor:

@@ -25,8 +25,7 @@ from weft.engine.progress import Progress
 COMPILING = "compiling kernels"
 SERIAL, PIPELINE = "serial", "pipeline"
 """First words of the job's lines: the serial plan is compiled; a pipeline is compiled, or has failed."""
-TIMEOUT_SECONDS = 600
-"""Time limit for the job. After it the engine compiles missing kernels itself."""
+TIMEOUT_SECONDS = 600  # Time limit for the job. After it the engine compiles missing kernels itself.
 ENGINE = Path(__file__).parents[2]
 SOURCES = (ENGINE / "runner", ENGINE / "plans", ENGINE / "model", ENGINE.parent / "kernels")
 """Folders with code that determines the kernels."""

@@ -18,8 +18,7 @@ Step = Callable[[], None]  # A short indivisible piece of work.
 SLICE_SECONDS = 0.01  # Time after which a slice starts no further step.
 BUSY_SHARE = 0.05
 """Share of time for slices while requests run. A longer pause follows a longer step."""
-COMPILER_POLL_SECONDS = 0.1
-"""Seconds between polls of the compiler if there is nothing else to do."""
+COMPILER_POLL_SECONDS = 0.1  # Seconds between polls of the compiler if there is nothing else to do.
 
 
 class Stage(Enum):
@@ -65,8 +64,7 @@ class Compiled:
 class Preparation:
     """The pipelines of a plan and their stages. They are prepared one at a time, as their kernels become available.
 
-    works: pipelines to prepare, in the order of the plan. serving: number of pipelines that serve already.
-    """
+    works: pipelines to prepare, in the order of the plan. serving: number of pipelines that serve already."""
 
     def __init__(
         self, works: Sequence[PipelineWork] = (), compiling: Compiling | None = None, *, serving: int = 0,
@@ -108,8 +106,7 @@ class Preparation:
     def advance(self, *, busy: bool) -> bool:
         """Run a slice of the remaining work. Returns whether a pipeline now serves or was left out.
 
-        busy: requests run, so slices keep to their share of the time. A step that raises leaves its pipeline out.
-        """
+        busy: requests run, so slices keep to their share of the time. A step that raises leaves its pipeline out."""
         begin = self._clock()
         if self.done or (busy and begin < self._not_before):
             return False

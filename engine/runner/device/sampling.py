@@ -1,4 +1,5 @@
-"""`Sampling`: the steps around the sampler, on any device: penalties, biases, masks, token counts, log-probabilities.
+"""`Sampling`: the steps around the sampler, on any device: penalties, biases, masks, token counts, log-probabilities,
+and `pooled`, the sums of hidden states for embeddings.
 
 Applies all per-request columns except those that the samplers in `kernels/` read.
 """
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from weft.engine.runner.device.collectives import Collectives, DeviceCollectives, SingleRank
 from weft.engine.runner.iteration.batch import (
+    I32,
     PROMPT_LOGPROB_ROWS,
     Batch,
     CountReset,
@@ -49,12 +51,9 @@ class Sampling:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        num_slots: int,
-        vocabulary: range,
+        self, device: torch.device, num_slots: int, vocabulary: range,
         collectives: Collectives | DeviceCollectives | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """vocabulary: token ids of the logits' columns."""
         collectives = collectives or SingleRank()
         self._device = device
@@ -192,3 +191,21 @@ class Sampling:
             seen = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
             self._counts = seen, torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         return self._counts
+
+
+def pooled_rows(batch: Batch) -> I32:
+    """Return `[N]` token rows whose hidden states are read, in the order of requests."""
+    return np.concatenate([of.token_rows for of in batch.pooled]) if batch.pooled else np.zeros(0, np.int32)
+
+
+def pooled(batch: Batch, hidden: Callable[[np.ndarray], Tensor]) -> Tensor | None:
+    """Return a float32 sum for each of `batch.pooled`, `[P, H]`, or None if it is empty.
+
+    hidden: returns the states `[N, H]` after the final norm of token rows `[N]`."""
+    if not batch.pooled:
+        return None
+    states = hidden(pooled_rows(batch)).float()
+    counts = [len(of.token_rows) for of in batch.pooled]
+    if len(states) == len(counts):
+        return states
+    return torch.stack([part.sum(0) for part in states.split(counts)])

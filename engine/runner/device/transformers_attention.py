@@ -20,8 +20,7 @@ from weft.kernels.attention.backend import AttentionBackend, AttentionShape
 class PagedCalls:
     """Each call of a forward pass has its layer of a page and its back end, by its position in the dry run.
 
-    Call `begin` before each pass and `end` after it. Rows of q, k and v are the iteration's tokens.
-    """
+    Call `begin` before each pass and `end` after it. Rows of q, k and v are the iteration's tokens."""
 
     def __init__(self, spec: TransformersSpec, config: ResolvedConfig, make: Callable[[AttentionShape], Any]) -> None:
         self._calls, self._layout = spec.calls, config.kv

@@ -83,8 +83,7 @@ class Batch(NamedTuple):
     slots: I32
     epochs: I32
     query_len: I32  # `[R]` tokens per request in this iteration.
-    kv_len: I32
-    """`[R]` positions visible to the request's last token of this iteration."""
+    kv_len: I32  # `[R]` positions visible to the request's last token of this iteration.
     token_ids: I32
     """`[T]`; -1 for decodes, whose token is still on the device, in `last_token[slot]`."""
     positions: I32
@@ -147,15 +146,13 @@ class StepResult(NamedTuple):
     """`[S]` rows with logits that are not finite, whose tokens are meaningless. None: there are no such rows."""
     pooled: F32 | None = None
     """`[P, H]` sums, one row for each of `batch.pooled`; None if the batch pools nothing."""
-    attention: AttentionPath | None = None
-    """How attention was computed; None: derive it from the batch."""
+    attention: AttentionPath | None = None  # How attention was computed; None: derive it from the batch.
 
 
 def uniform_draw(seeds: npt.NDArray[np.uint64], index: I32) -> F32:
     """Return a draw in (0, 1) per row from (seed, token index): the top 23 bits of splitmix64's output function.
 
-    It is stateless: a request's tokens do not depend on its neighbours, on preemption or on the order of iterations.
-    """
+    It is stateless: a request's tokens do not depend on its neighbours, on preemption or on the order of iterations."""
     with np.errstate(over="ignore"):
         z = seeds + (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

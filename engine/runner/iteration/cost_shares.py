@@ -13,8 +13,7 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.runner.iteration.batch import Batch
 
 GPU_BALANCE = 150.0
-CPU_BALANCE = 20.0
-"""GEMM operations that take about as long as one byte of memory traffic."""
+CPU_BALANCE = 20.0  # GEMM operations that take about as long as one byte of memory traffic.
 GPU_TILE = 128  # Tokens per tile of a large GEMM (`kernels/matmul/gemm.py`).
 
 
@@ -44,8 +43,7 @@ class CostShares:
     """Computes shares from the tokens and the context of each request.
 
     All tokens of an iteration share its dense GEMMs, which cost the higher of reading the weights and multiplying.
-    Attention counts per request: a decode reads its KV, a chunk multiplies with it.
-    """
+    Attention counts per request: a decode reads its KV, a chunk multiplies with it."""
 
     def __init__(self, spec: ModelSpec, weight_bytes: int, kv_bytes: int, *, cuda: bool) -> None:
         """kv_bytes: bytes of a token in one layer."""

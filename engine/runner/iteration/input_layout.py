@@ -36,8 +36,7 @@ class Layout(NamedTuple):
     """Maximum of FP8 pages per nano-batch that prefill attention unpacks to 16 bits (0: none), and tokens per page."""
     prefill_slots: int = 0
     """Partial sums of prefill tiles that are split along their keys, per nano-batch; 0: tiles are not split."""
-    pod: Pod = "off"
-    """Whether decodes and chunks share one attention launch, if tiles are split."""
+    pod: Pod = "off"  # Whether decodes and chunks share one attention launch, if tiles are split.
 
     @classmethod
     def of(

@@ -20,8 +20,7 @@ Rows = npt.NDArray[np.int64]
 class NanoBatch(NamedTuple):
     """One token range of the iteration: D decodes, then the tokens of C chunks or pieces of chunks."""
 
-    first_decode: int
-    """Place of the first decode among the iteration's tokens; the others follow."""
+    first_decode: int  # Place of the first decode among the iteration's tokens; the others follow.
     decodes: Rows  # `[D]` rows of the batch.
     chunk_start: Rows  # `[C]` place of the piece's first token.
     chunk_len: Rows
@@ -32,8 +31,7 @@ class NanoBatch(NamedTuple):
 class Assignment(NamedTuple):
     """An order of the iteration's tokens, and the attention work of each nano-batch."""
 
-    order: Rows | None
-    """`[T]` token of the batch at each place; None: in the batch's order."""
+    order: Rows | None  # `[T]` token of the batch at each place; None: in the batch's order.
     places: Rows | None  # `[T]` place of each token of the batch.
     nano_batches: tuple[NanoBatch, ...]
     read: Rows | None = None

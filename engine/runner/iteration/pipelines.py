@@ -26,11 +26,10 @@ def token_buckets(max_tokens: int) -> list[int]:
 class Pipelines:
     """The serial plan of every token bucket, and the plan's pipelines.
 
-    max_tokens: token limit of an iteration. undivided: prompt tokens that nano-batches must keep together.
-    """
+    max_tokens: token limit of an iteration. undivided: prompt tokens that nano-batches must keep together."""
 
     def __init__(
-        self, spec: ModelSpec, max_tokens: int, num_sms: int, plan: Plan | None, undivided: int = 1
+        self, spec: ModelSpec, max_tokens: int, num_sms: int, plan: Plan | None, undivided: int = 1,
     ) -> None:  # fmt: skip
         sizes = token_buckets(max_tokens)
         self._plan, self._undivided = plan, undivided

@@ -14,8 +14,7 @@ from weft.engine.errors import OutOfMemory
 from weft.engine.runner.memory.sleep import SleepableMemory
 
 GIB = 2**30
-CHUNK = GIB
-"""Bytes of one read or write. Linux limits a call to just under 2 GiB."""
+CHUNK = GIB  # Bytes of one read or write. Linux limits a call to just under 2 GiB.
 
 
 def host_sleepable_memory(directory: Path) -> SleepableMemory:

@@ -45,8 +45,7 @@ def shared_weights(
 ) -> Weights:  # fmt: skip
     """Return the weights of this name from the exchange, or load and publish them. Raises what `load` raises.
 
-    waiting: called repeatedly while another engine loads.
-    """
+    waiting: called repeatedly while another engine loads."""
     with exchange.lock(waiting):
         found = exchange.find()
         if found is None or found.name != name:

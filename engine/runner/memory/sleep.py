@@ -60,8 +60,7 @@ class SleepableMemory:
     def adopt_weights(self, tensors: Iterable[Tensor]) -> None:
         """Move the weights into an arena, in place: existing references stay valid. Call once. Raises `OutOfMemory`.
 
-        They are moved one at a time, so that at most the largest exists twice.
-        """
+        They are moved one at a time, so that at most the largest exists twice."""
         assert self._weights is None
         by_storage: dict[int, list[Tensor]] = {}
         for tensor in {id(t): t for t in tensors}.values():
@@ -96,8 +95,7 @@ class SleepableMemory:
     def sleep(self) -> None:
         """Store the weights and release the memory. Nothing may run or access it. Idempotent.
 
-        Raises `OSError` or `OutOfMemory`, without any effect, if the weights cannot be stored.
-        """
+        Raises `OSError` or `OutOfMemory`, without any effect, if the weights cannot be stored."""
         if self.asleep:
             return
         if self._weights is not None and not self._backed_up:

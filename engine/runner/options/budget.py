@@ -30,8 +30,7 @@ class MemoryUsage(NamedTuple):
 
     total: int
     free: int
-    own: int
-    """Used by this process's tensors, without weights that other engines map too."""
+    own: int  # Used by this process's tensors, without weights that other engines map too.
     common: int = 0  # Used by these shared weights.
 
 

@@ -14,8 +14,7 @@ from weft.kernels.common.gpu import Gpu
 log = logging.getLogger("weft.engine")
 EXPERT_ACTIVATIONS = ("silu", "swiglu_oai")
 """Activations that the kernels of experts support (`kernels.experts.experts_triton`)."""
-HEADS = (64, 128)
-"""Head sizes for which an FP8 GEMM writes q and the KV pages in its epilogue."""
+HEADS = (64, 128)  # Head sizes for which an FP8 GEMM writes q and the KV pages in its epilogue.
 
 
 def check_kernels(spec: ModelSpec) -> None:

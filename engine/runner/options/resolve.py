@@ -45,10 +45,8 @@ class ResolvedConfig:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    num_pages: int | None
-    """None: as many as fit the GPU once everything else is allocated."""
-    gpu_memory_utilization: float
-    """Fraction of the GPU, already multiplied by the model's memory share."""
+    num_pages: int | None  # None: as many as fit the GPU once everything else is allocated.
+    gpu_memory_utilization: float  # Fraction of the GPU, already multiplied by the model's memory share.
     cpu_threads: int
     attention: BackendName
     batch_invariant: bool
@@ -57,13 +55,11 @@ class ResolvedConfig:
     tuning_seconds: float
     plan: Plan | None = None  # Plan of overlapped nano-batches; None: the serial plan only.
     wait_for_plan: bool = True  # Prepare all pipelines of the plan before the first iteration.
-    sleeps: bool = False
-    """Allocate weights and KV pool so that a sleeping model can give up their memory."""
+    sleeps: bool = False  # Allocate weights and KV pool so that a sleeping model can give up their memory.
     has_neighbours: bool = False  # Other models use the same device.
     sharers: int = 1  # Engines of this model on the same device, this one included.
     common_weights: bool = False  # These engines share one copy of the weights.
-    packed: PackedPage | None = None
-    """Format of pages in the tiers below the device; None: not packed."""
+    packed: PackedPage | None = None  # Format of pages in the tiers below the device; None: not packed.
     pod: Pod = "off"  # Whether decodes and chunks share one attention launch.
 
     def chunk_step(self, spec: ModelSpec) -> int:
@@ -119,8 +115,7 @@ def served_as(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
 def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     """Resolve the configuration for this machine. spec: result of `served_as`.
 
-    Raises `ConfigError` or `OutOfMemory`, one line.
-    """
+    Raises `ConfigError` or `OutOfMemory`, one line."""
     here = _gpu_for(config, spec)
     cuda = here is not None
     ranks, sharers = spec.shard_of.ranks, config.share.sharers
@@ -243,7 +238,7 @@ def _check_plan(config: EngineConfig) -> None:
 
 
 def _plan(
-    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, pages: torch.dtype, backend: str
+    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, pages: torch.dtype, backend: str,
 ) -> Plan | None:  # fmt: skip
     named, excluded = config.plan not in ("auto", "serial"), ""
     if len({layer.experts for layer in spec.layers}) > 1:

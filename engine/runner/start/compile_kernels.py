@@ -38,8 +38,7 @@ def compile_kernels(
 ) -> tuple[int, list[Kernel]]:
     """Compile all kernels of the configuration for `target`. Returns their number, and those that did not compile.
 
-    Raises `WeftError` for a model or options that cannot be served there.
-    """
+    Raises `WeftError` for a model or options that cannot be served there."""
     from weft.engine.runner.start.kernel_set import kernel_set
     from weft.kernels.common.compilation import compile_all
 
@@ -94,8 +93,7 @@ def compile_in_parts(config: EngineConfig, target: Gpu, jobs: int, report: Calla
 def one_at_a_time(config: EngineConfig, waiting: Callable[[], None]) -> Iterator[None]:
     """Hold a lock for this configuration, so that engines that start together do not all compile the same kernels.
 
-    waiting: called repeatedly while another process holds the lock. Without a writable folder there is no lock.
-    """
+    waiting: called repeatedly while another process holds the lock. Without a writable folder there is no lock."""
     place = int(stamp_file(config).stem[-7:], 16)
     try:
         config.cache_path.mkdir(parents=True, exist_ok=True)

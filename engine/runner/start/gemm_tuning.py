@@ -58,8 +58,7 @@ def tune_gemms(
 ) -> None:  # fmt: skip
     """Load configurations of earlier starts and search for missing ones, for at most `seconds`.
 
-    max_tokens: token limit of an iteration.
-    """
+    max_tokens: token limit of an iteration."""
     from weft.kernels.tuning.quick_timer import QuickTimer
 
     def report(done: int, total: int) -> None:

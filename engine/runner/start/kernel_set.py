@@ -37,8 +37,7 @@ def kernel_parts(config: EngineConfig, gpu: Gpu) -> list[list[Kernel]]:
     """Return the kernels of the serial plan, including tiles that tuning would try, then those of each pipeline.
 
     The list is empty for an attention back end that is not captured, and for `transformers`' code. Raises `WeftError`
-    for a model or options that cannot be served on that GPU.
-    """
+    for a model or options that cannot be served on that GPU."""
     spec, _ = choose_spec(config)
     if not spec.native:
         return []

@@ -30,8 +30,7 @@ def load_model(
 ) -> Weights | TransformersModule:  # fmt: skip
     """Load the weights to `resolved.device`. exchange: lets replicas share weights; `model` identifies them there.
 
-    Raises `ModelError`.
-    """
+    Raises `ModelError`."""
     prepare(resolved)
     if isinstance(spec, TransformersSpec):
         from weft.engine.runner.start.self_test import load_tested

@@ -32,8 +32,7 @@ def make_runner(
     """Create the runner with its KV pool. Raises `OutOfMemory`.
 
     options: the options that `config` was resolved from. compiling: a job started for them, which ends here or belongs
-    to the runner. rank_group: the other ranks, on GPUs; rank 0 tunes and compiles, and the others load its results.
-    """
+    to the runner. rank_group: the other ranks, on GPUs; rank 0 tunes and compiles, and the others load its results."""
     if config.device.type == "cuda":
         try:
             from weft.engine.runner.cuda.cuda_runner import CudaRunner

@@ -31,8 +31,7 @@ TOLERANCE = {torch.float32: 1e-3}
 NARROW_TOLERANCE = 0.1
 """Limit for bfloat16 and float16: the median over rows of the norm of the difference relative to the row's norm."""
 
-Run = Callable[[Batch], Tensor]
-"""Computes a batch and returns the logits `[S, V]` of the rows that sample."""
+Run = Callable[[Batch], Tensor]  # Computes a batch and returns the logits `[S, V]` of the rows that sample.
 
 
 class _Sequence(NamedTuple):

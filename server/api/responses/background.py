@@ -18,8 +18,7 @@ from weft.server.api.service import Service
 from weft.server.errors import ApiError, translate, unavailable
 
 MAX_RUNS = 256  # background responses per process; each also counts as a request
-TICK = 0.2
-"""Seconds between store accesses of a running response and of its followers."""
+TICK = 0.2  # Seconds between store accesses of a running response and of its followers.
 
 _NUMBER = re.compile(rb'"sequence_number":(\d+)')
 

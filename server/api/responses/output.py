@@ -18,21 +18,14 @@ class Output:
     """Turns the parts of an answer into items and their events. An item ends when a different kind of part follows."""
 
     def __init__(
-        self,
-        hex_id: str,
-        *,
-        is_custom: Callable[[Call], bool] = lambda _: False,
-        namespaces: Mapping[str, tuple[str, str]],
-        as_summary: bool = False,
-        sealed: bool = False,
-        may_call: bool = False,
-    ) -> None:
+        self, hex_id: str, *, is_custom: Callable[[Call], bool] = lambda _: False, namespaces: Mapping[str, tuple[str,
+        str]], as_summary: bool = False, sealed: bool = False, may_call: bool = False,
+    ) -> None:  # fmt: skip
         """`hex_id`: the response's id without its prefix. `is_custom`: a call is a custom tool's, its argument a text.
         `namespaces`: namespace and name of tools, by the name the model sees.
 
         `as_summary`: show reasoning as a summary. `sealed`: include it in `encrypted_content`. `may_call`: white space
-        between calls is not a message.
-        """
+        between calls is not a message."""
         self.items: list[Item] = []
         self.sequence = 0  # the number of the next event
         self._hex_id, self._is_custom, self._namespaces = hex_id, is_custom, namespaces

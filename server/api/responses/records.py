@@ -11,8 +11,7 @@ from weft.server.api.responses.items import MAX_ITEMS, Item
 from weft.server.api.responses.store import Store, Stored
 from weft.server.errors import ApiError, bad_request, clip
 
-STALE_SECONDS = 60.0
-"""Seconds without a heartbeat after which a response counts as abandoned."""
+STALE_SECONDS = 60.0  # Seconds without a heartbeat after which a response counts as abandoned.
 OPEN = ("queued", "in_progress")  # statuses of unfinished responses
 
 _ITEM_ID = re.compile(r"[a-z]{1,8}_([0-9a-f]{32})(i?)([0-9a-f]{4})")

@@ -14,11 +14,7 @@ _ATTEMPTS: list[tuple[str, str, Attempt]] = []
 URL = sys.argv[1] if len(sys.argv) > 1 else ""
 """of the daemon"""
 QUESTION = "What is 12 plus 30?"
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
-    "required": ["a", "b"],
-}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]}
 
 
 def tries(path: str, feature: str) -> Callable[[Attempt], Attempt]:
