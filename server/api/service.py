@@ -220,7 +220,7 @@ class Service:
 
     @property
     def sleep_level(self) -> int:
-        """0: awake; 1: asleep with a running engine; 2: asleep without an engine."""
+        """0: awake. 1: asleep with a running engine. 2: asleep without an engine."""
         return 0 if self.sleep_state is not SleepState.ASLEEP else 1 if any(self.replicas) else 2
 
     @property

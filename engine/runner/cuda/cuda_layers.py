@@ -104,8 +104,8 @@ class CudaLayers:
         """Steps of the last layer if rows are dropped."""
 
     def _needs_separate_heads(self) -> bool:
-        """Return whether heads need a separate pass: with head norms and batch invariance, because an epilogue sums in
-        the order of its tiles, which depend on the token count; for FP8 pages after a 16-bit GEMM; for unfused FP8."""
+        """Return whether heads need a separate pass: for unfused FP8, for FP8 pages after a 16-bit GEMM, and for head
+        norms with batch invariance, because the order of an epilogue's sums depends on the token count."""
         heads_normed = self.weights.layers[0]["qkv"].q_norm is not None
         writes_fp8 = self._kv_scales is not None and self.spec.quantization is None
         return (self.invariant and heads_normed) or writes_fp8 or self._unfused_fp8

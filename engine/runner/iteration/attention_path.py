@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 PATHS = ("decodes", "chunks", "serial", "pod", "pod_in_turn", "pod_tiles", "pod_together", "pipeline")
-"""In order: decodes only; chunks only; two launches; one launch in which some programs begin with chunks; one launch in
-which all begin with decodes; one launch over one list (decodes are tiles of one query); one launch with both at the
-same time on every SM; a plan's pipeline, with separate SMs for each."""
+"""decodes, chunks: only these. serial: two launches. pod*: one launch, in which some programs begin with chunks (pod), all
+with decodes (pod_in_turn), decodes are tiles of one query in the chunks' list (pod_tiles), or every SM runs both at the
+same time (pod_together). pipeline: a plan's pipeline, with separate SMs for each."""
 PARTS = ("split_decodes", "cut_chunks")
 """On any path: whether decodes were split along their context, and whether tiles of chunks were split along their
 keys."""
