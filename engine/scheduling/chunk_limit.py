@@ -19,7 +19,7 @@ from weft.engine.runner.iteration.cost_shares import Costs
 from weft.engine.scheduling.iteration_cost import IterationCost, Load
 
 BOUNDS = ("slo", "least", "waited")
-"""Why an iteration's prompts were cut. slo: the limit. least: the minimum of prompt tokens. waited: a raised minimum."""
+"""Reasons to cut an iteration's prompts. slo: the limit. least: minimum of prompt tokens. waited: raised minimum."""
 STRICTER = 0.5
 """Share of the late iterations allowed by the objective that is used, because gaps are not spread evenly over them."""
 EACH_SECOND = 0.005

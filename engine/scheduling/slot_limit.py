@@ -36,7 +36,7 @@ JUDGED = 12
 """Windows after a raise in which it can be judged. Later, the load may have changed."""
 
 REASONS = ("room", "late", "shift", "worse", "out_of_reach")
-"""Reasons of changes. room: headroom below the objective. late: the objective was missed. shift: a limit suddenly behaves
+"""Reasons of changes. room: headroom below the objective. late: a missed objective. shift: a limit suddenly behaves
 differently. worse: more slots reduced throughput. out_of_reach: fewer slots did not help."""
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class AttentionUnavailable(ValueError):
-    """A backend cannot serve this shape on this device. The message is one line that says what to change."""
+    """A backend cannot serve this shape on this device. The message is one line with the remedy."""
 
 
 class AttentionShape(NamedTuple):
@@ -34,7 +34,7 @@ class AttentionShape(NamedTuple):
     scale: float | None = None  # Scale of the scores; None: head_dim ** -0.5.
     softcap: float = 0.0  # Soft limit of the scores; 0: none.
     sinks: bool = False
-    """Whether a logit per head takes part in the softmax (`sinks [Hq]` of `decode` and `prefill`)."""
+    """Whether each head has a logit in the softmax (`sinks [Hq]` of `decode` and `prefill`)."""
 
     @property
     def pool_dtype(self) -> torch.dtype:

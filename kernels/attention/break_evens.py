@@ -51,7 +51,7 @@ SHIPPED = Path(__file__).parent  # Folder of shipped tables, named as `write` na
 
 
 class TableKey(NamedTuple):
-    """Identifies what a table was measured on."""
+    """The GPU and shape that a table was measured on."""
 
     gpu: str
     sms: int

@@ -4,9 +4,9 @@ Arithmetic is float16, which represents every e4m3 number exactly. K's scale is 
 applied with the division by the sum, per head. Queries are converted to float16 when they are read: their heads are
 RMS-normed or small enough for float16 (up to 65,504).
 
-Work lists, pages and scratch are those of `decode_attention` and `prefill_attention`. On Hopper a warp-specialized
-kernel decodes (`fp8_decode`). For prefill there, `fp8_unpack` converts the pages that the chunks read to 16 bits once
-per layer, and the 16-bit kernel runs on those. The plain Triton kernels here serve everything else.
+Work lists, pages and scratch are those of `decode_attention` and `prefill_attention`. On Hopper, `fp8_decode_warps`
+decodes on all SMs, and `fp8_decode` on some. For prefill there, `fp8_unpack` converts the pages that the chunks read to
+16 bits once per layer, for the 16-bit kernel. The plain Triton kernels here serve all other cases.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -150,15 +150,15 @@ def decode_attention(
     out: Out, num_sms: int, space: DecodeWorkspace, scale: float | None = None, windowed: bool = False,
     softcap: float = 0.0, sinks: Tensor | None = None, portable: bool = False,
 ) -> Out:  # fmt: skip
-    """As `decode_attention.decode_attention`, over kv `[pages, layers, 2, page_size, Hkv, D]` in e4m3."""
+    """Like `decode_attention.decode_attention`, for kv `[pages, layers, 2, page_size, Hkv, D]` in e4m3."""
     _check(q, kv, items, page_table, scales)
     if not portable:
         from weft.kernels.attention import fp8_decode, fp8_decode_warps
 
         if fp8_decode.supports(q, kv):
             here = gpu(q.device if q.is_cuda else None)
-            wide = here is not None and num_sms >= here.sms  # one-warp programs cannot be kept off other SMs
-            launch = fp8_decode_warps.launch_decode if wide else fp8_decode.launch_decode
+            whole_gpu = here is not None and num_sms >= here.sms  # `fp8_decode_warps` cannot be confined to some SMs
+            launch = fp8_decode_warps.launch_decode if whole_gpu else fp8_decode.launch_decode
             return launch(
                 q, kv, scales, layer, page_table, items, num_items, out=out, num_sms=num_sms, space=space, scale=scale,
                 windowed=windowed, softcap=softcap, sinks=sinks,
@@ -179,7 +179,7 @@ def prefill_attention(
     out: Out, num_sms: int, scale: float | None = None, window: int | None = None, softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Out:  # fmt: skip
-    """As `prefill_attention.prefill_attention`, over kv `[pages, layers, 2, page_size, Hkv, D]` in e4m3."""
+    """Like `prefill_attention.prefill_attention`, for kv `[pages, layers, 2, page_size, Hkv, D]` in e4m3."""
     _check(q, kv, items, page_table, scales)
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     width = head_block(head_dim)

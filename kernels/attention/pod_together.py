@@ -94,7 +94,7 @@ def launch_together(
     decodes: DecodeWorkspace, prefills: PrefillWorkspace, scale: float | None = None, window: int | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Out:  # fmt: skip
-    """As `pod_hopper.launch_pod`; `work.first_decoders` is not used."""
+    """Like `pod_hopper.launch_pod`, without `work.first_decoders`."""
     width = head_block(kv.shape[5])
     blocks = Blocks(32, _RING // (CONSUMERS * 32 * width * 2), 64, 2)
     given, options = arguments(

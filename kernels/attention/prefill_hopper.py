@@ -189,7 +189,7 @@ def _mask(s, first, end, limit, BN: gl.constexpr, BOX: gl.constexpr, S: gl.const
 
 @gluon.jit
 def _soft_cap(s, scale, SOFTCAP: gl.constexpr):
-    """As `scores.soft_cap`, for scores not yet multiplied by `scale`, before and after."""
+    """Like `scores.soft_cap`, for scores not yet multiplied by `scale`, before and after."""
     if SOFTCAP > 0:
         CAP: gl.constexpr = SOFTCAP * 1.4426950408889634
         s = (CAP - 2 * CAP / (1.0 + gl.exp2(s * (scale * (2.0 / SOFTCAP))))) / scale

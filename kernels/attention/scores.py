@@ -28,7 +28,7 @@ def soft_cap(s, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def with_sink(norm, m, sinks, head, mask):
-    """Add the logits `sinks [Hq]` of the rows' heads to row sums; `m`: the rows' maxima in the log2 domain."""
+    """Add `exp(sink)` to the softmax denominators `norm`. m: maximum per row, in the log2 domain. sinks `[Hq]`."""
     if sinks is not None:
         logit = tl.load(sinks + head, mask=mask, other=0.0).to(tl.float32)
         norm += tl.exp2(logit * 1.4426950408889634 - m)

@@ -46,7 +46,7 @@ class TorchAttention(HostAttention[TorchStep]):
 
     batch_invariant: results do not depend on the other requests of the iteration. Each decode is a separate group.
     Prompts are computed in tiles of `INVARIANT_TILE` positions, whose shape and rows follow from the position alone,
-    independent of chunk limits; requests share no group. This is slower: more and smaller GEMMs."""
+    independent of chunk limits; no group contains two requests. This is slower: more and smaller GEMMs."""
 
     captured = False
 

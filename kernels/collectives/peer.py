@@ -27,7 +27,7 @@ from weft.kernels.common.dependent_launch import begin, pdl_options, release
 from weft.kernels.common.gpu import is_hopper, on_gpu
 
 GATHER_WORDS = 1024  # Words per program of `all_gather`.
-WAVES = 4  # Most programs per SM of a reduction.
+WAVES = 4  # Maximum programs per SM of a reduction.
 
 SPIN = tl.constexpr("""{
     .reg .pred p;
@@ -211,7 +211,7 @@ def reduce(
     """Write the sum of all ranks' partial sums, in rank order, plus x if `add`, rounded once, to x; squares to `sumsq`.
 
     Squares of each rank's columns (`shard_width`) go to `sumsq[: ranks]`. Rows from `live [1]` on do not change; it may
-    exceed `tokens`. partial, x: `[tokens, hidden]` of `dtype`; sumsq: `[parts, stride_sumsq]` float32; flags: of this
+    exceed `tokens`. partial, x: `[tokens, hidden]` of `dtype`; sumsq: `[sums, stride_sumsq]` float32; flags: of this
     sum, `[2, ranks]` int32. All four are byte offsets into the arenas, the same on all ranks; `flags` a multiple of 4,
     the others of 16. number `[1]` int32: see `advance`. shots: 1 or 2. Every rank calls this with the same shapes and
     shots."""

@@ -100,7 +100,7 @@ def push_kernel(
     SLICES: tl.constexpr, OUT: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, ONCE: tl.constexpr,
     R: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """As `gemm_triton.product_kernel` with another epilogue. inbox, flags: for this rank's tiles."""
+    """Like `gemm_triton.product_kernel` with another epilogue. inbox, flags: for this rank's tiles."""
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
     share = tl.cdiv(steps, SPLIT)
@@ -279,7 +279,7 @@ def reduce_pushed(
     peers: Peers, number: Tensor, pushed: Pushed, *, meet: int, x: int, sumsq: int, stride_sumsq: int, live: Tensor,
     ticket: Tensor, tokens: int, hidden: int, dtype: torch.dtype, add: bool, overlap: bool, num_sms: int,
 ) -> None:  # fmt: skip
-    """As `peer.reduce`, for pushed partial sums.
+    """Like `peer.reduce`, for pushed partial sums.
 
     meet: `[ranks]` int32, flags of the end of a two-step sum, as an offset into the arenas. ticket `[1]` int32: 0
     before and after. overlap: launched directly after that GEMM on its stream; a two-step sum then starts during the

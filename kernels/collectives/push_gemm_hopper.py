@@ -31,7 +31,7 @@ MAX_GROUP = 4  # Token tiles that are multiplied by all columns before the next 
 
 @gluon.jit
 def _tile_from(tile, tiles_m, tiles_n, turn, GROUP: gl.constexpr):
-    """As `tile_of`, with the feature tiles from `turn` on first: see `push_gemm.first_tile`."""
+    """Like `tile_of`, with the feature tiles from `turn` on first: see `push_gemm.first_tile`."""
     tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
     return tile_m, (tile_n + turn) % tiles_n
 

@@ -50,7 +50,7 @@ def follow_previous(PDL: gl.constexpr):
 
 @gluon.jit
 def live_tokens(num_tokens, M, HAS_COUNT: gl.constexpr):
-    """As `gemm_tiles.live_tokens`."""
+    """Like `gemm_tiles.live_tokens`."""
     live = M
     if HAS_COUNT:
         live = gl.minimum(gl.load(num_tokens), M)

@@ -1,6 +1,6 @@
 """The GEMMs of an expert layer, and the permutation of rows to experts and back (reference: `reference/experts.py`).
 
-Rows are normed and copied into expert order, where each expert's rows begin at a multiple of the tile height. So one
+Rows are normed and copied into expert order, where each expert's rows begin at a multiple of the tile height. One
 launch processes all experts by a list of tiles in device memory, and every operand arrives by TMA. `place` holds the
 row of each choice of each token: `_combine_kernel` fetches a token's rows from there and adds them in the order of its
 choices. No token is dropped, and there are no sorts and no atomic additions.
@@ -217,7 +217,7 @@ def experts_gate_up(
 ) -> Tensor:  # fmt: skip
     """Apply the norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate), into rows of `space.hidden`.
 
-    x `[T, H]`, sumsq `[parts, T]` float32, bias `[E, 2 I]`; choice is of the same T tokens. The work list in `space` is
+    x `[T, H]`, sumsq `[sums, T]` float32, bias `[E, 2 I]`; choice is of the same T tokens. The work list in `space` is
     written for tiles of `config`: `experts_residual` needs the same one."""
     tokens, hidden = x.shape
     count, features, _ = weight.shape
@@ -239,7 +239,7 @@ def experts_residual(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write x plus the weighted sum of the experts' matrices `[E, H, I]` times `space.hidden` to `out` (may be x).
 
-    bias `[E, H]`; sumsq `[parts, T]` float32 is scratch. Returns out and its sums of squares, one part `[1, T]`. An
+    bias `[E, H]`; sumsq `[sums, T]` float32 is scratch. Returns out and its sums of squares, one row `[1, T]`. An
     expert's result is rounded once; a token's experts are added in float32, in the order of its choices."""
     tokens, hidden = x.shape
     count, _, inter = weight.shape

@@ -74,7 +74,7 @@ def _scatter_kernel(
     BT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, CHUNK: tl.constexpr,
     PAD: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `experts._scatter_kernel`, for bytes x `[T, H]` and their scales `[blocks, T]`, with each row's 1 / rms."""
+    """Like `experts._scatter_kernel`, for bytes x `[T, H]` and their scales `[blocks, T]`, with each row's 1 / rms."""
     begin(PDL)
     release(PDL)
     live = live_tokens(num_tokens, T)
@@ -104,7 +104,7 @@ def _combine_kernel(
     y, place, weights, x, out, sumsq, num_tokens, T, H, next_norm, q_out, q_scale, stride_q, K: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `experts._combine_kernel`; with q_out, also writes the sum times `next_norm` as the next operand."""
+    """Like `experts._combine_kernel`; with q_out, also writes the sum times `next_norm` as the next operand."""
     begin(PDL)
     release(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -176,7 +176,7 @@ def experts_gate_up(
 ) -> Fp8Rows:  # fmt: skip
     """Apply the norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate), into rows of `space.hidden`.
 
-    x: T rows of H, times the norm's weight; sumsq `[parts, T]` float32; bias `[E, 2 I]`; choice is of the same tokens.
+    x: T rows of H, times the norm's weight; sumsq `[sums, T]` float32; bias `[E, 2 I]`; choice is of the same tokens.
     The work list in `space` is written for tiles of `config`: `experts_residual` needs the same one."""
     tokens, hidden = x.values.shape
     count, top = len(weight.values), choice.experts.shape[1]
@@ -198,8 +198,8 @@ def experts_residual(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write x `[T, H]` plus the weighted sum of the experts' GEMMs of `space.hidden` to `out` (may be x).
 
-    `quantized` gets that times `next_norm [H]`, as the next GEMM's operand. bias `[E, H]`; sumsq `[parts, T]` float32
-    is scratch. Returns out and its sums of squares, one part `[1, T]`. An expert's result is rounded once; a token's
+    `quantized` gets that times `next_norm [H]`, as the next GEMM's operand. bias `[E, H]`; sumsq `[sums, T]` float32
+    is scratch. Returns out and its sums of squares, one row `[1, T]`. An expert's result is rounded once; a token's
     experts are added in float32, in the order of its choices."""
     tokens, hidden = x.shape
     top = choice.experts.shape[1]

@@ -184,7 +184,7 @@ def route(
     scaling: float = 1.0, bias: Tensor | None = None, choice_bias: Tensor | None = None, groups: int = 1,
     top_groups: int = 1, out: Choice, num_tokens: Tensor | None = None,
 ) -> Choice:  # fmt: skip
-    """See the reference. x `[T, H]` of 16 bits, sumsq `[parts, T]` float32, weight `[E, H]` float32.
+    """See the reference. x `[T, H]` of 16 bits, sumsq `[sums, T]` float32, weight `[E, H]` float32.
 
     num_tokens `[1]` int32 in device memory: rows from there on choose nothing and are not counted."""
     tokens, hidden = x.shape

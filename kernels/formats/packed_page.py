@@ -2,7 +2,7 @@
 
 A scalar keeps its sign and 7 mantissa bits in one byte, plus 4 bits of exponent: the distance below the largest
 exponent of its channel in this page (layer, K or V, head and channel, over the page's tokens). Code 15 is an escape:
-the page's list holds the whole exponent. A page with more escapes than the list has entries is stored unpacked. A
+the page's list holds the full exponent. A page with more escapes than the list has entries is stored unpacked. A
 packed page can be read on its own.
 
 | field | bytes | content |

@@ -125,7 +125,7 @@ def final_norm(
     x: Tensor, sumsq: Tensor, rows: Tensor, norm_weight: Tensor, eps: float, *, norm_bias: Tensor | None = None,
     centred: bool = False, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Write normed rows `x[rows]` to `out [S, H]` for the vocabulary GEMM (`gemm.matmul`). sumsq `[parts, T]`.
+    """Write normed rows `x[rows]` to `out [S, H]` for the vocabulary GEMM (`gemm.matmul`). sumsq `[sums, T]`.
 
     norm_weight `[H]`; norm_bias `[H]` of a LayerNorm, which subtracts the rows' mean (`centred`)."""
     sumsq = sumsq if sumsq.dim() == 2 else sumsq[None]

@@ -11,14 +11,14 @@ STEP = 128  # Columns of K per step.
 STAGES = {128: 5, 256: 3}
 """Stages of the ring, by features of a tile. A program takes 92 or 120 KiB at least, so two kernels fit on an SM,
 except two with tiles of 256, which never follow each other."""
-MAX_SPLITS = 8  # Most programs that share a tile's steps.
-MIN_BUSY = 0.7  # Share of the SMs that saturates memory.
-MAX_STEPS = 128  # Most steps of a program, which holds their scales.
+MAX_SPLITS = 8  # Maximum programs that share a tile's steps.
+MIN_BUSY = 0.7  # Fraction of the SMs that saturates memory.
+MAX_STEPS = 128  # Maximum steps of a program, because it holds their scales.
 
 
 @functools.cache
 def distribute(features: int, depth: int, wide: int, num_sms: int) -> tuple[int, int]:
-    """Return the steps of a program, and the most programs that share a tile's steps.
+    """Return the steps of a program, and the maximum number of programs that share a tile's steps.
 
     If at least `MIN_BUSY` of the SMs stay busy, no program's range ends within two tiles: two partial sums cost more
     than idle SMs, because fewer SMs saturate memory."""

@@ -143,7 +143,7 @@ def _paired(
     a_smem, w_smem, full, empty, sa, stride_sa, rows, live, count, steps,
     WG: gl.constexpr, BN: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As `promoted`, two steps at a time; the number of steps is even."""
+    """Like `promoted`, two steps at a time; the number of steps is even."""
     left = gl.zeros([64, 128], gl.float32, layout=HALF)
     right = gl.zeros([64, 128], gl.float32, layout=HALF)
     scale = gl.load(sa + rows, mask=rows < live, other=1.0)
@@ -207,7 +207,7 @@ def _rounded(y, DTYPE: gl.constexpr):
 
 @gluon.jit
 def gated(gate, up, ACT: gl.constexpr):
-    """As `gemm_activations.gate_with`, with the fast exponential and reciprocal: the result keeps four bits."""
+    """Like `gemm_activations.gate_with`, with the fast exponential and reciprocal: the result keeps four bits."""
     if ACT == "silu":
         y = gl.inline_asm_elementwise(
             "{ .reg .f32 t; mul.ftz.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.ftz.f32 t, t, 0f3F800000;"

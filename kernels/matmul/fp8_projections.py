@@ -1,6 +1,6 @@
 """FP8 projections of a layer with fused epilogues: the only dispatch between plain Triton and the two Hopper kernels.
 
-As `projections`, but an operand is `Fp8Rows` and an epilogue writes the next one: no pass between two GEMMs reads an
+Like `projections`, but an operand is `Fp8Rows` and an epilogue writes the next one: no pass between two GEMMs reads an
 activation again to quantize it. The factor of an RMS norm is a row scale in the epilogue of the following GEMM; a
 norm's weight is folded into the matrix, or multiplied in before the cast (`next_norm`).
 """
@@ -46,7 +46,7 @@ def by_rule(kind: str, num_tokens: int, features: int, depth: int, num_sms: int,
         tokens = min(64, max(16, 1 << (num_tokens - 1).bit_length()))
         wide, stages, per_sm = (256, 5, 1) if kind == "gate_up" else (128, 6, 1) if tokens == 16 else (128, 4, 2)
         tiles = -(-features // wide) * -(-num_tokens // tokens)
-        # The largest split that leaves each part eight steps. With more tokens, partial sums cost what fewer waves
+        # The largest split that leaves each program eight steps. With more tokens, partial sums cost what fewer waves
         # save.
         units = num_sms * (per_sm if tokens <= 32 else 1)
         split = max((s for s in (2, 4, 8) if tiles * s <= units and s * 8 <= steps), default=1)
@@ -66,11 +66,11 @@ def batch_invariant_config(kind: str, *, head_norm: int = 0) -> GemmConfig:
 
 
 def launch_of(kind: str, num_tokens: int, features: int, depth: int, config: GemmConfig | None, num_sms: int) -> Launch:
-    """As `gemm_launch.launch_of`."""
+    """Like `gemm_launch.launch_of`."""
     config = config or choose(kind, num_tokens, features, depth, num_sms)
     steps = -(-depth // BLOCK)
     split = config.split
-    while split > 1 and -(-steps // split) * (split - 1) >= steps:  # no part may be empty
+    while split > 1 and -(-steps // split) * (split - 1) >= steps:  # no split may be empty
         split -= 1
     units = -(-num_tokens // config.tokens) * -(-features // config.features) * split
     grid = min(num_sms * config.per_sm, units)
@@ -139,7 +139,7 @@ def _launch(
 
 
 def _way(kind: str, way: str, a: Fp8Rows, weight: Fp8Weight) -> str:
-    """Return how `fp8_hopper` adds steps: the operands may require another way than `way`."""
+    """Return how `fp8_hopper` adds steps: `way`, unless the operands require another one."""
     if weight.blocked:
         return "promoted"
     # a residual's stages are too few to hold two and fetch more
@@ -171,8 +171,8 @@ def qkv_project(
     space: Workspace | None = None, num_tokens: Tensor | None = None, config: GemmConfig | None = None,
     way: str = "promoted",
 ) -> Tensor:  # fmt: skip
-    """As `projections.qkv_project` for heads of 64 or 128. q goes to `out [T, Hq, D]` of 16 bits, K and V to the pages
-    of `kv`, in e4m3 if `kv_scales` are given."""
+    """Like `projections.qkv_project` for heads of 64 or 128. q goes to `out [T, Hq, D]` in 16 bits, K and V to pages of
+    `kv`, in e4m3 if `kv_scales` are given."""
     if not (kv.is_contiguous() and out.is_contiguous() and rotary.is_contiguous()):
         raise ValueError("kv, out and rotary must be contiguous")
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
@@ -199,8 +199,8 @@ def residual_project(
     """Write `x + a @ weight.T` to `out` (may be `x` itself), with partial sums of squares.
 
     `quantized` gets the same times `next_norm [H]` as the next GEMM's operand, with scales for `quantized.span` columns
-    (256 on Hopper only, else raises `ValueError`). sumsq `[max_parts, T]` float32 is scratch; returns out and the view
-    `[parts, T]` of it that was written.
+    (256 on Hopper only, else raises `ValueError`). sumsq `[max_sums, T]` float32 is scratch; returns out and the view
+    `[sums, T]` of it that was written.
     """
     if not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError("x and out must be contiguous")
@@ -216,7 +216,7 @@ def gate_up_project(
     bias: Tensor | None = None, quantized: Fp8Rows, num_sms: int, space: Workspace | None = None,
     num_tokens: Tensor | None = None, config: GemmConfig | None = None, way: str = "promoted",
 ) -> Fp8Rows:  # fmt: skip
-    """As `projections.gate_up_project`; the result is the next GEMM's operand."""
+    """Like `projections.gate_up_project`; the result is the next GEMM's operand."""
     _launch(
         "gate_up", x, weight, None, quantized, num_tokens, space, config, num_sms, way, torch.bfloat16, bias=bias,
         ACT=activation, **norm_fields(sumsq, eps),

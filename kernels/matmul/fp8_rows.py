@@ -107,7 +107,7 @@ def norm_rows(
     """Quantize `x [T, K]` of 16 bits after a norm with `weight [K]` and `bias [K]` into `out`.
 
     Rows from `num_tokens` on do not change. Without a bias the row factor 1 / rms is left to the following GEMM
-    (`fp8_projections`); with a bias it is applied here, from the sums of squares `sumsq [parts, T]` float32. centred:
+    (`fp8_projections`); with a bias it is applied here, from the sums of squares `sumsq [sums, T]` float32. centred:
     the mean is subtracted, before the squares too."""
     if not (x.is_contiguous() and out.values.is_contiguous()):
         raise ValueError("rows must be contiguous")

@@ -1,9 +1,9 @@
 """FP8 GEMMs of a layer in plain Triton with fused epilogues.
 
-As `gemm_triton`, in steps of 128 of K: the tensor cores add within a step, then the sum, times its block scales, is
-added in float32. Few tokens are the columns of the MMA and the weight its left operand (`swap`); several programs share
-a tile's K, and their sums are added in a fixed order. It serves all GPUs that multiply e4m3, with any number of tokens
-that neither `fp8_few_hopper` nor `fp8_hopper` serves.
+Each 128-wide K step is summed by the tensor cores; the step's sum is scaled and accumulated in float32. For few tokens
+the operands are swapped (`swap`): tokens are the columns of the MMA. Several programs may share a tile's K; their sums
+are added in a fixed order. It serves all GPUs that multiply e4m3, with any number of tokens that neither
+`fp8_few_hopper` nor `fp8_hopper` serves. The loop is otherwise that of `gemm_triton`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -45,7 +45,7 @@ def accumulate(
 ):  # fmt: skip
     """Sum steps [first, last) of one tile, including block scales: `[BM, BN]` float32, or transposed.
 
-    W_BLOCKS: weight scales are 0 per channel, 1 per block of 128 x 128, 2 such blocks by rows."""
+    W_BLOCKS: kind of weight scales. 0: per channel; 1: per 128x128 block; 2: block scales repeated per row."""
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BN)
     acc = tl.zeros([BN, BM], tl.float32) if SWAP else tl.zeros([BM, BN], tl.float32)
@@ -54,7 +54,7 @@ def accumulate(
     for step in range(first, last):
         x = a.load([row, step * 128])
         y = w.load([col, step * 128])
-        if A_BLOCKS:  # one step early, so that nothing waits for it
+        if A_BLOCKS:  # prefetch: one step early
             following = tl.load(sa + tl.minimum(step + 1, last - 1) * stride_sa + rows, mask=rows < live, other=0.0)
         part = tl.dot(y, x.T) if SWAP else tl.dot(x, y.T)
         if A_BLOCKS:
@@ -96,7 +96,7 @@ def _heads(
     q_norm, k_norm, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
     OUT: tl.constexpr, W_BLOCKS: tl.constexpr, KV8: tl.constexpr,
 ):  # fmt: skip
-    """Apply bias, head norm and rotary embedding, as `gemm_triton._heads`; q goes to `q_out`, K and V to pages."""
+    """Apply bias, head norm and rotary embedding like `gemm_triton._heads`; q goes to `q_out`, K and V to pages."""
     W: tl.constexpr = min(BN, D, 64 if q_norm is None else 128)
     position = tl.load(positions + rows, mask=rows < live, other=0).to(tl.int64)
     slot = tl.load(slots + rows, mask=rows < live, other=0).to(tl.int64)

@@ -59,7 +59,7 @@ def launch_of(num_tokens: int, features: int, depth: int, config: GemmConfig | N
     config = config or choose(num_tokens, features, depth, num_sms)
     steps = -(-depth // config.depth)  # on the host, triton.cdiv takes microseconds
     split = config.split
-    while split > 1 and -(-steps // split) * (split - 1) >= steps:  # no part may be empty
+    while split > 1 and -(-steps // split) * (split - 1) >= steps:  # no split may be empty
         split -= 1
     units = -(-num_tokens // config.tokens) * -(-features // config.features) * split
     grid = min(num_sms * config.per_sm, units)

@@ -101,7 +101,7 @@ def columns(acc, INDEX: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def row_scale(sumsq, rows, live, stride, width, eps, PARTS: tl.constexpr):
-    """Return 1 / rms of `rows` from partial sums of squares `[parts, tokens]`, added in order."""
+    """Return 1 / rms of `rows` from partial sums of squares `[sums, tokens]`, added in order."""
     BLOCK: tl.constexpr = triton.next_power_of_2(PARTS)
     part = tl.arange(0, BLOCK)
     mask = (part < PARTS)[:, None] & (rows < live)[None, :]

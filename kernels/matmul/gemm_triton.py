@@ -38,7 +38,7 @@ from weft.kernels.matmul.gemm_tiles import (
 
 EARLY = tl.constexpr(2048)
 """Partial squares of a tile's rows up to which they are fetched before the loop over K, to hide the latency. More would
-take the loop's registers: a 128 x 128 tile with 40 parts took thirty times as long."""
+take the loop's registers: a 128 x 128 tile with 40 sums took thirty times as long."""
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def _add_residual(
     total, x, out, bias, sumsq, stride_sumsq, live, tile_m, tile_n, N, BM: tl.constexpr, BN: tl.constexpr,
     SLICES: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """Store `x` plus the result and its bias, and this tile's part of the sums of squares."""
+    """Store `x` plus the result and its bias, and this tile's partial sums of squares."""
     W: tl.constexpr = BN // SLICES
     squares = tl.zeros([BM], tl.float32)
     for s in tl.static_range(SLICES):

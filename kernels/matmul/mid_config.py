@@ -1,4 +1,4 @@
-"""`MidConfig`: how `mid_hopper` divides a GEMM of 64 to 2,048 tokens. Needs no Triton."""
+"""`MidConfig`: how `mid_hopper` divides a GEMM of 33 to 2,048 tokens. Needs no Triton."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 BLOCK_TOKENS, BLOCK_DEPTH = 128, 64
 TALL = 192
-"""Tokens of a tile with three warpgroups: that many tokens then read the weight once."""
-TALL_WIDTH = 224  # Most features of such a tile: a warpgroup has 160 registers.
-SHARED_BYTES = 232448 - 1024  # Bytes for a program without its barriers.
+"""Tokens of a tile with three warpgroups, so up to 192 tokens read the weight only once."""
+TALL_WIDTH = 224  # Maximum features of such a tile: a warpgroup has 160 registers.
+SHARED_BYTES = 232448 - 1024  # Shared memory left after the barriers, in bytes.
 MAX_STAGES = 8
-MAX_SPLIT = 8  # Most splits: their flags share a word.
+MAX_SPLIT = 8  # Maximum splits: their flags share one word.
 WIDTHS = (64, 96, 128, 160, 192, 224, 256)
-PATIENCE = 20000  # How often a split polls for the others: about 10 ms.
+MAX_POLLS = 20000  # Maximum polls of a split for the others: about 10 ms.
 
 
 class MidConfig(NamedTuple):
@@ -22,7 +22,7 @@ class MidConfig(NamedTuple):
     split: int = 1  # Programs that share one tile's K.
     ahead: int = 0
     """Weight steps that a program prefetches into L2 while the previous kernel still runs."""
-    box: int = BLOCK_TOKENS  # Tokens per load: 128, or 32 with as many boxes as hold live tokens.
+    box: int = BLOCK_TOKENS  # Tokens per load: 128, or 32 to load only boxes with live tokens.
     rows: int = BLOCK_TOKENS  # Tokens of a tile: 128, or TALL.
 
     @property

@@ -1,4 +1,4 @@
-"""Epilogues of `mid_hopper`: for a whole tile, and for rows added from splits."""
+"""Epilogues of `mid_hopper`: for an unsplit tile, and for rows added from splits."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
@@ -16,7 +16,7 @@ from weft.kernels.matmul.gemm_hopper import page_rows, rotate_half
 def row_scale(sumsq, row0, live, stride, width, eps, ROWS: gl.constexpr, PARTS: gl.constexpr):
     """Return `[ROWS]` from the partial sums of squares of rows `row0 ..`, all fetched at once.
 
-    A thread adds all parts of its row in order, so results equal those of `gemm_hopper` bit for bit."""
+    A thread adds all sums of its row in order, so results equal those of `gemm_hopper` bit for bit."""
     BLOCK: gl.constexpr = gl.constexpr(1 << (PARTS - 1).bit_length())
     L: gl.constexpr = gl.BlockedLayout([BLOCK, 1], [1, 32], [1, 4], [1, 0])
     part = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))
@@ -57,7 +57,7 @@ def _write_heads(
 
 @gluon.jit
 def _silu(gate, up):
-    """As `gemm_activations.gate_with`, to the bit."""
+    """Like `gemm_activations.gate_with`, to the bit."""
     return gate * up / (1.0 + gl.exp(-gate))
 
 
@@ -67,7 +67,7 @@ def epilogue(
     KIND: gl.constexpr, W: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     DTYPE: gl.constexpr, L: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Run the epilogue of columns `col ..` of half a whole tile, `acc [64, W]`; "residual" returns squares `[64]`."""
+    """Run the epilogue of columns `col ..` of half an unsplit tile `acc [64, W]`; "residual" returns squares `[64]`."""
     LINE: gl.constexpr = gl.SliceLayout(1, L)
     squares = gl.zeros([64], gl.float32, layout=LINE)
     if KIND == "plain":

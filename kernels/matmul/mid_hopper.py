@@ -1,4 +1,4 @@
-"""GEMMs of a layer for 64 to 2,048 tokens on Hopper: tile widths that fill waves, and splits of K.
+"""GEMMs of a layer for 33 to 2,048 tokens on Hopper: tile widths that fill waves, and splits of K.
 
 The structure is that of `gemm_hopper`: two warpgroups own 64 rows each of a tile of 128 tokens, and one producer warp
 streams the operands. Work is distributed differently, because 128 x 256 tiles leave SMs half idle for so few tokens:
@@ -40,7 +40,7 @@ from weft.kernels.common.hopper import (
     skip_stages,
 )
 from weft.kernels.matmul.gemm_launch import Workspace
-from weft.kernels.matmul.mid_config import BLOCK_DEPTH, BLOCK_TOKENS, PATIENCE, MidConfig
+from weft.kernels.matmul.mid_config import BLOCK_DEPTH, BLOCK_TOKENS, MAX_POLLS, MidConfig
 from weft.kernels.matmul.mid_epilogues import add_splits, epilogue, row_scale
 
 # The barriers of operands and residual are those of `gemm_hopper` (see the table there). A program's unit is a split of
@@ -166,7 +166,7 @@ def _multiply(
 # A tile's splits synchronize in one word for each half of its rows (reference: `tests/kernels/split_meeting.py`):
 #
 #   bits 0-7    splits that have stored their sums in the workspace
-#   bits 8-15   splits that gave up waiting: the last split adds their share
+#   bits 8-15   splits that gave up waiting: the last split adds their rows
 #   bits 16-23  splits that have ended; the last of them sets the word to 0 for the next launch
 #
 # A split counts itself, then polls for the others, at most `limit` times. Either it sees them all and adds its own
@@ -390,11 +390,11 @@ _FIELDS: dict[str, Any] = dict.fromkeys(("sumsq", "rotary", "positions", "slots"
 
 def launch_gemm(
     kind: str, config: MidConfig, a: Tensor, weight: Tensor, out: Tensor, num_tokens: Tensor | None,
-    space: Workspace | None, x: Tensor | None = None, *, num_sms: int, patience: int | None = None, **fields: Any,
+    space: Workspace | None, x: Tensor | None = None, *, num_sms: int, max_polls: int | None = None, **fields: Any,
 ) -> None:  # fmt: skip
     """Run `mid_kernel` for a `kind`: "plain", "residual", "gate_up" or "qkv"; `fields` are the epilogue's inputs.
 
-    patience: how often a split polls for the others before it leaves its share to the last one. Raises `ValueError` for
+    max_polls: how often a split polls for the others before it leaves its rows to the last one. Raises `ValueError` for
     splits without a workspace."""
     m, (n, k) = a.shape[0], weight.shape
     split = config.splits_of(k)
@@ -411,7 +411,7 @@ def launch_gemm(
         *(tiles(weight if w else None, w, BLOCK_DEPTH) for w in widths),
         *(tiles(x if whole else None, 64, w) for w in widths), *(tiles(stored, 64, w // narrow) for w in widths),
         weight, None if whole else x, None if stored is not None else out,
-        *((None, None) if whole or space is None else space), PATIENCE if patience is None else patience,
+        *((None, None) if whole or space is None else space), MAX_POLLS if max_polls is None else max_polls,
         num_tokens, m, n, k, **(_FIELDS | fields), KIND=kind,
         W0=widths[0], W1=widths[1], W2=widths[2], STAGES=config.stages_for(kind, whole=whole), SPLIT=split,
         AHEAD=config.ahead, BOX=config.box, ROWS=config.rows, HAS_COUNT=num_tokens is not None,

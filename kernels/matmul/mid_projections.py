@@ -68,7 +68,7 @@ def qkv_project(
     k_norm: Tensor | None = None, *, out: Tensor, raw: Tensor | None = None, num_sms: int,
     space: Workspace | None = None, num_tokens: Tensor | None = None, config: GemmConfig | MidConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `projections.qkv_project`."""
+    """Like `projections.qkv_project`."""
     head_dim = kv.shape[5]
     plain = (
         bias is None and q_norm is None and k_norm is None and sumsq is not None and out.dtype == kv.dtype == x.dtype
@@ -93,7 +93,7 @@ def residual_project(
     bias: Tensor | None = None, eps: float = 0.0, centred: bool = False, raw: Tensor | None = None, num_sms: int,
     space: Workspace | None = None, num_tokens: Tensor | None = None, config: GemmConfig | MidConfig | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `projections.residual_project`."""
+    """Like `projections.residual_project`."""
     plain = post_norm is None and bias is None and not centred and x.dtype == out.dtype == a.dtype and x.is_contiguous()
     mid = chosen(config, a.shape[0], weight, num_sms, space, plain=plain and out.is_contiguous())
     if mid is None:
@@ -113,7 +113,7 @@ def gate_up_project(
     bias: Tensor | None = None, out: Tensor, num_sms: int, space: Workspace | None = None,
     num_tokens: Tensor | None = None, config: GemmConfig | MidConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `projections.gate_up_project`."""
+    """Like `projections.gate_up_project`."""
     plain = activation == "silu" and bias is None and sumsq is not None and out.dtype == x.dtype
     mid = chosen(config, x.shape[0], weight, num_sms, space, plain=plain and out.is_contiguous())
     if mid is None or sumsq is None:
@@ -130,7 +130,7 @@ def linear_project(
     out: Tensor, num_sms: int, space: Workspace | None = None, num_tokens: Tensor | None = None,
     config: GemmConfig | MidConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `projections.linear_project`."""
+    """Like `projections.linear_project`."""
     plain = not activation and bias is None and sumsq is None and out.dtype == x.dtype and out.is_contiguous()
     mid = chosen(config, x.shape[0], weight, num_sms, space, plain=plain)
     if mid is None:

@@ -1,4 +1,4 @@
-"""A formula for the `MidConfig`s that fill waves of SMs best, for GEMMs that the table lacks."""
+"""A formula for the `MidConfig`s that fill waves of SMs best, for GEMMs that are not in the table."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from weft.kernels.matmul.mid_config import BLOCK_DEPTH, BLOCK_TOKENS, TALL, TALL
 MIN_TOKENS, MAX_TOKENS = 65, 2048  # Range in which `by_rule` was compared with measurements.
 MANY_TOKENS = 512  # Above this, a narrower tile must be predicted to reach `MAX_TIME_RATIO`.
 MAX_TIME_RATIO = 0.85
-"""Share of the time of 256-wide `mid_hopper` tiles, which represent the kernels for many tokens."""
-MIN_STAGES = 3  # Fewest stages of a ring that is worth measuring.
+"""Maximum fraction of the time of 256-wide `mid_hopper` tiles, which represent the kernels for many tokens."""
+MIN_STAGES = 3  # Minimum stages of a ring worth measuring.
 MIN_TILES = 32  # Tiles of the smallest GEMM that was measured.
 
 _TALL = tuple(
@@ -29,7 +29,7 @@ def cost(c: MidConfig, *, tokens: int, features: int, depth: int, num_sms: int) 
 
 
 def by_rule(tokens: int, features: int, depth: int, num_sms: int) -> MidConfig | None:
-    """Return the whole tiles that fill waves best for an unmeasured shape, or None if they are not known to be faster.
+    """Return the unsplit tiles that fill waves best for an unmeasured shape, or None if not known to be faster.
 
     For 46 of 48 GEMMs of three models with 128 to 512 tokens it returns a configuration. 36 of these were the fastest
     of all candidates, on average 0.4 % slower than the fastest, and never slower than the choice without a table, which

@@ -1,7 +1,7 @@
 """The projections of a layer with fused epilogues (reference: `reference/layer.py: qkv_project` and others).
 
 Norm weights are folded into the matrices (`weight_layout.fold_norm`), so the RMS norm before a GEMM is one scale per
-row, applied to the accumulator. The scale comes from partial sums of squares `sumsq [parts, T] float32`, one part per
+row, applied to the accumulator. The scale comes from partial sums of squares `sumsq [sums, T] float32`, one per
 feature tile of the previous GEMM, which are added in order, so the result does not depend on timing. Without `sumsq`
 there is no norm before the GEMM.
 
@@ -25,7 +25,7 @@ from weft.kernels.matmul.gemm_launch import Workspace, check_operands, launch_of
 
 
 def _parts(sumsq: Tensor) -> Tensor:
-    """Return `[T]` or `[parts, T]` as `[parts, T]`."""
+    """Return `[T]` or `[sums, T]` as `[sums, T]`."""
     return sumsq if sumsq.dim() == 2 else sumsq[None]
 
 
@@ -54,7 +54,7 @@ def qkv_project(
     """Apply norm, QKV matrix, bias, q/k norm and rotary embedding; q goes to `out [T, Hq, D]`, K and V to pages of
     `kv`.
 
-    sumsq `[parts, T]` float32; rotary `[positions, D/2, 2]` float32; positions and slot_mapping `[T]` int32 or int64;
+    sumsq `[sums, T]` float32; rotary `[positions, D/2, 2]` float32; positions and slot_mapping `[T]` int32 or int64;
     padding tokens' slots are in page 0. q_norm `[D]` or, over all heads, `[Hq * D]`; k_norm likewise. raw `[T, (Hq + 2
     Hkv) D]` is needed unless `fuses_heads`."""
     check_operands(x, weight)
@@ -96,7 +96,7 @@ def residual_project(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write `x + a @ weight.T` to `out` (may be `x` itself), with partial sums of squares.
 
-    sumsq `[max_parts, T]` float32 is scratch; returns out and the view `[parts, T]` of it that was written. bias `[H]`.
+    sumsq `[max_sums, T]` float32 is scratch; returns out and the view `[sums, T]` of it that was written. bias `[H]`.
     post_norm `[H]`: the addend, including a bias, goes through an RMS norm first; needs `raw [T, H]`, and `out` is `x`.
     centred: the squares are those of a row minus its mean."""
     if not x.is_contiguous():
@@ -128,7 +128,7 @@ def gate_up_project(
 ) -> Tensor:  # fmt: skip
     """Apply norm, gate-up matrix `[2 I, H]` (rows alternate), bias and gated activation: `out [T, I]`.
 
-    sumsq `[parts, T]` float32. activation: one of `reference.layer.ACTIVATIONS`."""
+    sumsq `[sums, T]` float32. activation: one of `reference.layer.ACTIVATIONS`."""
     check_operands(x, weight)
     launch = launch_of(x.shape[0], weight.shape[0], x.shape[1], config, num_sms)
     run_gemm("gate_up", launch, x, weight, out, num_tokens, space, bias=bias, ACT=activation, **norm_fields(sumsq, eps))
@@ -150,5 +150,5 @@ def linear_project(
 
 
 def sumsq_buffer(hidden: int, num_tokens: int, device: torch.device | str) -> Tensor:
-    """Allocate scratch `[parts, T]` float32 large enough for any configuration."""
+    """Allocate scratch `[sums, T]` float32 large enough for any configuration."""
     return torch.empty(-(-hidden // 64), num_tokens, dtype=torch.float32, device=device)

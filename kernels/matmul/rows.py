@@ -85,7 +85,7 @@ def _add_normed_kernel(x, y, weight, sumsq, H, eps, BLOCK: tl.constexpr, PDL: tl
 def add_normed(x: Tensor, y: Tensor, weight: Tensor, eps: float, *, sumsq: Tensor) -> Tensor:
     """Add the RMS norm of the rows of `y [T, H]`, times `weight [H]`, to `x [T, H]`, rounded once; returns x.
 
-    Sums of squares of the new x go to `sumsq[0]` (`[parts, T]` float32)."""
+    Sums of squares of the new x go to `sumsq[0]` (`[sums, T]` float32)."""
     if not (x.is_contiguous() and y.is_contiguous()):
         raise ValueError("x and y must be contiguous")
     hidden = x.shape[1]

@@ -20,7 +20,7 @@ CANDIDATES = 64
 
 
 class Shard(NamedTuple):
-    """The part of the vocabulary that a rank's logits cover."""
+    """The range of the vocabulary that a rank's logits cover."""
 
     first: int  # Id of the first column.
     rank: int
@@ -172,7 +172,7 @@ def _row_sums(x: Tensor) -> Tensor:
 
 
 def logprobs_of(logits: Tensor, shard: Shard, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `sampling.logprobs_of`, for this rank's `logits [n, V / ranks]` float32. `tokens [n]` may be of any rank."""
+    """Like `sampling.logprobs_of`, for this rank's `logits [n, V / ranks]` float32. `tokens [n]` may be of any rank."""
     rows, size = logits.shape
     own = tokens - shard.first
     mine = (own >= 0) & (own < size)

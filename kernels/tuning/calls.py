@@ -73,7 +73,7 @@ def fp8_gemm_call(
     shape: Shape, tokens: int, weight: Fp8Weight, space: gemm_launch.Workspace, num_sms: int, config: GemmConfig | None,
     head_dim: int, kv_heads: int,
 ) -> Callable[[], object]:  # fmt: skip
-    """As `gemm_call`, for e4m3 operands with a scale per activation block; pages in 16 bits."""
+    """Like `gemm_call`, for e4m3 operands with a scale per activation block; pages in 16 bits."""
     n, k, device = shape.features, shape.depth, weight.values.device
     # the residual stream's span in an iteration of this many tokens
     hidden = n if shape.kind == "residual" else k

@@ -152,10 +152,10 @@ def test_a_depth_in_parts_is_added_up_in_their_order(
     """sms: of so few, programs wait for parts that they themselves would come to later."""
     c = case(kind, tokens, sms)
     for config in CUT:
-        monkeypatch.setattr(mid_hopper, "PATIENCE", 20000 if sms == 132 else 50)
+        monkeypatch.setattr(mid_hopper, "MAX_POLLS", 20000 if sms == 132 else 50)
         first = c.check(config)
         for patience in (0, 3, 200):  # the last adds up all; some give up
-            monkeypatch.setattr(mid_hopper, "PATIENCE", patience)
+            monkeypatch.setattr(mid_hopper, "MAX_POLLS", patience)
             for again, before in zip(c.check(config), first, strict=True):
                 assert torch.equal(again.nan_to_num(7.0), before.nan_to_num(7.0)), (config, patience)
 

@@ -1,4 +1,4 @@
-"""Products of 64 to 2,048 tokens compile for Hopper without a GPU: they fit an SM, spill nothing, wait in order."""
+"""Products of 33 to 2,048 tokens compile for Hopper without a GPU: they fit an SM, spill nothing, wait in order."""
 
 from __future__ import annotations
 

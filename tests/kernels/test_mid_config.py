@@ -1,4 +1,4 @@
-"""How products of 64 to 2,048 tokens are cut: widths, parts of a depth, who adds which share, what a table says."""
+"""How products of 33 to 2,048 tokens are cut: widths, parts of a depth, who adds which share, what a table says."""
 
 from __future__ import annotations
 

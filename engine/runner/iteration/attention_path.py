@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 PATHS = ("decodes", "chunks", "serial", "pod", "pod_in_turn", "pod_tiles", "pod_together", "pipeline")
-"""decodes, chunks: only these. serial: two launches. pod*: one launch, in which some programs begin with chunks (pod), all
-with decodes (pod_in_turn), decodes are tiles of one query in the chunks' list (pod_tiles), or every SM runs both at the
-same time (pod_together). pipeline: a plan's pipeline, with separate SMs for each."""
+"""decodes, chunks: only these. serial: two launches. pod*: one launch. In `pod` some programs begin with chunks; in
+`pod_in_turn` all begin with decodes; in `pod_tiles` decodes are one-query tiles in the chunks' list; in `pod_together`
+every SM runs both at the same time. pipeline: a plan's pipeline, with separate SMs for each."""
 PARTS = ("split_decodes", "cut_chunks")
 """On any path: whether decodes were split along their context, and whether tiles of chunks were split along their
 keys."""
