@@ -49,11 +49,13 @@ def file_of(text: bytes) -> int:
 
 
 def other(exchange: WeightExchange, what: str) -> subprocess.Popen[str]:
-    """A process with the exchange; it has said that it has done `what`, and goes on for ever."""
-    code = f"import os, sys, time; from weft.engine.wire.weight_exchange import WeightExchange; exchange = WeightExchange.of({exchange.fds}); {what}"
+    """Start a process with the exchange that has run the code `what`, and then sleeps."""
+    code = (
+        "import os, sys, time; from weft.engine.wire.weight_exchange import WeightExchange; "
+        f"exchange = WeightExchange.of({exchange.fds}); {what}; print('done', flush=True); time.sleep(1e6)"
+    )
     made = subprocess.Popen(
-        [sys.executable, "-P", "-c", f"{code}; print('done', flush=True); time.sleep(1e6)"],
-        pass_fds=exchange.fds, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-P", "-c", code], pass_fds=exchange.fds, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert made.stdout is not None
     assert made.stdout.readline() == "done\n"
