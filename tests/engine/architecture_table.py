@@ -98,8 +98,8 @@ def table(found: dict[str, tuple[str, str]]) -> str:
     lines = [
         BEGIN,
         "",
-        f"`transformers` {transformers.__version__}: {len(found)} entries. {counts['transformers']} pass on `transformers`' "
-        f"code, {len(native)} have native layers, {counts['no']} are rejected.",
+        f"`transformers` {transformers.__version__}: {len(found)} entries. {counts['transformers']} pass on "
+        f"`transformers`' code, {len(native)} have native layers, {counts['no']} are rejected.",
         "",
         "| `model_type` | class | native | `transformers`' code |",
         "|---|---|---|---|",

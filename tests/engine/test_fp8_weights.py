@@ -276,7 +276,8 @@ def test_modelopt_may_say_it_in_a_file_of_its_own(wide: Path, tmp_path: Path) ->
         ({"quant_method": "compressed-tensors", "config_groups": [1]}, "none that are objects"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": [1]}},
          "g of its config_groups is not an object"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"g": [1]}}, "g of its config_groups is not an object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": [1]}},
+         "g of its config_groups is not an object"),
         ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": "fp8"}}},
          "weights of g are not an object"),
         ({**FORMATS["compressed-tensors, block"][2], "transform_config": {"config_groups": {"R4": {

@@ -54,8 +54,8 @@ class Pipelines:
         self.done: list[tuple[str, int]] = []
         self.failing: set[tuple[str, int]] = set()
         self.works = [
-            PipelineWork(f"of {i}", lambda i=i: self._steps("load", i, loads), lambda i=i: self._steps("capture", i, captures),
-                 lambda i=i: self._take("enable", i))  # type: ignore[misc]
+            PipelineWork(f"of {i}", lambda i=i: self._steps("load", i, loads),  # type: ignore[misc]
+                         lambda i=i: self._steps("capture", i, captures), lambda i=i: self._take("enable", i))
             for i in range(count)
         ]  # fmt: skip
 
