@@ -1,8 +1,8 @@
-"""`BreakEvens`: the fastest measured way to run attention of a hybrid batch, by batch sizes.
+"""`BreakEvens`: the fastest measured attention launch for a hybrid batch, by batch sizes.
 
 Learned from the rows of `weft bench attention --keep` and stored in one file per GPU, heads, page size and kernel
-version. A file may also be shipped next to this module; none is yet. An engine with `--pod auto` uses the way of the
-nearest row. Without a file, or far from all rows, the rule of `work_lists.one_launch` decides. Reading needs no Triton.
+version. A file may also be shipped next to this module; none is yet. An engine with `--pod auto` uses the variant of
+the nearest row. Without a file, or far from all rows, `work_lists.one_launch` decides. Reading needs no Triton.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ SOURCES = (
     "attention/scores", "attention/work_lists", "common/block_sizes", "common/dependent_launch", "common/hopper",
 )  # fmt: skip
 """The modules of `kernels` that a timing of attention depends on."""
-WAYS = ("whole", "all", "few", "half", "share", "tiles", "together")
-"""The ways of one launch.
+VARIANTS = ("whole", "all", "few", "half", "share", "tiles", "together")
+"""Variants of one launch.
 
-All programs begin with decodes, so the lists run in sequence: "whole" with whole tiles, "all" with tiles cut along
-their keys. Some programs begin with decodes, the others with cut tiles: `FIRST_DECODERS` of them ("few"), half, or as
-many as the decodes' share of the work. Decodes are tiles of one query in the chunks' list ("tiles"). Every program runs
-both lists at the same time ("together")."""
-NUM_SEQUENTIAL = 2  # The first ways of `WAYS`, which run both lists in sequence.
+"whole", "all": all programs begin with decodes, so the lists run in sequence. Tiles are whole, or cut along their keys.
+"few", "half", "share": some programs begin with decodes, the others with cut tiles. These are `FIRST_DECODERS`, half,
+or the decodes' share of the work. "tiles": decodes are tiles of one query in the chunks' list. "together": every
+program runs both lists at the same time."""
+NUM_SEQUENTIAL = 2  # The first of `VARIANTS`, which run both lists in sequence.
 REQUIRED = {"whole", "cut", "pod all", "pod few", "pod half"}
-"""Timings that a batch must have; those of other ways may be missing."""
+"""Timings that a batch must have. Those of other variants may be missing."""
 MARGIN = 1.02
-"""A row uses another way than "all", or mixes, only if that is faster by this factor."""
+"""A variant replaces "all", or a mixed one a sequential one, only if it is faster by this factor."""
 NEIGHBOURS = 4
-"""Batches that a row's way is chosen by, including itself: a single timing may be an outlier."""
+"""Batches that decide a row's variant, including its own, because a single timing may be an outlier."""
 NEAR = 1.0  # The largest distance of such neighbors: the sum of |log2| over the sizes.
 FAR = 2.0  # A batch farther than this from every row counts as not measured.
 MAX_ROWS = 20_000
@@ -72,20 +72,20 @@ class TableKey(NamedTuple):
 
 
 class BreakEven(NamedTuple):
-    """A row of the table: tokens of the chunk and its context, decodes and tokens of each, the way, and the number of
-    programs that begin with decodes."""
+    """A row of the table: tokens of the chunk and its context, decodes and tokens of each, the variant, and the
+    number of programs that begin with decodes."""
 
     chunk: float
     context: float
     decodes: float
     length: float
-    way: str
+    variant: str
     programs: int
 
     @property
     def cuts(self) -> bool:
         """Whether tiles may be cut along their keys."""
-        return self.way != "whole"
+        return self.variant != "whole"
 
 
 def _coordinates(chunk: float, context: float, decodes: float, length: float) -> tuple[float, ...]:
@@ -123,16 +123,15 @@ class BreakEvens:
 
 
 def learn(rows: Iterable[Mapping[str, Any]], sms: int) -> list[BreakEven]:
-    """Return a table from a sweep's rows (`hybrid_sweep.Row`) for one model: bursts timed in all ways.
+    """Return a table from a sweep's rows (`hybrid_sweep.Row`) for one model: bursts timed in all variants.
 
-    A way must win over `NEIGHBOURS` batches together. Both lists in sequence are also one launch ("all"). For whole
-    tiles only two launches are timed ("whole"); their gain over two launches of cut tiles ("cut") applies to one
-    launch."""
+    A variant must be the fastest over `NEIGHBOURS` batches. "all" is timed as one launch. "whole" is timed as two
+    launches only: its gain over two launches of cut tiles ("cut") is used for one launch."""
     mine = [r for r in rows if r["regime"] == "burst" and r["us"].keys() >= REQUIRED and r["chunk"] and r["decodes"]]
     if not mine:
         return []
     nan = float("nan")
-    us = np.array([[r["us"].get(f"pod {way}", nan) for way in WAYS] for r in mine], np.float64)
+    us = np.array([[r["us"].get(f"pod {variant}", nan) for variant in VARIANTS] for r in mine], np.float64)
     us[:, 0] = [r["us"]["pod all"] * r["us"]["whole"] / r["us"]["cut"] for r in mine]
     gains = np.log(us[:, 1:2] / us)  # compared with "all"
     at = np.array([_coordinates(r["chunk"], r["context"], r["decodes"], r["length"]) for r in mine])
@@ -142,17 +141,18 @@ def learn(rows: Iterable[Mapping[str, Any]], sms: int) -> list[BreakEven]:
         near = np.argsort(away, kind="stable")[:NEIGHBOURS]
         mean = gains[near[away[near] <= NEAR]].mean(0)
         mean = np.where(np.isnan(mean), -np.inf, mean)
-        way = 0 if mean[0] > math.log(MARGIN) else 1
+        best = 0 if mean[0] > math.log(MARGIN) else 1
         mixed = NUM_SEQUENTIAL + int(mean[NUM_SEQUENTIAL:].argmax())
-        if mean[mixed] > mean[way] + math.log(MARGIN):
-            way = mixed
-        programs = sms if way < NUM_SEQUENTIAL or WAYS[way] == "together" else int(row["plan"][WAYS[way]])
-        found.append(BreakEven(row["chunk"], row["context"], row["decodes"], row["length"], WAYS[way], programs))
+        if mean[mixed] > mean[best] + math.log(MARGIN):
+            best = mixed
+        name = VARIANTS[best]
+        programs = sms if best < NUM_SEQUENTIAL or name == "together" else int(row["plan"][name])
+        found.append(BreakEven(row["chunk"], row["context"], row["decodes"], row["length"], name, programs))
     return found
 
 
 def file_of(folder: Path, made: TableKey) -> Path:
-    """Return the path; the name says what the table is for and which code it was measured with."""
+    """Return the path. The name identifies the GPU, the model's heads and the measured code."""
 
     def digest(words: Iterable[object]) -> str:
         return hashlib.sha256(repr(tuple(words)).encode()).hexdigest()[:12]
@@ -165,15 +165,15 @@ def _decoded(content: Any, made: TableKey) -> list[BreakEven]:
     if content["made"] != made._asdict():
         raise ValueError("the table is for another GPU, model or version")
     rows = [
-        BreakEven(float(chunk), float(context), float(decodes), float(length), str(way), int(programs))
-        for chunk, context, decodes, length, way, programs in content["rows"]
+        BreakEven(float(chunk), float(context), float(decodes), float(length), str(variant), int(programs))
+        for chunk, context, decodes, length, variant, programs in content["rows"]
     ]
     if not 0 < len(rows) <= MAX_ROWS:
         raise ValueError(f"the table has {len(rows)} rows")
     for row in rows:
         sizes = row[:4]
         sane = all(map(math.isfinite, sizes)) and row.context >= 0 and min(row.chunk, row.decodes, row.length) >= 1
-        if not sane or row.way not in WAYS or not 0 <= row.programs <= made.sms:
+        if not sane or row.variant not in VARIANTS or not 0 <= row.programs <= made.sms:
             raise ValueError(f"{list(row)} is not a valid row")
     return rows
 
@@ -226,7 +226,7 @@ def keep(
         mine = [row for row in rows if row["model"] == model]
         found = learn(mine, of.sms)
         if not found:
-            say(f"{model}: no break-evens to write: no batch was timed in all ways, increase --budget-seconds")
+            say(f"{model}: no break-evens to write: no batch was timed in all variants, increase --budget-seconds")
             done = False
             continue
         try:
@@ -235,10 +235,10 @@ def keep(
             say(f"{model}: break-evens cannot be written to {folder}: {error.strerror or error}")
             done = False
             continue
-        counts = ", ".join(f"{sum(row.way == way for row in found)} {way}" for way in WAYS)
+        counts = ", ".join(f"{sum(row.variant == variant for row in found)} {variant}" for variant in VARIANTS)
         say(f"{model}: break-evens of {len(found)} batches ({counts}) written to {file}")
         apart = [r for r in mine if r["regime"] == "burst" and r["us"].keys() >= REQUIRED]
-        ones = [min(us for way, us in r["us"].items() if way.startswith("pod ")) for r in apart]
+        ones = [min(us for variant, us in r["us"].items() if variant.startswith("pod ")) for r in apart]
         late = sum(one > 1.01 * min(r["us"]["whole"], r["us"]["cut"]) for one, r in zip(ones, apart, strict=True))
         say(f"{model}: two launches were faster than any single one by more than 1 % in {late} of them")
     return done

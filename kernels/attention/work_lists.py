@@ -33,13 +33,13 @@ MIN_KEYS = 17500
 TWO_LISTS_US = (0.0117, 0.0152, 3.7, 20.9)
 ONE_LIST_US = (0.0112, 0.00304, 9.6, 6.1)
 TOGETHER_US = (0.00436, 0.00766, 0.00816, 0.00653, 0.0247, 1.9, 17.9)
-"""Microseconds of three ways of one launch, fitted to 1,393 batches of the paper's sweep on an H200, 2026-11-26.
+"""Costs in microseconds of three variants, fitted to 1,393 batches of the paper's sweep on an H200, 2026-11-26.
 
-All: a key of tiles, of the busiest program; a key that decodes read, of one head and a program's even share; each
-further split of a tile. Decodes and tiles as two lists (142 batches timed; 1 % off on average, 7 % at worst): last, a
-constant. Decodes as one-query tiles in one list (139; 1.6 %, 10 %): last, a wave of tasks. Both lists on every SM at
-the same time (all; 1.8 %, one in twenty by more than 5 %): after the keys, another cost of both per key for the half
-that takes longer; then a key that the chunks themselves fetch again in each wave of tiles; last, a constant."""
+Each begins with the cost per key of the busiest program's tiles, and per key that decodes read (one head, a program's
+even share). Each has the cost of a further split of a tile as its last but one. TWO_LISTS_US ends with a constant (142
+batches; mean error 1 %, maximum 7 %). ONE_LIST_US, decodes as one-query tiles, ends with the cost of a wave of tasks
+(139; 1.6 %, 10 %). TOGETHER_US adds both costs per key again for the half that takes longer, then the cost per key
+that chunks fetch again in each wave of tiles. It ends with a constant (all; 1.8 %, above 5 % for one in twenty)."""
 _TASK_KEYS = 160  # Cost of a prefill task besides its keys, and again if it is a split, in keys.
 
 
@@ -86,7 +86,7 @@ def decode_items(
 
 
 def tokens_of_whole_tiles(group: int) -> int:
-    """Return the most query tokens, up to `TILE_ROWS`, that fill whole tiles of attention for this group size."""
+    """Return the maximum query tokens, up to `TILE_ROWS`, that fill whole tiles of attention for this group size."""
     per_tile = TILE_ROWS // group
     return TILE_ROWS // per_tile * per_tile
 
@@ -198,25 +198,23 @@ def with_decodes(
 
 def one_launch(
     decodes: NDArray[np.int32], tiles: NDArray[np.int32], both: Callable[[], NDArray[np.int32]], *, num_kv_heads: int,
-    num_programs: int, max_slots: int, way: str | None = None,
+    num_programs: int, max_slots: int, variant: str | None = None,
 ) -> OneLaunch:  # fmt: skip
     """Return how one launch runs decode items `[items, 8]` and prefill items `[items, 4]`; both: makes `with_decodes`.
 
-    way: "together": both lists at the same time on every SM. "tiles": decodes are tiles in one evenly cut list with the
-    chunks, so every program reads and multiplies. "whole": two lists, whole tiles; others: cut tiles. None selects the
-    fastest prediction: two lists if there is little to read and many tiles, or very many tiles; decodes as tiles if
-    they fill whole waves of programs; else together."""
+    variant: see `break_evens.VARIANTS`. None selects the fastest prediction: two lists for very many tiles, or for many
+    tiles with little to read; decodes as tiles if they fill full waves of programs; else both at the same time."""
     options = {"num_kv_heads": num_kv_heads, "num_programs": num_programs}
-    parts = prefill_splits(tiles, max_slots=max_slots, split_keys=0 if way == "whole" else None, **options)
+    parts = prefill_splits(tiles, max_slots=max_slots, split_keys=0 if variant == "whole" else None, **options)
     in_turn = OneLaunch(decodes, parts, first_decoders(decodes, parts, **options))
-    if way not in (None, "tiles", "together") or not len(decodes) or not len(tiles):
+    if variant not in (None, "tiles", "together") or not len(decodes) or not len(tiles):
         return in_turn
-    if way is None and len(parts) * num_kv_heads >= MANY_WAVES * num_programs:
+    if variant is None and len(parts) * num_kv_heads >= MANY_WAVES * num_programs:
         return in_turn
     both_at_once = OneLaunch(decodes, parts, num_programs, together=True)
-    if way == "together":
+    if variant == "together":
         return both_at_once
-    if way == "tiles":
+    if variant == "tiles":
         return OneLaunch(decodes[:0], prefill_splits(both(), max_slots=max_slots, **options), 0)
     read = int((decodes[:, 3] - decodes[:, 2]).sum(dtype=np.int64)) * num_kv_heads / num_programs
     busiest, further = _busiest(parts, **options)
@@ -264,7 +262,7 @@ def _time_together(busiest: float, read: float, own: float, further: int) -> flo
 
 
 def _busiest(parts: NDArray[np.int32], num_kv_heads: int, num_programs: int) -> tuple[float, int]:
-    """Return the keys of the busiest program of `[splits, 8]`, and the most splits of a tile beyond one."""
+    """Return the keys of the busiest program of `[splits, 8]`, and the maximum splits of a tile beyond one."""
     keys = _time(parts[:, 5] - parts[:, 4], num_kv_heads, num_programs, 0)
     return keys, int((parts[:, 7] & 65535).max()) - 1
 
@@ -272,8 +270,8 @@ def _busiest(parts: NDArray[np.int32], num_kv_heads: int, num_programs: int) -> 
 def _own_keys(tiles: NDArray[np.int32], num_kv_heads: int, num_programs: int) -> float:
     """Return a program's share of the keys of all heads that tiles `[tiles, 4]`, longest first, fetch from memory.
 
-    A request's keys count once for each wave that its tiles fill, and a quarter of what they read at most, because
-    nothing larger was measured."""
+    A request's keys count once for each wave that its tiles fill, up to a quarter of the keys that they read. Nothing
+    larger was measured."""
     rows, ends = tiles[:, 3], tiles[:, 1] + tiles[:, 2]
     count = np.bincount(rows)
     longest = np.zeros(len(count), np.int64)

@@ -31,7 +31,7 @@ def await_previous():
 
 @gluon.jit
 def skip_stages(full, empty, count, steps, STAGES: gl.constexpr):
-    """Release the stages of a tile whose rows all belong to the other warpgroup. Returns the advanced count."""
+    """Release the stages of a tile if all its rows belong to the other warpgroup. Returns the advanced count."""
     for _ in range(steps):
         stage = count % STAGES
         mbarrier.wait(full.index(stage), (count // STAGES) & 1)

@@ -89,7 +89,7 @@ def promoted(
 ):  # fmt: skip
     """Return (left `[64, 128]`, right `[64, 128]` or left again, stages used so far) of one tile of BN features.
 
-    W_BLOCKS: 1: a scale per 128 features; 2: per feature; 3: two for the whole tile, whose features alternate."""
+    W_BLOCKS: 1: a scale per 128 features; 2: per feature; 3: two per tile, for alternate features."""
     left = gl.zeros([64, 128], gl.float32, layout=HALF)
     right = gl.zeros([64, 128], gl.float32, layout=HALF)
     scale = gl.load(sa + rows, mask=rows < live, other=1.0)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from weft.kernels.attention import break_evens
 from weft.kernels.attention.break_evens import (
     FAR,
-    WAYS,
+    VARIANTS,
     BreakEven,
     BreakEvens,
     TableKey,
@@ -41,7 +41,7 @@ def row(size: tuple[int, int, int], us: Mapping[str, float], model: str = "llama
     }  # fmt: skip
 
 
-EQUAL = {"whole": 100.0, "cut": 100.0, **{f"pod {way}": 100.0 for way in WAYS if way != "whole"}}
+EQUAL = {"whole": 100.0, "cut": 100.0, **{f"pod {variant}": 100.0 for variant in VARIANTS if variant != "whole"}}
 
 
 def measured(card: Callable[[tuple[int, int, int]], Mapping[str, float]]) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def measured(card: Callable[[tuple[int, int, int]], Mapping[str, float]]) -> lis
 
 
 @pytest.mark.parametrize(
-    ("us", "way", "programs"),
+    ("us", "variant", "programs"),
     [
         ({}, "all", 132),
         ({"pod few": 90.0}, "few", 40),
@@ -64,30 +64,30 @@ def measured(card: Callable[[tuple[int, int, int]], Mapping[str, float]]) -> lis
         ({"pod few": 90.0, "pod together": 80.0}, "together", 132),
     ],
 )
-def test_a_row_leaves_one_list_behind_the_other_for_what_gains(us: dict[str, float], way: str, programs: int) -> None:
+def test_a_row_leaves_lists_in_sequence_for_a_gain(us: dict[str, float], variant: str, programs: int) -> None:
     for found in learn(measured(lambda _: us), 132):
-        assert (found.way, found.programs) == (way, programs)
+        assert (found.variant, found.programs) == (variant, programs)
 
 
 def test_break_evens_lie_where_the_card_has_them() -> None:
     table = BreakEvens(learn(measured(lambda at: {"pod few": 80.0 if at[0] >= 1024 else 130.0}), 132))
 
-    def way(*sizes: float) -> str:
+    def variant(*sizes: float) -> str:
         found = table.nearest(*sizes)
         assert found is not None
-        return found.way
+        return found.variant
 
-    assert way(1500, 9000, 40, 9000) == "few"
-    assert way(200, 9000, 40, 9000) == "all"
+    assert variant(1500, 9000, 40, 9000) == "few"
+    assert variant(200, 9000, 40, 9000) == "all"
     several = table.of_batch(np.array([700, 600]), np.array([16000, 2000]), np.array([9000] * 20 + [10000] * 20))
     assert several is not None
-    assert several.way == "few"
+    assert several.variant == "few"
 
 
 def test_one_quick_timing_alone_changes_nothing() -> None:
     dense = [(1024, 8192 + 512 * i, 32) for i in range(8)]
     rows = [row(size, {**EQUAL, **({"pod few": 95.0} if i == 4 else {})}) for i, size in enumerate(dense)]
-    assert {found.way for found in learn(rows, 132)} == {"all"}
+    assert {found.variant for found in learn(rows, 132)} == {"all"}
 
 
 def test_rows_that_were_not_timed_in_all_ways_teach_nothing() -> None:
@@ -109,9 +109,9 @@ def test_what_was_not_measured_has_no_answer() -> None:
 
 sizes = st.tuples(st.integers(1, 16384), st.integers(0, 131072), st.integers(1, 512), st.integers(1, 131072))
 rows_of = st.builds(
-    lambda at, way, programs: BreakEven(*map(float, at), way, programs),
+    lambda at, variant, programs: BreakEven(*map(float, at), variant, programs),
     sizes,
-    st.sampled_from(WAYS),
+    st.sampled_from(VARIANTS),
     st.integers(0, 132),
 )
 EXAMPLES = settings(max_examples=60, deadline=None)

@@ -76,15 +76,15 @@ def check(
     if window is not None:
         return
     lengths = np.array(decodes, int)
-    for way in (None, "tiles", "whole", "together"):
+    for variant in (None, "tiles", "whole", "together"):
         found = one_launch(
-            items, whole, lambda: with_decodes(whole, 0, lengths, np.arange(count), group=group), way=way,
+            items, whole, lambda: with_decodes(whole, 0, lengths, np.arange(count), group=group), variant=variant,
             num_kv_heads=kv_heads, num_programs=programs, max_slots=SLOTS,
         )  # fmt: skip
-        if way == "tiles" and decodes and chunks:
+        if variant == "tiles" and decodes and chunks:
             assert not len(found.decodes)
             assert found.programs == 0
-        assert found.together == bool(way == "together" and decodes and chunks) or way is None
+        assert found.together == bool(variant == "together" and decodes and chunks) or variant is None
         out = empty_out(it)
         played = Played(out, group * kv_heads, SLOTS, np.random.default_rng(seed), how)
         played.decodes(it.q, it.kv, LAYER, table, found.decodes)

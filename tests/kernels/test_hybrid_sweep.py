@@ -187,7 +187,7 @@ def test_a_sweep_leaves_break_evens_that_an_engine_can_read(card: Card, tmp_path
     for model in MODELS:
         table, said = read(tmp_path / "kept", made(model))
         assert table is not None, said
-        assert {row.way for row in table.rows} == {"few"}
+        assert {row.variant for row in table.rows} == {"few"}
     (tmp_path / "file").write_text("")
     assert swept(batches, 1.0, tmp_path / "file") == 1
     assert "cannot be written" in capsys.readouterr().out

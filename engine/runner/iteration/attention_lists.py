@@ -119,8 +119,8 @@ class AttentionLists:
         even = self._measured(nano)
         lengths, slots = batch.kv_len[nano.decodes], batch.slots[nano.decodes]
         both = partial(with_decodes, tiles, nano.first_decode, lengths, slots, group=self._grid.group)
-        way = "together" if pod == "on" else None if even is None else even.way
-        found = one_launch(decode, tiles, both, way=way, **options)
+        variant = "together" if pod == "on" else None if even is None else even.variant
+        found = one_launch(decode, tiles, both, variant=variant, **options)
         self._host["decoders"][k] = found.programs if even is None else min(even.programs, sms)
         self.as_tiles, self.together = len(found.decodes) < len(decode), found.together
         return found.decodes, found.parts
