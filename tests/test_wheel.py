@@ -19,7 +19,7 @@ from weft.server.daemon import cli
 from weft.server.daemon.cli import CHECKOUT_COMMANDS, CHECKOUT_GROUPS, COMMANDS
 
 ROOT = Path(weft.__file__).parent
-MOST_LINES = 77_800
+MOST_LINES = 72_000
 """Lines of Python in the wheel. Raise this only together with the feature that needs it."""
 
 PROGRAMS = ("weft", "weft.server.__main__")

@@ -75,8 +75,7 @@ class Tensors:
     """The tensors of a model on their device."""
 
     source: Callable[[str, tuple[int, ...], Part, torch.dtype], Tensor]
-    known: Callable[[str], bool] | None
-    """Whether a name exists; None: any requested name does, in the plainest form."""
+    known: Callable[[str], bool] | None  # Whether a name exists; None: any requested name does, in the plainest form.
     dtype: torch.dtype  # Serving dtype.
     shapes: Callable[[str], tuple[int, ...]] | None = None  # Shape in the files of a known name.
 

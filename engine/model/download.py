@@ -15,8 +15,7 @@ from typing import Any
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.progress import notice
 
-PARTIAL = ".incomplete"
-"""Suffix of incomplete files; the hub's library never resumes one of an earlier process."""
+PARTIAL = ".incomplete"  # Suffix of incomplete files; the hub's library never resumes one of an earlier process.
 OLD_SECONDS = 3600.0  # Age in seconds at which an incomplete file is abandoned.
 LINE_SECONDS = 5.0  # Seconds between progress lines in a log.
 GIB = 2**30

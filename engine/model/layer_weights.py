@@ -26,8 +26,7 @@ class ProjectionWeights:
 
     The preceding norm is folded in, except into quantized matrices (`fp8`)."""
 
-    weight: Tensor
-    """[out, inner]; experts: `[experts, out, inner]`; router: float32; quantized: e4m3."""
+    weight: Tensor  # [out, inner]; experts: `[experts, out, inner]`; router: float32; quantized: e4m3.
     bias: Tensor | None = None  # [out]; experts: `[experts, out]`.
     q_norm: Tensor | None = None  # [D], or [Hq * D] if one norm covers all heads.
     k_norm: Tensor | None = None  # [D], or [Hkv * D].

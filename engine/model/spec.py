@@ -70,16 +70,14 @@ class ModelSpec:
     attention_scale: float | None = None  # Scale of the scores; None: head_dim ** -0.5.
     attention_softcap: float = 0.0
     sinks: bool = False  # Each head has an extra logit in the softmax of its scores.
-    learned_positions: int | None = None
-    """Positions are rows of a table, starting at this offset; None: no table."""
+    learned_positions: int | None = None  # Positions are rows of a table, starting at this offset; None: no table.
     embedding_scale: float = 1.0  # Rounded to the dtype of the weights.
     residual_scale: float = 1.0  # Factor on what attention and MLP add to the stream; folded into the matrices.
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     experts: Experts | None = None
     quantization: Quantization | None = None  # FP8 format of the matrices; None: 16 or 32 bits.
-    widened: bool = False
-    """FP8 matrices of the checkpoint become 16 bits while loading; `quantization` is then None."""
+    widened: bool = False  # FP8 matrices of the checkpoint become 16 bits while loading; `quantization` is then None.
     integers: Integers | None = None
     """Low-bit integer matrices of the checkpoint, which become 16 bits while loading."""
     shard_of: Shard = Shard()

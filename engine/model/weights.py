@@ -38,8 +38,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [H].
     lm_head: Tensor  # [V, H], or a shard's rows; the embedding itself when tied.
-    rotary: tuple[Tensor, ...]
-    """[positions, D/2, 2] float32 each; `ModelSpec.rotary_table` gives a layer's index."""
+    rotary: tuple[Tensor, ...]  # [positions, D/2, 2] float32 each; `ModelSpec.rotary_table` gives a layer's index.
     norm_bias: Tensor | None = None  # [H].
     head_bias: Tensor | None = None  # [V].
     positions: Tensor | None = None  # [positions, H], learned: added to the embedding.

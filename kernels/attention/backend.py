@@ -33,8 +33,7 @@ class AttentionShape(NamedTuple):
     """Positions each layer's queries see, including their own, as a repeating pattern; None: all."""
     scale: float | None = None  # Scale of the scores; None: head_dim ** -0.5.
     softcap: float = 0.0  # Soft limit of the scores; 0: none.
-    sinks: bool = False
-    """Whether each head has a logit in the softmax (`sinks [Hq]` of `decode` and `prefill`)."""
+    sinks: bool = False  # Whether each head has a logit in the softmax (`sinks [Hq]` of `decode` and `prefill`).
 
     @property
     def pool_dtype(self) -> torch.dtype:

@@ -13,8 +13,7 @@ from weft.kernels.common.block_sizes import group_block, head_block
 class DecodeWorkspace(NamedTuple):
     """Scratch of split requests: one per stream that runs decode attention."""
 
-    partial: Tensor
-    """[slots, Hkv, padded D + 2, padded group] float32: sums, then row maximum and row sum."""
+    partial: Tensor  # [slots, Hkv, padded D + 2, padded group] float32: sums, then row maximum and row sum.
     arrived: Tensor  # [rows * Hkv] int32, zero between launches.
     tickets: Tensor
     """[2] int32, zero between launches: tasks drawn, and programs that have drawn their last task."""

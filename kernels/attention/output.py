@@ -16,8 +16,7 @@ from torch import Tensor
 from weft.kernels.formats.fp8 import BLOCK, Fp8Rows
 from weft.kernels.formats.fp8_triton import power_of_two, saturated
 
-Output = Tensor | Fp8Rows
-"""`[T, Hq * D]` in the queries' dtype, or e4m3 with a scale for each head of a token."""
+Output = Tensor | Fp8Rows  # `[T, Hq * D]` in the queries' dtype, or e4m3 with a scale for each head of a token.
 Out = TypeVar("Out", bound=Output)
 
 

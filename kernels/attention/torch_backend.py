@@ -20,8 +20,7 @@ from weft.kernels.reference.layer import AttentionGroup, AttentionWork, paged_at
 
 INVARIANT_TILE = 128
 """With batch invariance: prompt positions that are computed together, cut at multiples of this."""
-GROUP_ELEMENTS = 1 << 27
-"""Limit on a group's gathered K, and on its mask; more requests go into several groups."""
+GROUP_ELEMENTS = 1 << 27  # Limit on a group's gathered K, and on its mask; more requests go into several groups.
 
 
 def _similar(lengths: NDArray[np.int32]) -> Iterator[NDArray[np.intp]]:

@@ -43,8 +43,7 @@ class DecodeWork(NamedTuple):
 
 class PrefillSplits(NamedTuple):
     space: PrefillWorkspace  # Not shared with any step whose launches may run at the same time.
-    decoders: Tensor
-    """[1] int32: programs that begin with decodes if decodes and chunks share a launch."""
+    decoders: Tensor  # [1] int32: programs that begin with decodes if decodes and chunks share a launch.
 
 
 class TritonStep(NamedTuple):

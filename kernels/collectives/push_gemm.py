@@ -27,8 +27,7 @@ from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_launch import Launch, Workspace, check_operands, check_workspace, launch_of
 from weft.kernels.matmul.gemm_tiles import accumulate, columns, join_splits, live_tokens, prefetch, tile_of
 
-SPECIAL_ROWS = 64
-"""Rows per flag of the warp-specialized kernel: each of its two warpgroups sets one."""
+SPECIAL_ROWS = 64  # Rows per flag of the warp-specialized kernel: each of its two warpgroups sets one.
 ROWS = 2
 """Rows that a program of a two-step sum adds at once. Two rows double the loads in flight and halve the flag polls."""
 PROGRAMS_PER_SM = 2

@@ -5,5 +5,4 @@ May import: `common`.
 Never: multiplies matrices or reads pages of KV by a page table.
 """
 
-PUBLIC = ("fp8", "fp8_gluon", "fp8_matrix", "fp8_triton", "packed_page")
-"""The modules that other folders may import."""
+PUBLIC = ("fp8", "fp8_gluon", "fp8_matrix", "fp8_triton", "packed_page")  # The modules that other folders may import.

@@ -48,8 +48,7 @@ class Fp8Rows(NamedTuple):
 
     values: Tensor  # `[T, K]` e4m3, contiguous.
     scale: Tensor  # float32 `[ceil(K / 128), T]`, or `[1, T]` with one scale per token.
-    span: int = BLOCK
-    """Columns guaranteed to share a scale: 128, or 256 if each pair of blocks shares one."""
+    span: int = BLOCK  # Columns guaranteed to share a scale: 128, or 256 if each pair of blocks shares one.
 
     def of_tokens(self, tokens: slice) -> Fp8Rows:
         """Return a view of some tokens."""

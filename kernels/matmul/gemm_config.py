@@ -18,10 +18,8 @@ class GemmConfig(NamedTuple):
     swap: bool = False  # Whether weight rows are the left operand.
     per_sm: int = 1  # Programs resident on one SM.
     slices: int = 2  # Column slices of the epilogue: fewer live registers and less shared memory.
-    special: bool = False
-    """Whether this is the warp-specialized kernel of `gemm_hopper`, which has fixed blocks."""
-    ahead: int = 0
-    """Weight steps that a program prefetches into L2 while the previous kernel still runs."""
+    special: bool = False  # Whether this is the warp-specialized kernel of `gemm_hopper`, which has fixed blocks.
+    ahead: int = 0  # Weight steps that a program prefetches into L2 while the previous kernel still runs.
 
     @property
     def staged(self) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 BLOCK_TOKENS, BLOCK_DEPTH = 128, 64
-TALL = 192
-"""Tokens of a tile with three warpgroups, so up to 192 tokens read the weight only once."""
+TALL = 192  # Tokens of a tile with three warpgroups, so up to 192 tokens read the weight only once.
 TALL_WIDTH = 224  # Maximum features of such a tile: a warpgroup has 160 registers.
 SHARED_BYTES = 232448 - 1024  # Shared memory left after the barriers, in bytes.
 MAX_STAGES = 8
@@ -20,8 +19,7 @@ class MidConfig(NamedTuple):
     """Features of a tile: 64 to 256 in steps of 32; 64, 128 or 256 with splits. Narrower tiles would write more sums of
     squares than `projections.sumsq_buffer` has rows."""
     split: int = 1  # Programs that share one tile's K.
-    ahead: int = 0
-    """Weight steps that a program prefetches into L2 while the previous kernel still runs."""
+    ahead: int = 0  # Weight steps that a program prefetches into L2 while the previous kernel still runs.
     box: int = BLOCK_TOKENS  # Tokens per load: 128, or 32 to load only boxes with live tokens.
     rows: int = BLOCK_TOKENS  # Tokens of a tile: 128, or TALL.
 

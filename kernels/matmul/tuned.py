@@ -39,8 +39,7 @@ SOURCES = (
 """The modules of `kernels` that a GEMM's timing depends on."""
 MIN_ELEMENTS = 1 << 21  # Smallest weight that is worth tuning.
 
-Key = tuple[int, ...]
-"""(bucket, features, depth); FP8: (..., 8); experts: (..., experts, experts per token)."""
+Key = tuple[int, ...]  # (bucket, features, depth); FP8: (..., 8); experts: (..., experts, experts per token).
 Table = Mapping[Key, GemmConfig]
 
 

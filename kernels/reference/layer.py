@@ -250,8 +250,7 @@ class AttentionGroup(NamedTuple):
     G requests, Q queries each at most, P pages each at most."""
 
     tokens: Tensor  # [G, Q] int64: rows of q; padding repeats a row of the same request.
-    unpad: Tensor | None
-    """[tokens] int64 into G * Q: position of each real row (None: Q is 1, nothing is padded)."""
+    unpad: Tensor | None  # [tokens] int64 into G * Q: position of each real row (None: Q is 1, nothing is padded).
     rows: Tensor  # [tokens] int64: rows of the output, in the order of `unpad`.
     pages: Tensor  # [G * P] int64; padding is page 0.
     mask: Tensor
@@ -270,8 +269,7 @@ class AttentionWork(NamedTuple):
     Reused by every layer and iteration: page faults in a new buffer of this size cost more than the copy into it."""
 
 
-MAX_DIAGONAL_HEADS = 4
-"""KV heads up to which `_decode` wastes less than the strided access of one head at a time."""
+MAX_DIAGONAL_HEADS = 4  # KV heads up to which `_decode` wastes less than the strided access of one head at a time.
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, scale: float) -> Tensor:

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-NAME = "weft"
-"""No mask function has this name, so `transformers` creates no mask and passes None."""
+NAME = "weft"  # No mask function has this name, so `transformers` creates no mask and passes None.
 
 
 class Attend(Protocol):

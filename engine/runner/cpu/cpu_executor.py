@@ -34,8 +34,7 @@ class CpuInputs(NamedTuple):
     positions: Tensor
     slot_mapping: Tensor
     attention: Any  # The attention back end's step.
-    rows: Tensor | None = None
-    """`[N]` int64 tokens whose state after the last layer is read, ascending; None: all."""
+    rows: Tensor | None = None  # `[N]` int64 tokens whose state after the last layer is read, ascending; None: all.
 
 
 class _Iteration:

@@ -66,8 +66,7 @@ class CudaLayers:
         assert here is not None
         self.num_sms = here.sms
         self._unfused_fp8 = spec.quantization is not None and unfused_fp8(spec)
-        self._separate_heads = self._needs_separate_heads()
-        """A separate pass after the QKV GEMM processes its heads."""
+        self._separate_heads = self._needs_separate_heads()  # A separate pass after the QKV GEMM processes its heads.
         self.x = self._buffer(spec.hidden_size, shared=True)
         """`[T, H]` residual stream; after a run, the last layer's."""
         self.sumsq = sumsq_buffer(spec.hidden_size, tokens, device)

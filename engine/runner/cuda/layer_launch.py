@@ -48,8 +48,7 @@ class OperationLaunch(NamedTuple):
     """For each block of TOKEN_STEP tokens, how many partial sums are valid. A GEMM writes one per feature tile."""
     rows: Rows
     drops_rows: bool = False  # Whether rows that are not read are dropped after this layer's attention.
-    fused: Fused | None = None
-    """How one launch computes decodes and chunks; None: they are launched separately."""
+    fused: Fused | None = None  # How one launch computes decodes and chunks; None: they are launched separately.
 
     @property
     def x(self) -> Tensor:

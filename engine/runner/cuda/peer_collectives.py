@@ -67,8 +67,7 @@ class PeerLayout:
         self.rows = {1: to_all, 2: self.pushed_tokens}  # Rows that one rank sends, by steps of the all-reduce.
         sent = max(rows * width_of(hidden, ranks, steps) for steps, rows in self.rows.items())
         self.inbox = ranks * sent * dtype.itemsize  # Bytes of each of the two alternating inboxes.
-        self.pushes = max(2 * spec.num_layers, MEASURED)
-        """GEMMs of a model's graph that push, in the serial plan."""
+        self.pushes = max(2 * spec.num_layers, MEASURED)  # GEMMs of a model's graph that push, in the serial plan.
         partial_tiles = 2 * MAX_NANO_BATCHES * -(-hidden // 64)  # the last tiles of nano-batches
         self.tile_flag_bytes = ranks * (self.tiles + partial_tiles) * 4
         """Bytes of flags per all-reduce after a push, over all nano-batches."""
@@ -103,8 +102,7 @@ class PeerCollectives:
         self._flagged = 0  # Bytes of tile flags used so far in the current graph.
         self._pushed: dict[int | None, Pushed] = {}
         """Pushed GEMMs that wait for `reduce`, by the first of their tokens (None: in the serial plan)."""
-        self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        """Ticket counter of all-reduces after a push."""
+        self._ticket = torch.zeros(1, dtype=torch.int32, device=device)  # Ticket counter of all-reduces after a push.
         self._turn = 0
         if device.type == "cuda":
             self._abort_stream = torch.cuda.Stream(device)

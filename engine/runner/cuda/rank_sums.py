@@ -33,8 +33,7 @@ class RankSums:
         shape = tokens, spec.hidden_size
         self.partials = [collectives.allocate(shape, dtype) for _ in range(2)]
         """Two buffers `[T, H]` of this rank's partial sums until the next all-reduce; see `SumBuffer`."""
-        self.summed = collectives.allocate(shape, dtype)
-        """`[T, H]` sum over all ranks that needs a further pass."""
+        self.summed = collectives.allocate(shape, dtype)  # `[T, H]` sum over all ranks that needs a further pass.
         self._squares = sumsq_buffer(spec.hidden_size, tokens, device)
         """`[sums, T]` sums of squares of partial sums, which are not used."""
         self._buffers = sum_buffers(spec)

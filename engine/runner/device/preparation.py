@@ -16,8 +16,7 @@ from weft.engine.wire.messages import PlanStats
 
 Step = Callable[[], None]  # A short indivisible piece of work.
 SLICE_SECONDS = 0.01  # Time after which a slice starts no further step.
-BUSY_SHARE = 0.05
-"""Share of time for slices while requests run. A longer pause follows a longer step."""
+BUSY_SHARE = 0.05  # Share of time for slices while requests run. A longer pause follows a longer step.
 COMPILER_POLL_SECONDS = 0.1  # Seconds between polls of the compiler if there is nothing else to do.
 
 

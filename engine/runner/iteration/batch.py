@@ -11,8 +11,7 @@ import numpy.typing as npt
 from weft.engine.runner.iteration.attention_path import AttentionPath
 from weft.engine.wire.sampling import COLUMNS
 
-PROMPT_LOGPROB_ROWS = 256
-"""Rows of logits computed at once. Bounds memory for long prompts with a large vocabulary."""
+PROMPT_LOGPROB_ROWS = 256  # Rows of logits computed at once. Bounds memory for long prompts with a large vocabulary.
 
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
@@ -29,12 +28,10 @@ class SamplingInputs(NamedTuple):
     slots: I32
     logit_tokens: I32  # `[S]` token rows whose logits are sampled.
     columns: Mapping[str, np.ndarray]  # `[S]` each: `wire.sampling.COLUMNS` by name.
-    uniform: F32
-    """`[S]` draws in (0, 1), each a function of the request's seed and the token's index only."""
+    uniform: F32  # `[S]` draws in (0, 1), each a function of the request's seed and the token's index only.
     bias_rows: I32
     bias_ids: I32
-    bias_values: F32
-    """Sparse additions to the logits: logit_bias, and -1e30 on stop tokens before min_tokens."""
+    bias_values: F32  # Sparse additions to the logits: logit_bias, and -1e30 on stop tokens before min_tokens.
     mask_rows: I32  # Rows that a grammar restricts to some tokens.
     masks: I32
     """`[len(mask_rows), ceil(V / 32)]`: bit i of word w allows token 32 w + i. Other tokens get -inf at the end."""
@@ -84,8 +81,7 @@ class Batch(NamedTuple):
     epochs: I32
     query_len: I32  # `[R]` tokens per request in this iteration.
     kv_len: I32  # `[R]` positions visible to the request's last token of this iteration.
-    token_ids: I32
-    """`[T]`; -1 for decodes, whose token is still on the device, in `last_token[slot]`."""
+    token_ids: I32  # `[T]`; -1 for decodes, whose token is still on the device, in `last_token[slot]`.
     positions: I32
     slot_mapping: npt.NDArray[np.int64]  # `[T]` page * page_size + offset.
     page_table: I32  # `[R, pages]`, padded with page 0.
@@ -139,13 +135,11 @@ class StepResult(NamedTuple):
     logprobs: Logprobs | None
     prompt_logprobs: tuple[Logprobs, ...]  # One for each of `batch.prompt_logprobs`.
     seconds: float  # Device time.
-    idle_seconds: float = 0.0
-    """Device time between the end of the previous iteration and the start of this one."""
+    idle_seconds: float = 0.0  # Device time between the end of the previous iteration and the start of this one.
     nano_batches: int = 1  # Nano-batches of the pipeline; 1 for the serial plan.
     nonfinite: npt.NDArray[np.bool_] | None = None
     """`[S]` rows with logits that are not finite, whose tokens are meaningless. None: there are no such rows."""
-    pooled: F32 | None = None
-    """`[P, H]` sums, one row for each of `batch.pooled`; None if the batch pools nothing."""
+    pooled: F32 | None = None  # `[P, H]` sums, one row for each of `batch.pooled`; None if the batch pools nothing.
     attention: AttentionPath | None = None  # How attention was computed; None: derive it from the batch.
 
 

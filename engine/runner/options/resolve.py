@@ -30,8 +30,7 @@ from weft.kernels.formats.fp8 import E4M3
 from weft.kernels.formats.packed_page import PackedPage
 
 log = logging.getLogger("weft.engine")
-INVARIANT_CHUNK = 128
-"""Chunk tokens that batch invariance may need; also the tile size of attention in torch."""
+INVARIANT_CHUNK = 128  # Chunk tokens that batch invariance may need; also the tile size of attention in torch.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,7 @@ class ResolvedConfig:
     gpu_memory_utilization: float  # Fraction of the GPU, already multiplied by the model's memory share.
     cpu_threads: int
     attention: BackendName
-    batch_invariant: bool
-    """Every operation accumulates in an order that does not depend on the rest of the batch."""
+    batch_invariant: bool  # Every operation accumulates in an order that does not depend on the rest of the batch.
     cache_dir: Path  # Folder of results tuned on this machine.
     tuning_seconds: float
     plan: Plan | None = None  # Plan of overlapped nano-batches; None: the serial plan only.

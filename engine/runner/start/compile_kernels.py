@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from weft.kernels.common.compilation import Kernel
 
 NICENESS = 10  # Niceness while an engine serves.
-WAIT_SECONDS = 1.0
-"""Seconds between attempts to lock while another process compiles the same kernels."""
+WAIT_SECONDS = 1.0  # Seconds between attempts to lock while another process compiles the same kernels.
 
 
 def compile_kernels(
