@@ -9,12 +9,13 @@ import ssl
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import orjson
 
 from weft.loadgen.connection import Address, Body, ConnectionBroken, Pool
 from weft.server.batches import lines
-from weft.server.batches.lines import AnswerFile, BatchLine, LineError
+from weft.server.batches.lines import BatchLine, LineError
 from weft.server.commands.endpoint import Refused
 
 PAUSE_SECONDS = (0.5, 30.0)  # First and longest pause before a retry.
@@ -40,11 +41,19 @@ class _Reply(Body):
         return min(most, first * 2.0 ** min(attempt, 10)) * random.uniform(0.8, 1.2)
 
 
+class Answers(Protocol):
+    """Where responses go: a file, or a list in memory."""
+
+    done: set[str]
+
+    def add(self, custom_id: str, line: bytes, *, failed: bool) -> None: ...
+
+
 class BatchClient:
     """Sends requests and writes responses. `on_answer` is called after each response."""
 
     def __init__(
-        self, url: str, key: str | None, answers: AnswerFile, *, patience: float, on_answer: Callable[[], None]
+        self, url: str, key: str | None, answers: Answers, *, patience: float, on_answer: Callable[[], None]
     ) -> None:
         """`patience`: seconds without any response, while requests fail, before it gives up."""
         self._address = Address.parse(url)

@@ -36,7 +36,7 @@ OPTIONS = ("--api-workers", "2", "--max-num-seqs", "4", "--num-pages", "40", "--
 
 EMPTY = {"Engine restarts"}
 """what has data only when something went wrong"""
-SOMETIMES = {"Power", "Joules a token"}
+SOMETIMES = {"Power", "Joules per token"}
 """what has data only where the machine counts joules"""
 
 
