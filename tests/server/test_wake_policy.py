@@ -14,7 +14,7 @@ from weft.server.observe.shared_state import SleepState
 
 
 class RotaMachine(RuleBasedStateMachine):
-    """Whoever carries moves out is played by the rules: each move ends some time, well or not."""
+    """The rules play the sleep manager: every move ends at some point, successfully or not."""
 
     policy: WakePolicy
 
