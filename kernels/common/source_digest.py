@@ -8,7 +8,9 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,15 @@ def _ignored(node: object) -> bool:
     if isinstance(node, ast.Import | ast.ImportFrom):
         return True
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _merged(values: list[ast.expr]) -> Iterator[ast.expr]:
+    """Yield the values of an f-string with its text merged: Python 3.12.0 and 3.12.1 split it and add empty text."""
+    for text, run in itertools.groupby(values, lambda value: isinstance(value, ast.Constant)):
+        if not text:
+            yield from run
+        elif whole := "".join(ast.literal_eval(constant) for constant in run):
+            yield ast.Constant(whole)
 
 
 def _add_words(node: object, words: list[str]) -> None:
@@ -36,13 +47,13 @@ def _add_words(node: object, words: list[str]) -> None:
         words.append(f"({type(node).__name__}")
         kind: Any = type(node)
         for name in _fields(kind):
-            value = getattr(node, name, None)
+            value = [*_merged(node.values)] if isinstance(node, ast.JoinedStr) else getattr(node, name, None)
             if value is not None and value != []:
                 words.append(f"{name}=")
                 _add_words(value, words)
         words.append(")")
     else:
-        words.append(repr(node))
+        words.append(ascii(node))  # `repr` depends on the version of Unicode
 
 
 @functools.cache
