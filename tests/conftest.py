@@ -11,24 +11,24 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
-# Helpers beside the tests are imported by name; the repository root stays off sys.path.
+# Helper modules next to the tests are imported by name; the repository root stays off sys.path.
 for folder in ("engine", "kernels", "autosearch", "gpu"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
-# A busy machine is no failure: how long an example may take, or to think of it, is the test's own timeout. The same
-# examples each time, for what fails on a change is to be the change's; other ones are for the night.
+# A busy machine is not a failure: each test sets its own timeout for examples and for generating them. Examples are the
+# same in every run, so that a failure comes from the change under test; the nightly run draws others.
 settings.register_profile(
     "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
 )
 settings.register_profile("surprising", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
-# What a tool that only wants to know whether a test fails asks for: no search for the smallest example.
+# Settings for tools that only need to know whether a test fails: they do not search for the smallest example.
 settings.register_profile(
     "unshrunk", deadline=None, derandomize=True, phases=(Phase.explicit, Phase.reuse, Phase.generate), database=None
 )
 
 
-gc.disable()  # nothing of what is imported and collected is garbage
+gc.disable()  # nothing that was imported or collected is garbage
 
 
 def pytest_collection_finish() -> None:
@@ -37,7 +37,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is marked nightly runs when it is asked for: by its mark, or by its name."""
+    """Tests marked nightly run only when they are selected, by their mark or by their name."""
     if "nightly" in config.option.markexpr or any("::" in argument for argument in config.args):
         return
     tonight = [item for item in items if item.get_closest_marker("nightly")]

@@ -1,6 +1,6 @@
 """Documents name what exists: files, links, `make` targets, options of `weft`, metrics, decisions, one version.
 
-Each test also bounds how much it must have found, so that a change of form cannot empty it.
+Each test also bounds how much it must have found, so that a change of format cannot empty it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def basenames() -> frozenset[str]:
 
 
 def code_of(text: str) -> str:
-    """What stands in fenced blocks and between backticks, a piece a line."""
+    """The content of fenced blocks and backticks, one piece per line."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
     return "\n".join([*blocks, *inline])
@@ -77,7 +77,8 @@ def test_every_file_that_is_named_exists() -> None:
     wrong, found = [], 0
     for document in (*DOCUMENTS, *(ROOT / "examples").iterdir()):
         text = re.sub(r"https?://\S+", "", text_of(document))
-        # With a folder of the root: wherever in the text. Bare names: in backticks, anywhere in the tree.
+        # Paths that start with a folder of the root may stand anywhere in the text. Bare file names count in backticks
+        # and may be anywhere in the tree.
         for path in re.findall(rf"(?<![\w/.$~-])((?:{'|'.join(map(re.escape, FOLDERS))})/[\w./-]+)", text):
             found += 1
             # NAME.json stands for any file of that folder.
@@ -110,7 +111,7 @@ def test_every_relative_link_leads_somewhere() -> None:
 
 @cache
 def anchors(document: Path) -> frozenset[str]:
-    """What a heading is called in a link: small letters, words joined by dashes, everything else dropped."""
+    """The anchor of a heading: lower case, words joined by dashes, everything else dropped."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text_of(document), flags=re.M | re.S), re.M)
     return frozenset(re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings)
 
@@ -160,7 +161,8 @@ def test_every_subcommand_and_option_exists() -> None:
 
 
 def test_options_named_alone_exist() -> None:
-    """`--plan auto` in prose: some command must know it, or one of the few other tools that documents show."""
+    """`--plan auto` in prose: a command must define the option, or one of the few other tools that the documents
+    show."""
     known = "\n".join(help_of(c.name) for c in all_commands()[0] if not c.own_parser)
     others = {"--help", "--local-dir", "--build-arg", "--seconds"}  # hf, docker, weft bench kernels
     wrong, found = [], 0

@@ -1,4 +1,4 @@
-"""Tests have patience: a machine that stands still for some seconds fails none."""
+"""Tests wait long enough: a machine that pauses for some seconds fails none of them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ TESTS = Path(__file__).parent
 FILES = [
     file
     for file in sorted(TESTS.rglob("*.py"))
-    if file.relative_to(TESTS).parts[0] not in ("gpu", "chaos", "mutants")  # which nobody's change waits for
+    if file.relative_to(TESTS).parts[0] not in ("gpu", "chaos", "mutants")  # no change waits for these tests
 ]
 ASKS = {f"httpx.{name}" for name in ("get", "post", "request", "stream", "Client", "AsyncClient")}
-"""what gives up after five seconds unless it is told otherwise"""
+"""calls that give up after five seconds unless they get a timeout"""
 WAITS = {"wait", "wait_for", "join", "communicate", "timeout", "settimeout", "result", "get"}
 SHORTEST = 60
-"""seconds that a test waits at least for what must come"""
+"""seconds that a test waits at least for an expected event"""
 BRIEF = 3
-"""and at most for what must not"""
+"""seconds that a test waits at most for an event that must not happen"""
 
 
 def calls(file: Path) -> Iterator[tuple[str, ast.Call]]:
@@ -28,7 +28,7 @@ def calls(file: Path) -> Iterator[tuple[str, ast.Call]]:
 
 
 def seconds(name: str, call: ast.Call) -> Iterator[float]:
-    """That this call waits, as far as they are written there."""
+    """The seconds that this call waits, as far as they are written there."""
     given = [word.value for word in call.keywords if word.arg == "timeout"]
     if name.rpartition(".")[2] in WAITS - {"get"}:
         given += call.args[-1:]
@@ -37,7 +37,7 @@ def seconds(name: str, call: ast.Call) -> Iterator[float]:
             yield value.value
 
 
-def test_nobody_gives_up_while_the_machine_stands_still() -> None:
+def test_no_test_gives_up_while_the_machine_pauses() -> None:
     hasty = []
     for file in FILES:
         for name, call in calls(file):

@@ -94,7 +94,7 @@ def test_the_wheel_has_every_module_that_it_uses() -> None:
         for init in ([ROOT / "__init__.py"] if not folder else (ROOT / folder).rglob("__init__.py"))
     )
     lacking = {name for module in WHEEL for name in used(module, everything)} - set(WHEEL)
-    assert lacking == {"weft.tools", CHECKOUT_COMMANDS}  # which cli.py looks for, and does without
+    assert lacking == {"weft.tools", CHECKOUT_COMMANDS}  # cli.py looks for these and runs without them
 
 
 def test_the_wheel_has_the_data_files_of_its_packages() -> None:
@@ -114,11 +114,11 @@ def test_the_wheel_has_the_data_files_of_its_packages() -> None:
     assert there <= packed
 
 
-def test_commands_of_a_checkout_are_no_commands_of_the_wheel() -> None:
+def test_checkout_commands_are_not_in_the_wheel() -> None:
     assert not {command.name.split()[0] for command in COMMANDS} & set(CHECKOUT_GROUPS)
 
 
-def test_elsewhere_a_command_of_a_checkout_is_one_line(
+def test_a_checkout_command_outside_a_checkout_is_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda _: None)

@@ -1,4 +1,5 @@
-"""A follower whose bench is made of formulas: writes what it was asked beside itself, and fails where rank 0 fails."""
+"""A follower whose bench computes times from formulas. It records its requests in a file and fails where rank 0
+fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves of an engine that nobody measured."""
+"""Throughput curves of a made-up engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def times(seconds: float, tail: float = 1.0) -> Times:
 
 
 def point(bound: int, **fields: Any) -> Point:
-    """An engine whose iteration takes 10 ms and 0.2 ms for each request; 100 pages each."""
+    """A made-up engine: an iteration takes 10 ms plus 0.2 ms per request, and each request holds 100 pages."""
     batch = fields.pop("batch", float(bound))
     step = 0.010 + 0.0002 * batch
     fixed = {

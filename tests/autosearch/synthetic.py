@@ -1,4 +1,5 @@
-"""A machine made of formulas, near an H200: products in waves of tiles, attention by a bandwidth curve, slowdowns."""
+"""A machine defined by formulas, close to an H200: GEMMs in waves of tiles, attention by a bandwidth curve,
+slowdowns."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from weft.engine.model.rope import Rope
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import NanoOperation, Period, Target, model_key
 
-# TB/s of decode attention on so many SMs
+# TB/s of decode attention by number of SMs
 BANDWIDTH = ([0, 16, 24, 32, 40, 48, 56, 64, 132], [0, 1.29, 1.87, 2.44, 2.93, 3.42, 3.82, 4.09, 4.3])
 
 
@@ -32,6 +33,11 @@ def spec_of(hidden: int, inter: int, layers: int, heads: int, kv_heads: int, hea
 
 
 LLAMA_8B = spec_of(4096, 14336, 32, 32, 8)
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    "rope_theta": 5e5, "torch_dtype": "bfloat16",
+}  # fmt: skip
 TYPICAL = Load(2048, 683, 1280, 1024)
 
 
@@ -68,7 +74,7 @@ class SyntheticBench:
         self._slow = {True: compute_slowdown, False: guest_slowdown}
 
     def clock(self) -> float:
-        """Seconds, of which a measurement takes two and a solver none: a busy machine changes no test."""
+        """Seconds. A measurement takes two and a solver none, so that a busy machine does not change a test."""
         return 2.0 * self.calls
 
     def ms(self, op: Operation, work: float, sms: int) -> float:
@@ -155,7 +161,7 @@ def small_profile(
 def assert_schedule_is_possible(
     period: Period, spec: ModelSpec, durations: Sequence[float], num_sms: int, drag: Drag | None = None
 ) -> None:
-    """Replays the simulation and checks every rule for itself, over all layers."""
+    """Replays the simulation and checks every rule independently, over all layers."""
     layers = 12
     runs = play(period, spec, durations, num_sms, layers, drag)
     begun = {(r.turn, r.operation): r for r in runs}

@@ -1,4 +1,4 @@
-"""`weft advise` as a command: what it writes, what it refuses, the demo model on a CPU."""
+"""`weft advise` as a command: its output files, its errors, and the demo model on a CPU."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def test_recorded_curves_need_no_engine(tmp_path: Path, capsys: pytest.CaptureFi
     assert not re.search(r"(src|href)=[\"']?http", html)
     assert picture.read_bytes().startswith(b"\x89PNG")
     model = Path(demo.__file__).parent / "model"
-    assert main(["advise", str(model), *line[1:], "--out", str(out)]) == 0  # where it lies
+    assert main(["advise", str(model), *line[1:], "--out", str(out)]) == 0  # the engine's own path
     assert load(ServeConfig, {}, out).model == str(model)
 
 
-def test_where_no_bound_fits_the_limit_that_was_asked_for_is_told(
+def test_a_latency_limit_that_no_slot_limit_meets_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     curves.save(curve(), tmp_path / "curve.json")
@@ -58,7 +58,7 @@ def test_where_no_bound_fits_the_limit_that_was_asked_for_is_told(
     assert "The engine may use 95% of itl:p99:1ms" in " ".join(capsys.readouterr().out.split())
 
 
-def test_points_that_cannot_be_kept_any_longer_are_told_once(
+def test_points_that_can_no_longer_be_stored_are_reported_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keep = command.saver(tmp_path / "gone" / "points.json")
@@ -74,7 +74,7 @@ def test_points_that_cannot_be_kept_any_longer_are_told_once(
 @pytest.mark.parametrize(
     ("given", "pages", "gib"), [({}, 8193, None), ({"num_pages": 500}, 500, None), ({"kv_cache_gib": 0.5}, None, 0.5)]
 )
-def test_a_cpu_serves_the_pool_that_was_measured(
+def test_a_cpu_uses_the_measured_kv_pool(
     given: dict[str, Any], pages: int | None, gib: float | None, tmp_path: Path
 ) -> None:
     recorded, out = tmp_path / "curve.json", tmp_path / "weft.yaml"
@@ -85,14 +85,14 @@ def test_a_cpu_serves_the_pool_that_was_measured(
     assert (served.num_pages, served.kv_cache_gib) == (pages, gib)
 
 
-def test_a_gpu_serves_all_pages_that_it_has_room_for(tmp_path: Path) -> None:
+def test_a_gpu_uses_all_pages_that_fit(tmp_path: Path) -> None:
     recorded, out = tmp_path / "curve.json", tmp_path / "weft.yaml"
     curves.save(curve(model="demo"), recorded)
     assert main(["advise", "--curves", str(recorded), "--out", str(out)]) == 0
     assert load(ServeConfig, {}, out).num_pages is None
 
 
-def test_when_nothing_fits_it_says_so_and_writes_no_configuration(
+def test_when_nothing_fits_it_reports_so_and_writes_no_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded, out = tmp_path / "curve.json", tmp_path / "weft.yaml"
@@ -123,7 +123,7 @@ def test_when_nothing_fits_it_says_so_and_writes_no_configuration(
         (["--out", "x", "--workload", "many:few"], "--workload 'many:few:1' is neither"),
     ],
 )
-def test_bad_input_is_one_line(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_a_one_line_error(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", *line]) == 2
     said = capsys.readouterr().err
     assert message in said
@@ -150,10 +150,10 @@ def test_the_demo_model_on_a_cpu(
     assert main([*line, "--slo", "itl:p99:60s"]) == 0  # everything is known
     assert json.loads(points.read_bytes()) == json.loads(before)
 
-    def none_starts(*_: object) -> None:
+    def no_engine_starts(*_: object) -> None:
         raise WeftError("one of them ended")
 
-    monkeypatch.setattr(command, "ConcurrentEngines", none_starts)
+    monkeypatch.setattr(command, "ConcurrentEngines", no_engine_starts)
     out.unlink()
     capsys.readouterr()
     assert main([*line, "--measure-replicas", "2"]) == 0
@@ -164,7 +164,7 @@ def test_the_demo_model_on_a_cpu(
     assert "was measured with workload '6:8'" in capsys.readouterr().err
 
 
-def test_joules_that_nobody_counts_are_refused_before_anything_is_measured(
+def test_joules_without_a_counter_are_refused_before_any_measurement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(EngineBench, "machine", lambda _: msgspec.structs.replace(MACHINE, joules="", no_joules="none"))
@@ -174,7 +174,7 @@ def test_joules_that_nobody_counts_are_refused_before_anything_is_measured(
     assert "weft advise: --objective energy: no joules were counted: none\n" in capsys.readouterr().err
 
 
-def test_engines_side_by_side_end_when_the_command_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_engines_end_when_the_command_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[subprocess.Popen[str]] = []
     start = subprocess.Popen
 

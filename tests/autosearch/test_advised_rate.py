@@ -1,4 +1,4 @@
-"""At which rate of requests `weft advise` says that objectives are kept."""
+"""The request rate that `weft advise` reports as keeping the objectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.autosearch.time_budget import TimeBudget
 from weft.engine.config import Objective
 
 
-def test_the_predicted_rate_is_what_the_seats_can_serve() -> None:
+def test_the_predicted_rate_is_what_the_slots_can_serve() -> None:
     made, outputs = curve(), np.full(1, 338.0)
     bound = 64
     most = made.points[6].output_per_s / 338
@@ -32,7 +32,7 @@ def test_the_predicted_rate_is_what_the_seats_can_serve() -> None:
 
 
 class Plant:
-    """An engine that keeps its objectives at half of the runs at its knee, and at nearly all a little below it."""
+    """An engine that keeps its objectives in half of the runs at its knee, and in nearly all runs slightly below it."""
 
     def __init__(self, knee: float, width: float, seed: int) -> None:
         self.knee, self.width, self.rng, self.now = knee, width, np.random.default_rng(seed), 0.0
@@ -62,7 +62,7 @@ def test_the_advised_rate_is_kept_three_times_and_fifteen_percent_more_is_not() 
     assert good >= 97
 
 
-def test_what_was_run_at_rates_is_told() -> None:
+def test_runs_at_measured_rates_are_reported() -> None:
     runs = searched(Plant(knee=50.0, width=0.0, seed=0), start=50.0)
     found = measured_rate(runs)
     assert found is not None
@@ -81,7 +81,7 @@ def test_what_was_run_at_rates_is_told() -> None:
 @pytest.mark.parametrize(
     ("width", "gone"), [(160, []), (110, ["SMs"]), (80, ["SMs", "DRAM", "ttft p50", "ran", "idle"])]
 )
-def test_a_narrow_terminal_has_fewer_columns_and_says_which_not_cut_ones(width: int, gone: list[str]) -> None:
+def test_a_narrow_terminal_drops_columns_and_names_them(width: int, gone: list[str]) -> None:
     points = [point(2**i, dram_share=0.4, sm_share=0.9) for i in range(11)]
     console = Console(width=width, file=io.StringIO())
     terminal.show(advise(curve(points), SLO, 0.1, "throughput"), console)
@@ -93,7 +93,7 @@ def test_a_narrow_terminal_has_fewer_columns_and_says_which_not_cut_ones(width: 
     assert ("Omitted" in text) == bool(gone)
 
 
-def test_a_rate_is_not_advised_on_runs_that_all_kept_or_all_missed() -> None:
+def test_no_rate_is_advised_when_all_runs_kept_or_all_missed() -> None:
     assert measured_rate([]) is None
     for knee in (1e9, 1e-9):
         runs = searched(Plant(knee=knee, width=0.0, seed=0), start=50.0, budget=100.0)
@@ -102,7 +102,7 @@ def test_a_rate_is_not_advised_on_runs_that_all_kept_or_all_missed() -> None:
         made = curve(rates=tuple(msgspec.structs.replace(r, bound=64, objectives=("itl:p99:50ms",)) for r in runs))
         advised = advise(made, SLO, 0.1, "throughput")
         assert advised.measured is None
-        # Nothing is advised that missed, and nothing beyond what was tried.
+        # A rate that missed is never advised, nor a rate above those tried.
         rates = [r.rate for r in runs]
         assert advised.rate < min(rates) if knee < 1 else advised.rate <= max(rates)
 

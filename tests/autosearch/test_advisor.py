@@ -1,4 +1,4 @@
-"""`weft advise`: what is measured, what follows from it, what is written; on made-up engines and on the demo model."""
+"""`weft advise`: its measurements, its conclusions and its output, on made-up engines and on the demo model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weft.server.options import load
 
 
 class MadeUp:
-    """A bench that computes; `room`: requests that fit its memory."""
+    """A bench that computes. `room` is the number of requests that fit its memory."""
 
     def __init__(self, capacity: int = 1024, room: int = 1 << 20, knee: float | None = None) -> None:
         self.capacity, self._room, self._knee = capacity, room, knee
@@ -52,7 +52,7 @@ def sweep(bench: MadeUp, budget: float = 1e9, start: Curve | None = None, slo: l
     return Sweep(bench, begun, slo, 0.1, "throughput", TimeBudget(budget, clock=lambda: bench.now))
 
 
-def test_the_sweep_ends_close_to_the_largest_bound_that_keeps_the_objective() -> None:
+def test_the_sweep_ends_close_to_the_largest_limit_that_keeps_the_objective() -> None:
     bench = MadeUp()
     found = solve(sweep(bench).run(), SLO).best
     assert found is not None
@@ -78,14 +78,14 @@ def test_the_ascent_stops_where_memory_is_full() -> None:
     assert max(bench.asked) == 128
 
 
-def test_time_that_is_up_ends_it_with_what_there_is() -> None:
+def test_when_time_is_up_the_sweep_returns_its_points() -> None:
     bench = MadeUp()
     ran = sweep(bench, budget=22.0)
     assert [p.bound for p in ran.run().points] == [1, 2, 4, 8]
     assert ran.stopped == "out of time"
 
 
-def test_a_point_that_is_cut_short_is_no_point() -> None:
+def test_a_point_cut_short_is_dropped() -> None:
     bench, kept = MadeUp(), []
     begun = msgspec.structs.replace(curve(), points=())
     budget = TimeBudget(1e9, stop_requested=lambda: len(bench.asked) == 3)
@@ -95,7 +95,7 @@ def test_a_point_that_is_cut_short_is_no_point() -> None:
     assert ran.stopped == "ended early"
 
 
-def test_points_that_are_known_are_not_measured_again() -> None:
+def test_known_points_are_not_measured_again() -> None:
     first, second = MadeUp(), MadeUp()
     begun = sweep(first, budget=22.0).run()
     whole = sweep(second, start=begun).run()
@@ -103,8 +103,8 @@ def test_points_that_are_known_are_not_measured_again() -> None:
     assert whole == sweep(MadeUp()).run()
 
 
-def test_equation_2_takes_the_batch_that_ran() -> None:
-    # The bound of 512 had room for 300 requests.
+def test_equation_2_uses_the_batch_that_ran() -> None:
+    # The limit of 512 had memory for 300 requests.
     points = [point(2**i) for i in range(9)] + [point(512, batch=300.0)]
     made = curve(points)
     one = made.throughput(points[0]) / points[0].batch
@@ -115,7 +115,7 @@ def test_equation_2_takes_the_batch_that_ran() -> None:
         assert best.point == max(allowed, key=made.throughput)
 
 
-def test_of_points_that_differ_by_noise_the_smallest_is_taken() -> None:
+def test_among_points_within_noise_the_smallest_is_chosen() -> None:
     points = [point(1), point(64), point(128, output_per_s=point(64).output_per_s * 1.005)]
     best = solve(curve(points)).best
     assert best is not None
@@ -127,7 +127,7 @@ def test_without_batch_1_there_is_no_efficiency() -> None:
         solve(curve([point(8), point(16)]))
 
 
-def test_what_nothing_keeps_is_said() -> None:
+def test_an_objective_that_no_point_keeps_is_reported() -> None:
     solution = solve(curve(), [Objective.parse("itl:p99:5ms")])
     assert solution.best is None
     assert solution.why_not == "no slot limit meets itl:p99:5ms: at 1 requests itl is 15.2 ms, the limit 5 ms"
@@ -160,21 +160,21 @@ def replicas(made: Curve, **tried: float) -> tuple[int, str]:
     return advice.replicas, advice.reason
 
 
-def test_no_replicas_where_the_device_never_waits() -> None:
+def test_no_replicas_if_the_device_is_never_idle() -> None:
     number, reason = replicas(curve())
     assert number == 1
     assert reason == "the device waits for the CPU 0.4% of the time: using all of it would gain at most 0.4%"
 
 
-def test_no_replicas_on_a_promise() -> None:
+def test_no_replicas_on_a_predicted_gain() -> None:
     waiting = curve([point(2**i, idle_share=0.3) for i in range(10)])
     number, reason = replicas(waiting)
     assert number == 1
     assert "at most 43%, which was not measured" in reason
 
 
-def test_replicas_on_a_measured_gain_alone() -> None:
-    # At its best bound one engine has 54 % of what it has at the largest.
+def test_replicas_on_a_measured_gain_only() -> None:
+    # At its best limit one engine has 54 % of its throughput at the largest.
     assert replicas(curve(), n2=1.3, n4=2.2) == (4, "4 engines had 2.20 times the measured throughput of one")
     number, reason = replicas(curve(), n2=0.93)
     assert (number, reason) == (1, "2 engines had 0.93 times the measured throughput of one: nothing to gain")
@@ -185,7 +185,7 @@ def test_replicas_on_a_measured_gain_alone() -> None:
     assert replicas(curve(machine=small), n4=2.2)[0] == 1
 
 
-def test_replicas_are_held_to_one_engine_measured_beside_them() -> None:
+def test_replicas_are_compared_with_one_engine_measured_at_the_same_time() -> None:
     # The machine was slower when the curve was measured than when one and two engines were.
     number, reason = replicas(curve(), n1=1.9, n2=1.9)
     assert number == 1
@@ -193,7 +193,7 @@ def test_replicas_are_held_to_one_engine_measured_beside_them() -> None:
 
 
 class Nvml:
-    """What NVML's Python package offers of GPM, as far as it is called."""
+    """The part of NVML's Python package for GPM that is called here."""
 
     NVMLError = RuntimeError
     NVML_GPM_METRICS_GET_VERSION, NVML_GPM_METRIC_SM_UTIL = 1, 2
@@ -224,7 +224,7 @@ class Nvml:
             metric.value = self.percent[metric.metricId]
 
 
-def test_activity_is_what_the_driver_tells_or_the_reason_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activity_is_the_drivers_value_or_the_reason_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert activity_of(torch.device("cpu")) == (None, "a CPU has no such counters")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1"))
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
@@ -235,14 +235,14 @@ def test_activity_is_what_the_driver_tells_or_the_reason_why_not(monkeypatch: py
     assert activity_of(torch.device("cuda"))[1] == "this GPU has no GPM metrics (Hopper and later do)"
 
 
-def test_engines_side_by_side_are_told_as_one() -> None:
+def test_parallel_engines_are_reported_as_one() -> None:
     both = combine([point(8), point(8, itl=times(0.05))])
     assert (both.replicas, both.bound, both.batch) == (2, 8, 16.0)
     assert both.output_per_s == 2 * point(8).output_per_s
     assert 0.0116 < both.itl.at(25.0) < both.itl.at(75.0) <= 0.05
 
 
-def test_the_configuration_is_one_that_serve_takes(tmp_path: Path) -> None:
+def test_the_configuration_is_accepted_by_serve(tmp_path: Path) -> None:
     advice = advise(curve(), SLO, 0.1, "throughput")
     file = tmp_path / "weft.yaml"
     file.write_text(configuration(advice, {"model_preset": "opt-1.3b", "load_format": "dummy", "seed": 3}))
@@ -253,7 +253,7 @@ def test_the_configuration_is_one_that_serve_takes(tmp_path: Path) -> None:
     assert config.replicas == 1
 
 
-def test_a_file_of_points_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_file_of_points_round_trips(tmp_path: Path) -> None:
     file = tmp_path / "points.json"
     curves.save(curve(), file)
     assert curves.load(file) == curve()
@@ -263,21 +263,21 @@ def test_a_file_of_points_comes_back_as_it_was(tmp_path: Path) -> None:
         curves.load(file)
 
 
-def test_points_of_something_else_are_named() -> None:
+def test_points_of_another_setup_name_the_difference() -> None:
     assert curve().differs(curve([point(1)])) == ""
     assert "workload '9:9'" in curve().differs(curve(workload="9:9"))
     assert "prompt 9.0, this is 161.0" in curve().differs(curve(prompt=9.0))  # a file of lengths has changed
     assert "machine 'B'" in curve().differs(curve(machine=msgspec.structs.replace(MACHINE, name="B")))
 
 
-def test_a_lower_bound_keeps_requests_of_all_ages() -> None:
+def test_a_lower_limit_keeps_requests_of_all_ages() -> None:
     assert spread(range(8), 4) == [0, 2, 4, 6]
     assert spread(range(5), 3) == [0, 1, 3]
     assert spread(range(3), 8) == [0, 1, 2]
 
 
 @pytest.mark.nightly
-def test_engines_that_were_started_once_are_measured_in_any_number_at_any_bound() -> None:
+def test_started_engines_are_measured_in_any_number_at_any_limit() -> None:
     config = EngineConfig(device="cpu", page_size=8, cpu_threads=2)
     with ConcurrentEngines(config, most=2, bound=4, pages=64, lengths=[(6, 8)], seconds=0.05) as engines:
         found = [engines.measure(number, bound) for number, bound in ((1, 4), (2, 2), (2, 4), (1, 2))]
@@ -288,6 +288,6 @@ def test_engines_that_were_started_once_are_measured_in_any_number_at_any_bound(
 
 
 @pytest.mark.nightly
-def test_one_of_several_engines_that_cannot_start_is_one_line() -> None:
+def test_one_of_several_engines_that_cannot_start_is_a_one_line_error() -> None:
     with pytest.raises(WeftError, match="an engine of several ended with status 1; its reason is above"):
         ConcurrentEngines(EngineConfig(model="/nowhere", device="cpu"), 2, 4, 64, [(6, 8)], 0.05)

@@ -1,4 +1,4 @@
-"""A search ends in its budget and at once when asked to, with a plan of what it has measured by then."""
+"""A search ends within its budget, or at once when it is stopped, with a plan of what it has measured by then."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, target_for
 from test_journal import Counted
-from test_search import model, quick
 
 from weft.autosearch import (
     command,
@@ -35,15 +34,14 @@ from weft.autosearch.two_stage_search import LoadSolver, StageResults, StageStor
 from weft.engine.plans.plan import Period, Plan, load_plan
 from weft.server.daemon import cli
 
-__all__ = ["model", "quick"]
 pytestmark = pytest.mark.slow
 
 MEASURING, COMPILING = 1.1, 24.0
-"""seconds of a measurement, and of what compiles before one; as in a search of products in FP8 on an H200"""
+"""seconds of a measurement, and of a compilation before it, as in a search of FP8 GEMMs on an H200"""
 
 
 class Slow(SyntheticBench):
-    """Time passes with its measurements alone. Kernels that it has not met are compiled first."""
+    """Time passes only with measurements. Kernels that it has not seen are compiled first."""
 
     def __init__(self) -> None:
         super().__init__(LLAMA_8B)
@@ -54,7 +52,7 @@ class Slow(SyntheticBench):
         return self.now
 
     def stop_requested(self) -> bool:
-        """Somebody ends the search while a certain measurement runs."""
+        """The search is stopped while a certain measurement runs."""
         return self.calls >= self.ended_at
 
     def period(self, period: Period, load: Load) -> Timing:
@@ -67,7 +65,7 @@ class Slow(SyntheticBench):
 
 
 class Solved:
-    """Instead of `search_pipelines`: one structure for each load, for which the solver uses all of its time."""
+    """Replaces `search_pipelines`: one structure for each load, for which the solver uses all of its time."""
 
     def __init__(self, bench: Slow) -> None:
         self.bench, self.seconds = bench, dict[Load, float]()
@@ -93,7 +91,7 @@ def recorded() -> Profile:
 
 
 class Run:
-    """A search with such a bench."""
+    """A search with the given bench."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, recorded: Profile, budget_s: float, ended_at: int = 10**9
@@ -103,14 +101,14 @@ class Run:
         self.solved = Solved(self.bench)
         self.plans: list[Plan] = []
         self.shares: list[tuple[float, float]] = []
-        """(of the budget that has passed, told)"""
+        """(fraction of the budget that has passed, reported fraction)"""
         monkeypatch.setattr(two_stage_search, "search_pipelines", self.solved)
 
-        def told(_: str, share: float | None = None) -> None:
+        def report(_: str, share: float | None = None) -> None:
             assert share is not None
             self.shares.append((self.bench.now / budget_s, share))
 
-        budget = TimeBudget(budget_s, told, self.bench.stop_requested, self.bench.clock)
+        budget = TimeBudget(budget_s, report, self.bench.stop_requested, self.bench.clock)
         one = search.Search(Machine(recorded, LLAMA_8B), TYPICAL, self.bench, budget, max_num_seqs=1024)
         self.result = one.run("x", self.plans.append)
 
@@ -124,14 +122,14 @@ def assert_won(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("budget_s", [60.0, 125.0, 300.0])
-def test_kernels_that_compile_take_no_time_that_there_is_not(
+def test_compiling_kernels_does_not_exceed_the_remaining_time(
     monkeypatch: pytest.MonkeyPatch, recorded: Profile, budget_s: float
 ) -> None:
     run = Run(monkeypatch, recorded, budget_s)
     assert 0.8 * budget_s < run.bench.now <= budget_s
     assert_won(run.result.plan)
     left_out = [note for note in run.result.notes if "not compared" in note]
-    if budget_s == 60:  # most of which goes by compiling
+    if budget_s == 60:  # most of it goes by compiling
         assert left_out == ["out of time, not compared with the serial plan: light, heavy, 1024 decodes"]
         return
     assert not left_out
@@ -139,7 +137,7 @@ def test_kernels_that_compile_take_no_time_that_there_is_not(
     assert run.plans[-1].periods == run.result.plan.periods
 
 
-def test_the_solver_has_time_for_every_load_though_kernels_compile_meanwhile(
+def test_the_solver_has_time_for_every_load_although_kernels_compile_meanwhile(
     monkeypatch: pytest.MonkeyPatch, recorded: Profile
 ) -> None:
     run = Run(monkeypatch, recorded, 125.0)
@@ -147,12 +145,12 @@ def test_the_solver_has_time_for_every_load_though_kernels_compile_meanwhile(
     assert max(run.solved.seconds.values()) < 3 * min(run.solved.seconds.values())
 
 
-def test_the_share_that_is_told_is_that_of_the_time(monkeypatch: pytest.MonkeyPatch, recorded: Profile) -> None:
+def test_the_reported_share_is_that_of_the_time(monkeypatch: pytest.MonkeyPatch, recorded: Profile) -> None:
     run = Run(monkeypatch, recorded, 125.0)
     assert [share for _, share in run.shares] == pytest.approx([passed for passed, _ in run.shares])
 
 
-def test_nothing_is_measured_once_it_is_ended_and_what_has_won_is_in_the_plan(
+def test_a_stopped_search_measures_nothing_more_and_keeps_the_winners_in_the_plan(
     monkeypatch: pytest.MonkeyPatch, recorded: Profile
 ) -> None:
     whole = Run(monkeypatch, recorded, 300.0)
@@ -170,9 +168,7 @@ def test_nothing_is_measured_once_it_is_ended_and_what_has_won_is_in_the_plan(
     assert counts[-1] >= len(whole.result.plan.periods)
 
 
-def test_loads_that_are_solved_at_once_all_count_for_the_share(
-    monkeypatch: pytest.MonkeyPatch, recorded: Profile
-) -> None:
+def test_loads_solved_in_parallel_all_count_for_the_share(monkeypatch: pytest.MonkeyPatch, recorded: Profile) -> None:
     both, shares = threading.Barrier(2), list[float]()
 
     def half(_: Machine, __: Load, progress: Callable[[str, float], None], *___: object) -> StageResults:
@@ -188,10 +184,10 @@ def test_loads_that_are_solved_at_once_all_count_for_the_share(
     assert 2 * 0.5 / 10 * two_stage_search.SHARE in [pytest.approx(s) for s in shares]
 
 
-# -- what is asked to end
+# -- stopping early
 
 
-def test_the_solver_begins_no_other_structure_once_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_solver_starts_no_other_structure(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(formula_profile(LLAMA_8B, TYPICAL, accelerator("h200")), LLAMA_8B)
     solve, calls = structure_search.solve, list[float]()
 
@@ -206,7 +202,7 @@ def test_the_solver_begins_no_other_structure_once_it_is_ended(monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_search_that_is_ended_while_it_profiles_ends_there_and_keeps_no_profile(
+def test_a_search_stopped_while_profiling_ends_and_keeps_no_profile(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench, target = Counted(), target_for(LLAMA_8B)
@@ -225,7 +221,7 @@ def test_a_search_that_is_ended_while_it_profiles_ends_there_and_keeps_no_profil
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_search_that_is_killed_leaves_the_plan_that_it_had(
+def test_a_killed_search_leaves_its_plan(
     recorded: Profile, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dense_batch, "DENSE_STEPS", 1)
@@ -255,7 +251,9 @@ def test_a_search_that_is_killed_leaves_the_plan_that_it_had(
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_a_link_names_is_written_and_the_link_stays(recorded: Profile, model: Path, tmp_path: Path) -> None:
+def test_a_plan_path_that_is_a_link_writes_its_target_and_keeps_the_link(
+    recorded: Profile, model: Path, tmp_path: Path
+) -> None:
     recorded.save(tmp_path / "profile.json")
     out = tmp_path / "link.json"
     out.symlink_to(tmp_path / "plan.json")
@@ -269,7 +267,7 @@ def test_what_a_link_names_is_written_and_the_link_stays(recorded: Profile, mode
 # -- `TimedBench`
 
 
-def test_what_would_not_end_in_time_is_not_begun(recorded: Profile) -> None:
+def test_a_measurement_that_would_not_end_in_time_is_not_started(recorded: Profile) -> None:
     bench = Slow()
     timely = TimedBench(
         bench, Machine(recorded, LLAMA_8B), TimeBudget(100.0, stop_requested=bench.stop_requested, clock=bench.clock)
@@ -277,7 +275,7 @@ def test_what_would_not_end_in_time_is_not_begun(recorded: Profile) -> None:
     serial = serial_for(LLAMA_8B, TYPICAL, 132)
     pipeline = _pipeline(recorded)
     with timely.until(10.0):
-        timely.period(serial, TYPICAL)  # 25 s: nobody could know
+        timely.period(serial, TYPICAL)  # 25 s: no caller could know
         with pytest.raises(OutOfTime):
             timely.period(serial, TYPICAL)
     timely.period(pipeline, TYPICAL)  # compiles
@@ -295,7 +293,7 @@ def test_what_would_not_end_in_time_is_not_begun(recorded: Profile) -> None:
     assert timely.over
 
 
-def test_the_record_answers_what_was_measured_and_in_proportion(recorded: Profile) -> None:
+def test_the_record_answers_measured_points_exactly_and_others_in_proportion(recorded: Profile) -> None:
     bench, machine = Slow(), Machine(recorded, LLAMA_8B)
     timely = TimedBench(bench, machine, TimeBudget(1000.0, clock=bench.clock))
     pipeline, serial = _pipeline(recorded), serial_for(LLAMA_8B, TYPICAL, 132)
@@ -309,7 +307,7 @@ def test_the_record_answers_what_was_measured_and_in_proportion(recorded: Profil
     assert record.period(pipeline, TYPICAL).ms == pytest.approx(1.3 * machine.period(pipeline, TYPICAL).ms)
     assert record.period(pipeline, light).ms == pytest.approx(1.3 * machine.period(pipeline, light).ms)
     fewer = TYPICAL._replace(tokens=1024)
-    short = serial_for(LLAMA_8B, fewer, 132)  # never measured: as good as any
+    short = serial_for(LLAMA_8B, fewer, 132)  # never measured: any value is as good
     assert record.period(short, fewer).ms == pytest.approx(1.1 * machine.period(short, fewer).ms)
 
 

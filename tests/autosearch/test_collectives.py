@@ -1,4 +1,4 @@
-"""Collectives as operations of a plan: what they move, what may stand for them, and the search that places them."""
+"""Collectives as operations of a plan: their traffic, their alternatives, and the search that places them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LOAD = Load(2048, 683, 1280, 1024)
 A100 = accelerator("a100")
 
 
-# -- what stands for an all-reduce
+# -- alternatives to an all-reduce
 
 
 def test_a_70b_may_gather_scatter_or_reduce() -> None:
@@ -69,8 +69,9 @@ def test_a_70b_may_gather_scatter_or_reduce() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("preset", ["llama-3-70b", "qwen2.5-72b", "llama-2-70b", "deepseek-67b"])
-def test_every_choice_sends_what_the_paper_says(preset: str, ranks: int) -> None:
-    """Four activations a layer, of which a rank keeps its own part; the same weights and FLOPs in any case."""
+def test_every_choice_sends_the_bytes_of_the_paper(preset: str, ranks: int) -> None:
+    """Each layer sends four activations, of which a rank keeps its own part. The weights and FLOPs are the same in all
+    cases."""
     spec = read_spec(PRESETS / preset).shard(0, ranks)
     for variant in transformations(spec):
         operations = list(variant.layer_operations())
@@ -82,17 +83,17 @@ def test_every_choice_sends_what_the_paper_says(preset: str, ranks: int) -> None
         order = [o.name for o in operations]
         for op in operations:
             assert all(order.index(p) < order.index(op.name) for p in op.parents)
-        # the next layer waits for whatever makes the stream whole
+        # the next layer waits until the stream is complete
         assert operations[-1].role is Role.NETWORK
 
 
-def test_gathers_are_left_out_where_they_would_send_more_or_cannot_add_up() -> None:
+def test_gathers_are_left_out_if_they_would_send_more_or_cannot_add_up() -> None:
     def ways_of(spec: object) -> set[str]:
         return {name for v in transformations(spec) for name, way in v.sums if way == "two_gathers"}  # type: ignore[arg-type]
 
     assert ways_of(FOUR) == {"o_reduce"}  # down's input is 3.5 times as wide as its output
     assert ways_of(replace(FOUR, head_dim=256)) == set()  # as wide heads as Qwen3's make o's input wider too
-    parallel = replace(FOUR, placement=Placement.PARALLEL)  # one sum of two products
+    parallel = replace(FOUR, placement=Placement.PARALLEL)  # one sum of two GEMMs
     assert ways_of(parallel) == set()
     assert [describe_collectives(v) for v in transformations(parallel)] == [
         "down: all-reduce",
@@ -100,7 +101,7 @@ def test_gathers_are_left_out_where_they_would_send_more_or_cannot_add_up() -> N
     ]
 
 
-def test_an_impossible_choice_is_one_line() -> None:
+def test_an_impossible_choice_is_a_one_line_error() -> None:
     bad = replace(FOUR, sums=(("down_reduce", "two_gathers"),))
     with pytest.raises(ModelError, match=r"down_reduce as two_gathers on 4 ranks \(o_reduce: all_reduce, scatter"):
         list(bad.layer_operations())
@@ -111,7 +112,7 @@ def test_an_impossible_choice_is_one_line() -> None:
 # -- the paper's example
 
 
-def test_every_choice_moves_the_network_row_of_table_2() -> None:
+def test_every_choice_moves_the_bytes_of_table_2() -> None:
     """LLaMA-2-70B on 8 A100, 2048 tokens: 75.2 GB over the network, 18.8 GFLOP, 31.33 ms."""
     for variant in transformations(LLAMA2_70B.shard(0, 8)):
         cost = cost_model.total(cost_model.collective_costs(variant, 2048))
@@ -162,7 +163,7 @@ def test_a_plan_carries_its_collectives_and_is_checked_with_them(tmp_path: Path)
     early = [*SCATTERED[:5], "gate_up", "o_gather", *SCATTERED[7:]]
     with pytest.raises(ConfigError, match=r"launches gate_up\[0:128\] before o_gather\[0:128\]"):
         halves(*early).check(plan.spec_of(FOUR), 132)
-    # the next layer's qkv needs the sum, not the product
+    # the next layer's qkv needs the sum, not the GEMM
     (edge,) = (e for e in plan.periods[0].dependencies(plan.spec_of(FOUR)) if e.after == 0)
     assert plan.periods[0].operations[edge.before].operation == "down_reduce"
     assert edge.distance == -1
@@ -176,7 +177,7 @@ def test_a_plan_for_another_number_of_ranks_is_for_another_model() -> None:
     assert {model_key(LLAMA_70B.shard(r, 4)) for r in range(4)} == {model_key(FOUR)}
 
 
-def test_a_plan_whose_collectives_a_model_cannot_have_is_one_line(tmp_path: Path) -> None:
+def test_a_plan_with_impossible_collectives_is_a_one_line_error(tmp_path: Path) -> None:
     plan = Plan(target_for(FOUR), "x", (), sums={"o_reduce": "scatter_gather"})
     with pytest.raises(ConfigError, match="the plan's collectives do not fit: this model cannot do o_reduce"):
         plan.spec_of(LLAMA_70B)
@@ -199,7 +200,7 @@ def recorded(
     return bench, profiler.run(target_for(spec), 1000.0)
 
 
-def test_a_profile_has_collectives_alone_beside_products_and_beside_attention() -> None:
+def test_a_profile_has_collectives_alone_and_overlapped_with_gemms_and_attention() -> None:
     _, found = recorded(4, guest=1.3)
     collectives = {o.name for o in every_operation(FOUR).values() if o.role is Role.NETWORK}
     assert collectives <= {p.operation for p in found.points}
@@ -214,14 +215,14 @@ def test_a_profile_has_collectives_alone_beside_products_and_beside_attention() 
     assert found.modelled == ()
 
 
-def test_on_gpus_the_profile_has_what_an_engine_runs_and_so_has_the_plan() -> None:
+def test_a_gpu_profile_and_plan_have_the_operations_of_the_engine() -> None:
     spec = LLAMA_70B.shard(0, 2)
     profiler = Profiler(SyntheticBench(spec), spec, LOAD, Grid.coarse(LOAD, 132), lambda *_: None, None, COLLECTIVES)
     found = profiler.run(target_for(spec), 1000.0)
     assert {n for n, o in every_operation(spec).items() if o.role is Role.NETWORK} > {"o_reduce", "down_reduce"}
     assert set(found.features) == {o.name for o in spec.layer_operations()}
     assert {p.guest for p in found.pairs} == {"decode", "down_reduce"}
-    # the largest product beside attention and beside a sum, before more of what is measured alone
+    # the largest GEMM during attention and during a sum, before more of what is measured alone
     texts = [text for text, _ in profiler.tasks()]
     beside = [text for text in texts if text.startswith("gate_up next to")]
     assert {text.split()[3] for text in beside[:8]} == {"decode", "down_reduce"}
@@ -231,7 +232,7 @@ def test_on_gpus_the_profile_has_what_an_engine_runs_and_so_has_the_plan() -> No
     assert [v.spec.sums for v in variants] == [()]
 
 
-def test_a_product_is_modelled_to_take_half_as_long_again_beside_a_collective() -> None:
+def test_a_gemm_is_modelled_to_take_half_as_long_again_during_a_collective() -> None:
     found = formula_profile(FOUR, LOAD, accelerator("h200"))
     kinds = {n: o.resource for n, o in every_operation(FOUR).items()}
     interference = Interference(found, Curves(found), kinds)
@@ -249,7 +250,7 @@ def test_a_product_is_modelled_to_take_half_as_long_again_beside_a_collective() 
         for op, last, ms in zip(shared.operations, lasts, machine.durations(shared, LOAD), strict=True)
         if kinds[op.operation] is Resource.COMPUTE
     ]
-    assert min(stretched) == pytest.approx(1.0)  # one that runs beside no collective
+    assert min(stretched) == pytest.approx(1.0)  # one that runs during no collective
     assert 1.01 < max(stretched) <= interference.drag(Resource.COMPUTE, own) + 1e-9
 
 
@@ -261,7 +262,7 @@ def test_a_product_is_modelled_to_take_half_as_long_again_beside_a_collective() 
     st.sampled_from([2, 4, 8]), st.integers(0, 5), st.integers(0, 15), st.sampled_from([1024, 2048]),
     st.floats(0.1, 0.8), st.integers(100, 4000), st.floats(1.0, 1.4), st.sampled_from([32, 132]),
 )  # fmt: skip
-def test_every_pipeline_with_collectives_is_possible_and_no_longer_than_its_parts_in_turn(
+def test_every_pipeline_with_collectives_is_possible_and_no_longer_than_its_parts_in_sequence(
     ranks: int, variant: int, structure: int, tokens: int, share: float, context: int, slowdown: float, guest_sms: int
 ) -> None:
     load = Load(tokens, max(1, round(tokens * share)), context, 1024)
@@ -324,14 +325,14 @@ def test_a_search_on_measured_collectives_chooses_among_them_and_draws_the_third
     console = Console(record=True, width=120, file=io.StringIO())
     gantt.draw(best, console)
     assert re.search(r"^network +.*reduce|^network +.*gather|^network ", console.export_text(), re.MULTILINE)
-    # what was solved is kept, for every choice of collectives
+    # solved pipelines are kept, for every choice of collectives
     assert len(msgspec.json.decode(kept.read_bytes())["stages"]) == 3
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("preset", ["llama-3-70b", "qwen2.5-72b"])
-def test_without_a_gpu_and_a_profile_the_search_says_what_was_modelled(
+def test_a_search_without_gpu_and_profile_reports_what_was_modelled(
     preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(two_stage_search, "transformations", lambda spec: transformations(spec)[:2])
@@ -350,16 +351,16 @@ def test_without_a_gpu_and_a_profile_the_search_says_what_was_modelled(
     assert each == pytest.approx(tflops * 1e12 / (2 * whole.num_parameters), rel=2e-3)
     assert (gpus, all_of_them) == (ranks, pytest.approx(ranks * each, abs=ranks))
     plan = load_plan(tmp_path / "plan.json")
-    assert plan.target.gpu == "modelled h200"  # which no engine is
+    assert plan.target.gpu == "modelled h200"  # no engine has this
     assert "predicted from formulas" in plan.made
 
 
-def test_the_modelled_accelerator_meets_what_was_measured_on_four_cards() -> None:
+def test_the_modelled_accelerator_matches_measurements_on_four_cards() -> None:
     """H200: two-shot all-reduces of [2048 | 512 | 128, 8192] over four cards took 177, 55 and 20 us."""
     curves = Machine(formula_profile(FOUR, LOAD, accelerator("h200")), FOUR).curves
     for tokens, us in ((2048, 177), (512, 55), (128, 20)):
         assert curves.ms("o_reduce", tokens, 132) * 1e3 == pytest.approx(us, rel=0.1)
-    # one layer's products of 2,048 tokens took 1,305 to 1,366; here their tiles are never narrower than 256
+    # one layer's GEMMs of 2,048 tokens took 1,305 to 1,366; here their tiles are never narrower than 256
     products = sum(curves.ms(n, 2048, 132) for n in ("qkv", "o", "gate_up", "down")) * 1e3
     assert 1305 < products < 1.12 * 1305
     assert report.fastest_gemm_flops(formula_profile(FOUR, LOAD, accelerator("h200")), FOUR) < 989e12 * 0.68
@@ -382,7 +383,7 @@ def test_the_modelled_accelerator_meets_what_was_measured_on_four_cards() -> Non
     ],
 )
 @pytest.mark.usefixtures("quick")
-def test_a_wrong_option_is_one_line(
+def test_a_wrong_option_is_a_one_line_error(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:

@@ -1,4 +1,4 @@
-"""A bench's kernels are compiled as an engine's are, and found where an engine has compiled them."""
+"""A bench compiles its kernels as an engine does, and finds those that an engine has compiled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Job:
         self._done.append("stopped")
 
 
-def test_a_bench_compiles_what_an_engine_would_and_ends_with_who_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bench_compiles_the_engines_kernels_and_stops_with_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
 
     def begin(config: EngineConfig) -> Job:
@@ -47,11 +47,11 @@ def test_a_bench_compiles_what_an_engine_would_and_ends_with_who_ends_it(monkeyp
     assert done.count("stopped") == 2
     options = {"model_preset": "llama-3-70b", "load_format": "dummy", "tensor_parallel_size": 2}
     engine = EngineConfig.model_validate(options).for_measuring()
-    assert stamp_file(usual) == stamp_file(engine)  # of what it has compiled nothing is missing
+    assert stamp_file(usual) == stamp_file(engine)  # nothing is missing from what it has compiled
     assert (usual.model_path, usual.plan) == (MODEL, engine.plan)
     assert other.max_num_batched_tokens == 1024
 
 
-def test_where_nothing_is_missing_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_started_if_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompileJob, "begin", lambda _: None)
     compile_first(SPEC, MODEL, 2048, 0.0, pytest.fail)

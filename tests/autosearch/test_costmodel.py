@@ -80,7 +80,7 @@ def test_large_models_are_bound_by_compute_and_small_batches_by_memory() -> None
     assert cost_model.classify(128, 8e9, A100) is Resource.MEMORY
 
 
-def test_power_bounds_a_product_longer_than_its_arithmetic_on_the_h200() -> None:
+def test_power_bounds_a_gemm_longer_than_its_arithmetic_on_the_h200() -> None:
     h200 = accelerator("H200")
     product = next(
         c for c in cost_model.operation_costs(LLAMA2_70B, cost_model.Usage(2048, 1, 1)) if c.name == "gate_up"

@@ -1,4 +1,4 @@
-"""From pairs to the exchange of SMs for speed."""
+"""From measured pairs to the exchange of SMs for speed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_slowdowns_of_the_machine_are_found() -> None:
 
 
 def hand_made(pairs: list[tuple[str, int, float, float]]) -> Interference:
-    """Alone on any SMs both take 1 ms. (product, guest SMs, ms of the product, ms of the guest) of each pair."""
+    """Alone, on any SMs, both take 1 ms. Each pair: (GEMM, guest SMs, ms of the GEMM, ms of the guest)."""
     names = ("qkv", "down", "decode")
     points = tuple(Point(n, 100.0, s, 1.0, 1.0, 1.0) for n in names for s in (10, 20, 80, 90, 100))
     both = tuple(PairPoint(n, "decode", 100.0, 100.0, 100 - s, s, a, b, 1.0) for n, s, a, b in pairs)
@@ -52,7 +52,7 @@ def test_spread_is_the_standard_deviation_over_the_mean() -> None:
     assert row.pairs == 2
 
 
-def test_the_papers_table_leaves_out_pairs_that_another_one_beats() -> None:
+def test_the_papers_table_leaves_out_dominated_pairs() -> None:
     found = hand_made([("qkv", 10, 1.25, 2.0), ("qkv", 20, 2.0, 1.25), ("down", 20, 2.5, 4.0)])
     assert found.exchange(Resource.MEMORY) == [pytest.approx((0.2, 0.5)), pytest.approx((0.5, 0.8))]
 

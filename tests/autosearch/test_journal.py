@@ -1,4 +1,4 @@
-"""A search that was interrupted goes on where it was, with its measurements and what the solver found."""
+"""An interrupted search resumes where it stopped, with its measurements and the solver's results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import LLAMA_8B, TYPICAL, SyntheticBench, target_for
-from test_search import CONFIG, quick
+from synthetic import CONFIG, LLAMA_8B, TYPICAL, SyntheticBench, target_for
 
 from weft.autosearch import command, dense_batch, two_stage_search
 from weft.autosearch.accelerators import accelerator
@@ -28,15 +27,14 @@ from weft.engine.errors import ConfigError, RankLost
 from weft.engine.plans.plan import NanoOperation, Period, load_plan
 from weft.server.daemon import cli
 
-__all__ = ["quick"]
 SERIAL = serial_for(LLAMA_8B, TYPICAL, 132)
 
 
 class Counted(SyntheticBench):
-    """No two measurements are alike; the card is lost at some of them."""
+    """No two measurements are equal; some of them lose the card."""
 
     def __init__(self, ends: Collection[tuple[str, int]] = ()) -> None:
-        """ends: kinds of measurements, and which of them is none."""
+        """ends: kinds of measurements, and the number of the one that fails."""
         super().__init__(LLAMA_8B)
         self._ends, self.asked = ends, Counter[str]()
 
@@ -58,7 +56,7 @@ class Counted(SyntheticBench):
     def close(self) -> None: ...
 
 
-def test_a_search_forgets_those_that_nobody_went_on_with(tmp_path: Path) -> None:
+def test_a_search_forgets_abandoned_journals(tmp_path: Path) -> None:
     old, solved, young, other = (tmp_path / name for name in ("a.measured", "a.solved", "b.measured", "c.json"))
     for file, age in ((old, 31), (solved, 31), (young, 29), (other, 31)):
         file.write_bytes(b"")
@@ -67,7 +65,7 @@ def test_a_search_forgets_those_that_nobody_went_on_with(tmp_path: Path) -> None
     assert sorted(tmp_path.iterdir()) == [young, other]
 
 
-def test_what_was_measured_is_measured_once_and_repeats_are_told_apart(tmp_path: Path) -> None:
+def test_each_measurement_is_made_once_and_repeats_are_kept_apart(tmp_path: Path) -> None:
     bench, file = Counted(), tmp_path / "measured"
     first = Journal(bench, file)
     first.seconds = 0.2
@@ -78,7 +76,7 @@ def test_what_was_measured_is_measured_once_and_repeats_are_told_apart(tmp_path:
     with pytest.raises(ConfigError, match="more SMs"):
         first.alone(NanoOperation("gate_up", 0, 2048, 133), TYPICAL)
     with file.open("ab") as out:
-        out.write(b'\n{"key": "\xff"}\n{"key": "torn')  # whoever wrote it was killed
+        out.write(b'\n{"key": "\xff"}\n{"key": "torn')  # its writer was killed
     again = Journal(bench, file)
     again.seconds = 0.2
     before = bench.calls
@@ -91,10 +89,10 @@ def test_what_was_measured_is_measured_once_and_repeats_are_told_apart(tmp_path:
     again.seconds = 1.0
     again.period(SERIAL, TYPICAL)  # for longer
     assert bench.calls == before + 2
-    assert Journal(bench, file).known == 6  # behind the torn line too
+    assert Journal(bench, file).known == 6  # after the torn line too
 
 
-def test_a_folder_that_cannot_be_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported_before_any_measurement(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
         Journal(Counted(), tmp_path / "file" / "searches" / "some.measured")
@@ -102,7 +100,7 @@ def test_a_folder_that_cannot_be_is_told_before_anything_is_measured(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-def test_a_search_goes_on_where_it_was_and_then_forgets(
+def test_a_search_resumes_and_then_forgets_its_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(dense_batch, "DENSE_STEPS", 1)
@@ -134,12 +132,12 @@ def test_a_search_goes_on_where_it_was_and_then_forgets(
     assert f"with {measured} measurements" in capsys.readouterr().err
     assert len(solved) == before
     assert load_plan(plan).target == target
-    assert not list(cache_path(target).parent.parent.glob("searches/*"))  # the next one begins anew
+    assert not list(cache_path(target).parent.parent.glob("searches/*"))  # the next one starts from scratch
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("quick")
-def test_loads_that_are_solved_at_once_have_the_pipelines_of_one_after_the_other(
+def test_loads_solved_in_parallel_have_the_same_pipelines_as_in_sequence(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setattr(two_stage_search, "EFFORT", 0.02)

@@ -1,4 +1,4 @@
-"""Profiles: measured points come back, what lies between is near the truth, files are refused in one line."""
+"""Profiles return measured points, interpolate near the truth, and reject bad files in one line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_coarse_grid_is_cheap_enough_for_150_seconds() -> None:
     assert full.guest_sms == tuple(range(8, 67, 8))
 
 
-def test_measured_points_come_back() -> None:
+def test_measured_points_are_returned() -> None:
     profile = recorded()
     curves = Curves(profile)
     for point in profile.points:
@@ -48,7 +48,7 @@ def test_measured_points_come_back() -> None:
 
 @pytest.mark.parametrize("sms", [132, 116, 108, 100, 92, 84, 76, 68])
 @pytest.mark.parametrize("tokens", range(256, 2049, 256))
-def test_products_between_points_keep_their_waves(sms: int, tokens: int) -> None:
+def test_gemms_between_points_keep_their_waves(sms: int, tokens: int) -> None:
     bench, curves = SyntheticBench(LLAMA_8B), Curves(recorded())
     for name in ("qkv", "o", "gate_up", "down"):
         truth = bench.ms(OPERATIONS[name], tokens, sms)
@@ -63,20 +63,20 @@ def test_attention_between_points_is_near_the_truth(sms: int, share: float) -> N
     assert curves.ms("decode", work, sms) == pytest.approx(bench.ms(OPERATIONS["decode"], work, sms), rel=0.06)
 
 
-def test_attention_slows_down_below_the_fewest_measured_sms_and_nothing_takes_no_time() -> None:
+def test_attention_slows_down_below_the_fewest_measured_sms_and_no_work_takes_no_time() -> None:
     curves = Curves(recorded())
     assert curves.ms("decode", 1e6, 8) == pytest.approx(2 * curves.ms("decode", 1e6, 16))
     assert curves.ms("decode", 0, 8) == 0.0
 
 
-def test_work_is_what_time_grows_with() -> None:
+def test_work_is_the_quantity_that_time_grows_with() -> None:
     load = Load(2048, 600, 1000, 512)
     assert work_of(OPERATIONS["gate_up"], load) == 2048
     assert work_of(OPERATIONS["decode"], load) == 600_000
     assert work_of(OPERATIONS["prefill"], load) == 1448 * 256
 
 
-def test_the_fastest_configuration_is_kept_and_serial_plans_have_the_kernels_own() -> None:
+def test_the_fastest_configuration_is_kept_and_serial_plans_use_the_kernels_own() -> None:
     class Tuned(SyntheticBench):
         def alone(self, op: NanoOperation, load: Load) -> Timing:
             if op.config == CONFIGS[0]:
@@ -90,7 +90,7 @@ def test_the_fastest_configuration_is_kept_and_serial_plans_have_the_kernels_own
     assert curves.ms("down", 2048, 132) == pytest.approx(0.9 * curves.ms("down", 2048, 132, serial=True))
 
 
-def test_little_time_still_gives_every_operation_alone() -> None:
+def test_a_short_time_limit_still_measures_every_operation_alone() -> None:
     bench = SyntheticBench(LLAMA_8B)
     now = iter(range(1000))
 
@@ -110,7 +110,7 @@ def test_little_time_still_gives_every_operation_alone() -> None:
             Profiler(bench, LLAMA_8B, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *_: None).run(target_for(LLAMA_8B), 2)
 
 
-def test_time_that_is_left_goes_to_a_finer_grid() -> None:
+def test_remaining_time_goes_to_a_finer_grid() -> None:
     coarse, full = Grid.coarse(TYPICAL, 132), Grid.full(TYPICAL, 132)
     now = iter(range(1000))
 
@@ -161,7 +161,7 @@ def test_a_file_gives_the_same_profile_back_and_is_found_again(
         ({"load": 1}, "not a valid profile"),
     ],
 )
-def test_a_file_that_is_no_profile_is_one_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_file_that_is_not_a_profile_is_a_one_line_error(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = tmp_path / "p.json"
     recorded().save(path)
     raw = json.loads(path.read_text())
@@ -193,12 +193,12 @@ def test_a_workload_becomes_its_steady_state() -> None:
 
 
 @pytest.mark.parametrize("text", ["1024", "a:b", "0:5", "5:-1", "1:2:3", ""])
-def test_a_workload_that_is_none_is_one_line(text: str) -> None:
+def test_an_invalid_workload_is_a_one_line_error(text: str) -> None:
     with pytest.raises(ConfigError, match="must be PROMPT:OUTPUT"):
         workload_load(text, 2048)
 
 
-def test_nano_batches_get_the_decodes_that_the_engine_deals_them() -> None:
+def test_nano_batches_get_the_decodes_that_the_engine_assigns() -> None:
     parts = TYPICAL.assigned([(0, 1280), (1280, 2048)])
     assert [p.tokens for p in parts] == [1280, 768]
     assert sum(p.decodes for p in parts) == 683
@@ -208,7 +208,7 @@ def test_nano_batches_get_the_decodes_that_the_engine_deals_them() -> None:
 
 
 @pytest.mark.parametrize("spec", [LLAMA_8B, spec_of(3584, 18944, 28, 28, 4)], ids=["8b", "qwen"])
-def test_a_profile_cut_short_already_knows_what_overlap_costs(spec: ModelSpec) -> None:
+def test_a_profile_cut_short_already_has_the_cost_of_overlap(spec: ModelSpec) -> None:
     bench = SyntheticBench(spec, compute_slowdown=1.24, guest_slowdown=1.49)
     profiler = Profiler(bench, spec, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *_: None)
     tasks = profiler.tasks()
@@ -231,7 +231,7 @@ def halves(cut: int, attention_sms: int) -> Period:
     return Period(2048, tuple(operations))
 
 
-def test_a_model_with_much_kv_is_measured_with_what_its_gpu_holds() -> None:
+def test_a_model_with_much_kv_is_measured_at_the_capacity_of_its_gpu() -> None:
     spec = spec_of(5120, 13824, 40, 40, 40)  # 819 kB a token, ten times as much as with grouped heads
     bench = SyntheticBench(spec)
     bench.memory = 140 * 10**9

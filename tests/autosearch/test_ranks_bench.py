@@ -1,4 +1,4 @@
-"""The bench of several GPUs: every rank measures the same, and one that ends is told of in a line."""
+"""The bench of several GPUs: every rank measures the same, and a rank that exits is reported in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorded H200 profile, and the shipped plan that a search on it and on the card itself found."""
+"""The recorded H200 profile, and the shipped plan that a search found on it and on the card."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_shipped_profile_is_found_for_its_model_without_a_gpu(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert recorded.target.model == model_key(LLAMA_8B)
-    assert (recorded.modelled, recorded.guest_pairs) == ((), ())  # a file from before there were any
+    assert (recorded.modelled, recorded.guest_pairs) == ((), ())  # a file from before these fields existed
     assert command.find_profile(LLAMA_8B, TYPICAL, None, None) == recorded
     assert {p.guest_sms for p in recorded.pairs} >= {16, 32, 48}
 
@@ -52,12 +52,12 @@ def test_the_stages_predict_overlap_in_whole_waves_of_tiles(recorded: Profile) -
     assert {(o.end - o.begin, o.sms) for o in found.period.operations if o.operation == "down"} == {(896, 112)}
 
 
-def test_the_shipped_plan_is_chosen_on_its_card_possible_there_and_can_be_drawn() -> None:
+def test_the_shipped_plan_is_chosen_on_its_card_and_is_possible_and_drawable() -> None:
     # kernels that change need a new search: until there is one, their commit removes the plan
     here = Target("NVIDIA H200", 132, model_key(LLAMA_8B), "bfloat16", choose.kernels_digest(LLAMA_8B, fp8=False))
     plan = choose.choose_plan("auto", LLAMA_8B, here, None)
     assert plan == load_plan(PLAN)
-    assert plan.sums == {}  # a file from before there were any
+    assert plan.sums == {}  # a file from before these fields existed
     assert plan.dense_batch == 2048
     for period in plan.periods:
         period.check(LLAMA_8B, plan.target.sms)
@@ -65,4 +65,4 @@ def test_the_shipped_plan_is_chosen_on_its_card_possible_there_and_can_be_drawn(
         console = Console(record=True, width=120)
         gantt.draw(period, console)
         assert "decode" in console.export_text()
-        assert max(len(t) for t in re.findall("<text[^>]*>([^<]*)", gantt.svg(period))) < 170  # fits the picture
+        assert max(len(t) for t in re.findall("<text[^>]*>([^<]*)", gantt.svg(period))) < 170  # it fits the picture

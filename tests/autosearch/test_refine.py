@@ -1,4 +1,4 @@
-"""Refinement climbs on what the bench says, never ends below where it began, and places pipelines where they win."""
+"""Refinement follows the bench, never ends below its start, and places pipelines where they win."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.engine.plans.plan import TOKEN_STEP, Edge, NanoOperation, Period, seri
 
 
 def naive(sms: int = 24, cut: int = 1024) -> Period:
-    """Two nano-batches half a layer apart, attention on few SMs."""
+    """Two nano-batches half a layer apart, with attention on few SMs."""
 
     def op(name: str, half: int, ahead: bool = False) -> NanoOperation:
         lane = "memory" if name == "decode" else "compute"
@@ -31,7 +31,7 @@ def naive(sms: int = 24, cut: int = 1024) -> Period:
 
 
 class Clock:
-    """A second passes with every look."""
+    """A second passes with every reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -42,7 +42,7 @@ class Clock:
 
 
 class ScriptedBench(SyntheticBench):
-    """The period takes what a function says."""
+    """The period takes the time that a function returns."""
 
     def __init__(self, ms: Callable[[Period], float]) -> None:
         super().__init__(LLAMA_8B)
@@ -92,7 +92,7 @@ def test_on_the_synthetic_machine_it_ends_faster_than_it_began() -> None:
     assert refined.ms == bench.period(refined.period, TYPICAL).ms
 
 
-def test_noise_is_not_taken_for_progress() -> None:
+def test_noise_is_not_mistaken_for_progress() -> None:
     """Single measurements jump by a percent; medians taken in turn decide."""
     turn = iter(range(10_000))
     bench = ScriptedBench(lambda _: 2.0 + 0.02 * (next(turn) % 3))
@@ -109,7 +109,7 @@ def test_it_stops_with_its_budget_and_keeps_the_best_so_far() -> None:
     assert refined.tried == 2
 
 
-def test_what_the_gpu_cannot_run_is_passed_over() -> None:
+def test_pipelines_that_the_gpu_cannot_run_are_skipped() -> None:
     def ms(period: Period) -> float:
         if sms_of(period) != [24, 24]:
             raise ConfigError("not here")
@@ -151,7 +151,7 @@ def test_pipelines_are_placed_where_they_win() -> None:
     assert light.period.min_kv_tokens < light.load.kv_tokens < light.period.max_kv_tokens
 
 
-def test_beyond_what_was_measured_the_serial_plan_runs() -> None:
+def test_beyond_the_measured_range_the_serial_plan_runs() -> None:
     class Fast(SyntheticBench):
         def period(self, period: Period, _: Load) -> Timing:
             return Timing(2.0 if len(period.operations) == 6 else 1.0, 1.0, 1.0)
@@ -163,7 +163,7 @@ def test_beyond_what_was_measured_the_serial_plan_runs() -> None:
 
 
 @pytest.mark.parametrize("room", [0.6, 1.1, 1.7, 3.0])
-def test_no_more_kv_is_promised_than_the_device_holds(room: float) -> None:
+def test_no_more_kv_is_planned_than_the_device_holds(room: float) -> None:
     measured = []
 
     class Fast(SyntheticBench):
@@ -179,10 +179,10 @@ def test_no_more_kv_is_promised_than_the_device_holds(room: float) -> None:
     assert placed.period.max_kv_tokens > min(capacity, 2 * TYPICAL.kv_tokens) - TYPICAL.decodes
 
 
-def test_a_pipeline_that_never_wins_has_no_place() -> None:
+def test_a_pipeline_that_never_wins_is_dropped() -> None:
     class Slow(SyntheticBench):
         def period(self, period: Period, _: Load) -> Timing:
-            return Timing(1.0 if len(period.operations) == 6 else 0.999, 1.0, 1.0)  # less than it must gain
+            return Timing(1.0 if len(period.operations) == 6 else 0.999, 1.0, 1.0)  # less than the required gain
 
     assert break_even.place(Slow(LLAMA_8B), LLAMA_8B, [naive()], TYPICAL) == []
     assert break_even.place(Slow(LLAMA_8B), LLAMA_8B, [], TYPICAL) == []

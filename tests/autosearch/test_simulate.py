@@ -1,4 +1,4 @@
-"""The event simulation against closed forms and against the rules it must keep."""
+"""The event simulation against closed forms and against its rules."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ def test_the_serial_plan_takes_the_sum() -> None:
 
 @pytest.mark.parametrize(("mix", "read"), [(2.0, 3.0), (3.0, 2.0), (2.0, 2.0), (5.0, 0.5)])
 def test_two_halves_alternate_between_two_lanes(mix: float, read: float) -> None:
-    # mix 0 | mix 1 beside read 0 | mix 0 of the next layer beside read 1: the busier lane decides
+    # mix 0 | mix 1 with read 0 | mix 0 of the next layer with read 1: the busier lane decides
     timeline = simulate(halves(8, 8), TWO, [mix, read, mix, read], 16)
     assert timeline.ms == pytest.approx(max(2 * mix, 2 * read))
 
 
-def test_operations_that_do_not_fit_beside_each_other_take_turns() -> None:
+def test_operations_that_do_not_fit_together_run_in_sequence() -> None:
     assert simulate(halves(9, 8), TWO, [2.0, 3.0, 2.0, 3.0], 16).ms == pytest.approx(10.0)
 
 
-def test_a_wait_holds_back_what_is_ready() -> None:
+def test_a_wait_delays_an_operation_that_is_ready() -> None:
     free = simulate(halves(8, 8), TWO, [2.0, 2.0, 2.0, 2.0], 16)
     held = simulate(msgspec.structs.replace(halves(8, 8), waits=(Edge(1, 2, 0),)), TWO, [2.0, 2.0, 2.0, 2.0], 16)
     assert (free.ms, held.ms) == (pytest.approx(4.0), pytest.approx(6.0))
 
 
-def test_what_runs_beside_slows_down_only_while_it_runs() -> None:
-    """Of 5 ms `mix` does one in the 2 ms that `read` lasts, so it takes 6."""
+def test_an_overlapping_operation_slows_another_only_while_it_runs() -> None:
+    """`mix` does one of its 5 ms in the 2 ms that `read` lasts, so it takes 6."""
     drag = [2.0, 1.0, 2.0, 1.0]
     timeline = simulate(
         halves(8, 8), TWO, [5.0, 2.0, 5.0, 2.0], 16, drag=lambda i, others: drag[i] if others else 1.0
@@ -64,7 +64,7 @@ def test_what_runs_beside_slows_down_only_while_it_runs() -> None:
     assert simulate(halves(8, 8), TWO, [5.0, 2.0, 5.0, 2.0], 16).ms == pytest.approx(10.0)
 
 
-def test_what_can_never_start_is_an_error() -> None:
+def test_an_operation_that_can_never_start_is_an_error() -> None:
     with pytest.raises(ValueError, match="more SMs"):
         simulate(halves(8, 17), TWO, [1.0] * 4, 16)
     with pytest.raises(ValueError, match="wait for each other"):

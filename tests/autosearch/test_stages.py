@@ -1,4 +1,4 @@
-"""Both stages against enumeration on machines small enough for it; what they emit is possible and lasts as said."""
+"""Both stages against enumeration on small machines: their output is possible and lasts as predicted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Formula = Callable[[str, float, int], float]
 
 
 def chain(*resources: Resource) -> ModelSpec:
-    """A layer of operations a, b, c … each of which needs the one before."""
+    """A layer of operations a, b, c …, each of which needs the one before."""
     operations = []
     for i, resource in enumerate(resources):
         name, parents = "abcdef"[i], ("abcdef"[i - 1],) if i else ()
@@ -50,7 +50,7 @@ def chain(*resources: Resource) -> ModelSpec:
 
 
 def orders(period: Period, spec: ModelSpec) -> Iterator[Period]:
-    """Every order of launch and every choice of `next_layer` that is possible."""
+    """Every possible order of launches and choice of `next_layer`."""
     for operations in permutations(period.operations):
         for ahead in product((False, True), repeat=len(operations)):
             ops = tuple(msgspec.structs.replace(o, next_layer=n) for o, n in zip(operations, ahead, strict=True))
@@ -91,9 +91,9 @@ def _lane(op: NanoOperation) -> str:
 @pytest.mark.parametrize(
     ("resources", "ms"),
     [
-        # splitting is free: everything hides behind the busier lane
+        # splitting is free: everything overlaps with the busier lane
         ((Resource.COMPUTE, Resource.MEMORY), {"a": (0.0, 1.0), "b": (0.0, 0.7)}),
-        # a fixed cost per launch makes splitting the product dear
+        # a fixed cost per launch makes splitting the GEMM expensive
         ((Resource.COMPUTE, Resource.MEMORY), {"a": (0.35, 0.6), "b": (0.0, 1.0)}),
         ((Resource.COMPUTE, Resource.MEMORY, Resource.COMPUTE), {"a": (0.05, 0.5), "b": (0.0, 0.9), "c": (0.2, 0.3)}),
         ((Resource.MEMORY, Resource.COMPUTE, Resource.NETWORK), {"a": (0.0, 0.5), "b": (0.1, 0.5), "c": (0.0, 0.8)}),
@@ -117,7 +117,7 @@ def test_stage_one_finds_what_enumeration_finds(
     assert simulate(best.period, spec, durations, 99 * 16).ms == pytest.approx(best.ms, rel=2e-3)
 
 
-def test_stage_one_keeps_whole_what_does_not_pay_to_cut() -> None:
+def test_stage_one_keeps_an_operation_whole_if_cutting_it_does_not_pay() -> None:
     spec, load = chain(Resource.COMPUTE, Resource.MEMORY, Resource.COMPUTE), Load(512, 1, 1, 1)
 
     def formula(name: str, work: float, _: int) -> float:
@@ -142,7 +142,7 @@ def test_more_nano_batches_are_tried_near_bubbles() -> None:
 
 
 def best_shares(machine: Machine, period: Period) -> float:
-    """Stage II by enumeration: SM counts of everything, and who goes first where two do not fit together."""
+    """Stage II by enumeration: the SM counts of all operations, and the order of any two that do not fit together."""
     spec, total = machine.spec, machine.num_sms
     levels = resource_assignment.guest_levels(total)
     best = float("inf")
@@ -223,8 +223,8 @@ def test_every_pipeline_is_possible_and_lasts_as_predicted(
         assert waits.distance in (0, -1)
 
 
-def test_what_the_solver_promises_is_what_plays_out() -> None:
-    """Its objective, not only the replay: waits keep the order that the solver counts on."""
+def test_the_solvers_prediction_equals_the_replay() -> None:
+    """Compares the objective, not only the replay: waits keep the order that the solver assumes."""
     machine = real_machine()
     for guest_sms in (132, 32):
         solved = structure_search.search(machine, TYPICAL, guest_sms, 1.0)[0]
@@ -251,7 +251,7 @@ def test_the_same_search_twice_gives_the_same_pipelines(monkeypatch: pytest.Monk
     assert first.structure_ms < first.choices[0].ms
 
 
-def test_without_time_one_structure_is_looked_at() -> None:
+def test_without_time_one_structure_is_tried() -> None:
     found = two_stage_search.search_pipelines(real_machine(), TYPICAL, seconds=0.0)
     assert len(found.choices) == 1
     found.choices[0].period.check(LLAMA_8B, 132)
@@ -280,7 +280,7 @@ def test_odd_loads_have_possible_pipelines(load: Load) -> None:
         pytest.param(spec_of(5120, 13824, 40, 40, 40), id="13B", marks=pytest.mark.nightly),
     ],
 )
-def test_models_never_seen_need_no_manual_step(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unseen_models_need_no_manual_step(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shapes of Qwen2.5-7B and Llama-2-13B."""
     machine = real_machine(spec=spec)
     monkeypatch.setattr(two_stage_search, "GUEST_SMS", (32,))
@@ -303,7 +303,7 @@ def test_three_lanes_never_hold_more_than_all_sms() -> None:
     assert choice.ms < machine.serial_ms(load)
 
 
-def test_waits_that_lanes_and_data_bring_about_are_left_out() -> None:
+def test_waits_implied_by_lanes_and_data_are_left_out() -> None:
     machine = real_machine()
     solved = structure_search.search(machine, TYPICAL, 132, 1.0)[0]
     choice = resource_assignment.assign(machine, solved.period, TYPICAL, 1.0)
