@@ -102,7 +102,7 @@ mutants: $(VENV)/.test ## mutation testing (ARGS="engine/memory/pages.py --sampl
 endurance: $(VENV)/.test ## send 20,000 mixed requests to a daemon and check that its memory stays flat
 	WEFT_ENDURANCE_REQUESTS=20000 $(BIN)/python -m pytest -q -s tests/server/test_flat_memory.py $(ARGS)
 simulated: $(VENV)/.test ## compare weft fleet with a real daemon, on an idle machine (or ARGS=--paced)
-	$(BIN)/python -P tests/fleet/beside_real.py $(ARGS)
+	$(BIN)/python -P tests/fleet/compare_real.py $(ARGS)
 chaos: $(VENV)/.test ## inject faults for half an hour and check every answer (ARGS="--minutes 5 --seed 1")
 	PYTHONPATH=tests/chaos:tests/server $(BIN)/python tests/chaos/chaos.py $(ARGS)
 

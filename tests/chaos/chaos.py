@@ -1,8 +1,9 @@
-"""`make chaos`: half an hour of accidents on a CPU, from a seed, and a verdict.
+"""`make chaos`: half an hour of faults on a CPU, from a seed, and a verdict.
 
-Kills, stops, bit flips in the store, clients that leave, overload, a log that nobody reads, a clock that jumps; clients
-that know the right answers meanwhile. It passes when no answer was wrong, every request had a terminal answer, the
-daemon's counters agree with the clients' ledger to the request, and no process grew.
+It kills and stops processes, flips bits in the store, lets clients disconnect, overloads the daemon, stops reading its
+log and moves its clock. Meanwhile clients that know the right answers send requests. It passes if no answer was wrong,
+every request had a terminal answer, the daemon's counters agree with the clients' ledger to the request, and no process
+grew.
 
     make chaos ARGS="--minutes 30 --seed 0"
 """
@@ -32,12 +33,12 @@ HERE = Path(__file__).parent
 HANG_SECONDS = 6.0
 """hang timeouts of the daemon under test"""
 MEMORY_STEP_MIB = 40
-"""a process may grow by so much, and a tenth, from the second minute of its life on"""
+"""MiB that a process may grow by, plus a tenth, after its second minute"""
 MIB = 2**20
 
 
 def options(port: int, store: Path) -> list[str]:
-    """Small pools, so that pages move and requests are preempted; bounds that are reached in seconds."""
+    """Small pools, so that pages move and requests are preempted, and limits that are reached within seconds."""
     given = {
         "port": port, "api-workers": 3, "dtype": "float32", "num-pages": 150, "page-size": 16, "max-num-seqs": 16,
         "max-num-batched-tokens": 256, "host-kv-gib": 0.01, "ssd-kv-path": store, "ssd-kv-gib": 0.05,
@@ -72,7 +73,7 @@ class Watched(Daemon):
 
 
 class Memory:
-    """Resident memory of each process of the daemon, over its life."""
+    """Resident memory of each process of the daemon since its start."""
 
     def __init__(self, daemon: Watched) -> None:
         self._daemon = daemon
@@ -110,7 +111,7 @@ def free_port() -> int:
 
 
 async def fetched(port: int, path: str, seconds: float = 90) -> str:
-    """The body of a 200, waited for."""
+    """The body of a 200 response. Waits for it."""
 
     def get() -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as response:
@@ -127,7 +128,7 @@ async def fetched(port: int, path: str, seconds: float = 90) -> str:
 
 
 async def run(folder: Path, minutes: float, seed: int, crowd: int) -> list[str]:
-    """What was found wrong."""
+    """Return what was found wrong."""
     rng = Random(seed)
     port = free_port()
     store = folder / "store"
@@ -158,7 +159,7 @@ async def run(folder: Path, minutes: float, seed: int, crowd: int) -> list[str]:
         await storm
         await mischief.calm()
         await asyncio.wait_for(customers.stop(), 300)
-        await asyncio.sleep(2 * HANG_SECONDS)  # whatever still hangs is found
+        await asyncio.sleep(2 * HANG_SECONDS)  # this finds processes that still hang
         exposition = await fetched(port, "/metrics")
         watching.cancel()
         print("accidents:", dict(mischief.done))

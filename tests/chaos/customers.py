@@ -1,4 +1,4 @@
-"""`Customers`: clients that know what the answers must be, and write down what became of every request."""
+"""`Customers`: clients that know the right answers and record the outcome of every request."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from ledger import Ledger
 
 PATIENCE_SECONDS = 150.0
-"""that a client waits for the end of an answer: beyond every bound of the daemon"""
+"""seconds that a client waits for the end of an answer, above every limit of the daemon"""
 FRUIT = ("apple", "pear", "fig", "kiwi", "plum", "lime", "peach", "mango", "grape", "melon", "cherry", "lemon")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 @dataclass(frozen=True)
 class Question:
-    """A request whose answer is the same whenever it is asked: greedy, in float32."""
+    """A request with a fixed answer: greedy, in float32."""
 
     path: str
     body: dict[str, Any]
@@ -31,7 +31,7 @@ class Question:
 
 
 def questions(rng: Random, count: int) -> list[Question]:
-    """Of several kinds: short and long prompts, streams, several choices, constrained answers, refusals."""
+    """Questions of several kinds: short and long prompts, streams, several choices, constrained answers, refusals."""
     return [KINDS[i % len(KINDS)](rng) for i in range(count)]
 
 
@@ -46,7 +46,7 @@ def _sum_streamed(rng: Random) -> Question:
 
 
 def _recall(rng: Random) -> Question:
-    """A long text that many share, so that its pages travel between tiers."""
+    """A long text shared by many requests, so that its pages move between tiers."""
     facts = Random(rng.randrange(12))
     codes = {name: facts.randrange(1000, 9999) for name in FRUIT}
     text = " ".join(f"The code of {name} is {code}." for name, code in codes.items())
@@ -58,7 +58,7 @@ def _recall(rng: Random) -> Question:
 
 
 def _count(rng: Random) -> Question:
-    """Many tokens, one by one."""
+    """Many tokens, one at a time."""
     begin = rng.randrange(1, 60)
     prompt = " ".join(map(str, range(begin, begin + 4)))
     return Question(COMPLETIONS, {"prompt": prompt, "max_tokens": 80, "temperature": 0, "stream": True})
@@ -86,7 +86,7 @@ class Broken(Exception):
 
 
 class Customers:
-    """Asks `count` at a time, without end, until `stop`."""
+    """Sends `count` requests at a time, without end, until `stop`."""
 
     def __init__(self, port: int, ledger: Ledger, answers: dict[Question, str], rng: Random) -> None:
         self._port, self.ledger, self._answers, self._rng = port, ledger, answers, rng
@@ -98,12 +98,12 @@ class Customers:
         self._crowd += [asyncio.create_task(self._ask_on(Random(self._rng.random()))) for _ in range(count)]
 
     async def burst(self, count: int) -> None:
-        """So many at once, each with one request."""
+        """`count` requests at once, one per client."""
         rng = Random(self._rng.random())
         await asyncio.gather(*(self._ask(rng.choice(self._asked), rng) for _ in range(count)))
 
     async def stop(self) -> None:
-        """Let everybody have their answer."""
+        """Wait until every client has its answer."""
         self._stopping = True
         await asyncio.gather(*self._crowd)
 
@@ -113,7 +113,7 @@ class Customers:
             await asyncio.sleep(rng.uniform(0, 0.2) if served else rng.uniform(0.2, 1.0))
 
     async def _ask(self, question: Question, rng: Random) -> bool:
-        """Whether it was served."""
+        """Return whether it was served."""
         ledger, path = self.ledger, question.path
         leaves = rng.random() < 0.05
         try:
@@ -142,7 +142,7 @@ class Customers:
         if status not in (200, 400):
             return False
         text = f"{status}" if status == 400 else answer(body)
-        if text is None:  # a stream that told its error before its end
+        if text is None:  # a stream that sent its error before its end
             return False
         if text == self._answers[question]:
             ledger.right += 1
@@ -152,7 +152,7 @@ class Customers:
 
 
 async def references(port: int, asked: Sequence[Question]) -> dict[Question, str]:
-    """The answers of a daemon that nobody disturbs, one after the other."""
+    """The answers of an undisturbed daemon, requested in sequence."""
     found = {}
     for question in asked:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -176,7 +176,7 @@ def request(question: Question, *, keep_alive: bool) -> bytes:
 
 
 async def whole(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Status and body. Raises `Broken` unless the answer came to its end."""
+    """Status and body. Raises `Broken` if the answer is incomplete."""
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         status = int(head[0].split()[1])
@@ -193,7 +193,8 @@ async def whole(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 
 
 def answer(body: bytes) -> str | None:
-    """What a 200 said, by choice; None for a stream that ended with an error event. Raises `Broken` without an end."""
+    """The text of a 200 response, by choice; None for a stream that ended with an error event. Raises `Broken` without
+    an end."""
     if not body.startswith((b"data:", b":")):
         choices = json.loads(body)["choices"]
         return json.dumps([c.get("text") or c["message"]["content"] for c in choices])

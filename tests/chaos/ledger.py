@@ -1,4 +1,4 @@
-"""`Ledger`: what clients saw of every request, and whether the daemon's own figures agree to the request."""
+"""`Ledger`: the outcome of every request as clients saw it, and whether the daemon's counters agree to the request."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 @dataclass
 class Ledger:
-    """A line for every request whose connection was made."""
+    """One line for each request whose connection was made."""
 
     answered: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """by endpoint and status: the answer came whole, with its end"""
+    """by endpoint and status: the answer was complete"""
     broken: Counter[str] = field(default_factory=Counter)
     """by endpoint: the connection broke before the answer's end"""
     left: Counter[str] = field(default_factory=Counter)
-    """by endpoint: the client went away on purpose"""
+    """by endpoint: the client disconnected on purpose"""
     refused: int = 0
-    """connections that were not made: no request"""
+    """connections that were not made, so no request was sent"""
     right: int = 0
     wrong: list[str] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
-    """requests without a terminal answer within the client's patience"""
+    """requests without a terminal answer within the client's timeout"""
 
     @property
     def total(self) -> int:
@@ -41,11 +41,12 @@ def totals(exposition: str, name: str, *labels: str) -> Counter[tuple[str, ...]]
 
 
 def disagreements(ledger: Ledger, exposition: str, begun: str) -> list[str]:
-    """What the daemon counted otherwise than its clients between two scrapes; empty when they agree to the request.
+    """Differences between the daemon's counters and its clients between two scrapes. Empty if they agree to the
+    request.
 
-    A client whose connection broke cannot know whether its request was counted as answered, as lost with its process,
-    or never read. So an answer that came whole is counted once, no more requests are counted than were made, and what
-    is counted without a whole answer belongs to a connection that broke or was left.
+    A client with a broken connection cannot know whether its request was counted as answered, as lost with its process,
+    or never read. So each complete answer is counted once, no more requests are counted than were sent, and requests
+    counted without a complete answer belong to a connection that broke or was closed.
     """
     name = "weft_requests_total"
     after, before = totals(exposition, name, "endpoint", "status"), totals(begun, name, "endpoint", "status")

@@ -1,4 +1,4 @@
-"""`Mischief`: what is done to a daemon while it serves, in an order that a seed decides."""
+"""`Mischief`: faults injected into a daemon while it serves, in an order that a seed decides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENGINE, API = "weft.engine.process", "weft.server.daemon.worker"
 
 
 class Log:
-    """Reads the daemon's stderr into a file, and for a while does not."""
+    """Reads the daemon's stderr into a file, and pauses reading for a while."""
 
     def __init__(self, pipe: IO[bytes], file: Path) -> None:
         self._pipe, self._file = pipe, file
@@ -48,7 +48,8 @@ class Clock:
 
 
 class Mischief:
-    """store: the SSD store's data file. Stops of a process last longer than its hang timeout, or much less."""
+    """store: the data file of the SSD store. A process is stopped for longer than its hang timeout, or for much
+    less."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Mischief:
             await asyncio.sleep(self._rng.uniform(*between))
 
     async def calm(self) -> None:
-        """End what is still going on."""
+        """End all faults that are still in progress."""
         await asyncio.gather(*self._pending, return_exceptions=True)
         self._log.reading.set()
         self._clock.set(0)
@@ -98,7 +99,7 @@ class Mischief:
         os.kill(self._one_of(API), signal.SIGKILL)
 
     async def _hang_engine(self) -> None:
-        """For ever: the daemon has to notice."""
+        """Stops it for good: the daemon has to detect it."""
         os.kill(self._one_of(ENGINE), signal.SIGSTOP)
         await asyncio.sleep(self._hang_seconds)
 

@@ -1,4 +1,4 @@
-"""Where Prometheus and its tool are; helpers of the daemon's tests are imported by name."""
+"""Paths of Prometheus and its tool. Helpers of the daemon's tests are imported by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 UNPACKED = ROOT / "build/prometheus/usr/bin"
-"""where `make test` unpacks Debian's package"""
+"""`make test` unpacks Debian's package here"""
 
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests/server")]
 

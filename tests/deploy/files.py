@@ -1,4 +1,4 @@
-"""What lies in deploy/, parsed."""
+"""The files of deploy/, parsed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def dashboards() -> dict[str, Any]:
-    """By file name."""
+    """Dashboards by file name."""
     return {path.name: json.loads(path.read_text()) for path in sorted(DEPLOY.glob("grafana/dashboards/*.json"))}
 
 
@@ -38,7 +38,7 @@ class Query(NamedTuple):
         return f"{self.dashboard} / {self.panel} / {self.expr}"
 
     def filled(self, *, job: str, interval: str, range: str) -> str:
-        """With Grafana's variables as they are when every daemon is selected."""
+        """The expression with Grafana's variables as they are when every daemon is selected."""
         expr = self.expr.replace("$__rate_interval", interval).replace("$__range", range)
         return expr.replace("$job", job).replace("$instance", ".*")
 
@@ -53,5 +53,5 @@ def queries() -> Iterator[Query]:
 
 
 def metric_names(expr: str) -> set[str]:
-    """weft's own among the names in an expression."""
+    """The names in an expression that belong to weft."""
     return set(re.findall(r"\bweft[_:][a-z0-9_:]+", expr))

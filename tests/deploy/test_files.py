@@ -1,4 +1,4 @@
-"""The files in deploy/ agree with each other and with what the daemon exposes."""
+"""The files in deploy/ agree with each other and with the daemon."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DATA_PANELS = ("timeseries", "stat", "heatmap")
 
 @pytest.fixture(scope="module")
 def known() -> set[str]:
-    """Names of samples: the daemon's, and those that rules record."""
+    """Names of samples that the daemon exposes or rules record."""
     metrics = Metrics(watch=Watch(Heartbeats(2)), models={"demo": [0]})
     ready = {name: 0 for name in EngineReady.__struct_fields__ if name != "eos_token_ids"}
     metrics.engines[0].loaded("demo", EngineReady(**{**ready, "dtype": "", "device": "", "eos_token_ids": ()}))
@@ -31,17 +31,17 @@ def known() -> set[str]:
     return exposed | {rule["record"] for rule in rules() if "record" in rule}
 
 
-def test_rules_ask_for_metrics_that_exist(known: set[str]) -> None:
+def test_rules_use_metrics_that_exist(known: set[str]) -> None:
     for rule in rules():
         assert metric_names(rule["expr"]) <= known, rule
 
 
-def test_dashboards_ask_for_metrics_that_exist(known: set[str]) -> None:
+def test_dashboards_use_metrics_that_exist(known: set[str]) -> None:
     for query in queries():
         assert metric_names(query.expr) <= known, query.name
 
 
-def test_every_alert_says_how_severe_it_is_and_what_to_do() -> None:
+def test_every_alert_has_a_severity_and_an_action() -> None:
     alerts = [rule for rule in rules() if "alert" in rule]
     assert len({alert["alert"] for alert in alerts}) == len(alerts)
     for alert in alerts:
@@ -64,7 +64,7 @@ def test_latency_objectives_lie_on_a_bucket() -> None:
     assert 0.2 in metrics.normalized.bounds
 
 
-def test_availability_is_of_whatever_asks_a_model_for_an_answer() -> None:
+def test_availability_covers_every_request_for_a_models_answer() -> None:
     asked = [rule["expr"] for rule in rules() if rule.get("labels") == {"slo": "availability"}]
     asked += [query.expr for query in queries() if query.dashboard == "slo.json"]
     of_endpoints = re.compile(r'weft_requests_total\{[^}]*endpoint=~"([^"]*)"')

@@ -1,4 +1,4 @@
-"""What deploy/gateway tells an endpoint picker is what a daemon has."""
+"""deploy/gateway gives an endpoint picker the daemon's actual settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_picker_finds_its_plugins_and_the_daemons_page_size() -> None:
     assert {"/v1/completions/render", "/v1/chat/completions/render"} <= set(ENDPOINTS)
 
 
-def test_the_daemons_of_the_file_are_as_the_picker_wants_them() -> None:
+def test_the_daemons_of_the_file_meet_the_pickers_requirements() -> None:
     (config,) = load("endpoints.yaml")
     for endpoint in config["endpoints"]:
         assert set(endpoint) == {"name", "address", "port"}
@@ -48,7 +48,7 @@ def test_the_daemons_of_the_file_are_as_the_picker_wants_them() -> None:
         assert isinstance(endpoint["port"], str)
 
 
-def test_the_metrics_that_pickers_read_are_there_with_their_labels() -> None:
+def test_the_metrics_that_pickers_read_exist_with_their_labels() -> None:
     metrics = Metrics()
     metrics.engines[0].loaded(
         "m",

@@ -1,4 +1,4 @@
-"""deploy/kubernetes: what kustomize makes of it is valid, and fits the daemon that it runs."""
+"""deploy/kubernetes: the output of kustomize is valid and fits the daemon."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMPONENTS = sorted(path.name for path in (FOLDER / "components").iterdir())
 
 @cache
 def built(folder: Path) -> list[dict[str, Any]]:
-    """By the real kustomize."""
+    """The output of the real kustomize."""
     for program, *words in (("kustomize", "build"), ("kubectl", "kustomize")):
         if (found := shutil.which(program)) is not None:
             command = [found, *words, "--load-restrictor", "LoadRestrictionsNone", str(folder)]
@@ -57,14 +57,14 @@ def schemas(request: pytest.FixtureRequest) -> Schemas:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_overlays_are_what_kubernetes_takes(schemas: Schemas, overlay: str) -> None:
+def test_overlays_are_valid_for_kubernetes(schemas: Schemas, overlay: str) -> None:
     objects = built(FOLDER / "overlays" / overlay)
     assert len(objects) >= 6
     for each in objects:
         assert not schemas.errors(each), (each["kind"], each["metadata"]["name"])
 
 
-def test_a_field_that_does_not_exist_would_be_seen(schemas: Schemas) -> None:
+def test_an_unknown_field_is_detected(schemas: Schemas) -> None:
     broken = yaml.safe_load(yaml.safe_dump(workload("cpu-demo")))
     broken["spec"]["template"]["spec"]["containers"][0]["readinessprobe"] = {}
     assert schemas.errors(broken)
@@ -76,7 +76,7 @@ def test_a_field_that_does_not_exist_would_be_seen(schemas: Schemas) -> None:
 @pytest.mark.parametrize("overlay", ["cpu-demo", "ssd-store"])
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_components_join_an_overlay(component: str, overlay: str, tmp_path: Path) -> None:
-    up = "../" * (len(tmp_path.parts) - 1)  # kustomize knows relative paths only
+    up = "../" * (len(tmp_path.parts) - 1)  # kustomize accepts only relative paths
     kustomization = {
         "resources": [f"{up}{FOLDER}/overlays/{overlay}"],
         "components": [f"{up}{FOLDER}/components/{component}"],
@@ -98,7 +98,7 @@ def resources() -> list[dict[str, Any]]:
     return [o for file in files if file.name != "kustomization.yaml" for o in yaml.safe_load_all(file.read_text())]
 
 
-def test_kinds_of_others_have_the_fields_those_have(schemas: Schemas) -> None:
+def test_custom_resources_use_the_fields_of_their_definitions(schemas: Schemas) -> None:
     kinds = set()
     for each in resources():
         if each["kind"] in EXTENSIONS:
@@ -109,7 +109,7 @@ def test_kinds_of_others_have_the_fields_those_have(schemas: Schemas) -> None:
     assert kinds == set(EXTENSIONS)
 
 
-def test_scaling_asks_for_metrics_that_exist() -> None:
+def test_scaling_uses_metrics_that_exist() -> None:
     metrics = Metrics()
     exposed = {s.name for f in text_string_to_metric_families(metrics.render().decode()) for s in f.samples}
     by_kind = {o["kind"]: o for o in resources()}
@@ -156,7 +156,7 @@ def test_options_are_those_of_weft_serve(overlay: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_pod_ends_after_its_streams_and_starts_before_it_is_asked(overlay: str) -> None:
+def test_a_pod_stops_after_its_streams_and_starts_before_it_gets_requests(overlay: str) -> None:
     pod = workload(overlay)["spec"]["template"]["spec"]
     container = pod["containers"][0]
     pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
@@ -166,14 +166,14 @@ def test_a_pod_ends_after_its_streams_and_starts_before_it_is_asked(overlay: str
     assert {p["httpGet"]["path"] for p in (readiness, liveness, startup)} == {"/ready", "/health"} <= set(PROBES)
     assert (startup["httpGet"]["path"], liveness["httpGet"]["path"]) == ("/ready", "/health")
     defaults = ServeConfig()
-    # weft replaces an engine itself before Kubernetes replaces the pod; a start is weft's own to give up.
+    # weft replaces an engine before Kubernetes replaces the pod, and weft itself gives up a start.
     assert liveness["periodSeconds"] * liveness["failureThreshold"] > 2 * defaults.hang_timeout
     assert startup["periodSeconds"] * startup["failureThreshold"] > defaults.start_timeout
     assert pause > readiness["periodSeconds"] * readiness["failureThreshold"] - 1
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_pods_may_do_little_and_are_found_by_their_labels(overlay: str) -> None:
+def test_pods_are_restricted_and_found_by_their_labels(overlay: str) -> None:
     objects, owner = built(FOLDER / "overlays" / overlay), workload(overlay)
     template = owner["spec"]["template"]
     pod, labels = template["spec"], template["metadata"]["labels"]
@@ -196,7 +196,7 @@ def test_pods_may_do_little_and_are_found_by_their_labels(overlay: str) -> None:
     assert "USER 10001" in (ROOT / "Dockerfile").read_text()
 
 
-def test_the_stateful_pod_is_the_one_of_a_gpu_with_a_volume_more() -> None:
+def test_the_stateful_pod_is_the_gpu_pod_plus_a_volume() -> None:
     usual, stateful = (workload(name)["spec"]["template"]["spec"] for name in ("one-gpu", "ssd-store"))
     stateful = yaml.safe_load(yaml.safe_dump(stateful))
     container = stateful["containers"][0]

@@ -1,6 +1,6 @@
-"""A real Prometheus scrapes a real daemon under load: every panel has data, and the counters are what clients counted.
+"""A real Prometheus scrapes a real daemon under load: every panel has data, and the counters equal the clients' counts.
 
-The daemon has two API processes, few seats and few pages, and all KV tiers, so that every part of it is at work.
+The daemon has two API processes, few slots and few pages, and all KV tiers, so that every part of it is at work.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ PROMPT_TOKENS = 300
 OPTIONS = ("--api-workers", "2", "--max-num-seqs", "4", "--num-pages", "40", "--cpu-threads", "1")
 
 EMPTY = {"Engine restarts"}
-"""what has data only when something went wrong"""
+"""metrics that have data only after a failure"""
 SOMETIMES = {"Power", "Joules per token"}
-"""what has data only where the machine counts joules"""
+"""metrics that have data only if the machine counts joules"""
 
 
 class Prometheus:
@@ -56,21 +56,21 @@ class Prometheus:
         return float(result[0]["value"][1]) if result else None
 
     def wait_for(self, expr: str, value: float, seconds: float = 240) -> None:
-        """Until an expression has this value."""
+        """Wait until an expression has this value."""
         deadline = time.monotonic() + seconds
         while (found := self._value_or_none(expr)) != value:
             assert time.monotonic() < deadline, (expr, found, value)
             time.sleep(0.2)
 
     def _value_or_none(self, expr: str) -> float | None:
-        with contextlib.suppress(httpx.TransportError, ValueError):  # it starts
+        with contextlib.suppress(httpx.TransportError, ValueError):  # Prometheus is still starting
             return self.value(expr)
         return None
 
 
 @contextlib.contextmanager
 def scraping(program: str, url: str, folder: Path) -> Iterator[Prometheus]:
-    """Prometheus with the shipped configuration, but for the target and shorter intervals."""
+    """Prometheus with the shipped configuration, except for the target and shorter intervals."""
     config = read_yaml(DEPLOY / "prometheus/prometheus.yml")
     config["global"] = {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "1s"}
     config["scrape_configs"][0]["static_configs"] = [{"targets": [url.removeprefix("http://")]}]
@@ -100,7 +100,7 @@ def scraping(program: str, url: str, folder: Path) -> Iterator[Prometheus]:
 
 
 class Load:
-    """Users who stream completions one after the other, each with a few prompts that it repeats."""
+    """Users who stream completions in sequence, each with a few repeated prompts."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -146,7 +146,7 @@ class Load:
 
 
 class Scraped:
-    """The end of a load that was scraped all the time."""
+    """The end of a load that was scraped from start to end."""
 
     def __init__(self, url: str, prometheus: Prometheus, counted: Counter[str], at: float) -> None:
         self.url = url
@@ -176,7 +176,7 @@ def _refused(daemon: Daemon) -> None:
     assert httpx.post(f"{daemon.url}/v1/completions", json=body, timeout=240).status_code == 400
 
 
-def test_counters_are_what_clients_counted(scraped: Scraped) -> None:
+def test_counters_equal_the_clients_counts(scraped: Scraped) -> None:
     counted = scraped.counted
     expected = {
         'weft_requests_total{endpoint="/v1/completions", status="200"}': counted["requests"],
@@ -197,7 +197,7 @@ def test_counters_are_what_clients_counted(scraped: Scraped) -> None:
     }
     histograms = ("time_to_first_token", "request_latency", "normalized_latency", "queue_time", "prefill_time")
     expected |= {f"weft_{name}_seconds_count": counted["requests"] for name in histograms}
-    for expr, value in expected.items():  # an answer is counted behind its last byte, and scraped later
+    for expr, value in expected.items():  # an answer is counted after its last byte, and scraped later
         scraped.prometheus.wait_for(expr, value)
 
 
@@ -211,7 +211,7 @@ def test_every_query_of_the_dashboards_has_data(scraped: Scraped) -> None:
     assert not missing
 
 
-def test_weft_load_measures_what_the_daemon_does(scraped: Scraped, tmp_path: Path) -> None:
+def test_weft_load_agrees_with_the_daemon(scraped: Scraped, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     lengths = ("--input", "lognormal:60:40", "--output", "lognormal:30:15")
     arguments = ("--server", scraped.url, "--rate", "6", "--requests", "16", *lengths, "--json", str(out), "--quiet")
@@ -223,7 +223,7 @@ def test_weft_load_measures_what_the_daemon_does(scraped: Scraped, tmp_path: Pat
     assert tokens["prompt_received"] == tokens["prompt_asked"] == theirs["totals"]["prompt_tokens"]
     for name, counted in {"ttft": 16, "e2e": 16, "normalized": 16, "itl": tokens["events"] - 16}.items():
         assert ours[name]["n"] == counted, name
-        # A busy machine delays one side more than the other: seconds are seconds, and no more is asked.
+        # A busy machine delays one side more than the other, so only seconds are compared.
         assert theirs["means"][name] / 10 <= ours[name]["mean"] <= 10 * theirs["means"][name] + 5, name
 
 

@@ -1,4 +1,4 @@
-"""promtool's opinion of the configuration, and the alerts' own tests."""
+"""promtool checks the configuration and runs the tests of the alerts."""
 
 from __future__ import annotations
 

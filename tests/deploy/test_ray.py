@@ -1,4 +1,4 @@
-"""deploy/ray, the part that needs no Ray: settings, keys, which replica, how many, metrics, the configuration files."""
+"""deploy/ray without Ray: settings, routing keys, choice and number of replicas, metrics, configuration files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def conversation(*texts: str, **more: Any) -> dict[str, Any]:
 # -- settings
 
 
-def test_words_behind_serve_run_stand_for_one_model() -> None:
+def test_arguments_after_serve_run_configure_one_model() -> None:
     settings = read({"model": "demo", "replicas": "2"})
     (model,) = settings.models
     assert (model.names, model.replicas, model.gpus, model.deployment) == (["demo"], 2, 0.0, "weft-demo")
@@ -52,7 +52,7 @@ def test_a_replica_gets_a_gpu_for_each_rank() -> None:
         ({"model": "demo", "scaling": {"min_replicas": 3, "max_replicas": 2}}, "min_replicas is more"),
     ],
 )
-def test_a_wrong_setting_is_told_in_a_line(args: dict[str, Any], said: str) -> None:
+def test_a_wrong_setting_is_a_one_line_error(args: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(args)
     assert said in str(error.value)
@@ -77,7 +77,7 @@ def test_the_files_for_serve_and_kuberay_fit_the_application() -> None:
 # -- which replica
 
 
-def test_a_longer_conversation_begins_with_a_shorter_ones_keys() -> None:
+def test_a_longer_conversation_starts_with_the_keys_of_a_shorter_one() -> None:
     first, size = prompt_keys("m", conversation("a" * 1000, tools=[{"type": "function"}]))
     later, _ = prompt_keys("m", conversation("a" * 1000, "b" * 1000, tools=[{"type": "function"}]))
     assert len(first) == size // BLOCK
@@ -102,7 +102,7 @@ def test_prompts_of_any_kind_have_keys() -> None:
     assert prompt_keys("m", {"prompt": [1] * 300})[0] != prompt_keys("m", {"prompt": [2] * 300})[0]
 
 
-def test_a_conversation_stays_where_its_beginning_is_unless_that_replica_refused() -> None:
+def test_a_conversation_stays_with_its_prefix_unless_that_replica_refused() -> None:
     affinity = Affinity()
     affinity.replicas("abc")
     keys, size = prompt_keys("m", conversation("x" * 4000))
@@ -118,24 +118,24 @@ def test_a_conversation_stays_where_its_beginning_is_unless_that_replica_refused
     assert affinity.num_open == 0
 
 
-def test_what_a_replica_tells_counts_like_what_was_sent() -> None:
+def test_keys_reported_by_a_replica_count_like_sent_ones() -> None:
     seen = Blocks()
     keys, size = prompt_keys("m", conversation("x" * 4000))
     seen.add(keys)
-    affinity = Affinity()  # of an ingress that begins anew
+    affinity = Affinity()  # from an ingress that starts with no history
     affinity.replicas("abc")
     affinity.update("b", seen.dump())
     assert affinity.choose(keys, size)[0] == "b"
 
 
-def test_no_more_blocks_are_remembered_than_there_is_room_for() -> None:
+def test_remembered_blocks_have_a_limit() -> None:
     blocks = Blocks(2)
     blocks.add([b"1", b"2", b"1", b"3"])
     assert (blocks.dump(), b"2" in blocks) == (b"13", False)
     assert MOST_BLOCKS * 8 == 65536
 
 
-def test_a_replica_that_comes_or_goes_is_no_special_case() -> None:
+def test_replicas_may_join_and_leave() -> None:
     affinity = Affinity()
     assert affinity.choose((), 0) == []
     affinity.replicas("a")
@@ -146,14 +146,14 @@ def test_a_replica_that_comes_or_goes_is_no_special_case() -> None:
     for i in range(20):
         chosen.append(affinity.choose((), 1000)[0])
         affinity.sent(f"new {i}", chosen[-1], (), 1000)
-    assert chosen == ["b"] * 20  # it has nothing to do yet
+    assert chosen == ["b"] * 20  # it has no work yet
     affinity.replicas("b")
     affinity.ended("1")
     affinity.sent("x", "a", (), 1000)
     assert affinity.choose((), 1000) == ["b"]
 
 
-def test_many_conversations_keep_their_prefixes_and_share_out_the_work() -> None:
+def test_many_conversations_keep_their_prefixes_and_share_the_work() -> None:
     rng = random.Random(5)
     affinity = Affinity()
     affinity.replicas("abc")
@@ -184,14 +184,14 @@ def test_many_conversations_keep_their_prefixes_and_share_out_the_work() -> None
 # -- how many replicas
 
 
-def context(now: int, ongoing: float = 0.0, **told: list[float]) -> Any:
-    measures = {name: dict(enumerate(values)) for name, values in told.items()}
+def context(now: int, ongoing: float = 0.0, **values_of: list[float]) -> Any:
+    measures = {name: dict(enumerate(values)) for name, values in values_of.items()}
     return SimpleNamespace(
         current_num_replicas=now, target_num_replicas=1, total_num_requests=ongoing, aggregated_metrics=measures
     )
 
 
-def test_the_measure_that_asks_for_the_most_replicas_is_followed() -> None:
+def test_the_metric_that_requires_the_most_replicas_wins() -> None:
     policy = Policy(target_requests=10, target_waiting=2, target_kv=0.8)
     assert policy(context(2, 0.0, **{REQUESTS: [0, 0], WAITING: [0, 0], KV: [0, 0]}))[0] == 0
     assert policy(context(2, 30.0))[0] == 3
@@ -228,7 +228,7 @@ def test_metrics_of_replicas_become_one_exposition() -> None:
     assert merged({}) == ""
 
 
-def test_a_replica_reads_its_own_figures() -> None:
+def test_a_replica_reads_its_own_metrics() -> None:
     assert figures(ONE, frozenset({"weft_a_total"})) == {"weft_a_total": 5.0}
     assert labelled(ONE, "weft_info") == {"page_size": "16", "num_pages": "64"}
     assert labelled(ONE, "weft_none") == {}
@@ -237,7 +237,7 @@ def test_a_replica_reads_its_own_figures() -> None:
 # -- the daemon of a replica
 
 
-async def test_a_daemon_that_cannot_start_says_so() -> None:
+async def test_a_daemon_that_cannot_start_reports_so() -> None:
     from weft.deploy.ray.child import Child
     from weft.engine.errors import WeftError
 

@@ -1,4 +1,4 @@
-"""Batches over Ray Data: every line once, whatever is killed on the way. `make ray` runs it."""
+"""Batches over Ray Data answer every line once, even if processes are killed. `make ray` runs it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def named(part: str) -> list[int]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """With a short path: Ray puts Unix sockets below it."""
+    """A folder with a short path: Ray puts Unix sockets below it."""
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as path:
         yield Path(path)
         for pid in named(f"{path}/"):
@@ -43,12 +43,12 @@ def folder() -> Iterator[Path]:
 
 
 def children(pid: int) -> set[int]:
-    """With theirs, and so on."""
+    """All descendants of the process."""
     own = {int(c) for t in Path(f"/proc/{pid}/task").glob("*/children") for c in t.read_text().split()}
     return own.union(*(children(c) for c in own))
 
 
-def test_every_line_is_answered_once_whatever_is_killed(folder: Path) -> None:
+def test_every_line_is_answered_once_even_if_processes_are_killed(folder: Path) -> None:
     source, target = folder / "in.jsonl", folder / "out.jsonl"
     message = {"role": "user", "content": "What is 1 + 2?"}
     body = {"model": "mine", "messages": [message], "max_tokens": 30, "ignore_eos": True}
@@ -72,7 +72,7 @@ def test_every_line_is_answered_once_whatever_is_killed(folder: Path) -> None:
     assert first.poll() is None
     first.kill()
     first.communicate()
-    until(lambda: not named(f"{folder}/"))  # what was left of its Ray has ended with it
+    until(lambda: not named(f"{folder}/"))  # the rest of its Ray has ended with it
     so_far = written()
     assert so_far < LINES
 

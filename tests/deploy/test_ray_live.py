@@ -1,6 +1,6 @@
-"""deploy/ray in a Ray of one's own, on a CPU: what clients see while replicas stream, die, come and go.
+"""deploy/ray in a private Ray on a CPU: the clients' view while replicas stream, die, start and stop.
 
-`make ray` runs it; Ray is no part of the environment that the other tests have.
+`make ray` runs it. Ray is not part of the environment of the other tests.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ async def process_ids(handle: Any) -> list[dict[str, int]]:
 
 
 def figure(url: str, name: str) -> float:
-    """Of all replicas."""
+    """The sum of a metric over all replicas."""
     lines = httpx.get(f"{url}/metrics", timeout=PATIENCE).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
 
-async def test_the_api_comes_through_as_it_is(url: str) -> None:
+async def test_the_api_is_passed_through_unchanged(url: str) -> None:
     deploy(replicas=2)
     api = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=PATIENCE)
     question: Any = [{"role": "user", "content": "What is 1 + 2?"}]
@@ -84,8 +84,8 @@ async def test_the_api_comes_through_as_it_is(url: str) -> None:
         assert len({line.split('"')[1] for line in lines if "replica=" in line}) == 2
 
 
-async def test_what_begins_alike_goes_where_its_pages_are(url: str) -> None:
-    deploy(replicas=2, options={"max_num_seqs": 16})  # replicas that have seen nothing
+async def test_requests_with_a_shared_prefix_go_to_the_replica_with_its_pages(url: str) -> None:
+    deploy(replicas=2, options={"max_num_seqs": 16})  # replicas that have seen no request
     text = "Tell me about the weaver, the loom and the thread. " * 20
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
         for i in range(5):
@@ -96,7 +96,7 @@ async def test_what_begins_alike_goes_where_its_pages_are(url: str) -> None:
     assert sorted(float(line.rsplit(" ", 1)[1]) > 0 for line in counted) == [False, True]
 
 
-async def test_a_client_that_leaves_ends_its_request(url: str) -> None:
+async def test_a_client_that_disconnects_ends_its_request(url: str) -> None:
     deploy(replicas=2)
     before = figure(url, "weft_generation_tokens_total")
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
@@ -107,7 +107,7 @@ async def test_a_client_that_leaves_ends_its_request(url: str) -> None:
     assert figure(url, "weft_generation_tokens_total") - before < 1800
 
 
-async def test_a_killed_replica_costs_no_client_more_than_its_own_answer(url: str) -> None:
+async def test_a_killed_replica_loses_only_its_own_answers(url: str) -> None:
     handle = deploy(replicas=2, options={"max_num_seqs": 8})
     victim, other = await process_ids(handle)
     streams = [Stream() for _ in range(50)]
@@ -116,7 +116,7 @@ async def test_a_killed_replica_costs_no_client_more_than_its_own_answer(url: st
         await asyncio.to_thread(until, lambda: sum(bool(s.events) for s in streams) >= 12)
         os.kill(victim["worker"], signal.SIGKILL)
         await asyncio.gather(*asked)
-    assert all(s.told for s in streams)
+    assert all(s.exposed for s in streams)
     lost = [s for s in streams if not s.good]
     assert 0 < len(lost) <= 16
     assert {s.error["code"] for s in lost if s.error} == {"engine_dead"}
@@ -182,7 +182,7 @@ async def test_two_models_in_one_application_one_of_them_on_two_ranks(url: str) 
     await asyncio.to_thread(serve.delete, "weft")
 
 
-async def test_rays_own_endpoint_has_figures_of_the_engine(url: str) -> None:
+async def test_rays_endpoint_has_metrics_of_the_engine(url: str) -> None:
     import ray
 
     deploy(replicas=1)
@@ -190,9 +190,9 @@ async def test_rays_own_endpoint_has_figures_of_the_engine(url: str) -> None:
     async with Load(url, 1, max_tokens=5) as load:
         await asyncio.to_thread(until, lambda: len(load.ended) > 3)
 
-        def told() -> bool:
+        def exposed() -> bool:
             text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE).text
             lines = [line for line in text.splitlines() if line.startswith("ray_weft_generation_tokens_total{")]
             return any(float(line.rsplit(" ", 1)[1]) > 0 and 'deployment="weft-demo"' in line for line in lines)
 
-        await asyncio.to_thread(until, told)
+        await asyncio.to_thread(until, exposed)

@@ -1,4 +1,4 @@
-"""Ray Serve LLM with weft's engine; the types of requests are stand-ins for SGLang's (`ray_types`). See `make ray`."""
+"""Ray Serve LLM with weft's engine. The types of requests are stand-ins for SGLang's (`ray_types`); see `make ray`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The units of deploy/systemd fit each other and the daemon's options, and systemd understands them."""
+"""The units of deploy/systemd fit each other and the daemon's options, and systemd accepts them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def settings(name: str) -> dict[str, str]:
 
 DRAIN: float = ServeConfig.model_fields["drain_timeout"].default
 ENDS = DRAIN + FAREWELL_SECONDS + 2 * STOP_SECONDS
-"""seconds after which a daemon that was asked to end has ended"""
+"""seconds after which a stopped daemon has ended"""
 
 
 def test_containers_are_not_killed_while_they_drain() -> None:
@@ -38,14 +38,14 @@ def test_containers_are_not_killed_while_they_drain() -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_stop_leaves_the_drain_its_time_and_its_processes(name: str) -> None:
+def test_a_stop_leaves_time_to_drain_and_does_not_signal_processes(name: str) -> None:
     unit = settings(name)
     assert int(unit["TimeoutStopSec"]) > ENDS
-    assert unit["KillMode"] == "mixed"  # to signal all processes at once would cut streams
+    assert unit["KillMode"] == "mixed"  # signalling all processes at once would cut streams
     assert (unit["Type"], unit["NotifyAccess"]) == ("notify", "main")
 
 
-def test_the_instances_differ_from_the_service_in_the_handover_alone() -> None:
+def test_the_instances_differ_from_the_service_only_in_the_handover() -> None:
     one, two = ((UNITS / name).read_text().partition("[Unit]")[2].splitlines() for name in SERVICES)
     changed = [line for line in difflib.ndiff(one, two) if line[0] in "+-"]
     assert [line[2:].partition("=")[0] for line in changed] == ["Description", "Description", "ExecStart", "ExecStart"]

@@ -1,4 +1,5 @@
-"""Every example runs as its first lines say, against the real daemon with the demo model, and prints what it should."""
+"""Every example runs as its first lines say, against the real daemon with the demo model, and prints the expected
+output."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def test_attention_backend() -> None:
     assert answers.startswith("['579', 'apple fig pear'], ")
 
 
-def test_each_example_is_run_and_says_what_it_shows_and_how_to_run_it() -> None:
+def test_each_example_is_run_and_describes_itself_and_its_command() -> None:
     tested = set(re.findall(r'output\("([^"]+)"', Path(__file__).read_text()))
     examples = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
     assert examples == tested

@@ -19,7 +19,7 @@ ENGINE = EngineOptions(page_size=16, num_pages=400, max_num_seqs=8, max_num_batc
 
 
 def profile(**fields: Any) -> IterationProfile:
-    """10 ms an iteration, whatever is in it."""
+    """10 ms an iteration, independent of its content."""
     known: dict[str, Any] = {
         "model": "m", "device": "d", "made": "", "limits": Limits(16, 400, 8, 64, 1024), "knots": (1.0,),
         "dense_ms": (10.0,), "context_ms": 0.0, "pair_ms": 0.0, "chunk_ms": 0.0, "decode_ms": 0.0,
@@ -32,7 +32,7 @@ def profile(**fields: Any) -> IterationProfile:
 
 
 def at(times: list[float], inputs: int | list[int], outputs: int | list[int]) -> Workload:
-    """Requests of such lengths at these times."""
+    """Requests of the given lengths at the given times."""
     n = len(times)
     a, b = (np.full(n, x) if isinstance(x, int) else np.array(x) for x in (inputs, outputs))
     return Workload(np.array(times), a, b, np.ones(n, np.int64), ContentOptions(), PromptMaker("ids", 0))

@@ -1,6 +1,8 @@
-"""`--max-num-seqs auto` in the simulator: requests of one length without end on the shipped profile of an H200, whose
-products compute tiles of 128 tokens. Requests that began together end together there, so seconds of prompts alternate
-with seconds of decodes alone, as they did on the real one (2026-11-24)."""
+"""`--max-num-seqs auto` in the simulator, with endless requests of one length.
+
+It uses the shipped profile of an H200, whose GEMMs compute tiles of 128 tokens. Requests that began together end
+together there, so seconds of prompts alternate with seconds of decodes alone, as on the real one (2026-11-24).
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,20 @@ OBJECTIVE = Objective.parse("itl:p99:40ms")
 @dataclass
 class Second:
     value: float
-    """of the objective"""
+    """fraction of answers within the objective"""
     tokens: int
-    """of answers"""
+    """tokens of answers"""
 
 
 class Endless(Listener):
-    """An engine with more requests of these lengths than it may run, each followed by the next."""
+    """An engine with more requests of these lengths than it has slots; each is followed by the next."""
 
-    def __init__(self, lengths: tuple[int, int], seats: int, *, auto: bool) -> None:
+    def __init__(self, lengths: tuple[int, int], slots: int, *, auto: bool) -> None:
         self._lengths, self._handles = lengths, 0
         self._rng = np.random.default_rng(0)
         self.clock, profile = Clock(), load_profile("llama-3-8b-h200")
         options = EngineOptions(
-            64, 14_000, seats, 2048, 8192, prefix_caching=False, itl_slo=OBJECTIVE, keeps=(OBJECTIVE,) if auto else ()
+            64, 14_000, slots, 2048, 8192, prefix_caching=False, itl_slo=OBJECTIVE, keeps=(OBJECTIVE,) if auto else ()
         )
         self.engine = SimulatedEngine(self.clock, Processor(self.clock), profile, options, self._heard)
         self._pace = Pace([], self.engine.scheduler.slots, 0.0)
@@ -58,7 +60,7 @@ class Endless(Listener):
 
         keeper.limit.observe = watched  # type: ignore[method-assign]
         self.engine.listeners.add(self)
-        for _ in range(seats + 32):
+        for _ in range(slots + 32):
             self._ask()
 
     def on_result(self, result: StepResult, now: float) -> None:
@@ -91,7 +93,7 @@ class Endless(Listener):
         return rows
 
 
-def test_requests_that_end_together_cost_no_seats() -> None:
+def test_requests_that_end_together_cost_no_slots() -> None:
     adapts, fixed = Endless((161, 200), 256, auto=True), Endless((161, 200), 256, auto=False)
     rows, others = adapts.serve(70), fixed.serve(70)
     assert adapts.engine.scheduler.slots.limit == 256
@@ -109,7 +111,7 @@ def test_prompts_fill_tiles_and_do_not_spill_into_the_next() -> None:
     assert whole.mean() > 0.9
 
 
-def test_the_command_takes_auto_beside_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_accepts_auto_and_numbers_together(capsys: pytest.CaptureFixture[str]) -> None:
     load = ["--users", "20", "--duration", "3s", "--input", "64", "--output", "32", "--engines", "1", "--quiet"]
     assert main(["fleet", "--max-num-seqs", "auto:16,16", "--slo", "itl:p99:40ms", *load]) == 0
     out = capsys.readouterr().out
@@ -125,7 +127,7 @@ def test_the_command_takes_auto_beside_numbers(capsys: pytest.CaptureFixture[str
         (["--max-num-seqs", "auto:0", "--slo", "itl:p99:40ms"], "at least 1"),
     ],
 )
-def test_auto_that_means_nothing_is_one_line(flags: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_auto_is_a_one_line_error(flags: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "--rate", "10", "--quiet", *flags]) == 2
     error = capsys.readouterr().err
     assert why in error

@@ -93,7 +93,7 @@ def test_a_failure_costs_answers(made: str, tmp_path: Path) -> None:
         (("--warmup", "9s", "--users", "2", "--duration", "2s"), "shorten --warmup"),
     ],
 )
-def test_bad_input_is_one_line(flags: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_a_one_line_error(flags: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "--quiet", *flags]) == 2
     said = capsys.readouterr().err.strip()
     assert said.startswith("weft fleet: ")
@@ -101,7 +101,7 @@ def test_bad_input_is_one_line(flags: tuple[str, ...], why: str, capsys: pytest.
     assert "\n" not in said
 
 
-def test_arrivals_that_end_before_the_load_is_steady_are_told(made: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arrivals_that_end_before_a_steady_load_are_reported(made: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["fleet", "--profile", made, "--rate", "3", "--duration", "1s", "--output", "60", "--quiet"])
     assert "use a longer --duration" in capsys.readouterr().out
     main(["fleet", "--profile", made, "--rate", "3", "--duration", "20s", "--output", "5", "--quiet"])

@@ -38,7 +38,7 @@ def truth(f: Features) -> float:
     return dense(f.tokens) + float(np.dot(TRUE, (f.context, f.pairs, f.chunks, f.decodes)))
 
 
-def test_a_fit_finds_what_made_the_times_and_says_how_far_it_is_off() -> None:
+def test_a_fit_recovers_the_terms_and_reports_its_error() -> None:
     seen = rows(600)
     rng = np.random.default_rng(1)
     ms = np.array([truth(f) for f in seen]) * rng.normal(1.0, 0.02, len(seen))
@@ -56,18 +56,18 @@ def test_a_fit_finds_what_made_the_times_and_says_how_far_it_is_off() -> None:
     assert found.error.iterations == len(seen)
 
 
-def test_no_part_is_negative() -> None:
+def test_no_term_is_negative() -> None:
     a = np.array([[1.0, 2.0], [1.0, 3.0], [1.0, 4.0]])
     assert nonnegative(a, np.array([5.0, 4.0, 3.0])).min() >= 0
     assert nonnegative(a, a @ [2.0, 0.5]) == pytest.approx([2.0, 0.5], rel=1e-4)
 
 
-def test_beyond_what_was_recorded_the_time_goes_on_in_proportion() -> None:
+def test_beyond_the_recorded_range_time_is_extrapolated_in_proportion() -> None:
     made = profile(knots=(1.0, 100.0), dense_ms=(5.0, 10.0))
     assert [made.seconds(Features(n, 0, 0, 0, 0)) for n in (1, 100, 200)] == pytest.approx([0.005, 0.01, 0.02])
 
 
-def test_a_profile_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
+def test_a_profile_round_trips(tmp_path: Path) -> None:
     profile().save(tmp_path / "p.json")
     assert load_profile(str(tmp_path / "p.json")) == profile()
 
@@ -82,21 +82,21 @@ def test_a_profile_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
         ('{"format": "weft-iterations", "version": 1, "model": 3}', "is not a valid profile"),
     ],
 )
-def test_a_file_that_is_no_profile_is_refused_in_a_line(tmp_path: Path, text: str, why: str) -> None:
+def test_a_file_that_is_not_a_profile_is_a_one_line_error(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(ConfigError, match=why) as caught:
         load_profile(str(tmp_path / "p.json"))
     assert "\n" not in str(caught.value)
 
 
-def test_a_spread_for_another_number_of_engines_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_a_spread_for_another_number_of_engines_is_a_one_line_error(tmp_path: Path) -> None:
     for spread in (((1.0,),), ((1.0,), ())):
         profile(side_by_side=SideBySide(2, (1.0, 1.5), (1.0, 2.0), (), spread)).save(tmp_path / "p.json")
         with pytest.raises(ConfigError, match=r"side_by_side\.prompts and its spread"):
             load_profile(str(tmp_path / "p.json"))
 
 
-def test_a_profile_that_is_not_there_names_those_that_are() -> None:
+def test_a_missing_profile_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"shipped profiles: .*llama-3-8b-h200"):
         load_profile("none")
 

@@ -1,4 +1,4 @@
-"""Engines in virtual time: what they compute is what real ones compute, and when is what the profile says."""
+"""Engines in virtual time: they compute what real ones compute, at the times of the profile."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from weft.tools.fleet.overhead import Observations, derive
 BROKEN, OK = Outcome.BROKEN, Outcome.OK
 
 
-def test_one_request_takes_what_its_iterations_take() -> None:
+def test_one_request_takes_the_time_of_its_iterations() -> None:
     made = profile(request_ms=3.0, answer_ms=2.0, gap_ms=0.5, host_ms=1.0)
     (record,) = run(at([1.0], 20, 5), of=made).everything.records
     assert record.start == 1.0
-    # Half of the host's millisecond before the launch, half at the commit, which is hidden from the second token on.
+    # Half of the host's millisecond falls before the launch, half at the commit, which is hidden from the second token
+    # on.
     assert record.first - record.start == pytest.approx(3e-3 + 0.5e-3 + 10.5e-3 + 0.5e-3 + 2e-3)
     assert np.diff(record.times) == pytest.approx([10.5e-3] * 4)
     assert record.end == record.times[-1]
     assert (record.prompt_tokens, record.completion_tokens, record.cached_tokens) == (20, 5, 0)
 
 
-def test_what_comes_while_an_iteration_runs_joins_the_one_after_the_next() -> None:
+def test_a_request_that_arrives_during_an_iteration_joins_the_one_after_the_next() -> None:
     made = profile(request_ms=0.0)
     early, late = run(at([0.0, 0.015], 20, 10), of=made).everything.records
     # Iterations begin at 0, 10, 20, 30 ms; the third was launched when the second began.
@@ -39,14 +40,14 @@ def test_what_comes_while_an_iteration_runs_joins_the_one_after_the_next() -> No
     assert late.first == pytest.approx(0.040)
 
 
-def test_a_long_prompt_takes_as_many_iterations_as_the_budget_says() -> None:
+def test_a_long_prompt_takes_as_many_iterations_as_the_budget_requires() -> None:
     result = run(at([0.0], 200, 1))
     assert result.iterations == 4
     assert result.everything.records[0].first == pytest.approx(0.040)
 
 
 def test_iterations_are_those_of_a_real_engine() -> None:
-    """Batch by batch: the demo model's engine, offline, and a simulated one of the same size."""
+    """Compares batch by batch: the demo model's engine, offline, and a simulated one of the same size."""
     from harness import Harness
 
     options = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "num_pages": 40, "page_size": 16, "max_model_len": 256}
@@ -77,12 +78,12 @@ def test_iterations_are_those_of_a_real_engine() -> None:
     assert sum(f.tokens for f in real) > 500
 
 
-def test_lengths_that_nobody_knows_end_with_an_end_token() -> None:
+def test_unknown_lengths_end_with_an_end_token() -> None:
     load = at([0.0, 0.0, 0.2], [20, 30, 20], [5, 9, 1])
     known, unknown = run(load), run(load, known=False)
     assert [r.completion_tokens for r in unknown.everything.records] == [5, 9, 1]
     assert [r.outcome for r in unknown.everything.records] == [OK] * 3
-    # One that ends by itself is computed once more than it must be.
+    # A request that ends by itself takes one extra iteration.
     assert unknown.iterations >= known.iterations
 
 
@@ -105,14 +106,14 @@ def test_engines_on_few_cores_share_them() -> None:
     assert run(at([0.0] * 3, 20, 10), 3, cores=1.0, of=profile(threads=1)).span == pytest.approx(0.3, rel=0.2)
 
 
-def test_beyond_what_was_recorded_cores_are_shared_in_equal_parts() -> None:
+def test_beyond_the_recorded_range_cores_are_shared_equally() -> None:
     assert [Slowdown(2.0).of(n) for n in (0, 1, 2, 3, 4)] == [1, 1, 1, 1.5, 2]
     assert [Slowdown(2.0, threads=2).of(n) for n in (1, 2)] == [1, 2]
     assert [Slowdown(2.0, known=(1.0, 1.2, 1.8)).of(n) for n in (0, 1, 2, 3, 6)] == pytest.approx([1, 1, 1.2, 1.8, 3.6])
     assert [Slowdown(8.0, known=(1.0, 1.1)).of(n) for n in (2, 8, 16)] == pytest.approx([1.1, 1.1, 2.2])
 
 
-def test_what_does_not_compute_slows_nobody() -> None:
+def test_an_idle_engine_slows_no_other() -> None:
     clock, ends = Clock(), {}
     curve = Slowdown(1.0, known=(1.0, 2.0))
     processor = Processor(clock, Sharing(curve, curve._replace(known=(1.0, 3.0))))
@@ -123,11 +124,11 @@ def test_what_does_not_compute_slows_nobody() -> None:
     processor.start(1.0, lambda: ends.update(engine=clock.now - 1))
     processor.start(1.0, lambda: ends.update(prompt=clock.now - 1), prompt=True)
     clock.run()
-    # Both until 2.0, when the engine is done and the prompt a third of a second short of two.
+    # Both run until 2.0, when the engine is done and the prompt is a third of a second short of two.
     assert ends == pytest.approx({"engine": 2.0, "prompt": 2.0 + 1 / 3, "answer": 0.5})
 
 
-def test_what_was_watched_at_a_daemon_is_what_its_simulation_shows() -> None:
+def test_recorded_overheads_of_a_daemon_appear_in_its_simulation() -> None:
     between, firsts, prompt = (0.012, 0.013, 0.018), (0.030, 0.036, 0.060), 32
     seen = Observations(tuple((b,) for b in between), tuple(((prompt, f),) for f in firsts))
     made = profile(threads=1)
@@ -142,12 +143,12 @@ def test_what_was_watched_at_a_daemon_is_what_its_simulation_shows() -> None:
         assert first.first - first.start == pytest.approx(firsts[engines - 1], rel=0.02)
         together = np.diff(first.times[:40])
         assert together == pytest.approx([between[engines - 1]] * 39, rel=0.02)
-    # On other cores it was not seen.
+    # It was not recorded on other cores.
     apart = run(at([0.0] * 3, prompt, 20), 3, cores=64.0, of=made).everything.records
     assert np.diff(apart[0].times) == pytest.approx([between[0]] * 19)
 
 
-def test_what_takes_differently_long_beside_others_does_so_and_again_with_the_same_seed() -> None:
+def test_times_that_vary_with_other_engines_do_so_and_repeat_with_the_same_seed() -> None:
     beside = SideBySide(2, (1.0, 2.0), (1.0, 3.0), ((1.0,), (0.5, 1.5)), ((1.0,), (0.5, 0.5, 0.5, 2.5)))
     made = profile(threads=1, side_by_side=beside)
     load = at([0.0, 0.0, 5.0], 20, [200, 200, 50])
@@ -161,7 +162,7 @@ def test_what_takes_differently_long_beside_others_does_so_and_again_with_the_sa
     assert np.diff(found[2].times) == pytest.approx([0.010] * 49)
 
 
-def test_an_answer_may_begin_with_tokens_that_are_no_text() -> None:
+def test_an_answer_may_start_with_tokens_that_are_not_text() -> None:
     (plain,) = run(at([0.0], 20, 9)).everything.records
     (late,) = run(at([0.0], 20, 9), of=profile(silent=(3,))).everything.records
     assert late.first == plain.times[3]
@@ -175,7 +176,7 @@ def test_an_answer_may_begin_with_tokens_that_are_no_text() -> None:
     assert lacking.count(2) == pytest.approx(50, abs=2)
 
 
-def test_an_engine_that_ends_takes_what_had_begun_and_no_more() -> None:
+def test_an_engine_that_exits_loses_its_started_requests_and_no_others() -> None:
     # Both engines have one; the third waits for its first token when the engine ends.
     load = at([0.0, 0.0, 0.095, 0.5], 20, [30, 30, 30, 5])
     result = run(load, 2, failures=(Failure(0, 0.1, 0.2),))
@@ -187,7 +188,7 @@ def test_an_engine_that_ends_takes_what_had_begun_and_no_more() -> None:
     assert result.everything.outcomes() == {"ok": 3, "broken": 1}
 
 
-def test_what_no_client_has_seen_is_begun_again_at_another_engine_once() -> None:
+def test_a_request_without_output_is_restarted_once_at_another_engine() -> None:
     load = at([0.0, 0.0], 600, 2)
     result = run(load, 2, failures=(Failure(0, 0.02, 1.0),))
     assert (result.retried, result.everything.outcomes()) == (1, {"ok": 2})
@@ -195,15 +196,15 @@ def test_what_no_client_has_seen_is_begun_again_at_another_engine_once() -> None
     assert both.everything.outcomes() == {"ok": 0, "overloaded": 1, "broken": 1}
 
 
-def test_a_full_queue_turns_requests_away() -> None:
+def test_a_full_queue_refuses_requests() -> None:
     result = run(at([0.0] * 20, 20, 10), max_queued_requests=4)
     assert result.everything.outcomes() == {"ok": 12, "overloaded": 8}
     refused = run(at([0.0], 2000, 10))
     assert refused.everything.outcomes() == {"ok": 0, "refused": 1}
 
 
-def test_prompts_are_cut_to_the_time_between_tokens_that_was_asked_for() -> None:
-    """Iterations of 10 ms up to 8 tokens, and a millisecond for each one more."""
+def test_prompts_are_cut_to_the_requested_time_between_tokens() -> None:
+    """Iterations of 10 ms up to 8 tokens, plus a millisecond for each further token."""
     of = profile(knots=(8.0, 1008.0), dense_ms=(10.0, 1010.0))
     load = drawn(rate=3.0, duration=20.0, inputs="300", outputs="40", seed=1)
     plain = run(load, of=of)
@@ -214,7 +215,7 @@ def test_prompts_are_cut_to_the_time_between_tokens_that_was_asked_for() -> None
     assert cut.computed_tokens == plain.computed_tokens
 
 
-def test_joules_are_those_at_rest_and_those_of_iterations() -> None:
+def test_joules_are_idle_and_iteration_energy() -> None:
     result = run(at([0.0], 20, 10))
     assert result.iterations == 10
     assert result.joules == pytest.approx(100.0 * 0.1 + 10.0)
@@ -236,7 +237,7 @@ def test_routing_keeps_the_prefixes_of_conversations_and_spreads_the_load() -> N
     assert three.everything.outcomes() == one.everything.outcomes()
 
 
-def test_a_prefix_that_all_share_is_computed_by_each_engine_once_or_little_more() -> None:
+def test_a_prefix_shared_by_all_is_computed_about_once_per_engine() -> None:
     shared = drawn(20, 10, inputs="160", outputs="8", shared=0.6)
     result = run(shared, 3)
     assert result.hit_share > 0.5

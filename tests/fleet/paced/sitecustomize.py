@@ -1,7 +1,6 @@
-"""On the path of a daemon: its engines compute nothing, their iterations last what the profile WEFT_TEST_PACE says.
-
-All else is real: processes, sockets, HTTP, router, scheduler, pages. A busy machine then changes little.
-"""
+"""Placed on a daemon's path: its engines compute nothing and their iterations last as long as the profile in
+WEFT_TEST_PACE says. Everything else is real: processes, sockets, HTTP, router, scheduler, pages. So a busy machine
+changes little."""
 
 import importlib.machinery
 import os
@@ -12,7 +11,7 @@ TARGET = "weft.engine.runner.cpu.cpu_runner"
 
 
 class _Paced:
-    """Finds that one module, and changes it once it is loaded."""
+    """Finds that one module and changes it after it is loaded."""
 
     def find_spec(self, name, path=None, _target=None):
         if name != TARGET:

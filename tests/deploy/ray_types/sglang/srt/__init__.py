@@ -1,1 +1,1 @@
-"""A stand-in: the names of the types that Ray Serve LLM takes from SGLang, and nothing else of it."""
+"""A stand-in: only the names of the types that Ray Serve LLM takes from SGLang."""

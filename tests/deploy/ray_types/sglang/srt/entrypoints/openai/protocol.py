@@ -1,4 +1,4 @@
-"""A stand-in: types of OpenAI's API with the names that SGLang gives them; what is in them is not looked at."""
+"""A stand-in: types of OpenAI's API under SGLang's names. Their content is not checked."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The simulator beside a real daemon with three engines on this CPU: the same requests at the same times.
+"""Compares the simulator with a real daemon of three engines on this CPU: the same requests at the same times.
 
-    python tests/fleet/beside_real.py               # the demo model: wants a machine with nothing else to do
-    python tests/fleet/beside_real.py --paced       # engines that sleep what a profile says: any machine
+    python tests/fleet/compare_real.py               # the demo model: needs an idle machine
+    python tests/fleet/compare_real.py --paced       # engines that sleep for a profile's time: any machine
 
-It records a profile, measures what stands around the engines, runs `weft load` and `weft fleet` with the same flags,
-several times, and prints what each says.
+It records a profile, measures the overhead around the engines, runs `weft load` and `weft fleet` with the same flags
+several times, and prints the results of both.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from weft.tools.fleet.record import WARM_UP, Recorder, fitted, levels, limits_of
 ENGINES = 3
 BOUND = 0.10
 BUSY = 1.0
-"""load average of a machine that has other work"""
+"""load average that means other work is running"""
 LIMITS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--num-pages", "400", "--page-size", "16")
 REAL_LOAD = ("--input", "uniform:32:192", "--output", "uniform:16:96", "--duration", "20")
 RATES = (2.0,)
-"""requests a second, of one round after the other"""
+"""requests a second, of rounds run in sequence"""
 ROUNDS = 8
 LEVEL_SECONDS = 0.8
 WATCH_SECONDS = 1.5
@@ -53,7 +53,7 @@ TALKS = ("--input", "uniform:40:120", "--output", "uniform:10:30", "--turns", "u
 PACED = IterationProfile(
     model="made up, 100 ms and more an iteration",
     device="asleep",
-    made="tests/fleet/beside_real.py",
+    made="tests/fleet/compare_real.py",
     limits=Limits(page_size=16, num_pages=400, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=2048),
     knots=(1.0, 256.0),
     dense_ms=(100.0, 200.0),
@@ -87,13 +87,13 @@ def weft(*arguments: str, ok: Sequence[int] = (0,)) -> str:
 
 
 def loaded(url: str, load: Sequence[str], out: Path) -> Path:
-    """What `weft load` saw."""
+    """The results of `weft load`."""
     weft("load", "--server", url, *load, "--quiet", "--json", str(out))
     return out
 
 
 def simulated(profile: Path, load: Sequence[str], out: Path) -> Path:
-    """What `weft fleet` makes of the same flags."""
+    """The results of `weft fleet` for the same flags."""
     weft("fleet", "--profile", str(profile), "--engines", str(ENGINES), *load, "--quiet", "--json", str(out))
     return out
 
@@ -123,13 +123,13 @@ def show(title: str, figures: Sequence[Figure]) -> None:
 
 
 def paced_env(profile: Path) -> dict[str, str]:
-    """Of a daemon whose engines sleep."""
+    """Environment of a daemon whose engines sleep for the profile's time."""
     path = os.pathsep.join([str(HERE / "paced"), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"PYTHONPATH": path, "WEFT_TEST_PACE": str(profile)}
 
 
 def paced(folder: Path, rounds: int) -> list[list[Figure]]:
-    """With engines that sleep."""
+    """Comparison with engines that sleep."""
     profile = folder / "paced.json"
     PACED.save(profile)
     found = []
@@ -146,9 +146,11 @@ def paced(folder: Path, rounds: int) -> list[list[Figure]]:
 
 
 def real(folder: Path, rounds: int, rates: Sequence[float] = RATES) -> list[list[Figure]]:
-    """With the demo model. Every round records iterations for a while, watches what stands around the engines, and puts
-    the load on them; then all rounds are simulated with the one profile that all recordings together give: a machine
-    that becomes slower or faster meanwhile does so for both."""
+    """Comparison with the demo model.
+
+    Every round records iterations for a while, watches the overhead around the engines, and sends the load. Then all
+    rounds are simulated with one profile of all recordings, so that a machine that changes its speed affects both.
+    """
     recording = Recording()
     seen: list[Observations] = []
     options = ("--device", "cpu", "--data-parallel-size", str(ENGINES), "--cpu-threads", "1", *LIMITS)
@@ -163,7 +165,7 @@ def real(folder: Path, rounds: int, rates: Sequence[float] = RATES) -> list[list
     known = recording.profile()
     around, profile = derive(together(seen), known), folder / "profile.json"
     around.put_into(known).save(profile)
-    print(told(around))
+    print(describe(around))
     found = []
     for i, load in enumerate(loads):
         simulation = simulated(profile, load, folder / f"simulated-{i}.json")
@@ -173,7 +175,7 @@ def real(folder: Path, rounds: int, rates: Sequence[float] = RATES) -> list[list
 
 
 class Recording:
-    """As `weft bench iterations`, a part at a time."""
+    """Records iterations as `weft bench iterations` does, in several parts."""
 
     def __init__(self) -> None:
         names = [name.removeprefix("--").replace("-", "_") for name in LIMITS[::2]]
@@ -195,7 +197,7 @@ class Recording:
 
 
 def pooled(found: Sequence[Sequence[Figure]]) -> list[Figure]:
-    """Of all rounds together."""
+    """The results of all rounds together."""
     return [
         Figure(same[0].name, sum(f.measured for f in same) / len(same), sum(f.simulated for f in same) / len(same))
         for same in zip(*found, strict=True)
@@ -203,7 +205,7 @@ def pooled(found: Sequence[Sequence[Figure]]) -> list[Figure]:
 
 
 def table(found: Sequence[Sequence[Figure]]) -> str:
-    """Of all rounds, in the form of docs/simulator.md."""
+    """The results of all rounds, in the format of docs/simulator.md."""
     lines = ["| figure | real | simulated | error | single rounds |", "|---|---|---|---|---|"]
     for figure, same in zip(pooled(found), zip(*found, strict=True), strict=True):
         errors = [f.error for f in same]
@@ -214,22 +216,22 @@ def table(found: Sequence[Sequence[Figure]]) -> str:
     return "\n".join(lines)
 
 
-def told(around: Overhead) -> str:
-    beside = around.side_by_side
-    assert beside is not None
+def describe(around: Overhead) -> str:
+    contention = around.side_by_side
+    assert contention is not None
     slower = "; ".join(
         f"{name} {', '.join(f'{x:.2f}' for x in curve)}"
-        for name, curve in (("decodes", beside.decodes), ("prompts", beside.prompts))
+        for name, curve in (("decodes", contention.decodes), ("prompts", contention.prompts))
     )
     return (
-        f"around the engine: {around.request_ms:.1f} ms before, {around.answer_ms:.1f} ms behind, "
+        f"around the engine: {around.request_ms:.1f} ms before, {around.answer_ms:.1f} ms after, "
         f"{around.gap_ms:.1f} ms between iterations; {np.mean(around.silent):.2f} tokens before the first with text\n"
-        f"times as long, by the number of engines that compute on {beside.cores} cores: {slower}"
+        f"times as long, by the number of engines that compute on {contention.cores} cores: {slower}"
     )
 
 
 class Routed(NamedTuple):
-    """What a daemon's engines found and computed."""
+    """Prompt tokens that a daemon's engines found cached and computed."""
 
     hit_share: float
     computed: list[float]
@@ -239,13 +241,14 @@ class Routed(NamedTuple):
         return max(self.computed) * len(self.computed) / sum(self.computed)
 
 
-def routed(folder: Path, engines: int, pages: int, seats: int) -> Routed:
-    """Conversations against a daemon whose engines sleep; prompt tokens found, and tokens computed by each engine."""
+def routed(folder: Path, engines: int, pages: int, slots: int) -> Routed:
+    """Conversations against a daemon whose engines sleep: prompt tokens found cached, and tokens computed by each
+    engine."""
     from prometheus_client.parser import text_string_to_metric_families
 
     profile = folder / "quick.json"
     msgspec.structs.replace(PACED, dense_ms=(20.0, 40.0), context_ms=0.0, chunk_ms=0.0, decode_ms=0.1).save(profile)
-    options = ("--data-parallel-size", str(engines), "--num-pages", str(pages), "--max-num-seqs", str(seats))
+    options = ("--data-parallel-size", str(engines), "--num-pages", str(pages), "--max-num-seqs", str(slots))
     with running(folder, "--device", "cpu", *options, "--page-size", "16", env=paced_env(profile)) as daemon:
         weft("load", "--server", daemon.url, *TALKS, "--quiet")
         with urllib.request.urlopen(f"{daemon.url}/metrics") as response:
@@ -265,7 +268,7 @@ def routed(folder: Path, engines: int, pages: int, seats: int) -> Routed:
 
 
 def routing(folder: Path) -> tuple[Routed, Routed]:
-    """One engine, and three with a third of its pages and seats each."""
+    """One engine, compared with three that have a third of its pages and slots each."""
     one, three = routed(folder, 1, 3000, 48), routed(folder, ENGINES, 1000, 16)
     share = three.hit_share / one.hit_share
     print(f"prompt tokens found by one engine: {one.hit_share:.1%}; by three: {three.hit_share:.1%}, {share:.3f} of it")

@@ -1,4 +1,5 @@
-"""The simulator beside real daemons with three engines. Of seconds, so by night (see `beside_real`)."""
+"""The simulator compared with real daemons with three engines. It takes minutes, so it runs nightly (see
+`compare_real`)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from beside_real import BOUND, BOUNDED, BUSY, ROUNDS, paced, pooled, real, routing
+from compare_real import BOUND, BOUNDED, BUSY, ROUNDS, paced, pooled, real, routing
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -17,8 +18,8 @@ def test_engines_that_sleep(tmp_path: Path) -> None:
 
 
 def test_the_demo_model(tmp_path: Path) -> None:
-    """Its bound leaves room for what is left to chance: the mean of 300 first tokens has an error of 3 to 4 %, and so
-    has what was watched. `make simulated` tells whether a run lies within `BOUND`."""
+    """Its bound allows for chance: the mean of 300 first tokens has an error of 3 to 4 %, and so does the recording.
+    `make simulated` reports whether a run lies within `BOUND`."""
     if os.getloadavg()[0] > BUSY:
         pytest.skip("other work runs here: the demo model's iterations take as long as that lets them")
     for figure in pooled(real(tmp_path, ROUNDS)):
