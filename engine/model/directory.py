@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from weft.engine.errors import ModelError, refuse_pointer
+from weft.engine.model.ends import EndTokens, end_tokens
 from weft.engine.model.families import family_of
+from weft.engine.model.gguf.file import INDEX
 from weft.engine.model.quantization import of_modelopt_file
 from weft.engine.model.spec import ModelSpec
 
@@ -40,16 +43,16 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """Return the end tokens of a model directory with this `config.json`."""
-    # generation_config.json has precedence: Llama 3 lists its end-of-turn token only there.
-    ids = config.get("eos_token_id")
-    generation = path / "generation_config.json"
-    if generation.exists():
-        ids = read_json(generation).get("eos_token_id", ids)
-    if ids is None:
-        return ()
-    return tuple(int(i) for i in ids) if isinstance(ids, list) else (int(ids),)
+def ends_of(path: Path, config: dict[str, Any], vocab_size: int | None = None) -> EndTokens:
+    """Collect the end tokens of a model directory with this `config.json`, see `end_tokens`."""
+    file = path / "generation_config.json"
+    generation = read_json(file) if file.exists() else {}
+    return end_tokens(path, config, generation, "GGUF file" if (path / INDEX).is_file() else file.name, vocab_size)
+
+
+def eos_ids(path: Path, config: dict[str, Any], vocab_size: int | None = None) -> tuple[int, ...]:
+    """Return the end tokens of a model directory with this `config.json`; none outside a vocabulary of `vocab_size`."""
+    return tuple(ends_of(path, config, vocab_size).sources)
 
 
 def read_spec(path: Path) -> ModelSpec:
@@ -59,8 +62,9 @@ def read_spec(path: Path) -> ModelSpec:
     config = read_config(path)
     family = family_of((config.get("architectures") or ["(none)"])[0])
     try:
-        return family.spec(config, eos_ids(path, config))
+        spec = family.spec(config)
     except KeyError as error:
         raise ModelError(f"{path / 'config.json'} lacks {error.args[0]}") from None
     except (TypeError, ValueError) as error:
         raise ModelError(f"{path / 'config.json'} has a value of the wrong kind: {error}") from None
+    return replace(spec, eos_token_ids=eos_ids(path, config, spec.vocab_size))

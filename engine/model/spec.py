@@ -294,6 +294,4 @@ class ModelSpec:
             raise ModelError(f"config.json: a token uses {self.experts.top} of {self.experts.count} experts")
         if any(window is not None and window < 1 for window in self.windows):
             raise ModelError("config.json: a sliding window must be at least 1")
-        if any(not 0 <= i < self.vocab_size for i in self.eos_token_ids):
-            raise ModelError(f"end token {self.eos_token_ids} lies outside the vocabulary of {self.vocab_size}")
         return self

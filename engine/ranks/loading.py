@@ -12,10 +12,11 @@ from weft.engine.memory.model_id import model_id
 from weft.engine.memory.ssd_store import SsdStore, Store
 from weft.engine.memory.store_file import StoreFile
 from weft.engine.memory.transfer import Bytes, Remainders
+from weft.engine.model.directory import ends_of, read_config
 from weft.engine.model.implementation import choose_spec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Phases, notice
-from weft.engine.ranks.group import Ranks
+from weft.engine.ranks.group import OneRank, Ranks
 from weft.engine.ranks.leader import lead
 from weft.engine.runner.device.compile_job import CompileJob
 from weft.engine.runner.device.runner import Runner
@@ -32,34 +33,36 @@ class Loaded(NamedTuple):
     weights: Weights | TransformersModule
     runner: Runner
     make_store: Callable[[StoreFile, Bytes, Remainders | None], Store]
-    stores: bool  # All ranks can store pages on disk.
+    store: StoreFile | None  # File of the SSD tier if every rank has one.
 
 
 class Loading:
-    """Resolves the configuration; `run` then loads the model. ranks: the followers under tensor parallelism."""
+    """Resolves the configuration; `run` then loads the model."""
 
-    def __init__(self, config: EngineConfig, ranks: Ranks | None, compiling: CompileJob | None) -> None:
+    def __init__(self, config: EngineConfig, ranks: OneRank, compiling: CompileJob | None) -> None:
         self._config, self._ranks = config, ranks
         self._compiling = compiling or CompileJob.begin(config)
         chosen, implementation = choose_spec(config)
         self.spec = served_as(chosen, config)  # Spec of the unsharded model.
         if not self.spec.native:
             notice(f"{self.spec.architecture}: {implementation}")
+        path = config.model_path
+        notice(str(ends_of(path, read_config(path), self.spec.vocab_size)))
         self.own = self.spec.shard(0, config.tensor_parallel_size)  # This rank's shard of it.
         self.resolved = resolve(config, self.own)
         self.model_id = self._model_id()
 
-    def run(self, phases: Phases, exchange: WeightExchange | None, *, stores: bool) -> Loaded:
-        """Load the model. stores: an SSD tier is wanted. Raises `WeftError`, one line."""
+    def run(self, phases: Phases, exchange: WeightExchange | None, store: StoreFile | None) -> Loaded:
+        """Load the model. store: this rank's file of the SSD tier. Raises `WeftError`, one line."""
         try:
             with within_memory():
-                return self._run(phases, exchange, stores)
+                return self._run(phases, exchange, store)
         except BaseException:
             if self._compiling is not None:
                 self._compiling.stop()
             raise
 
-    def _run(self, phases: Phases, exchange: WeightExchange | None, stores: bool) -> Loaded:
+    def _run(self, phases: Phases, exchange: WeightExchange | None, store: StoreFile | None) -> Loaded:
         # Load on a thread that ends: an OpenMP team left here would slow down the runner's (see CpuRunner).
         with ThreadPoolExecutor(1) as loader:
             weights = loader.submit(self._load, phases, exchange).result()
@@ -68,23 +71,24 @@ class Loading:
         phases.end()
         if self._model_id() != self.model_id:
             raise ModelError(f"{self._config.model_path} changed while it was being loaded: start again")
-        return self._with_runner(weights, phases, stores)
+        return self._with_runner(weights, phases, store)
 
     def _model_id(self) -> str:
         resolved = self.resolved
         return model_id(self._config, resolved.kv, self.own, resolved.compute_dtype, resolved.max_model_len)
 
     def _load(self, phases: Phases, exchange: WeightExchange | None) -> Weights | TransformersModule:
-        own_exchange = None if self._ranks is not None else exchange
+        own_exchange = None if isinstance(self._ranks, Ranks) else exchange
         return load_model(self.own, self._config, self.resolved, phases, exchange=own_exchange, model=self.model_id)
 
-    def _with_runner(self, weights: Weights | TransformersModule, phases: Phases, stores: bool) -> Loaded:
+    def _with_runner(self, weights: Weights | TransformersModule, phases: Phases, store: StoreFile | None) -> Loaded:
         config, resolved = self._config, self.resolved
-        if self._ranks is None:
+        if not isinstance(self._ranks, Ranks):
             runner = make_runner(self.spec, weights, config, resolved, phases, self._compiling)
-            return Loaded(weights, runner, SsdStore, stores)
+            return Loaded(weights, runner, SsdStore, store)
         assert isinstance(weights, Weights)
         leading = lead(
-            self._ranks.links, self.own, weights, config, resolved, self.model_id, phases, self._compiling, store=stores
-        )
-        return Loaded(weights, leading, leading.make_store, leading.stores)
+            self._ranks.links, self.own, weights, config, resolved, self.model_id, phases, self._compiling,
+            store=store is not None,
+        )  # fmt: skip
+        return Loaded(weights, leading, leading.make_store, store if leading.stores else None)

@@ -41,7 +41,7 @@ NATIVE = {name for family in FAMILIES for name in family.architectures}
 def rejection(kind: str) -> str:
     """Return why the default configuration is rejected, if there is no tiny checkpoint."""
     try:
-        spec_of(CONFIG_MAPPING[kind](), CLASSES[kind], (), trusted=False)
+        spec_of(CONFIG_MAPPING[kind](), CLASSES[kind], trusted=False)
     except ModelError as error:
         return str(error)
     except Exception as error:  # its default configuration is invalid

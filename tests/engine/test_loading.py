@@ -80,7 +80,7 @@ def test_shape_that_does_not_fit_the_config(broken: Path) -> None:
         ({"num_key_value_heads": 3}, "evenly"),
         ({"hidden_size": "many"}, "wrong kind"),
         ({"num_hidden_layers": 0}, "num_layers"),
-        ({"vocab_size": 1}, "outside the vocabulary"),
+        ({"vocab_size": 1}, "config.json requires (1, 64)"),
     ],
 )
 def test_configs_that_cannot_be_served(broken: Path, changes: dict, word: str) -> None:

@@ -96,8 +96,8 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)  # Llama's config key -> this family's key.
     quantizations: tuple[str, ...] = ()  # `quant_method`s whose matrices are unpacked while loading.
 
-    def spec(self, config: Config, eos_token_ids: tuple[int, ...]) -> ModelSpec:
-        """Read a config. Raises `ModelError` for an unsupported option; `KeyError`, `TypeError` or `ValueError` for a
+    def spec(self, config: Config) -> ModelSpec:
+        """Read a config, except its end tokens. Raises `ModelError` for an unsupported option; `KeyError`, `TypeError` or `ValueError` for a
         malformed config."""
         architecture = config["architectures"][0]
         # `text_config`: of a multimodal model
@@ -131,7 +131,6 @@ class Family:
             "mlp_bias": bool(config.get("mlp_bias", False)),
             "activation": ACTIVATIONS.get(activation, activation),
             "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
-            "eos_token_ids": eos_token_ids,
             "quantization": None if integers or not quantization else read_quantization(quantization),
             "integers": integers,
         }

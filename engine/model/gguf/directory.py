@@ -14,16 +14,13 @@ import xxhash
 
 from weft.engine.config import cache_home
 from weft.engine.errors import ModelError, one_line
+from weft.engine.model.ends import turn_ends
 from weft.engine.model.gguf.config import OFFSET_NORMS, to_config
 from weft.engine.model.gguf.file import INDEX, GgufFile, name_of, parts_of
 from weft.engine.progress import notice
 
-FORMAT = 1  # Version of the directory's contents; a change creates directories anew.
-_ENDS = frozenset((
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
-    "<|end_of_text|>", "<EOT>", "<end_of_utterance>",
-))  # fmt: skip
-"""Control tokens that end an answer, for any model; metadata name only one."""
+FORMAT = 2  # Version of the directory's contents; a change creates directories anew.
+_ENDS = frozenset(("</s>", "<eos>", "[EOS]"))  # Names that end a text if they are control tokens.
 _CONTROL = 3
 _TEMPLATE = "tokenizer.chat_template"
 _GPT2_SPLITS = ("default", "gpt-2", "mpt", "olmo", "phi-2", "jais", "dolma", "trillion", "superbpe")
@@ -87,12 +84,11 @@ def _write(file: GgufFile, config: dict[str, Any], parts: list[Path], to: Path) 
 
 def _ends(file: GgufFile) -> list[int]:
     named = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    ends = [int(token) for token in named if token is not None]
     tokens, types = file.get("tokenizer.ggml.tokens") or [], file.get("tokenizer.ggml.token_type") or []
-    ends += [
-        i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL and token in _ENDS
-    ]
-    return list(dict.fromkeys(ends))
+    ends = [int(token) for token in named if token is not None]
+    there = turn_ends(set(tokens))  # metadata name few of them, and some files give them the wrong type
+    control = [i for i, (t, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL and t in _ENDS]
+    return list(dict.fromkeys((*ends, *control, *(i for i, token in enumerate(tokens) if token in there))))
 
 
 def _write_tokenizer(file: GgufFile, first: Path, to: Path) -> None:

@@ -47,9 +47,7 @@ def quiet() -> Iterator[None]:
             log.enable_progress_bar()
 
 
-def read_transformers(
-    path: Path, raw: dict[str, Any], eos_token_ids: tuple[int, ...], *, trusted: bool = False
-) -> TransformersSpec:
+def read_transformers(path: Path, raw: dict[str, Any], *, trusted: bool = False) -> TransformersSpec:
     """Read a model. raw: the directory's `config.json`. trusted: its own code may run.
 
     Raises `ModelError` with the reason why `transformers`' code cannot serve it here."""
@@ -62,7 +60,7 @@ def read_transformers(
         except Exception as error:  # config validation and remote code raise anything
             version = transformers.__version__
             raise ModelError(f"transformers {version} cannot read config.json: {one_line(error)}") from None
-        return spec_of(config, architecture(raw), eos_token_ids, trusted=trusted)
+        return spec_of(config, architecture(raw), trusted=trusted)
 
 
 def build(config: Any, dtype: torch.dtype, device: torch.device, trusted: bool) -> Any:
@@ -80,7 +78,7 @@ def build(config: Any, dtype: torch.dtype, device: torch.device, trusted: bool) 
         raise ModelError(f"transformers cannot build it: {one_line(error)}") from None
 
 
-def spec_of(config: Any, name: str, eos_token_ids: tuple[int, ...], *, trusted: bool) -> TransformersSpec:
+def spec_of(config: Any, name: str, *, trusted: bool) -> TransformersSpec:
     windows = _cache_windows(config)
     module = build(config, torch.bfloat16, torch.device("meta"), trusted)
     calls, vocab_size = _try(module)
@@ -105,7 +103,6 @@ def spec_of(config: Any, name: str, eos_token_ids: tuple[int, ...], *, trusted: 
         max_positions=max_positions,
         norm=Norm(eps=0.0),
         dtype=str(getattr(config, "dtype", None) or getattr(text, "dtype", None) or "float32").removeprefix("torch."),
-        eos_token_ids=eos_token_ids or _ids(getattr(text, "eos_token_id", None)),
         layers=tuple(Layer(window=call.window) for call in calls),
         calls=tuple(calls),
         parameters=sum(size for _, size in sizes),
@@ -176,10 +173,6 @@ def _positions(text: Any) -> tuple[int, str]:
 
 def _number(value: Any) -> int:
     return value if isinstance(value, int) else 0
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    return () if value is None else tuple(value) if isinstance(value, list) else (int(value),)
 
 
 def _active(sizes: list[tuple[str, int]], text: Any) -> int:
