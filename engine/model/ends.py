@@ -30,9 +30,7 @@ class EndTokens(NamedTuple):
 
     def __str__(self) -> str:
         used = [f"{i} {self.names.get(i, '')}".strip() + f" ({', '.join(why)})" for i, why in self.sources.items()]
-        text = (
-            f"end tokens: {', '.join(used)}" if used else "no end tokens: only max_tokens and stop strings end answers"
-        )
+        text = f"end tokens: {', '.join(used)}" if used else "no end tokens: answers end at max_tokens or a stop string"
         odd = ", ".join(f"{i} ({', '.join(why)})" for i, why in self.ignored.items())
         return f"{text}; ignored, outside the vocabulary: {odd}" if odd else text
 
@@ -157,9 +155,7 @@ def _after_answer(template: str, tokenizer: dict[str, Any], special: set[str]) -
         raise TemplateError(message)
 
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    variables = {
-        name: text for name, value in tokenizer.items() if name.endswith("_token") and (text := _content(value))
-    }
+    variables = {name: _content(value) or "" for name, value in tokenizer.items() if name.endswith("s_token")}
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}
     try:
         # transformers' own tag marks the text of the assistant

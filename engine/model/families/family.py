@@ -97,8 +97,8 @@ class Family:
     quantizations: tuple[str, ...] = ()  # `quant_method`s whose matrices are unpacked while loading.
 
     def spec(self, config: Config) -> ModelSpec:
-        """Read a config, except its end tokens. Raises `ModelError` for an unsupported option; `KeyError`, `TypeError` or `ValueError` for a
-        malformed config."""
+        """Read a config, except its end tokens. Raises `ModelError` for an unsupported option;
+        `KeyError`, `TypeError` or `ValueError` for a malformed config."""
         architecture = config["architectures"][0]
         # `text_config`: of a multimodal model
         config = {**self.defaults, **config, **(config.get("text_config") or {})}
