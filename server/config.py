@@ -22,6 +22,8 @@ ReasoningParserName = Literal[
     "openai_gptoss", "qwen3",
 ]  # fmt: skip
 
+ANY_NAME = "*"  # the served name that stands for all others
+_ROOT_PATH = re.compile(r"(?:/[\w.~-]+)+", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*\s]*")
 ENGINE_OPTIONS = frozenset(
     name for name, field in EngineConfig.model_fields.items() if field.json_schema_extra != NO_OPTION
@@ -29,7 +31,7 @@ ENGINE_OPTIONS = frozenset(
 """Options of the engine."""
 MODEL_OPTIONS = ENGINE_OPTIONS | {
     "served_model_name", "memory_share", "replicas", "data_parallel_size", "pooling", "tool_call_parser",
-    "reasoning_parser", "allow_special_tokens",
+    "reasoning_parser", "allow_special_tokens", "chat_template",
 }  # fmt: skip
 """Options that each of several models can set for itself."""
 
@@ -45,14 +47,17 @@ class ServeConfig(EngineConfig):
                 option_groups.MODEL,
                 ("served_model_name", "tool_call_parser", "reasoning_parser", "models"),
                 (
-                    "pooling", "allow_special_tokens", "memory_share", "max_awake_models", "wake_on_request",
-                    "wake_timeout",
+                    "chat_template", "pooling", "allow_special_tokens", "memory_share", "max_awake_models",
+                    "wake_on_request", "wake_timeout",
                 ),
             ),
             OptionGroup(
                 "network",
                 ("host", "port", "tls_cert", "tls_key", "api_workers"),
-                ("cors_origin", "max_body_mib", "request_timeout", "client_stall_timeout", "ui", "handover"),
+                (
+                    "uds", "root_path", "cors_origin", "max_body_mib", "request_timeout", "client_stall_timeout", "ui",
+                    "handover",
+                ),
             ),
             OptionGroup(option_groups.MEMORY),
             OptionGroup(option_groups.BATCHING, ("max_queued_requests",), ("max_queued_tokens",)),
@@ -84,8 +89,12 @@ class ServeConfig(EngineConfig):
     """address to listen on; 0.0.0.0 for all interfaces"""
     port: int = Field(8000, ge=0, le=65535)
     """port to listen on; 0 picks a free port"""
+    uds: str | None = Field(None, min_length=1)
+    """Unix socket to listen on instead of --host and --port; the umask sets who may connect"""
+    root_path: str = ""
+    """path prefix under which a proxy serves this daemon, such as /llm; requests may come with or without it"""
     served_model_name: list[str] = Field([])
-    """names that requests may use; responses carry the first [the model's own name]"""
+    """names that requests may use; responses carry the first; '*' accepts any name [the model's own name]"""
     api_workers: int = Field(1, ge=1, le=64)
     """HTTP server processes, which share the port"""
     handover: str | None = Field(None, min_length=1)
@@ -124,6 +133,8 @@ class ServeConfig(EngineConfig):
     """maximum size of a request body in MiB [1, plus 1 per 1024 tokens of context, up to 32]"""
     allow_special_tokens: bool = False
     """parse special tokens in user messages and tool results instead of treating them as text"""
+    chat_template: str | None = Field(None, min_length=1)
+    """file with a Jinja chat template, or the template itself, instead of the model's"""
     replicas: int = Field(1, ge=1, le=64)
     """engines per device, with one copy of the weights; requests are balanced over them, and they split the device's
     memory"""
@@ -197,6 +208,14 @@ class ServeConfig(EngineConfig):
             raise ValueError("must not contain an empty entry")
         return value
 
+    @field_validator("root_path")
+    @classmethod
+    def _is_prefix(cls, value: str) -> str:
+        value = value.rstrip("/")
+        if value and not _ROOT_PATH.fullmatch(value):
+            raise ValueError("must be a path such as /llm")
+        return value
+
     @field_validator("cors_origin")
     @classmethod
     def _origins_as_browsers_send_them(cls, value: list[str]) -> list[str]:
@@ -232,6 +251,8 @@ class ServeConfig(EngineConfig):
     def _companions_are_given(self) -> ServeConfig:
         if self.tls_key is not None and self.tls_cert is None:
             raise ValueError("tls_key needs tls_cert")
+        if self.uds is not None and self.tls_cert is not None:
+            raise ValueError("--uds: a Unix socket has no TLS; remove tls_cert")
         if self.slo and not self.adaptive_limit:
             raise ValueError("--slo needs max_num_seqs auto")
         return self
@@ -285,7 +306,13 @@ class ServeConfig(EngineConfig):
 
     @property
     def model_names(self) -> list[str]:
-        return self.served_model_name or [self.model_name]
+        """The names to show, the first of which answers carry."""
+        return [name for name in self.served_model_name if name != ANY_NAME] or [self.model_name]
+
+    @property
+    def any_name(self) -> bool:
+        """Requests may use any name that no other model has."""
+        return ANY_NAME in self.served_model_name
 
 
 def entry_of(text: str) -> dict[str, JsonValue]:

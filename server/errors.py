@@ -52,7 +52,7 @@ class ApiError(Exception):
         return orjson.dumps({"error": error})
 
     def response(self, scope: Mapping[str, Any] | None = None) -> Response:
-        """The error as a response. `scope`: the request's, since some paths use Anthropic's format."""
+        """The error as a response. `scope`: the request's, since some paths use Anthropic's or Ollama's format."""
         headers = dict(self.headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(self.retry_after)
@@ -62,6 +62,8 @@ class ApiError(Exception):
             headers["Connection"] = "close"  # the rest of the body is not read
         if scope is not None and scope.get("weft.anthropic"):
             body, status = anthropic_error(self, scope["weft.request_id"]), _anthropic_status(self)
+        elif scope is not None and scope.get("weft.ollama"):
+            body, status = orjson.dumps({"error": self.message}), self.status
         else:
             body, status = self.body(), self.status
         return Response(body, status, headers, media_type="application/json")

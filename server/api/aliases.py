@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from weft import __version__
 from weft.server.api.chat_prompt import template_input
-from weft.server.api.operations import health
+from weft.server.api.operations import health, put_to_sleep, reset_prefix_cache, wake_up
 from weft.server.api.protocol import TemplatedBody
 from weft.server.api.routing import STREAMED, JsonRequest, JsonRoute, ServiceOf, request_schema
 from weft.server.api.service import Phase
-from weft.server.errors import bad_request
+from weft.server.errors import bad_request, clip
 from weft.server.observe.shared_state import OPEN, SleepState
 
 PING = "/ping"
@@ -27,6 +27,11 @@ _UNPREFIXED = frozenset(
 
 _BY_FIELD = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 """The endpoint of an invocation, by the field that identifies it."""
+
+ADMIN_ALIASES = frozenset(
+    {"/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache"}
+)
+"""vLLM's paths for operators. They need the admin key, like those below /admin/."""
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -43,6 +48,7 @@ def canonical(path: str) -> str:
 
 
 @router.head(PING, include_in_schema=False)
+@router.post(PING, include_in_schema=False)
 @router.get(PING, summary="SageMaker's probe: 200 while a loaded model's engine is alive")
 async def ping(service: ServiceOf) -> dict[str, str]:
     await health(service)
@@ -112,6 +118,71 @@ async def server_info(service: ServiceOf) -> dict[str, Any]:
 @router.get("/load", summary="Count open sequences, in vLLM's format")
 async def load(service: ServiceOf) -> dict[str, int]:
     return {"server_load": int(service.shared_state.load[:, :, OPEN].sum())}
+
+
+PAUSE_MODES = {"abort": 0.0, "wait": 86400.0}
+"""Seconds for open requests to finish, by vLLM's name of the mode."""
+
+Name = Annotated[str | None, Query(description="the model's name, by default the first model")]
+
+
+def _patience(mode: str) -> float:
+    """Raises `ApiError`."""
+    if mode not in PAUSE_MODES:
+        raise bad_request(f"mode: must be abort or wait, not {clip(mode)!r}.", "mode")
+    return PAUSE_MODES[mode]
+
+
+@router.post("/sleep", summary="Put a model to sleep, in vLLM's format (admin key)")
+async def sleep(
+    service: ServiceOf, level: Literal["0", "1", "2"] = "1", mode: str = "abort", model: Name = None
+) -> dict[str, Any]:
+    """Level 0 only pauses the model. `mode`: `abort` ends open requests, `wait` lets them finish."""
+    return await put_to_sleep(service, model, int(level), _patience(mode))
+
+
+@router.post("/wake_up", summary="Wake a model, in vLLM's format (admin key)")
+async def wake(
+    service: ServiceOf, tags: Annotated[list[str] | None, Query()] = None, model: Name = None
+) -> dict[str, Any]:
+    if tags is not None and set(tags) != {"weights", "kv_cache"}:
+        raise bad_request("tags: a model wakes as a whole; leave out tags.", "tags")
+    return await wake_up(service, model)
+
+
+@router.get("/is_sleeping", summary="Whether a model is asleep, in vLLM's format (admin key)")
+async def is_sleeping(service: ServiceOf, model: Name = None) -> dict[str, bool]:
+    return {"is_sleeping": service.for_model(model).sleep_state is not SleepState.AWAKE}
+
+
+@router.post("/pause", summary="Pause a model, in vLLM's format (admin key)")
+async def pause(
+    service: ServiceOf, mode: str = "abort", clear_cache: bool = True, model: Name = None
+) -> dict[str, Any]:
+    """The model keeps its memory. New requests wait until `/resume`, at most --wake-timeout. `mode`: see `/sleep`."""
+    state = await put_to_sleep(service, model, 0, _patience(mode))
+    if clear_cache:
+        for replica in service.for_model(model).replicas:
+            replica.client.reset_prefix_cache()
+    return {"status": "paused", **state}
+
+
+@router.post("/resume", summary="Resume a paused model, in vLLM's format (admin key)")
+async def resume(service: ServiceOf, model: Name = None) -> dict[str, Any]:
+    return {"status": "resumed", **await wake_up(service, model)}
+
+
+@router.get("/is_paused", summary="Whether a model is paused, in vLLM's format (admin key)")
+async def is_paused(service: ServiceOf, model: Name = None) -> dict[str, bool]:
+    return {"is_paused": service.for_model(model).sleep_state is SleepState.PAUSED}
+
+
+@router.post("/reset_prefix_cache", summary="Drop all cached prefixes, in vLLM's format (admin key)")
+async def reset_cache(service: ServiceOf, reset_running_requests: bool = False) -> dict[str, str]:
+    """In all tiers, with or without vLLM's `reset_external`."""
+    if reset_running_requests:
+        raise bad_request("reset_running_requests is not supported; use /pause.", "reset_running_requests")
+    return await reset_prefix_cache(service)
 
 
 @router.get("/props", summary="Describe the model, in llama.cpp's format")

@@ -129,7 +129,7 @@ class Answer(Response):
                     if time.perf_counter() - last < HEARTBEAT:
                         continue
                 if not self._started:
-                    await self._start(send, b"text/event-stream; charset=utf-8")
+                    await self._start(send, dialect.content_type)
                 data = dialect.keepalive if update is None else dialect.events(*update)
                 if data:
                     sent = time.perf_counter()

@@ -46,6 +46,7 @@ def create_app(service: Service) -> FastAPI:
     config = service.config
     app = FastAPI(
         title="weft",
+        servers=[{"url": config.root_path}] if config.root_path else None,
         version=__version__,
         lifespan=_lifespan,
         docs_url=None,  # FastAPI's pages load external scripts; `docs` serves one that does not
@@ -76,7 +77,7 @@ def create_app(service: Service) -> FastAPI:
     salted = len(service.keys) > 1 if config.salt_per_key is None else config.salt_per_key
     app.add_middleware(Authorise, keys=service.keys, admin_key=admin_key, limits=service.limits, salted=salted)
     spans = Spans.to(config.otlp_endpoint) if config.otlp_endpoint is not None else None
-    app.add_middleware(Trace, metrics=service.metrics, log=config.access_log, spans=spans)
+    app.add_middleware(Trace, metrics=service.metrics, log=config.access_log, spans=spans, root_path=config.root_path)
     app.state.spans = spans
     if config.cors_origin:
         app.add_middleware(

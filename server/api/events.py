@@ -14,6 +14,7 @@ MARK = "\x00"  # the placeholder text of an event from which a template is made
 class Dialect(ABC):
     """Writes one answer: `body` for a plain one; for a stream, `events` for each piece and then `end` or `failed`."""
 
+    content_type = b"text/event-stream; charset=utf-8"  # of streams
     keepalive = b": waiting\n\n"  # a keep-alive for streams: a comment or an event without content
 
     @abstractmethod

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.server.api import docs, ui
-from weft.server.api.aliases import INVOCATIONS, canonical
+from weft.server.api.aliases import ADMIN_ALIASES, INVOCATIONS, canonical
 from weft.server.api.operations import FAVICON
 from weft.server.api.protocol import REQUEST_ID
 from weft.server.api.service import Service
@@ -34,9 +34,13 @@ from weft.server.observe.metrics import ENDPOINTS, PROBES, Metrics
 OPEN_PATHS = frozenset(PROBES)
 MESSAGES = "/v1/messages"
 MODELS = "/v1/models"
+OLLAMA = "/api/"
 LIMITED_PATHS = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", MESSAGES, INVOCATIONS}
-)
+    {
+        "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", MESSAGES, INVOCATIONS,
+        "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/completion",
+    }
+)  # fmt: skip
 _ENDPOINTS = frozenset(ENDPOINTS)
 STORED_PATHS = ("/v1/files/", "/v1/batches/", "/v1/responses/", "/v1/conversations/")
 _REQUEST_ID = re.compile(REQUEST_ID)
@@ -54,19 +58,23 @@ class Trace:
     `Answer`; its `usage()` is logged.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, *, log: bool, spans: tracing.Spans | None) -> None:
-        self._app, self._metrics, self._log, self._spans = app, metrics, log, spans
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, *, log: bool, spans: tracing.Spans | None, root_path: str = ""
+    ) -> None:
+        """`root_path`: a prefix of paths to ignore."""
+        self._app, self._metrics, self._log, self._spans, self._root_path = app, metrics, log, spans, root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope["path"] = canonical(scope["path"])
+        scope["path"] = canonical(self._without_root(scope["path"]))
         request_id = _header(scope, b"x-request-id") or ""
         scope["weft.named"] = _REQUEST_ID.fullmatch(request_id) is not None
         scope["weft.request_id"] = request_id if scope["weft.named"] else uuid.uuid4().hex
         scope["weft.arrival"] = time.perf_counter()
         scope["weft.anthropic"] = _is_anthropic(scope)
+        scope["weft.ollama"] = scope["path"].startswith(OLLAMA)
         if not _is_address((scope.get("client") or ("",))[0]):  # a proxy forwarded an invalid address
             scope["client"] = None
         context = tracing.parse(_header(scope, b"traceparent"))
@@ -97,6 +105,10 @@ class Trace:
             Service.leave(scope)
             self._metrics.request_ended(_endpoint(scope), status)
             self._log_request(scope, status, context, span)
+
+    def _without_root(self, path: str) -> str:
+        root = self._root_path
+        return path[len(root) :] or "/" if root and f"{path}/".startswith(f"{root}/") else path
 
     def _log_request(self, scope: Scope, status: int, context: tracing.TraceContext | None, span: Any) -> None:
         logged = self._log and access.isEnabledFor(logging.INFO) and scope["path"] not in OPEN_PATHS
@@ -161,7 +173,7 @@ class Authorise:
         if known is not None:
             return known, None
         path = scope["path"]
-        if path == "/admin" or path.startswith("/admin/"):
+        if path == "/admin" or path.startswith("/admin/") or path in ADMIN_ALIASES:
             if not self._admin_keys:
                 return 0, ApiError(404, "There is nothing at this path.")
             keys: Sequence[bytes] = self._admin_keys

@@ -199,7 +199,8 @@ class ModelBody(Body):
 
 
 class SleepBody(ModelBody):
-    level: Literal[1, 2] = 1
+    level: Literal[0, 1, 2] = 1
+    """0 only pauses: the model keeps its memory, and requests wait until an operator wakes it."""
     drain_seconds: float | None = Field(None, ge=0, le=86400)
     """Seconds for running requests to finish, by default --drain-timeout."""
 
@@ -227,19 +228,29 @@ async def list_model_states(service: ServiceOf) -> dict[str, Any]:
 @router.post("/admin/sleep", summary="Put a model to sleep (admin key)")
 async def sleep(body: SleepBody, service: ServiceOf) -> dict[str, Any]:
     """The model rejects new requests, finishes open ones and releases its memory. Returns once it is asleep."""
-    chosen = service.for_model(body.model)
+    return await put_to_sleep(service, body.model, body.level, body.drain_seconds)
+
+
+async def put_to_sleep(service: Service, model: str | None, level: int, seconds: float | None) -> dict[str, Any]:
+    """Put a model to sleep, or pause it (level 0), and return its new state. Raises `ApiError`."""
+    chosen = service.for_model(model)
     if service.sleep is None:
         raise ApiError(501, "This server's engines are not managed by a daemon.", code="not_supported")
-    return _new_state(chosen, await service.sleep(chosen.model, body.level, body.drain_seconds))
+    return _new_state(chosen, await service.sleep(chosen.model, level, seconds))
 
 
 @router.post("/admin/wake", summary="Wake a model (admin key)")
 async def wake(body: ModelBody, service: ServiceOf) -> dict[str, Any]:
     """Returns once the model is awake. Other models are put to sleep if needed, as for a request."""
-    chosen = service.for_model(body.model)
+    return await wake_up(service, body.model)
+
+
+async def wake_up(service: Service, model: str | None) -> dict[str, Any]:
+    """Wake or resume a model and return its new state. Raises `ApiError`."""
+    chosen = service.for_model(model)
     if service.wake is None:
         raise ApiError(501, "This server's engines are not managed by a daemon.", code="not_supported")
-    return _new_state(chosen, await service.wake(chosen.model))
+    return _new_state(chosen, await service.wake(chosen.model, True))
 
 
 def _new_state(service: Service, refusal: str) -> dict[str, Any]:

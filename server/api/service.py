@@ -111,10 +111,12 @@ class Service:
         self.created = int(time.time())
         self.restart_engines: Callable[[Sequence[int]], Awaitable[str]] | None = None
         """Asks the daemon to restart engines; returns a refusal or an empty string. Lead only."""
-        self.wake: Callable[[int], Awaitable[str]] | None = None
-        """Asks the daemon to wake a model; returns once it is awake, or a refusal. Lead only."""
+        self.wake: Callable[..., Awaitable[str]] | None = None
+        """Asks the daemon to wake a model, and to resume a paused one if a second argument is true; returns once it is
+        awake, or a refusal. Lead only."""
         self.sleep: Callable[[int, int, float | None], Awaitable[str]] | None = None
-        """Asks the daemon to put a model to sleep: model, level, seconds for open requests to finish. Lead only."""
+        """Asks the daemon to put a model to sleep or to pause it: model, level (0 pauses), seconds for open requests to
+        finish. Lead only."""
         self.unshared_engines: set[int] = set()  # engines that other API processes may not serve with yet
         self.failures: dict[int, dict[str, Any]] = {}
         """The last unexpected end of each engine, for operators: a message and a time."""
@@ -230,7 +232,7 @@ class Service:
 
     @property
     def state(self) -> str:
-        """One of loading, awake, falling_asleep, asleep, waking and dead."""
+        """One of loading, awake, falling_asleep, asleep, waking, paused and dead."""
         if self.phase is Phase.DEAD:
             return SleepState.DEAD.word
         if self.sleep_state is SleepState.AWAKE and self.phase is Phase.LOADING:
@@ -351,6 +353,8 @@ class Service:
         if (reason := self.stalled) is not None:
             return reason
         wakeable = self.phase in (Phase.SERVING, Phase.LOADING) and self._any_loaded
+        if wakeable and self.sleep_state is SleepState.PAUSED:
+            return unavailable("The model is paused.", "model_paused", 10)
         if wakeable and self.sleep_state is not SleepState.AWAKE:
             asleep = unavailable("The model is asleep.", "model_asleep", 10)
             return None if self.config.wake_on_request else asleep
@@ -366,6 +370,9 @@ class Service:
             return self.lead
         for service in self.models:
             if asked in service.config.model_names:
+                return service
+        for service in self.models:
+            if service.config.any_name:
                 return service
         served = ", ".join(name for service in self.models for name in service.config.model_names)
         message = f"The model '{clip(asked)}' is not served here; served: {served}."

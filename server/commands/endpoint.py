@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from weft.engine.errors import ConfigError
+from weft.server.observe.server_urls import UNIX, UnixConnection
 
 CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 600.0  # Maximum seconds until the first token or between two tokens.
@@ -30,18 +31,19 @@ class Endpoint:
     def __init__(self, url: str, key: str | None, model: str | None, *, insecure: bool = False) -> None:
         """`model`: None for the first that is served. Raises `ConfigError` for an invalid URL or key."""
         try:
-            parts = urlsplit(url if "://" in url else f"http://{url}")
+            parts = urlsplit(url if "://" in url or url.startswith(UNIX) else f"http://{url}")
             fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            fits = fits or (url.startswith(UNIX) and parts.path)
         except ValueError:
             fits = False
         if not fits:
-            raise ConfigError(f"--url {url}: must be like http://127.0.0.1:8000")
+            raise ConfigError(f"--url {url}: must be like http://127.0.0.1:8000 or unix:/run/weft.sock")
         if key and not key.isprintable():
             raise ConfigError("--api-key: must not contain line breaks or other control characters")
         self._parts = parts
-        path = parts.path.rstrip("/")
+        path = "" if parts.scheme == "unix" else parts.path.rstrip("/")
         self._base = path if path.endswith("/v1") else f"{path}/v1"
-        self.url = f"{parts.scheme}://{parts.netloc}{path}"
+        self.url = url if parts.scheme == "unix" else f"{parts.scheme}://{parts.netloc}{path}"
         self.model = model or ""
         self._headers = {"Content-Type": "application/json"}
         if key:
@@ -55,7 +57,9 @@ class Endpoint:
         """Raises `Refused`."""
         host, port = self._parts.hostname or "", self._parts.port
         connection: http.client.HTTPConnection
-        if self._parts.scheme == "https":
+        if self._parts.scheme == "unix":
+            connection = UnixConnection(self._parts.path, CONNECT_SECONDS)
+        elif self._parts.scheme == "https":
             context = ssl._create_unverified_context() if self._insecure else ssl.create_default_context()
             connection = http.client.HTTPSConnection(host, port, timeout=CONNECT_SECONDS, context=context)
         else:

@@ -13,7 +13,7 @@ import sys
 from urllib.parse import urlsplit
 
 from weft.server.commands.options import add_health_flags
-from weft.server.observe.server_urls import published
+from weft.server.observe.server_urls import UNIX, UnixConnection, published
 
 SECONDS = 2.0  # Maximum seconds to wait for a response.
 
@@ -37,7 +37,9 @@ def _ask(url: str, path: str) -> tuple[int, str]:
     parts = urlsplit(url)
     host = parts.hostname or ""
     connection: http.client.HTTPConnection
-    if parts.scheme == "https":
+    if url.startswith(UNIX):
+        connection = UnixConnection(parts.path, SECONDS)
+    elif parts.scheme == "https":
         # The certificate is for the public name, not for the local address.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -16,13 +16,13 @@ from weft import __version__
 from weft.engine.wire.messages import EngineReady, MemoryBudget
 from weft.server.config import ServeConfig
 from weft.server.daemon.placement import shares_weights
-from weft.server.observe.server_urls import url_of
+from weft.server.observe.server_urls import UNIX, url_of
 
 GIB = 2**30
 
 
 def announce(
-    config: ServeConfig, address: tuple[Any, ...], engines: Sequence[EngineReady], seconds: float, *, chat: bool,
+    config: ServeConfig, address: tuple[Any, ...] | str, engines: Sequence[EngineReady], seconds: float, *, chat: bool,
     key: bool,
 ) -> None:  # fmt: skip
     """Print the greeting. `address`: the listening socket's. `seconds`: since the start. `key`: requests need one."""
@@ -101,5 +101,8 @@ def _curl(url: str, model: str, *, chat: bool, key: bool, self_signed: bool = Fa
     prompt = {"messages": [{"role": "user", "content": question}]} if chat else {"prompt": question}
     body = json.dumps({"model": model, **prompt})
     authorization = ' -H "Authorization: Bearer $WEFT_API_KEY"' if key else ""
-    where = ("-k " if self_signed else "") + shlex.quote(url + path)
+    if url.startswith(UNIX):
+        where = f"--unix-socket {shlex.quote(url.removeprefix(UNIX))} http://localhost{path}"
+    else:
+        where = ("-k " if self_signed else "") + shlex.quote(url + path)
     return f"curl {where} -H 'Content-Type: application/json'{authorization} -d {shlex.quote(body)}"

@@ -129,11 +129,12 @@ class WakeModel(msgspec.Struct, tag="wake", frozen=True):
 
     ask: int
     model: int
+    operator: bool = False  # Also resume a paused model.
 
 
 class SleepModel(msgspec.Struct, tag="sleep", frozen=True):
-    """Put a model to sleep. The `Answer` follows once it sleeps or has failed. `seconds`: time for open requests to
-    finish; None for --drain-timeout."""
+    """Put a model to sleep, or pause it (level 0). The `Answer` follows once it sleeps or has failed. `seconds`: time
+    for open requests to finish; None for --drain-timeout."""
 
     ask: int
     model: int

@@ -337,7 +337,8 @@ class Daemon:
             case control.RestartEngines():
                 process.send(control.Answer(question.ask, self._rollout.begin(question.engines)))
             case control.WakeModel():
-                self._answer(process, question.ask, self._sleep_manager.wake(question.model))
+                woken = self._sleep_manager.wake(question.model, operator=question.operator)
+                self._answer(process, question.ask, woken)
             case control.SleepModel():
                 asked = self._sleep_manager.sleep(question.model, question.level, question.seconds)
                 self._answer(process, question.ask, asked)

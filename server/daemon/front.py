@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from weft.engine.errors import ConfigError
 from weft.server.api.responses.store import Store
@@ -12,10 +13,11 @@ from weft.server.batches.records import Folder
 from weft.server.config import ServeConfig
 from weft.server.daemon.certificate import Certificate
 from weft.server.daemon.handover import Handover, find
-from weft.server.daemon.listen import distribute, inherited, listen
+from weft.server.daemon.listen import distribute, inherited, listen, listen_unix
 from weft.server.daemon.notify import Notifier
 from weft.server.keys import load_keys, reread
 from weft.server.observe.server_urls import publish, url_of
+from weft.server.text.chat_template import read_chat_template
 
 MIN_KEYS = 1024  # Minimum capacity, so that a reload can add keys.
 
@@ -39,17 +41,25 @@ class Front:
             Store.open(config).close()
         if config.files_dir is not None:
             Folder.open(config.files_dir, config.files_max_gib)
+        for each in config.each:
+            if each.chat_template is not None:
+                read_chat_template(each.chat_template)
         self.certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert is not None else None
         self.keys = load_keys(config)
         self.key_capacity = max(MIN_KEYS, 2 * len(self.keys))
         self._predecessor = find(config.handover) if config.handover is not None else None
         if self._predecessor is not None:
             taken = self._predecessor.listeners
-            if config.port not in (0, port := taken[0].getsockname()[1]):
-                raise ConfigError(f"--handover {config.handover}: the daemon there uses port {port}, not {config.port}")
+            name, wanted = taken[0].getsockname(), config.uds or config.port
+            if isinstance(name, str) != (config.uds is not None) or (name if config.uds else name[1]) != wanted != 0:
+                port = f"socket {name}" if isinstance(name, str) else f"port {name[1]}"
+                raise ConfigError(f"--handover {config.handover}: the daemon there uses {port}, not {wanted}")
+        elif config.uds is not None:
+            taken = [listen_unix(config.uds)]
         else:
             taken = inherited() or listen(config.host, config.port, config.api_workers)
         self._taken = taken
+        self._socket_file = None if config.uds is None else Path(config.uds).absolute()  # to remove at the end
         self.listeners = distribute(taken, config.api_workers)
         self._url_fd: int | None = publish(url_of(self.address, tls=config.tls_cert is not None))
         self._handover: Handover | None = None
@@ -60,15 +70,20 @@ class Front:
         return self._predecessor is not None
 
     @property
-    def address(self) -> tuple[str, int]:
-        """Address of the port."""
-        host, port = self._taken[0].getsockname()[:2]
-        return host, port
+    def address(self) -> tuple[str, int] | str:
+        """Address of the port, or the path of the Unix socket."""
+        name = self._taken[0].getsockname()
+        return name if isinstance(name, str) else name[:2]
 
     def serving(self, on_successor: Callable[[], None]) -> None:
         """Mark everything as serving: stop the predecessor and wait for a successor."""
         if self._config.handover is not None:
-            self._handover = Handover(self._config.handover, self._taken, on_successor)
+
+            def hand_over() -> None:
+                self._socket_file = None
+                on_successor()
+
+            self._handover = Handover(self._config.handover, self._taken, hand_over)
             try:
                 self._handover.open()
             except OSError as error:
@@ -103,10 +118,14 @@ class Front:
         """Report the daemon as ready once it serves."""
         if self._serving:
             names = ", ".join(each.model_names[0] for each in self._config.each)
-            self.notifier.ready(f"serving {names} on port {self.address[1]}")
+            address = self.address
+            self.notifier.ready(f"serving {names} on {address if isinstance(address, str) else f'port {address[1]}'}")
 
     def close(self) -> None:
-        """Release the port. Idempotent."""
+        """Release the port, and remove a Unix socket unless a successor has it. Idempotent."""
+        if self._socket_file is not None:
+            self._socket_file.unlink(missing_ok=True)
+            self._socket_file = None
         if self._handover is not None:
             self._handover.close()
         if self._url_fd is not None:

@@ -7,6 +7,8 @@ import errno
 import os
 import socket
 from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from weft.engine.errors import ConfigError
 
@@ -42,6 +44,29 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
     except OSError as error:
         hint = "; choose another --port" if error.errno == errno.EADDRINUSE else ""
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}{hint}") from None
+
+
+def listen_unix(path: str) -> socket.socket:
+    """Return a listener on a Unix socket, which all API processes share. It replaces a socket on which nothing listens.
+    The umask sets its permissions. Raises `ConfigError`."""
+    file = Path(path).absolute()
+    try:
+        if file.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(1.0)
+                with suppress(ConnectionRefusedError):
+                    probe.connect(str(file))
+                    raise ConfigError(f"--uds {path}: another process listens there")
+            file.unlink()
+        elif file.exists():
+            raise ConfigError(f"--uds {path}: the file exists and is not a socket")
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(file))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        raise ConfigError(f"--uds {path}: {error.strerror or error}") from None
+    return listener
 
 
 def inherited(environment: MutableMapping[str, str] = os.environ) -> list[socket.socket]:

@@ -19,7 +19,7 @@ def place(config: ServeConfig, gpus: Sequence[str], cpus: set[int], nodes: Mappi
     each, memory = config.each, config.memory_shares
     if len(each) == 1:
         return _of_a_model(config, gpus, cpus, nodes)
-    names = [name for own in each for name in set(own.model_names)]
+    names = [name for own in each for name in {*own.model_names, *own.served_model_name}]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two models are named {twice}: give one of them another served_model_name inside --models")
     on_gpus = bool(gpus) and config.device != "cpu"

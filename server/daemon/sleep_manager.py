@@ -82,10 +82,23 @@ class SleepManager:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._defect = error
 
-    async def wake(self, model: int) -> str:
-        """Queue a model for waking. Returns an empty string once it is awake, or the reason why it is not."""
+    async def wake(self, model: int, *, operator: bool = False) -> str:
+        """Queue a model for waking. Returns an empty string once it is awake, or the reason why it is not. A paused
+        model waits for an `operator`."""
+        if (
+            operator
+            and self.policy.sleep_states[model] is SleepState.FALLING_ASLEEP
+            and self._falling_asleep.get(model)
+        ):
+            await self._outcome(self._falling_asleep, model)
         match self.policy.sleep_states[model]:
             case SleepState.AWAKE:
+                return ""
+            case SleepState.PAUSED if operator:
+                self.policy.resumed(model)
+                self._publish(model)
+                logger.info("%s is resumed", self._names[model])
+                self._resolve(self._waking, model)
                 return ""
             case SleepState.DEAD:
                 return f"{self._names[model]} has ended for good"
@@ -93,11 +106,14 @@ class SleepManager:
         return await self._outcome(self._waking, model)
 
     async def sleep(self, model: int, level: int, seconds: float | None) -> str:
-        """Put a model to sleep for an operator. Returns an empty string once it sleeps, or why it does not."""
+        """Put a model to sleep for an operator, or only pause it at level 0. Returns an empty string once it sleeps, or
+        why it does not."""
         name = self._names[model]
         if not self._begun.is_set():
             return "the daemon is still starting"
-        if self.policy.sleep_states[model] is SleepState.ASLEEP:
+        if not level and self.policy.sleep_states[model] is SleepState.PAUSED:
+            return ""
+        if level and self.policy.sleep_states[model] is SleepState.ASLEEP:
             for engine in self._engines[model]:
                 await engine.sleep(level)
             return ""
@@ -148,6 +164,12 @@ class SleepManager:
                 return
             self._broadcast(Interrupt(model))
             await self._idle(model, LAST_ANSWERS)
+        if not level and self.policy.sleep_states[model] is not SleepState.DEAD:
+            self.policy.paused(model)
+            self._publish(model)
+            logger.info("%s is paused after %.1f s", name, time.monotonic() - begun)
+            self._resolve(self._falling_asleep, model)
+            return
         levels = [await engine.sleep(level) for engine in self._engines[model]]
         if self.policy.sleep_states[model] is SleepState.DEAD:
             return

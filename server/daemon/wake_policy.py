@@ -57,8 +57,8 @@ class WakePolicy:
         self.wanted.pop(model, None)
 
     def begin_sleep(self, model: int) -> bool:
-        """Put a model to sleep on an operator's request. Returns False if it is not awake."""
-        if self.sleep_states[model] is not SleepState.AWAKE:
+        """Put a model to sleep on an operator's request. Returns False if it is not awake or paused."""
+        if self.sleep_states[model] not in (SleepState.AWAKE, SleepState.PAUSED):
             return False
         self.sleep_states[model] = SleepState.FALLING_ASLEEP
         return True
@@ -96,6 +96,14 @@ class WakePolicy:
     def slept(self, model: int) -> None:
         assert self.sleep_states[model] in (SleepState.FALLING_ASLEEP, SleepState.WAKING)
         self.sleep_states[model] = SleepState.ASLEEP
+
+    def paused(self, model: int) -> None:
+        assert self.sleep_states[model] is SleepState.FALLING_ASLEEP
+        self.sleep_states[model] = SleepState.PAUSED
+
+    def resumed(self, model: int) -> None:
+        assert self.sleep_states[model] is SleepState.PAUSED
+        self.sleep_states[model] = SleepState.AWAKE
 
     def sleep_cancelled(self, model: int) -> int | None:
         """Keep a model awake if its requests take too long. Returns the model that therefore stays asleep, if any."""

@@ -29,6 +29,7 @@ from weft.server.daemon import control
 from weft.server.errors import ApiError
 from weft.server.logs import configure, count_dropped
 from weft.server.observe.shared_state import SharedState, SleepState
+from weft.server.text.chat_template import read_chat_template
 from weft.server.text.tokenizer import Tokenizer
 
 IDLE_TICK = 0.02
@@ -178,7 +179,12 @@ class Worker:
 
     async def _load_tokenizer(self, service: Service) -> Tokenizer:
         config = service.config
-        tokenizer = await service.offload(lambda: Tokenizer.load(config.tokenizer_path))
+
+        def load() -> Tokenizer:
+            template = None if config.chat_template is None else read_chat_template(config.chat_template)
+            return Tokenizer.load(config.tokenizer_path, template)
+
+        tokenizer = await service.offload(load)
         if config.uses_demo_tokenizer:
             tokenizer.name_unknown_ids()
         return tokenizer
@@ -227,8 +233,8 @@ class Worker:
         """Restart these engines, all if empty. Returns an empty string, or why it is refused."""
         return await self._ask(lambda ask: control.RestartEngines(ask, list(engines)))
 
-    async def _wake(self, model: int) -> str:
-        return await self._ask(lambda ask: control.WakeModel(ask, model))
+    async def _wake(self, model: int, operator: bool = False) -> str:
+        return await self._ask(lambda ask: control.WakeModel(ask, model, operator))
 
     async def _sleep(self, model: int, level: int, seconds: float | None) -> str:
         return await self._ask(lambda ask: control.SleepModel(ask, model, level, seconds))

@@ -5,15 +5,22 @@ So a health check in a container needs neither the daemon's flags nor its config
 
 from __future__ import annotations
 
+import http.client
 import os
+import socket
 from contextlib import suppress
 from typing import Any
 
 NAME = "weft-url"
 
 
-def url_of(address: tuple[Any, ...], *, tls: bool) -> str:
-    """Return the local URL of a listening socket with this address."""
+UNIX = "unix:"  # the scheme of a URL whose path is that of a Unix socket
+
+
+def url_of(address: tuple[Any, ...] | str, *, tls: bool) -> str:
+    """Return the local URL of a listening socket with this address, or with this path."""
+    if isinstance(address, str):
+        return f"{UNIX}{address}"
     host, port = address[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{'https' if tls else 'http'}://{host}:{port}"
@@ -49,6 +56,19 @@ def _read_url(path: str) -> str | None:
             return file.read()
     except (OSError, UnicodeDecodeError):
         return None
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """A connection to a Unix socket."""
+
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
 
 
 def _network(pid: str) -> str | None:

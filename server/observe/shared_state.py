@@ -29,6 +29,7 @@ class SleepState(IntEnum):
     ASLEEP = 2
     WAKING = 3
     DEAD = 4  # Permanently ended.
+    PAUSED = 5  # Keeps its memory, but accepts no requests until an operator resumes it.
 
     @property
     def word(self) -> str:

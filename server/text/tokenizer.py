@@ -65,8 +65,9 @@ class Tokenizer:
         """The chat template renders a later system message at its position."""
 
     @classmethod
-    def load(cls, path: Path) -> Tokenizer:
-        """Read the tokenizer of a model directory. Takes a second, so call it in a thread. Raises `ModelError`."""
+    def load(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
+        """Read the tokenizer of a model directory. Takes a second, so call it in a thread. Raises `ModelError`.
+        `chat_template`: replaces the model's templates."""
         if not path.is_dir():
             raise ModelError(f"the model directory {path} does not exist")
         files = [path / name for name in TOKENIZER_FILES if (path / name).exists()]
@@ -88,6 +89,8 @@ class Tokenizer:
             raise ModelError(f"cannot load the tokenizer from {path}: {clip(' '.join(str(error).split()))}") from error
         if getattr(hf, "backend_tokenizer", None) is None:
             raise ModelError(f"the tokenizer in {path} has no tokenizer.json and cannot be converted to one")
+        if chat_template is not None:
+            hf.chat_template = chat_template
         return cls(hf)
 
     def name_unknown_ids(self) -> None:
@@ -187,7 +190,9 @@ class Tokenizer:
         """Render a conversation for `encode`. Raises `ApiError`. Special tokens spelled by users and tools remain text
         unless `control`. `messages`: `ChatMessage`s. `arguments`: the template's, from `TemplateBody`."""
         if not self.has_chat_template:
-            raise bad_request("This model has no chat template; use /v1/completions.", "messages", "no_chat_template")
+            what = "This model has no chat template, so it cannot chat"
+            how = "Use /v1/completions, or start the server with --chat-template FILE"
+            raise bad_request(f"{what}. {how}.", "messages", "no_chat_template")
         if self._template_fault is not None:
             why = f"This model's chat template is broken ({self._template_fault}); use /v1/completions."
             raise ApiError(500, why, code="broken_chat_template")
