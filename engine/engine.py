@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import TypeVar
 
 from weft.engine.config import EngineConfig
@@ -16,9 +17,8 @@ from weft.engine.memory.index_events import IndexEvents, PageLedger
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.tier_setup import make_tiers, open_store
-from weft.engine.model.weights import Weights
 from weft.engine.progress import Phases, Progress, notice
-from weft.engine.ranks.group import Ranks
+from weft.engine.ranks.group import OneRank, Ranks
 from weft.engine.ranks.loading import Loading
 from weft.engine.runner.device.compile_job import CompileJob
 from weft.engine.runner.device.energy_meter import EnergyMeter, energy_counter
@@ -39,7 +39,7 @@ from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.kv_events import make_publisher
 from weft.engine.wire.log_sink import dropped_lines
-from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, Outputs, PlanStats
+from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, Outputs
 from weft.engine.wire.weight_exchange import WeightExchange
 
 Part = TypeVar("Part")
@@ -54,14 +54,13 @@ class Engine:
 
     def __init__(
         self, config: EngineConfig, progress: Progress | None = None, compiling: CompileJob | None = None,
-        ranks: Ranks | None = None, exchange: WeightExchange | None = None,
+        ranks: OneRank | None = None, exchange: WeightExchange | None = None,
     ) -> None:  # fmt: skip
-        self.ranks = ranks or Ranks.begin(config)  # the follower ranks of tensor parallelism
+        self.ranks = ranks or Ranks.begin(config)
         try:
-            self._start(self.ranks.config if self.ranks is not None else config, progress, compiling, exchange)
+            self._start(self.ranks.config, progress, compiling, exchange)
         except BaseException:
-            if self.ranks is not None:
-                self.ranks.stop(0.0)
+            self.ranks.stop(0.0)
             raise
 
     def _start(
@@ -77,31 +76,28 @@ class Engine:
         self.spec, own, resolved = loading.spec, loading.own, loading.resolved
         # The vocabulary is read while the model loads.
         self.grammars = Grammars(config.tokenizer_path, self.spec.vocab_size, self.spec.eos_token_ids)
-        phases = Phases(progress if self.ranks is None else self.ranks.checked_progress(progress))
+        phases = Phases(self.ranks.checked_progress(progress))
         # Opened before the model loads, so that a path or port in use is reported at once.
         store = open_store(config, resolved.kv, loading.model_id, own.shard_of, resolved.packed)
-        publisher = make_publisher(config, config.share.engine)
-        loaded = loading.run(phases, exchange, stores=store is not None)
-        self.runner, weights = loaded.runner, loaded.weights
-        self._transformers_module = None if isinstance(weights, Weights) else weights
+        self._publisher = make_publisher(config, config.share.engine)
+        loaded = loading.run(phases, exchange, store)
+        self.runner, self._weights = loaded.runner, loaded.weights
         num_pages = self.runner.num_pages
         # The context limit is what the pool can hold, so that a request that can never fit is refused on arrival.
         longest = min(resolved.max_model_len, (num_pages - 1) * config.page_size)
         self.resolved = resolved = replace(resolved, num_pages=num_pages, max_model_len=longest)
         host_bytes = int(config.host_kv_gib * 2**30)
-        self._memory = memory_budget(own, weights, resolved, host_bytes // own.shard_of.ranks)
-        index = PrefixIndex(loading.model_id)
-        self._events = IndexEvents(index, publisher, config.page_size) if publisher is not None else None
-        pool = PagePool(num_pages, config.page_size, index, config.pinned_cache_share)
+        self._memory = memory_budget(own, loaded.weights, resolved, host_bytes // own.shard_of.ranks)
+        pool = PagePool(num_pages, config.page_size, PrefixIndex(loading.model_id), config.pinned_cache_share)
         self.tiers = make_tiers(
-            config, resolved.kv, pool, store if loaded.stores else None, self.runner.copy_engine, loaded.make_store,
-            own.shard_of.ranks, resolved.packed,
+            config, resolved.kv, pool, loaded.store, self.runner.copy_engine, loaded.make_store, own.shard_of.ranks,
+            resolved.packed,
         )  # fmt: skip
         self.scheduler = self._scheduler_of(pool)
-        self._work = self._cost_shares(weights.num_bytes)
-        self.energy, self._why_unmetered = self._metered()
+        self._work = self._cost_shares(loaded.weights.num_bytes)
+        self._outbox = Outbox()
+        self._energy = self._energy_charges()
         self.scheduler.chunk_keeper = self._chunk_keeper()
-        self._late = LateLaunch(self._work.costs) if self._launches_late() else None
         self._arrivals = Arrivals(
             pool,
             max_model_len=longest,
@@ -109,22 +105,11 @@ class Engine:
             eos_token_ids=self.spec.eos_token_ids,
             seed=config.seed,
         )
-        self._outbox = Outbox()
-        self._page_reports: features.PageReports | None = None
         self.listeners = Listeners(self._features())
         self.loop = Loop(self.scheduler, self.runner, self.listeners, depth=1 if config.async_scheduling else 0)
         phases.end()
         self.start_seconds = phases.seconds  # seconds of each phase of the start that reports progress
         self.load_seconds = time.perf_counter() - begin
-
-    def _launches_late(self) -> bool:
-        """Return whether launches are delayed. The default is True only where it was measured to help: on one GPU that
-        the engine has to itself. Iterations on CPUs and shared GPUs vary too much."""
-        config = self.config
-        if config.late_launch is not None:
-            return config.late_launch
-        alone = config.share.sharers == 1 and config.tensor_parallel_size == 1
-        return alone and config.async_scheduling and self.resolved.device.type == "cuda"
 
     def _scheduler_of(self, pool: PagePool) -> Scheduler:
         config, resolved = self.config, self.resolved
@@ -158,37 +143,37 @@ class Engine:
         notice(str(keeper))
         return keeper
 
-    def _metered(self) -> tuple[EnergyLedger | None, str]:
-        """Return the energy ledger, or None and the reason."""
-        if self.config.share.sharers > 1 or self.config.share.awake > 1:
-            return None, "several engines work on this device, and its counter does not separate them"
-        ranks = self.config.tensor_parallel_size
+    def _energy_charges(self) -> features.EnergyCharges | features.Unmetered:
+        share = self.config.share
+        if share.sharers > 1 or share.awake > 1:
+            return features.Unmetered("several engines work on this device, and its counter does not separate them")
         try:
-            meter = EnergyMeter(energy_counter(self.resolved.device, ranks))
+            meter = EnergyMeter(energy_counter(self.resolved.device, self.config.tensor_parallel_size))
         except (OSError, ValueError, ImportError) as error:
-            return None, str(error)
-        return EnergyLedger(meter, self._work, self.scheduler.slots), ""
+            return features.Unmetered(str(error))
+        ledger = EnergyLedger(meter, self._work, self.scheduler.slots)
+        return features.EnergyCharges(ledger, self._outbox, shares_device=share.models > 1)
 
     def _features(self) -> Iterator[Listener]:
         """Yield the features that are on, in the order in which hooks run."""
-        outbox, share = self._outbox, self.config.share
+        pool, outbox = self.scheduler.pool, self._outbox
         yield features.CompiledGrammars(self.grammars, self.scheduler, outbox)
-        yield from given(self._late, lambda late: late)
+        if self.resolved.late_launch:
+            yield LateLaunch(self._work.costs)
         yield features.NonfiniteWarning(self.scheduler)
         yield from given(self.tiers, lambda tiers: features.TierTransfers(tiers, self.drain_in_flight))
-        yield from given(
-            self.energy, lambda ledger: features.EnergyCharges(ledger, outbox, shares_device=share.models > 1)
-        )
+        yield self._energy
         if self.config.adaptive_limit:
             # Ahead of the chunk keeper, which forgets the iteration.
             yield SlotLimitKeeper.of(self.config, self.scheduler)
         yield from given(self.scheduler.chunk_keeper, lambda keeper: keeper)
-        yield from given(self._events, features.KvEvents)
-        yield from given(self.runner.preparation, lambda p: features.PlanPreparation(p, lambda: self.has_work, outbox))
-        yield from given(self.ranks, features.RankCheck)
+        yield from given(
+            self._publisher, lambda to: features.KvEvents(IndexEvents(pool.index, to, self.config.page_size))
+        )
+        yield features.PlanPreparation(self.runner.preparation, lambda: self.has_work, outbox)
 
     def describe(self) -> EngineReady:
-        resolved, preparation = self.resolved, self.runner.preparation
+        resolved = self.resolved
         return EngineReady(
             model_type=self.spec.architecture, num_parameters=self.spec.num_parameters,
             dtype=str(resolved.compute_dtype).removeprefix("torch."), device=str(resolved.device),
@@ -196,26 +181,27 @@ class Engine:
             num_pages=self.runner.num_pages, max_num_seqs=resolved.max_num_seqs, slot_limit=self.scheduler.slots.limit,
             max_num_batched_tokens=resolved.max_num_batched_tokens, eos_token_ids=self.spec.eos_token_ids,
             load_seconds=self.load_seconds, hidden_size=self.spec.hidden_size, memory=self._memory,
-            energy_source=self.energy.source if self.energy is not None else "", energy_missing=self._why_unmetered,
-            plan=preparation.stats if preparation is not None else PlanStats(),
+            energy_source=self._energy.source, energy_missing=self._energy.missing, plan=self.runner.preparation.stats,
             threads=resolved.cpu_threads if resolved.device.type == "cpu" else 0,
-            model_id=self.scheduler.pool.index.model_id, prefetches=self.tiers is not None,
+            model_id=self.scheduler.pool.index.model_id, prefetches=self.config.host_kv_gib > 0,
         )  # fmt: skip
 
     def pages(self) -> bytes:
         """Return brief keys of the pages in the prefix index. From then on, `stats` reports the changes."""
-        if self._page_reports is None:
-            self._page_reports = features.PageReports(PageLedger(self.scheduler.pool.index))
-            self.listeners.add(self._page_reports)
         return self._page_reports.ledger.all()
+
+    @cached_property
+    def _page_reports(self) -> features.PageReports:
+        reports = features.PageReports(PageLedger(self.scheduler.pool.index))
+        self.listeners.add(reports)
+        return reports
 
     # -- requests
 
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises `RequestError` if it can never be served."""
         params = message.params
-        module = self._transformers_module
-        if params.pooling is not None and module is not None and not module.has_hidden_states:
+        if params.pooling is not None and not self._weights.has_hidden_states:
             raise RequestError(f"{self.spec.architecture} does not expose its hidden states", "input")
         request = self._arrivals.request(message)
         if params.grammar is None and not params.bad_words:
@@ -225,7 +211,7 @@ class Engine:
 
     def add_or_refuse(self, message: AddRequest) -> None:
         """Queue a request, or report its refusal with the next outputs."""
-        if self._asleep:
+        if self.runner.sleepable.asleep:
             self._outbox.refuse(message.handle, "the model sleeps", Finish.BUSY)
             return
         try:
@@ -241,7 +227,7 @@ class Engine:
 
     def prefetch(self, names: tuple[bytes, ...]) -> None:
         """Load the pages of a conversation from the tiers, as far as pages are free, before its next turn arrives."""
-        if not self._asleep:
+        if not self.runner.sleepable.asleep:
             self.scheduler.prefetch(names)
 
     def reset_prefix_cache(self) -> None:
@@ -249,22 +235,17 @@ class Engine:
 
     # -- sleeping
 
-    @property
-    def _asleep(self) -> bool:
-        return self.runner.sleepable is not None and self.runner.sleepable.asleep
-
     def sleep(self) -> int:
         """Free the memory of weights and KV pages, and return its bytes. No request may be open. Pages that a lower
         tier holds stay there; the others are dropped. Raises `WeftError` or `OSError` if the engine cannot sleep; then
         only pages are lost."""
         assert not self.has_work
         sleepable = self.runner.sleepable
-        if sleepable is None:
-            raise ConfigError("sleep was not enabled at start" if self.ranks is None else "ranks share it")
+        sleepable.check()
         if sleepable.asleep:
             return sleepable.num_bytes
         self.drain_in_flight()
-        if self.pause is not None:
+        if not self.runner.preparation.done:
             raise ConfigError("its plan is still being prepared")
         pool = self.scheduler.pool
         pool.evict_all()
@@ -279,8 +260,7 @@ class Engine:
         """Allocate again what `sleep` freed, and return its bytes. If it raises `WeftError` or `OSError`, the process
         must end."""
         sleepable = self.runner.sleepable
-        if sleepable is None:
-            raise ConfigError("sleep was not enabled at start")
+        sleepable.check()
         sleepable.wake()
         for on_wake in self.listeners.on_wake:
             on_wake()
@@ -290,8 +270,7 @@ class Engine:
 
     def check(self) -> None:
         """Raise `RankLost` if another rank has ended."""
-        for check in self.listeners.check:
-            check()
+        self.ranks.check()
 
     @property
     def has_work(self) -> bool:
@@ -310,20 +289,19 @@ class Engine:
         return outputs
 
     def _iterate(self) -> Outputs | None:
-        batch = self.loop.launch()
-        in_flight = self.loop.due(batch)
+        in_flight = self.loop.due(self.loop.launch())
         if in_flight is None:
-            return self._news(blocked=batch is None)
+            return self._news()
         for on_wait in self.listeners.on_wait:
             on_wait(in_flight)
         return self._outbox.outputs(self.loop.commit(in_flight.wait()), self.stats())
 
-    def _news(self, *, blocked: bool) -> Outputs | None:
-        """Return reports that no iteration brings. If there are none and the engine is `blocked`, wait a moment."""
+    def _news(self) -> Outputs | None:
+        """Return reports that no iteration brings. If there are none and nothing is in flight, wait a moment."""
         news = [has_news() for has_news in self.listeners.has_news]
         if any(news) or self._outbox.pipelines_changed or self._outbox.refused or self.scheduler.has_events():
             return self._outbox.outputs(self.scheduler.idle_events(), self.stats())
-        if blocked:
+        if not self.loop.in_flight:
             any(on_blocked(BLOCKED_SECONDS) for on_blocked in self.listeners.on_blocked)
         return None
 
@@ -331,11 +309,10 @@ class Engine:
         """Return the `time.monotonic()` until which to delay the next `step` for late arrivals; 0 for no delay. There
         is no delay if a new request could not join anyway. The caller must wait: the next launch counts as delayed on
         purpose."""
-        if self._late is None:
-            return 0.0
         in_flight = self.loop.in_flight
         can_wait = len(in_flight) == self.loop.depth and self.scheduler.has_headroom
-        return self._late.until(in_flight[0].batch if can_wait else None)
+        running = in_flight[0].batch if can_wait else None
+        return max((launch_at(running) for launch_at in self.listeners.launch_at), default=0.0)
 
     @property
     def pause(self) -> float | None:
@@ -374,8 +351,7 @@ class Engine:
         for close in self.listeners.close:
             close()
         self.runner.close()
-        if self.ranks is not None:
-            self.ranks.stop()
+        self.ranks.stop()
 
 
 def given(part: Part | None, feature: Callable[[Part], Listener]) -> Iterator[Listener]:

@@ -96,10 +96,10 @@ class _MessageLoop:
         try:
             # first, because the followers take as long to start
             ranks = Ranks.begin(config, self._heartbeats, self._row, stacks_fd, pin=True)
-            if ranks is not None:
+            if isinstance(ranks, Ranks):
                 ranks.links.on_progress = self._heartbeat.still  # waiting for another rank is not a hang of this one
-            compiling = CompileJob.begin(config if ranks is None else ranks.config)
-            self._headstart.wait(ranks.check if ranks is not None else lambda: None)
+            compiling = CompileJob.begin(ranks.config)
+            self._headstart.wait(ranks.check)
             from weft.engine.engine import Engine  # here, so that a failed import is reported
             from weft.engine.scheduling.features import StepHeartbeat
 
@@ -110,7 +110,7 @@ class _MessageLoop:
                 lines(phase, done, total)
 
             engine = Engine(config, progress, compiling, ranks, exchange)
-            if ranks is not None:
+            if isinstance(ranks, Ranks):
                 ranks.links.on_progress = lambda: None  # from here on a separate thread runs the collectives
         except RankLost:
             raise

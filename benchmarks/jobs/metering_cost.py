@@ -63,7 +63,7 @@ class Metering:
 
         engines.energy_counter = counter  # type: ignore[attr-defined]
         self.engine = Engine(config.for_measuring())
-        assert self.engine.energy is not None, self.engine.describe().energy_missing
+        assert self.engine.describe().energy_source, self.engine.describe().energy_missing
         (self.counter,) = made
         self.own: EnergyCounter = Pretended() if pretend else energy_counter(self.engine.resolved.device)
         charges = self.engine.listeners.find(EnergyCharges)

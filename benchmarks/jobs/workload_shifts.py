@@ -159,7 +159,7 @@ def main() -> None:
     watched = Watched(engine, bench, objective, options.out)
     gc.collect()
     gc.freeze()  # as a daemon does
-    joules = Joules(engine, energy_counter(engine.resolved.device)) if engine.energy is not None else None
+    joules = Joules(engine, energy_counter(engine.resolved.device)) if engine.describe().energy_source else None
     begun = time.monotonic()
     windows = [watched.phase(i, p, options.phase_seconds, begun) for i, p in enumerate(phases)]
     changes = dict(engine.scheduler.slot_limit_changes)

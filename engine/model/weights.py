@@ -44,6 +44,8 @@ class Weights:
     positions: Tensor | None = None  # [positions, H], learned: added to the embedding.
     kv_scales: Tensor | None = None  # [layers, 2, Hkv] float32, for FP8 K and V, if the checkpoint has them.
 
+    has_hidden_states = True  # See `TransformersModule`.
+
     def tensors(self) -> list[Tensor]:
         """Return all tensors; some may be the same."""
         projections = (projection for layer in self.layers for projection in layer.values())

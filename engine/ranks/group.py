@@ -41,15 +41,30 @@ def gpu_environment(config: EngineConfig, rank: int) -> dict[str, str]:
     return {VISIBLE: ",".join(here[rank:] + here[:rank])} if here else {}
 
 
-class Ranks:
+class OneRank:
+    """Takes the place of `Ranks` without tensor parallelism. config: the configuration that every rank uses."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+    def check(self) -> None:
+        """Raise `RankLost` if a rank has ended."""
+
+    def checked_progress(self, progress: Progress | None) -> Progress | None:
+        """Wrap a progress callback so that each call also runs `check`."""
+        return progress
+
+    def stop(self, _seconds: float = END_SECONDS, /) -> None:
+        """Stop the other ranks; kill any still running after the given seconds. Idempotent."""
+
+
+class Ranks(OneRank):
     """Create with `Ranks.begin(config)` before other slow work, so that all ranks start at once.
 
-    Attributes:
-    config: the configuration that every rank uses.
     links: rank 0's links."""
 
     def __init__(self, config: EngineConfig, heartbeats: Heartbeats, row: int, stacks_fd: int, *, pin: bool) -> None:
-        self.config = config
+        super().__init__(config)
         self._why: str | None = None
         self._stopping = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -101,13 +116,13 @@ class Ranks:
     def begin(
         cls, config: EngineConfig, heartbeats: Heartbeats | None = None, row: int = ENGINE,
         stacks_fd: int | None = None, *, pin: bool = False,
-    ) -> Ranks | None:  # fmt: skip
-        """Start the followers. Returns None for a single rank.
+    ) -> OneRank:  # fmt: skip
+        """Start the followers, if any.
 
         heartbeats, row, stacks_fd: where ranks write heartbeats and stacks; private by default. pin: also pin this
         process to the cores of rank 0. Raises `ConfigError` or `ModelError`."""
         if config.tensor_parallel_size == 1:
-            return None
+            return OneRank(config)
         # Check that the model can be sharded before starting anything.
         if config.model_impl == "transformers":
             raise ConfigError("--tensor-parallel-size needs weft's own layers: leave out --model-impl transformers")
@@ -152,13 +167,10 @@ class Ranks:
         return f"its process ended ({how_ended(code)})"
 
     def check(self) -> None:
-        """Raise `RankLost` if a rank has ended."""
         if self._why is not None:
             raise RankLost(self._why)
 
     def checked_progress(self, progress: Progress | None) -> Progress:
-        """Wrap a progress callback so that each call also runs `check`."""
-
         def report(phase: str, done: int, total: int) -> None:
             self.check()
             if progress is not None:
@@ -167,7 +179,6 @@ class Ranks:
         return report
 
     def stop(self, seconds: float = END_SECONDS) -> None:
-        """Stop the ranks; kill any still running after `seconds`. Idempotent."""
         if self._stopping:
             return
         self._stopping = True

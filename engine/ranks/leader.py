@@ -33,6 +33,7 @@ from weft.engine.runner.device.compile_job import CompileJob
 from weft.engine.runner.device.preparation import Preparation
 from weft.engine.runner.device.runner import InFlight, Runner
 from weft.engine.runner.iteration.batch import Batch
+from weft.engine.runner.memory.sleep import Sleepless
 from weft.engine.runner.options.resolve import ResolvedConfig
 
 POLL_SECONDS = 1e-3  # Seconds between checks of whether the other ranks are done.
@@ -79,6 +80,7 @@ class LeadingRunner:
 
     def __init__(self, runner: Runner, links: Links, collectives: Collectives, *, stores: bool) -> None:
         self.own, self.stores = runner, stores
+        self.sleepable = Sleepless("ranks share it")  # the other ranks would have to sleep too
         self._ring = RingWriter(links)
         self._operations = Operations(links)
         self._collectives = collectives
@@ -88,12 +90,8 @@ class LeadingRunner:
         return self.own.num_pages
 
     @property
-    def preparation(self) -> Preparation | None:
+    def preparation(self) -> Preparation:
         return self.own.preparation
-
-    @property
-    def sleepable(self) -> None:
-        return None  # the other ranks would have to sleep too
 
     def copy_engine(self, slots: int) -> CopyEngine:
         self._ring.send(Kind.POOL, np.array([slots]))

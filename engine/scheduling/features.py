@@ -9,7 +9,6 @@ from typing import Any
 from weft.engine.memory.index_events import IndexEvents, PageLedger
 from weft.engine.memory.tiers import Tiers
 from weft.engine.progress import notice
-from weft.engine.ranks.group import Ranks
 from weft.engine.runner.device.preparation import Preparation
 from weft.engine.runner.device.runner import InFlight
 from weft.engine.runner.iteration.batch import StepResult
@@ -105,9 +104,12 @@ class PlanPreparation(Listener):
 class EnergyCharges(Listener):
     """Charges requests for the energy of their iterations, and reports once a second what an idle engine draws."""
 
+    missing = ""
+
     def __init__(self, ledger: EnergyLedger, outbox: Outbox, *, shares_device: bool) -> None:
         """`shares_device`: another engine uses the device while this one sleeps."""
         self._ledger, self._outbox, self._shares_device = ledger, outbox, shares_device
+        self.source = ledger.source
         self._reported = 0.0
 
     def on_busy(self, _step: int, now: float) -> None:
@@ -142,6 +144,15 @@ class EnergyCharges(Listener):
         self._ledger.close()
 
 
+class Unmetered(Listener):
+    """Takes the place of `EnergyCharges` if energy cannot be measured. `missing` is the reason."""
+
+    source = ""
+
+    def __init__(self, missing: str) -> None:
+        self.missing = missing
+
+
 class KvEvents(Listener):
     """Publishes the pages that each step has added to the tiers or removed from them."""
 
@@ -163,16 +174,6 @@ class PageReports(Listener):
 
     def stats(self) -> dict[str, Any]:
         return {"pages": self.ledger.take()}
-
-
-class RankCheck(Listener):
-    """Ends the engine when another rank has ended."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def check(self) -> None:
-        self._ranks.check()
 
 
 class StepHeartbeat(Listener):

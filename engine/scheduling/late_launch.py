@@ -41,7 +41,7 @@ class LateLaunch(Listener):
         self.margins = {False: 2 * MARGINS[0], True: 2 * MARGINS[0]}
         """Margin after an iteration of decodes alone (False) and after one with prompts (True)."""
 
-    def until(self, running: Batch | None) -> float:
+    def launch_at(self, running: Batch | None) -> float:
         """Return the time at which to launch the iteration after `running`; 0 for at once, as if `running` is None. The
         caller must wait until then: the next launch counts as delayed."""
         at = 0.0 if running is None else self.at(running)

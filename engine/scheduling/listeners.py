@@ -12,8 +12,9 @@ from weft.engine.runner.iteration.batch import Batch, StepResult
 class Listener:
     """A feature of the engine. It overrides the hooks it needs; the loop calls no others."""
 
-    def check(self) -> None:
-        """Raise if the engine can no longer serve. Called between steps."""
+    def launch_at(self, _running: Batch | None, /) -> float:
+        """Return the time at which to launch the iteration after `running`; 0 for at once."""
+        return 0.0
 
     def on_step(self) -> None:
         """Act before a step begins."""
@@ -98,7 +99,7 @@ class Listeners:
         def using(hook: str) -> list[Listener]:
             return [own for own in self._listeners if getattr(type(own), hook) is not getattr(Listener, hook)]
 
-        self.check = [own.check for own in using("check")]
+        self.launch_at = [own.launch_at for own in using("launch_at")]
         self.on_step = [own.on_step for own in using("on_step")]
         self.on_schedule = [own.on_schedule for own in using("on_schedule")]
         self.on_busy = [own.on_busy for own in using("on_busy")]

@@ -23,6 +23,7 @@ from weft.engine.errors import ConfigError
 from weft.engine.memory.index_events import MEDIA, IndexEvents, block_hash, events
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixEntry, PrefixIndex
+from weft.engine.scheduling.features import KvEvents
 from weft.engine.wire import kv_events
 from weft.engine.wire.kv_events import EventBatch, KvPublisher, make_publisher, of_rank
 
@@ -208,8 +209,9 @@ def test_a_real_engine_under_pressure_and_the_one_after_it(tiny_model: Callable[
     def serve(prompts: list[list[int]]) -> tuple[set[str], int]:
         harness = Harness(tiny_model("qwen3"), **options)
         harness.expect_short_outputs()
-        source = harness.engine._events
-        assert source is not None
+        published = harness.engine.listeners.find(KvEvents)
+        assert published is not None
+        source = published._events
         subscriber = Subscriber(
             source._publisher.address, source._publisher.replay_address, loses=lambda: luck.random() < 0.1
         )

@@ -75,7 +75,7 @@ def two(model: Path, ssd: Path) -> Iterator[Harness]:
     harness = started(model, ssd)
     yield harness
     ranks = harness.engine.ranks
-    if ranks is not None and not ranks._stopping:
+    if isinstance(ranks, group.Ranks) and not ranks._stopping:
         harness.engine.close()
 
 
@@ -155,7 +155,7 @@ def test_a_restart_finds_what_every_rank_has_and_a_killed_rank_ends_it(
     again = started(model, ssd)
     assert ask(again, PROMPTS[:2]) == (want, [32, 48])
     ranks = again.engine.ranks
-    assert ranks is not None
+    assert isinstance(ranks, group.Ranks)
     again.add(PROMPTS[0], max_tokens=200, ignore_eos=True, **GREEDY)
     again.step()
     os.kill(ranks._processes[1].pid, signal.SIGKILL)
@@ -230,7 +230,7 @@ def a_batch(generator: np.random.Generator, masks: int = 2) -> Batch:
     columns = {c.name: (generator.random(4) * 5).astype(c.dtype) for c in COLUMNS}
     sampling = SamplingInputs(
         ints(4), ints(4), columns, generator.random(4).astype(np.float32), ints(7), ints(7),
-        generator.random(7).astype(np.float32), ints(masks), ints(masks, 10),
+        generator.random(7).astype(np.float32), ints(masks), ints(masks, 10), ints(masks), ints(masks),
     )  # fmt: skip
     resets = (CountReset(3, ints(6), ints(0)), CountReset(1, ints(2), ints(5)))
     scores = (PromptLogprobs(2, ints(3), ints(3), 5), PromptLogprobs(0, ints(1), ints(1), 0))

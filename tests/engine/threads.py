@@ -31,11 +31,7 @@ class Threads:
             )  # fmt: skip
             collectives = SharedCollectives(Links(rank, shared))
             self.runners.append(CpuRunner(spec, weights, config, collectives))
-        self.num_pages = self.runners[0].num_pages
-
-    @property
-    def preparation(self) -> None:
-        return None
+        self.num_pages, self.preparation = self.runners[0].num_pages, self.runners[0].preparation
 
     def launch(self, batch: Batch) -> CpuInFlight:
         launched = [runner.launch(batch) for runner in self.runners]

@@ -24,6 +24,7 @@ from weft.engine.model.operations import Resource
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.choose import target_of
 from weft.engine.plans.plan import Lane, NanoOperation, Period, Plan
+from weft.engine.ranks.group import Ranks
 from weft.engine.runner.device.collectives import MEASURED_STEPS
 from weft.tools.demo.corpus import prompt_ids
 from weft.tools.demo.skills import held_out
@@ -235,7 +236,7 @@ def test_a_rank_that_is_killed_ends_the_engine_at_once(ranks: int) -> None:
         harness.add(prompt, max_tokens=1700, ignore_eos=True, **GREEDY)
     for _ in range(20):
         harness.step()
-    assert harness.engine.ranks is not None
+    assert isinstance(harness.engine.ranks, Ranks)
     os.kill(harness.engine.ranks._processes[ranks - 1].pid, signal.SIGKILL)
     begun = time.monotonic()
     with pytest.raises(RankLost, match=f"rank {ranks - 1}: its process ended"):

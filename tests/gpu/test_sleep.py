@@ -61,7 +61,7 @@ def test_memory_is_really_given_back_and_taken_again(tmp_path: Path) -> None:
         "kv_cache_gib": 1.0, "host_kv_gib": 0.1, "cache_dir": str(tmp_path), "share": Share(sleeps=True),
     }  # fmt: skip
     harness = Harness("demo", **options)
-    assert harness.engine.runner.sleepable is not None, "the driver does not do it"
+    assert harness.engine.runner.sleepable.num_bytes, "the driver does not do it"
     prompt = np.random.default_rng(5).integers(6, 2000, 150)
     before = answer(harness, prompt)
     for _ in range(2):

@@ -24,10 +24,11 @@ from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import Weights
 from weft.engine.runner.cpu.cpu_executor import CpuExecutor
 from weft.engine.runner.device.collectives import Collectives
+from weft.engine.runner.device.preparation import Preparation
 from weft.engine.runner.device.sampling import Sampling, Scores, pooled
 from weft.engine.runner.iteration.batch import Batch, PromptLogprobs, StepResult
 from weft.engine.runner.memory.host_arena import host_sleepable_memory
-from weft.engine.runner.memory.sleep import SleepableMemory
+from weft.engine.runner.memory.sleep import SleepableMemory, Sleepless
 from weft.engine.runner.options.footprint import GIB
 from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.kernels.attention.backends import make_host_attention
@@ -87,10 +88,11 @@ class CpuRunner:
         self, spec: ModelSpec, weights: Weights | TransformersModule, config: ResolvedConfig,
         collectives: Collectives | None = None,
     ) -> None:  # fmt: skip
-        self.sleepable = host_sleepable_memory(config.cache_dir) if config.sleeps else None
-        if self.sleepable is not None:
-            self.sleepable.adopt_weights(weights.tensors())
-        self.kv = _allocate(config, self.sleepable)
+        memory = host_sleepable_memory(config.cache_dir) if config.sleeps else None
+        if memory is not None:
+            memory.adopt_weights(weights.tensors())
+        self.sleepable, self.preparation = memory or Sleepless(), Preparation()
+        self.kv = _allocate(config, memory)
         self._executor: Any  # A `CpuExecutor`, or a class with its interface.
         if isinstance(spec, TransformersSpec):
             from weft.engine.model.transformers_impl.module import TransformersModule
@@ -120,10 +122,6 @@ class CpuRunner:
     @property
     def num_pages(self) -> int:
         return self.kv.shape[0]
-
-    @property
-    def preparation(self) -> None:
-        return None
 
     def copy_engine(self, slots: int) -> CpuCopyEngine:
         return CpuCopyEngine(self.kv, slots, self._packed)

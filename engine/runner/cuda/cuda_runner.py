@@ -36,7 +36,7 @@ from weft.engine.runner.iteration.batch import Batch, PromptLogprobs, StepResult
 from weft.engine.runner.iteration.nano import Assignment
 from weft.engine.runner.iteration.pipelines import Pipelines
 from weft.engine.runner.memory.cuda_arena import DriverFailed, cuda_sleepable_memory
-from weft.engine.runner.memory.sleep import SleepableMemory
+from weft.engine.runner.memory.sleep import SleepableMemory, Sleepless
 from weft.engine.runner.options.budget import MemoryUsage, bytes_for_pages
 from weft.engine.runner.options.footprint import GIB
 from weft.engine.runner.options.resolve import ResolvedConfig
@@ -150,7 +150,8 @@ class CudaRunner:
         self._pipelines = Pipelines(
             spec, config.max_num_batched_tokens, here.sms, config.plan, self._grid.undivided
         )  # fmt: skip
-        self.sleepable = self._make_sleepable_memory() if config.sleeps else None
+        memory = self._make_sleepable_memory() if config.sleeps else None
+        self.sleepable = memory or Sleepless()
         with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode():
             self._inputs = device_inputs(spec, config, self._pipelines.nano_batches)
             self._host_attention: HostAttention[Any] | None = None
@@ -172,7 +173,7 @@ class CudaRunner:
             now = self._pipelines.serial if later else list(self._pipelines)
             self._reserve = RESERVE_BYTES + len(later) * PIPELINE_BYTES
             self._warm_up(now, report)
-            self.kv = self._allocate(self._measure_pages(), self.sleepable)
+            self.kv = self._allocate(self._measure_pages(), memory)
             self._graphs: dict[int, _Graphs] = {}
             for done, pipeline in enumerate(now):
                 report("capturing graphs", done, len(now))
@@ -182,7 +183,7 @@ class CudaRunner:
         if later:
             self._pipelines.disable_planned()
         works = [self._pipeline_work(pipeline) for pipeline in later]
-        self._preparation = Preparation(works, compiling, serving=len(self._pipelines.planned) - len(works))
+        self.preparation = Preparation(works, compiling, serving=len(self._pipelines.planned) - len(works))
 
     def _make_executor(self, num_sms: int) -> Any:
         """Return a `CudaExecutor`, or a class with its interface."""
@@ -212,10 +213,6 @@ class CudaRunner:
     @property
     def num_pages(self) -> int:
         return self.kv.shape[0]
-
-    @property
-    def preparation(self) -> Preparation:
-        return self._preparation
 
     def copy_engine(self, slots: int) -> CudaCopyEngine:
         return CudaCopyEngine(self.kv, slots, self._executor.gates, self.config.packed)
@@ -249,7 +246,7 @@ class CudaRunner:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
-        own = torch.cuda.memory_reserved(self._device) + (self.sleepable.num_bytes if self.sleepable is not None else 0)
+        own = torch.cuda.memory_reserved(self._device) + self.sleepable.num_bytes
         usage = MemoryUsage(total, free, own, self.weights.num_bytes if config.common_weights else 0)
         room = bytes_for_pages(config, usage, self._reserve)
         # Other processes, or weights that are being replaced, may leave less memory free.
@@ -401,7 +398,7 @@ class CudaRunner:
         return self._executor.logits[: len(batch.sampled_rows)].clone()
 
     def close(self) -> None:
-        self._preparation.stop()
+        self.preparation.stop()
         self.stream.synchronize()
 
     def _hidden(self, rows: np.ndarray, assigned: Assignment, pipeline: Pipeline) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Protocol
 from weft.engine.memory.transfer import CopyEngine
 from weft.engine.runner.device.preparation import Preparation
 from weft.engine.runner.iteration.batch import Batch, StepResult
-from weft.engine.runner.memory.sleep import SleepableMemory
+from weft.engine.runner.memory.sleep import SleepableMemory, Sleepless
 
 
 class InFlight(Protocol):
@@ -35,13 +35,13 @@ class Runner(Protocol):
     def num_pages(self) -> int: ...
 
     @property
-    def preparation(self) -> Preparation | None:
-        """Preparation of pipelines between iterations; None if there are none."""
+    def preparation(self) -> Preparation:
+        """Preparation of pipelines between iterations."""
         ...
 
     @property
-    def sleepable(self) -> SleepableMemory | None:
-        """Memory that can be released while the model sleeps; None if that was not requested."""
+    def sleepable(self) -> SleepableMemory | Sleepless:
+        """Memory that can be released while the model sleeps."""
         ...
 
     def copy_engine(self, slots: int) -> CopyEngine:

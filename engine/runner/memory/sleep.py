@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from weft.engine.errors import ConfigError
+
 ALIGNMENT = 512  # Alignment of tensors in bytes, as in torch's allocator.
 
 
@@ -43,6 +45,21 @@ class Backing(Protocol):
     def restore(self, tensor: Tensor) -> None:
         """Write the stored content to `tensor`. Raises `OSError`."""
         ...
+
+
+class Sleepless:
+    """Takes the place of `SleepableMemory` in a runner that cannot release its memory."""
+
+    asleep, num_bytes = False, 0
+
+    def __init__(self, why: str = "sleep was not enabled at start") -> None:
+        self._why = why
+
+    def check(self) -> None:
+        """Raise `ConfigError`: the model cannot sleep."""
+        raise ConfigError(self._why)
+
+    sleep = wake = check
 
 
 class SleepableMemory:
@@ -91,6 +108,9 @@ class SleepableMemory:
     @property
     def _arenas(self) -> list[Arena]:
         return [*([self._weights] if self._weights is not None else []), *self._volatile]
+
+    def check(self) -> None:
+        """Do nothing: the model can sleep."""
 
     def sleep(self) -> None:
         """Store the weights and release the memory. Nothing may run or access it. Idempotent.

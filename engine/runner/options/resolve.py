@@ -59,6 +59,7 @@ class ResolvedConfig:
     common_weights: bool = False  # These engines share one copy of the weights.
     packed: PackedPage | None = None  # Format of pages in the tiers below the device; None: not packed.
     pod: Pod = "off"  # Whether decodes and chunks share one attention launch.
+    late_launch: bool = False  # Delay launches so that late arrivals can join.
 
     def chunk_step(self, spec: ModelSpec) -> int:
         """Return the tokens at whose multiples prompts are cut. With batch invariance no attention tile is divided."""
@@ -143,6 +144,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     max_model_len = max(2, min(max_model_len, in_memory * kv.page_size))
     if config.pod != "off":
         check_pod(config, spec, backend, _attention_shape(spec, kv, dtype, device, max_model_len))
+    # The default where late launches were measured to help: iterations on CPUs and shared GPUs vary too much.
+    alone = cuda and ranks == sharers == 1 and config.async_scheduling
     return ResolvedConfig(
         device=device,
         weight_dtype=dtype,
@@ -167,6 +170,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         common_weights=copies < sharers,
         packed=_packed(kv) if config.tier_kv_format == "packed" else None,
         pod=config.pod,
+        late_launch=alone if config.late_launch is None else config.late_launch,
     )
 
 
