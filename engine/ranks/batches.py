@@ -15,7 +15,7 @@ _KINDS: tuple[type[np.generic], ...] = (
     np.int64,  # step, decodes, columns of the page table, words of a mask
     *(_I, _I, _I, _I, _I, _I, np.int64),  # rows of requests and tokens
     *(_I, _I, _I, _I),  # page table, sampled rows
-    *(_F, _I, _I, _F, _I, _I),  # draws, biases, masks
+    *(_F, _I, _I, _F, _I, _I, _I, _I),  # draws, biases, masks, requested log-probabilities
     *(column.dtype for column in COLUMNS),
     *(_I, _I, _I, _I, _I),  # count resets, prompt logprobs
     *(_I, _I),  # hidden states
@@ -34,7 +34,7 @@ def arrays_of(batch: Batch) -> list[np.ndarray]:
         s.uniform,
         s.bias_rows, s.bias_ids,
         s.bias_values,
-        s.mask_rows, s.masks,
+        s.mask_rows, s.masks, s.logprob_rows, s.logprob_ids,
         *(s.columns[column.name] for column in COLUMNS),
         np.array([(r.slot, len(r.prompt), len(r.output)) for r in resets], np.int32),
         np.concatenate([part for r in resets for part in (r.prompt, r.output)] or [empty]),
@@ -56,7 +56,7 @@ def batch_of(arrays: Sequence[Bytes]) -> Batch:
     step, decodes, pages, words = next(typed).tolist()
     slots, epochs, query_len, kv_len, token_ids, positions, slot_mapping = take(7)
     page_table, sampled_rows, *sampled = take(4)
-    uniform, bias_rows, bias_ids, bias_values, mask_rows, masks = take(6)
+    uniform, bias_rows, bias_ids, bias_values, mask_rows, masks, logprob_rows, logprob_ids = take(8)
     columns = dict(zip((column.name for column in COLUMNS), take(len(COLUMNS)), strict=True))
     resets, tokens, scores, token_rows, targets, pooled, pooled_rows = take(7)
     cleared, scored, wanted = (
@@ -74,7 +74,7 @@ def batch_of(arrays: Sequence[Bytes]) -> Batch:
         sampling=SamplingInputs(
             slots=sampled[0], logit_tokens=sampled[1], columns=columns, uniform=uniform, bias_rows=bias_rows,
             bias_ids=bias_ids, bias_values=bias_values, mask_rows=mask_rows,
-            masks=masks.reshape(len(mask_rows), words),
+            masks=masks.reshape(len(mask_rows), words), logprob_rows=logprob_rows, logprob_ids=logprob_ids,
         ),
         count_resets=tuple(CountReset(slot, next(texts), next(texts)) for slot, *_ in cleared),
         prompt_logprobs=tuple(

@@ -101,6 +101,10 @@ def _sampling(s: SlotTable, slots: I32, logit_tokens: np.ndarray, index: I32) ->
         bias_rows.append(early[where[0]].astype(np.int32))
         bias_ids.append(stops[where])
         bias_values.append(np.full(len(where[0]), SUPPRESSED, np.float32))
+    wanted_ids = [
+        (row, s.of(slots[row]).params.logprob_token_ids)
+        for row in np.flatnonzero(s.columns["logprobs"].take(slots) >= 0).tolist()
+    ]
     mask_rows = np.flatnonzero(s.masked.take(slots)).astype(np.int32)
     none_i, none_f = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return SamplingInputs(
@@ -113,4 +117,6 @@ def _sampling(s: SlotTable, slots: I32, logit_tokens: np.ndarray, index: I32) ->
         bias_values=np.concatenate(bias_values) if bias_values else none_f,
         mask_rows=mask_rows,
         masks=constraints.masks(s, slots[mask_rows]) if len(mask_rows) else none_i.reshape(0, 0),
+        logprob_rows=np.array([row for row, ids in wanted_ids for _ in ids], np.int32),
+        logprob_ids=np.array([token_id for _, ids in wanted_ids for token_id in ids], np.int32),
     )

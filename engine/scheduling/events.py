@@ -79,11 +79,15 @@ def token_logprobs(slots: SlotTable, result: StepResult, sampled: np.ndarray) ->
     if columns is None:
         return {}
     out: dict[int, TokenLogprobs] = {}
+    most = int(np.bincount(sampling.logprob_rows).max()) if len(sampling.logprob_rows) else 0
+    requested = columns.ids.shape[1] - most
     for i, row in enumerate(columns.rows.tolist()):
         if sampled[row]:
-            width = 1 + int(sampling.columns["logprobs"][row])
+            width, asked = 1 + int(sampling.columns["logprobs"][row]), int((sampling.logprob_rows == row).sum())
+            # The requested ids follow the best ones of the row that has most of them.
+            kept = [*range(min(width, requested)), *range(requested, requested + asked)]
             out[int(slots.handle[sampling.slots[row]])] = TokenLogprobs(
-                int(columns.ranks[i]), tuple(columns.ids[i, :width].tolist()), tuple(columns.values[i, :width].tolist())
+                int(columns.ranks[i]), tuple(columns.ids[i, kept].tolist()), tuple(columns.values[i, kept].tolist())
             )
     return out
 

@@ -130,6 +130,7 @@ def check_request(
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", params.logit_bias),
         ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("logprob_token_ids", params.logprob_token_ids),
         ("thinking", () if params.thinking is None else params.thinking.force),
     ):
         if any(not 0 <= i < vocab_size for i in ids):

@@ -327,7 +327,8 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of one sampled (or prompt) token: `ids[0]` is that token, the rest the k best, best first."""
+    """Log-probabilities of one sampled (or prompt) token: `ids[0]` is that token, then the k best, best first,
+    then the request's `logprob_token_ids`."""
 
     rank: int
     """1-based rank of the token."""

@@ -19,6 +19,7 @@ from weft.engine.wire.grammar_text import MAX_GRAMMAR_CHARS
 from weft.engine.wire.thinking import Thinking
 
 MAX_LOGPROBS = 20
+MAX_LOGPROB_IDS = 128
 MAX_STOP_TOKENS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1024
@@ -89,6 +90,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """None: off; k: the sampled token's log-probability and the k best."""
     prompt_logprobs: int | None = None
     """Like `logprobs`, for every prompt token but the first. It turns prefix reuse off for the request."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens whose log-probabilities to return for every output token, besides the `logprobs` best."""
     allowed_token_ids: tuple[int, ...] | None = None
     """The only tokens to sample. They must include an end token for the output to end."""
     bad_words: tuple[str, ...] = ()
@@ -118,6 +121,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
         check(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
         check(len(self.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", f"at most {MAX_STOP_TOKENS} ids")
+        check(len(self.logprob_token_ids) <= MAX_LOGPROB_IDS, "logprob_token_ids", f"at most {MAX_LOGPROB_IDS} ids")
+        check(not self.logprob_token_ids or self.logprobs is not None, "logprob_token_ids", "empty without logprobs")
         check(self.allowed_token_ids != (), "allowed_token_ids", "at least one id")
         check(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} texts")
         check(all(self.bad_words), "bad_words", "texts of at least one character")

@@ -23,6 +23,7 @@ PROMPTS = [RNG.integers(3, 120, n) for n in (3, 17, 40)]
 ASKED = (
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 3, "repetition_penalty": 1.3, "logit_bias": {5: 2.0, 100: 3.0}},
+    {"temperature": 0.0, "logprobs": 1, "logprob_token_ids": (9, 150, 9)},
     {"temperature": 1.0, "seed": 1, "top_k": 5, "frequency_penalty": 0.5},
     {"temperature": 1.2, "seed": 2, "top_p": 0.8, "min_p": 0.05, "allowed_token_ids": tuple(range(10, 90))},
     {"temperature": 0.9, "seed": 3, "prompt_logprobs": 2},

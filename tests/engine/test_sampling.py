@@ -173,6 +173,28 @@ def test_logprobs_are_the_models_own_and_contain_the_sampled_token(tiny_model) -
             assert entry.values[entry.ids[1:].index(token) + 1] == entry.values[0]
 
 
+def test_logprobs_of_requested_tokens_follow_the_best_ones(tiny_model) -> None:
+    path = tiny_model("llama3.1")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    prompt = np.arange(3, 40)
+    harness = Harness(path, page_size=8, num_pages=64, max_num_batched_tokens=64)
+    asked = {"a": (7, 150, 7), "b": (), "c": tuple(range(50, 170))}
+    options = {"temperature": 1.2, "max_tokens": 4, "ignore_eos": True}
+    handles = {
+        name: harness.add(prompt, seed=i, logprobs=i, logprob_token_ids=ids, **options)
+        for i, (name, ids) in enumerate(asked.items())
+    }
+    harness.run()
+    for i, (name, wanted) in enumerate(asked.items()):
+        tokens = harness.tokens[handles[name]]
+        with torch.inference_mode():
+            ids = torch.tensor([*prompt.tolist(), *tokens])[None]
+            expected = model(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        for token, row, entry in zip(tokens, expected, harness.logprobs[handles[name]], strict=True):
+            assert (entry.ids[0], len(entry.ids), entry.ids[1 + i :]) == (token, 1 + i + len(wanted), wanted)
+            assert list(entry.values) == pytest.approx(row[list(entry.ids)].tolist(), abs=1e-3)
+
+
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_prompt_logprobs_come_once_for_every_position_despite_preemption(tiny_model, max_tokens: int) -> None:
     path = tiny_model("llama3.1")
@@ -212,6 +234,7 @@ def test_prompt_logprobs_come_once_for_every_position_despite_preemption(tiny_mo
         ("logit_bias", {1: float("nan")}),
         ("seed", 2**63),
         ("stop_token_ids", tuple(range(129))),
+        ("logprob_token_ids", (1,)),
     ],
 )
 def test_values_out_of_range_name_their_field(field: str, value: object) -> None:

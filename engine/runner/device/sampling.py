@@ -128,8 +128,26 @@ class Sampling:
         """Return scores from `raw_logits` and the sampled `tokens` (`[S]` or more), after the sampler."""
         if raw is None:
             return None
-        columns = self._logprobs_of(raw.logits, tokens[self.to_device(raw.rows)], int(s.columns["logprobs"].max()))
+        columns: Sequence[Tensor] = self._logprobs_of(
+            raw.logits, tokens[self.to_device(raw.rows)], int(s.columns["logprobs"].max())
+        )
+        if len(s.logprob_rows):
+            columns = self._with_requested(columns, raw, s)
         return Scores(raw.rows, self.to_host(columns))
+
+    def _with_requested(self, columns: Sequence[Tensor], raw: RawLogits, s: SamplingInputs) -> Sequence[Tensor]:
+        """Add `[n, m]` ids and values: each row's `logprob_ids`, then zeros."""
+        index = np.searchsorted(raw.rows, s.logprob_rows).astype(np.int64)
+        place = np.arange(len(index)) - np.searchsorted(index, index)
+        ranks, ids, values = columns
+        more = torch.zeros((len(raw.rows), int(place.max()) + 1), dtype=ids.dtype, device=ids.device)
+        scores = torch.zeros_like(more, dtype=values.dtype)
+        for start in range(0, len(index), PROMPT_LOGPROB_ROWS):
+            part = slice(start, start + PROMPT_LOGPROB_ROWS)
+            rows, at, asked = (self.to_device(a[part].astype(np.int64)) for a in (index, place, s.logprob_ids))
+            more[rows, at] = asked
+            scores[rows, at] = self._logprobs_of(raw.logits[rows], asked, 0)[2][:, 0]
+        return ranks, torch.cat((ids, more), -1), torch.cat((values, scores), -1)
 
     def prompt_scores(self, asked: PromptLogprobs, rows: np.ndarray, logits_of: Callable[[Tensor], Tensor]) -> Scores:
         """Return scores of prompt tokens. rows: their positions on the device. logits_of: returns logits of rows."""

@@ -35,13 +35,15 @@ class SamplingInputs(NamedTuple):
     mask_rows: I32  # Rows that a grammar restricts to some tokens.
     masks: I32
     """`[len(mask_rows), ceil(V / 32)]`: bit i of word w allows token 32 w + i. Other tokens get -inf at the end."""
+    logprob_rows: I32  # Ascending rows with `logprob_token_ids`, once per id.
+    logprob_ids: I32
 
     @classmethod
     def none(cls) -> SamplingInputs:
         """Return the inputs of an iteration that samples nothing."""
         i, f = np.zeros(0, np.int32), np.zeros(0, np.float32)
         columns = {column.name: np.zeros(0, column.dtype) for column in COLUMNS}
-        return cls(i, i, columns, f, i, i, f, i, i.reshape(0, 0))
+        return cls(i, i, columns, f, i, i, f, i, i.reshape(0, 0), i, i)
 
     def sampler_arguments(self) -> dict[str, np.ndarray]:
         """Return the samplers' arguments except the logits, by name, `[S]` each."""
@@ -123,7 +125,7 @@ class Logprobs(NamedTuple):
 
     rows: I32  # Rows of `SamplingInputs`, or positions of a `PromptLogprobs`.
     ranks: I32  # Rank of the token, from 1.
-    ids: I32  # `[n, 1 + k]`: the token, then the most likely ones in order.
+    ids: I32  # `[n, 1 + k + m]`: the token, the most likely ones in order, up to m requested ones (`logprob_ids`).
     values: F32
 
 
