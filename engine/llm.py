@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from weft.engine.config import EngineConfig
+from weft.engine.config.tokenizer import load_tokenizer
 from weft.engine.engine import Engine
-from weft.engine.errors import ConfigError, ModelError, RequestError, invalid_option, one_line
+from weft.engine.errors import ConfigError, RequestError, invalid_option
 from weft.engine.model.hub import find_model
 from weft.engine.progress import ProgressBar
 from weft.engine.wire.messages import AddRequest, Finish, TokenLogprobs
@@ -92,10 +92,7 @@ class LLM:
             config = config.model_copy(update={"model": str(there)})
         with ProgressBar(enabled=progress) as bar:
             self.engine = Engine(config, bar)
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{config.tokenizer_path} has no usable tokenizer: {one_line(error)}") from None
+        self.tokenizer = load_tokenizer(config.tokenizer_path)
         self._next_handle = 0
 
     def generate(

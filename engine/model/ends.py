@@ -155,7 +155,7 @@ def _after_answer(template: str, tokenizer: dict[str, Any], special: set[str]) -
         raise TemplateError(message)
 
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    variables = {name: _content(value) or "" for name, value in tokenizer.items() if name.endswith("s_token")}
+    variables = {name: _content(value) or "" for name, value in tokenizer.items() if name.endswith("_token")}
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}
     try:
         # transformers' own tag marks the text of the assistant

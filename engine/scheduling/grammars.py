@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+from weft.engine.config import tokenizer
 from weft.engine.errors import RequestError, one_line
 from weft.engine.scheduling.bad_words import BadWords, Vocabulary
 from weft.engine.scheduling.grammar import Compiled, Grammar
@@ -241,9 +242,7 @@ def load_tokenizer(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) 
         if (path / "tokenizer.json").exists():
             source = str(path / "tokenizer.json")
         else:
-            from transformers import AutoTokenizer
-
-            source = AutoTokenizer.from_pretrained(str(path), local_files_only=True).backend_tokenizer.to_str()
+            source = tokenizer.load_tokenizer(path).backend_tokenizer.to_str()
         return LLTokenizer(source, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
     except Exception as error:  # each library raises its own types
         raise RequestError(f"grammars need the model's tokenizer: {one_line(error, 150)}", "grammar") from error

@@ -18,6 +18,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from pydantic import BaseModel
 
 from weft.engine.config import TOKENIZER_FILES
+from weft.engine.config.tokenizer import load_tokenizer
 from weft.engine.errors import ModelError, refuse_pointer
 from weft.server.bodies import parse_json
 from weft.server.errors import ApiError, bad_request, clip
@@ -75,20 +76,7 @@ class Tokenizer:
             raise ModelError(f"{path} has no tokenizer: it needs {TOKENIZER_FILES[0]} or {TOKENIZER_FILES[1]}")
         for file in files:
             refuse_pointer(file)
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        # `tokenizer.json` is self-contained and its class needs no torch; AutoTokenizer imports torch (2 s, 200 MB).
-        if (path / "tokenizer.json").exists():
-            from transformers import PreTrainedTokenizerFast as Loader
-        else:
-            from transformers import AutoTokenizer as Loader
-        try:
-            hf = Loader.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:  # transformers raises many types for broken directories
-            raise ModelError(f"cannot load the tokenizer from {path}: {clip(' '.join(str(error).split()))}") from error
-        if getattr(hf, "backend_tokenizer", None) is None:
-            raise ModelError(f"the tokenizer in {path} has no tokenizer.json and cannot be converted to one")
+        hf = load_tokenizer(path)
         if chat_template is not None:
             hf.chat_template = chat_template
         return cls(hf)

@@ -1,0 +1,30 @@
+"""`load_tokenizer`: loads a model's tokenizer for every part of weft, so that all give the same ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from weft.engine.errors import ModelError, one_line
+
+
+def load_tokenizer(path: Path) -> Any:
+    """Return the `PreTrainedTokenizerFast` of a model directory, or a compatible object. Takes a second.
+
+    Raises `ModelError`, one line."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    # AutoTokenizer builds the tokenizer of the class that `tokenizer_config.json` names, with other rules than those in
+    # `tokenizer.json` if the name is wrong, and imports torch (2 s, 200 MB).
+    if (path / "tokenizer.json").exists():
+        from transformers import PreTrainedTokenizerFast as Loader
+    else:
+        from transformers import AutoTokenizer as Loader
+    try:
+        hf = Loader.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # transformers raises many types for broken directories
+        raise ModelError(f"{path} has no usable tokenizer: {one_line(error)}") from error
+    if getattr(hf, "backend_tokenizer", None) is None:
+        raise ModelError(f"the tokenizer in {path} has no tokenizer.json and cannot be converted to one")
+    return hf
