@@ -19,7 +19,7 @@ from interpreted_engine import check_interpreted  # noqa: E402
 HERE = torch.cuda.is_available()
 CAPTURED = ("arcee", "biogpt", "cohere2", "diffllama", "gpt_neox", "nemotron", "olmo3", "stablelm")
 EITHER = ("deepseek_v3", "gpt_oss", "jetmoe", "mixtral", "qwen3_moe")
-"""with experts: whether their products wait for the device depends on the version of `transformers`, and the dtype"""
+"""with experts: whether their GEMMs wait for the device depends on the version of `transformers`, and the dtype"""
 OPTIONS: dict[str, Any] = {
     "model_impl": "transformers", "device": "cuda", "page_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64,
     "num_pages": 60,
@@ -46,7 +46,10 @@ def test_tokens_are_as_good_as_those_of_transformers(
     harness.run()
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     model = model.cuda()
+    half = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float16, attn_implementation="eager")
+    half = half.cuda()
     good = total = 0
+    deviations, allowed = [], []
     for prompt, handle in zip(_prompts(), handles, strict=True):
         answer = harness.tokens[handle]
         with torch.inference_mode():
@@ -59,7 +62,14 @@ def test_tokens_are_as_good_as_those_of_transformers(
         told = torch.tensor([float(entry.values[0]) for entry in harness.prompt_logprobs[handle]])
         known = logits.log_softmax(-1)[: len(prompt) - 1].cpu()
         expected = known.gather(1, torch.from_numpy(prompt[1:].astype(np.int64))[:, None])[:, 0]
-        assert float((told - expected).abs().median()) < 0.05
+        with torch.inference_mode():
+            rounded = half(ids, position_ids=torch.arange(ids.shape[1], device="cuda")[None]).logits[0].float()
+        rounded = rounded.log_softmax(-1)[: len(prompt) - 1].cpu()
+        rounded = rounded.gather(1, torch.from_numpy(prompt[1:].astype(np.int64))[:, None])[:, 0]
+        deviations.append(float((told - expected).abs().median()))
+        # Experts that are chosen differently in float16 move some models further from float32 than others.
+        allowed.append(max(0.05, 1.5 * float((rounded - expected).abs().median())))
+    assert all(deviation < bound for deviation, bound in zip(deviations, allowed, strict=True)), (deviations, allowed)
     assert good >= 0.95 * total
 
 
@@ -67,7 +77,7 @@ def test_tokens_are_as_good_as_those_of_transformers(
 def test_an_interpreted_engine_gives_transformers_tokens(
     device: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows that end, pages through our kernels, logits of a prompt beside the graph's."""
+    """Windows that end, pages through our kernels, logits of a prompt compared with the graph's."""
     assert device == "cpu"
     check_interpreted(
         tiny_model("gemma2"),

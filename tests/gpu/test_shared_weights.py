@@ -1,4 +1,4 @@
-"""One set of weights on a GPU: engines that map it answer as one that has loaded its own, and it outlives them."""
+"""One set of weights on a GPU: engines that map it answer like one that has loaded its own, and it outlives them."""
 
 from __future__ import annotations
 
@@ -61,12 +61,16 @@ while True:
         open_ones -= int(np.count_nonzero(outputs.columns()[2]))
         print(outputs.stats.iterations, flush=True)
 """
+PAGE_BYTES = 2 * 24 * 16 * 2048 * 2
+"""OPT-1.3B: K and V of 24 layers, 16 tokens, 2,048 numbers, bf16"""
+ALLOCATOR_BYTES = 2 * (20 << 20)
+"""The allocator reserves blocks of 20 MiB. The engine that loaded the weights may keep another number of them."""
 START_SECONDS, SECONDS, SILENCE_SECONDS = 240.0, 6.0, 3.0
-"""of a start, which compiles; of the load; without an iteration: a hang"""
+"""seconds of a start, which compiles; of the load; without an iteration: a hang"""
 
 
-class Beside:
-    """An engine in a process of its own, with many requests from `go` on."""
+class EngineProcess:
+    """An engine in a separate process, with many requests from `go` on."""
 
     def __init__(self, options: dict[str, Any], number: int, requests: int, exchange: WeightExchange) -> None:
         share = {"engine": number, "sharers": 2, "weight_sharers": 2}
@@ -78,8 +82,8 @@ class Beside:
         self.last = 0.0
         """when it last ended an iteration"""
 
-    def said(self, seconds: float) -> str:
-        """Its next line; empty where there is none within the time, or it has ended."""
+    def next_line(self, seconds: float) -> str:
+        """Its next line; empty if there is none within the time, or it has ended."""
         assert self.process.stdout is not None
         if not select.select([self.process.stdout], [], [], seconds)[0]:
             return ""
@@ -93,20 +97,20 @@ class Beside:
         self.last = time.monotonic()
 
 
-def beside_each_other(options: dict[str, Any], requests: int) -> tuple[list[int], list[float]]:
-    """Two engines with weights in common under load: the pages of each, and how long each has been silent once the
-    time is up, or earlier when one of them makes no progress."""
+def run_together(options: dict[str, Any], requests: int) -> tuple[list[int], list[float]]:
+    """Two engines with shared weights under load. Returns the pages of each, and how long each has made no progress
+    when the time is up, or earlier if one of them stops."""
     exchange, engines = WeightExchange(), []
     try:
-        engines += [Beside(options, number, requests, exchange) for number in range(2)]
-        pages = [int(engine.said(START_SECONDS) or 0) for engine in engines]
+        engines += [EngineProcess(options, number, requests, exchange) for number in range(2)]
+        pages = [int(engine.next_line(START_SECONDS) or 0) for engine in engines]
         assert all(pages), "one did not start; its reason is above"
         for engine in engines:
             engine.go()
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
             for engine in engines:
-                engine.said(0.02)
+                engine.next_line(0.02)
             if any(time.monotonic() - engine.last > SILENCE_SECONDS for engine in engines):
                 break
         now = time.monotonic()
@@ -142,7 +146,7 @@ def test_memory_outlives_the_process_that_made_it() -> None:
     exchange.clear()
 
 
-def test_engines_with_weights_in_common_answer_as_one_alone() -> None:
+def test_engines_with_shared_weights_answer_like_one_alone() -> None:
     alone = tokens(Engine(CONFIG))
     exchange = WeightExchange()
     maker, mapper = Engine(CONFIG, exchange=exchange), Engine(CONFIG, exchange=exchange)
@@ -152,13 +156,13 @@ def test_engines_with_weights_in_common_answer_as_one_alone() -> None:
 
 
 @pytest.mark.slow
-def test_two_engines_under_load_go_on_beside_each_other() -> None:
-    """One of two hung after 2.4 s, while kernels kept arguments where a barrier had been that nobody used."""
+def test_two_engines_under_load_both_make_progress() -> None:
+    """One of two hung after 2.4 s, because kernels kept arguments where an unused barrier had been."""
     options: dict[str, Any] = {
         "model_preset": "opt-1.3b", "load_format": "dummy", "device": "cuda", "max_num_seqs": 256,
         "gpu_memory_utilization": 0.4, "tuning_seconds": 0, "plan": "serial", "wait_for_plan": True,
         "prefix_caching": False,
     }  # fmt: skip
-    pages, silent = beside_each_other(options, 256)
+    pages, silent = run_together(options, 256)
     assert max(silent) < SILENCE_SECONDS
-    assert pages[0] == pages[1], "each has the same part of the GPU, whoever was first"
+    assert abs(pages[0] - pages[1]) * PAGE_BYTES <= ALLOCATOR_BYTES, "both have the same share of the GPU"
