@@ -156,20 +156,18 @@ class Engine:
 
     def _features(self) -> Iterator[Listener]:
         """Yield the features that are on, in the order in which hooks run."""
-        pool, outbox = self.scheduler.pool, self._outbox
+        config, index, outbox = self.config, self.scheduler.pool.index, self._outbox
         yield features.CompiledGrammars(self.grammars, self.scheduler, outbox)
         if self.resolved.late_launch:
             yield LateLaunch(self._work.costs)
         yield features.NonfiniteWarning(self.scheduler)
         yield from given(self.tiers, lambda tiers: features.TierTransfers(tiers, self.drain_in_flight))
         yield self._energy
-        if self.config.adaptive_limit:
+        if config.adaptive_limit:
             # Ahead of the chunk keeper, which forgets the iteration.
-            yield SlotLimitKeeper.of(self.config, self.scheduler)
+            yield SlotLimitKeeper.of(config, self.scheduler)
         yield from given(self.scheduler.chunk_keeper, lambda keeper: keeper)
-        yield from given(
-            self._publisher, lambda to: features.KvEvents(IndexEvents(pool.index, to, self.config.page_size))
-        )
+        yield from given(self._publisher, lambda to: features.KvEvents(IndexEvents(index, to, config.page_size)))
         yield features.PlanPreparation(self.runner.preparation, lambda: self.has_work, outbox)
 
     def describe(self) -> EngineReady:
@@ -260,7 +258,6 @@ class Engine:
         """Allocate again what `sleep` freed, and return its bytes. If it raises `WeftError` or `OSError`, the process
         must end."""
         sleepable = self.runner.sleepable
-        sleepable.check()
         sleepable.wake()
         for on_wake in self.listeners.on_wake:
             on_wake()

@@ -43,7 +43,6 @@ class Weights:
     head_bias: Tensor | None = None  # [V].
     positions: Tensor | None = None  # [positions, H], learned: added to the embedding.
     kv_scales: Tensor | None = None  # [layers, 2, Hkv] float32, for FP8 K and V, if the checkpoint has them.
-
     has_hidden_states = True  # See `TransformersModule`.
 
     def tensors(self) -> list[Tensor]:
@@ -168,9 +167,9 @@ def load_weights(
     head = f"{names.lm_head}.weight"
     with ExitStack() as stack:
         checkpoint = _checkpoint(spec, path, stack)
-        checkpoint.rename(f"{names.embedding}.weight", names.prefix, names.other_prefixes)
-        # Some checkpoints say "untied" and ship no lm_head: the file decides.
-        tied = spec.tie_embeddings or head not in checkpoint
+        embedding = f"{names.embedding}.weight"
+        checkpoint.rename(embedding, names.prefix, names.other_prefixes, head if spec.tie_embeddings else "")
+        tied = _is_tied(spec, names, checkpoint)
         checkpoint.refuse_further_layers(names.layer, spec.num_layers + names.draft_layers)
         wanted = _Wanted(checkpoint)
         with ShapesOnly():
@@ -188,6 +187,28 @@ def load_weights(
             harmless = (*HARMLESS, *names.harmless, *matrices.HARMLESS)
             warn_of_surplus(checkpoint.surplus((*harmless, head) if tied else harmless))
     return weights
+
+
+def _is_tied(spec: ModelSpec, names: TensorNames, checkpoint: TensorSource) -> bool:
+    """Return whether the embedding is the output head as well. If the file contradicts `config.json`, print a line and
+    use a head of its own if the file has one, as `transformers` does."""
+    head, embedding = f"{names.lm_head}.weight", f"{names.embedding}.weight"
+    if head not in checkpoint:
+        is_decoder = not spec.architecture.endswith("Model")  # embedding models need no head
+        if is_decoder and not spec.tie_embeddings and spec.shard_of.rank == 0:
+            notice(f"config.json does not tie {head} to the embedding, but the checkpoint has none: using the embedding")
+        return True
+    if not spec.tie_embeddings:
+        return False
+    shape = (spec.vocab_size, spec.hidden_size)
+    if embedding not in checkpoint or checkpoint.shape_of(head) != shape or checkpoint.shape_of(embedding) != shape:
+        return True  # reading the embedding reports what is wrong
+    own, stored = (checkpoint(name, shape).raw for name in (head, embedding))
+    if own.dtype == stored.dtype and torch.equal(own, stored):
+        return True
+    if spec.shard_of.rank == 0:
+        notice(f"config.json ties {head} to the embedding, but the checkpoint has a different one: using it")
+    return False
 
 
 def _report_conversion(checkpoint: TensorSource, wanted: _Wanted, weights: Weights, spec: ModelSpec) -> None:

@@ -50,18 +50,22 @@ class OneRank:
     def check(self) -> None:
         """Raise `RankLost` if a rank has ended."""
 
-    def checked_progress(self, progress: Progress | None) -> Progress | None:
+    def checked_progress(self, progress: Progress | None) -> Progress:
         """Wrap a progress callback so that each call also runs `check`."""
-        return progress
+
+        def report(phase: str, done: int, total: int) -> None:
+            self.check()
+            if progress is not None:
+                progress(phase, done, total)
+
+        return report
 
     def stop(self, _seconds: float = END_SECONDS, /) -> None:
         """Stop the other ranks; kill any still running after the given seconds. Idempotent."""
 
 
 class Ranks(OneRank):
-    """Create with `Ranks.begin(config)` before other slow work, so that all ranks start at once.
-
-    links: rank 0's links."""
+    """Create with `Ranks.begin(config)` before other slow work, so that all ranks start at once. `links`: rank 0's."""
 
     def __init__(self, config: EngineConfig, heartbeats: Heartbeats, row: int, stacks_fd: int, *, pin: bool) -> None:
         super().__init__(config)
@@ -169,14 +173,6 @@ class Ranks(OneRank):
     def check(self) -> None:
         if self._why is not None:
             raise RankLost(self._why)
-
-    def checked_progress(self, progress: Progress | None) -> Progress:
-        def report(phase: str, done: int, total: int) -> None:
-            self.check()
-            if progress is not None:
-                progress(phase, done, total)
-
-        return report
 
     def stop(self, seconds: float = END_SECONDS) -> None:
         if self._stopping:

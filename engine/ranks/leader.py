@@ -30,7 +30,6 @@ from weft.engine.ranks.runners import rank_runner
 from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.runner.device.collectives import Collectives
 from weft.engine.runner.device.compile_job import CompileJob
-from weft.engine.runner.device.preparation import Preparation
 from weft.engine.runner.device.runner import InFlight, Runner
 from weft.engine.runner.iteration.batch import Batch
 from weft.engine.runner.memory.sleep import Sleepless
@@ -80,18 +79,11 @@ class LeadingRunner:
 
     def __init__(self, runner: Runner, links: Links, collectives: Collectives, *, stores: bool) -> None:
         self.own, self.stores = runner, stores
+        self.num_pages, self.preparation = runner.num_pages, runner.preparation
         self.sleepable = Sleepless("ranks share it")  # the other ranks would have to sleep too
         self._ring = RingWriter(links)
         self._operations = Operations(links)
         self._collectives = collectives
-
-    @property
-    def num_pages(self) -> int:
-        return self.own.num_pages
-
-    @property
-    def preparation(self) -> Preparation:
-        return self.own.preparation
 
     def copy_engine(self, slots: int) -> CopyEngine:
         self._ring.send(Kind.POOL, np.array([slots]))

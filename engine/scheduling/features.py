@@ -104,12 +104,10 @@ class PlanPreparation(Listener):
 class EnergyCharges(Listener):
     """Charges requests for the energy of their iterations, and reports once a second what an idle engine draws."""
 
-    missing = ""
-
     def __init__(self, ledger: EnergyLedger, outbox: Outbox, *, shares_device: bool) -> None:
         """`shares_device`: another engine uses the device while this one sleeps."""
         self._ledger, self._outbox, self._shares_device = ledger, outbox, shares_device
-        self.source = ledger.source
+        self.source, self.missing = ledger.source, ""
         self._reported = 0.0
 
     def on_busy(self, _step: int, now: float) -> None:
@@ -147,10 +145,8 @@ class EnergyCharges(Listener):
 class Unmetered(Listener):
     """Takes the place of `EnergyCharges` if energy cannot be measured. `missing` is the reason."""
 
-    source = ""
-
     def __init__(self, missing: str) -> None:
-        self.missing = missing
+        self.source, self.missing = "", missing
 
 
 class KvEvents(Listener):

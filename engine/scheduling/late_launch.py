@@ -42,8 +42,7 @@ class LateLaunch(Listener):
         """Margin after an iteration of decodes alone (False) and after one with prompts (True)."""
 
     def launch_at(self, running: Batch | None) -> float:
-        """Return the time at which to launch the iteration after `running`; 0 for at once, as if `running` is None. The
-        caller must wait until then: the next launch counts as delayed."""
+        """See `Listener`. The caller must wait until then: the next launch counts as delayed."""
         at = 0.0 if running is None else self.at(running)
         self.delayed = at > time.monotonic()
         return at if self.delayed else 0.0

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from weft.engine.runner.cpu.cpu_runner import CpuRunner
+from weft.engine.runner.cpu import cpu_runner
 from weft.engine.runner.device.preparation import (
     BUSY_SHARE,
     COMPILER_POLL_SECONDS,
@@ -278,7 +278,7 @@ def test_an_engine_goes_on_with_it_with_and_without_requests(monkeypatch: pytest
     clock, compiler = Clock(), Compiler()
     pipelines = Pipelines(clock, 2)
     preparation = Preparation(pipelines.works, compiler, clock=clock)
-    monkeypatch.setattr(CpuRunner, "preparation", preparation)
+    monkeypatch.setattr(cpu_runner, "Preparation", lambda: preparation)
     harness = Harness("demo", num_pages=40, page_size=16, max_num_seqs=2, max_num_batched_tokens=64)
     engine = harness.engine
     first = engine.step()

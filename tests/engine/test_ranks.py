@@ -32,6 +32,7 @@ from weft.engine.ranks.ring import Kind, RingReader, RingWriter
 from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.runner.cpu.cpu_runner import CpuRunner
 from weft.engine.runner.device.collectives import SingleRank
+from weft.engine.runner.device.preparation import Preparation
 from weft.engine.runner.iteration.batch import Batch, CountReset, PromptLogprobs, SamplingInputs
 from weft.engine.runner.start import load
 from weft.engine.wire import cores
@@ -313,6 +314,7 @@ class SlowRunner(CpuRunner):
     def __init__(self) -> None:  # nothing of a real one
         self.may = threading.Semaphore(0)
         self.begun: list[tuple[str, list[tuple[int, int]]]] = []
+        self.kv, self.preparation = torch.empty(0), Preparation()
 
     def run(self, _: Batch) -> Any:
         self.may.acquire()

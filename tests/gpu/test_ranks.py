@@ -1,4 +1,4 @@
-"""Ranks on GPUs, one each: the demo model's answers, the same tokens each time, and what becomes of who loses one."""
+"""Ranks on one GPU each: the demo model's answers, the same tokens each time, and the loss of a rank."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_run_repeats_itself(several: Harness) -> None:
 
 @pytest.mark.timeout(400)
 def test_every_way_to_make_sums_gives_the_same_bits(tmp_path: Path, ranks: int) -> None:
-    """Layers of an 8B's sizes, so that the kernels are those of large products."""
+    """Uses layers of an 8B's sizes, so that the kernels are those of large GEMMs."""
     model, cache = tmp_path / "model", tmp_path / "cache"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(LAYERS))
@@ -124,13 +124,13 @@ def test_a_pipeline_gives_the_serial_plans_tokens(tmp_path: Path, ranks: int) ->
     answers = answers_by_plan(tmp_path, ranks, MODEL_PATH)
     same = sum(a == b for a, b in zip(*answers, strict=True))
     print(f"{same} of 60 requests have the same 40 tokens")
-    # where attention cuts a request into parts, and where products are split, follows the plan: a near tie may turn
+    # the plan decides where attention splits a request and where GEMMs are split: a near tie may change
     assert same >= 54
 
 
 @pytest.mark.timeout(300)
 def test_a_batch_invariant_pipeline_gives_the_serial_plans_tokens_and_logprobs(tmp_path: Path, ranks: int) -> None:
-    """To the bit, layers of an 8B's sizes: here no cut and no split follows the plan."""
+    """Compares bits, with layers of an 8B's sizes: here no split follows the plan."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LAYERS))
     options = {"load_format": "dummy", "host_kv_gib": 0, "batch_invariant": True}
@@ -139,18 +139,18 @@ def test_a_batch_invariant_pipeline_gives_the_serial_plans_tokens_and_logprobs(t
 
 
 def test_with_batch_invariance_neighbours_never_change_a_token(ranks: int) -> None:
-    """Tokens and logprobs of the same requests, in crowds and in iterations of other sizes."""
+    """Compares tokens and logprobs of the same requests in batches and in iterations of other sizes."""
     found = []
     for seqs, tokens in ((64, 512), (8, 512), (64, 256)):
         options = {**OPTIONS, "max_num_seqs": seqs, "max_num_batched_tokens": tokens, "host_kv_gib": 0}
         harness = Harness("demo", tensor_parallel_size=ranks, batch_invariant=True, prefix_caching=False, **options)
-        found.append(asked_of(harness, logprobs=1))
+        found.append(results(harness, logprobs=1))
     assert found[1] == found[0]
     assert found[2] == found[0]
 
 
 def answers_by_plan(tmp_path: Path, ranks: int, model: Path, **options: Any) -> list[list[Any]]:
-    """Of the serial plan, and of one with two nano-batches."""
+    """Answers of the serial plan, and of one with two nano-batches."""
     spec = read_spec(model).shard(0, ranks)
     target = target_of(spec, torch.device("cuda", 0), torch.bfloat16)
     periods = tuple(two_nano_batches(spec, tokens, target.sms) for tokens in (512, 256))
@@ -161,12 +161,12 @@ def answers_by_plan(tmp_path: Path, ranks: int, model: Path, **options: Any) -> 
     for plan in ("serial", str(tmp_path / "plan.json")):
         harness = Harness(model, tensor_parallel_size=ranks, plan=plan, **{**OPTIONS, **options})
         assert (harness.engine.resolved.plan is not None) == (plan != "serial")
-        answers.append(asked_of(harness, **({"logprobs": 1} if options else {})))
+        answers.append(results(harness, **({"logprobs": 1} if options else {})))
     return answers
 
 
-def asked_of(harness: Harness, **options: Any) -> list[Any]:
-    """Tokens, and logprobs where they are asked for, of 60 requests; the engine is closed."""
+def results(harness: Harness, **options: Any) -> list[Any]:
+    """Tokens and the requested logprobs of 60 requests. Closes the engine."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(6, 2000, n) for n in rng.integers(1, 300, 60)]
     asked = [harness.add(prompt, max_tokens=40, ignore_eos=True, **GREEDY, **options) for prompt in prompts]
@@ -179,21 +179,21 @@ def asked_of(harness: Harness, **options: Any) -> list[Any]:
 
 
 def two_nano_batches(spec: ModelSpec, tokens: int, sms: int) -> Period:
-    """Of one nano-batch attention and sums run beside the products of the other."""
+    """Attention and sums of one nano-batch overlap with the GEMMs of the other."""
     lanes: dict[Resource, tuple[Lane, int]] = {Resource.MEMORY: ("memory", 32), Resource.NETWORK: ("network", 8)}
     operations = []
     for own, ahead in (((tokens // 2, tokens), False), ((0, tokens // 2), True)):
         for op in spec.layer_operations():
             lane, share = lanes.get(op.resource, ("compute", sms - 40))
             operations.append(NanoOperation(op.name, *own, share, lane, ahead))
-    # the first range's operations in the turn of the second's: a layer ahead of them
+    # the first range's operations precede the second's: a layer ahead of them
     half = len(operations) // 2
     own, other = operations[:half], operations[half:]
     return Period(tokens, tuple(op for both in zip(own, other, strict=True) for op in both))
 
 
-def test_pages_leave_and_return_beside_iterations_of_a_rank_that_is_behind(ranks: int) -> None:
-    """Rank 0 may ask for copies of what rank 1, whose GPU somebody else keeps busy, has yet to compute."""
+def test_pages_leave_and_return_during_iterations_of_a_slow_rank(ranks: int) -> None:
+    """Rank 0 may order copies of pages that rank 1, whose GPU another program keeps busy, has yet to compute."""
     rng = np.random.default_rng(11)
     prompts = [rng.integers(6, 2000, 700) for _ in range(24)]
     answers: list[list[list[int]]] = []
@@ -204,7 +204,7 @@ def test_pages_leave_and_return_beside_iterations_of_a_rank_that_is_behind(ranks
         busy = threading.Thread(target=_keep_busy, args=(1, stop))
         if few:
             assert harness.engine.tiers is not None
-            # however quick the card is beside its bus
+            # even if the card is quick compared with its bus
             harness.engine.tiers.speeds.worthwhile = lambda entries, *_: len(entries)  # type: ignore[method-assign]
             busy.start()
         for _ in range(3):
@@ -217,7 +217,7 @@ def test_pages_leave_and_return_beside_iterations_of_a_rank_that_is_behind(ranks
             busy.join()
         harness.engine.close()
     for found in answers[1:]:
-        # a near tie may turn where attention cuts a request elsewhere; a page of something else turns most of them
+        # a near tie may change if attention splits a request elsewhere; a wrong page changes most of them
         assert sum(a == b for a, b in zip(found, answers[0], strict=True)) >= len(prompts) - 2
 
 
@@ -229,8 +229,8 @@ def _keep_busy(device: int, stop: threading.Event) -> None:
         torch.cuda.synchronize(device)
 
 
-def test_a_rank_that_is_killed_ends_the_engine_at_once(ranks: int) -> None:
-    # no host pool: what is lost with its engine stays pinned in this process, where the next pool may be put
+def test_a_killed_rank_ends_the_engine_at_once(ranks: int) -> None:
+    # no host pool: lost pinned memory stays pinned in this process, where the next pool may be placed
     harness = Harness("demo", tensor_parallel_size=ranks, **{**OPTIONS, "host_kv_gib": 0})
     for prompt in PROMPTS:
         harness.add(prompt, max_tokens=1700, ignore_eos=True, **GREEDY)

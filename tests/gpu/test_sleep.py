@@ -1,4 +1,4 @@
-"""A GPU's engine that sleeps: the memory is given back, graphs keep their addresses, tokens stay the same."""
+"""A GPU's engine that sleeps: its memory is released, graphs keep their addresses, tokens stay the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def answer(harness: Harness, prompt: np.ndarray) -> list[int]:
 
 @pytest.mark.nightly
 @pytest.mark.skipif(HERE, reason="a GPU runs the real thing")
-def test_an_interpreted_engine_sleeps_and_goes_on(
+def test_an_interpreted_engine_sleeps_and_wakes(
     device: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert device == "cpu"
@@ -55,7 +55,7 @@ def test_an_interpreted_engine_sleeps_and_goes_on(
 
 
 @pytest.mark.skipif(not HERE, reason="needs a CUDA device")
-def test_memory_is_really_given_back_and_taken_again(tmp_path: Path) -> None:
+def test_memory_is_really_released_and_taken_again(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "device": "cuda", "dtype": "bfloat16", "max_num_seqs": 16, "max_num_batched_tokens": 256, "page_size": 16,
         "kv_cache_gib": 1.0, "host_kv_gib": 0.1, "cache_dir": str(tmp_path), "share": Share(sleeps=True),

@@ -48,7 +48,7 @@ class Backing(Protocol):
 
 
 class Sleepless:
-    """Takes the place of `SleepableMemory` in a runner that cannot release its memory."""
+    """Takes the place of `SleepableMemory` in a runner that cannot sleep. Its methods raise `ConfigError`."""
 
     asleep, num_bytes = False, 0
 
@@ -56,7 +56,6 @@ class Sleepless:
         self._why = why
 
     def check(self) -> None:
-        """Raise `ConfigError`: the model cannot sleep."""
         raise ConfigError(self._why)
 
     sleep = wake = check
@@ -110,7 +109,7 @@ class SleepableMemory:
         return [*([self._weights] if self._weights is not None else []), *self._volatile]
 
     def check(self) -> None:
-        """Do nothing: the model can sleep."""
+        """Raise `ConfigError` if the model cannot sleep."""
 
     def sleep(self) -> None:
         """Store the weights and release the memory. Nothing may run or access it. Idempotent.
