@@ -43,7 +43,7 @@ class GgufCheckpoint:
                 raise ModelError(f"{path / index['files'][entry.file]} ends before its tensor {name}")
         self._asked: set[str] = set()
 
-    def rename(self, known: str, prefix: str, others: tuple[str, ...]) -> None:
+    def rename(self, known: str, prefix: str, others: tuple[str, ...], instead: str = "") -> None:
         """Does nothing: files have only one prefix."""
 
     def _find(self, name: str) -> tuple[str, int | None] | None:
