@@ -57,7 +57,7 @@ class Stored(NamedTuple):
 class TensorSource(Protocol):
     """The tensors of a checkpoint by name."""
 
-    def rename(self, known: str, prefix: str, others: tuple[str, ...]) -> None: ...
+    def rename(self, known: str, prefix: str, others: tuple[str, ...], instead: str = "") -> None: ...
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -121,8 +121,9 @@ class Checkpoint:
         self._asked: set[str] = set()
         self._inside: dict[str, str] = {}  # Names in the files, where they differ.
 
-    def rename(self, known: str, prefix: str, others: tuple[str, ...]) -> None:
-        """Map requested names, which start with `prefix`, to one of `others` if only that form of `known` exists."""
+    def rename(self, known: str, prefix: str, others: tuple[str, ...], instead: str = "") -> None:
+        """Map requested names, which start with `prefix`, to one of `others` if only that form of `known` exists.
+        instead: the tensor to read for `known` if there is none."""
         for other in (*others, ""):  # embedding models have no prefix
             if known not in self._files and other + known.removeprefix(prefix) in self._files:
                 self._inside = {
@@ -132,6 +133,8 @@ class Checkpoint:
                 }
                 renamed = {name: self._files[inside] for name, inside in self._inside.items()}
                 self._files = {n: f for n, f in self._files.items() if n not in self._inside.values()} | renamed
+        if known not in self._files and instead in self._files:
+            self._inside[known], self._files[known] = instead, self._files[instead]
 
     def __contains__(self, name: str) -> bool:
         return name in self._files

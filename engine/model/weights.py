@@ -30,6 +30,12 @@ from weft.kernels.matmul import weight_layout as pack
 
 HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 """Name endings of checkpoint tensors that follow from the config and are ignored."""
+OTHER_HEAD = "config.json ties the output head to the embedding, but the checkpoint has a head of its own: using it"
+    "config.json ties the output head to the embedding, but the checkpoint has a different head: using that one"
+)
+NO_HEAD = "config.json says that the output head is not tied, but the checkpoint has no head: using the embedding"
+    "config.json does not tie the output head to the embedding, but the checkpoint has no head: using the embedding"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +200,9 @@ def _is_tied(spec: ModelSpec, names: TensorNames, checkpoint: TensorSource) -> b
     use a head of its own if the file has one, as `transformers` does."""
     head, embedding = f"{names.lm_head}.weight", f"{names.embedding}.weight"
     if head not in checkpoint:
-        is_decoder = not spec.architecture.endswith("Model")  # embedding models need no head
+        is_decoder = not spec.architecture.removesuffix("LMHeadModel").endswith("Model")  # others need no head
         if is_decoder and not spec.tie_embeddings and spec.shard_of.rank == 0:
-            notice(f"config.json does not tie {head} to the embedding, but the checkpoint has none: using the embedding")
+            notice(NO_HEAD)
         return True
     if not spec.tie_embeddings:
         return False
@@ -207,7 +213,7 @@ def _is_tied(spec: ModelSpec, names: TensorNames, checkpoint: TensorSource) -> b
     if own.dtype == stored.dtype and torch.equal(own, stored):
         return True
     if spec.shard_of.rank == 0:
-        notice(f"config.json ties {head} to the embedding, but the checkpoint has a different one: using it")
+        notice(OTHER_HEAD)
     return False
 
 

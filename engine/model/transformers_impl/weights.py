@@ -16,7 +16,8 @@ from weft.engine.model.transformers_impl.hook import NAME
 from weft.engine.model.transformers_impl.module import TransformersModule, pin_rope
 from weft.engine.model.transformers_impl.reading import build, quiet
 from weft.engine.model.transformers_impl.spec import TransformersSpec
-from weft.engine.model.weights import HARMLESS, warn_of_surplus
+from weft.engine.model.weights import HARMLESS, OTHER_HEAD, warn_of_surplus
+from weft.engine.progress import notice
 
 
 def load_transformers(
@@ -59,6 +60,9 @@ def _read(path: Path, dtype: torch.dtype, trusted: bool) -> nn.Module:
         name, there, asked = wrong[0]
         raise ModelError(f"{name} has shape {tuple(there)}, config.json requires {tuple(asked)}")
     warn_of_surplus(sorted(name for name in info["unexpected_keys"] if not name.endswith(HARMLESS)))
+    head, config = module.get_output_embeddings(), module.config.get_text_config(decoder=True)
+    if head is not None and config.tie_word_embeddings and head.weight is not module.get_input_embeddings().weight:
+        notice(OTHER_HEAD)
     _copy(module)
     return module
 
