@@ -31,11 +31,7 @@ from weft.kernels.matmul import weight_layout as pack
 HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 """Name endings of checkpoint tensors that follow from the config and are ignored."""
 OTHER_HEAD = "config.json ties the output head to the embedding, but the checkpoint has a head of its own: using it"
-    "config.json ties the output head to the embedding, but the checkpoint has a different head: using that one"
-)
 NO_HEAD = "config.json says that the output head is not tied, but the checkpoint has no head: using the embedding"
-    "config.json does not tie the output head to the embedding, but the checkpoint has no head: using the embedding"
-)
 
 
 @dataclass(frozen=True, slots=True)

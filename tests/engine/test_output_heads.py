@@ -19,10 +19,6 @@ from weft.engine.model.weights import NO_HEAD, OTHER_HEAD, load_weights
 
 EMBED = "model.embed_tokens.weight"
 TIED = {"llama3.1": EMBED, "gemma3": EMBED, "gpt2": "transformer.wte.weight"}
-    "llama3.1": "model.embed_tokens.weight",
-    "gemma3": "model.embed_tokens.weight",
-    "gpt2": "transformer.wte.weight",
-}
 
 
 def _changed(path: Path, *, pickled: bool = False, head: Any = None, drop: str = "", **config: Any) -> Path:
