@@ -98,7 +98,7 @@ def test_other_surplus_tensors_are_told_in_one_line(whole: Path, capfd: pytest.C
 
     rewrite(whole, add)
     Engine(EngineConfig(model=str(whole), num_pages=8)).close()
-    (line,) = capfd.readouterr().err.splitlines()
+    _ends, line = capfd.readouterr().err.splitlines()
     assert "1 tensor(s)" in line
     assert line.endswith("model.layers.0.self_attn.q_proj.bias")
     options = {"device": torch.device("cpu"), "dtype": torch.float32, "max_positions": 8}
