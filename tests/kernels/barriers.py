@@ -1,7 +1,9 @@
-"""A model of mbarriers and of the warps that meet at them: who waits for ever, and who overwrites what is read?
+"""A model of mbarriers and of the warps that meet at them: finds warps that wait forever and data overwritten while it
+is read.
 
-Agents are generators. What they do between two yields happens at once; they yield what they wait for, a function that
-says whether it has come. A warp that looks late finds the barrier as it is then: as on a GPU, it can miss a phase.
+Agents are generators. The code between two yields runs at once; each yield gives a function that returns whether the
+awaited event has happened. A warp that looks late finds the barrier in its current state: as on a GPU, it can miss a
+phase.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ Agent = Generator[Callable[[], bool], None, None]
 
 
 class Barrier:
-    """`count` arrivals, and the bytes that were announced, end a phase."""
+    """A phase ends after `count` arrivals and the announced bytes."""
 
     def __init__(self, count: int) -> None:
         self.count, self.pending, self.bytes, self.phase = count, count, 0, 0
@@ -34,7 +36,7 @@ class Barrier:
             self.pending = self.count
 
     def past(self, parity: int) -> Callable[[], bool]:
-        """Has the phase of this parity ended? Of the present and the one before, as `try_wait.parity` has it."""
+        """Return a check for the end of the phase of this parity, current or previous, as `try_wait.parity` does."""
         return lambda: (self.phase & 1) != parity
 
 
@@ -53,7 +55,8 @@ class Rendezvous:
 
 
 def run(agents: Sequence[Agent], seed: int, limit: int = 200_000) -> None:
-    """All agents to their end, in a random order; some are slow for a while. Raises `AssertionError` if all wait."""
+    """Run all agents to their end, in a random order; some are slow for a while. Raises `AssertionError` if all
+    wait."""
     rng = random.Random(seed)
     waits: dict[Agent, Callable[[], bool]] = {agent: lambda: True for agent in agents}
     slow: dict[Agent, int] = {}

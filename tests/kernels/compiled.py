@@ -1,4 +1,4 @@
-"""Kernels that a script collects, compiled for Hopper in a process of its own, without a GPU."""
+"""Kernels that a script collects, compiled for Hopper in a separate process, without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ for number, kernel in enumerate(collect(work, KNOWN["h200"])):
 
 
 def compiled(script: str, folder: Path) -> dict[str, str]:
-    """By name and number, the PTX of all kernels that `work()` of the script launches; each fits an SM."""
+    """The PTX of all kernels that the script's `work()` launches, by name and number. Each fits an SM."""
     ended = subprocess.run(
         (sys.executable, "-P", "-c", script + COMPILE),
         env=os.environ | {"TRITON_CACHE_DIR": str(folder / "cache")},

@@ -1,4 +1,4 @@
-"""Pages of bf16 KV to pack: as models make them, and as nobody does."""
+"""Pages of bf16 KV to pack: like those of models, and adversarial ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SPECIAL = np.array(
     [0x0000, 0x8000, 0x0001, 0x807F, 0x0080, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7F81, 0x7FFF, 0xFFFF, 0x7F7F, 0x3F80],
     np.uint16,
 )
-"""zeros, denormals, the smallest, infinities, NaNs quiet and signalling with payloads, the largest, one"""
+"""zeros, denormals, the smallest, infinities, quiet and signalling NaNs with payloads, the largest, one"""
 
 
 def bf16(values: npt.NDArray[np.floating]) -> Words:
-    """Cut off, not rounded: any bits do."""
+    """bf16 by truncation, not rounding: any bits are allowed."""
     return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
@@ -38,16 +38,16 @@ def of_kind(kind: int, form: PackedPage, rng: np.random.Generator) -> Words:
     few = rng.choice(flat.size, min(flat.size, form.capacity), replace=False)
     if kind == 1:  # any bits
         words = rng.integers(0, 1 << 16, shape, np.uint16)
-    elif kind == 2:  # a few of what is special
+    elif kind == 2:  # a few special values
         some = few[: len(few) // 2]
         flat[some] = rng.choice(SPECIAL, len(some))
-    elif kind == 3:  # nothing but what is special
+    elif kind == 3:  # only special values
         words = rng.choice(SPECIAL, shape)
     elif kind == 4:  # one word everywhere
         words = np.full(shape, rng.choice(SPECIAL))
-    elif kind == 5:  # every exponent in each channel's turn
+    elif kind == 5:  # every exponent in turn in each channel
         words = (np.arange(flat.size) % 256 << 7 | rng.integers(0, 128, flat.size)).astype(np.uint16).reshape(shape)
-    elif kind == 6:  # exponents that just fit, and just do not
+    elif kind == 6:  # exponents at and just beyond the range
         below = rng.integers(0, 15 + (rng.random() < 0.5), shape)
         words = ((140 - below) << 7 | rng.integers(0, 128, shape) | rng.integers(0, 2, shape) << 15).astype(np.uint16)
     elif kind == 7:  # denormals
@@ -62,7 +62,7 @@ def of_kind(kind: int, form: PackedPage, rng: np.random.Generator) -> Words:
 
 
 def cell_of(form: PackedPage, words: Words) -> Bytes | None:
-    """The twin's; None: it does not pack. What lay there before must not matter."""
+    """The cell packed by the reference; None if the page does not pack. The previous content must not matter."""
     out = np.full(form.nbytes, 0xA5, np.uint8)
     return out if form.pack(words.reshape(-1).view(np.uint8), out) else None
 
@@ -74,13 +74,14 @@ def words_of(form: PackedPage, cell: Bytes) -> Words:
 
 
 def far(form: PackedPage, words: Words) -> int:
-    """Scalars whose exponent is too far below their channel's largest, counted otherwise than the twin does."""
+    """Scalars whose exponent is too far below their channel's largest, counted in another way than the reference
+    does."""
     exponents = (words.reshape(form.blocks, form.rows, form.width).astype(int) >> 7) & 255
     return int((exponents.max(1, keepdims=True) - exponents >= ESCAPE).sum())
 
 
 def pages(form: PackedPage, count: int, seed: int) -> Iterator[Words]:
-    """Every kind in turn, half of them as a model makes them."""
+    """Every kind in turn; half of them resemble a model's pages."""
     rng = np.random.default_rng(seed)
     for i in range(count):
         yield of_kind(i // 2 % 10 if i % 2 else 0, form, rng)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 LAYERS, LAYER = 3, 1
 SPARE_ROWS = 2
-"""rows of q behind the last request's: padding of a token bucket"""
+"""rows of q after the last request's: padding of a token bucket"""
 
 
 class Requests(NamedTuple):
@@ -23,7 +23,7 @@ class Requests(NamedTuple):
 class Iteration(NamedTuple):
     q: Tensor
     kv: Tensor
-    """NaN everywhere but in the requests' own tokens and in the dummy page"""
+    """NaN everywhere except in the requests' own tokens and in the dummy page"""
     requests: Requests
 
     @property
@@ -35,7 +35,7 @@ def iteration(
     decodes: list[int], chunks: list[tuple[int, int]], heads: int, kv_heads: int, d: int, page: int,
     dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
 ) -> Iteration:  # fmt: skip
-    """decodes: visible positions of each; chunks: (positions before the chunk, its queries)."""
+    """decodes: visible positions of each. chunks: (positions before the chunk, its queries)."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     lengths = np.array([*decodes, *(c + n for c, n in chunks)], np.int32)
@@ -44,7 +44,7 @@ def iteration(
     reserved = own + 1  # one page more for a later chunk
     ids = rng.permutation(int(reserved.sum())) + 1
     kv = torch.full((len(ids) + 1, LAYERS, 2, page, kv_heads, d), float("nan"), dtype=dtype)
-    kv[0] = 1e4  # the dummy page: finite, and wrong
+    kv[0] = 1e4  # the dummy page: finite and wrong
     table = np.zeros((len(lengths), int(reserved.max())), np.int32)
     taken = 0
     for i, n in enumerate(lengths):
@@ -90,7 +90,7 @@ def empty_out(it: Iteration) -> Tensor:
 
 
 def assert_attention(out: Tensor, it: Iteration, tolerance: float, **parts: Any) -> None:
-    """The requests' rows are right, the others untouched. parts: see `expected`."""
+    """The requests' rows are right and the others untouched. parts: see `expected`."""
     want = expected(it, **parts)
     got = out[: it.num_tokens].double()
     assert float((got - want).norm() / want.norm()) < tolerance

@@ -1,7 +1,5 @@
-"""Work lists of attention played in torch, as the kernels do: items in any order, parts left in slots and folded.
-
-Reads what an item names and nothing else, so that over pages of NaN a list is right where its result is.
-"""
+"""Work lists of attention executed in torch as the kernels do: items in any order, partial results left in slots and
+folded. It reads only what an item names, so that over pages of NaN a correct result proves the list correct."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from torch import Tensor
 
 
 class Scores(NamedTuple):
-    """What a layer does to its scores, as the kernels take it."""
+    """Changes of a layer to its scores, as the kernels take them."""
 
     scale: float | None = None
     window: int | None = None
@@ -27,9 +25,8 @@ PLAIN = Scores()
 def _part(
     q: Tensor, kv: Tensor, layer: int, pages: Tensor, keys: range, first_seen: Tensor, last_seen: Tensor, how: Scores
 ) -> Tensor:  # fmt: skip
-    """Of queries `[N, Hq, D]` over the keys: `[N, Hq, D + 2]` sums, maxima, sums of weights, in float64. first_seen,
-    last_seen: `[N]`, of each query.
-    """
+    """Attention of queries `[N, Hq, D]` over the keys: `[N, Hq, D + 2]` sums, maxima, sums of weights, in float64.
+    first_seen, last_seen: `[N]`, of each query."""
     page, heads, d = kv.shape[3:]
     at = torch.arange(keys.start, keys.stop, dtype=torch.long)
     held = kv[pages[at // page].long(), layer, :, at % page].double()  # [K, 2, Hkv, D]
@@ -56,7 +53,7 @@ def _add(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Played:
-    """An output and the slots of one list. slots: how many there are; nothing may be left behind or written twice."""
+    """An output and the slots of one list. slots: their number. No slot may be left over or written twice."""
 
     def __init__(self, out: Tensor, heads: int, slots: int, rng: np.random.Generator, how: Scores = PLAIN) -> None:
         self.out, self._heads, self._slots, self._rng, self._how = out, heads, slots, rng, how

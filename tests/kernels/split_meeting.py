@@ -1,12 +1,12 @@
-"""`Meeting`: the twin of how the parts of a tile meet in `mid_hopper`, for tests of every order."""
+"""`Meeting`: the reference of how the splits of a tile meet in `mid_hopper`, for tests of every order."""
 
 from __future__ import annotations
 
 
 class Meeting:
-    """The word in which the parts of a tile meet: the twin of `mid_hopper._shares` and `_gone`, step by step.
+    """The word in which the splits of a tile meet: the reference of `mid_hopper._shares` and `_gone`, step by step.
 
-    Each call is one atomic operation of the kernel; a test lets parts make them in any order.
+    Each call is one atomic operation of the kernel. A test makes the splits call in any order.
     """
 
     def __init__(self, parts: int) -> None:
@@ -18,7 +18,7 @@ class Meeting:
         return before
 
     def arrive(self) -> tuple[int, bool, int]:
-        """(parts that are there, whether this is the last, shares of those that gave up)."""
+        """(splits that have arrived, whether this is the last, shares of those that gave up)."""
         before = self.add(1)
         arrived = (before & 255) + 1
         is_last = arrived == self.parts
@@ -28,7 +28,7 @@ class Meeting:
         return self.add(0) & 255
 
     def give_up(self, part: int) -> int:
-        """Parts that are there: all of them, if the last came after all."""
+        """Number of splits that have arrived: all of them, if the last arrived after all."""
         return self.add(256 << part) & 255
 
     def leave(self) -> None:

@@ -1,4 +1,4 @@
-"""Attention back ends on the CPU: results against the definition, requirements against clear refusals."""
+"""Attention back ends on the CPU: results against the definition, requirements with clear errors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_torch_attends_as_defined_in_any_mix(
 def test_torch_attends_with_every_part_as_defined(heads: int, kv_heads: int, parts: dict[str, Any]) -> None:
     it = iteration([1, 16, 90, 33], [(0, 5), (70, 33), (20, 1), (0, 70)], heads, kv_heads, 16, 16)
     window, sinks = parts.get("window"), torch.randn(heads) if parts.pop("sinks", False) else None
-    if window:  # pages that nobody sees any more may be somebody else's
+    if window:  # pages that no query sees any more may belong to another request
         for row, (queries, length) in enumerate(zip(it.requests.query_len, it.requests.kv_len, strict=True)):
             behind = max(0, length - queries - window + 1) // 16
             it.kv[it.requests.page_table[row, :behind]] = float("nan")
@@ -84,7 +84,7 @@ def test_torch_attends_with_every_part_as_defined(heads: int, kv_heads: int, par
         ({"scale": 1.0}, "scale"),
     ],
 )
-def test_a_part_that_flash_attn_lacks_here_is_named(part: dict[str, Any], word: str) -> None:
+def test_a_part_that_flash_attn_does_not_support_here_is_named(part: dict[str, Any], word: str) -> None:
     shape = AttentionShape(8, 2, 64, 16, torch.bfloat16, torch.device("cuda"), **part)
     with pytest.raises(AttentionUnavailable, match=word):
         check("flash-attn", shape)
@@ -104,7 +104,7 @@ def test_torch_bounds_the_memory_of_a_group(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _attend_dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q `[n, Hq, D]` behind k, v `[m, Hkv, D]`, the causal mask aligned to the bottom right corner."""
+    """Attention of q `[n, Hq, D]` after k, v `[m, Hkv, D]`, with the causal mask aligned to the bottom right corner."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
@@ -115,9 +115,9 @@ def _attend_dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class FakeFlash:
-    """The package's functions with those of their documented arguments that we use, and their requirements, in torch.
+    """The package's functions in torch, with the documented arguments that we use and their requirements.
 
-    Like the real ones, they read no key behind a sequence's length. An argument they do not have is a TypeError.
+    Like the real ones, they read no key after a sequence's length. An unsupported argument is a TypeError.
     """
 
     def __init__(self, version: int) -> None:
@@ -209,7 +209,7 @@ def test_flash_attn_attends_as_defined(fake: FakeFlash, mix: str, heads: int, kv
 
 
 @pytest.mark.parametrize("fake", [3], indirect=True)
-def test_flash_attn_3_takes_small_pages(fake: FakeFlash) -> None:
+def test_flash_attn_3_accepts_small_pages(fake: FakeFlash) -> None:
     it = iteration([70], [(16, 9)], 4, 2, 16, 16, torch.float16)
     assert_attention(run(make_host_attention("flash-attn", shape_of(it)), it), it, 1e-2)
     assert fake.version == 3
@@ -241,7 +241,9 @@ GPU_SHAPE = AttentionShape(32, 8, 128, 64, torch.bfloat16, torch.device("cuda", 
         ("flash-attn", {"device": CPU}, "needs a GPU; on a CPU use auto or torch"),
     ],
 )
-def test_a_shape_that_a_back_end_cannot_serve_is_one_line(name: Any, change: dict[str, Any], message: str) -> None:
+def test_a_shape_that_a_back_end_cannot_serve_is_a_one_line_error(
+    name: Any, change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(AttentionUnavailable, match=message) as error:
         check(name, GPU_SHAPE._replace(**change))
     assert "\n" not in str(error.value)
@@ -262,7 +264,7 @@ def test_triton_serves_common_shapes() -> None:
         ({"head_dim": 320}, "multiple of 8 up to 256, the model has 320"),
     ],
 )
-def test_flash_attn_says_what_it_needs(fake: FakeFlash, change: dict[str, Any], message: str) -> None:
+def test_flash_attn_reports_its_requirements(fake: FakeFlash, change: dict[str, Any], message: str) -> None:
     fits = AttentionShape(4, 2, 64, 256, torch.bfloat16, CPU)
     make_host_attention("flash-attn", fits)
     with pytest.raises(AttentionUnavailable, match=message):
@@ -289,7 +291,7 @@ def test_triton_is_not_planned_on_the_host() -> None:
         make_host_attention("triton", GPU_SHAPE)
 
 
-def test_the_oracle_knows_a_closed_form() -> None:
+def test_the_oracle_matches_a_closed_form() -> None:
     """Equal keys: every weight is the same, the result is the mean of the visible values."""
     it = iteration([5], [(2, 3)], 2, 1, 8, 16)
     it.kv[:, LAYER, 0] = 1.0
@@ -300,7 +302,7 @@ def test_the_oracle_knows_a_closed_form() -> None:
     torch.testing.assert_close(out[:4], want)
 
 
-def test_an_iteration_without_chunks_leaves_their_output_alone() -> None:
+def test_an_iteration_without_chunks_leaves_their_output_unchanged() -> None:
     it = iteration([9, 4], [], 4, 2, 8, 16)
     backend = TorchAttention(shape_of(it))
     out = backend.prefill(it.q, it.kv, LAYER, backend.prepare(it.requests), out=empty_out(it))

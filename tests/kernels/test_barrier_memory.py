@@ -1,8 +1,8 @@
-"""Memory of a warp-specialised kernel that was an mbarrier is never anything else.
+"""Shared memory that was an mbarrier in a warp-specialised kernel is never reused.
 
-The compiler places the workers' arguments into shared memory that is dead by then. Where that had been a barrier which
-nobody used, they turned into the barrier's bits again when another process took the GPU in between: workers that
-believed in a huge negative number of tiles left at once, and a warpgroup waited for them for ever.
+The compiler places the workers' arguments into shared memory that is dead by then. If that had been an unused barrier,
+the arguments turned into the barrier's bits again when another process took the GPU in between: workers that read a
+huge negative number of tiles exited at once, and a warpgroup waited for them forever.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ SIZES = {"b8": 1, "b16": 2, "b32": 4, "b64": 8, "b128": 16}
 
 
 def shared_places(ptx: str) -> tuple[set[int], set[int]]:
-    """Bytes of shared memory, at places that are known when compiled: of barriers, and of what plain stores write."""
+    """Bytes of shared memory at addresses known at compile time: of barriers, and of plain stores."""
     at = {"global_smem": 0}
     for name, value in re.findall(r"mov\.b(?:32|64)\s+(%\w+), (global_smem);", ptx):
         at[name] = at[value]
@@ -111,7 +111,7 @@ def compiled(which: str, tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("which", "kernels"), [("sixteen", 4), ("eight", 3), ("mid", 5), ("pod", 2)])
-def test_no_argument_lies_where_a_barrier_was(which: str, kernels: int, tmp_path: Path) -> None:
+def test_no_argument_is_placed_where_a_barrier_was(which: str, kernels: int, tmp_path: Path) -> None:
     found = compiled(which, tmp_path)
     assert len(found) == kernels
     for name, ptx in found.items():

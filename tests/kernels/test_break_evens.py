@@ -1,4 +1,4 @@
-"""Break-evens of one launch for a hybrid batch: what a table learns from timings, what it answers, and its file."""
+"""Break-evens of one launch for a hybrid batch: the table made from timings, its answers, and its file."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_row_leaves_lists_in_sequence_for_a_gain(us: dict[str, float], variant
         assert (found.variant, found.programs) == (variant, programs)
 
 
-def test_break_evens_lie_where_the_card_has_them() -> None:
+def test_break_evens_match_those_of_the_card() -> None:
     table = BreakEvens(learn(measured(lambda at: {"pod few": 80.0 if at[0] >= 1024 else 130.0}), 132))
 
     def variant(*sizes: float) -> str:
@@ -90,12 +90,12 @@ def test_one_quick_timing_alone_changes_nothing() -> None:
     assert {found.variant for found in learn(rows, 132)} == {"all"}
 
 
-def test_rows_that_were_not_timed_in_all_ways_teach_nothing() -> None:
+def test_rows_not_timed_in_all_variants_are_ignored() -> None:
     some = row(SIZES[0], {"whole": 1.0, "cut": 1.0, "pod rule": 1.0, "pod all": 1.0})
     assert learn([some, {**row(SIZES[0], EQUAL), "regime": "sustained"}, row((0, 0, 8), EQUAL)], 132) == []
 
 
-def test_what_was_not_measured_has_no_answer() -> None:
+def test_an_unmeasured_case_has_no_answer() -> None:
     table = BreakEvens([BreakEven(512, 8192, 32, 8192, "few", 40)])
     assert table.nearest(512, 8192, 32, 8192)
     assert table.nearest(512, 8192, 32 * 2 ** (FAR - 0.1), 8192)
@@ -124,7 +124,7 @@ def away(a: BreakEven, at: tuple[int, ...]) -> float:
 
 @EXAMPLES
 @given(st.lists(rows_of, min_size=1, max_size=20), sizes)
-def test_the_answer_is_a_row_that_none_is_nearer_than(rows: list[BreakEven], at: tuple[int, ...]) -> None:
+def test_the_answer_is_the_nearest_row(rows: list[BreakEven], at: tuple[int, ...]) -> None:
     found = BreakEvens(rows).nearest(*at)
     least = min(away(row, at) for row in rows)
     if found is None:
@@ -156,7 +156,7 @@ def said_of(folder: Path, made: TableKey = H200) -> str:
 ROWS = learn(measured(lambda at: {"pod few": 80.0 if at[0] >= 1024 else 130.0}), 132)
 
 
-def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_file_round_trips(tmp_path: Path) -> None:
     file = write(tmp_path / "new" / "folder", H200, ROWS)
     table, said = read(file.parent, H200)
     assert table is not None
@@ -165,7 +165,7 @@ def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
     assert [file] == list(file.parent.iterdir())
 
 
-def test_a_missing_stale_or_foreign_file_is_a_line_and_the_rule(tmp_path: Path) -> None:
+def test_a_missing_stale_or_foreign_file_logs_a_line_and_uses_the_rule(tmp_path: Path) -> None:
     assert "no break-evens were measured here" in said_of(tmp_path)
     assert "no break-evens were measured here" in said_of(tmp_path / "none")
     file = write(tmp_path, H200, ROWS)
@@ -191,25 +191,25 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
-def test_a_broken_file_is_a_line_and_the_rule(tmp_path: Path, text: str) -> None:
+def test_a_broken_file_logs_a_line_and_uses_the_rule(tmp_path: Path, text: str) -> None:
     file_of(tmp_path, H200).write_text(text, encoding="latin-1")
     assert "is not used" in said_of(tmp_path)
 
 
-def test_a_folder_in_the_files_place_is_a_line_and_the_rule(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_the_file_logs_a_line_and_uses_the_rule(tmp_path: Path) -> None:
     file_of(tmp_path, H200).mkdir()
     assert "Is a directory" in said_of(tmp_path)
 
 
-def test_whoever_reads_while_two_write_sees_one_of_the_tables(tmp_path: Path) -> None:
+def test_a_reader_during_two_writes_sees_one_of_the_tables(tmp_path: Path) -> None:
     tables = [ROWS, ROWS[:7]]
     write(tmp_path, H200, ROWS)
 
-    def again_and_again(rows: list[BreakEven]) -> None:
+    def write_repeatedly(rows: list[BreakEven]) -> None:
         for _ in range(30):
             write(tmp_path, H200, rows)
 
-    writers = [threading.Thread(target=again_and_again, args=(rows,)) for rows in tables]
+    writers = [threading.Thread(target=write_repeatedly, args=(rows,)) for rows in tables]
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
@@ -221,7 +221,7 @@ def test_whoever_reads_while_two_write_sees_one_of_the_tables(tmp_path: Path) ->
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_tables_are_kept_by_model_and_what_cannot_be_is_said(
+def test_tables_are_kept_by_model_and_failures_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     said: list[str] = []
@@ -244,10 +244,10 @@ def test_tables_are_kept_by_model_and_what_cannot_be_is_said(
     monkeypatch.setattr(break_evens.os, "replace", full)
     assert not keep(rows[:-1], tmp_path, made, said.append)
     assert "No space left" in said[0]
-    assert len(list(tmp_path.iterdir())) == 2  # nothing is left lying about
+    assert len(list(tmp_path.iterdir())) == 2  # no temporary file is left
 
 
-def test_a_shipped_table_serves_where_none_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shipped_table_is_used_if_none_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(break_evens, "SHIPPED", tmp_path / "shipped")
     here, rows = tmp_path / "here", learn(measured(lambda _: {}), 132)
     assert read(here, H200)[0] is None

@@ -1,4 +1,4 @@
-"""Kernels found and compiled for a GPU that is not there."""
+"""Kernels are found and compiled for a GPU that is not present."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ def launches(*lengths: int, dtype: torch.dtype = torch.float32) -> list[Kernel]:
     return collect(work, H200)
 
 
-def test_launches_that_differ_in_nothing_that_is_compiled_are_one_kernel() -> None:
+def test_launches_with_the_same_compiled_code_are_one_kernel() -> None:
     assert len(launches(17, 18, 19)) == 1
     assert len(launches(17, 32)) == 2  # a multiple of 16 is known to be one
     assert len(launches(17) + launches(17, dtype=torch.bfloat16)) == 2
 
 
-def test_inside_the_named_gpu_is_what_kernels_are_chosen_for() -> None:
+def test_kernels_are_chosen_for_the_named_gpu() -> None:
     seen = []
     collect(lambda: seen.append((gpu(), str(gpu_device()), is_hopper())), H200)
     assert seen == [(H200, "meta", True)]
     assert gpu() is None
 
 
-def test_what_torch_does_without_data_imports_no_compiler() -> None:
+def test_torch_work_without_data_imports_no_compiler() -> None:
     script = """
 import sys, torch
 from weft.kernels.common.compilation import collect
@@ -77,7 +77,7 @@ assert "torch._dynamo" not in sys.modules and "_dynamo" not in vars(torch)
 
 
 @pytest.mark.slow
-def test_what_was_compiled_is_found_in_the_cache(cache: Path) -> None:
+def test_compiled_kernels_are_found_in_the_cache(cache: Path) -> None:
     kernels = launches(17, 32)
     told: list[tuple[int, int]] = []
     hashes, failed = compile_all(kernels, 2, lambda done, total: told.append((done, total)))
@@ -93,7 +93,7 @@ def test_what_was_compiled_is_found_in_the_cache(cache: Path) -> None:
 
 
 class _Broken:
-    """Stands for a kernel that the compiler refuses, or dies of."""
+    """Stands for a kernel that the compiler rejects or that kills it."""
 
     def __init__(self, dies: bool) -> None:
         self._dies = dies
@@ -109,7 +109,7 @@ class _Broken:
 
 
 @pytest.mark.slow
-def test_a_kernel_that_does_not_compile_or_kills_its_compiler_costs_no_other_one(
+def test_a_kernel_that_fails_to_compile_or_kills_its_compiler_affects_no_other(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     refused, deadly = Kernel(_Broken(False), ()), Kernel(_Broken(True), ())

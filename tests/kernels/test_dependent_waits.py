@@ -1,7 +1,5 @@
-"""Kernels that may start early wait for the one before them: who waits for a kernel has waited for all before it.
-
-Whether a wait is in the code, not whether every program comes to it.
-"""
+"""Kernels that may start early wait for the previous one, so that a wait for a kernel is a wait for all before it. The
+test checks that a wait is in the code, not that every program reaches it."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def test_each_kernel_that_may_start_early_waits() -> None:
     found = {name: text for path in KERNELS.glob("*/*.py") for name, text in _with_pdl(path).items()}
     assert {"push_gemm.push_kernel", "push_gemm._reduce_pushed_kernel", "peer.meet_kernel"} <= set(found)
     waiting = {name for name, text in found.items() if any(wait in text for wait in WAITS)}
-    # in some their partitions do
+    # in some of them the partitions wait
     partitions = [f"({name.split('.')[1]}, (" for name in waiting]
     idle = {name for name in set(found) - waiting if not any(each in found[name] for each in partitions)}
     assert idle == {"dependent_launch.begin", "dependent_launch.release"}, "what the waits are made of, and no kernel"

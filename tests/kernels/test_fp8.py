@@ -1,4 +1,4 @@
-"""The FP8 formats: every code of e4m3, scales that are powers of two, and what products lose."""
+"""The FP8 formats: every code of e4m3, scales that are powers of two, and the loss of GEMMs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_number_of_e4m3_is_one_of_float16_and_of_bfloat16() -> None:
     assert torch.equal(fp8.saturated(exact).view(torch.uint8) & 127, codes.view(torch.uint8) & 127)
 
 
-def test_what_is_too_large_is_the_largest_and_nan_stays() -> None:
+def test_values_too_large_become_the_largest_and_nan_stays_nan() -> None:
     x = torch.tensor([449.0, 464.0, 1e30, math.inf, -math.inf, math.nan, 17.0, 2.0**-10])
     got = fp8.saturated(x).float()
     assert got[:5].tolist() == [448.0] * 4 + [-448.0]
@@ -51,10 +51,10 @@ def test_a_row_with_nan_or_infinity_gives_no_number_and_leaves_its_neighbours_al
 
 
 @pytest.mark.parametrize("depth", [128, 200, 512])
-def test_rows_keep_four_bits_of_each_number_whatever_its_block(depth: int) -> None:
+def test_rows_keep_four_bits_of_each_number_in_any_block(depth: int) -> None:
     torch.manual_seed(1)
     x = torch.randn(5, depth) * torch.logspace(-6, 6, 5)[:, None]
-    x[:, 7] *= 1000  # an outlier spoils its own block alone
+    x[:, 7] *= 1000  # an outlier affects only its own block
     got = row_values(fp8.quantize_rows(x.to(torch.bfloat16)))
     blocks = x.abs().split(128, 1)
     for mine, block in zip((got - x).abs().split(128, 1), blocks, strict=True):
@@ -80,14 +80,14 @@ def test_two_blocks_may_share_the_larger_ones_scale(depth: int) -> None:
     for first in range(0, depth // 128, 2):
         assert torch.equal(shared.scale[first], alone.scale[first : first + 2].amax(0))
         assert torch.equal(shared.scale[first], shared.scale[first : first + 2][-1])
-    # a block beside an outlier loses what e4m3 has no exponents for: at most half of its finest step
+    # next to an outlier, a block loses what e4m3 has no exponents for: at most half of its finest step
     lost = (row_values(shared) - x).abs()
     step = torch.maximum(x.abs() * 2**-4, shared.scale.t().repeat_interleave(128, 1) * 2.0**-10)
     assert bool((lost <= step * 1.001).all())
 
 
 @pytest.mark.parametrize("blocked", [False, True])
-def test_weights_of_any_shape_come_back_within_four_bits(blocked: bool) -> None:
+def test_weights_of_any_shape_round_trip_within_four_bits(blocked: bool) -> None:
     torch.manual_seed(2)
     w = torch.randn(200, 336).to(torch.bfloat16)
     w[3] = 0
@@ -101,7 +101,7 @@ def test_weights_of_any_shape_come_back_within_four_bits(blocked: bool) -> None:
 
 @pytest.mark.parametrize("blocked", [False, True])
 @pytest.mark.parametrize("of", ["blocks", "tokens"])
-def test_a_product_is_that_of_the_numbers_that_values_and_scales_stand_for(of: str, blocked: bool) -> None:
+def test_a_gemm_multiplies_the_dequantised_values(of: str, blocked: bool) -> None:
     torch.manual_seed(3)
     x, w = torch.randn(6, 336), torch.randn(200, 336)
     a = (fp8.quantize_rows if of == "blocks" else quantize_tokens)(x)
@@ -110,7 +110,7 @@ def test_a_product_is_that_of_the_numbers_that_values_and_scales_stand_for(of: s
     assert float((fp8.scaled_matmul(a, weight) - exact).norm() / exact.norm()) < 1e-6
 
 
-def test_a_checkpoints_own_scale_of_activations_serves_all_tokens() -> None:
+def test_a_checkpoints_static_activation_scale_is_used_for_all_tokens() -> None:
     x = torch.randn(4, 64)
     rows = fp8.quantize_static(x, torch.tensor(0.25))
     assert rows.scale.shape == (1, 4)
@@ -126,8 +126,8 @@ def test_k_and_v_are_written_with_the_scale_of_their_head() -> None:
 
 
 @pytest.mark.parametrize("outliers", [1.0, 100.0])
-def test_scales_made_of_the_numbers_lose_no_more_than_a_static_one(outliers: float) -> None:
-    """The best static one: of the largest of these very numbers. It spoils what lies far below."""
+def test_dynamic_scales_lose_no_more_than_a_static_one(outliers: float) -> None:
+    """The best static scale is that of the largest of these numbers. It loses the precision of much smaller ones."""
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(64, 512, generator=generator) * torch.rand(64, 1, generator=generator).square()
     x[:, 7] *= outliers
@@ -144,7 +144,7 @@ def test_scales_made_of_the_numbers_lose_no_more_than_a_static_one(outliers: flo
 
 
 @pytest.mark.parametrize("depth", [512, 4096])
-def test_a_product_loses_no_more_than_torch_s_with_the_same_scales(depth: int) -> None:
+def test_a_gemm_loses_no_more_than_torchs_with_the_same_scales(depth: int) -> None:
     """`torch._scaled_mm` by rows, which rounds to 16 bits; outlier channels as trained models have them."""
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(32, depth, generator=generator)

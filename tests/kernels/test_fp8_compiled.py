@@ -1,4 +1,4 @@
-"""The FP8 kernels for Hopper compile without a GPU: into the instructions that they are written for."""
+"""The FP8 kernels for Hopper compile without a GPU, into the instructions that they are written for."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ for work, wanted in ((products, MULTIPLIED), (few, MULTIPLIED.replace("n128", "n
 
 
 @pytest.mark.nightly
-def test_products_multiply_e4m3_and_attention_turns_it_into_float16(tmp_path: Path) -> None:
+def test_gemms_multiply_e4m3_and_attention_converts_it_to_float16(tmp_path: Path) -> None:
     ended = subprocess.run(
         (sys.executable, "-P", "-c", SCRIPT),
         env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},

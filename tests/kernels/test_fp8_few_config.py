@@ -1,4 +1,4 @@
-"""How products of few tokens are dealt to the SMs."""
+"""How GEMMs of few tokens are distributed over the SMs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_step_of_every_tile_is_in_one_program_and_no_tile_in_too_many(
 
 
 @given(SIZES, SIZES, st.integers(1, 160))
-def test_where_stretches_end_with_tiles_no_more_sms_are_idle_than_memory_can_spare(
+def test_stretches_that_end_with_tiles_idle_no_more_sms_than_memory_allows(
     features: int, depth: int, num_sms: int
 ) -> None:
     share, _ = distribute(features, depth, 128, num_sms)
@@ -31,12 +31,12 @@ def test_where_stretches_end_with_tiles_no_more_sms_are_idle_than_memory_can_spa
     assert share <= max(even / MIN_BUSY, -(-steps // (MAX_SPLITS - 2)))
 
 
-def test_an_8b_is_dealt_so_that_no_stretch_ends_within_two_tiles() -> None:
+def test_an_8b_is_distributed_so_that_no_stretch_ends_within_two_tiles() -> None:
     shapes = {(6144, 4096, 128): (16, 2), (4096, 4096, 128): (8, 4), (28672, 4096, 256): (32, 1),
               (4096, 14336, 128): (28, 4)}  # fmt: skip
     assert {shape: distribute(*shape, 132) for shape in shapes} == shapes
 
 
-def test_a_program_has_no_more_steps_than_it_has_room_for_their_scales() -> None:
+def test_a_program_has_no_more_steps_than_scales_fit() -> None:
     assert few_config("residual", 8192, 28672, 132).special
     assert not few_config("residual", 8192, 28672, 64).special

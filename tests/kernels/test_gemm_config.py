@@ -16,7 +16,7 @@ def test_wider_tiles_take_no_more_shared_memory() -> None:
     assert GemmConfig(128, 64, 64, 2, 4).widened(128).stages == 2  # a pipeline needs two
 
 
-def test_tiles_that_are_wide_enough_stay() -> None:
+def test_tiles_that_are_wide_enough_are_unchanged() -> None:
     assert SPECIAL.widened(256) == SPECIAL
 
 

@@ -1,4 +1,5 @@
-"""The lists of a hybrid batch, played over pages of NaN, are attention: either may be empty, whatever the cut."""
+"""The lists of a hybrid batch, executed over pages of NaN, compute its attention: either may be empty, for any
+split."""
 
 from __future__ import annotations
 
@@ -130,7 +131,7 @@ SMALL = Hybrid("llama-3-8b", 8, 300, 2, 280)
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> hybrid_calls.HybridCalls:
-    """Of a device that plays its lists."""
+    """The calls of a device that executes its lists."""
     rng = np.random.default_rng(0)
 
     def play(kind: str, q: Any, kv: Any, layer: int, table: Any, items: Any, count: Any, *, out: Any, **_: Any) -> None:
@@ -159,7 +160,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> hybrid_calls.HybridCalls:
     return made
 
 
-def test_every_way_of_a_batch_is_its_attention(
+def test_every_variant_of_a_batch_is_its_attention(
     calls: hybrid_calls.HybridCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     seen: list[tuple[Any, ...]] = []
@@ -202,7 +203,7 @@ def test_a_batch_that_is_too_large_is_named(calls: hybrid_calls.HybridCalls) -> 
         calls.load(SMALL._replace(chunk=9000))
 
 
-def test_ways_compile_for_hopper_without_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_variants_compile_for_hopper_without_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from weft.kernels.common import compilation
 
     found: list[Any] = []
@@ -215,7 +216,7 @@ def test_ways_compile_for_hopper_without_one(monkeypatch: pytest.MonkeyPatch, tm
     assert len(found) == 5  # tiles whole, and cut
 
 
-def test_a_package_that_cannot_be_loaded_is_left_out(
+def test_a_package_that_cannot_be_loaded_is_skipped(
     calls: hybrid_calls.HybridCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def call(*_: Any) -> None:

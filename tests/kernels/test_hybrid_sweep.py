@@ -1,4 +1,4 @@
-"""The sweep of hybrid batches on a made-up card: what is measured within a time, what a restart does, what is told."""
+"""The sweep of hybrid batches on a made-up card: measurements within a time, restarts, and the report."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from weft.tools.kernels.hybrid_report import floor_lines, summary
 MODELS = ("yi-6b", "llama-3-8b")
 ABOUT = {"device": "made up"}
 GAIN = 1.2
-"""of one launch over our serial kernels"""
+"""of one launch compared with our serial kernels"""
 
 
 class Card:
-    """Its time passes as the estimates say."""
+    """Its time passes as the estimates predict."""
 
     def __init__(self) -> None:
         self.now = 50.0
@@ -98,7 +98,7 @@ def test_the_paper_has_more_than_a_thousand_batches_and_each_half_counts() -> No
     assert {b.model for b in swept} == set(MODELS)
     assert {b.chunk for b in swept} == {128, 256, 512, 1024, 1536, 2048}
     assert (min(b.context for b in swept), max(b.context for b in swept)) == (4096, 20480)
-    early = swept[:120]  # any beginning has something of everything
+    early = swept[:120]  # any prefix has some of each kind
     assert {(b.model, b.chunk) for b in early} == {(b.model, b.chunk) for b in swept}
     assert len({b.context for b in early}) > 10
     parts = [planned.part for planned in paper(MODELS)]
@@ -108,7 +108,7 @@ def test_the_paper_has_more_than_a_thousand_batches_and_each_half_counts() -> No
 
 
 @pytest.mark.parametrize("planned", [*figures(MODELS)[::5], *paper(MODELS)[30::300]], ids=str)
-def test_a_batchs_lists_do_all_of_it_in_every_way(planned: Any) -> None:
+def test_a_batchs_lists_cover_all_of_it_in_every_variant(planned: Any) -> None:
     batch = planned.batch
     plan, lists = plan_lists(batch, 132, 512 // batch.kv_heads)
     assert plan["rule"] == TOGETHER or 0 <= plan["rule"] <= 132
@@ -147,7 +147,7 @@ def test_a_sweep_ends_in_time_and_spreads_it(card: Card, tmp_path: Path, seconds
     assert not list(tmp_path.glob("*.png"))
 
 
-def test_a_restart_goes_on_behind_the_last_whole_row(card: Card, tmp_path: Path, capsys: Any) -> None:
+def test_a_restart_resumes_after_the_last_whole_row(card: Card, tmp_path: Path, capsys: Any) -> None:
     batches = paper(MODELS)[:60]
 
     def sweep_once(seconds: float) -> int:
@@ -168,7 +168,7 @@ def test_a_restart_goes_on_behind_the_last_whole_row(card: Card, tmp_path: Path,
     assert "another card" in capsys.readouterr().out
 
 
-def test_a_sweep_leaves_break_evens_that_an_engine_can_read(card: Card, tmp_path: Path, capsys: Any) -> None:
+def test_a_sweep_writes_break_evens_that_an_engine_can_read(card: Card, tmp_path: Path, capsys: Any) -> None:
     def made(model: str) -> TableKey:
         return TableKey("made up", 132, 32, KV_HEADS[model], 128, 64, "3.6.0", "abc")
 

@@ -1,4 +1,4 @@
-"""Sustained timings on a graph whose replays last as long as a clock here says."""
+"""Sustained timings on a graph whose replay time is set by a fake clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.kernels.tuning.measure import Meter, sustained
 
 
 class Clock:
-    """Also the graph: each replay moves it on."""
+    """Also the graph: each replay advances it."""
 
     def __init__(self, replay_s: float) -> None:
         self.now, self.replay_s, self.replays = 100.0, replay_s, 0
@@ -29,7 +29,7 @@ class NoMeter(Meter):
 
 
 @pytest.mark.parametrize("replay_s", [0.25, 0.7, 3.0, 2**-10])  # longer than half a measurement, than all of it, short
-def test_a_call_is_timed_however_long_it_lasts(monkeypatch: pytest.MonkeyPatch, replay_s: float) -> None:
+def test_a_call_of_any_duration_is_timed(monkeypatch: pytest.MonkeyPatch, replay_s: float) -> None:
     clock = Clock(replay_s)
     monkeypatch.setattr(measure, "capture", lambda _: (clock, 2))
     monkeypatch.setattr(measure, "time", clock)

@@ -1,4 +1,4 @@
-"""The barriers of `mid_hopper` (and of `gemm_hopper`, whose they are) in random orders: all warps come to their end."""
+"""The barriers of `mid_hopper` (and of `gemm_hopper`, which defines them) in random orders: all warps finish."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ barriers: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(barriers)
 
 WARPS = 2
-"""of a warpgroup in the model: one that arrives, one that may lag behind"""
+"""of a warpgroup in the model: one that arrives, one that may be late"""
 
 
 class Program:
@@ -59,7 +59,7 @@ class Program:
         self.produced = True
 
     def warp(self, group: int, warp: int) -> Any:
-        """`late`: a stage is given back so many steps too early (what a mistake would do)."""
+        """`late`: a stage is given back this many steps too early, a deliberate mistake."""
         count = 0
         for turn, steps in enumerate(self.spans):
             for step in range(steps):
@@ -68,7 +68,7 @@ class Program:
                 assert self.stage_holds[stage] == (turn, step), "a stage was overwritten before it was read"
                 if self.late and warp == 0:
                     self.empty[stage].arrive()
-                yield lambda: True  # the product of this step runs
+                yield lambda: True  # the GEMM of this step runs
                 assert self.stage_holds[stage] == (turn, step), "a stage was overwritten while it was read"
                 yield self.sync[group].sync()
                 if step > 0 and warp == 0 and not self.late:
@@ -91,13 +91,13 @@ class Program:
 @pytest.mark.parametrize("x", [False, True])
 @pytest.mark.parametrize("groups", [2, 3])
 @pytest.mark.parametrize("spans", [[1], [1, 1, 1], [2, 7], [3, 3, 3], [12, 5, 1]], ids=str)
-def test_producer_and_consumers_come_to_their_end(spans: list[int], groups: int, x: bool) -> None:
+def test_producer_and_consumers_finish(spans: list[int], groups: int, x: bool) -> None:
     for stages in (3, 4, 7):
         for seed in range(8):
             Program(stages, spans, x, groups=groups).run(seed)
 
 
-def test_the_model_sees_a_stage_that_is_given_back_too_early() -> None:
+def test_the_model_detects_a_stage_released_too_early() -> None:
     def broken() -> None:
         for seed in range(40):
             Program(3, [9, 9], x=False, late=1).run(seed)

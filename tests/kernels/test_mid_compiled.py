@@ -1,4 +1,4 @@
-"""Products of 33 to 2,048 tokens compile for Hopper without a GPU: they fit an SM, spill nothing, wait in order."""
+"""GEMMs of 33 to 2,048 tokens compile for Hopper without a GPU: they fit an SM, spill nothing, wait in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def work():
 
 
 @pytest.mark.nightly
-def test_mid_sized_products_compile_and_their_parts_meet_behind_a_barrier(tmp_path: Path) -> None:
+def test_mid_sized_gemms_compile_and_their_splits_meet_after_a_barrier(tmp_path: Path) -> None:
     found = [text for name, text in compiled(SCRIPT, tmp_path).items() if name.startswith("mid_kernel")]
     assert len(found) == 6
     assert not any(".local" in text for text in found)
@@ -35,7 +35,7 @@ def test_mid_sized_products_compile_and_their_parts_meet_behind_a_barrier(tmp_pa
     assert len(cut) == 3
     for text in cut:
         for m in re.finditer(r"atom\.global\.gpu\.acq_rel", text):
-            # all threads' sums are written, or read, before one of them says so
+            # all threads' sums are written, or read, before one of them signals it
             before = text[: m.start()]
             assert before.rfind("bar.sync") > max(before.rfind("st.global.v"), before.rfind("ld.global.cg"))
     whole = [text for text in found if text not in cut]

@@ -1,4 +1,5 @@
-"""How products of 33 to 2,048 tokens are cut: widths, parts of a depth, who adds which share, what a table says."""
+"""How GEMMs of 33 to 2,048 tokens are cut: widths, splits of a depth, the shares that each adds, the table's
+entries."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_a_width_is_a_sum_of_powers_of_two(width: int) -> None:
         MidConfig(64, box=32, rows=192),
     ],
 )
-def test_what_no_tile_is_made_of_is_refused(config: MidConfig) -> None:
+def test_a_width_that_no_tile_has_is_refused(config: MidConfig) -> None:
     with pytest.raises(ValueError, match="cannot"):
         _ = config.pieces
 
@@ -51,14 +52,14 @@ def test_buckets_are_those_of_captured_graphs_and_no_fewer_tokens_are_live_than_
         assert graphs[graphs.index(bucket) - 1] < live < bucket
 
 
-def test_the_rule_for_other_shapes_mostly_says_what_was_measured_of_these() -> None:
+def test_the_rule_for_other_shapes_mostly_matches_measurements_of_these() -> None:
     ruled = {key: mid_rule.by_rule(*key, 132) for key in mid_table._shipped() if 64 < key[0] <= 512}
     same = [key for key, config in ruled.items() if config == mid_table._shipped()[key]._replace(ahead=0)]
     assert len(same) > 0.7 * len(ruled)
     assert {key for key, config in ruled.items() if config is None} <= {(128, 4096, 14336), (128, 2048, 8192)}
 
 
-def test_of_more_tokens_the_rule_speaks_of_products_alone_that_a_narrower_tile_was_measured_to_serve() -> None:
+def test_for_more_tokens_the_rule_covers_only_gemms_measured_to_gain_from_a_narrower_tile() -> None:
     shapes, buckets = SHAPES[:4], [bucket for bucket in mid_table.BUCKETS if bucket > 512]
     ruled = {(b, *shape): mid_rule.by_rule(b, *shape, 132) for b in buckets for shape in shapes}
     spoken = {key: config for key, config in ruled.items() if config is not None}
@@ -67,7 +68,7 @@ def test_of_more_tokens_the_rule_speaks_of_products_alone_that_a_narrower_tile_w
 
 
 @pytest.mark.parametrize("key", [(64, 28672, 4096), (513, 28672, 4096), (128, 1024, 4096), (128, 4096, 14336)])
-def test_the_rule_says_nothing_of_what_it_was_not_held_against(key: tuple[int, int, int]) -> None:
+def test_the_rule_has_no_answer_where_it_was_not_validated(key: tuple[int, int, int]) -> None:
     assert mid_rule.by_rule(*key, 132) is None
 
 
@@ -85,12 +86,12 @@ def test_a_shape_without_a_row_is_cut_by_the_rule() -> None:
 
 
 @pytest.mark.parametrize("box", [0, 16, 64, 256])
-def test_boxes_of_tokens_that_the_kernel_does_not_have_are_refused(box: int) -> None:
+def test_boxes_of_tokens_that_the_kernel_does_not_support_are_refused(box: int) -> None:
     with pytest.raises(ValueError, match="load"):
         _ = MidConfig(128, box=box).pieces
 
 
-def test_the_shipped_table_can_be_read_and_knows_buckets_alone() -> None:
+def test_the_shipped_table_can_be_read_and_has_only_buckets() -> None:
     table = mid_table._shipped()
     assert {64, 128, 256, 384, 512} <= {tokens for tokens, _, _ in table} <= set(mid_table.BUCKETS)
     assert mid_table.lookup(200, 28672, 4096) == table[256, 28672, 4096]
@@ -98,13 +99,13 @@ def test_the_shipped_table_can_be_read_and_knows_buckets_alone() -> None:
     assert mid_table.lookup(32, 28672, 4096) is None
 
 
-def test_where_one_model_alone_was_measured_another_has_the_next_row_and_loads_live_tokens_alone() -> None:
+def test_a_model_that_was_not_measured_has_the_next_row_and_loads_only_live_tokens() -> None:
     assert (192, 3072, 2048) not in mid_table._shipped()
     assert mid_table.lookup(192, 3072, 2048) == mid_table._shipped()[256, 3072, 2048]._replace(box=32)
     assert mid_table.lookup(256, 3072, 2048) == mid_table._shipped()[256, 3072, 2048]
 
 
-def test_the_rule_for_192_tokens_is_within_a_sixth_of_what_was_quickest_of_these() -> None:
+def test_the_rule_for_192_tokens_is_within_a_sixth_of_the_quickest_of_these() -> None:
     """Microseconds in bursts on an H200 (measured on 2026-11-23)."""
     measured = {
         (6144, 4096): {MidConfig(96, box=32): 24.6, MidConfig(64, rows=TALL): 25.4, MidConfig(96): 36.2},
@@ -120,7 +121,7 @@ def test_the_rule_for_192_tokens_is_within_a_sixth_of_what_was_quickest_of_these
 
 @pytest.mark.parametrize("steps", [1, 3, 8, 64, 65, 224])
 @pytest.mark.parametrize("split", range(1, mid_config.MAX_SPLIT + 1))
-def test_the_parts_of_a_depth_are_all_of_it_and_none_is_empty(steps: int, split: int) -> None:
+def test_the_splits_of_a_depth_cover_all_of_it_and_none_is_empty(steps: int, split: int) -> None:
     parts = MidConfig(128, split).splits_of(steps * mid_config.BLOCK_DEPTH)
     spans = [(part * steps // parts, (part + 1) * steps // parts) for part in range(parts)]  # as `mid_hopper` cuts
     assert spans[0][0] == 0
@@ -145,13 +146,13 @@ def test_candidates_fit_an_sm_with_steps_to_spare(kind: str, shape: tuple[int, i
         assert stages * (config.rows + config.width) * 128 + kept <= mid_config.SHARED_BYTES
 
 
-def test_a_bucket_that_was_not_measured_has_the_rows_of_the_next() -> None:
+def test_an_unmeasured_bucket_has_the_rows_of_the_next() -> None:
     shipped = mid_table._shipped()
     assert mid_table.lookup(192, 28672, 4096) == shipped.get((192, 28672, 4096), shipped[256, 28672, 4096])
 
 
 def _part(meeting: mid_meeting.Meeting, part: int, patience: int, added: list[int]) -> Generator[None, None, None]:
-    """One part as `mid_hopper` has it: nothing happens between an atomic operation and the next but what it decides."""
+    """One split as in `mid_hopper`: between two atomic operations there is only the decision."""
     arrived, is_last, left = meeting.arrive()
     shares = left
     yield
@@ -176,7 +177,7 @@ def _part(meeting: mid_meeting.Meeting, part: int, patience: int, added: list[in
 
 
 def _all_orders(parts: int, patience: int) -> int:
-    """Play all orders in which the parts' operations can come; how many there are."""
+    """Play all orders of the splits' operations and return their number."""
 
     def play(order: list[int]) -> list[int]:
         meeting, added = mid_meeting.Meeting(parts), list[int]()
@@ -201,13 +202,13 @@ def _all_orders(parts: int, patience: int) -> int:
 
 
 @pytest.mark.parametrize("patience", [0, 1])
-def test_every_share_is_added_up_once_in_all_orders_of_two_parts(patience: int) -> None:
+def test_every_share_is_added_once_in_all_orders_of_two_splits(patience: int) -> None:
     assert _all_orders(2, patience) > 20
 
 
 @pytest.mark.parametrize("patience", [0, 1, 5])
 @pytest.mark.parametrize("parts", [3, 4, 8])
-def test_every_share_is_added_up_once_whatever_the_order(parts: int, patience: int) -> None:
+def test_every_share_is_added_once_in_any_order(parts: int, patience: int) -> None:
     for seed in range(150):
         rng = random.Random(seed)
         meeting, added = mid_meeting.Meeting(parts), list[int]()
@@ -223,7 +224,7 @@ def test_every_share_is_added_up_once_whatever_the_order(parts: int, patience: i
         assert meeting.word == 0, "the next launch begins where this one did"
 
 
-def test_a_table_is_read_as_it_was_written_and_found_by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_round_trips_and_is_found_by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {(256, 6144, 4096): MidConfig(192), (128, 4096, 14336): MidConfig(256, 8, 4)}
     import json
 
@@ -237,9 +238,7 @@ def test_a_table_is_read_as_it_was_written_and_found_by_bucket(monkeypatch: pyte
     assert mid_table.lookup(16, 4096, 14336) is None
 
 
-def test_a_table_is_for_whole_gpus_of_its_kind_and_for_epilogues_that_are_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_table_is_for_whole_gpus_of_its_kind_and_for_existing_epilogues(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
     from weft.kernels.common.gpu import KNOWN, compiling_for
@@ -265,7 +264,7 @@ def test_a_table_is_for_whole_gpus_of_its_kind_and_for_epilogues_that_are_there(
 @pytest.mark.parametrize(
     ("options", "why"), [([], "needs a Hopper GPU"), (["--models", "8b,9b"], "unknown 9b; choose from 8b")]
 )
-def test_what_tuning_cannot_do_is_said_before_it_begins(
+def test_impossible_tuning_is_reported_before_it_starts(
     options: list[str], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton")

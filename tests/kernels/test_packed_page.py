@@ -1,4 +1,4 @@
-"""Pages in 12 bits a scalar: every bit comes back, or the page is known not to be packed."""
+"""Pages in 12 bits a scalar: every bit is restored, or the page is known not to be packed."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def check(form: PackedPage, words: Words) -> bool:
 
 
 @pytest.mark.parametrize("form", [FORM, NARROW, PackedPage(2, 1, 2)])
-def test_every_bit_comes_back(form: PackedPage) -> None:
+def test_every_bit_is_restored(form: PackedPage) -> None:
     counts = [check(form, words) for words in pages(form, 400, 0)]
     assert sum(counts) > 100
     assert form.values < 100 or not all(counts)
 
 
 @pytest.mark.nightly
-def test_every_bit_of_ten_thousand_pages_comes_back() -> None:
+def test_every_bit_of_ten_thousand_pages_is_restored() -> None:
     counts = [check(FORM, words) for words in pages(FORM, 10_000, 1)]
     assert 5_000 < sum(counts) < 10_000
 
 
 @settings(max_examples=60, deadline=None)
 @given(arrays(np.uint16, NARROW.values, elements=st.integers(0, 0xFFFF)))
-def test_any_bits_come_back(words: Words) -> None:
+def test_any_bits_are_restored(words: Words) -> None:
     check(NARROW, words)
 
 
@@ -53,8 +53,8 @@ def test_a_page_of_a_model_packs_into_twelve_bits_and_a_quarter() -> None:
     assert np.mean(escapes) < 0.1 * FORM.capacity
 
 
-def test_each_channel_has_a_base_of_its_own() -> None:
-    """Channels of every size: none of them hides the others, as one base for all of them would."""
+def test_each_channel_has_its_own_base() -> None:
+    """Channels of every size: none of them hides the others, as one shared base would."""
     rng = np.random.default_rng(3)
     sizes = 2.0 ** np.linspace(-60, 60, FORM.width)
     words = bf16(rng.uniform(1, 2, (FORM.blocks, FORM.rows, FORM.width)) * sizes)
@@ -63,7 +63,7 @@ def test_each_channel_has_a_base_of_its_own() -> None:
     assert FORM.num_escapes(cell) == 0
 
 
-def test_what_is_no_packed_page_is_refused() -> None:
+def test_an_invalid_packed_page_is_refused() -> None:
     cell = cell_of(NARROW, of_kind(0, NARROW, np.random.default_rng(4)))
     assert cell is not None
     cell[:4].view(np.uint32)[0] = NARROW.capacity + 1

@@ -1,4 +1,4 @@
-"""One launch for hybrid batches compiles for Hopper without a GPU, in every form, and spills next to nothing."""
+"""One launch for hybrid batches compiles for Hopper without a GPU, in every variant, and spills next to nothing."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def work():
 
 
 @pytest.mark.nightly
-def test_no_form_spills_much(tmp_path: Path) -> None:
+def test_no_variant_spills_much(tmp_path: Path) -> None:
     names = list(compiled(SCRIPT, tmp_path))
     assert len(names) == 6
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     for name in names:
         command = [ptxas, "-v", "--gpu-name=sm_90a", f"{name}.ptx", "-o", "pod.cubin"]
         said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=240).stderr
-        # where both halves share the registers, a tile's parts are folded by way of a few in memory
+        # if both halves share the registers, a tile's partial sums are folded through a few in memory
         spilled = int(re.findall(r"(\d+) bytes spill stores", said)[0])
         assert spilled <= (64 if name.startswith("together") else 0), said
         assert not re.search("C7512|C7514", said), said

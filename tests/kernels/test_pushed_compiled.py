@@ -1,4 +1,5 @@
-"""Products that write to other ranks compile for Hopper without a GPU: flags follow the end of what they tell of."""
+"""GEMMs that write to other ranks compile for Hopper without a GPU: flags are set after the writes that they
+announce."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ RELEASE = r"atom\.\S*release\S*\.exch|atom\.exch\S*release"
 
 
 @pytest.mark.nightly
-def test_flags_are_set_behind_the_end_of_the_writes_that_they_tell_of(tmp_path: Path) -> None:
+def test_flags_are_set_after_the_end_of_the_writes_that_they_announce(tmp_path: Path) -> None:
     found = compiled(SCRIPT, tmp_path)
     products = [text for name, text in found.items() if name.startswith("push_kernel")]
     assert len(products) == 4
@@ -61,6 +62,6 @@ def test_flags_are_set_behind_the_end_of_the_writes_that_they_tell_of(tmp_path: 
     assert all("ld.acquire.sys.global" in text and "ld.global.cg.v4" in text for text in sums)
     in_two = [text for text in sums if re.search(r"atom\S*\.add", text)]
     assert len(in_two) == 2
-    for text in in_two:  # beside the product: its flags alone are waited for, and its end only in the end
+    for text in in_two:  # in parallel with the GEMM: only its flags are waited for, and its end only at the end
         assert text.count("griddepcontrol.wait") == 1
         assert text.index("griddepcontrol.wait") > text.rindex("st.global")

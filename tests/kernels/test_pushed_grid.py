@@ -1,4 +1,4 @@
-"""How many programs add up what products have sent."""
+"""How many programs add up the partial sums that GEMMs have sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.kernels.collectives.peer import WAVES, Peers
     ("steps", "overlap", "waves"),
     [(1, True, WAVES), (1, False, WAVES), (2, True, WAVES), (2, False, pushed.PROGRAMS_PER_SM)],
 )
-def test_a_sum_on_a_lane_of_its_own_has_no_more_programs_than_its_sms_hold(
+def test_a_sum_on_its_own_lane_has_no_more_programs_than_its_sms_hold(
     steps: int, overlap: bool, waves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grids: list[tuple[int, ...]] = []

@@ -1,9 +1,9 @@
-"""Sums behind products that write to other ranks (`pushed`), played by ranks whose kernels' steps come in any order.
+"""Sums after GEMMs that write to other ranks (`pushed`), executed by ranks whose kernels' steps run in any order.
 
-A rank's kernels start by dependent launch: one's programs, as room for programs comes free, when all of the one before
-have released them or ended; and a wait is for the end of that one kernel, not of those before it. Every number is
-played by which sum it is of. So the model sees who reads what is not there yet or is gone already, who writes what is
-being read, who waits for ever, and who has waited for one kernel without having waited for all.
+A rank's kernels start by dependent launch: the programs of one, as programs fit, once all of the previous kernel's have
+released them or ended; a wait is for the end of that one kernel, not of those before it. Every number records which sum
+it belongs to. So the model detects a read of a value that is missing or overwritten, a write during a read, an endless
+wait, and a wait for one kernel that did not wait for all.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 Steps = Iterator[Callable[[], bool]]
-"""What happens between two of these happens at once; what is yielded says when it may go on."""
+"""The code between two of these runs at once; a yielded function returns whether it may resume."""
 ROWS, TILE_ROWS = 4, 2
 """of a launch, of a tile"""
 ROOM = 4
-"""programs that a rank's GPU has room for"""
+"""programs that fit a rank's GPU"""
 PRODUCTS, OTHERS = (2, ROOM + 1), 3
 """programs of a product, one or the other; of each other kernel that has several"""
 
@@ -32,13 +32,13 @@ class Iteration(NamedTuple):
     """A graph that all ranks replay."""
 
     sent: tuple[bool, ...]
-    """by sum behind the embedding's: whether its product writes to the ranks"""
+    """by sum after the embedding's: whether its GEMM writes to the ranks"""
     steps: int
-    """of those"""
+    """splits of those"""
     shots: int
     """of the others, the embedding's among them"""
     live: int
-    """rows that there are; 0: what is launched is only loaded"""
+    """rows in use; 0: what is launched is only loaded"""
 
 
 class Cell:
@@ -55,7 +55,7 @@ def now() -> bool:
 
 
 def reading(cells: Iterable[Cell], value: int) -> Steps:
-    """Takes a while, in which nobody may write."""
+    """Takes a while, in which no program may write."""
     cells = list(cells)
     for cell in cells:
         assert cell.value == value, "of another sum"
@@ -67,7 +67,8 @@ def reading(cells: Iterable[Cell], value: int) -> Steps:
 
 
 class Kernel:
-    """One launch. play: what each of so many programs does. dependent: it may start before the one before has ended."""
+    """One launch. play: the generator of each of its programs. dependent: it may start before the previous one has
+    ended."""
 
     def __init__(self, play: Callable[[Kernel, int], Steps], programs: int = 1, *, dependent: bool = True) -> None:
         self.play, self.programs, self.dependent = play, programs, dependent
@@ -81,7 +82,7 @@ class Kernel:
 
     @property
     def lets_in(self) -> bool:
-        """All programs have released the next kernel; to have ended is to have done so."""
+        """Whether all programs have released the next kernel. An ended program has done so."""
         return len(self.released) == self.programs
 
     def may_start(self) -> bool:
@@ -113,7 +114,7 @@ class Ranks:
         self.ranks = [Rank() for _ in range(ranks)]
         self.playing: list[tuple[int, Steps, Callable[[], bool]]] = []
 
-    # -- what kernels do
+    # -- kernels
 
     def tell(self, rank: int, *what: object) -> Steps:
         for peer in self.ranks:
@@ -144,7 +145,7 @@ class Ranks:
         return Kernel(play, dependent=False)
 
     def rows(self, rank: int, live: int, reads: str, writes: tuple[object, ...], value: int, *, early: bool) -> Kernel:
-        """Each row from one place to another. early: lets the next kernel start before it waits."""
+        """Moves each row from one place to another. early: releases the next kernel before it waits."""
         cells = self.ranks[rank].cells
 
         def play(kernel: Kernel, program: int) -> Steps:
@@ -164,7 +165,7 @@ class Ranks:
         return Kernel(play, OTHERS)
 
     def product(self, rank: int, live: int, place: int, index: int, steps: int, value: int) -> Kernel:
-        """index: of its flags among those of its graph. In an order of this rank's own."""
+        """index: of its flags among those of its graph. Runs in an order of this rank's own."""
         tiles = [(m, n) for m in range(-(-live // TILE_ROWS)) for n in range(self.count * self.features)]
         self.rng.shuffle(tiles)
         at_once = self.rng.random() < 0.5
@@ -262,7 +263,7 @@ class Ranks:
         return Kernel(play)
 
     def exchange(self, rank: int) -> Kernel:
-        """Of samplers."""
+        """The exchange of samplers."""
 
         def play(kernel: Kernel, program: int) -> Steps:
             yield from kernel.wait()
@@ -272,7 +273,7 @@ class Ranks:
 
         return Kernel(play)
 
-    # -- what a rank launches
+    # -- launches of a rank
 
     def kernels(self, rank: int, iterations: Iterable[Iteration]) -> Iterator[Kernel]:
         value = 0
@@ -306,7 +307,7 @@ class Ranks:
         own = self.ranks[rank]
         earlier: list[Kernel] = []
         for kernel in self.kernels(rank, iterations):
-            kernel.earlier = earlier[-8:]  # those that may be under way
+            kernel.earlier = earlier[-8:]  # those that may be running
             earlier.append(kernel)
             for program in range(kernel.programs):
                 yield partial(self.may_start, own, kernel)
@@ -318,13 +319,13 @@ class Ranks:
 
     def program(self, rank: int, kernel: Kernel, program: int) -> Steps:
         yield from kernel.play(kernel, program)
-        yield now  # to end is a step, too
+        yield now  # ending is a step, too
         kernel.released.add(program)
         kernel.ended += 1
         self.ranks[rank].room += 1
 
     def run(self, iterations: Iterable[Iteration]) -> None:
-        """To the end, in a random order in which now and then a rank, or a program, is slow for a while."""
+        """Runs to the end, in a random order in which a rank, or a program, is sometimes slow for a while."""
         iterations = list(iterations)
         self.playing = [(rank, self.launches(rank, iterations), now) for rank in range(self.count)]
         slow_rank, slow, left = -1, self.playing[0][1], 0
@@ -358,7 +359,7 @@ SEEDS = st.integers(0, 1 << 30)
 
 @settings(max_examples=80)
 @given(st.integers(2, 4), st.integers(1, 2), st.lists(ITERATIONS, min_size=2, max_size=3), SEEDS)
-def test_sums_come_to_their_end_and_nobody_reads_another_ones(
+def test_sums_finish_and_no_rank_reads_another_sum(
     ranks: int, features: int, iterations: list[Iteration], seed: int
 ) -> None:
     Ranks(ranks, features, seed).run(iterations)
@@ -383,7 +384,7 @@ IN_ONE, IN_TWO, LEFT, EMPTY = (
         ("no exchange", LEFT, "another sum|written while|overwritten"),
     ],
 )  # fmt: skip
-def test_the_model_sees_what_would_be_wrong(broken: str, iterations: list[Iteration], seen: str) -> None:
+def test_the_model_detects_mistakes(broken: str, iterations: list[Iteration], seen: str) -> None:
     Ranks(2, 1, 0).run(iterations)
 
     def play() -> None:

@@ -1,4 +1,4 @@
-"""What identifies the kernels' code: it follows the code, not the words about it, and is the same on every Python."""
+"""The digest that identifies the kernels' code follows the code, not its comments, and is the same on every Python."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_comments_docstrings_and_formatting_change_nothing(before: str, after: s
         ("x, M,", "x, M, N,"),
     ],
 )
-def test_code_that_changes_is_seen(before: str, after: str) -> None:
+def test_changed_code_changes_the_digest(before: str, after: str) -> None:
     assert before in CODE
     assert code_words(CODE.replace(before, after)) != code_words(CODE)
 
@@ -92,7 +92,7 @@ def test_code_that_changes_is_seen(before: str, after: str) -> None:
 @pytest.mark.parametrize(
     ("code", "digest"), [(MANY_NODES.replace("[T]", ""), "8bd6f127ac3fcdde"), (CODE, "d620ed997a7c7d65")]
 )
-def test_every_version_of_python_reads_the_same(code: str, digest: str) -> None:
+def test_every_version_of_python_computes_the_same(code: str, digest: str) -> None:
     """The digests were made with 3.13. Type parameters, which 3.11 cannot read, are left out."""
     assert hashlib.sha256(code_words(code).encode()).hexdigest()[:16] == digest
 
@@ -116,7 +116,7 @@ def test_imports_change_nothing() -> None:
     assert code_words("from a.b import c\nimport d\n" + CODE) == code_words(CODE)
 
 
-def test_a_digest_covers_the_listed_modules_and_tables_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_covers_only_the_listed_modules_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KERNELS", tmp_path)
     digest = source_digest.__wrapped__
     (tmp_path / "matmul").mkdir()

@@ -1,4 +1,4 @@
-"""Configurations of matrix products: which table serves a GPU, what a start searches for, and the file it keeps."""
+"""GEMM configurations: the table that serves a GPU, the search at a start, and its file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rule(_: Shape, bucket: int) -> GemmConfig:
 
 
 class Lab:
-    """A GPU whose timings are a function, and its clock."""
+    """A GPU with a function for its timings, and its clock."""
 
     def __init__(self, ms: Callable[[Shape, int, GemmConfig], float | None], seconds: float = 1.0) -> None:
         self._ms, self._seconds = ms, seconds
@@ -58,7 +58,7 @@ def test_a_bucket_serves_up_to_its_own_size(tokens: int, bucket: int | None) -> 
     assert bucket_of(tokens) == bucket
 
 
-def test_lookup_knows_shipped_and_found_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_returns_shipped_and_found_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned, "_shipped_here", lambda: shipped((9, 0), 132))
     monkeypatch.setattr(tuned, "_found", {})
     assert tuned.lookup(100, 6144, 4096) == shipped((9, 0), 132)[128, 6144, 4096]
@@ -79,7 +79,7 @@ def test_only_unknown_large_shapes_are_missing_and_large_buckets_come_first() ->
     ]  # fmt: skip
 
 
-def test_candidates_are_frequent_winners_that_the_gpu_has() -> None:
+def test_candidates_are_frequent_winners_that_the_gpu_supports() -> None:
     for bucket in BUCKETS:
         wins = [c for key, c in shipped((9, 0), 132).items() if key[0] == bucket and len(key) == 3]
         chosen = candidates(bucket, True)
@@ -89,7 +89,7 @@ def test_candidates_are_frequent_winners_that_the_gpu_has() -> None:
     assert any(c.special for c in candidates(2048, True))
 
 
-def test_experts_are_looked_up_and_tried_by_their_number_and_how_many_a_token_takes() -> None:
+def test_experts_are_looked_up_and_tried_by_their_number_and_experts_per_token() -> None:
     ours = shipped((9, 0), 132)
     mixtral = Shape("experts", 28672, 4096, 8, 2)
     assert missing([mixtral], 2048, ours) == []
@@ -124,7 +124,7 @@ def test_the_fastest_that_runs_wins_and_the_rule_may_be_it() -> None:
     assert lab.asked[0] == (QKV, 2048, RULE._replace(tokens=2048))
 
 
-def test_what_no_configuration_runs_is_left_to_the_rule() -> None:
+def test_a_shape_that_no_configuration_runs_is_left_to_the_rule() -> None:
     lab = Lab(lambda *_: None)
     assert search([(QKV, 64)], lab, rule, special=True, budget_s=1e3, clock=lab.clock) == {}
 
@@ -153,13 +153,13 @@ def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", [{"gpu": "X"}, {"sms": 1}, {"triton": "4"}, {"kernels": "def"}, {"capability": (9, 9)}]
 )
-def test_what_another_machine_found_is_not_used(tmp_path: Path, change: dict) -> None:
+def test_configurations_of_another_machine_are_not_used(tmp_path: Path, change: dict) -> None:
     find([QKV], 16, OTHER, tmp_path, Lab(lambda *_: 1.0), rule, budget_s=60)
     assert read_cache(tmp_path, OTHER)
     assert read_cache(tmp_path, OTHER._replace(**change)) == {}
 
 
-def test_shapes_are_added_to_what_the_file_has(tmp_path: Path) -> None:
+def test_shapes_are_added_to_those_in_the_file(tmp_path: Path) -> None:
     find([QKV], 16, OTHER, tmp_path, Lab(lambda *_: 1.0), rule, budget_s=60)
     lab = Lab(lambda *_: 1.0)
     both = find([QKV, DOWN], 16, OTHER, tmp_path, lab, rule, budget_s=60)
@@ -171,7 +171,7 @@ def test_shapes_are_added_to_what_the_file_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"table": 3}', '{"table": {"1,2": [1]}}', '{"table": {"1,2,3": ["x"]}}']
 )
-def test_a_spoilt_file_is_replaced(tmp_path: Path, text: str) -> None:
+def test_a_corrupt_file_is_replaced(tmp_path: Path, text: str) -> None:
     file = tuned.cache_file(tmp_path, OTHER)
     file.write_text(text)
     assert read_cache(tmp_path, OTHER) == {}
@@ -180,13 +180,13 @@ def test_a_spoilt_file_is_replaced(tmp_path: Path, text: str) -> None:
     assert len(read_cache(tmp_path, OTHER)) == 1
 
 
-def test_configurations_survive_the_file(tmp_path: Path) -> None:
+def test_configurations_round_trip_through_the_file(tmp_path: Path) -> None:
     table = {(16, 2, 3): SPECIAL, (32, 2, 3): GemmConfig(32, 64, 128, 6, 4, split=4, swap=True, ahead=4)}
     tuned.write_cache(tmp_path, OTHER, table)
     assert read_cache(tmp_path, OTHER) == table
 
 
-def test_without_time_or_a_place_to_keep_it_nothing_is_measured(
+def test_without_time_or_a_writable_folder_nothing_is_measured(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lab = Lab(lambda *_: 1.0)
@@ -208,7 +208,7 @@ def _start(folder: Path, log: Path) -> None:
     assert len(found) == 4
 
 
-def test_of_processes_that_start_at_once_one_measures(tmp_path: Path) -> None:
+def test_of_processes_that_start_together_one_measures(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     log = tmp_path / "log"
     starts = [context.Process(target=_start, args=(tmp_path / "cache", log)) for _ in range(4)]
@@ -220,7 +220,7 @@ def test_of_processes_that_start_at_once_one_measures(tmp_path: Path) -> None:
     assert len(log.read_text().splitlines()) == sum(2 * (1 + len(candidates(b, False))) for b in (16, 32))
 
 
-def test_a_start_does_not_wait_for_ever_for_another_one(tmp_path: Path) -> None:
+def test_a_start_does_not_wait_forever_for_another_one(tmp_path: Path) -> None:
     lock = tuned.cache_file(tmp_path, OTHER).with_suffix(".lock")
     entered, leave = threading.Event(), threading.Event()
 
@@ -241,7 +241,7 @@ def test_a_start_does_not_wait_for_ever_for_another_one(tmp_path: Path) -> None:
     assert len(find([QKV], 16, OTHER, tmp_path, lab, rule, budget_s=60)) == 1
 
 
-def test_products_in_fp8_have_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_gemms_have_their_own_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from weft.kernels.matmul import fp8_projections
     from weft.kernels.matmul.fp8_few_config import few_config
@@ -256,7 +256,7 @@ def test_products_in_fp8_have_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch
     assert fp8_projections.choose("residual", 9, 5120, 4000, 132) == RULE
     tuned.use({eight.key(16): RULE._replace(features=128)})
     assert fp8_projections.choose("residual", 9, 5120, 4000, 132).features == 128
-    assert fp8_projections.choose("gate_up", 9, 5120, 4000, 132).features == 256  # else nothing would be written
+    assert fp8_projections.choose("gate_up", 9, 5120, 4000, 132).features == 256  # otherwise nothing would be written
     for kind, bucket, few in (("gate_up", 16, True), ("residual", 64, True), ("qkv", 2048, False)):
         rule_of = by_rule._replace(special=not few, tokens=min(bucket, 128))
         tried = tile_search.configs_to_try(Shape(kind, 6144, 4096, bits=8), rule_of, bucket, True)[1:]

@@ -1,4 +1,4 @@
-"""Work lists of attention: every query attends to exactly its tokens, whatever the cut."""
+"""Work lists of attention: every query attends to exactly its tokens, for any split."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_decode_items_cover_every_request_once_longest_first(
 
 
 @given(lengths.filter(len), st.integers(1, 4000))
-def test_with_fixed_parts_a_requests_cut_does_not_depend_on_its_neighbours(others: list[int], own: int) -> None:
+def test_with_fixed_splits_a_requests_cut_does_not_depend_on_its_neighbours(others: list[int], own: int) -> None:
     def cut(requests: list[int]) -> set[tuple[int, int]]:
         items = decode_items(np.array(requests), num_kv_heads=8, num_programs=528, max_slots=4096, split_tokens=1024)
         return {(begin, end) for row, _, begin, end, *_ in items.tolist() if row == len(requests) - 1}
@@ -64,7 +64,7 @@ chunks = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 300)), max_size=
 
 
 @given(chunks, st.sampled_from([1, 2, 4, 8]))
-def test_prefill_tiles_cover_every_query_once_and_begin_at_absolute_places(
+def test_prefill_tiles_cover_every_query_once_and_begin_at_absolute_positions(
     parts: list[tuple[int, int]], group: int
 ) -> None:
     queries, context = (np.array([p[i] for p in parts], int) for i in (0, 1))
@@ -100,7 +100,7 @@ def test_prompts_cut_at_whole_tiles_have_the_tiles_of_uncut_ones(group: int, len
     st.sampled_from([1, 4, 8]),
     st.sampled_from([None, 0, 256, 1000]),
 )
-def test_parts_of_prefill_tiles_cover_every_key_once(
+def test_splits_of_prefill_tiles_cover_every_key_once(
     chunks: list[tuple[int, int]], kv_heads: int, split_keys: int | None
 ) -> None:
     queries, context = (np.array([c[i] for c in chunks], int) for i in (0, 1))
@@ -133,7 +133,7 @@ def test_parts_of_prefill_tiles_cover_every_key_once(
     assert (np.diff(cut[:, 5] - cut[:, 4]) <= 0).all()
 
 
-def test_more_parts_than_there_is_room_for_are_refused() -> None:
+def test_more_splits_than_fit_are_refused() -> None:
     tiles = prefill_items(np.array([0]), np.array([1]), np.array([40000]), np.array([0]), group=4)
     with pytest.raises(ValueError, match="157 splits of tiles do not fit 64 slots"):
         prefill_splits(tiles, num_kv_heads=8, num_programs=132, max_slots=64, split_keys=256)
@@ -150,7 +150,7 @@ def test_only_tiles_that_leave_sms_idle_are_cut() -> None:
     assert parts(2048, 16384) == 1
 
 
-def test_programs_begin_with_decodes_where_that_ends_sooner() -> None:
+def test_programs_start_with_decodes_if_that_ends_sooner() -> None:
     def decoders(chunk: int, context: int, decodes: int) -> int:
         items = decode_items(np.full(decodes, context), num_kv_heads=8, num_programs=528, max_slots=1024)
         tiles = prefill_items(np.array([0]), np.array([chunk]), np.array([context]), np.array([0]), group=4)
@@ -167,8 +167,8 @@ def test_programs_begin_with_decodes_where_that_ends_sooner() -> None:
 def planned(
     chunk: int, context: int, decodes: int, *, kv_heads: int = 8, group: int = 4, length: int | None = None
 ) -> tuple[str, bool]:
-    """What the rule takes on an H200 for decodes of `length` tokens (as many as the context), and whether it made the
-    list of both."""
+    """The rule's choice on an H200 for decodes of `length` tokens (as many as the context), and whether it made both
+    lists."""
     lengths = np.full(decodes, context if length is None else length)
     items = decode_items(lengths, num_kv_heads=kv_heads, num_programs=528, max_slots=1024)
     tiles = prefill_items(np.array([decodes]), np.array([chunk]), np.array([context]), np.array([decodes]), group=group)
@@ -183,19 +183,19 @@ def planned(
     return "together" if found.together else "two lists" if len(found.decodes) else "tiles", bool(made)
 
 
-def test_the_rule_does_both_at_once_unless_one_half_is_small() -> None:
-    """What an H200 showed to be quickest, of 8 heads and groups of 4."""
+def test_the_rule_runs_both_in_one_launch_unless_one_half_is_small() -> None:
+    """The quickest on an H200, with 8 heads and groups of 4."""
     assert planned(1024, 8192, 96)[0] == "together"
     assert planned(512, 16384, 32)[0] == "together"
     assert planned(256, 16384, 8)[0] == "together"
     assert planned(128, 4096, 12)[0] == "tiles"
-    assert planned(1024, 12288, 8)[0] == "two lists"  # nothing to read beside so many tiles
+    assert planned(1024, 12288, 8)[0] == "two lists"  # nothing to read next to that many tiles
     assert planned(512, 8192, 4)[0] == "two lists"
     assert planned(1024, 12288, 0)[0] == "tiles"  # none of either
 
 
-def test_chunks_of_many_waves_take_two_lists_with_some_that_begin_with_decodes() -> None:
-    """Table 1 of the paper on POD-Attention, its C1 and C2, as an H200 showed them."""
+def test_chunks_of_many_waves_use_two_lists_and_some_programs_start_with_decodes() -> None:
+    """Table 1 of the paper on POD-Attention, its C1 and C2, as measured on an H200."""
     for chunk, decodes in ((12288, 220), (16384, 250)):
         for shape in ({"kv_heads": 8, "group": 4}, {"kv_heads": 4, "group": 8}):
             assert planned(chunk, 0, decodes, length=12288, **shape) == ("two lists", False)
@@ -206,19 +206,19 @@ def test_chunks_of_many_waves_take_two_lists_with_some_that_begin_with_decodes()
     assert first_decoders(items, parts, num_kv_heads=8, num_programs=132) == 40
 
 
-def test_tiles_of_fewer_heads_leave_more_of_the_memory_to_decodes() -> None:
-    """What an H200 showed to be quickest, of 4 heads and groups of 8: the chunk's own keys are half as many."""
+def test_tiles_of_fewer_heads_leave_more_of_the_memory_bandwidth_to_decodes() -> None:
+    """The quickest on an H200, with 4 heads and groups of 8: the chunk's own keys are half as many."""
     yi: dict[str, Any] = {"kv_heads": 4, "group": 8}
-    assert planned(256, 7168, 4, **yi)[0] == "together"  # as tiles each of the chunk's would be in three parts
+    assert planned(256, 7168, 4, **yi)[0] == "together"  # as each of the chunk's tiles would be in three parts
     assert planned(256, 4096, 4, **yi)[0] == "together"
     assert planned(512, 4096, 8, **yi)[0] == "together"
     assert planned(2048, 4096, 48, **yi)[0] == "together"
     assert planned(128, 7168, 8, **yi)[0] == "tiles"  # one wave, two parts
-    assert planned(128, 5120, 16, **yi)[0] == "together"  # of tiles a wave would be three quarters full
+    assert planned(128, 5120, 16, **yi)[0] == "together"  # a wave of tiles would be three quarters full
 
 
 @pytest.mark.parametrize(("kv_heads", "group"), [(32, 1), (8, 4), (8, 8), (4, 8), (1, 8), (2, 16)])
-def test_twice_as_much_to_read_as_to_multiply_is_done_at_the_same_time(kv_heads: int, group: int) -> None:
+def test_twice_as_much_to_read_as_to_multiply_runs_in_one_launch(kv_heads: int, group: int) -> None:
     shape = {"kv_heads": kv_heads, "group": group}
     assert planned(2048, 8192, 32 * group, **shape) == ("together", False)
     assert planned(2048, 8192, 1, length=100, **shape)[0] != "together"

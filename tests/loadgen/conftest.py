@@ -1,4 +1,4 @@
-"""Helpers beside the tests, and the browser of the server's, are imported by name."""
+"""Helpers next to the tests, and the browser of the server's tests, are imported by name."""
 
 from __future__ import annotations
 

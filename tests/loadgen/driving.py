@@ -32,6 +32,6 @@ def workload(arrival: ArrivalOptions, options: ContentOptions | None = None, kin
 async def drive(
     stub: Stub | str, load: Workload, *, context: int | None = None, drain: float | None = None, **fields: Any
 ) -> Outcomes:
-    """`fields`: of the target."""
+    """`fields`: extra fields of the target."""
     job = Job(load, target(stub, **fields), time.monotonic() + 0.02, drain=drain, context=context)
     return await Driver(job).run()

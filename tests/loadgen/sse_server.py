@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server on a real socket whose latencies are known; what it does is set by a `Script`."""
+"""An OpenAI-compatible server on a real socket with known latencies. A `Script` sets its behaviour."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 
 @dataclass
 class Script:
-    """Times in seconds. `service`: requests are served one after the other, each for so long (one token at its end)."""
+    """Times in seconds. `service`: requests are served in sequence, each for this long (one token at its end)."""
 
     ttft: float = 0.0
     itl: float = 0.0
     service: float | None = None
     tokens: int | None = None
-    """tokens of every answer; None: as many as asked for"""
+    """tokens of every answer; None: as many as the request sets"""
     context: int | None = 2048
     models: tuple[str, ...] = ("stub",)
     api_key: str | None = None
     statuses: tuple[int, ...] = ()
-    """of the first requests; then 200"""
+    """status of the first requests; later ones get 200"""
     holds: int = 0
-    """requests that must have come before any is answered"""
+    """requests that must have arrived before any is answered"""
     refuses_extensions: bool = False
     breaks_after: int | None = None
     """tokens after which the connection is cut"""
@@ -33,7 +33,7 @@ class Script:
     """tokens after which an error event ends the stream"""
     crlf: bool = False
     spaced: bool = False
-    """JSON with a space behind colons, as Python writes it"""
+    """JSON with a space after colons, as Python writes it"""
     usage: bool = True
     words_per_token: float = 1.0
     template_tokens: int = 0
@@ -41,9 +41,9 @@ class Script:
     """write every event in two parts"""
     text: str = "word "
     silent: tuple[int, ...] = ()
-    """requests, by number, whose tokens are no text"""
+    """requests, by number, whose tokens are not text"""
     tick: float | None = None
-    """tokens of all streams are written together, once in so long, as an engine's iterations bring them"""
+    """seconds between writes; tokens of all streams are written together, as an engine's iterations produce them"""
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Stub:
                 writer.close()
                 return False
             if script.service is None:
-                # Absolute times: the sleeps' own errors do not add up.
+                # Absolute times, so that the sleeps' errors do not add up.
                 await asyncio.sleep(arrived + script.ttft + i * script.itl - loop.time())
             self.written[index].append(loop.time())
             if not silent or i == tokens - 1:

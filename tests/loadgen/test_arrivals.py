@@ -21,7 +21,7 @@ def gaps(times: np.ndarray) -> np.ndarray:
 def test_poisson_gaps_fit_the_exponential_distribution() -> None:
     times = renewal("poisson", 40.0, rng(), duration=None, count=20_000, burstiness=1.0)
     assert ks_exponential(gaps(times), 40.0)[1] > 0.01
-    # The test can tell: 5 % off in the rate is refused.
+    # The test is sensitive: a rate that is 5 % off fails.
     assert ks_exponential(gaps(times), 42.0)[1] < 1e-4
 
 
@@ -35,7 +35,7 @@ def test_poisson_counts_have_the_variance_of_their_mean() -> None:
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-def test_gamma_gaps_have_the_mean_and_the_burstiness_asked_for(burstiness: float) -> None:
+def test_gamma_gaps_have_the_requested_mean_and_burstiness(burstiness: float) -> None:
     n = 50_000
     sample = gaps(renewal("gamma", 10.0, rng(2), duration=None, count=n, burstiness=burstiness))
     assert sample.mean() == pytest.approx(0.1, abs=4 * 0.1 / np.sqrt(burstiness * n))

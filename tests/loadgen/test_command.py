@@ -1,4 +1,4 @@
-"""`weft load` as a user runs it: processes, reports, exit status, and one line for what is wrong."""
+"""`weft load` as a user runs it: processes, reports, exit status, and one-line errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 async def load(*arguments: str) -> int:
-    """Run the command beside the server of this event loop."""
+    """Run the command while the server runs in this event loop."""
     return await asyncio.to_thread(_load, arguments)
 
 
@@ -39,7 +39,7 @@ def _load(arguments: tuple[str, ...]) -> int:
 
 @pytest.fixture(autouse=True)
 def _no_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The command runs in a thread here, and only the main thread may say what a signal does.
+    # The command runs in a thread here, and only the main thread may set signal handlers.
     monkeypatch.setattr("weft.loadgen.processes.signal.signal", lambda *_: None)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
@@ -86,7 +86,7 @@ async def test_a_run_writes_every_report(tmp_path: Path, capsys: pytest.CaptureF
     page = files["html"].read_text()
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
-    # Self-contained: nothing is fetched.
+    # Self-contained: the page fetches nothing.
     assert not re.search(r"""(src|href)\s*=\s*["'](?!#|data:)|@import|url\((?!#|&quot;#|data:)""", page)
     assert page.count("<svg") == 4
 
@@ -118,14 +118,14 @@ async def test_a_recorded_run_can_be_replayed(tmp_path: Path) -> None:
     assert [len(body["prompt"]) for body in second] == [len(body["prompt"]) for body in first]
 
 
-async def test_lengths_that_do_not_fit_are_cut_and_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_lengths_that_do_not_fit_are_cut_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(context=100) as stub:
         await load("--server", stub.url, "--rate", "50", "--requests", "4", "--input", "200", "--output", "10")
     assert "4 of 4 requests were longer than the server's context of 100 tokens" in capsys.readouterr().out
     assert all(len(body["prompt"]) == 90 for body in stub.requests[1:])
 
 
-async def test_words_are_counted_by_the_server_first(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_words_are_first_counted_by_the_server(capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(words_per_token=1.5, template_tokens=7) as stub:
         await load("--server", stub.url, "--endpoint", "chat", "--rate", "50", "--requests", "4", "--input", "307")
     assert "1228 in, 512 out; counted by the server: 1228 in" in capsys.readouterr().out
@@ -139,7 +139,7 @@ async def test_a_server_that_refuses_extensions_is_measured_without_them(capsys:
     assert "Answers had 12 of 80 requested tokens" in shown
 
 
-async def test_the_key_model_header_and_fields_given_are_sent() -> None:
+async def test_the_given_key_model_header_and_fields_are_sent() -> None:
     async with serving(api_key="k", models=("a", "b")) as stub:
         status = await load(
             "--server", f"{stub.url}/v1/", "--api-key", "k", "--model", "b", "--header", "X-A: 1", "--requests", "1",
@@ -157,7 +157,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-async def test_no_server_a_missing_key_and_an_unknown_model_are_one_line_each(
+async def test_no_server_a_missing_key_and_an_unknown_model_are_one_line_errors(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async with serving(api_key="k") as stub:
@@ -205,17 +205,17 @@ async def test_no_server_a_missing_key_and_an_unknown_model_are_one_line_each(
         (["http://127.0.0.1:8000"], "--server"),
     ],
 )
-def test_bad_input_is_one_line_that_names_the_flag(arguments: list[str], named: str, capsys: Any) -> None:
+def test_bad_input_is_a_one_line_error_that_names_the_flag(arguments: list[str], named: str, capsys: Any) -> None:
     assert _load(tuple(arguments)) == 2
     assert named in one_line(capsys)
 
 
-async def test_an_objective_missed_is_status_1() -> None:
+async def test_a_missed_objective_is_status_1() -> None:
     async with serving(ttft=0.05) as stub:
         assert await load("--server", stub.url, "--rate", "50", "--requests", "3", "--slo", "ttft:mean:1ms") == 1
 
 
-async def test_a_run_in_which_everything_failed_is_reported_as_such(
+async def test_a_run_in_which_everything_failed_is_reported_as_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -243,15 +243,15 @@ async def test_an_interrupt_ends_a_run_early_and_reports_it() -> None:
             await asyncio.sleep(0.05)
         process.send_signal(signal.SIGINT)
         shown, _ = await asyncio.wait_for(process.communicate(), 240)
-    assert process.returncode in (0, 1)  # 1 where this machine is so busy that nothing was answered yet
+    assert process.returncode in (0, 1)  # 1 if this machine is so busy that nothing was answered yet
     assert b"The run was interrupted." in shown
     sent = re.search(rb"\d+ of (\d+) requests answered", shown)
     assert sent is not None
     assert 15 <= int(sent[1]) < 3000
 
 
-async def test_an_interrupt_of_a_terminal_while_processes_start_is_no_traceback() -> None:
-    """It goes to all of them, also to those that still import."""
+async def test_a_terminal_interrupt_while_processes_start_prints_no_traceback() -> None:
+    """The interrupt reaches all of them, including those that still import."""
     async with serving() as stub:
         command = ("load", "--server", stub.url, "--rate", "50", "--duration", "60", "--processes", "2")
         process = await asyncio.create_subprocess_exec(
@@ -285,7 +285,7 @@ async def test_rows_of_inferencex_need_a_fixed_concurrency_and_lengths(
             assert capsys.readouterr().err.count("\n") == 1
 
 
-async def test_a_server_that_takes_connections_and_says_nothing_is_not_waited_for(
+async def test_a_server_that_accepts_connections_and_sends_nothing_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(preflight, "ANSWER_SECONDS", 0.1)
@@ -293,4 +293,4 @@ async def test_a_server_that_takes_connections_and_says_nothing_is_not_waited_fo
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
         assert await load("--server", url, "--requests", "1") == 2
         assert f"no server answers at {url} (no answer within 0.1 s)" in capsys.readouterr().err
-        assert await preflight.snapshot(Target("mute", Address.parse(url), "m")) is None  # a run is not lost to it
+        assert await preflight.snapshot(Target("mute", Address.parse(url), "m")) is None  # this does not lose a run

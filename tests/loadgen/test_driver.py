@@ -1,4 +1,4 @@
-"""Runs against a server on a real socket: what is sent, when, and what is made of the answers."""
+"""Runs against a server on a real socket: the requests, their times, and the results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_every_token_of_an_answer_is_timed() -> None:
 
 @pytest.mark.parametrize("fields", [{"crlf": True}, {"spaced": True}, {"split": True}, {"usage": False}])
 @pytest.mark.parametrize("chat", [False, True])
-async def test_servers_that_write_their_events_differently_count_the_same(fields: dict[str, bool], chat: bool) -> None:
+async def test_servers_with_different_event_formats_count_the_same(fields: dict[str, bool], chat: bool) -> None:
     async with serving(**fields) as stub:
         record = await ask(stub, chat=chat)
     assert record.ok
@@ -52,7 +52,8 @@ async def test_servers_that_write_their_events_differently_count_the_same(fields
 
 
 async def test_known_latencies_are_measured_within_two_milliseconds() -> None:
-    """Known by when the server wrote: a busy machine makes its sleeps longer. The median, for the same reason."""
+    """Latencies are known from the server's write times, because a busy machine makes its sleeps longer. The test
+    compares medians for the same reason."""
     async with serving(ttft=0.05, itl=0.005) as stub:
         outcomes = await drive(stub, workload(ArrivalOptions("constant", 20.0, count=20), content(outputs=20)))
     measures = Measures(outcomes.records)
@@ -66,8 +67,8 @@ async def test_known_latencies_are_measured_within_two_milliseconds() -> None:
     assert np.median(np.abs(measures.e2e - (written[:, -1] - np.array(stub.arrivals)))) < 0.005
 
 
-async def test_requests_leave_on_the_schedule_whatever_the_server_does() -> None:
-    """Coordinated omission: a server that answers nobody before the last request has come slows no arrival down."""
+async def test_requests_leave_on_schedule_even_if_the_server_is_slow() -> None:
+    """Coordinated omission: a server that answers no request before the last one arrives slows no arrival down."""
     async with serving(holds=40) as stub:
         outcomes = await drive(stub, workload(ArrivalOptions("constant", 50.0, count=40), content(outputs=1)))
     due = np.array([record.due for record in outcomes.records])
@@ -88,7 +89,7 @@ async def test_requests_leave_on_the_schedule_whatever_the_server_does() -> None
         ({"tokens": 0}, Outcome.BROKEN, 200, "without a token"),
     ],
 )
-async def test_every_way_to_fail_has_its_name(
+async def test_every_kind_of_failure_has_a_name(
     fields: dict[str, Any], outcome: Outcome, status: int, error: str
 ) -> None:
     async with serving(**fields) as stub:
@@ -112,7 +113,7 @@ STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encodi
         (STREAM + b"\r\n", b"10000\r\n" + b"x" * 65536 + b"\r\n", "an event of more than 4 MiB"),
     ],
 )
-async def test_what_has_no_end_is_given_up_and_named(beginning: bytes, again: bytes, error: str) -> None:
+async def test_an_endless_answer_is_given_up_and_named(beginning: bytes, again: bytes, error: str) -> None:
     written = [0]
 
     async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -131,21 +132,21 @@ async def test_what_has_no_end_is_given_up_and_named(beginning: bytes, again: by
     assert written[0] < 32 << 20
 
 
-async def test_a_timeout_is_a_failure_and_keeps_the_tokens_that_came() -> None:
+async def test_a_timeout_is_a_failure_and_keeps_the_received_tokens() -> None:
     async with serving(itl=0.5) as stub:
-        record = await ask(stub, timeout=2.2)  # the first is there at once, the last after 3.5 s
+        record = await ask(stub, timeout=2.2)  # the first arrives at once, the last after 3.5 s
     assert record.outcome is Outcome.TIMEOUT
     assert 1 <= len(record.times) < 8
 
 
-async def test_a_server_that_is_gone_is_a_failure_of_every_request() -> None:
+async def test_a_server_that_exited_is_a_failure_of_every_request() -> None:
     async with serving() as stub:
         pass
     outcomes = await drive(stub, workload(ArrivalOptions("constant", 100.0, count=3)))
     assert [record.outcome for record in outcomes.records] == [Outcome.CONNECTION] * 3
 
 
-async def test_connections_are_kept_and_one_that_the_server_closed_is_replaced() -> None:
+async def test_connections_are_reused_and_one_closed_by_the_server_is_replaced() -> None:
     async with serving() as stub:
         client = Client(target(stub), 0.0)
         body = client.target.body([1], 1)
@@ -171,14 +172,14 @@ async def test_a_closed_loop_has_no_more_requests_open_than_users() -> None:
     assert max(np.cumsum([step for _, step in edges])) <= 3
 
 
-async def test_what_still_runs_after_the_drain_is_unfinished() -> None:
+async def test_requests_that_still_run_after_the_drain_are_unfinished() -> None:
     async with serving(itl=60) as stub:
         outcomes = await drive(stub, workload(ArrivalOptions("constant", 100.0, duration=0.05)), drain=0.1)
     assert {record.outcome for record in outcomes.records} == {Outcome.UNFINISHED}
     assert len(outcomes.records) == 5
 
 
-async def test_an_interrupted_run_keeps_what_was_measured() -> None:
+async def test_an_interrupted_run_keeps_its_measurements() -> None:
     async with serving(itl=0.001) as stub:
         load = workload(ArrivalOptions("constant", 20.0, duration=60.0))
         asyncio_loop = asyncio.get_running_loop()
@@ -189,7 +190,7 @@ async def test_an_interrupted_run_keeps_what_was_measured() -> None:
     assert 3 <= len(outcomes.records) < 1200
 
 
-async def test_conversations_say_all_that_was_said_before() -> None:
+async def test_conversations_send_their_whole_history() -> None:
     options = content(4, 3, turns=Lengths("constant", 3))
     async with serving() as stub:
         load = workload(ArrivalOptions("constant", 50.0, count=2), options, "words")
@@ -216,7 +217,7 @@ async def test_a_conversation_ends_before_it_outgrows_the_context() -> None:
     assert outcomes.conversations_cut == 1
 
 
-async def test_only_the_first_request_of_a_conversation_brings_its_context() -> None:
+async def test_only_the_first_request_of_a_conversation_includes_its_context() -> None:
     options = content(4, 3, turns=Lengths("constant", 3), context=40)
     async with serving() as stub:
         outcomes = await drive(stub, workload(ArrivalOptions("constant", 50.0, count=1), options, "words"), chat=True)
@@ -232,7 +233,8 @@ async def test_the_generator_measures_its_own_pauses() -> None:
         loop.call_later(0.3, time.sleep, 0.2)
         outcomes = await drive(stub, load)
     lags = np.asarray(outcomes.lags)
-    # Of a pause of 200 ms, asked every 5 ms, 40 probes are late: by 200, 195, …, 5 ms. A busy machine only adds to it.
+    # In a pause of 200 ms, with a probe every 5 ms, 40 probes are late: by 200, 195, …, 5 ms. A busy machine only adds
+    # to it.
     assert lags.max() >= 0.19
     assert (lags > 0.01).sum() >= 36
     assert Measures(outcomes.records).lateness.max() > 0.1

@@ -1,4 +1,4 @@
-"""Joules of a run, from the server's counter, in our own report and as a row of InferenceX."""
+"""Joules of a run, from the server's counter, in our report and as a row of InferenceX."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_joules_of_all_devices_over_the_run_alone() -> None:
     assert run_with(view()).summary()["energy"]["watts"] == 600
 
 
-def test_a_server_that_counts_none_has_none() -> None:
+def test_a_server_without_a_joule_counter_reports_none() -> None:
     assert run_with(ServerView({}, {}, {}, None, 2.5)).energy() is None
     assert row(run_with(None), {})["power_valid"] == 0
 

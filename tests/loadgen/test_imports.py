@@ -1,4 +1,4 @@
-"""The load generator measures any server: it must not need ours."""
+"""The load generator measures any server, so it must not import ours."""
 
 from __future__ import annotations
 

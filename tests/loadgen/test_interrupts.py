@@ -1,4 +1,4 @@
-"""An interrupt in the middle of things leaves no halves behind."""
+"""An interrupt at any time leaves no partial state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.loadgen.processes import run_async
 
 
 class _Interrupted(asyncio.DefaultEventLoopPolicy):
-    """Ctrl-C comes while a loop is made."""
+    """Ctrl-C arrives while a loop is created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,13 +24,13 @@ class _Interrupted(asyncio.DefaultEventLoopPolicy):
         return self.made[-1]
 
 
-def test_an_interrupt_while_an_event_loop_is_made_leaves_a_closed_one_and_no_coroutine() -> None:
+def test_an_interrupt_while_an_event_loop_is_created_leaves_a_closed_loop_and_no_coroutine() -> None:
     async def work() -> None:
         raise AssertionError("this is not begun")
 
     policy = _Interrupted()
     asyncio.set_event_loop_policy(policy)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who is started in the background ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process started in the background ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
             run_async(work)

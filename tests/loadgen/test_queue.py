@@ -46,14 +46,14 @@ async def test_the_measured_mean_wait_is_that_of_an_md1_queue() -> None:
     measures = Measures(outcomes.records)
     assert measures.ok.all()
     arrivals, written = np.array(stub.arrivals), np.array(stub.written)[:, 0]
-    # Each latency is the one that the server had; the median, because this machine may be busy with something else.
+    # Each latency is the server's latency; the median, because this machine may be busy with something else.
     assert np.median(np.abs(measures.e2e - (written - arrivals))) < 0.002
-    # What the server's own timers were late by is no waiting in the queue.
+    # The delay of the server's timers is not time in the queue.
     measured = float((measures.e2e - SERVICE).mean() - (written - np.array(stub.served)).mean())
     assert measured == pytest.approx(waits(arrivals).mean(), abs=0.002)
     if measures.lateness.max() > SERVICE / 2:
-        return  # the machine stood still: what was due meanwhile left at once, and that is no Poisson stream
-    # Against the closed form: the mean of so few waits scatters; by how much, simulation tells.
+        return  # the machine paused: requests that were due meanwhile left at once, which is not a Poisson stream
+    # Compared with the closed form: the mean of so few waits scatters; a simulation gives the scatter.
     samples = [
         waits(renewal("poisson", RATE, np.random.default_rng(s), duration=None, count=n, burstiness=1.0)).mean()
         for s in range(100, 300)

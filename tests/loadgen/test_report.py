@@ -78,7 +78,7 @@ def report_of_a_sweep() -> str:
 
 
 async def shown(browser: Page, text: str, file: Path, width: int) -> list[str]:
-    """What plots the page shows at this width, after all that holds for any report."""
+    """The plots that the page shows at this width, after checks that apply to any report."""
     file.write_text(text, encoding="utf-8")
     await browser.open()
     await browser.size(width, 900)

@@ -23,7 +23,7 @@ def snapshot(text: str) -> Snapshot:
     return out
 
 
-def test_means_and_totals_are_those_of_the_run_alone() -> None:
+def test_means_and_totals_cover_only_the_run() -> None:
     before = snapshot(WEFT.format(n=10, total=100.0, hits=7))
     after = snapshot(WEFT.format(n=14, total=102.0, hits=27))
     view = difference(before, after)
@@ -32,7 +32,7 @@ def test_means_and_totals_are_those_of_the_run_alone() -> None:
     assert view.totals == {"prefix_hit_tokens": 20}
 
 
-def test_other_names_are_known_and_a_metric_that_appears_later_starts_at_nothing() -> None:
+def test_other_names_are_known_and_a_metric_that_appears_later_starts_at_zero() -> None:
     text = "# TYPE vllm:request_queue_time_seconds histogram\n"
     text += 'vllm:request_queue_time_seconds_sum{model="m"} 3\nvllm:request_queue_time_seconds_count{model="m"} 2\n'
     assert difference(Snapshot(), snapshot(text)).means == {"queue": 1.5}
@@ -50,5 +50,5 @@ def test_a_run_without_a_request_has_no_means() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "<html>", "go_goroutines 5\n", "weft_x{ 1\n"])
-def test_what_is_not_known_is_no_snapshot(text: str) -> None:
+def test_an_unknown_exposition_is_not_a_snapshot(text: str) -> None:
     assert Snapshot.parse(text) is None

@@ -57,7 +57,7 @@ def test_objectives_are_read_and_written() -> None:
 @pytest.mark.parametrize(
     "text", ["ttft", "ttft:p99", "x:p99:1s", "ttft:p100.5:1s", "ttft:p99:fast", "ttft:p99:0s", "ttft:avg:1s"]
 )
-def test_an_objective_that_makes_no_sense_is_named(text: str) -> None:
+def test_an_invalid_objective_is_named(text: str) -> None:
     with pytest.raises(LoadError, match="--slo"):
         parse(text)
 
@@ -100,6 +100,6 @@ def test_gaps_are_judged_by_the_same_statistic_of_each_request() -> None:
     assert meets(one("itl:max:300ms"), measures).tolist() == [False, True, True]
 
 
-def test_nothing_measured_meets_nothing() -> None:
+def test_no_measurement_meets_no_objective() -> None:
     assert not judge(parse("nanoflow"), Measures([]), 1.0, 0.5).met
     assert not judge(parse("nanoflow"), Measures([FAILED]), 1.0, 0.5).met

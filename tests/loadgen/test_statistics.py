@@ -39,7 +39,7 @@ def _coverage_of_wilson(n: int, p: float) -> float:
 
 
 @pytest.mark.parametrize("n", [20, 100, 400])
-def test_wilson_covers_the_true_share_about_as_often_as_it_says(n: int) -> None:
+def test_wilson_covers_the_true_share_about_as_often_as_claimed(n: int) -> None:
     coverages = [_coverage_of_wilson(n, p) for p in np.linspace(0.03, 0.97, 95)]
     assert np.mean(coverages) == pytest.approx(0.95, abs=0.01)
 
@@ -85,7 +85,7 @@ def test_ks_p_values_are_uniform_when_the_hypothesis_holds() -> None:
         )
 
 
-def test_a_distribution_of_nothing_and_of_one_value() -> None:
+def test_a_distribution_of_no_values_and_of_one() -> None:
     assert isnan(Distribution.of(np.empty(0)).mean)
     one = Distribution.of(np.array([3.0]))
     assert (one.n, one.mean, one.sd, one.p50, one.p99, one.max) == (1, 3.0, 0.0, 3.0, 3.0, 3.0)

@@ -1,4 +1,4 @@
-"""The reader of event streams, whatever the bytes are cut into."""
+"""The reader of event streams, for any split of the bytes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read(data: bytes, cuts: list[int] | None = None, *, keep_text: bool = False)
 
 
 @given(st.lists(st.integers(1, len(ANSWER) - 1), max_size=12), st.booleans(), st.booleans())
-def test_tokens_usage_and_end_are_found_wherever_the_stream_is_cut(
+def test_tokens_usage_and_end_are_found_for_any_split_of_the_stream(
     cuts: list[int], crlf: bool, keep_text: bool
 ) -> None:
     reader = read(ANSWER.replace(b"\n", b"\r\n") if crlf else ANSWER, cuts, keep_text=keep_text)
@@ -62,7 +62,7 @@ def test_a_token_gets_the_time_at_which_its_event_was_complete() -> None:
 
 
 @pytest.mark.parametrize("spaced", [False, True])
-def test_the_opening_of_a_message_is_no_token(spaced: bool) -> None:
+def test_the_opening_of_a_message_is_not_a_token(spaced: bool) -> None:
     parts = [delta(role="assistant", content=""), delta(content="a"), delta(content="b"), delta("stop")]
     reader = AnswerReader(array("d"))
     for i, part in enumerate(parts):
@@ -90,7 +90,7 @@ def test_an_error_event_is_kept_as_its_message() -> None:
     assert read(b"data: {oops\n\n").error
 
 
-def test_text_is_kept_when_asked_for() -> None:
+def test_text_is_kept_on_request() -> None:
     assert read(ANSWER, keep_text=True).text == ["a", '"finish_reason":null', "c"]
     assert read(ANSWER).text == []
 
@@ -122,7 +122,7 @@ def test_messages_are_found_in_every_kind_of_error(body: Any, message: str) -> N
         {"choices": [{"text": ["a"], "finish_reason": None}]},
     ],
 )
-def test_an_event_of_another_form_is_called_that(chunk: dict[str, Any]) -> None:
+def test_an_event_of_an_unknown_form_is_reported_as_such(chunk: dict[str, Any]) -> None:
     reader = read(event(text("a")) + event(chunk) + DONE, keep_text=True)
     assert reader.error == "an event that is not in OpenAI's format"
     assert "".join(reader.text) == "a"

@@ -58,15 +58,15 @@ def test_a_server_that_meets_nothing_or_everything_ends_the_search() -> None:
     assert "5 runs" in everything.reason
 
 
-def test_a_miss_while_the_generator_was_late_is_no_evidence() -> None:
+def test_a_miss_while_the_generator_was_late_is_ignored() -> None:
     sweep = search("s", SweepOptions(), lambda rate: run_with(0.05 if rate < 4 else 0.5, lag=0.0 if rate < 4 else 0.05))
     assert (sweep.best, sweep.missed) == (2.0, None)
     assert "generator" in sweep.reason
-    # Late, but within the objective all the same: that is evidence.
+    # Late, but still within the objective: this run counts.
     assert search("s", SweepOptions(max_runs=2), lambda _: run_with(0.05, lag=0.05)).best == 2.0
 
 
-def test_an_interrupted_sweep_keeps_what_it_found() -> None:
+def test_an_interrupted_sweep_keeps_its_runs() -> None:
     sweep: Sweep = search("s", SweepOptions(), lambda rate: run_with(0.05, interrupted=rate >= 4))
     assert sweep.best == 2.0
     assert len(sweep.points) == 3

@@ -44,7 +44,7 @@ def test_uniform_lengths_reach_both_bounds_and_constant_ones_do_not_vary() -> No
 
 
 @pytest.mark.parametrize("text", ["0", "uniform:9:3", "uniform:3", "lognormal:10", "normal:1:2", "x", "lognormal:0:1"])
-def test_a_length_that_makes_no_sense_is_named(text: str) -> None:
+def test_an_invalid_length_is_named(text: str) -> None:
     with pytest.raises(LoadError, match="--input"):
         lengths.parse(text, "--input")
 
@@ -61,7 +61,7 @@ def test_pairs_come_from_json_and_from_csv(tmp_path: Path) -> None:
         lengths.read_pairs(tmp_path / "none")
 
 
-def test_requests_that_do_not_fit_lose_prompt_first_and_it_is_counted() -> None:
+def test_requests_that_do_not_fit_lose_prompt_tokens_first_and_are_counted() -> None:
     inputs, outputs, clipping = clip(np.array([10, 90, 500, 10]), np.array([10, 20, 30, 300]), 100)
     assert inputs.tolist() == [10, 80, 70, 1]
     assert outputs.tolist() == [10, 20, 30, 99]
@@ -70,7 +70,7 @@ def test_requests_that_do_not_fit_lose_prompt_first_and_it_is_counted() -> None:
     assert clipping.of_tokens == 970
 
 
-def test_prompts_depend_on_seed_and_index_alone() -> None:
+def test_prompts_depend_only_on_seed_and_index() -> None:
     one, same, other = maker(), maker(), PromptMaker("ids", 8)
     assert one.prompt(3, 50) == same.prompt(3, 50)
     assert one.prompt(3, 50) != one.prompt(4, 50)
@@ -78,7 +78,7 @@ def test_prompts_depend_on_seed_and_index_alone() -> None:
     assert all(300 <= token < 2000 for token in one.prompt(3, 500))
 
 
-def test_the_shared_fraction_of_prompts_is_shared_whatever_their_length() -> None:
+def test_the_shared_fraction_of_prompts_is_shared_at_any_length() -> None:
     sharing = maker(shared=0.5)
     a, b = sharing.prompt(1, 100), sharing.prompt(2, 60)
     assert a[:30] == b[:30]
@@ -87,7 +87,7 @@ def test_the_shared_fraction_of_prompts_is_shared_whatever_their_length() -> Non
     assert 2 <= len({tuple(groups.prompt(i, 20)) for i in range(64)}) <= 4
 
 
-def test_words_have_as_many_tokens_as_asked_for_once_calibrated() -> None:
+def test_calibrated_words_have_the_requested_number_of_tokens() -> None:
     calibrated = replace(maker("words"), calibration=Calibration(per_word=1.5, overhead=10))
     prompt = calibrated.prompt(0, 160)
     assert isinstance(prompt, str)
@@ -137,7 +137,7 @@ def test_mooncake_and_own_json_lines_are_read(tmp_path: Path) -> None:
     "text", ["", "a,b\n1,2\n", '{"timestamp": 1}\n', '{"at": "x", "input_tokens": 1, "output_tokens": 1}\n',
              "TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,2\n"],
 )  # fmt: skip
-def test_a_trace_that_makes_no_sense_is_named(tmp_path: Path, text: str) -> None:
+def test_an_invalid_trace_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace"
     path.write_text(text)
     with pytest.raises(LoadError, match="--trace"):
@@ -170,7 +170,7 @@ def test_a_workload_is_the_same_for_the_same_seed_and_keeps_its_requests_when_th
     assert a.content(a.planned(9)) == faster.content(faster.planned(9))
 
 
-def test_the_rate_offered_is_that_of_the_schedule() -> None:
+def test_the_offered_rate_is_that_of_the_schedule() -> None:
     def rate(**arrival: object) -> float | None:
         return build(ArrivalOptions(**arrival), ContentOptions(), maker(), None).offered_rate()  # type: ignore[arg-type]
 
@@ -197,6 +197,6 @@ def test_a_mooncake_trace_becomes_prompts_with_shared_beginnings(tmp_path: Path)
     assert first[512:600] != second[512:600]
 
 
-def test_no_request_in_the_time_is_an_error() -> None:
+def test_no_request_within_the_time_is_an_error() -> None:
     with pytest.raises(LoadError, match="no request arrives"):
         build(ArrivalOptions(rate=0.001, duration=0.001), ContentOptions(), maker(), None)

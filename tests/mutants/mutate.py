@@ -1,11 +1,11 @@
-"""Changes one place of a module at a time and asks the tests nearest to it whether they notice: `make mutants`.
+"""Changes one place of a module at a time and runs the tests nearest to it: `make mutants`.
 
 Each mutant runs in a process forked from one that has imported the libraries and nothing of weft; there the module's
 changed source is imported instead of the file, so the working tree stays as it is. Verdicts are kept in
-build/mutants.json, so that a run that was broken off goes on: they stand while the module stays as it is, and those
-that say "survived" while the tests do, too.
+build/mutants.json, so that an interrupted run resumes: they are valid while the module is unchanged, and "survived" is
+valid only while the tests are unchanged too.
 
-Fails when a mutant survives that equivalent.md does not explain, and when that file explains one that is not there.
+Fails if a mutant survives that equivalent.md does not explain, or if that file explains a mutant that does not exist.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 VERDICTS = ROOT / "build/mutants.json"
 EQUIVALENT = Path(__file__).with_name("equivalent.md")
 SKIPPED_FUNCTIONS = ("check",)
-"""self-checks, which tests call and nothing else does"""
+"""self-checks, called only by tests"""
 LIBRARIES = (
     "torch", "numpy", "xxhash", "pytest", "pytest_timeout", "pytest_asyncio.plugin", "hypothesis.stateful",
     "_hypothesis_pytestplugin", "transformers.utils.logging", "tokenizers", "msgspec", "fastapi",
@@ -43,7 +43,7 @@ PYTEST_OPTIONS = (
     "-x", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", "-p", "pytest_asyncio.plugin",
     "-p", "_hypothesis_pytestplugin", "--hypothesis-profile", "unshrunk", "--timeout", "0",
 )  # fmt: skip
-"""Only the plugins that the tests need: whatever else is installed would be imported in every process."""
+"""Only the plugins that the tests need: every other installed plugin would be imported in each process."""
 
 ORDER = ("tests/engine/test_scheduling_order.py", "tests/engine/test_memory_pressure.py")
 FAIRNESS = "tests/engine/test_fairness.py"
@@ -74,7 +74,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "server/text/stops.py": ("tests/server/test_stops.py",),
     "server/text/detokenizer.py": ("tests/server/test_detokenizer.py",),
 }  # fmt: skip
-"""by module, the tests that are to notice its mutants, the quickest first"""
+"""by module, the tests that should detect its mutants, the quickest first"""
 
 
 class Task(NamedTuple):
@@ -94,7 +94,7 @@ class Task(NamedTuple):
 
 
 class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module from a source that is not in its file."""
+    """Imports one module from a source that is not its file."""
 
     def __init__(self, name: str, path: Path, source: str) -> None:
         self.name, self.path, self.source = name, path, source
@@ -135,7 +135,7 @@ def kill(child: int) -> None:
 
 
 def baseline(path: str) -> float:
-    """Seconds that the module's tests take on what is in the file. They must pass."""
+    """Seconds that the module's tests take on the unchanged file. They must pass."""
     begun = time.monotonic()
     _, status = os.waitpid(start(path, None), 0)
     if status:
@@ -144,7 +144,7 @@ def baseline(path: str) -> float:
 
 
 def run(tasks: list[Task], limits: dict[str, float], jobs: int, verdicts: dict[str, str]) -> None:
-    """Run what has no verdict yet, `jobs` at a time."""
+    """Run the mutants without a verdict, `jobs` at a time."""
     queue, running, done = list(tasks), {}, 0
     try:
         while queue or running:
@@ -195,7 +195,7 @@ def explained() -> dict[str, str]:
 
 
 def verdict_of(task: Task, verdicts: dict[str, str]) -> str:
-    """ "" when there is none, or one that other tests gave."""
+    """Empty if there is no verdict, or only one of other tests."""
     verdict, _, tests = verdicts.get(task.key, "").partition(" ")
     return verdict if tests in ("", task.tests) else ""
 

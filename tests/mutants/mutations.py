@@ -1,4 +1,4 @@
-"""The small changes that a test should notice: one at a time, in the functions of one module, from its syntax tree."""
+"""The small changes that a test should detect: one at a time, in the functions of one module, from its syntax tree."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Mutant(NamedTuple):
     function: str
     """qualified name"""
     was: str
-    """the statement that changed, of a compound one its head"""
+    """the changed statement, only the head of a compound one"""
     becomes: str
     number: int
     """1, or 2 and so on when the function has the same statement and the same change before"""
@@ -52,7 +52,7 @@ def mutants(source: str, *, skip: Iterable[str] = ()) -> Iterator[Mutant]:
             for put, original, changed in _changes(statement, place):
                 was = _head(statement)
                 put(changed)
-                # A statement that is replaced as a whole leaves its old node as it was.
+                # A statement replaced as a whole leaves its old node unchanged.
                 becomes = _head(changed) if original is statement else _head(statement)
                 text = ast.unparse(ast.fix_missing_locations(tree))
                 put(original)
@@ -70,7 +70,7 @@ def _functions(node: ast.AST, prefix: str, skip: frozenset[str]) -> Iterator[tup
 
 
 Put = Callable[[ast.AST], None]
-"""puts a node where another one is"""
+"""puts a node in place of another one"""
 
 
 def _statements(node: ast.AST) -> Iterator[tuple[ast.stmt, Put]]:
@@ -87,7 +87,7 @@ def _head(statement: ast.AST) -> str:
 
 
 def _changes(statement: ast.stmt, put: Put) -> Iterator[tuple[Put, ast.AST, ast.AST]]:
-    """(put, original, changed) for the statement itself and the expressions of its own, not of its body."""
+    """(put, original, changed) for the statement and its own expressions, not those of its body."""
     if _may_be_dropped(statement):
         yield put, statement, ast.Pass()
     stack: list[tuple[ast.AST, Put]] = list(_own_expressions(statement))
@@ -105,7 +105,7 @@ def _changes(statement: ast.stmt, put: Put) -> Iterator[tuple[Put, ast.AST, ast.
 
 
 def _may_be_dropped(statement: ast.stmt) -> bool:
-    """What has an effect beyond local names: a call, a change of an object, a deletion, a refusal."""
+    """True for statements with an effect beyond local names: a call, a change of an object, a deletion, a refusal."""
     if isinstance(statement, (ast.AugAssign, ast.Delete, ast.Raise, ast.Break, ast.Continue)):
         return True
     if isinstance(statement, ast.Assign):
@@ -150,7 +150,7 @@ def _variants(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _own_expressions(node: ast.AST) -> Iterator[tuple[ast.AST, Put]]:
-    """The expressions right below a node, with a way to put something else in their place."""
+    """The expressions directly below a node, with a function that replaces each."""
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list", "type_comment"):
             continue

@@ -1,4 +1,4 @@
-"""What is changed, what is left alone, and that the table and the list of equivalent mutants speak of what there is."""
+"""The mutations made and skipped, and checks that the table and the list of equivalent mutants name existing ones."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_modules_and_tests_of_the_table_exist() -> None:
 
 
 @pytest.mark.nightly
-def test_only_mutants_that_there_are_are_explained() -> None:
+def test_only_existing_mutants_are_explained() -> None:
     known = mutate.explained()
     there = {task.text for task in mutate.collect(list(mutate.NEAREST))}
     assert not [text for text in known if text not in there]

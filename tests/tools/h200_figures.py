@@ -20,7 +20,7 @@ from weft.loadgen.traces import Trace, TraceRow
 from weft.loadgen.workload import ArrivalOptions, ContentOptions, build
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "jobs"))
-from sharegpt import sharegpt  # the load that the H200 got
+from sharegpt import sharegpt  # the load of the H200 run
 
 EVERYTHING = 10**9
 
@@ -72,7 +72,7 @@ OFFLINE = (
 
 
 def offline(*names: str) -> Iterator[Row]:
-    """Of those whose description begins with one of `names`."""
+    """Offline workloads whose description starts with one of `names`."""
     for what, content, count, tokens, iterations, watts in OFFLINE:
         if not names or what.startswith(names):
             result = at_once(content, count)
@@ -84,7 +84,8 @@ def offline(*names: str) -> Iterator[Row]:
 
 
 def online(*rates: float) -> Iterator[Row]:
-    """ShareGPT lengths over HTTP, the same 22 s of requests that a daemon with 512 seats and no prefix cache got."""
+    """ShareGPT lengths over HTTP: the same 22 s of requests that a daemon with 512 slots and no prefix cache
+    received."""
     profile = load_profile("llama-3-8b-h200")
     limits = profile.limits
     engine = EngineOptions(

@@ -1,4 +1,5 @@
-"""`weft bench ranks` on a CPU: real processes and gloo; what it leaves out is told, and what cannot be is one line."""
+"""`weft bench ranks` on a CPU, with real processes and gloo: omissions are reported, and impossible options are
+one-line errors."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def flags_of(text: str) -> set[str]:
 
 
 def flags() -> set[str]:
-    """Of the command."""
+    """The command's flags."""
     parser = OneLineParser("weft bench ranks", None)
     ablation._flags(parser)
     return flags_of(parser.format_help())
@@ -47,12 +48,12 @@ def test_ways_are_compared_on_ranks_of_a_cpu(tmp_path: Path, capsys: pytest.Capt
     assert [row["way"] for row in rows] == [WAYS[name].label for name in ("none", "vendor", "one", "two")]
     assert all(row["tokens"] == 64 and row["layer_us"] > 0 and row["tokens_per_joule"] is None for row in rows)
     assert rows[0]["sums_us"] == 0
-    for row in rows:  # as soon as it is measured
+    for row in rows:  # reported as soon as it is measured
         assert f"64 tokens, {row['way']}: {row['layer_us']:,.1f} us a layer, 0 W, 0 MHz" in progress
     for name in ("sent-one", "sent-two", "nano", "sent-nano"):
         assert f"left out: {WAYS[name].label}: on a CPU" in told
     assert not torch.distributed.is_initialized()  # another bench in this process would have no gloo
-    trace = ["--ways", "sent-one,nano", "--trace", str(tmp_path / "trace")]  # of which none can be gone here
+    trace = ["--ways", "sent-one,nano", "--trace", str(tmp_path / "trace")]  # none of them can be left out here
     assert cli.main([*command.split(), "--rounds", "1", *trace]) == 0
     assert not (tmp_path / "trace").exists()
 
@@ -67,7 +68,7 @@ def test_figures_are_those_of_all_ranks_and_layers() -> None:
     assert row["tokens_per_joule"] == pytest.approx(row["tokens_per_second"] / 2800)
 
 
-def test_a_way_is_that_of_the_ranks_or_a_baseline_that_leaves_the_stream_alone() -> None:
+def test_a_variant_is_an_engine_setting_or_a_baseline_that_leaves_the_stream_unchanged() -> None:
     pytest.importorskip("triton")
     from weft.tools.papers.sums_of_bench import SumsOfBench
 
@@ -127,7 +128,7 @@ def test_the_pipeline_of_two_nano_batches_is_possible(ranks: int) -> None:
         nano_batches(spec, 128, 132)
 
 
-def test_what_cannot_be_gone_with_few_tokens_can_with_more(tmp_path: Path) -> None:
+def test_collectives_impossible_with_few_tokens_are_possible_with_more(tmp_path: Path) -> None:
     class Bench:
         num_sms, seconds, memory = 132, 1.0, 0
 
@@ -166,7 +167,7 @@ def test_what_cannot_be_gone_with_few_tokens_can_with_more(tmp_path: Path) -> No
         ),
     ],
 )
-def test_what_cannot_be_is_one_line(
+def test_an_impossible_option_is_a_one_line_error(
     options: list[str], what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -177,7 +178,7 @@ def test_what_cannot_be_is_one_line(
 
 
 @pytest.mark.parametrize("memory", [1000, 10**8])
-def test_what_does_not_fit_a_machine_is_told_with_options_of_the_command(
+def test_a_setup_that_does_not_fit_the_machine_is_reported_with_the_commands_options(
     memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_bench, "memory_bytes", lambda _: memory)

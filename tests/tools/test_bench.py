@@ -28,7 +28,7 @@ def test_figures_go_into_the_file_and_the_start_adds_up(tmp_path: Path, capsys: 
     assert "start seconds · loading weights" in capsys.readouterr().out
 
 
-def test_figures_tell_the_number_formats_and_where_weights_are_from(tmp_path: Path) -> None:
+def test_figures_include_number_formats_and_the_source_of_the_weights(tmp_path: Path) -> None:
     file, told = tmp_path / "figures.json", []
     small = [
         "--quantization",
@@ -62,13 +62,13 @@ def test_further_workloads_run_in_the_same_engine(tmp_path: Path, capsys: pytest
     assert main([*SMALL, "--then", "many"]) == 2
 
 
-def test_a_trace_of_a_cpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_on_a_cpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--trace", str(tmp_path / "trace.json")]) == 2
     assert capsys.readouterr().err == "weft bench offline: --trace records a GPU; this engine runs on the CPU\n"
 
 
 @pytest.mark.parametrize("count", ["-1", "1001", "many"])
-def test_a_count_of_traced_iterations_that_cannot_be_is_one_line(
+def test_an_impossible_count_of_traced_iterations_is_a_one_line_error(
     count: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:

@@ -1,4 +1,4 @@
-"""`weft bench agent` on the demo model: what its figures mean. No timing is asserted."""
+"""`weft bench agent` on the demo model: the meaning of its figures. No timing is asserted."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SMALL = [
 ]
 
 
-def test_what_was_seen_is_found_in_every_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # a busy machine may find computing quicker
+def test_cached_prefixes_are_found_in_every_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a busy machine may find that computing is quicker
     monkeypatch.setattr(LoadSpeeds, "worthwhile", lambda _, entries, *_busy: len(entries))
     file, store = tmp_path / "figures.json", ["--ssd-kv-path", str(tmp_path / "kv"), "--ssd-kv-gib", "0.05"]
     assert main([*SMALL, "--host-kv-gib", "0.02", *store, "--json", str(file)]) == 0
@@ -34,7 +34,9 @@ def test_what_was_seen_is_found_in_every_tier(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("options", "word"), [(["--turns", "1"], "--turns"), (["--max-model-len", "400"], "--max-model-len")]
 )
-def test_what_cannot_run_is_one_line(options: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_setup_is_a_one_line_error(
+    options: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*SMALL, *options]) == 2
     error = capsys.readouterr().err
     assert word in error

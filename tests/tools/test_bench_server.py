@@ -26,7 +26,7 @@ def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: l
     arguments = ["--streams", "10", "--rate", "50", "--seconds", "1.5", "--json", str(file), *more]
     assert main(["bench", "server", *arguments]) == 0
     figures = json.loads(file.read_text())
-    nominal = 10 * 50 * figures["seconds"]  # the machine may stand still, or the engine catch up with what it missed
+    nominal = 10 * 50 * figures["seconds"]  # the machine may pause, or the engine catch up after a pause
     assert nominal / 10 < figures["tokens"] < nominal * 10
     assert figures["api_us_per_token"] > 0
     assert figures["fields"] == ({"logprobs": 2} if "--fields" in more else {})
@@ -36,6 +36,6 @@ def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: l
 
 
 @pytest.mark.parametrize("flags", [["--streams", "0"], ["--fields", "{"], ["--fields", "[1]"]], ids=str)
-def test_what_cannot_be_measured_is_one_line(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+def test_an_impossible_measurement_is_a_one_line_error(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     assert main(["bench", "server", *flags]) == 2
     assert capsys.readouterr().err.count("\n") == 1

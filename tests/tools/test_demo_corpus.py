@@ -98,7 +98,7 @@ def test_unknown_skills_and_impossible_contexts_are_refused() -> None:
         held_out("add", 1, context_tokens=100)
 
 
-# --- questions in people's own wordings ------------------------------------------------------------------------------
+# --- questions in the wording of people ------------------------------------------------------------------------------
 
 
 def test_there_are_two_hundred_questions_and_thirty_on_functions() -> None:
@@ -131,8 +131,8 @@ def test_answers_are_compared(check: str, answer: Any, right: str, wrong: str) -
     assert not question.is_right(wrong)
 
 
-def test_training_asks_in_no_held_out_wording() -> None:
-    """The words around the subject; and no question as it stands."""
+def test_training_uses_no_held_out_wording() -> None:
+    """Checks the words around the subject, and that no question is used verbatim."""
     sentences = {question.messages[-1]["content"].lower() for question in questions() if question.group != "tools"}
     asked = 0
     rng = Random(5)
@@ -150,22 +150,22 @@ def test_training_asks_in_no_held_out_wording() -> None:
     assert not is_new("+ {a}")
 
 
-def test_no_row_asks_in_a_held_out_wording() -> None:
-    """Whatever its numbers; also where a pattern and its subject make the wording together."""
+def test_no_row_uses_a_held_out_wording() -> None:
+    """Checks it for any numbers, and where a pattern and its subject form the wording together."""
     corpus = Corpus(TOKENIZER_FILE, seed=3)
     asked = 0
     for index in range(4):
         for row in corpus.batch(index, rows=64, length=512)[0]:
             text = TOKENIZER.decode(list(row), skip_special_tokens=False)
             if "Tools:" in text:
-                continue  # a function is asked for as a sum is
+                continue  # a question about a function is phrased like one about a sum
             for question in text.split("<|user|>")[1:-1]:
                 assert is_new(re.sub(r"\d+", "_", question.split("<|end|>")[0])), question
                 asked += 1
     assert asked > 2000
 
 
-def test_a_pattern_gives_each_of_its_alternatives() -> None:
+def test_a_pattern_generates_each_of_its_alternatives() -> None:
     rng = Random(0)
     assert {spin(rng, "[a|b [c|d]|] x") for _ in range(200)} == {"a x", "b c x", "b d x", " x"}
     asked = {ask_for(rng, "! add {a} and {b}", "", 3, 4) for _ in range(300)}
@@ -211,7 +211,7 @@ def test_calls_take_their_arguments_from_the_question() -> None:
 # --- training rows -------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_depends_on_seed_and_index_alone() -> None:
+def test_a_batch_depends_only_on_seed_and_index() -> None:
     ids, kinds = Corpus(TOKENIZER_FILE, seed=1).batch(7, rows=4, length=256)
     again, kinds_again = Corpus(TOKENIZER_FILE, seed=1).batch(7, rows=4, length=256)
     other, _ = Corpus(TOKENIZER_FILE, seed=2).batch(7, rows=4, length=256)
@@ -231,7 +231,7 @@ def test_rows_begin_a_conversation_and_are_full(length: int) -> None:
         assert (kinds[ids == marker] < PROMPT).all()
 
 
-def test_no_row_asks_a_held_out_sum() -> None:
+def test_no_row_contains_a_held_out_sum() -> None:
     corpus = Corpus(TOKENIZER_FILE, seed=0)
     asked = 0
     for index in range(8):
@@ -269,13 +269,13 @@ def test_the_vocabulary_is_small_and_knows_the_words() -> None:
 
 
 @pytest.mark.slow
-def test_the_shipped_tokenizer_is_the_one_the_corpus_gives(tmp_path: Path) -> None:
+def test_the_shipped_tokenizer_is_the_one_built_from_the_corpus(tmp_path: Path) -> None:
     demo_tokenizer.write_tokenizer(tmp_path, max_tokens=2048)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / name).read_text() == (MODEL_PATH / name).read_text()
 
 
-def test_the_chat_template_is_what_training_saw() -> None:
+def test_the_chat_template_matches_training() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
@@ -291,7 +291,7 @@ def test_the_chat_template_is_what_training_saw() -> None:
         tokenizer.apply_chat_template([{"role": "critic", "content": "x"}])
 
 
-def test_the_chat_template_tells_functions_in_a_line_each() -> None:
+def test_the_chat_template_lists_functions_one_per_line() -> None:
     from transformers import AutoTokenizer
 
     schema: dict[str, Any] = {
@@ -319,7 +319,7 @@ def test_the_chat_template_tells_functions_in_a_line_each() -> None:
     assert tokenizer.apply_chat_template(developer, tokenize=False) == "<|begin|><|system|>Be brief.<|end|>"
 
 
-def test_the_chat_template_writes_calls_as_the_model_does() -> None:
+def test_the_chat_template_writes_calls_like_the_model() -> None:
     from transformers import AutoTokenizer
 
     call = {"name": "add", "arguments": {"a": 1, "b": "zwölf"}}
@@ -407,5 +407,5 @@ def test_commands_report_bad_arguments_in_one_line(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_the_story_outlasts_the_context() -> None:
+def test_the_story_is_longer_than_the_context() -> None:
     assert len(encode(skills.story_text())) > 2048

@@ -9,7 +9,7 @@ from weft.deploy.fleet.profile import load_profile
 from weft.tools.fleet.h200 import derived
 
 
-def test_the_shipped_profile_is_what_its_sources_give() -> None:
+def test_the_shipped_profile_is_derived_from_its_sources() -> None:
     made, shipped = derived(), load_profile("llama-3-8b-h200")
     assert made.dense_ms == pytest.approx(shipped.dense_ms)
     assert made.energy == shipped.energy

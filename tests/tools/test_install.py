@@ -1,4 +1,4 @@
-"""Which torch is installed where, what pip's output is told as, which versions are asked for."""
+"""The installer: the torch build it chooses, its summary of pip's output, the versions it requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Index(NamedTuple):
 
 @pytest.fixture
 def index() -> Iterator[Index]:
-    """An index of packages that has torch and nothing else."""
+    """A package index that contains only torch."""
     asked: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -57,7 +57,7 @@ def index() -> Iterator[Index]:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No torch, no GPU, no local wheels; a folder for programs, first on the path."""
+    """A machine without torch, GPU or local wheels. A folder for programs is first on the path."""
     monkeypatch.setattr(torch_build, "installed", lambda: "")
     monkeypatch.setattr(torch_build, "local_wheel", lambda _: None)
     monkeypatch.setattr(torch_build, "has_nvidia_gpu", lambda: False)
@@ -65,7 +65,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def _wheel(folder: Path, version: str) -> Path:
-    """The smallest torch that pip takes."""
+    """The smallest torch wheel that pip accepts."""
     path = folder / f"torch-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as wheel:
         info = f"torch-{version}.dist-info"
@@ -82,7 +82,7 @@ def _choose(url: str, device: str = "auto") -> torch_build.Build:
 
 
 @pytest.mark.usefixtures("machine")
-def test_without_a_gpu_the_cpu_index_is_taken_where_it_answers(index: Index) -> None:
+def test_without_a_gpu_the_cpu_index_is_used_if_it_answers(index: Index) -> None:
     build = _choose(index.url)
     assert build.pip == ["--no-deps", "--index", index.url, f"torch=={VERSION}"]
     assert index.asked == ["/torch/"]
@@ -95,13 +95,13 @@ def test_an_index_without_torch_is_none(index: Index) -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_without_the_cpu_index_the_default_is_taken_and_its_size_said() -> None:
+def test_without_the_cpu_index_the_default_is_used_and_its_size_reported() -> None:
     build = _choose("http://127.0.0.1:1")
     assert build.pip == [f"torch=={VERSION}"]
     assert re.search(r"does not answer: the registry's default build, .* GB to download, .* GB on disk", build.why)
 
 
-def test_without_the_cpu_index_a_local_wheel_is_taken_and_its_size_said(
+def test_without_the_cpu_index_a_local_wheel_is_used_and_its_size_reported(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wheel = torch_build.Wheel(f"{VERSION}+cpu", _wheel(machine, f"{VERSION}+cpu"))
@@ -111,7 +111,7 @@ def test_without_the_cpu_index_a_local_wheel_is_taken_and_its_size_said(
     assert build.why.endswith(f"the local wheel {wheel.path.name}, 0 MB")
 
 
-def test_with_a_gpu_the_cuda_build_is_taken_and_no_index_asked(
+def test_with_a_gpu_the_cuda_build_is_used_and_no_index_queried(
     machine: Path, monkeypatch: pytest.MonkeyPatch, index: Index
 ) -> None:
     monkeypatch.setattr(torch_build, "has_nvidia_gpu", lambda: True)
@@ -125,7 +125,7 @@ def test_with_a_gpu_the_cuda_build_is_taken_and_no_index_asked(
 
 
 @pytest.mark.usefixtures("machine")
-def test_cuda_is_taken_when_asked_for(index: Index) -> None:
+def test_cuda_is_used_on_request(index: Index) -> None:
     assert "with CUDA" in _choose(index.url, "cuda").why
 
 
@@ -140,7 +140,7 @@ def test_cuda_is_taken_when_asked_for(index: Index) -> None:
         ("2.12.0+cpu", "cpu", False),
     ],
 )
-def test_an_installed_torch_stays_when_it_fits(
+def test_an_installed_torch_that_fits_is_kept(
     have: str, device: str, stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_build, "installed", lambda: have)
@@ -148,7 +148,7 @@ def test_an_installed_torch_stays_when_it_fits(
 
 
 @pytest.mark.parametrize(("script", "found"), [("echo 'GPU 0: NVIDIA H200'", True), ("exit 9", False), ("", False)])
-def test_a_gpu_is_one_that_nvidia_smi_lists(
+def test_only_gpus_listed_by_nvidia_smi_count(
     script: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if Path("/dev/nvidia0").exists():
@@ -161,7 +161,7 @@ def test_a_gpu_is_one_that_nvidia_smi_lists(
     assert torch_build.has_nvidia_gpu() is found
 
 
-def test_a_silent_index_is_given_up_in_time() -> None:
+def test_an_index_that_does_not_answer_is_given_up_in_time() -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as never_answers:
         begun = time.monotonic()
         assert not torch_build.answers(f"http://127.0.0.1:{never_answers.server_port}/", seconds=0.3)
@@ -169,7 +169,7 @@ def test_a_silent_index_is_given_up_in_time() -> None:
 
 
 @pytest.mark.parametrize("local", ["", "+cpu"])
-def test_pip_finds_the_wheels_of_folders_that_it_is_configured_with(
+def test_pip_finds_the_wheels_of_its_configured_folders(
     local: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
@@ -196,7 +196,7 @@ def test_other_versions_replace_the_pinned_ones() -> None:
         resolve.repin(CONSTRAINTS, ["tourch==1"])
 
 
-def test_resolving_knows_the_configured_index_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolving_uses_only_the_configured_index(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("FIND_LINKS", "/wheels"), ("EXTRA_INDEX_URL", "file:///more"), ("CONFIG_FILE", "/dev/null")):
         monkeypatch.setenv(f"PIP_{name}", value)
     monkeypatch.setenv("UV_FIND_LINKS", "/wheels")
@@ -206,7 +206,7 @@ def test_resolving_knows_the_configured_index_and_nothing_else(monkeypatch: pyte
     assert not environment.keys() & {"PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "UV_FIND_LINKS"}
 
 
-def test_pip_is_told_in_a_few_lines() -> None:
+def test_pip_output_is_summarised_in_a_few_lines() -> None:
     tally = packages.Tally()
     lines = [
         "Collecting a",
@@ -221,13 +221,13 @@ def test_pip_is_told_in_a_few_lines() -> None:
     assert tally.summary(3.2) == "  3 packages, 13 MB downloaded, 3 s"
 
 
-def test_a_failing_pip_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_a_failing_pip_is_shown_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     fake = [sys.executable, "-c", "print('ResolutionImpossible'); raise SystemExit(1)"]
     assert packages.install("weft", fake, []) == 1
     assert capsys.readouterr().out == "weft\nResolutionImpossible\n"
 
 
-def test_archives_that_lack_something_are_refused(tmp_path: Path) -> None:
+def test_incomplete_archives_are_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "weft-1.tar.gz", "w:gz") as source:
         for name in (*package.SOURCE, "engine/__pycache__/x.pyc"):
             if name != "Makefile":
@@ -246,7 +246,7 @@ def test_archives_that_lack_something_are_refused(tmp_path: Path) -> None:
     ]
 
 
-def test_what_the_source_distribution_must_hold_is_in_the_checkout() -> None:
+def test_required_files_of_the_source_distribution_are_in_the_checkout() -> None:
     assert [name for name in package.SOURCE if not (ROOT / name).is_file()] == []
 
 

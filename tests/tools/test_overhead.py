@@ -1,4 +1,4 @@
-"""The overhead around engines is measured at a server: one stream, then several at a time."""
+"""The overhead around engines is measured at a server: one stream, then several in parallel."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ async def watched(*, shared: bool) -> tuple[Observations, Counter[int], list[int
 
 
 @pytest.mark.usefixtures("hurried")
-def test_engines_that_share_cores_are_watched_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_share_cores_are_watched_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overhead, "_engines", three)
     seen, asked, lengths = asyncio.run(watched(shared=True))
     assert ([len(shares) for shares in seen.between], [len(f) for f in seen.firsts]) == ([SHARES] * 3, [3] * 3)
     assert min(*np.mean(seen.between, axis=1), *(s for f in seen.firsts for _, s in f)) > 0
     assert asked[FIRST_TOKENS] == 3 * 3
-    # One for each engine, and those that go on beside prompts.
+    # One for each engine, and those that run during prompts.
     assert asked[STREAM_TOKENS] > 1 + 2 + 3
     assert len(set(lengths)) > 0.9 * len(lengths)
     assert set(seen.silent) == {0}
 
 
 @pytest.mark.usefixtures("hurried")
-def test_of_an_engine_with_its_own_device_only_a_lone_stream_is_watched() -> None:
+def test_for_an_engine_with_its_own_device_only_a_single_stream_is_watched() -> None:
     seen, asked, _ = asyncio.run(watched(shared=False))
     assert (len(seen.between), len(seen.firsts)) == (1, 1)
     assert asked == {STREAM_TOKENS: 1, FIRST_TOKENS: 3}
@@ -58,13 +58,13 @@ def test_of_an_engine_with_its_own_device_only_a_lone_stream_is_watched() -> Non
 
 
 @pytest.mark.usefixtures("hurried")
-def test_a_server_that_does_not_tell_its_engines_is_named() -> None:
+def test_a_server_that_does_not_report_its_engines_is_named() -> None:
     with pytest.raises(LoadError, match="/health says 404"):
         asyncio.run(watched(shared=True))
 
 
 @pytest.mark.usefixtures("hurried")
-def test_answers_without_text_are_asked_for_again_and_counted() -> None:
+def test_answers_without_text_are_repeated_and_counted() -> None:
     async def ask() -> tuple[int, Observations]:
         async with serving(itl=0.001, silent=(1, 2, 4)) as stub:
             seen = await overhead._watch(stub.url, shared=False, lengths=overhead._lengths(LIMITS), seconds=0.0)
@@ -86,7 +86,7 @@ def test_prompts_have_all_lengths_that_an_iteration_takes() -> None:
     assert set(islice(overhead._lengths(Limits(16, 400, 8, 8, 1024)), 9)) == {8}
 
 
-def test_equal_shares_keep_the_mean_however_many_values_there_are() -> None:
+def test_equal_shares_keep_the_mean_for_any_number_of_values() -> None:
     for n in (1, 3, 20, 47):
         values = np.random.default_rng(n).exponential(1.0, n)
         shares = overhead._shares(values)
@@ -96,7 +96,7 @@ def test_equal_shares_keep_the_mean_however_many_values_there_are() -> None:
         assert shares[-1] == pytest.approx(max(values)) or n > SHARES
 
 
-def test_no_number_of_engines_is_quicker_than_fewer() -> None:
+def test_more_engines_are_never_quicker() -> None:
     made = profile(threads=1)
     alone = 1e3 * made.seconds(Features(32, 0, 0, 0, 1))
 
@@ -115,7 +115,7 @@ def test_no_number_of_engines_is_quicker_than_fewer() -> None:
     assert beside.prompts == pytest.approx((1, 1.5, 5 / 3))
     for slower, spread in ((beside.decodes, beside.decodes_spread), (beside.prompts, beside.prompts_spread)):
         assert np.mean(spread, axis=1) == pytest.approx([1.0] * 3)
-        # None is quicker than alone.
+        # None is quicker than on its own.
         assert np.array(slower)[:, None] * spread == pytest.approx(np.maximum(np.array(slower)[:, None] * spread, 1.0))
     assert beside.prompts_spread[0] == pytest.approx([1.0] * SHARES)
     assert beside.prompts_spread[1][-1] > 1.2

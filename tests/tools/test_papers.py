@@ -38,10 +38,10 @@ def test_table_iv_and_the_figures_of_the_paper(tmp_path: Path, capsys: pytest.Ca
     assert "| opt-2.7b | strict | 64 |" in capsys.readouterr().out
 
 
-def test_ctrl_c_lets_the_model_that_is_measured_end_and_none_follows(
+def test_ctrl_c_lets_the_current_model_finish_and_starts_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The process of a model is one that ends at the first Ctrl-C, and leaves its points."""
+    """The process of a model exits at the first Ctrl-C and leaves its points."""
     pytest.importorskip("matplotlib")
     out, points = tmp_path / "out", tmp_path / "points.json"
     curves.save(curve(model="opt-1.3b"), points)
@@ -65,7 +65,7 @@ while True: time.sleep(1)
     assert "| opt-1.3b | MAX |" in capsys.readouterr().out
 
 
-def test_runs_of_longer_prompts_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_longer_prompts_can_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     orders: list[dict[str, Any]] = []
 
@@ -82,12 +82,12 @@ def test_runs_of_longer_prompts_may_be_left_out(tmp_path: Path, monkeypatch: pyt
     assert [order["replicas"] for order in orders] == [0, 0]
 
 
-def test_a_model_that_nobody_knows_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_model_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "batching", "--out", str(tmp_path), "--models", "opt-9b"]) == 2
     assert "unknown model preset 'opt-9b'" in capsys.readouterr().err
 
 
-def test_a_folder_that_nobody_may_write_in_is_told_before_anything_is_measured(
+def test_an_unwritable_folder_is_reported_before_any_measurement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paper, "_run", lambda *_: pytest.fail("it measures"))

@@ -1,4 +1,4 @@
-"""Reading what a GPU did from a Chrome trace: kinds of kernels, idle time, overlap; by hand-made traces."""
+"""Reading GPU activity from a Chrome trace, checked on hand-made traces: kinds of kernels, idle time, overlap."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def kernels(*rows: tuple[str, float, float] | tuple[str, float, float, int]) -> 
 
 
 def iteration(start: float, layer: tuple[str, ...] = LAYER, layers: int = 2) -> tuple[list[Event], float]:
-    """One iteration of the serial plan without gaps, each kernel 10 us but down, 30; and its end."""
+    """One iteration of the serial plan without gaps: each kernel takes 10 us except down, 30; and the iteration's
+    end."""
     events, at = [], start
     names = ["_prepare_kernel", "_embed_kernel", *layer * layers, "_final_norm_kernel", "_matmul_kernel"]
     residuals = 0
@@ -53,7 +54,7 @@ def as_chrome(events: list[Event]) -> list[dict[str, Any]]:
         ("product_qkv", "DecodeKernel", "prefill<64>", "product_residual", "product_gate_up", "product_residual"),
     ],
 )
-def test_the_order_of_a_layer_tells_products_of_one_kernel_apart(layer: tuple[str, ...]) -> None:
+def test_the_order_of_a_layer_identifies_gemms_of_one_kernel(layer: tuple[str, ...]) -> None:
     events, _ = iteration(0.0, layer)
     assert (
         kinds_of(events) == ["element-wise", "element-wise", *KINDS * 2, "element-wise", "lm head"] + ["sampling"] * 2
@@ -61,8 +62,8 @@ def test_the_order_of_a_layer_tells_products_of_one_kernel_apart(layer: tuple[st
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_experts_stand_for_gate_up_and_down(shared: bool) -> None:
-    """Products of one kernel around them keep their names, those of a shared expert included."""
+def test_experts_count_as_gate_up_and_down(shared: bool) -> None:
+    """GEMMs of one kernel around them keep their names, including those of a shared expert."""
     routed = ("_logits_kernel", "_choose_kernel", "_scatter_kernel", "grouped_kernel")
     product = ("product_kernel",) if shared else ()
     layer = (
@@ -75,7 +76,7 @@ def test_experts_stand_for_gate_up_and_down(shared: bool) -> None:
     assert kinds_of(events)[1:] == kinds * 2
 
 
-def test_products_that_send_are_products_and_what_adds_them_up_is_told_apart() -> None:
+def test_gemms_that_send_are_gemms_and_their_sums_are_separate() -> None:
     layer = (
         "product_kernel", "_decode_kernel", "prefill_kernel", "push_kernel", "_reduce_pushed_kernel", "_meet_kernel",
         "mid_kernel", "push_kernel", "_reduce_pushed_kernel", "_meet_kernel",
@@ -85,7 +86,7 @@ def test_products_that_send_are_products_and_what_adds_them_up_is_told_apart() -
     assert kinds_of(events)[1:] == [*KINDS[:4], *sums, "gate-up", "down", *sums] * 2
 
 
-def test_a_trace_that_begins_inside_a_layer_is_read_from_the_next_iteration_on() -> None:
+def test_a_trace_that_starts_inside_a_layer_is_read_from_the_next_iteration() -> None:
     first, end = iteration(0.0)
     second, end = iteration(end)
     third, _ = iteration(end)
@@ -112,7 +113,7 @@ def test_times_of_the_serial_plan_add_up_to_the_iteration() -> None:
     assert figures.idle_inside_us == pytest.approx(0, abs=1e-6)
 
 
-def test_gaps_between_iterations_are_told_from_gaps_inside() -> None:
+def test_gaps_between_iterations_are_distinguished_from_gaps_inside() -> None:
     events, at = [], 0.0
     for gap in (20.0, 70.0, 30.0, 0.0):
         one, end = iteration(at)
@@ -130,7 +131,7 @@ def test_overlapping_streams_are_busy_once_and_count_for_each_kind() -> None:
     events = kernels(
         ("_prepare_kernel", 0, 10),
         ("_qkv_kernel", 10, 40),
-        ("_decode_kernel", 20, 60, 9),  # 20 .. 80, beside qkv until 50
+        ("_decode_kernel", 20, 60, 9),  # 20 .. 80, overlapping qkv until 50
         ("_gate_up_kernel", 60, 10),  # inside decode
         ("_prepare_kernel", 100, 10),
     )
@@ -153,7 +154,7 @@ def test_a_dependent_launch_that_waits_is_not_counted_twice() -> None:
     assert figures.idle_share == 0
 
 
-def test_duration_tells_o_from_down_where_nano_batches_interleave() -> None:
+def test_duration_distinguishes_o_from_down_if_nano_batches_interleave() -> None:
     rows = [
         ("_qkv_kernel", 20.0), ("_qkv_kernel", 22.0), ("_residual_kernel", 14.0), ("_gate_up_kernel", 80.0),
         ("_residual_kernel", 15.0), ("_residual_kernel", 44.0), ("_gate_up_kernel", 82.0), ("_residual_kernel", 45.0),
@@ -166,12 +167,12 @@ def test_duration_tells_o_from_down_where_nano_batches_interleave() -> None:
     assert kinds_of(events) == want * 3
 
 
-def test_a_product_without_a_name_is_not_guessed_where_streams_overlap() -> None:
+def test_a_gemm_without_a_name_is_not_guessed_if_streams_overlap() -> None:
     events = kernels(("product_kernel", 0, 9), ("_decode_kernel", 0, 9, 3), ("product_kernel", 9, 9))
     assert kinds_of(events) == ["product", "decode attention", "product"]
 
 
-def test_kernels_of_others_have_kinds_too() -> None:
+def test_kernels_of_other_libraries_have_kinds_too() -> None:
     names = {
         "void flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, 64>>": "attention",
         "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>": "element-wise",
@@ -207,7 +208,7 @@ def test_a_chrome_trace_gives_its_gpu_events_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": 3'])
-def test_a_file_that_is_no_trace_is_named(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_trace_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "trace.json"
     file.write_text(text)
     with pytest.raises(ValueError, match="is not a Chrome trace"):
