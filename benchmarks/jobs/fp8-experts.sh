@@ -20,7 +20,7 @@ files() {  # NAME SECONDS SECONDS-OF-A-TEST PYTEST-ARGUMENT ...
 }
 kernels=tests/gpu/test_fp8_experts.py
 files portable 60 40 $kernels -k "few or some or many or a_layer_of or tall or gate_of" --deselect \
-    $kernels::test_a_row_is_the_same_to_the_bit_whatever_the_neighbours
+    $kernels::test_a_row_is_the_same_to_the_bit_for_any_neighbours
 files special 60 40 $kernels -k "special or narrow or chosen or whatever_the_neighbours"
 special=$?
 files engine 70 60 tests/gpu/test_fp8_experts_engine.py

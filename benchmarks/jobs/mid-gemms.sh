@@ -10,8 +10,8 @@ FEW=128,384,640,1280,256,768,512,64,1024,1536,896,1792,192
 python -m weft.tools.kernels.mid_tuning --compile --models 8b --tokens $FEW > "$OUT/compile.txt" 2>&1 &
 python benchmarks/jobs/run_cases.py "$OUT/tests" --seconds 100 --processes 6 --together '\[(\d+-)+(?=[a-z_]+\])' \
     tests/gpu/test_mid.py::test_a_tile_of_any_width_gives_the_bits_of_the_widest \
-    tests/gpu/test_mid.py::test_tiles_behind_the_count_in_device_memory_are_skipped \
-    tests/gpu/test_mid.py::test_loading_live_tokens_alone_changes_no_bit_of_them \
+    tests/gpu/test_mid.py::test_tiles_after_the_count_in_device_memory_are_skipped \
+    tests/gpu/test_mid.py::test_loading_only_live_tokens_changes_no_bit_of_them \
     tests/gpu/test_mid.py::test_a_graph_of_many_gives_the_same_each_time \
     tests/gpu/test_mid.py::test_a_tile_gives_the_bits_of_the_widest_for_a_thousand_tokens_too \
     tests/gpu/test_mid.py::test_a_table_takes_effect tests/gpu/test_mid.py::test_heads_of_both_sizes \

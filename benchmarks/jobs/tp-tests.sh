@@ -7,8 +7,8 @@
 set -u
 file=tests/gpu/test_ranks.py
 python -m pytest -q -k "${RANKS:-2}_ranks" -s --durations=0 -p no:cacheprovider -o timeout=200 \
-    $file::test_pages_leave_and_return_beside_iterations_of_a_rank_that_is_behind \
-    $file::test_a_rank_that_is_killed_ends_the_engine_at_once \
+    $file::test_pages_leave_and_return_during_iterations_of_a_slow_rank \
+    $file::test_a_killed_rank_ends_the_engine_at_once \
     $file::test_a_pipeline_gives_the_serial_plans_tokens \
     $file::test_a_batch_invariant_pipeline_gives_the_serial_plans_tokens_and_logprobs \
     $file::test_with_batch_invariance_neighbours_never_change_a_token \

@@ -1,4 +1,4 @@
-"""The search's bench on a rank of a GPU that is not there: `python bench_of_rank.py RANK RANKS FILE OUT`."""
+"""The search's bench on a rank of a simulated GPU: `python bench_of_rank.py RANK RANKS FILE OUT`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.kernels.collectives import peer as kernels
 
 
 class Host:
-    """See `Collectives`: every rank has the same to say, where all times are alike."""
+    """See `Collectives`: every rank returns the same values, because all times are equal."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks

@@ -1,4 +1,4 @@
-"""Kernels against their torch twins: on a CUDA device, or slowly on the CPU under `TRITON_INTERPRET=1`."""
+"""Kernels against their torch references: on a CUDA device, or slowly on the CPU under `TRITON_INTERPRET=1`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def num_sms(device: str) -> int:
 
 @pytest.fixture
 def large(device: str) -> None:
-    """For shapes that the interpreter would not finish."""
+    """For shapes that take the interpreter too long."""
     if device == "cpu":
         pytest.skip("too large for the interpreter")
 
@@ -44,7 +44,8 @@ def seeded() -> None:
 
 @pytest.fixture
 def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted, numbers become bfloat16 and e4m3 as on a GPU: to the nearest. The interpreter cuts them off."""
+    """Interpreted numbers become bfloat16 and e4m3 by rounding to the nearest, as on a GPU. The interpreter truncates
+    them."""
     if not INTERPRETED:
         return
     import numpy as np

@@ -1,6 +1,6 @@
-"""An engine whose runner is a rank of a GPU that is not there: `python engine_of_rank.py RANK RANKS FILE OUT MODEL`.
+"""An engine whose runner is a rank of a simulated GPU: `python engine_of_rank.py RANK RANKS FILE OUT MODEL`.
 
-Every rank's process has the whole engine, which schedules alike everywhere; that stands for the orders of rank 0.
+Every rank's process has the whole engine, which schedules alike everywhere; that replaces the orders of rank 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def served(model: str) -> tuple[dict[int, list[int]], dict[int, list[float]]]:
-    """Tokens, and the log-probabilities that were asked for."""
+    """Tokens, and the requested log-probabilities."""
     harness = Harness(model, **OPTIONS)
     for prompt, asked in zip(PROMPTS, ASKED, strict=True):
         harness.add(prompt, max_tokens=4, ignore_eos=True, **asked)
@@ -66,9 +66,9 @@ def main() -> None:
         assert sizes.total <= ARENA
         device = PeerCollectives(File(sys.argv[3], rank, ranks, 0), rank, ranks, sizes)
         products = [layer[name].weight for layer in weights.layers for name in ("o", "down")]
-        for steps in (Steps(1), Steps(2), Steps(1, 1)):  # what measures leaves nothing behind
+        for steps in (Steps(1), Steps(2), Steps(1, 1)):  # measurements leave nothing behind
             assert device.microseconds(2, steps, own.hidden_size, config.compute_dtype, products) > 0
-        device.use({0: Steps(2), 8: Steps(1, 1)})  # prompts by one way, decodes by another
+        device.use({0: Steps(2), 8: Steps(1, 1)})  # prompts by one path, decodes by another
         return CudaRunner(own, weights, config, rank_group=RankGroup(SingleRank(), device, lambda: None))
 
     monkeypatch = pytest.MonkeyPatch()

@@ -1,7 +1,7 @@
-"""How often an engine's best token is that of float32, over weights made up like trained ones, or learned.
+"""Counts how often an engine's best token is that of float32, over weights made up like trained ones, or learned.
 
-    python tests/gpu/fp8_argmax.py --model-preset llama-3-8b --json argmax.json
-    python tests/gpu/fp8_argmax.py --model-preset llama-3-8b --learn 240 --text docs/*.md --unseen README.md
+python tests/gpu/fp8_argmax.py --model-preset llama-3-8b --json argmax.json python tests/gpu/fp8_argmax.py
+--model-preset llama-3-8b --learn 240 --text docs/*.md --unseen README.md
 
 The float32 model is written out here, in plain torch, over the same tensors: as they are in 16 bits, and as `fp8`
 rounds them, computed side by side, a layer at a time. Engines in 16 bits, with FP8 weights, with FP8 pages and with
@@ -48,7 +48,7 @@ WIDE = "float32"
 
 
 class Reference:
-    """A Llama in float32, twice: over weights in 16 bits and over the same in e4m3."""
+    """A Llama in float32, twice: over weights in 16 bits and over the same weights in e4m3."""
 
     def __init__(self, spec: ModelSpec, tensor: Given, device: torch.device, dtype: torch.dtype) -> None:
         self.spec, self._tensor = spec, tensor
@@ -58,7 +58,7 @@ class Reference:
         return self._tensor(f"{name}.weight", shape).to(self._dtype)
 
     def _matrix(self, name: str, *shape: int) -> tuple[Tensor, Tensor]:
-        """As it is and as FP8 has it, float32."""
+        """The matrix as it is and rounded to FP8, float32."""
         weight = self._get(name, *shape)
         return weight.float(), fp8.weight_values(fp8.quantize_weight(weight))
 
@@ -99,7 +99,7 @@ class Reference:
 
 
 def told(config: dict[str, Any], prompts: np.ndarray) -> np.ndarray:
-    """The best token behind each position but the last `[B, T - 1]`, of an engine."""
+    """An engine's best token after each position but the last, `[B, T - 1]`."""
     engine = Engine(EngineConfig(**config))
     for handle, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=1)
@@ -109,7 +109,7 @@ def told(config: dict[str, Any], prompts: np.ndarray) -> np.ndarray:
         outputs = engine.step()
         if outputs is not None:
             for handle, entries in outputs.prompt_logprobs.items():
-                best[handle] += [int(e.ids[1]) for e in entries]  # behind the prompt's own
+                best[handle] += [int(e.ids[1]) for e in entries]  # after the prompt's own
     engine.close()
     return np.array([best[handle] for handle in range(len(prompts))])
 

@@ -1,4 +1,4 @@
-"""A GPU that is not there: `CudaRunner` on the CPU, its kernels interpreted, streams and graphs in order of launch."""
+"""A simulated GPU: `CudaRunner` on the CPU, with interpreted kernels, and streams and graphs in order of launch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.kernels.common.gpu import Gpu, compiling_for
 
 
 class InOrder:
-    """A stream or an event of a device that runs what it is given at once, in the order of launch."""
+    """A stream or an event of a device that runs each operation at once, in the order of launch."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.records = 0
@@ -44,7 +44,7 @@ class InOrder:
 
 
 class Replayed:
-    """A graph: what was captured, launched again."""
+    """A graph: launches what was captured again."""
 
     def __init__(self, launch: Callable[[], object] | None = None) -> None:
         if launch is not None:
@@ -56,14 +56,14 @@ def _capture_while_running(_: cuda_runner.CudaRunner, graph: Replayed, launch: C
 
 
 def _numbers(x: Any) -> Any:
-    """The numbers of a tile; those of e4m3 lie there as bytes."""
+    """The numbers of a tile. A tile of e4m3 holds bytes."""
     if x.dtype.scalar != tl.float8e4nv:
         return x.data
     return interpreter._convert_float(x.data, tl.float8e4nv, tl.float16, None).view(np.float16)
 
 
 def exact_dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
-    """A product of 16-bit tiles rounded once. BLAS adds in an order that depends on a row's place in its tile."""
+    """A GEMM of 16-bit tiles, rounded once. BLAS adds in an order that depends on a row's place in its tile."""
     product = np.matmul(_numbers(a).astype(np.float64), _numbers(b).astype(np.float64))
     return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
@@ -78,7 +78,7 @@ def _capture(runner: cuda_runner.CudaRunner, pipeline: Pipeline) -> Any:
 
 @contextlib.contextmanager
 def streams_in_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside, tensors of the CPU stand for those of a GPU of four SMs."""
+    """Within this context, tensors of the CPU stand for those of a GPU of four SMs."""
     zeros, empty = torch.zeros, torch.empty
     monkeypatch.setattr(torch.cuda, "Stream", InOrder)
     monkeypatch.setattr(torch.cuda, "Event", InOrder)
@@ -94,7 +94,7 @@ def streams_in_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interpreted_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside, an engine with `device="cuda"` runs interpreted on the CPU."""
+    """Within this context, an engine with `device="cuda"` runs interpreted on the CPU."""
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

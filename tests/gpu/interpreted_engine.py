@@ -1,4 +1,4 @@
-"""A whole engine whose kernels are interpreted, beside `transformers` in float32."""
+"""A whole engine with interpreted kernels, compared with `transformers` in float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_interpreted(
     path: Path, prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, within: float, *,
     model_options: dict[str, Any], **options: Any,
 ) -> None:  # fmt: skip
-    """Two tokens of each prompt are the likeliest, and their log-probabilities `within` of the exact ones."""
+    """The two tokens of each prompt are the likeliest, and their log-probabilities are `within` of the exact ones."""
     with interpreted_gpu(monkeypatch):
         harness = Harness(
             path, **{

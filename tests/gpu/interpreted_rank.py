@@ -1,6 +1,6 @@
-"""A rank of a GPU that is not there, as a process: `python interpreted_rank.py RANK RANKS FILE OUT MODEL…`.
+"""A rank of a simulated GPU, as a process: `python interpreted_rank.py RANK RANKS FILE OUT MODEL…`.
 
-FILE is the memory that all ranks share, for as long as they run; what the rank comes to is saved as OUT.
+FILE is the memory that all ranks share while they run. The rank's results are saved as OUT.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.projections import linear_project
 
 MAPPED: list[np.memmap] = []
-"""what kernels know the addresses of"""
+"""arrays whose addresses the kernels get"""
 ARENA = 4 << 20
 """bytes of a rank in one case"""
 TOKENS = 8
@@ -41,14 +41,14 @@ CUTS = ((0, 128), (128, 256))
 WIDE = 128
 """hidden size of the model that has a plan: each of two ranks owns a tile's columns"""
 SUMS = (5, 200)
-"""tokens and hidden size: parts of a row that are not alike"""
+"""tokens and hidden size: splits of a row that differ"""
 PRODUCT = (19, 128, 64)
 """tokens, hidden size and depth: two tiles of tokens"""
 TILES = GemmConfig(16, 64, 64, 2, 4, swap=True, slices=1)
 
 
 def models() -> dict[str, ModelSpec]:
-    """One of each kind of layer that ranks are told apart by."""
+    """One model of each kind of layer that distinguishes ranks."""
     plain = replace(_spec(64, 128, 4, 2, 32), vocab_size=161)
     return {
         "llama": plain,
@@ -69,7 +69,7 @@ def partial_sums(rank: int) -> tuple[Tensor, Tensor]:
 
 
 class File:
-    """See `ranks.peer_memory.PeerMemory`. index: of the case, each of which has memory of its own."""
+    """See `ranks.peer_memory.PeerMemory`. index: of the case; each has its own memory."""
 
     def __init__(self, path: str, rank: int, ranks: int, index: int) -> None:
         self._all = [np.memmap(path, np.uint8, "r+", (index * ranks + r) * ARENA, (ARENA,)) for r in range(ranks)]
@@ -82,7 +82,7 @@ class File:
 def collectives_of(
     memory: File, rank: int, ranks: int, steps: Steps, max_tokens: int = 64, **fields: int
 ) -> PeerCollectives:
-    """fields: of the model, if others."""
+    """fields: of the model, if they differ."""
     spec = replace(models()["llama"], shard_of=Shard(rank, ranks), **fields)
     found = PeerCollectives(memory, rank, ranks, PeerLayout(spec, max_tokens, 64, torch.float16))
     found.use({0: steps})
@@ -90,7 +90,7 @@ def collectives_of(
 
 
 def sums(c: PeerCollectives) -> list[Tensor]:
-    """x and the squares of its parts, twice over, by one graph that is launched three times; then what was gathered."""
+    """x and its partial sums of squares, twice, by one graph that is launched three times; then what was gathered."""
     partial, stream = partial_sums(c.rank)
     places = [c.allocate(SUMS, torch.float16) for _ in range(2)]
     x, sumsq = c.allocate(SUMS, torch.float16), c.allocate((c.ranks, SUMS[0]), torch.float32)
@@ -111,7 +111,7 @@ def sums(c: PeerCollectives) -> list[Tensor]:
 
 
 def product(rank: int, launch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a rank multiplies, `[T, K]` and `[H, K]`, its bias `[H]`, and the stream."""
+    """The operands of a rank, `[T, K]` and `[H, K]`, its bias `[H]`, and the stream."""
     generator = torch.Generator().manual_seed(launch)
     tokens, hidden, depth = PRODUCT
     every = [
@@ -123,10 +123,8 @@ def product(rank: int, launch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def pushed(c: PeerCollectives, *, want: bool) -> list[Tensor]:
-    """Sums behind products that write to the ranks, in a graph that is launched twice: x and its squares.
-
-    want: that they do.
-    """
+    """Sums after GEMMs that write to the ranks, in a graph that is launched twice: x and its squares. want: whether
+    they do."""
     tokens, hidden, _ = PRODUCT
     places = [c.allocate((tokens, hidden), torch.float16) for _ in range(2)]
     x, sumsq = c.allocate((tokens, hidden), torch.float16), c.allocate((c.ranks, tokens), torch.float32)
@@ -151,7 +149,7 @@ def pushed(c: PeerCollectives, *, want: bool) -> list[Tensor]:
 
 
 def logits(name: str, c: PeerCollectives | None, rank: int, ranks: int) -> list[Tensor]:
-    """Of two iterations, each sampled: this rank's part of the logits, and the tokens."""
+    """Two iterations, each sampled: this rank's shard of the logits, and the tokens."""
     spec = models()[name].shard(rank, ranks)
     machine = Machine(spec, LOAD, "cpu", bucket=TOKENS, collectives=c, whole=models()[name])
     here = gpu()
@@ -166,7 +164,7 @@ def logits(name: str, c: PeerCollectives | None, rank: int, ranks: int) -> list[
 
 
 def side_by_side(spec: ModelSpec, sms: int) -> Period:
-    """Sums of one nano-batch beside the products of the other; those of `down` are of a product that is whole."""
+    """Sums of one nano-batch overlap with the GEMMs of the other; those of `down` belong to a whole GEMM."""
     operations: list[NanoOperation] = []
     for op in spec.layer_operations():
         ahead = op.name in ("qkv", "decode", "prefill")
@@ -178,7 +176,7 @@ def side_by_side(spec: ModelSpec, sms: int) -> Period:
 
 
 def planned(c: PeerCollectives) -> list[Tensor]:
-    """This rank's part of the logits of the serial plan, and of a pipeline: no product sends, then some do, to all
+    """This rank's shard of the logits of the serial plan, and of a pipeline: first no GEMM sends, then some do, to all
     ranks and to the owner of the columns."""
     whole = replace(_spec(WIDE, 128, 4, 2, 32), vocab_size=161)
     spec = whole.shard(c.rank, c.ranks)
@@ -196,7 +194,7 @@ def planned(c: PeerCollectives) -> list[Tensor]:
         c.use({0: steps}, push_nano_batches=True)
         sent.clear()
         found.append(machine.logits(pipeline))
-        # o's two halves of each layer; the sums of down, which is one product, are of halves
+        # o's two halves of each layer; the sums of down, which is one GEMM, are of halves
         assert sent == [True] * 2 * spec.num_layers, sent
     return found
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter without work whose result nobody reads: it takes half as long and computes the same."""
+"""Triton's interpreter without work whose result is never read: it takes half as long and computes the same."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from triton.runtime import interpreter
 
 
 class _Stays:
-    """What a launch puts back at its end: nothing."""
+    """What a launch restores at its end: nothing."""
 
     def restore(self) -> None: ...
 
 
 def make_quick() -> None:
-    """In this process; call it once."""
+    """Patch the interpreter of this process. Call it once."""
     interpreter._patch_lang = _patching_once()
     builder = interpreter.interpreter_builder
-    # whether integers overflow is computed in 64 bits at each sum, and looked at only by `debug`
+    # integer overflow is computed in 64 bits at each sum, and read only in `debug`
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
 
 
 def _patching_once() -> Any:
-    """`triton.language` means what the interpreter has it mean from the first launch on. Else it is searched for what
-    to replace at every launch, and at every call of a function of Triton's such as `tl.max`."""
+    """`triton.language` keeps the interpreter's definitions after the first launch. Otherwise every launch, and every
+    call of a function of Triton's such as `tl.max`, searches it for names to replace."""
     patch = interpreter._patch_lang
     patched: set[Any] = set()
     met: set[Any] = set()

@@ -31,8 +31,8 @@ def norm_rows(
     *,
     centred: bool,
 ) -> Fp8Rows:
-    """What a GEMM after a norm reads; the rows' 1 / rms is in where the norm has a bias: see `fp8_rows`.
-    sumsq `[T]`."""
+    """The operand of a GEMM after a norm. The rows' 1 / rms is included if the norm has a bias: see `fp8_rows`. sumsq
+    `[T]`."""
     h = x.float()
     if centred:
         h = h - h.mean(-1, keepdim=True)
@@ -63,7 +63,7 @@ def qkv_project(
     *,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `reference.qkv_project` -> q `[T, Hq, D]` of `dtype`; kv may be e4m3, with its scales."""
+    """Like `reference.qkv_project` -> q `[T, Hq, D]` of `dtype`; kv may be e4m3, with its scales."""
     num_kv_heads, head_dim = kv.shape[-2], kv.shape[-1]
     qkv = _normed_product(x, sumsq, weight, bias, eps).view(len(x.values), -1, head_dim)
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -74,7 +74,7 @@ def qkv_project(
     for i, part in enumerate((k.to(dtype), v.to(dtype))):
         if kv_scales is None:
             kv[page, layer, i, offset] = part.to(kv.dtype)
-        else:  # torch indexes no e4m3 on the CPU
+        else:  # torch cannot index e4m3 on the CPU
             stored = quantize_kv(part, kv_scales.inverse[layer, i])
             kv.view(torch.uint8)[page, layer, i, offset] = stored.view(torch.uint8)
     return q.to(dtype)
@@ -97,7 +97,7 @@ def gate_up_project(
     activation: str = "silu",
     bias: Tensor | None = None,
 ) -> Fp8Rows:
-    """Norm, gate-up matrix `[2 I, H]` (rows alternate), bias, SwiGLU or a kin of it -> the next GEMM's operand."""
+    """Norm, gate-up matrix `[2 I, H]` (rows alternate), bias, SwiGLU or a variant of it -> the next GEMM's operand."""
     y = _normed_product(x, sumsq, weight, bias, eps)
     return quantize_rows(gated(activation, y[:, 0::2], y[:, 1::2]))
 
@@ -118,6 +118,6 @@ def linear_project(
 
 
 def kv_values(kv: Tensor, scales: KvScales) -> Tensor:
-    """What pages `[pages, layers, 2, page_size, Hkv, D]` in e4m3 stand for: float32 of the same shape."""
+    """The values of pages `[pages, layers, 2, page_size, Hkv, D]` in e4m3: float32 of the same shape."""
     assert kv.dtype == E4M3
     return kv.float() * scales.scale[:, :, None, :, None]

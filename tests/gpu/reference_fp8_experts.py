@@ -19,7 +19,7 @@ def _expert(weight: Fp8Weight, index: int) -> Fp8Weight:
 
 
 def _rows(a: Fp8Rows, index: Tensor | slice) -> Fp8Rows:
-    # torch indexes no e4m3 on the CPU
+    # torch cannot index e4m3 on the CPU
     values = a.values.view(torch.uint8)[index].view(a.values.dtype)
     return Fp8Rows(values, a.scale[:, index])
 
@@ -62,9 +62,8 @@ def experts_residual(
     bias: Tensor | None = None,
     next_norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Fp8Rows]:
-    """x plus the weighted sum of what the experts' matrices `[E, H, I]` make of h `[T * K, I]`, rounded once, its sum
-    of squares `[T]`, and it, times `next_norm [H]`, as the next GEMM's operand.
-    """
+    """x plus the weighted sum of the experts' outputs: matrices `[E, H, I]` applied to h `[T * K, I]`, rounded once,
+    its sum of squares `[T]`, and it, times `next_norm [H]`, as the next GEMM's operand."""
     y = torch.empty(len(h.values), weight.values.shape[1], device=x.device)
     at = 0
     for expert, count in enumerate(routing.counts):

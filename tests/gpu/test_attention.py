@@ -1,4 +1,4 @@
-"""Paged attention against plain attention in float32, over a pool in which all but the requests' own tokens is NaN."""
+"""Paged attention against plain attention in float32, over a pool that is NaN except for the requests' own tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYERS, LAYER = 3, 1
 
 
 class Bent(NamedTuple):
-    """What a model does to scores, beside the causal mask."""
+    """Changes of a model to scores, in addition to the causal mask."""
 
     window: int | None = None
     softcap: float = 0.0
@@ -43,12 +43,12 @@ PORTABLE = partial(decode_attention, portable=True)
 def pool(
     lengths: list[int], page: int, kv_heads: int, d: int, dtype: torch.dtype, device: str
 ) -> tuple[Tensor, Tensor]:
-    """A poisoned pool and the page table of requests of these lengths, at random places."""
+    """A poisoned pool and the page table of requests of these lengths, at random positions."""
     counts = [-(-n // page) for n in lengths]
     total = sum(counts) + 2
     kv = torch.full((total, LAYERS, 2, page, kv_heads, d), float("nan"), dtype=dtype, device=device)
     ids = (torch.randperm(total - 1)[: sum(counts)] + 1).tolist()
-    # a row at least, as an engine's has: kernels look into it before they know whether there is work
+    # at least one row, as in an engine: kernels read it before they know whether there is work
     table = torch.zeros(max(1, len(lengths)), max(counts, default=0) + 1, dtype=torch.int32)
     for i, (n, c) in enumerate(zip(lengths, counts, strict=True)):
         mine = [ids.pop() for _ in range(c)]
@@ -61,7 +61,7 @@ def pool(
 
 
 def forget(kv: Tensor, table: Tensor, first_seen: list[int], page: int) -> None:
-    """Give back the pages that lie wholly behind what is seen: others may have written anything there."""
+    """Free the pages that lie wholly before what is seen: other requests may have written anything there."""
     for row, seen in zip(table, first_seen, strict=True):
         for j in range(seen // page):
             kv[int(row[j])] = float("nan")
@@ -93,7 +93,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def upload(items: np.ndarray, fields: int, device: str) -> tuple[Tensor, Tensor]:
-    """Work items in a larger buffer, as an engine would hold them, and their number."""
+    """Work items in a larger buffer, as in an engine, and their number."""
     room = torch.full((len(items) + 5, fields), -1, dtype=torch.int32)
     room[: len(items)] = torch.from_numpy(items)
     return room.to(device), torch.tensor([len(items)], dtype=torch.int32, device=device)
@@ -249,7 +249,7 @@ def test_hopper_decode_does_not_depend_on_timing(device: str, num_sms: int, hopp
     assert error(outs[0], want) < 6e-3
 
 
-def test_hopper_decode_of_nothing_writes_nothing(device: str, num_sms: int, hopper: Callable[..., Tensor]) -> None:
+def test_hopper_decode_of_no_request_writes_nothing(device: str, num_sms: int, hopper: Callable[..., Tensor]) -> None:
     kv, table = pool([1], 64, 2, 128, torch.bfloat16, device)
     q = torch.randn(1, 8, 128, device=device).to(torch.bfloat16)
     out = torch.full((1, 8 * 128), float("nan"), dtype=torch.bfloat16, device=device)
@@ -331,13 +331,13 @@ def test_prefill_of_many_long_chunks(page: int, device: str, num_sms: int) -> No
     )
 
 
-def test_plans_of_nothing_are_empty() -> None:
+def test_plans_without_requests_are_empty() -> None:
     none = np.zeros(0, np.int64)
     assert decode_items(none, num_kv_heads=8, num_programs=132, max_slots=64).shape == (0, ITEM_FIELDS)
     assert prefill_items(none, none, none, none, group=4).shape == (0, TILE_FIELDS)
 
 
-def test_decode_parts_fit_the_workspace_and_cover_every_token_once() -> None:
+def test_decode_splits_fit_the_workspace_and_cover_every_token_once() -> None:
     rng = np.random.default_rng(0)
     for _ in range(200):
         lengths = rng.integers(1, 40000, rng.integers(1, 80))

@@ -1,4 +1,4 @@
-"""The attention back ends on a GPU, ours inside a captured graph, against attention by its definition."""
+"""The attention back ends on a GPU, ours in a captured graph, against attention by its definition."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_triton_attends_as_defined_inside_a_graph(heads: int, kv_heads: int, d: 
 @pytest.mark.parametrize("windows", [(None, 100), (100, None), (None,), (300,)], ids=str)
 @pytest.mark.parametrize(("softcap", "scale", "has_sinks"), [(0.0, None, False), (5.0, 0.2, True)])
 @pytest.mark.parametrize("d", [64, 128])
-def test_triton_heeds_what_a_layer_does_to_scores(
+def test_triton_applies_the_score_changes_of_a_layer(
     windows: tuple[int | None, ...], softcap: float, scale: float | None, has_sinks: bool, d: int, num_sms: int
 ) -> None:
     it = iteration(DECODES, CHUNKS, 8, 2, d, 64, torch.bfloat16, "cuda")

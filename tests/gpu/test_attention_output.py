@@ -1,4 +1,4 @@
-"""The operand that attention, or the embedding, leaves: to the bit what a pass over rows of 16 bits makes of them."""
+"""The operand that attention, or the embedding, writes is bit-identical to that of a pass over rows of 16 bits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def hopper(device: str) -> None:
 
 
 def assert_left(attend: Callable[[Output], object], q: Tensor, written: slice) -> None:
-    """`attend` leaves in an operand what it leaves in 16 bits, quantised, and no row but those `written`."""
+    """`attend` writes to an operand the same values as in 16 bits, quantized, and no row except those `written`."""
     tokens, width = len(q), q.shape[1] * D
     plain = torch.zeros(tokens, width, dtype=q.dtype, device=q.device)
     attend(plain)
@@ -62,7 +62,7 @@ def assert_left(attend: Callable[[Output], object], q: Tensor, written: slice) -
 
 
 def spread(kv: Tensor) -> None:
-    """V of the heads of widely different sizes, the first head's nothing."""
+    """V of heads of widely different sizes; the first head's is zero."""
     plane = kv[:, LAYER, 1]
     heads = plane.shape[2]
     size = torch.logspace(-3, 3, heads, device=kv.device) if kv.dtype != E4M3 else torch.ones(heads, device=kv.device)
@@ -117,7 +117,7 @@ HOPPER = [
     *((group, BF16, 64, PLAIN) for group in (1, 3, 4, 7, 8)), (4, FP16, 64, PLAIN), (16, FP16, 64, PLAIN),
     *((4, BF16, page, PLAIN) for page in (16, 32, 128)), *((4, BF16, 64, bent) for bent in BENT),
 ]  # fmt: skip
-"""query heads of a KV head, dtype, page size, and what becomes of scores"""
+"""query heads of a KV head, dtype, page size, and the changes to scores"""
 
 
 @pytest.mark.parametrize(("group", "dtype", "page", "bent"), HOPPER, ids=str)
@@ -144,8 +144,8 @@ def check_prefill(
     chunks: list[tuple[int, int]], group: int, page: int, dtype: torch.dtype, device: str, num_sms: int, way: str,
     bent: Bent = PLAIN,
 ) -> None:  # fmt: skip
-    """chunks: (tokens already in pages, queries). way: "portable", "whole" tiles or those "cut" along their keys, over
-    pages in 16 bits; pages in FP8 "directly", or "unpacked" before."""
+    """chunks: (tokens already in pages, queries). way: "portable", "whole" tiles or tiles "cut" along their keys, over
+    pages in 16 bits; pages in FP8 "directly", or "unpacked" first."""
     kv_heads, lengths, pages_of_eight = 2, [c + n for c, n in chunks], way in ("directly", "unpacked")
     queries, cached = np.array([n for _, n in chunks]), np.array([c for c, _ in chunks])
     first = np.cumsum(queries) - queries + 3
@@ -231,7 +231,7 @@ def test_one_launch_of_decodes_and_chunks(group: int, device: str, num_sms: int)
         assert_left(attend, q, slice(0, -2))
 
 
-def test_only_whole_blocks_are_heads(device: str, num_sms: int) -> None:
+def test_only_whole_blocks_may_be_heads(device: str, num_sms: int) -> None:
     kv, table = pool([3], 16, 2, 64, FP16, device)
     q, work = torch.randn(1, 4, 64, device=device).half(), upload(np.zeros((0, ITEM_FIELDS), np.int32), 8, device)
     with pytest.raises(ValueError, match="heads of 128"):
@@ -248,7 +248,7 @@ def test_only_whole_blocks_are_heads(device: str, num_sms: int) -> None:
 @pytest.mark.parametrize("span", [128, 256])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("hidden", [48, 128, 2096, 4096])
-def test_the_embedding_leaves_the_first_layers_operand(hidden: int, norm: bool, span: int, device: str) -> None:
+def test_the_embedding_writes_the_first_layers_operand(hidden: int, norm: bool, span: int, device: str) -> None:
     table = (torch.randn(50, hidden, device=device) * torch.logspace(-3, 3, hidden, device=device)).to(BF16)
     table[7, :48] = 0.0
     ids = torch.tensor([3, 7, 49, 7], device=device)

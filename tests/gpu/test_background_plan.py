@@ -1,4 +1,4 @@
-"""A plan's pipelines that come while the serial plan serves: the same tokens before, meanwhile and after."""
+"""A plan's pipelines that become ready while the serial plan serves: the same tokens before, during and after."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HERE = torch.cuda.is_available()
 
 
 def two_lanes(spec: ModelSpec, tokens: int, sms: int, min_tokens: int) -> Period:
-    """One nano-batch, attention in a lane of its own: what the serial plan adds up, in its order."""
+    """One nano-batch with attention in its own lane: the sums of the serial plan, in its order."""
     attention = {operation.name for operation in spec.layer_operations() if operation.role.attends}
     operations = tuple(
         NanoOperation(operation.name, 0, tokens, sms, "memory" if operation.name in attention else "compute")
@@ -53,7 +53,7 @@ def plan_file(path: Path, spec: ModelSpec, device: str, dtype: torch.dtype, *siz
     here = gpu()
     assert here is not None
     buckets = [0, *token_buckets(max(sizes))]
-    # of the serial plan's own sizes: one that served a smaller iteration would take other tiles
+    # sizes of the serial plan: one that served a smaller iteration would use other tiles
     periods = tuple(two_lanes(spec, size, here.sms, buckets[buckets.index(size) - 1] + 1) for size in sizes)
     for period in periods:
         period.check(spec, here.sms)
@@ -62,7 +62,7 @@ def plan_file(path: Path, spec: ModelSpec, device: str, dtype: torch.dtype, *siz
 
 
 def lanes_used(harness: Harness) -> list[int]:
-    """From now on: how many lanes ran each iteration of a size that the plan has a pipeline for."""
+    """Records from now on how many lanes ran each iteration of a size that the plan has a pipeline for."""
     used: list[int] = []
     pipelines = harness.engine.runner._pipelines
     of, sizes = pipelines.of, {pipeline.tokens for pipeline in pipelines.planned}
@@ -79,10 +79,10 @@ def lanes_used(harness: Harness) -> list[int]:
 
 @pytest.mark.nightly
 @pytest.mark.skipif(HERE, reason="a GPU runs the real thing")
-def test_interpreted_pipelines_that_come_meanwhile_change_no_token(
+def test_interpreted_pipelines_that_become_ready_while_serving_change_no_token(
     device: str, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its steps between iterations of a request: before, meanwhile and after, it gets the serial plan's tokens."""
+    """It steps between iterations of a request: before, during and after, the request gets the serial plan's tokens."""
     assert device == "cpu"
     monkeypatch.setattr(preparation, "SLICE_SECONDS", 0.0)
     model = tiny_model("yi")
@@ -110,7 +110,7 @@ def test_interpreted_pipelines_that_come_meanwhile_change_no_token(
         assert harness.engine.stats().plan == PlanStats(1, 0, 0)
         assert answer(harness, three_steps) == right
         assert used == sorted(used)
-        assert set(used) == {1, 2}  # the pipeline came while it was answered
+        assert set(used) == {1, 2}  # the pipeline became ready during the request
         assert harness.engine.stats().plan == PlanStats(1, 1, 0)
         harness.engine.close()
 
@@ -140,7 +140,7 @@ def a_plan(tmp_path: Path) -> str:
 
 
 class Talk:
-    """The same prompts, asked again and again."""
+    """The same prompts, sent repeatedly."""
 
     def __init__(self, count: int = 24) -> None:
         rng = np.random.default_rng(4)
@@ -153,7 +153,8 @@ class Talk:
         return [harness.tokens[handle] for handle in handles]
 
     def until_done(self, harness: Harness, right: list[list[int]], share: float = 1.0) -> int:
-        """Ask while the plan comes; how many times. share: of the answers that must be right."""
+        """Send the prompts while the plan becomes ready and return how many times. share: of the answers that must be
+        right."""
         begun, times = time.monotonic(), 0
         while harness.engine.pause is not None:
             assert time.monotonic() - begun < TIMEOUT_SECONDS
@@ -169,12 +170,12 @@ def serial_answers(talk: Talk) -> list[list[int]]:
     answers = talk.ask(harness)
     harness.engine.close()
     del harness
-    give_memory_back()
+    release_memory()
     return answers
 
 
-def give_memory_back() -> None:
-    """What an engine that nobody names any more held: its graphs and pages name each other."""
+def release_memory() -> None:
+    """The memory of an engine without references: its graphs and pages refer to each other."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -229,9 +230,9 @@ def test_from_an_empty_cache_to_the_whole_plan_no_token_changes(
     harness.engine.close()
     del harness, watched, used
     monkeypatch.undo()
-    give_memory_back()
+    release_memory()
 
-    # again, with everything in the cache, and none of it asked for before it is whole
+    # again, with everything in the cache, and no kernel requested before it is complete
     harness = Harness("demo", **options)
     begun = time.monotonic()
     while harness.engine.pause is not None:
@@ -242,12 +243,12 @@ def test_from_an_empty_cache_to_the_whole_plan_no_token_changes(
     assert talk.ask(harness) == before
     harness.engine.close()
     del harness
-    give_memory_back()
+    release_memory()
     assert serial_answers(talk) == before
 
 
 @on_a_gpu
-def test_a_capture_that_breaks_off_leaves_its_pipeline_out_and_the_others_come(
+def test_a_capture_that_fails_drops_its_pipeline_and_keeps_the_others(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = Talk()
@@ -275,13 +276,13 @@ def test_a_capture_that_breaks_off_leaves_its_pipeline_out_and_the_others_come(
 
 
 @on_a_gpu
-def test_pages_leave_and_come_back_while_graphs_are_captured(plan: str, tmp_path: Path) -> None:
+def test_pages_leave_and_return_while_graphs_are_captured(plan: str, tmp_path: Path) -> None:
     talk = Talk()
     right = serial_answers(talk)
     options = SMALL | {"prefix_caching": True, "host_kv_gib": 0.3, "kv_cache_gib": None, "num_pages": 300}
     harness = Harness("demo", **options, plan=plan, wait_for_plan=False, cache_dir=str(tmp_path))
     harness.poison_pages()
-    talk.until_done(harness, right, 0.8)  # what is found in pages is no part of a chunk: sums of bf16 in another order
+    talk.until_done(harness, right, 0.8)  # cached pages are not part of a chunk: sums of bf16 in another order
     tiers = harness.engine.tiers
     assert tiers is not None
     stats = harness.engine.stats()
@@ -293,7 +294,7 @@ def test_pages_leave_and_come_back_while_graphs_are_captured(plan: str, tmp_path
 
 @on_a_gpu
 @pytest.mark.slow
-def test_a_daemon_tells_how_far_its_plan_is_and_ends_in_the_middle(plan: str, tmp_path: Path) -> None:
+def test_a_daemon_reports_the_progress_of_its_plan_and_stops_in_the_middle(plan: str, tmp_path: Path) -> None:
     options = ("--device", "cuda", "--max-num-seqs", "64", "--max-num-batched-tokens", "256", "--kv-cache-gib", "1",
                "--plan", plan, "--no-wait-for-plan", "--cache-dir", str(tmp_path))  # fmt: skip
     body = {"prompt": "What is 12 + 30?", "max_tokens": 8, "temperature": 0}

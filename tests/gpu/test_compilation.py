@@ -1,4 +1,4 @@
-"""That what a starting engine compiles beside itself is all that it launches."""
+"""A starting engine launches only kernels that its background compilation has compiled."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Engines on a GPU over random checkpoints of each dense family, against `transformers`; a few families interpreted.
 
-On a GPU: logits in bfloat16 beside float32, and what graphs generate. Windows end within the prompts.
+On a GPU: logits in bfloat16 compared with float32, and what graphs generate. Windows end within the prompts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 1408, "word_embed_proj_dim": 512, "init_std": 0.03},
     "gpt2": {"n_embd": 512, "n_head": 8},
 }
-"""what is not as in WIDE: head sizes as the family's models have them"""
+"""differences from WIDE: head sizes as the family's models have them"""
 FROM_HIDDEN = ("phi", "phi3", "phi4", "olmo2", "granite", "smollm3", "starcoder2", "opt", "gpt2", "llama2")
 """families without a `head_dim` of their own"""
 
@@ -75,20 +75,20 @@ def _prompts() -> list[np.ndarray]:
 
 
 def _oracle(path: Path) -> Any:
-    """Eager: torch's fused attention knows no soft-cap, and some versions of transformers leave it out silently."""
+    """Eager: torch's fused attention has no soft-cap, and some versions of transformers omit it silently."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return model.cuda()
 
 
 def _exact(model: Any, prompt: np.ndarray, answer: list[int]) -> torch.Tensor:
-    """`[answer, V]` float32: the oracle's logits behind the prompt and each token of the answer but the last."""
+    """`[answer, V]` float32: the oracle's logits after the prompt and after each token of the answer but the last."""
     with torch.inference_mode():
         ids = torch.from_numpy(np.concatenate((prompt, answer))).cuda()[None]
         return model(ids).logits[0, len(prompt) - 1 : -1].float()
 
 
 def _as_good_as_the_best(exact: torch.Tensor, answer: list[int]) -> int:
-    """How many tokens are: which of two that are equally good is chosen, rounding decides."""
+    """How many tokens are. Rounding decides between two that are equally good."""
     chosen = exact.gather(1, torch.tensor(answer, device=exact.device)[:, None])[:, 0]
     return int((exact.max(-1).values - chosen <= 4e-2 * exact.std(-1)).sum())
 
@@ -109,7 +109,7 @@ def test_logits_of_each_family_are_near_those_of_transformers(family: str, tmp_p
         harness.run()
         rows.append(harness.engine.runner._executor.logits[0].clone())
     more = [harness.add(prompt, max_tokens=24, ignore_eos=True, **GREEDY) for prompt in prompts]
-    harness.run()  # together: chunks beside decodes, and contexts that outgrow windows while they decode
+    harness.run()  # together: chunks with decodes, and contexts that outgrow windows while they decode
     model = _oracle(path)
     worst, good, total = 0.0, 0, 0
     for prompt, mine, first, handle in zip(prompts, rows, handles, more, strict=True):
@@ -150,6 +150,6 @@ def test_windows_that_end_within_their_contexts(family: str, pages: int, tiny_mo
 def test_an_interpreted_engine_gives_transformers_tokens(
     family: str, device: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Norms at every place, activations, learned positions, biases, windows that end, experts: a whole iteration."""
+    """Norms in every position, activations, learned positions, biases, windows that end, experts: a whole iteration."""
     assert device == "cpu"
     check_interpreted(tiny_model(family), _prompts()[:2], monkeypatch, 0.03, model_options={})

@@ -94,7 +94,7 @@ def test_logprobs_bias_and_penalties_agree_with_the_cpu() -> None:
         assert a.values[0] == pytest.approx(b.values[0], abs=0.5)
 
 
-def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_crowd() -> None:
+def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch() -> None:
     alone = Harness("demo", num_pages=200, **SMALL)
     alone.add([5, 60, 70, 80], temperature=0.7, seed=42, max_tokens=20, ignore_eos=True)
     alone.run()

@@ -88,8 +88,8 @@ class Machine:
         self, spec: ModelSpec, load: Load, device: str, *, bucket: int = 0, invariant: bool = False,
         collectives: DeviceCollectives | None = None, whole: ModelSpec | None = None,
     ) -> None:  # fmt: skip
-        """bucket: of the longest period that is run, where that is more than the load's tokens. whole: what `spec` is
-        a rank's part of."""
+        """bucket: of the longest period that is run, if that is more than the load's tokens. whole: the model that
+        `spec` is a rank's shard of."""
         here = gpu()
         assert here is not None
         self.spec, self.load, self.sms, self.device = spec, load, here.sms, device
@@ -118,7 +118,7 @@ class Machine:
         self.executor.last_token.copy_(torch.arange(load.tokens) % spec.vocab_size)
 
     def logits(self, period: Period, split_tokens: int = 2048) -> Tensor:
-        """`[requests, V]`. split_tokens: where decode attention is cut."""
+        """`[requests, V]`. split_tokens: the split size of decode attention."""
         period.check(self.spec, self.sms)
         kv, inputs, pipeline = self._kv.clone(), self.executor.inputs, Pipeline(period, self.spec)
         inputs._sent_pages[:] = 0
@@ -131,7 +131,7 @@ class Machine:
         self.executor.forward(pipeline, kv, rows)
         return self.executor.logits[:rows].clone()
 
-    def twins(self) -> Tensor:
+    def reference_logits(self) -> Tensor:
         """The same logits from the CPU's executor, in float32."""
         batch, spec = self.batch, self.spec
         weights = load_weights(
@@ -189,7 +189,7 @@ def _sampled(batch: Batch) -> Batch:
 def _pipeline(
     cuts: tuple[int, ...], config: GemmConfig | None, sms: int, attention_sms: int, spec: ModelSpec, offload: str
 ) -> Period:
-    """While one nano-batch attends, the others go through the matrices, some of them a layer ahead."""
+    """While one nano-batch attends, the others run their GEMMs, some of them a layer ahead."""
     ranges = list(zip((0, *cuts[:-1]), cuts, strict=True))
     operations = []
     roles = Role.PROJECTION, Role.EXPERTS
@@ -199,7 +199,7 @@ def _pipeline(
         operations.append(NanoOperation("qkv", *own, sms - attention_sms, next_layer=True, config=config))
         lane: Any = "memory" if k % 2 == 0 else "compute"
         operations += [NanoOperation(n, *own, attention_sms, lane, next_layer=True) for n in ("decode", "prefill")]
-    # prefill attention of a range needs the keys of all before it: they stand before it in the list
+    # prefill attention of a range needs the keys of all before it, which precede it in the list
     return Period(cuts[-1], tuple(operations), offload=offload)
 
 
@@ -212,7 +212,7 @@ def _serial(spec: ModelSpec, tokens: int, sms: int, config: GemmConfig | None) -
     return msgspec.structs.replace(period, operations=tuple(operations))
 
 
-# Interpreted, the last one stands for the others by day: it has ranges of both widths, on both lanes.
+# Interpreted, the last one stands for the others in the day run: it has ranges of both widths, on both lanes.
 MORE = () if torch.cuda.is_available() else pytest.mark.nightly
 
 
@@ -224,7 +224,7 @@ def test_a_pipeline_gives_the_serial_plans_logits_to_the_bit(cuts: tuple[int, ..
     large = device == "cuda"
     spec = _spec(1024, 3584, 8, 2, 128) if large else _spec(128, 192, 4, 2, 64)
     config = (SPECIAL if torch.cuda.get_device_capability()[0] == 9 else SMALL) if large else SMALL
-    # less than the bucket: the last places are padding
+    # less than the bucket: the last rows are padding
     machine = Machine(spec, Load(380, 90 if large else 30, 200 if large else 60, 75), device)
     want = machine.logits(_serial(spec, cuts[-1], machine.sms, config))
     assert want.isfinite().all()
@@ -237,7 +237,7 @@ def test_a_pipeline_gives_the_serial_plans_logits_to_the_bit(cuts: tuple[int, ..
 
 
 @pytest.mark.usefixtures("streams")
-def test_a_batch_invariant_pipeline_gives_the_serial_plans_logits_to_the_bit_whatever_the_tiles(
+def test_a_batch_invariant_pipeline_gives_the_serial_plans_logits_to_the_bit_for_any_tiles(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = device == "cuda"
@@ -257,7 +257,7 @@ def test_a_batch_invariant_pipeline_gives_the_serial_plans_logits_to_the_bit_wha
 
 @pytest.mark.usefixtures("streams", "rounded")
 @pytest.mark.nightly
-def test_a_pipeline_of_products_in_fp8_gives_the_serial_plans_logits_to_the_bit(device: str) -> None:
+def test_a_pipeline_of_fp8_gemms_gives_the_serial_plans_logits_to_the_bit(device: str) -> None:
     large = device == "cuda"
     sizes = (1024, 3584, 8, 2, 128) if large else (128, 192, 2, 1, 128)
     spec = replace(_spec(*sizes), quantization=Quantization("fp8", at_load=True))
@@ -272,8 +272,8 @@ def test_a_pipeline_of_products_in_fp8_gives_the_serial_plans_logits_to_the_bit(
 
 
 @pytest.mark.usefixtures("streams", "rounded")
-def test_attention_that_leaves_operands_changes_no_bit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a pass over rows of 16 bits; with all rows, and where those that nobody reads leave the last layer."""
+def test_attention_that_writes_operands_changes_no_bit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compared with a pass over rows of 16 bits: with all rows, and when unread rows leave the last layer."""
     large = device == "cuda"
     sizes = (1024, 3584, 8, 2, 128) if large else (128, 128, 2, 1, 128)
     spec = replace(_spec(*sizes), quantization=Quantization("fp8", at_load=True))
@@ -297,7 +297,7 @@ def test_attention_that_leaves_operands_changes_no_bit(device: str, monkeypatch:
 
 
 @pytest.mark.usefixtures("streams")
-def test_rows_that_nobody_reads_leave_the_last_layer_and_no_bit_of_the_others_changes(
+def test_unread_rows_leave_the_last_layer_and_no_bit_of_the_others_changes(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = device == "cuda"
@@ -316,8 +316,9 @@ def test_rows_that_nobody_reads_leave_the_last_layer_and_no_bit_of_the_others_ch
 
 
 @pytest.mark.usefixtures("streams")
-def test_where_the_order_of_sums_differs_logits_are_near(device: str) -> None:
-    """Decode attention cut elsewhere; products with other feature tiles, whose partial squares group differently."""
+def test_if_the_order_of_sums_differs_logits_are_near(device: str) -> None:
+    """Decode attention is split differently; GEMMs have other feature tiles, whose partial squares group
+    differently."""
     spec = _spec(1024, 3584, 8, 2, 128) if device == "cuda" else _spec(128, 192, 4, 2, 64)
     machine = Machine(spec, Load(256, 4, 600, 84), device)
     want = machine.logits(_serial(spec, 256, machine.sms, SMALL))
@@ -331,7 +332,7 @@ def test_where_the_order_of_sums_differs_logits_are_near(device: str) -> None:
 
 @pytest.mark.usefixtures("streams")
 def test_norms_of_heads_are_batch_invariant(device: str) -> None:
-    """The same bits in buckets with tiles of their own; as near the twins as where the product's epilogue norms."""
+    """The same bits in buckets with tiles of their own; as near the references as when the GEMM's epilogue norms."""
     large = device == "cuda"
     spec = replace(_spec(1024, 3584, 8, 4, 128) if large else _spec(64, 64, 2, 1, 64), qk_norm="head")
     load = Load(28, 5, 20, 11)
@@ -340,22 +341,22 @@ def test_norms_of_heads_are_batch_invariant(device: str) -> None:
     want, *others = (machine.logits(serial_period(spec, bucket, machine.sms)) for bucket in buckets)
     for other in others:
         assert torch.equal(other, want)
-    twins = machine.twins()
-    assert twins.std() > 0.01
-    assert float((want.cpu() - twins).norm() / twins.norm()) < 2e-2
+    reference_logits = machine.reference_logits()
+    assert reference_logits.std() > 0.01
+    assert float((want.cpu() - reference_logits).norm() / reference_logits.norm()) < 2e-2
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gpt-oss"])
 @pytest.mark.usefixtures("streams")
-def test_models_of_experts_give_the_twins_logits(family: str, device: str) -> None:
+def test_models_of_experts_give_the_references_logits(family: str, device: str) -> None:
     large = device == "cuda"
     spec = _expert_specs(*((1024, 896, 8, 2, 128) if large else (128, 96, 4, 2, 64)))[family]
     load, bucket = (Load(90, 20, 60, 40), 128) if large else (Load(28, 5, 20, 11), 32)
     machine = Machine(spec, load, device)
     got = machine.logits(serial_period(spec, bucket, machine.sms)).cpu()
-    want = machine.twins()
+    want = machine.reference_logits()
     assert want.std() > 0.01
-    # Of most rows: where two experts are near a tie, rounding chooses.
+    # For most rows: if two experts are near a tie, rounding chooses.
     differences = (got - want).norm(dim=1) / want.norm(dim=1)
     assert differences.median() < 2e-2
     assert float((got - want).norm() / want.norm()) < (0.2 if large else 2e-2)
@@ -389,12 +390,12 @@ def test_a_plan_for_layers_of_two_kinds_is_refused() -> None:
         Pipeline(_pipeline((128, 256), SMALL, 4, 2, spec, "router"), spec)
 
 
-def test_a_product_is_asked_to_send_its_partial_sums_where_their_sum_is_of_the_same_tokens() -> None:
+def test_a_gemm_sends_its_partial_sums_if_their_sum_is_of_the_same_tokens() -> None:
     spec = _spec(64, 128, 4, 2, 32).shard(0, 2)
     asked: list[tuple[int, int | None]] = []
 
     def push(*_: Any, turn: int, begin: int | None, among: int | None) -> bool:
-        assert among == (None if begin is None else 256)  # all send as an iteration of so many tokens does
+        assert among == (None if begin is None else 256)  # all send as an iteration of this many tokens does
         asked.append((turn, begin))
         return True
 
@@ -411,7 +412,7 @@ def test_a_product_is_asked_to_send_its_partial_sums_where_their_sum_is_of_the_s
     whole, halves = ((0, 256),), ((0, 128), (128, 256))
     for cuts, of_o, want in (
         (whole, whole, [(1, None)]),
-        (halves, halves, [(1, 0), (1, 128)]),  # whether they do is for collectives to say
+        (halves, halves, [(1, 0), (1, 128)]),  # collectives decide whether they do
         (halves, whole, []),
     ):
         period = Period(
@@ -432,7 +433,7 @@ def test_a_product_is_asked_to_send_its_partial_sums_where_their_sum_is_of_the_s
         assert asked == want
 
 
-def test_one_launch_of_attention_goes_the_way_that_the_iteration_takes() -> None:
+def test_one_launch_of_attention_takes_the_path_of_the_iteration() -> None:
     asked: list[str] = []
     layers: Any = SimpleNamespace(
         _attend=lambda attend, _: attend(),
@@ -450,7 +451,7 @@ def test_one_launch_of_attention_goes_the_way_that_the_iteration_takes() -> None
     assert asked == ["decode", "prefill", "lists", "together", "prefill"]
 
 
-def test_an_iteration_replays_the_graph_of_its_way() -> None:
+def test_an_iteration_replays_the_graph_of_its_path() -> None:
     graphs: Any = _Graphs("model", "sample", {"together": "both", "tiles": "one list"})
     alone: Any = _Graphs("model", "sample", {})
     wanted = {"pod_together": "both", "pod_tiles": "one list", "pod_in_turn": "model", "chunks": "model"}

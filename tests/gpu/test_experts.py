@@ -1,4 +1,4 @@
-"""The kernels of experts against their twins: routers of all kinds, and the products whatever the imbalance."""
+"""The kernels of experts against their references: routers of all kinds, and the GEMMs at any imbalance."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def live(tokens: int, device: str) -> Tensor:
 def routed(
     x: Tensor, weight: Tensor, kind: str, top: int, tokens: int, parts: int = 4, **options: Any
 ) -> tuple[router.Choice, experts_reference.Routing, Tensor]:  # fmt: skip
-    """The choice for the first `tokens` rows of x, the twin's, and partial sums of squares of all rows."""
+    """The choice for the first `tokens` rows of x, the reference's choice, and partial sums of squares of all rows."""
     sumsq = x.float().square().view(len(x), parts, -1).sum(-1).t().contiguous()
     out = router.choice_buffers(len(x), x.shape[1], len(weight), top, x.device)
     for tensor in out:
@@ -69,7 +69,7 @@ def test_every_kind_of_router(kind: str, count: int, top: int, options: dict[str
     assert error(got.weights[:67].gather(1, got.experts[:67].long().argsort()), want.weights.gather(
         1, want.experts.argsort())) < 1e-5  # fmt: skip
     assert got.counts.sum(0).tolist() == want.counts
-    # a token's place among those of its tile that take the same expert
+    # a token's place among those of its tile that use the same expert
     for first in range(0, 67, router.TILE):
         own = got.experts[first : min(67, first + router.TILE)]
         for e in range(count):
@@ -126,7 +126,7 @@ def check(
     assert out[tokens:].isnan().all()
     if not tokens:
         return out[:0]
-    # The twin in float32, with the kernel's choice: near ties may fall either way.
+    # The reference in float32, with the kernel's choice: near ties may go either way.
     flat = choice.experts[:tokens].long().flatten()
     mine = experts_reference.Routing(
         choice.experts[:tokens].long(), choice.weights[:tokens], torch.argsort(flat, stable=True),
@@ -191,7 +191,7 @@ def test_layers_of_experts(
 
 
 @pytest.mark.usefixtures("large")
-def test_a_row_is_the_same_to_the_bit_whatever_the_tiles_and_the_neighbours(device: str, num_sms: int) -> None:
+def test_a_row_is_the_same_to_the_bit_for_any_tiles_and_neighbours(device: str, num_sms: int) -> None:
     outs = []
     for config in (TINY, TALL, SPECIAL, SPECIAL._replace(stages=3, group=2)):
         torch.manual_seed(3)

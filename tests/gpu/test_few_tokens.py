@@ -1,4 +1,4 @@
-"""Which kernel attends for an iteration of few tokens."""
+"""The kernel that attends in an iteration of few tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMS = 4
 def plain(
     tokens: int, monkeypatch: pytest.MonkeyPatch, *, num_sms: int | None = None, page: int = 64, **options: Any
 ) -> bool:
-    """Whether an iteration of so many tokens has its decodes in the plain kernel."""
+    """Whether an iteration of `tokens` tokens runs its decodes in the plain kernel."""
     asked = []
     monkeypatch.setattr(attention_triton, "decode_attention", lambda *_, portable, **__: asked.append(portable))
     shape = AttentionShape(4, 2, 64, page, torch.float16, torch.device("meta"))
@@ -31,17 +31,17 @@ def plain(
     return bool(found)
 
 
-def test_few_tokens_have_the_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_tokens_use_the_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [plain(tokens, monkeypatch) for tokens in (1, FEW_TOKENS, FEW_TOKENS + 1)] == [True, True, False]
 
 
-def test_small_pages_have_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_pages_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not plain(1, monkeypatch, page=16)
 
 
-def test_beside_products_the_kernel_stays_that_of_the_sms_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_to_gemms_the_kernel_stays_that_of_its_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not plain(1, monkeypatch, num_sms=SMS - 1)
 
 
-def test_sums_that_depend_on_nobody_have_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariant_sums_have_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not plain(1, monkeypatch, batch_invariant=True)

@@ -1,4 +1,4 @@
-"""Paged attention over pages in e4m3 against plain attention in float32 over what they stand for."""
+"""Paged attention over pages in e4m3 against plain attention in float32 over their values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHORT = [1, 64, 150, 33]
 
 
 def eight(lengths: list[int], page: int, kv_heads: int, d: int, device: str) -> tuple[Tensor, Tensor, KvScales, Tensor]:
-    """A poisoned pool in e4m3, its page table, its scales (all different), and what it stands for."""
+    """A poisoned pool in e4m3, its page table, its scales (all different), and its values."""
     values, table = pool(lengths, page, kv_heads, d, torch.float32, device)
     scale = torch.linspace(0.004, 0.02, LAYERS * 2 * kv_heads, device=device).view(LAYERS, 2, kv_heads)
     scales = fp8.kv_scales(scale)
@@ -152,7 +152,7 @@ def test_hopper_decode_of_one_long_request_is_split(
 
 
 def in_16_bits(kv: Tensor, scales: KvScales, table: Tensor, pages: list[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """A request's pages behind those of the one before: pages of 16 bits of one layer, and the table of them."""
+    """A request's pages after those of the previous one: pages of 16 bits of one layer, and their table."""
     numbers = torch.cat([table[i, :count] for i, count in enumerate(pages)]).to(torch.int32)
     none = torch.zeros(0, dtype=torch.int32, device=kv.device)
     room = sum(pages) + 2

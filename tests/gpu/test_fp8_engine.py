@@ -1,4 +1,5 @@
-"""An engine with weights or pages in FP8 on a GPU (or interpreted) beside the CPU's, which computes by the twins."""
+"""An engine with weights or pages in FP8 on a GPU (or interpreted), compared with the CPU's, which uses the
+references."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ SIZES: dict[str, Any] = {
 
 
 WIDE: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
-"""of families "NAME, wide heads": whose attention leaves operands"""
+"""of families "NAME, wide heads": whose attention writes operands"""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         name, _, wide = family.partition(", ")
         path, model = tmp_path_factory.mktemp(name), make_tiny(name, **SIZES | (WIDE if wide else {}))
         for name, weight in model.named_parameters():
-            if "norm" in name:  # which an operand must have been multiplied by
+            if "norm" in name:  # an operand must have been multiplied by these
                 torch.nn.init.uniform_(weight, 0.4, 1.6)
         model.save_pretrained(path)
         return path
@@ -70,8 +71,8 @@ def served(path: Path, prompts: list[np.ndarray], **options: Any) -> tuple[list[
 WEIGHTS, PAGES = {"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}
 
 
-def check_beside_twins(path: Path, formats: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks beside decodes: operands that one iteration leaves for products of several sizes."""
+def check_against_references(path: Path, formats: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks with decodes: one iteration writes operands for GEMMs of several sizes."""
     rng = np.random.default_rng(2)
     prompts = [rng.integers(3, 199, n) for n in (5, 36)]
     want, known = served(path, prompts, device="cpu", dtype="float32", **formats)
@@ -84,7 +85,7 @@ def check_beside_twins(path: Path, formats: dict[str, Any], monkeypatch: pytest.
     for theirs, ours, exact, logged in zip(want, got, known, mine, strict=True):
         for token, other, e, m in zip(theirs, ours, exact, logged, strict=True):
             assert float(m.values[0]) == pytest.approx(float(e.values[0]), abs=0.15)
-            if token != other:  # two that are equally good: what follows is another text
+            if token != other:  # two that are equally good: the text after it differs
                 break
     assert sum(theirs == ours for theirs, ours in zip(want, got, strict=True)) >= 1
 
@@ -102,17 +103,17 @@ def check_beside_twins(path: Path, formats: dict[str, Any], monkeypatch: pytest.
     ],
     ids=str,
 )
-def test_its_tokens_are_those_of_the_twins(
+def test_its_tokens_are_those_of_the_references(
     family: str, formats: dict[str, Any], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_beside_twins(checkpoint(family), formats, monkeypatch)
+    check_against_references(checkpoint(family), formats, monkeypatch)
 
 
 @pytest.mark.parametrize("formats", [WEIGHTS | PAGES, pytest.param(WEIGHTS, marks=pytest.mark.nightly)], ids=str)
-def test_operands_that_attention_leaves_are_those_of_a_pass_over_its_rows(
+def test_operands_written_by_attention_are_those_of_a_pass_over_its_rows(
     formats: dict[str, Any], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit; pages that chunks see are put into 16 bits as far as there is room, where a GPU does so."""
+    """Compares bits. Pages that chunks read are converted to 16 bits as far as there is memory, if a GPU does so."""
     path, rng = checkpoint("llama3.1, wide heads"), np.random.default_rng(12)
     prompts = [rng.integers(3, 199, n) for n in (5, 36)]
     options: dict[str, Any] = {"device": "cuda", "dtype": "float16", "tuning_seconds": 0, **formats}
@@ -142,12 +143,12 @@ APART: dict[str, dict[str, Any]] = {
     "glm4": {"hidden_size": 144, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
     "phi3": {"hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1},
 }
-"""families with unfused FP8 GEMMs (`cuda_fp8_unfused`), each with sizes that its norms, heads and widths show in:
-two blocks of activations, the second not full; heads of 80, 96, 256"""
+"""families with unfused FP8 GEMMs (`cuda_fp8_unfused`), each with sizes that exercise its norms, heads and widths: two
+blocks of activations, the second not full; heads of 80, 96, 256"""
 MORE: dict[str, Any] = {"intermediate_size": 144, "initializer_range": 0.05}
 
 
-def save_apart(family: str, path: Path) -> Path:
+def save_unfused(family: str, path: Path) -> Path:
     own = {} if family in ("opt", "gpt2") else MORE
     layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": 2}
     if family == "gemma3":
@@ -156,7 +157,7 @@ def save_apart(family: str, path: Path) -> Path:
 
 
 def scored(path: Path, prompts: list[np.ndarray], **options: Any) -> torch.Tensor:
-    """Log-probabilities of all prompts' tokens but the first, chunks of 16 beside decodes."""
+    """Log-probabilities of all prompts' tokens but the first, in chunks of 16 with decodes."""
     harness = Harness(
         path, page_size=16, max_num_seqs=2, max_num_batched_tokens=16, num_pages=24, prefix_caching=False, **options
     )
@@ -169,33 +170,33 @@ def scored(path: Path, prompts: list[np.ndarray], **options: Any) -> torch.Tenso
 @pytest.mark.parametrize(
     ("family", "formats"),
     [
-        ("opt", WEIGHTS),  # LayerNorm with biases, an MLP without a gate, biases of products
-        ("gemma2", WEIGHTS | PAGES),  # norms before and behind, heads of 96
-        pytest.param("olmo2", WEIGHTS, marks=pytest.mark.nightly),  # norms behind, one over all heads
+        ("opt", WEIGHTS),  # LayerNorm with biases, an MLP without a gate, biases of GEMMs
+        ("gemma2", WEIGHTS | PAGES),  # norms before and after, heads of 96
+        pytest.param("olmo2", WEIGHTS, marks=pytest.mark.nightly),  # norms after, one over all heads
         pytest.param("phi", WEIGHTS | PAGES, marks=pytest.mark.nightly),  # a parallel block, heads of 80
         pytest.param("gemma", WEIGHTS, marks=pytest.mark.nightly),  # heads of 256
         pytest.param("gemma3", WEIGHTS, marks=pytest.mark.nightly),
         pytest.param("gpt2", WEIGHTS, marks=pytest.mark.nightly),
         pytest.param("starcoder2", WEIGHTS, marks=pytest.mark.nightly),
         pytest.param("glm4", WEIGHTS, marks=pytest.mark.nightly),
-        pytest.param("phi3", WEIGHTS, marks=pytest.mark.nightly),  # as llama, but for heads of 96
+        pytest.param("phi3", WEIGHTS, marks=pytest.mark.nightly),  # like llama, but with heads of 96
     ],
     ids=str,
 )
-def test_families_whose_products_stand_apart_score_texts_as_the_twins_do(
+def test_families_with_unfused_gemms_score_texts_as_the_references_do(
     family: str, formats: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_scores_as_the_twins(save_apart(family, tmp_path), formats, monkeypatch)
+    assert_scores_as_references(save_unfused(family, tmp_path), formats, monkeypatch)
 
 
 @pytest.mark.parametrize("formats", [WEIGHTS | PAGES, pytest.param(WEIGHTS, marks=pytest.mark.nightly)], ids=str)
-def test_where_attention_leaves_operands_texts_are_scored_as_by_the_twins(
+def test_if_attention_writes_operands_texts_are_scored_as_by_the_references(
     formats: dict[str, Any], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_scores_as_the_twins(checkpoint("llama3.1, wide heads"), formats, monkeypatch)
+    assert_scores_as_references(checkpoint("llama3.1, wide heads"), formats, monkeypatch)
 
 
-def assert_scores_as_the_twins(path: Path, formats: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_scores_as_references(path: Path, formats: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(2)
     prompts = [rng.integers(3, 199, n) for n in (5, 20)]
     unrounded = scored(path, prompts, device="cpu", dtype="float32")
@@ -204,7 +205,7 @@ def assert_scores_as_the_twins(path: Path, formats: dict[str, Any], monkeypatch:
         monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
     with contextlib.nullcontext() if HERE else interpreted_gpu(monkeypatch):
         got = scored(path, prompts, device="cuda", dtype="float16", tuning_seconds=0, **formats)
-    # in 16 bits a number falls to the other side of a tie in e4m3 here and there; a norm that lacks is much more
+    # in 16 bits a number sometimes falls to the other side of a tie in e4m3; a missing norm changes much more
     assert (got - want).norm() < 1.5 * (want - unrounded).norm()
 
 
@@ -212,7 +213,7 @@ def assert_scores_as_the_twins(path: Path, formats: dict[str, Any], monkeypatch:
 def test_many_tokens_whose_stream_is_scaled_by_256_columns(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As wide models have it from some 700 tokens on; a decode behind it, of few tokens, has 128 again."""
+    """As in wide models from about 700 tokens on; a decode after it, of few tokens, has 128 again."""
     path, rng = checkpoint("llama3.1"), np.random.default_rng(5)
     prompts = [rng.integers(3, 199, n) for n in (150, 200)]
     options: dict[str, Any] = {"max_num_batched_tokens": 512, "num_pages": 48, **WEIGHTS, **PAGES}
@@ -242,11 +243,11 @@ def test_many_tokens_whose_stream_is_scaled_by_256_columns(
         pytest.param("olmo2", marks=pytest.mark.nightly),
     ],
 )
-def test_with_batch_invariance_a_request_has_its_bits_whatever_runs_beside_it(
+def test_with_batch_invariance_a_request_has_the_same_bits_in_any_batch(
     family: str, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs of other sizes, whose products would be cut in other ways; heads with a norm and without."""
-    path = save_apart(family, tmp_path) if family in APART else checkpoint(family)
+    """Graphs of other sizes, whose GEMMs would be split differently; heads with a norm and without."""
+    path = save_unfused(family, tmp_path) if family in APART else checkpoint(family)
     rng = np.random.default_rng(4)
     prompts = [rng.integers(3, 199, n) for n in (7, 40)]
     options: dict[str, Any] = {
@@ -263,10 +264,10 @@ def test_with_batch_invariance_a_request_has_its_bits_whatever_runs_beside_it(
 
 
 @pytest.mark.nightly
-def test_a_checkpoint_with_static_scales_is_served_with_scales_made_on_the_way(
+def test_a_checkpoint_with_static_scales_is_served_with_dynamic_scales(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the twins serve its matrices with dynamic activations; q, k and v have a scale each."""
+    """As the references serve its matrices with dynamic activations; q, k and v have a scale each."""
     path, _ = write_fp8(checkpoint("llama3.1"), tmp_path, "compressed-tensors, tensor, static")
     like = tmp_path / "dynamic"
     shutil.copytree(path, like)
@@ -284,13 +285,13 @@ def test_a_checkpoint_with_static_scales_is_served_with_scales_made_on_the_way(
     assert got[0][0] == want[0][0]
 
 
-def test_weights_alone_in_fp8_are_served_in_16_bits(
+def test_weight_only_fp8_is_served_in_16_bits(
     checkpoint: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As the CPU does, which keeps them in FP8 and multiplies what they stand for."""
+    """As the CPU does, which keeps them in FP8 and multiplies their values."""
     path, _ = write_fp8(checkpoint("llama3.1"), tmp_path, "compressed-tensors, weights alone")
     prompts = [np.random.default_rng(8).integers(3, 199, 9)]
     want = scored(path, prompts, device="cpu", dtype="float32")
@@ -303,10 +304,10 @@ def test_weights_alone_in_fp8_are_served_in_16_bits(
 
 
 @pytest.mark.parametrize("room", [2, pytest.param(200, marks=pytest.mark.nightly)])
-def test_chunks_read_pages_in_16_bits_as_far_as_there_is_room(
+def test_chunks_read_pages_in_16_bits_as_far_as_there_is_memory(
     room: int, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Contexts of one and of three pages; as a GPU does whose kernels do not ask for it."""
+    """Contexts of one and of three pages; as on a GPU whose kernels do not request it."""
     path = checkpoint("llama3.1")
     prompts = [np.random.default_rng(6).integers(3, 199, n) for n in (5, 36)]
     options: dict[str, Any] = {"device": "cuda", "dtype": "float16", "tuning_seconds": 0, **PAGES}
@@ -318,18 +319,18 @@ def test_chunks_read_pages_in_16_bits_as_far_as_there_is_room(
         unpacked.append(int(inputs.column["unpacked"][0]))
         return made
 
-    def told() -> Any:
+    def conversions() -> Any:
         with contextlib.nullcontext() if HERE else interpreted_gpu(monkeypatch):
             return served(path, prompts, **options)
 
     if not HERE:
         monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
     monkeypatch.setattr(cuda_inputs, "unpacking_is_faster", lambda _: False)
-    tokens, known = told()
+    tokens, known = conversions()
     monkeypatch.setattr(cuda_inputs, "unpacking_is_faster", lambda _: True)
     monkeypatch.setattr(cuda_inputs, "UNPACKED_TOKENS", (16 * room - 32, 16 * room - 32))
     monkeypatch.setattr(DeviceInputs, "send", noted)
-    same, mine = told()
+    same, mine = conversions()
     assert max(unpacked) == (1 if room == 2 else 3)
     assert same == tokens
     for exact, logged in zip(known, mine, strict=True):
@@ -337,8 +338,8 @@ def test_chunks_read_pages_in_16_bits_as_far_as_there_is_room(
             assert float(m.values[0]) == pytest.approx(float(e.values[0]), abs=0.03)
 
 
-def test_heads_reach_pages_in_fp8_as_the_numbers_of_16_bit_pages_over_their_scales(device: str) -> None:
-    """To the bit; q does not notice. 7 tokens of 4 and 2 heads, slots in any order."""
+def test_heads_write_fp8_pages_as_16_bit_pages_divided_by_their_scales(device: str) -> None:
+    """Compares bits; q does not change. 7 tokens of 4 and 2 heads, slots in any order."""
     layers, page, heads, kv_heads, d = 2, 16, 4, 2, 64
     generator = torch.Generator().manual_seed(3)
     raw = torch.randn(7, (heads + 2 * kv_heads) * d, generator=generator).to(torch.float16).to(device)

@@ -1,4 +1,4 @@
-"""The FP8 kernels of a layer of experts against their twins, whatever the imbalance."""
+"""The FP8 kernels of a layer of experts against their references, at any imbalance."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def matrices(count: int, out: int, inner: int, blocked: bool, device: str) -> Fp
 
 
 def stream(room: int, hidden: int, device: str) -> tuple[Tensor, Tensor, Tensor, Fp8Rows]:
-    """x with outlier channels, its partial sums of squares, a norm's weight and the operand that both make."""
+    """x with outlier channels, its partial sums of squares, a norm's weight and the operand made from both."""
     x = torch.randn(room, hidden, device=device) * 3
     x[:, 3] *= 20
     x = x.to(torch.bfloat16 if device == "cuda" else torch.float16)
@@ -67,7 +67,7 @@ def check(
 ) -> tuple[Tensor, Fp8Rows]:  # fmt: skip
     """`tokens` of `room` rows through a layer of experts. only: the router sends all tokens to these first ones."""
     x, sumsq, _, operand = stream(room, hidden, device)
-    # gate and up have blocks of their own, whose rows then alternate
+    # gate and up have their own blocks, whose rows then alternate
     halves = [matrices(count, inter, hidden, blocked, device) for _ in range(2)]
     gate_up = Fp8Weight(*(torch.stack(pair, 2).flatten(1, 2) for pair in zip(*halves, strict=True)))
     down = matrices(count, hidden, inter, blocked, device)
@@ -101,7 +101,7 @@ def check(
     assert out[tokens:].isnan().all()
     if not tokens:
         return out[:0], following
-    # the twin with the kernel's choice: near ties may fall either way
+    # the reference with the kernel's choice: near ties may go either way
     flat = choice.experts[:tokens].long().flatten()
     mine = experts_reference.Routing(
         choice.experts[:tokens].long(), choice.weights[:tokens], torch.argsort(flat, stable=True),
@@ -117,9 +117,9 @@ def check(
     here = rows_of(h, place)
     assert error(row_values(here), row_values(want_h)) < 0.02
     same = here.values.view(torch.uint8) == want_h.values.view(torch.uint8)
-    assert float(same.float().mean()) > 0.98  # sums that were rounded the other way fall a step off
+    assert float(same.float().mean()) > 0.98  # sums that were rounded the other way are one step off
     assert float((here.scale == want_h.scale).float().mean()) > 0.98
-    # behind it, from the kernel's own hidden part: else what was rounded the other way is counted twice
+    # after it, from the kernel's hidden part: otherwise a value rounded the other way counts twice
     want, _, wanted = fp8_experts_reference.experts_residual(
         here, mine, down, x[:tokens], bias=biases[1], next_norm=next_norm
     )
@@ -146,7 +146,7 @@ def check(
 def test_a_layer_of_experts(
     tokens: int, room: int, count: int, top: int, oai: bool, only: int | None, blocked: bool, device: str, num_sms: int
 ) -> None:
-    """Widths of a block and a half: what lies behind an expert's features is the next one's."""
+    """Widths of a block and a half: after an expert's features come the next one's."""
     check(tokens, room, 192, 80, count, top, FEW, device, num_sms, oai=oai, only=only, blocked=blocked)
 
 
@@ -185,7 +185,7 @@ def test_layers_of_experts(
 
 
 @pytest.mark.usefixtures("large")
-def test_a_row_is_the_same_to_the_bit_whatever_the_neighbours(device: str, num_sms: int) -> None:
+def test_a_row_is_the_same_to_the_bit_for_any_neighbours(device: str, num_sms: int) -> None:
     for config in (FEW, SPECIAL):
         torch.manual_seed(3)
         whole, left = check(500, 500, 1024, 768, 16, 4, config, device, num_sms)

@@ -1,4 +1,4 @@
-"""An engine with experts in FP8 on a GPU (or interpreted) beside the CPU's, which computes by the twins."""
+"""An engine with experts in FP8 on a GPU (or interpreted), compared with the CPU's, which uses the references."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPTS = [np.random.default_rng(2).integers(3, 199, n) for n in (5, 20)]
 def checkpoint(family: str, path: Path) -> Path:
     model = make_tiny(family, **SIZES)
     for name, weight in model.named_parameters():
-        if "norm" in name:  # which an operand must have been multiplied by
+        if "norm" in name:  # an operand must have been multiplied by these
             torch.nn.init.uniform_(weight, 0.4, 1.6)
     model.save_pretrained(path)
     return path
@@ -59,8 +59,8 @@ def served(path: Path, prompts: list[np.ndarray] = PROMPTS, **options: Any) -> t
         pytest.param("granite-moe", marks=pytest.mark.nightly),
     ],
 )
-def test_its_tokens_are_those_of_the_twins(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks beside decodes, pages in FP8 as well: operands that one iteration leaves for products of several sizes."""
+def test_its_tokens_are_those_of_the_references(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks with decodes, and pages in FP8: one iteration writes operands for GEMMs of several sizes."""
     path = checkpoint(family, tmp_path)
     formats = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
     want, known = served(path, device="cpu", dtype="float32", **formats)
@@ -73,13 +73,13 @@ def test_its_tokens_are_those_of_the_twins(family: str, tmp_path: Path, monkeypa
     for theirs, ours, exact, logged in zip(want, got, known, mine, strict=True):
         for token, other, e, m in zip(theirs, ours, exact, logged, strict=True):
             assert float(m.values[0]) == pytest.approx(float(e.values[0]), abs=0.15)
-            if token != other:  # two that are equally good: what follows is another text
+            if token != other:  # two that are equally good: the text after it differs
                 break
     assert any(theirs[0] == ours[0] for theirs, ours in zip(want, got, strict=True))
 
 
 @pytest.mark.parametrize("family", ["qwen2-moe", pytest.param("gpt-oss", marks=pytest.mark.nightly)])
-def test_with_batch_invariance_a_request_has_its_bits_whatever_runs_beside_it(
+def test_with_batch_invariance_a_request_has_the_same_bits_in_any_batch(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint(family, tmp_path)

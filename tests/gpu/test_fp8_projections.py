@@ -1,4 +1,4 @@
-"""The FP8 products of a layer against their twins."""
+"""The FP8 projections of a layer against their references."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def poisoned(tokens: int, width: int, device: str, span: int = 128) -> Fp8Rows:
 
 
 def assert_same_rows(got: Fp8Rows, want: Fp8Rows) -> None:
-    """As good as the twin's: where the kernel's sum was rounded the other way a number may be one step off."""
+    """As good as the reference's: if the kernel's sum was rounded the other way, a number may be one step off."""
     assert error(row_values(got), row_values(want)) < 0.02
     same = got.values.view(torch.uint8) == want.values.view(torch.uint8)
     assert float(same.float().mean()) > 0.98
@@ -132,7 +132,7 @@ def test_tokens_as_rows_of_the_tile(device: str, num_sms: int) -> None:
     ("config", "way"), [(SPECIAL, "promoted"), (SPECIAL_NARROW, "promoted"), (MANY_WIDE, ""), (None, "promoted")]
 )
 @pytest.mark.usefixtures("large")
-def test_every_way_to_cut_it(
+def test_every_way_to_split_it(
     config: GemmConfig | None, way: str, features: int, depth: int, tokens: int, blocked: bool | str, device: str,
     num_sms: int,
 ) -> None:  # fmt: skip
@@ -165,7 +165,7 @@ def test_a_scale_for_each_token(way: str, device: str, num_sms: int) -> None:
 @pytest.mark.parametrize("depth", [4096, 14336])
 @pytest.mark.usefixtures("large")
 def test_sums_lose_no_more_than_those_of_scaled_mm(depth: int, span: int, device: str, num_sms: int) -> None:
-    """With the same scales, by rows, and without its fast accumulation; promoted every `span` of the depth."""
+    """Compares with the same scales, by rows, and without its fast accumulation; promoted every `span` of the depth."""
     x, w = torch.randn(256, depth, device=device), torch.randn(512, depth, device=device) / depth**0.5
     a, weight = quantize_tokens(x), fp8.quantize_weight(w)
     out = torch.empty(256, 512, dtype=torch.bfloat16, device=device)
@@ -206,7 +206,7 @@ def check_residual(tokens: int, hidden: int, depth: int, config: GemmConfig | No
     assert error(out, want) < 5e-3
     assert error(sumsq.sum(0), squares) < 5e-3
     assert_same_rows(quantized, rows)
-    # what was quantised is what was stored, to the bit
+    # the quantised values are the stored ones, to the bit
     exact = fp8.quantize_rows(out, weight, span=span)
     assert torch.equal(quantized.scale, exact.scale)
     assert torch.equal(quantized.values.view(torch.uint8), exact.values.view(torch.uint8))
@@ -218,7 +218,7 @@ def check_residual(tokens: int, hidden: int, depth: int, config: GemmConfig | No
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_a_residual_leaves_the_next_operand(norm: bool, device: str, num_sms: int) -> None:
+def test_a_residual_writes_the_next_operand(norm: bool, device: str, num_sms: int) -> None:
     check_residual(5, 256, 512, FEW, "", device, num_sms, norm)
 
 
@@ -244,15 +244,15 @@ def test_residual_of_few_tokens_on_hopper(hidden: int, depth: int, tokens: int, 
 @pytest.mark.parametrize("tokens", [40, 129, 600, 1000])
 @pytest.mark.parametrize(("hidden", "depth"), [(4096, 1024), (896, 4864), (1152, 512)])
 @pytest.mark.usefixtures("large")
-def test_a_residual_leaves_scales_of_256_columns(
+def test_a_residual_writes_scales_of_256_columns(
     hidden: int, depth: int, tokens: int, config: GemmConfig | None, device: str, num_sms: int
 ) -> None:
-    """Whatever tile was asked for: only one so wide sees them all."""
+    """For any requested tile: only one this wide covers them all."""
     check_residual(tokens, hidden, depth, config, "promoted", device, num_sms, tokens % 2 == 0, span=256)
 
 
 @pytest.mark.usefixtures("large")
-def test_scales_of_256_columns_are_refused_where_no_tile_sees_them(device: str, num_sms: int) -> None:
+def test_scales_of_256_columns_are_refused_if_no_tile_covers_them(device: str, num_sms: int) -> None:
     c, x = case(200, 512, 256, device, blocked=True), torch.zeros(200, 512, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="scales of 256 columns"):
         fp8_projections.residual_project(
@@ -273,7 +273,7 @@ def check_gate_up(tokens: int, hidden: int, inter: int, config: GemmConfig | Non
 
 
 @pytest.mark.parametrize(("inter", "activation"), [(128, "silu"), (192, "gelu_tanh")])
-def test_gate_up_leaves_the_next_operand(inter: int, activation: str, device: str, num_sms: int) -> None:
+def test_gate_up_writes_the_next_operand(inter: int, activation: str, device: str, num_sms: int) -> None:
     check_gate_up(5, 512, inter, FEW_WIDE, "", device, num_sms, activation)
 
 
@@ -368,7 +368,7 @@ def test_qkv_of_few_tokens_on_hopper(
 
 @pytest.mark.usefixtures("large")
 def test_few_tokens_in_a_chain_are_the_same_each_time(device: str, num_sms: int) -> None:
-    """Programs of three kernels stand on an SM: none may read what the one before has not finished."""
+    """Programs of three kernels share an SM: none may read what the previous one has not finished."""
     first, second = case(5, 2048, 2048, device), case(5, 4096, 2048, device)
     third = case(5, 2048, 2048, device)
     space = gemm_launch.workspace(device)
@@ -413,7 +413,7 @@ def test_qkv_of_scales_of_256_columns(norm: bool, eight: bool, device: str, num_
     check_qkv(333, 32, 8, 128, 64, 1024, norm, eight, SPECIAL, "promoted", device, num_sms, span=256)
 
 
-def test_rows_behind_the_count_in_device_memory_are_left_as_they_are(device: str, num_sms: int) -> None:
+def test_rows_after_the_count_in_device_memory_are_unchanged(device: str, num_sms: int) -> None:
     c = case(20, 128, 256, device)
     out = torch.full((20, 128), float("nan"), dtype=torch.bfloat16, device=device)
     count = torch.tensor([3], dtype=torch.int32, device=device)
@@ -427,7 +427,7 @@ def test_rows_behind_the_count_in_device_memory_are_left_as_they_are(device: str
 @pytest.mark.parametrize("live", [0, 3, 7])
 @pytest.mark.usefixtures("large")
 def test_few_tokens_on_hopper_are_as_many_as_the_count_says(live: int, device: str, num_sms: int) -> None:
-    """The others' rows stay as they are, and no program waits for sums that nobody leaves."""
+    """The other rows stay unchanged, and no program waits for sums that no program writes."""
     c, space = case(7, 1000, 1040, device), gemm_launch.workspace(device)
     x = torch.randn(7, 1000, device=device).to(torch.bfloat16)
     count = torch.tensor([live], dtype=torch.int32, device=device)
@@ -482,8 +482,8 @@ def test_a_pass_over_rows_quantises_them_to_the_bit(
 @pytest.mark.parametrize("kind", ["mean", "bias", "both", "without a weight"])
 @pytest.mark.parametrize(("tokens", "width"), [(3, 128), (5, 2096)])
 def test_a_pass_over_rows_norms_and_quantises_them(tokens: int, width: int, kind: str, device: str) -> None:
-    """As the twin, but for numbers at a tie: sums are added in another order. Widths of one block and of several turns
-    of the loop, the last of them not full."""
+    """Like the reference, except for numbers at a tie: sums are added in another order. Widths of one block and of
+    several iterations of the loop, the last of them not full."""
     x = torch.randn(tokens, width, device=device).mul(2).add(1).to(torch.bfloat16)
     weight = None if kind == "without a weight" else torch.rand(width, device=device).to(torch.bfloat16) + 0.5
     bias = None if kind == "mean" else torch.randn(width, device=device).to(torch.bfloat16)

@@ -49,7 +49,7 @@ def test_matmul_of_few_tokens_with_a_split_depth(
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize("m", [1, 17, 64, 128, 200, 777])
 @pytest.mark.usefixtures("large")
-def test_matmul_for_every_way_to_cut_it(
+def test_matmul_for_every_way_to_split_it(
     m: int, config: GemmConfig, out_dtype: torch.dtype, device: str, num_sms: int
 ) -> None:
     a, w = operands(m, 1544, 2048, torch.bfloat16, device)
@@ -62,7 +62,7 @@ def test_matmul_for_every_way_to_cut_it(
 @pytest.mark.parametrize("m", [1, 2, 8, 16, 33, 64, 100, 128, 256, 300, 512, 1024, 2048])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (1000, 4096)])
 @pytest.mark.usefixtures("large")
-def test_matmul_as_chosen_by_itself_and_twice_the_same(m: int, n: int, k: int, device: str, num_sms: int) -> None:
+def test_matmul_with_its_own_choice_and_twice_the_same(m: int, n: int, k: int, device: str, num_sms: int) -> None:
     a, w = operands(m, n, k, torch.bfloat16, device)
     first = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device=device)
     second = torch.empty_like(first)
@@ -75,7 +75,7 @@ def test_matmul_as_chosen_by_itself_and_twice_the_same(m: int, n: int, k: int, d
 
 
 @pytest.mark.usefixtures("large")
-def test_tiles_behind_the_count_in_device_memory_are_skipped(device: str, num_sms: int) -> None:
+def test_tiles_after_the_count_in_device_memory_are_skipped(device: str, num_sms: int) -> None:
     a, w = operands(1024, 512, 512, torch.bfloat16, device)
     out = torch.full((1024, 512), float("nan"), dtype=torch.bfloat16, device=device)
     count = torch.tensor([130], dtype=torch.int32, device=device)
@@ -84,7 +84,7 @@ def test_tiles_behind_the_count_in_device_memory_are_skipped(device: str, num_sm
     assert bool(out[256:].isnan().all())
 
 
-def test_a_split_product_without_room_is_refused(device: str, num_sms: int) -> None:
+def test_a_split_gemm_without_workspace_is_refused(device: str, num_sms: int) -> None:
     a, w = operands(8, 192, 256, torch.bfloat16, device)
     with pytest.raises(ValueError, match="workspace"):
         gemm.matmul(a, w, torch.empty(8, 192, dtype=a.dtype, device=device), num_sms=num_sms, config=SPLIT)

@@ -1,4 +1,4 @@
-"""A kernel that never ends, in a real daemon: found, told, and the engine replaced."""
+"""A kernel that never ends, in a real daemon: it is detected and logged, and the engine is replaced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from live import running
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SPIN_CYCLES = 4 * 10**11
-"""minutes, no eternity: should a driver not end the kernel with its process, the GPU is free again some time"""
+"""minutes: if a driver does not end the kernel with its process, the GPU becomes free again after some time"""
 OPTIONS = ("--device", "cuda", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--kv-cache-gib", "1")
 BODY = {"prompt": "What is 12 + 30?", "max_tokens": 8, "temperature": 0}
 
@@ -41,7 +41,7 @@ if "weft.engine.process" in sys.orig_argv:
 
 
 def ask(url: str, body: object = None) -> tuple[int, str]:
-    """Status and text; 0 where there is no answer."""
+    """Status and text; 0 if there is no answer."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
@@ -54,7 +54,7 @@ def ask(url: str, body: object = None) -> tuple[int, str]:
 
 
 def until(condition: Callable[[], bool], seconds: float) -> float:
-    """How long it took."""
+    """Return how long it took."""
     begun = time.monotonic()
     while not condition():
         assert time.monotonic() - begun < seconds
@@ -62,7 +62,7 @@ def until(condition: Callable[[], bool], seconds: float) -> float:
     return time.monotonic() - begun
 
 
-def test_a_kernel_that_never_ends_is_found_and_the_engine_replaced(tmp_path: Path) -> None:
+def test_a_kernel_that_never_ends_is_detected_and_the_engine_replaced(tmp_path: Path) -> None:
     trigger, folder = tmp_path / "spin", tmp_path / "site"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(SITE.format(trigger=str(trigger), cycles=SPIN_CYCLES))

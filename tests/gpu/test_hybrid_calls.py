@@ -1,4 +1,4 @@
-"""The ways of `weft bench attention` on a GPU: what is timed attends, each way to the same."""
+"""The variants of `weft bench attention` on a GPU: the timed calls attend, and all give the same result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.tools.kernels.hybrid_calls import LAYERS, HybridCalls
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "yi-6b"])
-def test_every_way_attends_to_the_same(model: str, device: str) -> None:
+def test_every_variant_gives_the_same_attention(model: str, device: str) -> None:
     if not (on_gpu(torch.device(device)) and is_hopper()):
         pytest.skip("needs a Hopper GPU")
     calls = HybridCalls(model, pages=512, largest=(16, 512, 8192))
@@ -32,10 +32,10 @@ def test_every_way_attends_to_the_same(model: str, device: str) -> None:
             want = got if want is None else want
             assert float((got - want).norm() / want.norm()) < 6e-3, name
         assert calls.same_bits()
-        prepared = [name for name in NAMES if calls.prepare(name)]  # where they are installed, they run
+        prepared = [name for name in NAMES if calls.prepare(name)]  # those that are installed run
         for name in prepared:
             assert calls.burst(name, 500.0) > 0
-        for name in prepared:  # behind all others' captures, whose memory would be the first one's if it were not kept
+        for name in prepared:  # after all others' captures, whose memory would be the first one's if it were not kept
             if name.startswith("flash"):
                 calls.burst(name, 500.0)
                 want, got = over_wide_pages(calls, batch), calls.attended(name).float()
@@ -43,7 +43,8 @@ def test_every_way_attends_to_the_same(model: str, device: str) -> None:
 
 
 def over_wide_pages(calls: HybridCalls, batch: Hybrid) -> torch.Tensor:
-    """What flash-attn should come to in the last layer: the same memory in pages of its size. `[T, Hq * D]` float32."""
+    """The expected result of flash-attn in the last layer: the same memory in pages of its size. `[T, Hq * D]`
+    float32."""
     heads, dim = calls.pool.shape[4:]
     wide = calls.pool.view(-1, LAYERS, 2, FLASH_PAGE, heads, dim)
     ids = calls.table.long() % len(wide)

@@ -1,4 +1,4 @@
-"""Weights that come to a GPU through staging, with packing beside the copies, are those that the files have."""
+"""Weights that reach a GPU through staging, packed during the copies, equal those in the files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def test_staged_weights_are_those_of_the_checkpoint(
     tiny_model: Callable[[str], Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "AHEAD_BYTES", 4096)  # less than most tensors: memory is used again and again
+    monkeypatch.setattr(staging, "AHEAD_BYTES", 4096)  # less than most tensors, so that memory is reused
     path = tiny_model(family)
     spec = read_spec(path)
     for part in (spec, spec.shard(1, 2)):

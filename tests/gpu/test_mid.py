@@ -1,4 +1,4 @@
-"""Products of 64 to 512 tokens (`mid_hopper`) against their twins in float32, and today's kernels to the bit."""
+"""GEMMs of 64 to 512 tokens (`mid_hopper`) against their references in float32, and today's kernels to the bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 class Case:
-    """Operands of one product; `run` gives all that it writes, from places that held NaN."""
+    """Operands of one GEMM. `run` returns all that it writes, from memory that held NaN."""
 
     def __init__(self, kind: str, tokens: int, features: int, depth: int, num_sms: int, *, head_dim: int = 128,
                  dtype: torch.dtype = torch.bfloat16, live: int | None = None) -> None:  # fmt: skip
@@ -90,7 +90,7 @@ class Case:
                            self.heads, out=out, **options)  # fmt: skip
         return [out, kv]
 
-    def twin(self) -> list[Tensor]:
+    def expected(self) -> list[Tensor]:
         a, w, sums = self.a.float(), self.w.float(), self.sumsq.sum(0)
         if self.kind == "plain":
             return [a @ w.t()]
@@ -104,7 +104,7 @@ class Case:
         return [q, kv]
 
     def check(self, config: MidConfig) -> list[Tensor]:
-        got, want = self.run(config), self.twin()
+        got, want = self.run(config), self.expected()
         for g, w in zip(got, want, strict=True):
             assert torch.equal(g.isnan(), w.isnan()), "something was left out, or written where it should not be"
             assert error(g.nan_to_num(), w.nan_to_num()) < 6e-3
@@ -146,10 +146,10 @@ def test_a_tile_gives_the_bits_of_the_widest_for_a_thousand_tokens_too(kind: str
 @pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("sms", [132, 7])
-def test_a_depth_in_parts_is_added_up_in_their_order(
+def test_the_splits_of_a_depth_are_added_in_their_order(
     kind: str, tokens: int, sms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """sms: of so few, programs wait for parts that they themselves would come to later."""
+    """sms: with this few, programs wait for splits that they would compute later themselves."""
     c = case(kind, tokens, sms)
     for config in CUT:
         monkeypatch.setattr(mid_hopper, "MAX_POLLS", 20000 if sms == 132 else 50)
@@ -170,9 +170,9 @@ def test_heads_of_both_sizes(head_dim: int, dtype: torch.dtype, num_sms: int) ->
 
 @pytest.mark.parametrize("config", [MidConfig(192), MidConfig(128, 4), MidConfig(224, rows=TALL)])
 @pytest.mark.parametrize("kind", ["residual", "gate_up", "plain"])
-def test_tiles_behind_the_count_in_device_memory_are_skipped(kind: str, config: MidConfig, num_sms: int) -> None:
+def test_tiles_after_the_count_in_device_memory_are_skipped(kind: str, config: MidConfig, num_sms: int) -> None:
     c = case(kind, 512, num_sms, live=130)
-    got, want = c.run(config)[0], c.twin()[0]
+    got, want = c.run(config)[0], c.expected()[0]
     assert error(got[:130], want[:130]) < 6e-3
     assert bool(got[256:].isnan().all())
     assert not c.space.arrived.any()
@@ -180,7 +180,7 @@ def test_tiles_behind_the_count_in_device_memory_are_skipped(kind: str, config: 
 
 @pytest.mark.parametrize("config", [MidConfig(64), MidConfig(224), MidConfig(128, 4), MidConfig(256, 3)])
 @pytest.mark.parametrize("kind", ["residual", "gate_up", "qkv", "plain"])
-def test_loading_live_tokens_alone_changes_no_bit_of_them(kind: str, config: MidConfig, num_sms: int) -> None:
+def test_loading_only_live_tokens_changes_no_bit_of_them(kind: str, config: MidConfig, num_sms: int) -> None:
     for live in (1, 31, 32, 33, 64, 65, 96, 97, 128, 129, 160, 200, 256):
         c = case(kind, 256, num_sms, live=live)
         want, got = c.run(config), c.run(config._replace(box=32))
@@ -197,7 +197,7 @@ def test_loading_live_tokens_alone_changes_no_bit_of_them(kind: str, config: Mid
     [MidConfig(224), MidConfig(256, 4, 4), MidConfig(128, 8), MidConfig(128, rows=TALL), MidConfig(128, 3, rows=TALL)],
 )
 def test_a_graph_of_many_gives_the_same_each_time(config: MidConfig, num_sms: int) -> None:
-    """One workspace for all of them; in place, as an engine has it."""
+    """One workspace for all of them, in place, as in an engine."""
     from weft.kernels.common.dependent_launch import dependent_launch
 
     c = Case("residual", 256, 1024, 2048, num_sms)

@@ -1,4 +1,4 @@
-"""Pages packed and unpacked by kernels: what the twin makes of them, and every bit comes back."""
+"""Pages packed and unpacked by kernels equal the reference's, and every bit is restored."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def words_in(pool: torch.Tensor) -> np.ndarray:
 
 
 def there_and_back(form: PackedPage, words: np.ndarray, device: str) -> int:
-    """Pages of `words [pages, values]` that pack; all are checked."""
+    """Pages of `words [pages, values]` that pack. All are checked."""
     pool = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).to(device)
     back = torch.zeros_like(pool)
     cells = torch.full((kernels.PAGES_PER_LAUNCH, form.nbytes), 0xA5, dtype=torch.uint8, device=device)
     count = 0
     for first in range(0, len(words), kernels.PAGES_PER_LAUNCH):
-        # in reverse: where a page lies and where it is packed to are two numbers
+        # in reverse: a page's position and its packed position are two numbers
         some = list(range(first, min(first + kernels.PAGES_PER_LAUNCH, len(words))))[::-1]
         kernels.pack(form, pool, some, cells)
         here = cells.cpu().numpy()
@@ -52,7 +52,7 @@ def there_and_back(form: PackedPage, words: np.ndarray, device: str) -> int:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_kernels_do_what_the_twin_does(form: PackedPage, device: str) -> None:
+def test_the_kernels_equal_the_reference(form: PackedPage, device: str) -> None:
     words = np.stack([of_kind(kind, form, np.random.default_rng(kind)).reshape(-1) for kind in range(10)])
     pool = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).to(device)
     for some in ([7, 0, 3, 9], [5], [2, 6, 8, 1]):
@@ -72,7 +72,7 @@ def test_the_kernels_do_what_the_twin_does(form: PackedPage, device: str) -> Non
     assert there_and_back(form, words, device) >= 4
 
 
-def test_every_bit_of_many_pages_comes_back(device: str) -> None:
+def test_every_bit_of_many_pages_is_restored(device: str) -> None:
     """10,000 pages on a GPU, a few where it is interpreted."""
     form, many = FORMS[0], pages(FORMS[0], 10_000 if device == "cuda" else 12, 5)
     count = 0
@@ -89,10 +89,10 @@ def test_pages_of_a_large_model(device: str) -> None:
     assert 3 <= there_and_back(form, words, device) < 6
 
 
-def test_the_copy_engine_packs_on_the_way_out_and_unpacks_on_the_way_back(
+def test_the_copy_engine_packs_pages_that_leave_and_unpacks_those_that_return(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interpreted: `test_transfer` does it on a GPU. Pages that do not pack follow once that is seen."""
+    """Interpreted; `test_transfer` does it on a GPU. Pages that do not pack follow once this is detected."""
     if device == "cuda":
         pytest.skip("tests/gpu/test_transfer.py")
     form, kinds = FORMS[0], [0, 0, 1, 7, 0, 4, 1, 0, 1, 0]

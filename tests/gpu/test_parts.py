@@ -1,4 +1,4 @@
-"""What families have beyond Llama's layer, in the products and behind them, against the twins in float32."""
+"""Parts of families beyond Llama's layer, in projections and after them, against the references in float32."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_sums(
         (2, 1, 128, False, "projection", True),
     ],
 )
-def test_heads_that_are_not_fused_with_their_product(
+def test_heads_that_are_not_fused_with_their_projection(
     heads: int, kv_heads: int, d: int, bias: bool, norm: str, normed: bool, device: str, num_sms: int
 ) -> None:
     check_qkv(5, heads, kv_heads, d, 16, 64, FP16, bias, norm, TINY, device, num_sms, normed=normed)
@@ -172,7 +172,7 @@ def test_embedding_with_scale_and_positions(hidden: int, centred: bool, device: 
 
 
 @pytest.mark.parametrize(("vocabulary", "config"), [(199, TINY), (203, None)])
-def test_logits_behind_a_layer_norm_with_bias_scale_and_soft_cap(
+def test_logits_after_a_layer_norm_with_bias_scale_and_soft_cap(
     vocabulary: int, config: GemmConfig | None, device: str, num_sms: int
 ) -> None:
     hidden = 96

@@ -1,4 +1,4 @@
-"""Pipelines of nano-batches against the serial plan, and batch invariance: the same tokens, to the bit if promised."""
+"""Pipelines of nano-batches give the tokens of the serial plan, and the same bits with batch invariance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 
 
 
 def two_nano_batches(tokens: int, first: int, attention_sms: int, sms: int = 132) -> Period:
-    """While one nano-batch attends, the other goes through the matrices."""
+    """While one nano-batch attends, the other runs its GEMMs."""
     operations = []
     for own, other, ahead in (((first, tokens), (0, first), False), ((0, first), (first, tokens), True)):
         operations += [NanoOperation(n, *own, attention_sms, "memory", ahead) for n in ("decode", "prefill")]
@@ -85,7 +85,7 @@ def test_a_batch_invariant_pipeline_gives_the_serial_plans_tokens_and_logprobs(t
     assert found[0] == found[1]
 
 
-def test_the_demo_model_answers_alike(tmp_path: Path) -> None:
+def test_the_demo_model_gives_the_same_answers(tmp_path: Path) -> None:
     spec = read_spec(EngineConfig().model_path)
     plan = _plan_file(tmp_path / "plan.json", spec, (two_nano_batches(512, 256, 32),))
     talk = Conversations(64, 300)
@@ -96,7 +96,7 @@ def test_the_demo_model_answers_alike(tmp_path: Path) -> None:
     assert piped.right >= serial.right - 1 >= 60
 
 
-def test_pages_leave_beside_the_products_of_a_pipeline(tmp_path: Path) -> None:
+def test_pages_leave_during_the_gemms_of_a_pipeline(tmp_path: Path) -> None:
     spec = read_spec(EngineConfig().model_path)
     period = msgspec.structs.replace(two_nano_batches(512, 256, 32), offload="gate_up")
     plan = _plan_file(tmp_path / "plan.json", spec, (period,))
@@ -108,7 +108,7 @@ def test_pages_leave_beside_the_products_of_a_pipeline(tmp_path: Path) -> None:
         harness = Harness("demo", num_pages=300, page_size=16, plan=str(plan), **(SMALL | options))
         harness.poison_pages()
         tiers = harness.engine.tiers
-        for _ in range(2):  # the second time from the host, where there is one
+        for _ in range(2):  # the second time from the host, if there is one
             handles = [harness.add(p, max_tokens=20, ignore_eos=True, **GREEDY) for p in prompts]
             harness.run()
             tokens.append([harness.tokens[h] for h in handles])

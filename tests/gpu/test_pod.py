@@ -1,4 +1,4 @@
-"""One launch for a hybrid batch beside its two halves alone: the same bits, whoever begins with what."""
+"""One launch for a hybrid batch gives the bits of its two halves alone, in any order of work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.kernels.attention.work_lists import (
 from weft.kernels.common.gpu import is_hopper, on_gpu
 
 SLOTS = 2000
-"""parts of tiles: three chunks of 400 over 6,000 tokens, cut at 256, are 1,900"""
+"""splits of tiles: three chunks of 400 over 6,000 tokens, cut at 256, are 1,900"""
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def check(
     )
     parts = prefill_splits(tiles, num_kv_heads=kv_heads, num_programs=num_sms, max_slots=SLOTS, split_keys=split_keys)
     decode_work, part_work = upload(decode, ITEM_FIELDS, device), upload(parts, SPLIT_FIELDS, device)
-    if whole or bent.window is not None:  # tiles are cut where there is no window
+    if whole or bent.window is not None:  # tiles are cut if there is no window
         part_work, parts = upload(tiles, TILE_FIELDS, device), parts[:0]
     cuts = part_work[0].shape[1] == SPLIT_FIELDS
     space = decode_workspace(256, len(lengths), kv_heads, group, d, device)

@@ -1,4 +1,4 @@
-"""Hidden states as embeddings on a GPU, and interpreted without one: those of the CPU's runner."""
+"""Hidden states as embeddings on a GPU, and interpreted without one, equal those of the CPU's runner."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _pooled(path: Path, **options: object) -> list[np.ndarray]:
 def test_they_are_those_of_the_cpu(
     impl: str, device: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of rows that stay in the last layer while others leave."""
+    """Checks rows that stay in the last layer while others leave."""
     path = tiny_model("llama2")
     monkeypatch.setattr(pipeline, "UNREAD_FROM", 0)
     expected = _pooled(path, device="cpu", model_impl=impl)

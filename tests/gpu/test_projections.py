@@ -1,4 +1,4 @@
-"""The fused products of a layer against their twins in float32."""
+"""The fused projections of a layer against their references in float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.kernels.reference import layer as reference
 TINY = GemmConfig(16, 64, 64, 3, 4, 8, 2, True, 2, 1)
 WHOLE = GemmConfig(16, 128, 64, 3, 4, 8, 1, True, 1, 1)
 NARROW = GemmConfig(16, 64, 256, 5, 4, split=2, swap=True, per_sm=2)
-"""as tables have it for few tokens: widened to a head with all of its steps it would not fit an SM"""
+"""as in tables for few tokens: widened to a head, with all of its steps, it would not fit an SM"""
 SQUARE = GemmConfig(128, 128, 64, 3, 8, 8, 1, False, 1, 1)
 WIDE = GemmConfig(128, 256, 64, 3, 8, 8, 1, False, 1, 2)
 EPS = 1e-5
@@ -35,7 +35,7 @@ def check_qkv(
     norm: bool | str, config: GemmConfig | None, device: str, num_sms: int, index: torch.dtype = torch.int64,
     normed: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns q and the pages. norm: of each head; "projection": of all. normed: there is a norm before the product."""
+    """Returns q and the pages. norm: of each head; "projection": of all. normed: there is a norm before the GEMM."""
     x = torch.randn(tokens, hidden, device=device).to(dtype) * 3
     rows = (heads + 2 * kv_heads) * d
     w = (torch.randn(rows, hidden, device=device) / hidden**0.5).to(dtype)

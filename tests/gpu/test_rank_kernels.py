@@ -1,4 +1,4 @@
-"""Collectives of GPUs and the layers between them: processes that interpret the kernels over memory that they share."""
+"""Collectives of GPUs and the layers between them: processes interpret the kernels over shared memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-if torch.cuda.is_available():  # which has no memory that a process would just map
+if torch.cuda.is_available():  # which has no memory that a process can simply map
     pytest.skip("GPUs are tried by test_ranks.py", allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
@@ -44,7 +44,7 @@ def pushed_sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor
 
 
 def ranks_of(count: int, folder: Path, *names: str, script: str = "interpreted_rank.py") -> Found:
-    """What each of so many ranks comes to, of these models too."""
+    """The results of `count` ranks, for these models too."""
     memory = folder / "memory"
     with open(memory, "wb") as file:
         file.truncate(10 * count * ARENA)
@@ -114,14 +114,14 @@ def check_products(found: Found, *ways: int) -> None:
         for of_rank in found:
             every = of_rank[f"products {pushed}"]
             for got, sumsq, x in zip(every[::2], every[1::2], want, strict=True):
-                torch.testing.assert_close(got, x, rtol=2e-3, atol=2e-3)  # twins add in another order
+                torch.testing.assert_close(got, x, rtol=2e-3, atol=2e-3)  # references add in another order
                 parts = x[: tokens - 1].float().square().view(tokens - 1, -1)
                 torch.testing.assert_close(sumsq[:, : tokens - 1].sum(0), parts.sum(1), rtol=1e-2, atol=1e-2)
             for once, other in zip(found[0]["products 0"], every, strict=True):
                 assert torch.equal(once, other), "who writes where must change no bit"
 
 
-def test_products_that_write_to_the_ranks_give_the_bits_of_a_sum_behind_them(two: Found) -> None:
+def test_gemms_that_write_to_the_ranks_give_the_bits_of_a_separate_sum(two: Found) -> None:
     check_products(two, 1, 2)
 
 
@@ -159,7 +159,8 @@ def test_ranks_give_the_logits_of_one_with_other_layers(tmp_path: Path, monkeypa
 def test_engines_on_ranks_give_the_tokens_of_one(
     tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole runner: greedy and drawn tokens of one batch, penalties, log-probabilities; what a start measures."""
+    """Covers the whole runner: greedy and sampled tokens of one batch, penalties, log-probabilities, and the
+    measurements of a start."""
     model = str(tiny_model("yi"))
     found: Any = ranks_of(2, tmp_path, model, script="engine_of_rank.py")
     with interpreted_gpu(monkeypatch):
@@ -172,7 +173,7 @@ def test_engines_on_ranks_give_the_tokens_of_one(
 
 @pytest.mark.nightly
 def test_the_searchs_bench_measures_in_step_on_ranks(tmp_path: Path) -> None:
-    """Products and sums alone, in pairs, and a pipeline: a rank that launched one sum more would wait for ever."""
+    """Measures GEMMs and sums alone, in pairs, and a pipeline: a rank that launched one sum more would wait forever."""
     found: Any = ranks_of(2, tmp_path, script="bench_of_rank.py")
     assert len(found[0]) == 7
     assert found[0] == found[1]

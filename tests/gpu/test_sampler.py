@@ -1,4 +1,4 @@
-"""Sampling on the GPU against its twin: the same tokens, but where rounding decides between neighbours."""
+"""Sampling on the GPU gives the tokens of its reference, except where rounding decides between neighbours."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_ties_stay_in_the_order_of_ids(device: str) -> None:
 
 
 @pytest.mark.usefixtures("large")
-def test_more_ties_than_are_settled_alone(device: str) -> None:
+def test_more_ties_than_one_block_resolves(device: str) -> None:
     logits = torch.zeros(16, 50000, device=device)
     logits[:, 40000] = 2.0
     one = torch.ones(16, device=device)

@@ -1,4 +1,4 @@
-"""The copy engine on a GPU, and the demo model's answers when its pages have left the GPU and come back."""
+"""The copy engine on a GPU, and the demo model's answers when its pages have left the GPU and returned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def settled(copies: CudaCopyEngine, copy: Copy) -> Copy:
 
 
 @pytest.mark.parametrize("shape", [(12, 2, 2, 16, 2, 64), (40, 8, 2, 64, 8, 128), (9, 3, 2, 5, 1, 24)])
-def test_pages_come_back_as_they_were(shape: tuple[int, ...]) -> None:
+def test_pages_are_restored_unchanged(shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     kv = torch.randn(shape, device="cuda").bfloat16()
     want = kv.clone()
@@ -50,8 +50,8 @@ def test_pages_come_back_as_they_were(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("kinds", [[0] * 9, [0, 1, 0, 3, 1, 4, 7, 2, 0, 8, 8, 0, 0]])
-def test_packed_pages_come_back_as_they_were(kinds: list[int]) -> None:
-    """Whole batches of them, and among some that do not pack."""
+def test_packed_pages_are_restored_unchanged(kinds: list[int]) -> None:
+    """Whole batches of them, and some among pages that do not pack."""
     layout = KvLayout(32, 2, 64, 8, 128, torch.bfloat16)
     form, rng = layout.packed, np.random.default_rng(0)
     assert form is not None
@@ -96,7 +96,7 @@ def test_the_host_pool_is_pinned_and_copies_do_not_wait_for_compute() -> None:
     copies.close()
 
 
-def test_a_page_leaves_behind_its_gate_in_a_captured_graph() -> None:
+def test_a_page_leaves_after_its_gate_in_a_captured_graph() -> None:
     kv = torch.zeros((3, 4, 2, 64, 8, 128), device="cuda", dtype=torch.bfloat16)
     gates = [torch.cuda.Event(external=True) for _ in range(2)]
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -110,7 +110,7 @@ def test_a_page_leaves_behind_its_gate_in_a_captured_graph() -> None:
         gates[1].record(stream)
 
     copies = CudaCopyEngine(kv, 4, gates)
-    settled(copies, copies.out([(1, 0), (2, 1)]))  # gates that nothing has recorded are open
+    settled(copies, copies.out([(1, 0), (2, 1)]))  # gates without a recorded event are open
     with torch.cuda.stream(stream):
         iteration()
         settled(copies, copies.out([(1, 0), (2, 1)]))
@@ -138,7 +138,7 @@ def test_recall_is_right_from_every_tier(tmp_path: Path, ssd: bool, form: str) -
     talk = Conversations(64, 900, answer_tokens=30)
     options: dict[str, Any] = {"ssd_kv_path": str(tmp_path), "ssd_kv_gib": 1.0} if ssd else {}
     options["tier_kv_format"] = form
-    # 64 conversations of about 60 pages; nine fit the GPU. The host takes all: a slow disk must not lose any.
+    # 64 conversations of about 60 pages; nine fit the GPU. The host holds all: a slow disk must not lose any.
     plain = Harness("demo", num_pages=4500, prefix_caching=False, **SMALL)
     harness = Harness("demo", num_pages=560, host_kv_gib=0.6, **options, **SMALL)
     harness.poison_pages()

@@ -1,4 +1,5 @@
-"""Models of known shapes against `transformers` on the GPU in bf16, those with experts included: logits and tokens."""
+"""Models of known shapes against `transformers` on the GPU in bf16, including models with experts: logits and
+tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +15,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def _make_confident(model: torch.nn.Module) -> None:
-    """Let the last token speak for its successor: random layers still disturb it, but the best token stands out.
-
-    Trained models are like this. With random output rows, the two best of 128,256 logits are closer than bf16 resolves
-    at one position in twenty.
-    """
+    """Make the last token favour its successor: random layers still disturb it, but the best token stands out, as in
+    trained models. With random output rows, the two best of 128,256 logits are closer than bf16 resolves at one
+    position in twenty."""
     embedding, head = model.model.embed_tokens.weight.data, model.lm_head.weight.data
     embedding.normal_()
     head[torch.randperm(head.shape[0], device=head.device)] += 0.0125 * embedding
@@ -92,7 +91,7 @@ def test_logits_and_tokens_agree_on_64_prompts(checkpoint: Path) -> None:
             f"{name}: worst relative difference of logits {difference:.2e}, the same argmax at {share:.2%} of {total}"
         )
     assert worst[0] < 2e-2
-    # random weights have near ties everywhere: bf16 itself, in either program, turns some of them
+    # random weights have near ties everywhere: bf16 itself, in either program, changes some of them
     assert agree[0] >= agree[1] - 0.005 * total
     if checkpoint.name.startswith("confident"):
         assert agree[2] >= 0.995 * total
@@ -121,7 +120,7 @@ OF_EXPERTS = {
 
 @pytest.mark.parametrize("family", OF_EXPERTS)
 def test_logits_of_models_with_experts_agree(family: str, tmp_path: Path) -> None:
-    """By the median of 48 prompts: where two experts are near a tie, rounding chooses, in any program."""
+    """Compares the median of 48 prompts: if two experts are near a tie, rounding chooses, in any program."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         config = getattr(transformers, f"{family}Config")(**{**SMALL, **OF_EXPERTS[family]})
@@ -179,7 +178,7 @@ SIZES = OF_EXPERTS | {"Qwen3": {"intermediate_size": 3072, "head_dim": 128, "num
     ids=str,
 )  # fmt: skip
 def test_models_are_batch_invariant(family: str, formats: dict[str, str], tmp_path: Path) -> None:
-    """The same tokens and log-probabilities, to the bit, alone and among neighbours, in graphs of other sizes."""
+    """The same tokens and log-probabilities, to the bit, alone and in a batch, in graphs of other sizes."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         config = getattr(transformers, f"{family}Config")(**{**SMALL, **SIZES[family]})

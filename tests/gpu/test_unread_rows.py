@@ -1,4 +1,4 @@
-"""Rows that nobody reads leave a GPU's last layer (or an interpreted one's), and nobody else's bits change."""
+"""Unread rows leave a GPU's last layer (or an interpreted one's), and no other row's bits change."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.usefixtures("rounded", "device"), pytest.mark.nightly]
 PROMPTS = [np.random.default_rng(seed).integers(3, 190, length) for seed, length in enumerate((21, 3, 30, 11))]
 
 
-def said(path: Path, monkeypatch: pytest.MonkeyPatch, *, unread_from: int, **options: Any) -> tuple[list[Any], set]:
-    """Everything that requests of four kinds were told; how many rows the last layer went on with."""
+def results(path: Path, monkeypatch: pytest.MonkeyPatch, *, unread_from: int, **options: Any) -> tuple[list[Any], set]:
+    """All results of requests of four kinds, and how many rows the last layer kept."""
     kept: set[int] = set()
     behind = CudaExecutor._after_drop
     with monkeypatch.context() as patch:
@@ -39,7 +39,7 @@ def said(path: Path, monkeypatch: pytest.MonkeyPatch, *, unread_from: int, **opt
                 kept.add(int(executor.inputs.count["kept"]))
             return behind(executor, of, *rest)
 
-        if not torch.cuda.is_available():  # where a graph is captured once
+        if not torch.cuda.is_available():  # if a graph is captured once
             patch.setattr(CudaExecutor, "_after_drop", noted)
         harness = Harness(
             path, **{
@@ -83,7 +83,7 @@ def test_no_bit_changes(
     family: str, formats: dict[str, Any], tiny_model: Callable[[str], Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Chunks in the middle of a prompt, decodes beside them, a prompt whose rows are all scored, one that is pooled."""
+    """Chunks in the middle of a prompt, decodes with them, a prompt whose rows are all scored, one that is pooled."""
     gpu, (family, _, wide) = torch.cuda.is_available(), family.partition(", ")
     path = tiny_model(family)
     if formats:
@@ -94,8 +94,8 @@ def test_no_bit_changes(
         monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
     with contextlib.nullcontext() if gpu else interpreted_gpu(monkeypatch):
         options = {"dtype": "bfloat16" if gpu else "float16", **formats}
-        fewer, kept = said(path, monkeypatch, unread_from=0, **options)
-        every, none = said(path, monkeypatch, unread_from=10**9, **options)
+        fewer, kept = results(path, monkeypatch, unread_from=0, **options)
+        every, none = results(path, monkeypatch, unread_from=10**9, **options)
     assert fewer == every
     assert not none
     assert gpu or min(kept) < 3 < 10 < max(kept), "chunks of which nobody reads much, and ones that are read whole"

@@ -1,7 +1,7 @@
 """A Llama of any shape in plain torch that learns a text by heart in minutes.
 
-Best tokens of made-up weights are decided by next to nothing, so any rounding changes them. Behind this, they are what
-the text says. Bytes are the tokens: the first 256 of the vocabulary.
+Best tokens of made-up weights are decided by tiny margins, so any rounding changes them. After training, they are the
+text's. Bytes are the tokens: the first 256 of the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from weft.engine.model.spec import ModelSpec
 
 MOVES = (1.2e-5, 2.5e-5, 5e-5)
-"""what a weight may move in a step of a model of `MOVES_OF` columns; elsewhere by the root of their ratio"""
+"""how far a weight may move in a step of a model of `MOVES_OF` columns; elsewhere by the root of their ratio"""
 MOVES_OF = 4096
 CHECKPOINTED = 2048
-"""tokens of a step from which on layers are computed again on the way back, instead of kept"""
+"""tokens of a step from which on layers are recomputed in the backward pass instead of kept"""
 BETAS = (0.9, 0.95)
-"""of Lion (arXiv 2302.06675): its one momentum leaves room for an 8B on one card"""
+"""for Lion (arXiv 2302.06675): its one momentum lets an 8B fit one card"""
 WARM = 0.06
 """share of the time in which steps grow"""
 
@@ -74,7 +74,7 @@ class TrainedLlama:
                 weight.data.normal_(0.0, wide, generator=own)
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """As made-up tensors are asked for: by the name in a checkpoint."""
+        """Return a tensor by its name in a checkpoint, as made-up tensors are requested."""
         weight = self.weights[name.removesuffix(".weight")]
         assert weight.shape == shape, (name, weight.shape, shape)
         return weight
@@ -101,7 +101,7 @@ class TrainedLlama:
         return {name: t for name, t in self.weights.items() if name.startswith(f"model.layers.{layer}.")}
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """tokens `[B, T + 1]`: nats a token, of the mean."""
+        """tokens `[B, T + 1]`: the mean in nats a token."""
         cos, sin = turning(self.spec, tokens.shape[1] - 1, self._device)
         x = self.weights["model.embed_tokens"][tokens[:, :-1]]
         for layer in range(self.spec.num_layers):
@@ -117,10 +117,8 @@ class TrainedLlama:
         self, text: bytes, seconds: float, say: Callable[[str], None], *, batch: int = 8, length: int = 512,
         enough: float = 0.02, trial: float = 0.0,
     ) -> dict[str, float]:  # fmt: skip
-        """Learn parts of `length` bytes, `batch` at once, until the loss is `enough` nats or the time is over.
-
-        trial: seconds in which each of `MOVES` is tried first; the one that learns most is kept, the rest forgotten.
-        """
+        """Learn parts of `length` bytes, `batch` at once, until the loss is `enough` nats or the time is over. trial:
+        seconds in which each of `MOVES` is tried first; the best is kept, the others are undone."""
         wide = {name: w.to(torch.float32, copy=True) for name, w in self.weights.items()}
         momentum = {name: torch.zeros_like(w) for name, w in self.weights.items()}
         rate = 0.0
@@ -139,7 +137,7 @@ class TrainedLlama:
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(self._device)
 
         def steps(most: float, seconds: float, *, falling: bool) -> dict[str, float]:
-            """Step from the beginning; a weight moves `most` at once, less and less if `falling`."""
+            """Step from the start; a weight moves `most` at once, less and less if `falling`."""
             nonlocal rate
             self._begin()
             for name, weight in self.weights.items():
@@ -170,7 +168,7 @@ class TrainedLlama:
         return done
 
     def save(self, config: Path, out: Path) -> None:
-        """A checkpoint with that config.json, in files of a few layers."""
+        """Save a checkpoint with that config.json, in files of a few layers."""
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.json").write_bytes((config / "config.json").read_bytes())
         parts: dict[str, dict[str, Tensor]] = {}
