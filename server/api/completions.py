@@ -27,23 +27,32 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/v1/completions", summary="Continue a prompt", responses=STREAMED)
 async def completions(body: CompletionBody, request: Request, service: ServiceOf) -> Response:
     service = await service.enter(body.model, request.scope, body.check)
-    loaded, model = service.loaded, service.name(body.model)
+    generation = await begin_completion(body, request, service, default_limit=DEFAULT_MAX_TOKENS)
+    return Answer(generation, CompletionChoices(generation, body, service.name(body.model)))
+
+
+async def begin_completion(
+    body: CompletionBody, request: Request, service: Service, prompts: list[Prompt] | None = None, *,
+    default_limit: int | None,
+) -> Generation:  # fmt: skip
+    """From a checked body to a generation that is not submitted yet. Raises `ApiError`. `prompts`: replaces the body's.
+    `default_limit`: output tokens if the body sets no limit; None uses the rest of the context."""
+    loaded = service.loaded
     loaded.text.check_sampled_ids(body)
-    prompts = await prompts_of(service, body)
+    prompts = await prompts_of(service, body) if prompts is None else prompts
     scored = body.logprobs if body.echo else None
     asked = [k for k in (scored, body.prompt_logprobs, 0 if body.max_tokens == 0 else None) if k is not None]
     grammar = await compile_grammar(body.constraint(marker_of(loaded.tokenizer)), request, service)
     params = [
         body.sampling(
-            max_tokens=output_limit(service, body.max_tokens, DEFAULT_MAX_TOKENS, len(prompt.token_ids), "prompt"),
+            max_tokens=output_limit(service, body.max_tokens, default_limit, len(prompt.token_ids), "prompt"),
             logprobs=body.logprobs,
             prompt_logprobs=max(asked, default=None),
             grammar=grammar,
         )
         for prompt in prompts
     ]
-    generation = Generation(service, body, prompts, params, request.scope, grammar=grammar)
-    return Answer(generation, CompletionChoices(generation, body, model))
+    return Generation(service, body, prompts, params, request.scope, grammar=grammar)
 
 
 async def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:

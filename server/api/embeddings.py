@@ -52,9 +52,16 @@ class EmbeddingBody(Body):
 
 @router.post("/v1/embeddings", summary="Embed texts: the model's hidden states, pooled")
 async def embeddings(body: EmbeddingBody, request: Request, service: ServiceOf) -> Response:
+    return await begin_embeddings(body, request, service, Embeddings)
+
+
+async def begin_embeddings(
+    body: EmbeddingBody, request: Request, service: Service, dialect: type[Embeddings], model: str | None = None
+) -> Answer:
+    """The answer to a request, in a dialect. `model`: its name in the answer, instead of the body's."""
     service = await service.enter(body.model, request.scope)
     width = service.loaded.ready.hidden_size
-    model = service.name(body.model)
+    model = service.name(model or body.model)
     pooler = await _pooler(service)
     if body.dimensions is not None and body.dimensions > width:
         raise bad_request(f"dimensions: this model's embeddings have only {width}.", "dimensions")
@@ -62,7 +69,7 @@ async def embeddings(body: EmbeddingBody, request: Request, service: ServiceOf) 
     params = SamplingParams(max_tokens=0, pooling=pooler.pooling)
     shared = {name: getattr(body, name) for name in _SHARED if getattr(body, name) is not None}
     generation = Generation(service, GenerationBody(**shared), prompts, [params] * len(prompts), request.scope)
-    return Answer(generation, Embeddings(generation, body, pooler, model))
+    return Answer(generation, dialect(generation, body, pooler, model))
 
 
 _SHARED = set(GenerationBody.model_fields) & set(EmbeddingBody.model_fields)
@@ -107,15 +114,18 @@ class Embeddings(Dialect):
         return await self._generation.service.offload(self._write)
 
     def _write(self) -> bytes:
-        body, usage = self._body, self._generation.usage()
-        del usage["completion_tokens"]
+        body = self._body
         states = [choice.pooled for choice in self._generation.choices]
         assert all(state is not None for state in states)
         vectors = (self._pooler.finish(state, body.dimensions) for state in states if state is not None)
         code: Any = _base64 if body.encoding_format == "base64" else np.ascontiguousarray
-        data = [{"object": "embedding", "index": i, "embedding": code(v)} for i, v in enumerate(vectors)]
-        answer = {"object": "list", "data": data, "model": self._model, "usage": usage}
-        return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.dumps(self._answer([code(vector) for vector in vectors]), option=orjson.OPT_SERIALIZE_NUMPY)
+
+    def _answer(self, vectors: list[Any]) -> dict[str, Any]:
+        usage = self._generation.usage()
+        del usage["completion_tokens"]
+        data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
+        return {"object": "list", "data": data, "model": self._model, "usage": usage}
 
 
 def _base64(vector: npt.NDArray[np.float32]) -> str:

@@ -90,7 +90,9 @@ class MessagesDialect(Dialect):
             if text := self._shown(parts.text):
                 append("text", "text", text)
             for call in parts.calls:
-                content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
+                content.append(
+                    {"type": "tool_use", "id": call.id, "name": call.name, "input": partial_input(call.arguments)}
+                )
                 self._call, self._open, self._held = call.index, "tool_use", ""
         if self._held and self._call < 0:
             append("text", "text", self._held)
@@ -231,7 +233,7 @@ def _event(fields: dict[str, Any]) -> bytes:
     return event(orjson.dumps(fields), fields["type"].encode())
 
 
-def _input(arguments: str) -> dict[str, Any]:
+def partial_input(arguments: str) -> dict[str, Any]:
     """The input of a call, possibly incomplete because the answer ended early."""
     try:
         value = from_json(arguments, allow_partial="trailing-strings")

@@ -301,9 +301,10 @@ class TemplatedBody(TemplateBody):
 
 
 class TokenizeBody(TemplateBody):
-    """Either `prompt` (a text, or a list of texts) or `messages`."""
+    """Either `prompt` (a text, or a list of texts), `messages`, or `content`: llama.cpp's name, for a text or a list of
+    token ids and texts, whose answer has llama.cpp's format."""
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [given("prompt"), given("messages")]})
+    model_config = ConfigDict(json_schema_extra={"oneOf": [given("prompt"), given("messages"), given("content")]})
 
     model: str | None = None
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
@@ -311,6 +312,10 @@ class TokenizeBody(TemplateBody):
     add_special_tokens: bool | None = None
     """Default: true for prompts, false for messages, whose template adds its own."""
     return_token_strs: bool = False
+    content: str | Annotated[list[TokenId | str], Field(max_length=INT32)] | None = None
+    add_special: bool = False  # with `content`: write the start token
+    parse_special: bool = True  # with `content`: read special tokens instead of treating them as text
+    with_pieces: bool = False  # with `content`: also return each token's text, or its bytes if they are no text
 
 
 class DetokenizeBody(Body):

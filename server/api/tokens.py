@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 
 from weft.server.api.chat_prompt import prompt_ids, template_input
 from weft.server.api.completions import prompts_of
+from weft.server.api.llama_cpp import tokenize_content
 from weft.server.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.errors import bad_request
@@ -37,6 +38,8 @@ DETOKENIZED_CONTEXTS = 16  # token ids per request, in multiples of the context 
 @router.post("/tokenize", summary="Tokenize a text or a conversation")
 async def tokenize(body: TokenizeBody, request: Request, service: ServiceOf) -> dict[str, Any]:
     service = await service.enter(body.model, request.scope, body.check_template)
+    if body.content is not None and body.prompt is None and body.messages is None:
+        return await tokenize_content(body, service)
     loaded, prompts = service.loaded, body.prompt
     if body.messages is not None and prompts is None:
         ids, _ = await loaded.text.encode_chat(
@@ -47,7 +50,7 @@ async def tokenize(body: TokenizeBody, request: Request, service: ServiceOf) -> 
         special, texts = body.add_special_tokens is not False, prompts if isinstance(prompts, list) else [prompts]
         all_ids = await loaded.text.encode(texts, add_special_tokens=special, param="prompt")
     else:
-        raise bad_request("Give either prompt or messages.", "prompt")
+        raise bad_request("Give either prompt, messages or content.", "prompt")
     named = body.return_token_strs
     names = [[loaded.tokenizer.token_name(token_id) for token_id in ids] if named else None for ids in all_ids]
     fields: dict[str, Any] = {
@@ -65,7 +68,8 @@ async def detokenize(body: DetokenizeBody, request: Request, service: ServiceOf)
     service = await service.enter(body.model, request.scope)
     loaded = service.loaded
     loaded.text.check_ids(body.tokens, "tokens", at_most=DETOKENIZED_CONTEXTS * loaded.ready.max_model_len)
-    return {"prompt": await service.offload(lambda: loaded.tokenizer.decode(body.tokens))}
+    text = await service.offload(lambda: loaded.tokenizer.decode(body.tokens))
+    return {"prompt": text, "content": text}  # vLLM's and llama.cpp's name
 
 
 @router.get("/tokenizer_info", summary="Return special tokens and the chat template")

@@ -47,7 +47,7 @@ async def test_paths_without_v1_answer_the_same(server: Server) -> None:
     assert (await server.http.get("/models/stub")).json()["id"] == "stub"
     body = {"prompt": "x"}
     assert (await server.post("/v1/tokenize", body)).json() == (await server.post("/tokenize", body)).json()
-    assert (await server.post("/v1/detokenize", {"tokens": [72]})).json() == {"prompt": "i"}
+    assert (await server.post("/v1/detokenize", {"tokens": [72]})).json()["prompt"] == "i"
 
 
 async def test_several_prompts_are_tokenized_at_once(server: Server) -> None:
