@@ -1,4 +1,9 @@
-"""Requests, pages, batches, models and devices. Speaks tokens in, tokens out; knows no HTTP and no text."""
+"""Requests, pages, batches, models and devices. Takes and returns token ids.
+
+Owns: everything between a request's token ids and the device: queue, scheduler, pages, models, plans, runners, ranks.
+May import: kernels/.
+Never: uses HTTP; handles text, except where docs/design.md says so (grammars, bad words, `LLM`).
+"""
 
 import os
 

@@ -105,13 +105,13 @@ class EngineConfig(BaseModel):
     """objectives for --max-num-seqs auto, as itl:STATISTIC:LIMIT; itl is the time between two tokens of a request, as
     in itl:p99:50ms"""
     itl_slo: str | None = None
-    """limit on the time between tokens while prompts run, such as 50ms or p99:50ms; prefill chunks are cut to keep it
-    [off; with --max-num-seqs auto the shortest percentile of --slo]"""
+    """limit on the time between tokens while prompts are being computed, such as 50ms or p99:50ms; prefill chunks are
+    shortened to keep it [off; with --max-num-seqs auto, the tightest percentile limit in --slo]"""
     itl_slo_patience: float = Field(5.0, gt=0, le=3600)
     """with --itl-slo: seconds at the head of the queue before a prompt may exceed the limit; at twice that it gets the
     full token budget"""
     max_num_batched_tokens: int | None = Field(None, ge=1, le=MAX_BATCHED_TOKENS)
-    """maximum tokens per iteration: the dense batch [CPU 512, GPU 2048]"""
+    """maximum tokens per iteration, prompts and decodes together [CPU 512, GPU 2048]"""
     page_size: int = Field(64, ge=1, le=1024)
     """tokens per KV page"""
     kv_cache_gib: float | None = Field(None, gt=0)
@@ -126,11 +126,11 @@ class EngineConfig(BaseModel):
     """fraction of KV pages that requests may retain for a time (cache_control, prompt_cache_key); 0 disables retention
     """
     host_kv_gib: float = Field(0.0, ge=0)
-    """pinned host memory in GiB for KV pages evicted from the device; 0 disables it"""
+    """pinned host memory in GiB for copies of KV pages, kept after the device evicts them; 0 disables it"""
     idle_spill_seconds: float = Field(30.0, ge=0, le=86400)
     """copy KV pages to the lower tiers in the background after this many idle seconds; 0 disables it"""
     ssd_kv_path: str | None = Field(None, min_length=1)
-    """directory for KV pages evicted from host memory; survives restarts, used by one daemon at a time"""
+    """directory for KV pages from host memory; survives restarts, used by one daemon at a time; needs --host-kv-gib"""
     tier_kv_format: Literal["raw", "packed"] = "raw"
     """format of KV pages on host and SSD: 'packed' stores bfloat16 losslessly in 12 bits per value; pages that do not
     pack stay raw"""

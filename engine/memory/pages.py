@@ -1,6 +1,6 @@
 """`PagePool`: ownership of KV pages, by reference counts, a free list, and the prefix index that keeps idle pages.
 
-A page is free, held (referenced by at least one request or fence), or cached (in the index, without references,
+A page is free, held (referenced by at least one request, fence or copy), or cached (in the index, without references,
 evictable). `free + cached + held == all` at any time. When the last reference is dropped, a page in the index becomes
 cached and any other page becomes free. A cached page is evicted inside a later `allocate`. Page 0 is the dummy page: it
 absorbs padding and is never allocated.
@@ -32,7 +32,7 @@ class PagePool:
         self.num_pages, self.page_size, self.index = num_pages, page_size, index
         self.evictions = 0
         self.idle_clock = -1
-        """Pages last used at or before this time of the index's clock are idle: evict those with a lower copy first."""
+        """A time of the index's clock. Pages unused since then with a copy in a lower tier are evicted first."""
         self._entries: dict[int, PrefixEntry] = {}
         self._idle: OrderedDict[int, PrefixEntry] = OrderedDict()
         """Cached pages without references, least recently used first."""
@@ -92,7 +92,7 @@ class PagePool:
 
     def release(self, pages: Pages, *, used: bool = True) -> None:
         """Drop one reference to each page; `pages` are in token order. Set `used` to False if no request used them:
-        they stay as idle as before and are evicted next."""
+        they go to the front of the queue and are evicted next."""
         self.index.clock += used
         # Last page first: a child goes idle before its parent and is evicted before it.
         for page in (pages[::-1] if used else pages).tolist():

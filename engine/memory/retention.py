@@ -1,4 +1,4 @@
-"""`RetainedPages`: pages that clients asked to keep for a time (`cache_control`). They are evicted after all others."""
+"""`RetainedPages`: pages that clients asked to keep for a time. They are evicted after all others."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Scheduler:
             self.prefixes.fetch(self.prefixes.conversations.chain(names))
 
     def abort(self, handle: int) -> None:
-        """End a request. Idempotent; unknown handles are ignored. Its pages are freed after a fence."""
+        """End a request. Idempotent; unknown handles are ignored. Its pages are released through a fence."""
         request = self._requests.get(handle)
         if request is None:
             return
@@ -97,12 +97,12 @@ class Scheduler:
 
     @property
     def short_of_slots(self) -> bool:
-        """A request waits only for a slot."""
+        """Whether a slot is all that the first request in the queue lacks."""
         return self.num_waiting > 0 and self._waiting.blocked == "slots"
 
     @property
     def has_headroom(self) -> bool:
-        """The next iteration has a slot and tokens for a request that arrives now, after all others."""
+        """Whether the next iteration has a slot and tokens for a request that arrives now, after all others."""
         s, queue = self.slots, self._waiting
         if s.num_open <= len(queue) or (len(queue) and queue.blocked == "pages"):
             return False
@@ -247,7 +247,7 @@ class Scheduler:
         return found
 
     def _begin(self, request: Request) -> None:
-        """Count a request once, when it can be computed."""
+        """Count a request once, when its computation can start."""
         if request.scheduled_at:
             return
         request.scheduled_at = time.monotonic()

@@ -20,7 +20,7 @@ from weft.server.observe.shared_state import OPEN, SharedState
 RESTART_SECONDS = (0.5, 5.0)
 """First and longest pause before a restart, if the process lived less than SHORT_LIFE seconds."""
 SHORT_LIFE = 5.0
-ATTACH_SECONDS = 120.0  # Seconds for an API process to serve after an engine is ready.
+ATTACH_SECONDS = 120.0  # Seconds within which an API process must serve once an engine is ready.
 MAX_FAILED_STARTS = 3
 """Consecutive API processes that may end before they serve; then the daemon gives up."""
 
@@ -34,7 +34,7 @@ class Owner(engine_supervisor.Owner, Protocol):
     handed_over: bool  # Whether another daemon has taken over the port.
 
     def api_ready(self, *, chat: bool) -> None:
-        """Handle a new serving pair. `chat`: the model has a chat template."""
+        """Handle an API process that now serves with an engine. `chat`: the model has a chat template."""
         ...
 
     def asked(self, process: ApiProcess, question: control.Question) -> None:
@@ -95,7 +95,7 @@ class ApiProcesses:
                 return
 
     def _hopeless(self, i: int) -> bool:
-        """Return whether restarts of the i-th process are futile and no other process serves."""
+        """Return whether the daemon should give up: the i-th process keeps failing and no other process serves."""
         if not self._owner.announced:
             return self._failed_starts[i] >= MAX_FAILED_STARTS
         failing = min(self._failed_starts) >= MAX_FAILED_STARTS

@@ -284,8 +284,8 @@ def _parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status. A `WeftError` becomes one line on stderr and status 2 for a bad
-    option, else 1. So do a file without permission and a failed write to stdout."""
+    """Run one command and return its exit status. A `WeftError` becomes one line on stderr, and status 2 for a bad
+    option, else 1. A file without permission (status 2) and a failed write to stdout (status 1) get one line, too."""
     try:
         try:
             status = _main(list(sys.argv[1:] if argv is None else argv))

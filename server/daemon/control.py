@@ -125,7 +125,7 @@ class RestartEngines(msgspec.Struct, tag="restart_engines", frozen=True):
 
 
 class WakeModel(msgspec.Struct, tag="wake", frozen=True):
-    """Wake a model. The `Answer` comes once it is awake, or will not be."""
+    """Wake a model. The `Answer` follows once it is awake, or cannot be woken."""
 
     ask: int
     model: int

@@ -165,7 +165,7 @@ class Daemon:
             # With several engines, one may serve before the others do.
             if (self.announced or self._api.num_attached) and not self._failure.done():
                 await self._drain()
-                # If an engine's end was the end of the last requests, its reason is about to be reported.
+                # If the last requests ended because their engine did, the reason is about to be reported.
                 ended = [engine for engine in self._engines.values() if engine.given_up or self._end_unreported(engine)]
                 await self._wait_reported(ended)
             if self._failure.done():

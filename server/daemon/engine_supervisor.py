@@ -54,7 +54,9 @@ class Owner(Protocol):
 
 
 class EngineSupervisor:
-    """Attributes:
+    """Runs one engine: starts its process, restarts it, puts it to sleep and wakes it.
+
+    Attributes:
     ready: the engine's `EngineReady` message; None while it is not ready.
     failure: the last failure of its processes.
     worked: whether a process has been ready, so that a later failure may be temporary.
@@ -177,7 +179,7 @@ class EngineSupervisor:
         if not self._process_wanted.is_set():  # it was put to sleep meanwhile
             await process.stop(STOP_SECONDS)
             return "the engine was stopped"
-        self._restarting = False  # this process serves requests for a restart made while its predecessor ended
+        self._restarting = False  # this process also fulfills restarts requested while its predecessor ended
         self._control = control = EngineClient(process.address, next(owner.numbers))
         control.on_stats = lambda stats: owner.metrics.count_iteration(stats, self.engine)
         # Without this connection the process would be unsupervised. One that is being stopped ends by itself and keeps

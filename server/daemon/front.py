@@ -25,7 +25,9 @@ logger = logging.getLogger("weft")
 
 
 class Front:
-    """Attributes:
+    """The port, keys and certificate of a daemon.
+
+    Attributes:
     listeners: listeners of each API process. The daemon keeps them open, so that connections to a process that died
         wait for its successor.
     keys: digests by number; a gap is an empty one.

@@ -20,7 +20,9 @@ PREFIX = "weft-responses-"  # Prefix of folders that are already locked.
 
 
 class SharedFolder:
-    """Attributes:
+    """A locked temporary folder.
+
+    Attributes:
     name: its path."""
 
     def __init__(self) -> None:

@@ -68,7 +68,7 @@ class SleepManager:
             await asyncio.gather(*self._work, return_exceptions=True)
 
     def _expected(self) -> list[int]:
-        """Return the models that requests have waited for."""
+        """Return the models that requests are waiting for."""
         return [m for m in range(self._shared_state.models) if self._shared_state.load[:, m, WAITING].any()]
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -101,7 +101,7 @@ class SleepManager:
                 self._resolve(self._waking, model)
                 return ""
             case SleepState.DEAD:
-                return f"{self._names[model]} has ended for good"
+                return self._dead(model)
         self.policy.request_wake(model)
         return await self._outcome(self._waking, model)
 
@@ -139,10 +139,14 @@ class SleepManager:
         self.policy.died(model)
         self._publish(model)
         for waiters in (self._waking, self._falling_asleep):
-            self._resolve(waiters, model, f"{self._names[model]} has ended for good")
+            self._resolve(waiters, model, self._dead(model))
         self._changed.set()
 
+    def _dead(self, model: int) -> str:
+        return f"{self._names[model]} has failed and is not restarted; restart the daemon"
+
     def _publish(self, model: int) -> None:
+
         with self._shared_state.lock():  # requests enter under this lock, so that later ones see the new state
             self._shared_state.sleep_states[model] = self.policy.sleep_states[model]
 

@@ -23,7 +23,9 @@ class WakeMove(NamedTuple):
 
 
 class WakePolicy:
-    """Attributes:
+    """Chooses the models that are awake, within the memory.
+
+    Attributes:
     sleep_states: the state of each model. Every model that is neither asleep nor dead occupies its memory share.
     wanted: models to wake, in the order of the requests."""
 
@@ -121,7 +123,7 @@ class WakePolicy:
         self.cancel_wake(model)
 
     def died(self, model: int) -> None:
-        """Mark a model as permanently ended."""
+        """Mark a model as dead: all its engines have been given up."""
         self.sleep_states[model] = SleepState.DEAD
         self.cancel_wake(model)
 

@@ -53,7 +53,7 @@ class Watchdog:
             if late:
                 ends = asyncio.gather(*late)
                 while not (await asyncio.wait((ends,), timeout=CHECK_SECONDS))[0]:
-                    self._watch.look()  # collecting stacks takes seconds, which must not count as a nap
+                    self._watch.look()  # collecting stacks takes seconds, which must not look like a suspended machine
                 ends.result()
 
     async def _end(self, watched: WatchedProcess, age: float) -> None:
@@ -77,6 +77,6 @@ class Watchdog:
 
     @staticmethod
     def _check_ended(name: str, pid: int) -> None:
-        """Log a killed process that a driver holds; only a restart of the machine may help."""
+        """Log a killed process that a driver holds; only restarting the machine may help."""
         if os.path.exists(f"/proc/{pid}"):  # not `has_ended`: a thread other than the main thread may be held
             logger.error("%s was killed and does not end: the kernel holds it\n%s", name, threads(pid))

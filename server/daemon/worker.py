@@ -121,7 +121,7 @@ class Worker:
             await asyncio.sleep(HEARTBEAT_TICK)
 
     def _abandoned(self, engine: int) -> bool:
-        """Return whether an engine has ended or hangs and the daemon does not handle it."""
+        """Return whether an engine has ended or hangs, and the daemon has failed to handle that in time."""
         watch, bound, row = self._watch, self._service.config.hang_timeout, ENGINE + engine
         if bound and watch.late(row, bound + SUPERVISOR_SECONDS) is not None:
             return True

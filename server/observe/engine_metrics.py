@@ -210,7 +210,9 @@ class EngineMetrics:
         ready, sequences, pages = readies[0], sum(r.max_num_seqs for r in readies), sum(r.num_pages for r in readies)
         yield _gauge("weft_max_running_requests", "Maximum running sequences", sequences)
         yield _gauge(
-            "weft_max_iteration_tokens", "Maximum tokens per iteration: the dense batch", ready.max_num_batched_tokens
+            "weft_max_iteration_tokens",
+            "Maximum tokens per iteration, prompts and decodes together",
+            ready.max_num_batched_tokens,
         )
         page_size, num_pages = str(ready.page_size), str(pages)
         yield _info("weft_cache_config_info", "KV pages", {"page_size": page_size, "num_pages": num_pages})

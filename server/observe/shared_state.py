@@ -28,7 +28,7 @@ class SleepState(IntEnum):
     FALLING_ASLEEP = 1  # Accepts no new requests and finishes the open ones.
     ASLEEP = 2
     WAKING = 3
-    DEAD = 4  # Permanently ended.
+    DEAD = 4  # All its engines have been given up.
     PAUSED = 5  # Keeps its memory, but accepts no requests until an operator resumes it.
 
     @property

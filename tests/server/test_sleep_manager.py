@@ -168,10 +168,10 @@ async def test_one_that_dies_leaves_its_room_to_others() -> None:
         await until(lambda: made.sleep_state[1] is SleepState.WAKING)
         assert await made.manager.sleep(1, 1, None) == "b is waking"
         made.manager.died(1)
-        assert await waking == "b has ended for good"
+        assert await waking == "b has failed and is not restarted; restart the daemon"
         made.engines[1].lets.set()
         assert await made.manager.wake(0) == ""
-        assert await made.manager.wake(1) == "b has ended for good"
+        assert await made.manager.wake(1) == "b has failed and is not restarted; restart the daemon"
         assert made.sleep_state == [SleepState.AWAKE, SleepState.DEAD]
 
 
