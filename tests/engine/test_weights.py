@@ -1,4 +1,4 @@
-"""Weights: numbers all of them, all of them asked for, and the server's own once they are loaded."""
+"""Weights: finite, all of them used, and the server's own once they are loaded."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> No
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_value_that_is_no_number_is_named(whole: Path, value: float, dtype: str) -> None:
+def test_a_non_finite_value_is_named(whole: Path, value: float, dtype: str) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
 
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
@@ -66,7 +66,7 @@ def test_a_value_that_is_no_number_is_named(whole: Path, value: float, dtype: st
     assert name in refusal(whole, dtype=dtype)
 
 
-def test_a_value_too_large_for_the_dtype_is_no_number(whole: Path) -> None:
+def test_a_value_too_large_for_the_dtype_is_not_finite(whole: Path) -> None:
     def enlarge(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.norm.weight"][3] = 70000.0
 
@@ -85,13 +85,13 @@ def test_layers_beyond_the_config_are_refused(model: Path) -> None:
     assert "num_hidden_layers" in message
 
 
-def test_layers_that_lack_are_named(model: Path) -> None:
+def test_missing_layers_are_named(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": config["num_hidden_layers"] + 1}))
     assert f"model.layers.{config['num_hidden_layers']}." in refusal(model)
 
 
-def test_other_surplus_tensors_are_told_in_one_line(whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_surplus_tensors_are_reported_in_one_line(whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def add(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(4)
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
@@ -102,12 +102,12 @@ def test_other_surplus_tensors_are_told_in_one_line(whole: Path, capfd: pytest.C
     assert "1 tensor(s)" in line
     assert line.endswith("model.layers.0.self_attn.q_proj.bias")
     options = {"device": torch.device("cpu"), "dtype": torch.float32, "max_positions": 8}
-    for rank, lines in ((0, 1), (1, 0)):  # of several ranks one tells it
+    for rank, lines in ((0, 1), (1, 0)):  # of several ranks only one reports it
         load_weights(read_spec(whole).shard(rank, 2), whole, **options)
         assert capfd.readouterr().err.count("tensor(s)") == lines
 
 
-def test_a_tensor_that_lacks_or_does_not_fit_is_named_before_any_is_read(whole: Path) -> None:
+def test_a_missing_or_wrong_tensor_is_named_before_any_is_read(whole: Path) -> None:
     told: list[int] = []
     options = {"device": torch.device("cpu"), "dtype": torch.float32, "max_positions": 8}
 
@@ -123,8 +123,8 @@ def test_a_tensor_that_lacks_or_does_not_fit_is_named_before_any_is_read(whole: 
     assert told == []
 
 
-def test_through_staging_come_the_same_weights(tiny_model: Callable[[str], Path]) -> None:
-    """As a GPU loads them."""
+def test_staging_gives_the_same_weights(tiny_model: Callable[[str], Path]) -> None:
+    """Loads them as a GPU does."""
     options = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "max_positions": 8}
     for family in ("gpt-oss", "gpt2", "gemma3"):
         path = tiny_model(family)
@@ -159,7 +159,7 @@ for path in {[str(tiny_model(family)) for family in FAMILIES]!r}:
     assert run.returncode == 0, run.stderr
 
 
-def test_shapes_alone_are_those_of_the_numbers() -> None:
+def test_shapes_alone_equal_those_of_the_numbers() -> None:
     def some(device: str) -> list[torch.Tensor]:
         a, b = torch.ones(2, 4, 6, device=device), torch.ones(6, device=device, dtype=torch.bfloat16)
         bits = torch.ones(4, 6, device=device, dtype=torch.uint8)
@@ -175,7 +175,7 @@ def test_shapes_alone_are_those_of_the_numbers() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_whole_checkpoint_says_nothing(
+def test_a_complete_checkpoint_logs_nothing(
     tiny_model: Callable[[str], Path], family: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Engine(EngineConfig(model=str(tiny_model(family)), num_pages=8)).close()
@@ -183,14 +183,14 @@ def test_a_whole_checkpoint_says_nothing(
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-def test_a_pointer_in_place_of_a_file_is_told(whole: Path, file: str) -> None:
+def test_a_pointer_in_place_of_a_file_is_reported(whole: Path, file: str) -> None:
     (whole / file).write_text(POINTER)
     message = refusal(whole)
     assert "Git LFS pointer" in message
     assert file in message
 
 
-def test_a_pointer_in_place_of_a_shard_is_told(model: Path) -> None:
+def test_a_pointer_in_place_of_a_shard_is_reported(model: Path) -> None:
     shard = sorted(model.glob("model-*.safetensors"))[-1]
     shard.write_text(POINTER)
     message = refusal(model)
@@ -199,14 +199,14 @@ def test_a_pointer_in_place_of_a_shard_is_told(model: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 4, 1000, -1])
-def test_a_file_that_was_cut_off_is_named(whole: Path, left: int) -> None:
+def test_a_truncated_file_is_named(whole: Path, left: int) -> None:
     file = whole / "model.safetensors"
     file.write_bytes(file.read_bytes()[:left])
     assert "not a complete safetensors file" in refusal(whole)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_that_is_overwritten_or_cut_off_changes_nothing(whole: Path, dtype: str) -> None:
+def test_a_checkpoint_that_is_overwritten_or_truncated_changes_nothing(whole: Path, dtype: str) -> None:
     script = f"""
 import os, sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
@@ -244,7 +244,7 @@ def test_a_checkpoint_that_changes_while_it_loads_is_refused(whole: Path, monkey
 
 
 def test_pages_have_the_name_of_the_weights_that_made_them(whole: Path) -> None:
-    """What is served keeps its name when the file changes; whoever loads the new file has another one."""
+    """The served weights keep their name when the file changes; an engine that loads the new file has another one."""
     harness = Harness(whole, num_pages=20)
     engine, resolved = harness.engine, harness.engine.resolved
     of = (engine.config, resolved.kv, engine.spec, resolved.compute_dtype, resolved.max_model_len)
