@@ -52,6 +52,7 @@ class Stored(NamedTuple):
     raw: Tensor  # The mapped bytes, contiguous in the last dimension.
     decode: Callable[[Tensor, torch.dtype], Tensor] | None = None
     """Converts the bytes, where they were copied to, into a new tensor of a dtype; None: they are plain numbers."""
+    by_rows: bool = False  # `decode` also converts some of the rows.
 
 
 class TensorSource(Protocol):

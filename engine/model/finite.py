@@ -15,7 +15,7 @@ class FiniteCheck:
         self._figures: list[tuple[str, Tensor]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor of any floating dtype, as converted for serving."""
+        """Add a tensor of any floating dtype, or a part of it, as converted for serving."""
         # Each figure is NaN or inf if a value is, and fast on a CPU. A sum of float32 weights cannot overflow.
         if tensor.dtype == torch.float8_e4m3fn:  # has no inf; NaN has all bits set except the sign
             nan = (tensor.view(torch.uint8) & 0x7F).amax() == 0x7F
@@ -29,7 +29,8 @@ class FiniteCheck:
         if not self._figures:
             return
         names, figures = zip(*self._figures, strict=True)
-        bad = [name for name, fine in zip(names, torch.stack(figures).isfinite().tolist(), strict=True) if not fine]
+        fine = torch.stack(figures).isfinite().tolist()
+        bad = sorted({name for name, good in zip(names, fine, strict=True) if not good}, key=names.index)
         if bad:
             more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
             raise ModelError(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from weft.engine.model import matrices
-from weft.engine.model.checkpoint import WHOLE, Checkpoint, Dummy, Part, Stored, Tensors, TensorSource
+from weft.engine.model.checkpoint import WHOLE, Checkpoint, Dummy, Part, Tensors, TensorSource
+from weft.engine.model.conversion import Conversion, Wanted
 from weft.engine.model.families import family_of
 from weft.engine.model.families.family import TensorNames
 from weft.engine.model.finite import FiniteCheck
@@ -80,41 +81,46 @@ class _Wanted:
 
     def __init__(self, checkpoint: TensorSource) -> None:
         self._checkpoint = checkpoint
-        self.tensors: list[tuple[str, Stored]] = []
+        self.tensors: list[Wanted] = []
 
     def __call__(self, name: str, shape: tuple[int, ...], part: Part, kind: torch.dtype) -> Tensor:
         stored = self._checkpoint(name, shape, part)
         matrices.check_format(name, stored, kind)
-        self.tensors.append((name, stored))
+        self.tensors.append(Wanted(name, stored, shape, kind))
         return torch.empty(shape, dtype=kind, device="meta")
 
 
 class _Reader:
-    """Returns the tensors of a checkpoint on the device, in the recorded order.
+    """Returns the tensors of a checkpoint on the device, in the recorded order, as copies.
 
-    A GPU receives them through `Staging`, and converts and checks them itself."""
+    A GPU receives them through `Staging`, and converts and checks them itself; for a CPU, `Conversion` does."""
 
     def __init__(
-        self, wanted: list[tuple[str, Stored]], device: torch.device, progress: Progress | None, staging: Staging | None
+        self, wanted: list[Wanted], device: torch.device, progress: Progress | None, stack: ExitStack, staged: bool
     ) -> None:
         self._wanted = iter(wanted)
-        self._device, self._progress, self._staging = device, progress, staging
+        self._progress = progress
         self.finite = FiniteCheck()
-        self._done, self._total = 0, sum(stored.raw.nbytes for _, stored in wanted)
+        self._source: Staging | Conversion
+        if staged:
+            self._source = stack.enter_context(Staging([each.stored.raw for each in wanted], device))
+        else:
+            self._source = stack.enter_context(Conversion(wanted, self.finite))
+        self._done, self._total = 0, sum(each.stored.raw.nbytes for each in wanted)
         if progress is not None:
             progress(LOADING, 0, self._total)
 
     def __call__(self, name: str, shape: tuple[int, ...], _part: Part, kind: torch.dtype) -> Tensor:
-        noted, stored = next(self._wanted)
+        noted, stored, *_ = next(self._wanted)
         assert name == noted, "packing must request the same tensors each time"
-        raw = stored.raw if self._staging is None else self._staging.take()
-        read = raw if stored.decode is None else stored.decode(raw, kind)
         # Convert to the serving dtype first, so that folding a norm rounds once, in that dtype. Always copy, because a
         # checkpoint returns the mapped file, which may be overwritten or truncated during serving.
-        copied = self._staging is not None or stored.decode is not None
-        tensor = read.to(device=self._device, dtype=kind, copy=not copied).reshape(shape).contiguous()
-        if kind.is_floating_point:
-            self.finite.add(name, tensor)
+        tensor = self._source.take()
+        if isinstance(self._source, Staging):
+            read = tensor if stored.decode is None else stored.decode(tensor, kind)
+            tensor = read.to(dtype=kind).reshape(shape).contiguous()
+            if kind.is_floating_point:
+                self.finite.add(name, tensor)
         self._done += stored.raw.nbytes
         if self._progress is not None:
             self._progress(LOADING, self._done, self._total)
@@ -176,10 +182,7 @@ def load_weights(
         wanted = _Wanted(checkpoint)
         with ShapesOnly():
             _pack(spec, names, Tensors(wanted, checkpoint.__contains__, dtype, checkpoint.shape_of), tables, tied=tied)
-        staging = None
-        if device.type == "cuda" if staged is None else staged:
-            staging = stack.enter_context(Staging([stored.raw for _, stored in wanted.tensors], device))
-        reader = _Reader(wanted.tensors, device, progress, staging)
+        reader = _Reader(wanted.tensors, device, progress, stack, device.type == "cuda" if staged is None else staged)
         weights = _pack(
             spec, names, Tensors(reader, checkpoint.__contains__, dtype, checkpoint.shape_of), tables, tied=tied
         )
@@ -218,7 +221,7 @@ def _report_conversion(checkpoint: TensorSource, wanted: _Wanted, weights: Weigh
     if isinstance(checkpoint, IntegerCheckpoint):
         notice(checkpoint.summary(weights.num_bytes, spec))
     if spec.widened:
-        stored = sum(stored.raw.nbytes for _, stored in wanted.tensors) / GIB
+        stored = sum(each.stored.raw.nbytes for each in wanted.tensors) / GIB
         notice(
             "matrices in FP8, whose activations are not quantized, became 16 bits while loading: "
             f"{stored:.2f} GiB in the checkpoint, the weights now take {weights.num_bytes / GIB:.2f} GiB"

@@ -78,7 +78,7 @@ class GgufCheckpoint:
         if entry.kind in blocks.PLAIN:
             raw = mapped.view(blocks.PLAIN[entry.kind]).reshape(entry.shape)
             raw = (raw if expert is None else raw[expert]).reshape(want)[part.of_whole(shape)]
-            return Stored(raw, partial(_less_one) if self._offset_norms and there.endswith("norm.weight") else None)
+            return Stored(raw, _less_one if self._offset_norms and there.endswith("norm.weight") else None)
         raw = mapped.reshape(*entry.shape[:-1], -1)
         raw = (raw if expert is None else raw[expert]).reshape(*want[:-1], -1)
         return self._blocks(entry.kind, raw, shape, part)
@@ -90,7 +90,8 @@ class GgufCheckpoint:
         first, last = columns.start or 0, columns.stop or part.whole(shape)[-1]
         begin = first // per_block
         raw = raw[(*rows, slice(begin * size, -(-last // per_block) * size))]
-        return Stored(raw, partial(_dequantize, kind, slice(first - begin * per_block, last - begin * per_block)))
+        own = slice(first - begin * per_block, last - begin * per_block)
+        return Stored(raw, partial(_dequantize, kind, own), by_rows=True)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of an existing tensor."""
