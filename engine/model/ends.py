@@ -112,7 +112,7 @@ def _added_tokens(path: Path, tokenizer: dict[str, Any]) -> tuple[dict[str, int]
     tokens = [{**t, "id": int(i)} for i, t in listed.items()] if isinstance(listed, dict) else []
     try:
         text = (path / "tokenizer.json").read_text(encoding="utf-8")
-        # Of a file with many megabytes, only this list is parsed.
+        # Only this list is parsed, because the file may have many megabytes.
         at = re.search(r'"added_tokens"\s*:\s*(?=\[)', text)
         tokens += json.JSONDecoder().raw_decode(text, at.end())[0] if at else []
     except (OSError, ValueError):

@@ -146,7 +146,6 @@ class SleepManager:
         return f"{self._names[model]} has failed and is not restarted; restart the daemon"
 
     def _publish(self, model: int) -> None:
-
         with self._shared_state.lock():  # requests enter under this lock, so that later ones see the new state
             self._shared_state.sleep_states[model] = self.policy.sleep_states[model]
 

@@ -72,7 +72,7 @@ class Split(NamedTuple):
 
     steps: tuple[Step, ...]  # Applied one after another, each to the words of the one before.
     nfc: bool = False  # Text is brought to Unicode's form C first.
-    ignore_merges: bool = False  # A word that is a token becomes that token, whatever the merges say.
+    ignore_merges: bool = False  # A word that is a token becomes that token, regardless of merges.
     begins: bool = False  # A text starts with the beginning token unless the file says otherwise.
     byte_level: bool = True  # The vocabulary spells bytes with GPT-2's letters, else as they are.
     marks_spaces: bool = False  # Spaces become U+2581, as in SentencePiece models.
