@@ -1,4 +1,4 @@
-"""Keys from flags and files, and what a key may use a minute, over all processes."""
+"""Keys from flags and files, and their per-minute limits over all processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stub import serving
 
 from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
-from weft.server.keys import digest, load_keys, match, reread
+from weft.server.keys import MAX_FILE_BYTES, MAX_KEYS, digest, load_keys, match, reread
 from weft.server.observe.limits import RateLimits
 from weft.server.observe.metrics import Metrics
 from weft.server.observe.shared_state import SharedState
@@ -31,8 +31,8 @@ def test_keys_come_from_flags_and_a_file_plain_or_hashed(tmp_path: Path) -> None
     assert [match(key, keys) for key in ("first", "second", "third", f"sha256:{hashed}", "")] == [0, 1, 2, None, None]
 
 
-async def test_a_key_that_was_given_with_a_line_end_is_the_key_without() -> None:
-    """As a variable has it that a Secret was made of by `--from-file`."""
+async def test_a_key_with_a_trailing_newline_is_the_key_without() -> None:
+    """As in a variable from a Secret that was created with `--from-file`."""
     async with serving(api_key=["first\n"], admin_api_key=" admin\n") as server:
         assert (await server.http.get("/v1/models", headers=bearer("first"))).status_code == 200
         assert (await server.http.get("/admin/models", headers=bearer("admin"))).status_code == 200
@@ -45,7 +45,7 @@ async def test_a_key_that_was_given_with_a_line_end_is_the_key_without() -> None
 @pytest.mark.parametrize(
     ("text", "message"), [(None, "cannot read"), ("# none\n", "contains no keys"), (b"\xff", "UTF-8")]
 )
-def test_a_file_without_keys_is_an_error_not_an_open_door(
+def test_a_file_without_keys_is_an_error_and_not_open_access(
     tmp_path: Path, text: str | bytes | None, message: str
 ) -> None:
     file = tmp_path / "keys"
@@ -53,6 +53,101 @@ def test_a_file_without_keys_is_an_error_not_an_open_door(
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=message):
         load_keys(ServeConfig(api_key_file=str(file)))
+
+
+HEX = "0123456789abcdef" * 4
+LIKE_DIGESTS = [
+    f"sha256:{HEX}  # alice", f"sha256:{HEX[1:]}", f"sha256:{HEX}0", f"sha256:{HEX[1:]}g", f"sha256: {HEX}",
+    f"sha256 :{HEX}", f"sha256 {HEX}", f"sha256={HEX}", f"sha256-{HEX}", f"sha256{HEX}", f"sha256:{HEX},alice",
+    f"SHA256:{HEX}", f"Sha256:{HEX}", f"sha-256:{HEX}", f"sha265:{HEX}", f"alice:{HEX}", f"alice:sha256:{HEX}",
+    f'"sha256:{HEX}"', f"\\sha256:{HEX}", f"SHA256(key)= {HEX}", f"{HEX}  -", f"{HEX} *key", "sha256:", "sha256",
+    f"\uff53ha256\uff1a{HEX}", f"sha512:{HEX}{HEX}", f"sha3-256:{HEX}", f"sha1:{HEX[:40]}", f"md5:{HEX[:32]}",
+    f"blake2b:{HEX}", "{SHA}W6ph5Mm5Pz8GgiULbPgzG37mj9g=", "{SSHA}abc=", "$2b$12$abcdefghijklmnopqrstuv",
+    "alice:$2y$05$abcdef", "$argon2id$v=19$m=65536$abc", "$6$salt$abc", "pbkdf2_sha256$600000$salt$abc",
+    "pbkdf2:sha256:600000$salt$abc", "scrypt:32768:8:1$salt$abc",
+]  # fmt: skip
+MALFORMED = [
+    *LIKE_DIGESTS, "two words", "a\tb", "key  # comment", "a\0b", "a\x0bb", "a\x85b", "a\u200bb", "a\ufeff", "a\rb",
+    '"quoted"', "'quoted'", "x" * 10_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", MALFORMED)
+def test_a_malformed_line_is_an_error_that_names_file_and_line_but_not_the_key(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(f"# team a\nfirst\n\n{line}\nlast\n".encode())
+    config = ServeConfig(api_key=["other"], api_key_file=str(file))
+    with pytest.raises(ConfigError) as found:
+        load_keys(config)
+    assert f"--api-key-file {file}, line 4: " in str(found.value)
+    assert line not in str(found.value).partition("line 4: ")[2].replace("'sha256:'", "")
+    assert "\n" not in str(found.value)
+    with pytest.raises(ConfigError, match="line 4"):
+        reread([digest("first")], config, 8)
+    for option in ({"api_key": ["good", line]}, {"admin_api_key": line}):
+        with pytest.raises(ConfigError, match=r"^--api-key, number 2: |^--admin-api-key: "):
+            load_keys(ServeConfig(**option))
+
+
+@pytest.mark.parametrize("line", LIKE_DIGESTS)
+def test_a_line_like_a_digest_is_refused_as_one(line: str) -> None:
+    with pytest.raises(ValueError, match=r"looks like a digest|white space"):
+        digest(line)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        HEX,
+        "sk-proj-abc:def",
+        "schl\u00fcssel",
+        "weft-sha256-x",
+        "YWJj==",
+        "a#b",
+        "shared:key",
+        "a$b$c",
+        "sha",
+        "x" * 4000,
+    ],
+)
+def test_plain_keys_of_other_forms_are_keys(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"  {key}\t\r\n", encoding="utf-8-sig", newline="")
+    assert load_keys(ServeConfig(api_key_file=str(file))) == [digest(key)]
+    assert match(key.encode().decode("latin-1"), [digest(key)]) == 0
+
+
+def test_a_digest_may_have_any_case_and_stands_for_a_key_listed_twice(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    hashed = hashlib.sha256(b"third").hexdigest()
+    file.write_bytes(f"\ufeffsha256:{hashed.upper()}\r\nthird\r\nthird\r\n  # comment\r\n".encode())
+    assert load_keys(ServeConfig(api_key=["third"], api_key_file=str(file))) == [digest("third")]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"good\nb\xff\n", "line 2: this is not UTF-8"),
+        ("key\n".encode("utf-16"), "line 1: this is not UTF-8"),
+        (b"\0" * 99, "line 1: "),
+        (b"\r\n \t\r\n#\r\n", "contains no keys"),
+        (b"#" * (MAX_FILE_BYTES + 1), "is larger than 16 MiB"),
+        ("\n".join(map(str, range(MAX_KEYS + 1))).encode(), f"{MAX_KEYS + 2} API keys are more than {MAX_KEYS}"),
+    ],
+    ids=["latin-1", "utf-16", "nul", "only comments", "too large", "too many"],
+)
+def test_a_file_that_is_not_a_list_of_keys_is_an_error(tmp_path: Path, data: bytes, message: str) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(data)
+    with pytest.raises(ConfigError, match=message):
+        load_keys(ServeConfig(api_key=["good"], api_key_file=str(file)))
+
+
+def test_a_folder_or_an_endless_device_is_no_file_of_keys(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read --api-key-file .*: Is a directory"):
+        load_keys(ServeConfig(api_key_file=str(tmp_path)))
+    with pytest.raises(ConfigError, match="is larger than"):
+        load_keys(ServeConfig(api_key_file="/dev/zero"))
 
 
 def test_keys_keep_their_numbers_when_the_file_changes(tmp_path: Path) -> None:
@@ -93,7 +188,7 @@ def test_requests_a_minute_hold_over_all_processes(monkeypatch: pytest.MonkeyPat
     assert (refusal.status, refusal.retry_after) == (429, 10)
     clock.now += 10
     assert [processes[i % 2].enter(1) is None for i in range(2)] == [True, False]
-    clock.now += 1e6  # an allowance does not pile up
+    clock.now += 1e6  # an allowance does not accumulate
     assert [processes[0].enter(1) is None for _ in range(7)] == [True] * 6 + [False]
 
 
@@ -135,7 +230,7 @@ async def test_rates_over_http() -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_engine_is_told_whose_key_it_is() -> None:
+async def test_the_engine_gets_the_number_of_the_key() -> None:
     async with serving(api_key=["a", "b"]) as server:
         for key, path, body in (
             ("b", "/v1/completions", {"prompt": "hi", "n": 2}),

@@ -1,8 +1,9 @@
-"""What signals do to a daemon under way: nothing is lost by any of them."""
+"""Signals to a running daemon lose nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import pty
 import shutil
@@ -55,8 +56,11 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
         keys.write_text("# nobody\n")
         daemon.process.send_signal(signal.SIGHUP)
         until(lambda: "contains no keys" in daemon.stderr())
+        keys.write_text(f"new\nsha256:{hashlib.sha256(b'old').hexdigest()}  # old\n")
+        daemon.process.send_signal(signal.SIGHUP)
+        until(lambda: f"{keys}, line 2: this looks like a digest" in daemon.stderr())
         assert [asks(http, key) for key in ("old", "both", "new")] == [401, 200, 200]
-        # A process that comes now knows what the others know, whatever the file says.
+        # A process that starts now uses the same keys as the others, independent of the file.
         os.kill(daemon.children("weft.server.daemon.worker")[0], signal.SIGKILL)
         fresh = httpx.Limits(max_keepalive_connections=0)
         with httpx.Client(base_url=daemon.url, timeout=240, limits=fresh) as others:
@@ -110,7 +114,7 @@ def test_the_certificate_is_read_again(tmp_path: Path) -> None:
             put(new)
             daemon.process.send_signal(signal.SIGHUP)
             until(lambda: served() == Path(new[0]).read_text())
-            assert http.get("/health").status_code == 200  # on the connection it had
+            assert http.get("/health").status_code == 200  # on its existing connection
             put((old[0], new[1]))  # a key of another certificate
             daemon.process.send_signal(signal.SIGHUP)
             until(lambda: "not a certificate with its key" in daemon.stderr())
@@ -150,17 +154,17 @@ async def test_other_signals_end_nothing(tmp_path: Path) -> None:
             assert (await http.get("/ready")).status_code == 200
         daemon.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(daemon.process.wait, 240) == 0
-        daemon.told("another Ctrl-C or SIGTERM ends at once")
+        daemon.wait_for_log("another Ctrl-C or SIGTERM ends at once")
 
 
-async def test_an_engine_that_is_asked_for_its_stacks_while_it_computes_goes_on(tmp_path: Path) -> None:
-    """Python's own handler, which reads the frames of running threads, ended it after a few."""
+async def test_an_engine_that_dumps_its_stacks_while_it_computes_continues(tmp_path: Path) -> None:
+    """Python's own handler, which reads the frames of running threads, killed it after a few."""
     with running(tmp_path) as daemon:
 
         async def asked() -> None:
             for count in range(1, 21):
                 daemon.process.send_signal(signal.SIGQUIT)
-                await asyncio.to_thread(daemon.told, "SIGQUIT: API process 0", count)
+                await asyncio.to_thread(daemon.wait_for_log, "SIGQUIT: API process 0", count)
 
         async def streams(http: httpx.AsyncClient) -> str:
             last = ""
@@ -179,14 +183,14 @@ async def test_an_engine_that_is_asked_for_its_stacks_while_it_computes_goes_on(
 
 
 @pytest.mark.parametrize("nohup", [False, True])
-def test_a_terminal_that_closes_ends_what_was_started_on_it(tmp_path: Path, nohup: bool) -> None:
+def test_a_closing_terminal_ends_the_daemon_started_on_it(tmp_path: Path, nohup: bool) -> None:
     serve = [sys.executable, "-P", "-m", "weft.server.daemon.cli", "serve", "--port", "0"]
     with (tmp_path / "stdout").open("wb") as out, (tmp_path / "stderr").open("wb") as err:
         pid, terminal = pty.fork()
         if pid == 0:
             os.dup2(out.fileno(), 1)
             os.dup2(err.fileno(), 2)
-            # Whoever runs these tests may do so under nohup.
+            # These tests may run under nohup.
             signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
             os.execv(serve[0], serve)
     try:
@@ -206,7 +210,7 @@ def test_a_terminal_that_closes_ends_what_was_started_on_it(tmp_path: Path, nohu
             os.waitpid(pid, 0)
 
 
-def test_ports_are_left_at_once_for_the_next_one(tmp_path: Path) -> None:
+def test_ports_are_free_at_once_for_the_next_daemon(tmp_path: Path) -> None:
     with running(tmp_path) as daemon:
         port = int(daemon.url.rsplit(":", 1)[1])
         daemon.process.send_signal(signal.SIGTERM)
