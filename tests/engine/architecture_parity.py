@@ -1,4 +1,4 @@
-"""One architecture computed by transformers' code, under every condition, compared with its own `generate`."""
+"""One architecture computed by transformers' code, in every condition, compared with its own `generate`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LOGPROB_TOLERANCE = 2e-3
 
 
 def prompts(seed: int, *lengths: int) -> list[np.ndarray]:
-    """Random; longer ones go beyond the windows (24)."""
+    """Random prompts; the longer ones exceed the windows (24)."""
     generator = np.random.default_rng(seed)
     return [generator.integers(3, VOCABULARY, length) for length in lengths]
 
 
 class Parity:
-    """The model as `transformers` runs it, alone; what `serve` judges by."""
+    """The model as `transformers` runs it alone, the reference of `serve`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,7 +40,8 @@ class Parity:
         return told.sequences[0, len(prompt) :].tolist(), torch.cat(told.logits).float()
 
     def serve(self, harness: Harness, asked: list[np.ndarray], new: int, *, ends: bool = False) -> list[int]:
-        """Serve them together and compare tokens and log-probabilities; how many tokens of each were cached."""
+        """Serve the prompts together and compare tokens and log-probabilities. Return how many tokens of each were
+        cached."""
         handles = [harness.add(p, max_tokens=new, ignore_eos=not ends, logprobs=3, **GREEDY) for p in asked]
         harness.run()
         for handle, prompt in zip(handles, asked, strict=True):
@@ -62,7 +63,7 @@ class Parity:
     # -- the conditions
 
     def chunks_and_reuse(self) -> None:
-        """Chunks of 7 beside decodes, then a prefix that was computed before."""
+        """Chunks of 7 with decodes, then a prefix that was computed before."""
         harness = self.engine(max_num_batched_tokens=7, num_pages=80)
         first = prompts(2, 3, 19, 40)
         self.serve(harness, first, 8)
@@ -73,17 +74,17 @@ class Parity:
         self.serve(self.engine(max_num_batched_tokens=1, num_pages=80), prompts(1, 5, 30), 6)
 
     def preemption(self) -> None:
-        for pages in (22, 17):  # fewer where answers end early
+        for pages in (22, 17):  # fewer if answers end early
             harness = self.engine(max_num_batched_tokens=64, num_pages=pages, prefix_caching=False)
             harness.expect_short_outputs()
-            # Whose end is open are admitted by what is expected of them.
+            # Requests with an open end are admitted by their expected length.
             self.serve(harness, prompts(5, 30, 11, 40, 26, 9), 20, ends=True)
             if harness.engine.scheduler.preemptions:
                 return
         raise AssertionError("nobody was preempted")
 
     def host_tier(self) -> None:
-        """Chunks of 64, pages that come back from the host, contexts beyond the windows."""
+        """Chunks of 64, pages that return from the host, contexts longer than the windows."""
         harness = self.engine(max_num_batched_tokens=64, num_pages=80, host_kv_gib=0.03)
         tiers, pool = harness.engine.tiers, harness.engine.scheduler.pool
         assert tiers is not None
@@ -94,7 +95,7 @@ class Parity:
         pool.evict_all()
         harness.poison_pages()
         cached = self.serve(harness, asked, 8)
-        # Where all layers have windows pages behind them are given back.
+        # If all layers have windows, pages before them are freed.
         assert cached[1] >= 32 or harness.engine.spec.kv_window is not None
 
     CONDITIONS = ("chunks_and_reuse", "single_tokens", "preemption", "host_tier")

@@ -60,7 +60,7 @@ COMMON: dict[str, Any] = {
     **dict.fromkeys(("patch_size",), 8),
     **dict.fromkeys(("type_vocab_size",), 2),
 }
-"""of every configuration that has such a field"""
+"""value of every configuration field with such a name"""
 
 _ALTERNATING = ["sliding_attention", "full_attention"] * (_LAYERS // 2)
 _VISION = {
@@ -96,14 +96,14 @@ OWN: dict[str, dict[str, Any]] = {
     "roc_bert": {"eos_token_id": 198},
     "xmod": {"default_language": "en_XX"},
 }
-"""by `model_type`; for a configuration inside, a dictionary, or the `model_type` that it has"""
+"""by `model_type`; for a nested configuration, a dictionary, or its `model_type`"""
 
 SCALE = {"hrm_text": 0.1}
-"""of random matrices, for a model whose many layers make much of a rounding"""
+"""scale of random matrices, for a model whose many layers amplify rounding"""
 
 
 def tiny_config(kind: str) -> Any:
-    """A configuration of `model_type` kind. Raises whatever `transformers` finds wrong with it."""
+    """A configuration of `model_type` kind. Raises the error of `transformers` if it is invalid."""
     return _tiny(CONFIG_MAPPING[kind], OWN.get(kind, {}))
 
 
@@ -111,7 +111,7 @@ def _tiny(cls: Any, own: dict[str, Any]) -> Any:
     fields = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
     given = {k: v for k, v in COMMON.items() if k in fields}
     if "qk_rope_head_dim" in fields:
-        given.pop("head_dim", None)  # latent attention calls another size so
+        given.pop("head_dim", None)  # latent attention has another name for this size
         if "num_key_value_heads" in fields:
             given["num_key_value_heads"] = given["num_attention_heads"]
         if "head_dim" in fields:
@@ -141,7 +141,7 @@ def make_architecture(kind: str) -> Any:
             if tensor.ndim == 1:
                 if name.endswith("bias") or "sink" in name:
                     tensor.normal_(0, 0.1)
-                # Those that are one plus their weight have zeros.
+                # Norms that add one to their weight have zeros.
                 elif ("norm" in name.lower() or "ln" in name) and float(tensor.abs().max()) > 0:
                     tensor.uniform_(0.5, 1.5)
             elif tensor.ndim >= 2 and "position" not in name.lower():
@@ -154,7 +154,7 @@ def save_architecture(kind: str, path: Path) -> Path:
     """Write a seeded random checkpoint to `path`."""
     model = make_architecture(kind)
     model.save_pretrained(path)
-    if model.config.model_type not in CLASSES:  # the text part of a model for more than text: known by the whole
+    if model.config.model_type not in CLASSES:  # the text part of a multimodal model: known by the whole
         whole = tiny_config(kind)
         whole.architectures = [CLASSES[kind]]
         whole.save_pretrained(path)

@@ -1,4 +1,4 @@
-"""`CollidingIndex`: a prefix index whose keys have so few bits that unlike pages meet under one."""
+"""`CollidingIndex`: a prefix index whose keys have so few bits that different pages collide."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.engine.memory.prefix_index import PrefixEntry, PrefixIndex, Tokens
 
 
 class CollidingIndex(PrefixIndex):
-    """The real index over the low `bits` of its hash. Counts the collisions that it was saved from.
+    """The real index over the low `bits` of its hash. Counts the collisions that its comparison detected.
 
     The model id is chosen so that the tenants "" and "t" have the same root.
     """
@@ -21,7 +21,7 @@ class CollidingIndex(PrefixIndex):
             if self.root("") == self.root("t"):
                 break
         self.refused: Counter[str] = Counter()
-        """by what alone was different ("tokens", "parent", "salt"), else "several"; "published": by pages published"""
+        """by the only difference ("tokens", "parent", "salt"), else "several"; "published": by pages published"""
 
     def _cut(self, digest: bytes) -> bytes:
         return bytes([digest[0] & self._mask])

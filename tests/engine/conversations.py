@@ -1,4 +1,4 @@
-"""Conversations of several turns with the demo model, each about facts of its own, for tests of the KV tiers."""
+"""Conversations of several turns with the demo model, each with its own facts, for tests of the KV tiers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Answers(NamedTuple):
 
 
 class Conversations:
-    """`count` of them at once; the first prompts take about `context_tokens`, every turn asks for the fact again."""
+    """`count` conversations at once. The first prompts take about `context_tokens`; every turn requests the fact
+    again."""
 
     def __init__(self, count: int, context_tokens: int, answer_tokens: int = 12) -> None:
         self.tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
@@ -41,7 +42,7 @@ class Conversations:
         return Answers(tokens, [harness.cached[h] for h in handles], right)
 
     def go_on(self, answers: Answers) -> None:
-        """The next turn's prompts: what was said, and the question again."""
+        """The prompts of the next turn: the conversation so far, and the question again."""
         questions = [re.split(r"[.\n] *", e.messages[-1]["content"])[-1] for e in self.examples]
         turns = [prompt_ids(self.tokenizer, Example("recall", [user(q)], "", ""))[1:] for q in questions]
         said = zip(self.prompts, answers.tokens, turns, strict=True)

@@ -1,4 +1,4 @@
-"""Writes a checkpoint in FP8 as others do, and what it stands for in float32 beside it, for `transformers`."""
+"""Writes an FP8 checkpoint in the formats of other projects, and its values in float32, for `transformers`."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ FORMATS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     ),
     "fp8, static": ("tensor", True, {"quant_method": "fp8", "activation_scheme": "static"}),
 }
-"""what has a scale, whether activations are static, the config"""
+"""tensors with a scale, whether activations are static, the config"""
 _MATRIX = re.compile(
     r"layers\.\d+\..*(_proj|w[123]|fc[12]|query_key_value|gate_up_proj|input_linear|output_linear)\.weight$"
 )
 
 
 def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """e4m3 values, the scale as files have it, and what both stand for; of all experts in one tensor one by one."""
+    """e4m3 values, the scale as in files, and the float32 values; experts in one tensor are quantized one by one."""
     if weight.ndim == 3:
         values, scales, meant = zip(*(quantized(each, kind) for each in weight), strict=True)
         return torch.stack(values), torch.stack(scales), torch.stack(meant)
@@ -90,8 +90,8 @@ def quantized(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def write_fp8(source: Path, folder: Path, form: str, keep: str = "$nothing") -> tuple[Path, Path]:
-    """The checkpoint at `source` in one of `FORMATS`, and the same numbers in float32. Matrices whose names match
-    `keep` stay as they were."""
+    """Write the checkpoint at `source` in one of `FORMATS`, and the same numbers in float32. Matrices whose names match
+    `keep` are unchanged."""
     kind, static, config = FORMATS[form]
     tensors = {n: t.float() for file in sorted(source.glob("*.safetensors")) for n, t in load_file(file).items()}
     stored: dict[str, Tensor] = {}
@@ -116,7 +116,7 @@ def write_fp8(source: Path, folder: Path, form: str, keep: str = "$nothing") -> 
 
 @pytest.fixture
 def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Activations are left as they are: a model of the numbers that weights mean has the same tokens."""
+    """Activations are not rounded, so a model of the dequantised weights has the same tokens."""
     chosen = loading.choose_spec
 
     def choose(config: EngineConfig) -> Any:

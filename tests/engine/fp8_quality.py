@@ -47,9 +47,8 @@ def accuracy(harness: Harness, task: Task, limit: int) -> float:
 
 
 def best_tokens(harness: Harness, questions: int) -> list[tuple[list[int], list[float], int]]:
-    """For so many questions of each skill: the best token behind each one, how far it is ahead, and of how many of
-    the last positions it is the answer's.
-    """
+    """For `questions` questions of each skill: the best token after each one, its margin, and for how many of the last
+    positions it is the answer's."""
     tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
     asked: list[tuple[int, int]] = []
     for task in (task for task in TASKS if task.skill not in ("recall", "story")):

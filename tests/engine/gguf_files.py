@@ -20,7 +20,7 @@ GEMMA = ("gemma", "gemma2", "gemma3")
 
 
 def tensors_of(path: Path) -> dict[str, np.ndarray]:
-    """Of a checkpoint, in float32."""
+    """The tensors of a checkpoint, in float32."""
     found: dict[str, torch.Tensor] = {}
     for file in path.glob("*.safetensors"):
         found |= load_file(file)
@@ -35,7 +35,7 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def ggml_tensors(path: Path, arch: str) -> dict[str, np.ndarray]:
-    """By their names in the file."""
+    """The tensors by their names in the file."""
     config = AutoConfig.from_pretrained(path)
     which = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(which, config.num_hidden_layers)

@@ -18,7 +18,7 @@ GREEDY = {"temperature": 0.0}
 
 
 class Harness:
-    """An engine with everything it said, by handle."""
+    """An engine with all of its output, by handle."""
 
     def __init__(self, model: Any, **options: Any) -> None:
         self.engine = Engine(EngineConfig(model=str(model), **{"dtype": "float32", "wait_for_plan": True, **options}))
@@ -70,7 +70,7 @@ class Harness:
         return outputs
 
     def run(self, each_step: Callable[[int], None] = lambda _: None) -> None:
-        """Step until nothing is left, then check that nothing is held either."""
+        """Step until no request is left, then check that nothing is still held."""
         while self.engine.has_work:
             self.step()
             each_step(self.steps)
@@ -83,7 +83,7 @@ class Harness:
         assert set(self.finish) == set(self.tokens), "a request without its terminal event"
 
     def expect_short_outputs(self) -> None:
-        """Make admission believe that outputs are next to nothing, so that it admits too many and must preempt."""
+        """Make admission expect tiny outputs, so that it admits too many requests and must preempt."""
         self.engine.scheduler.output_lengths = OutputLengths(mean=0.0, weight=1e9)
 
     def poison_pages(self) -> None:

@@ -75,7 +75,8 @@ class Host:
         self.handle += 1
 
     def run(self, lists: list[float]) -> dict[str, float]:
-        """Median microseconds of each part. lists: what the clock around `AttentionLists` wrote, emptied."""
+        """Median microseconds of each part. lists: times written by the clock around `AttentionLists`; it is
+        emptied."""
         parts: dict[str, list[float]] = {"step": [], "send": [], "attention lists": []}
         pending: Batch | None = None
         step = behind = 0
@@ -119,7 +120,7 @@ class _Slab:
 
 
 def clocked(lists: list[float]) -> Callable[[], None]:
-    """Note the seconds of each call that `send` makes of `AttentionLists`. Returns what undoes it."""
+    """Record the seconds of each call of `AttentionLists` by `send`. Returns a function that undoes it."""
     kept = AttentionLists.add, AttentionLists.keep_rows, AttentionLists.__init__
 
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
-"""Writes a checkpoint in whole numbers of a few bits as AWQ, GPTQ and llm-compressor do, and what it stands for.
+"""Writes a checkpoint in AWQ's, GPTQ's and llm-compressor's low-bit integer formats, and its dequantised values.
 
-Code by code, as their documents have it; nothing of `weft.engine.model.integers` is used.
+It follows their documents code by code, and uses nothing of `weft.engine.model.integers`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""the column of eight that each four bits of a word belong to, from the lowest on"""
+"""the column of eight that each four bits of a word belong to, starting with the lowest"""
 MATRIX = re.compile(r"layers\.\d+\..*(_proj|w[123]|fc[12])\.weight$")
 
 
 def words(codes: np.ndarray, bits: int, axis: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Codes `[a, b]` -> int32, several neighbours along `axis` in each; those that lack at the end are 0."""
+    """Codes `[a, b]` -> int32, several neighbours along `axis` in each, padded with 0 at the end."""
     per = 32 // bits
     turned = codes if axis == 1 else codes.T
     packed = np.zeros((turned.shape[0], -(-turned.shape[1] // per)), np.uint64)
@@ -36,7 +36,7 @@ def words(codes: np.ndarray, bits: int, axis: int, order: tuple[int, ...] | None
 
 
 class Form:
-    """How a checkpoint is written."""
+    """The format of a checkpoint."""
 
     def __init__(
         self, method: str, bits: int = 4, group: int = -1, *, act_order: bool = False, symmetric: bool = False,
@@ -64,7 +64,7 @@ class Form:
         return {**said, "desc_act": self.act_order, "sym": self.symmetric, **self.more}
 
     def write(self, module: str, weight: Tensor, generator: np.random.Generator) -> tuple[dict[str, Tensor], Tensor]:
-        """The tensors of a matrix `[out, in]`, and what they stand for in float32."""
+        """The tensors of a matrix `[out, in]`, and their float32 values."""
         out, inner = weight.shape
         size = inner if self.group < 0 else self.group
         count, top = -(-inner // size), (1 << self.bits) - 1
@@ -125,7 +125,8 @@ FORMS = {
 
 
 def write_integers(source: Path, folder: Path, form: Form, keep: str = "$nothing") -> tuple[Path, Path]:
-    """The checkpoint at `source` in a form, and the same numbers in float32. Matrices whose names match `keep` stay."""
+    """Write the checkpoint at `source` in a format, and the same numbers in float32. Matrices whose names match `keep`
+    are unchanged."""
     generator = np.random.default_rng(7)
     tensors = {n: t.float() for file in sorted(source.glob("*.safetensors")) for n, t in load_file(file).items()}
     stored: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""A subscriber to KV-cache events, written to the schema that vLLM published: nothing of weft's is used."""
+"""A subscriber to KV-cache events, written to the schema that vLLM published. It uses nothing of weft."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 
 
 class Known:
-    """What a router knows of one engine: block -> (parent, tokens, extra keys), by medium."""
+    """A router's state of one engine: block -> (parent, tokens, extra keys), by medium."""
 
     def __init__(self) -> None:
         self.media: dict[str, dict[int | bytes, tuple[Any, tuple[int, ...], Any]]] = {}
@@ -73,16 +73,16 @@ class Known:
 
 
 class Subscriber:
-    """Follows an engine over its sockets; asks again for what it missed."""
+    """Follows an engine over its sockets and requests missed messages again."""
 
     def __init__(self, address: str, replay_address: str, *, loses: Callable[[], bool] = lambda: False) -> None:
-        """loses: decides for each message whether it is lost on its way."""
+        """loses: decides for each message whether it is lost."""
         self.known = Known()
         self.topics: set[str] = set()
         self.restarts = self.replays = self.messages = 0
         self._loses = loses
         self.whole = False
-        """is `known` what the engine has?"""
+        """whether `known` equals the engine's state"""
         self._expected = self._first = 0
         self._context = zmq.Context()
         self._sub = self._context.socket(zmq.SUB)
@@ -92,7 +92,7 @@ class Subscriber:
         self._replay_address = replay_address
 
     def pump(self, seconds: float = 0.0) -> bool:
-        """Take in a message, if one comes in time."""
+        """Read a message, if one arrives in time."""
         if not self._sub.poll(int(1000 * seconds)):
             return False
         topic, number_bytes, payload = self._sub.recv_multipart()
@@ -101,18 +101,18 @@ class Subscriber:
         if self._loses():
             return True
         if number < self._first:
-            # Not one that was sent again meanwhile: another engine.
+            # Not a message that was resent: another engine.
             self.restarts += 1
             self.whole, self._expected = False, 0
         if number > self._expected:
-            self.ask_again()
+            self.request_missed()
         if number >= self._expected:
             self._take(number, payload)
         return True
 
     def _take(self, number: int, payload: bytes) -> None:
         if number != self._expected:
-            self.whole = False  # what is missing is kept no more: an account of all there is will come
+            self.whole = False  # missing entries are dropped: a full snapshot will follow
         self.messages += 1
         if not self._expected:
             self._first = number
@@ -122,8 +122,8 @@ class Subscriber:
         if self.whole:
             self.known.apply(payload)
 
-    def ask_again(self) -> None:
-        """For what was missed."""
+    def request_missed(self) -> None:
+        """Request the missed messages."""
         self.replays += 1
         with self._context.socket(zmq.DEALER) as replay:
             replay.setsockopt(zmq.LINGER, 0)

@@ -1,4 +1,4 @@
-"""A device made of plain lists, and a scheduler that drives it: the page table alone decides what is sampled.
+"""A device made of plain lists, and a scheduler that drives it. Only the page table decides what is sampled.
 
 The device stores, for every KV position, a hash of the token that was fed there and of all the positions before it, as
 real KV depends on its context. A sampled token is a hash of all that the request's page table makes visible, so any
@@ -29,7 +29,7 @@ VOCAB = 23
 
 
 def kv_of(before: np.ndarray, token: int, window: int | None = None) -> int:
-    """What is stored for a token behind the positions `before [p]`; it sees `window` of them, its own included."""
+    """The KV of a token after the positions `before [p]`. It sees `window` of them, its own included."""
     seen = before if window is None else before[max(0, len(before) + 1 - window) :]
     return xxhash.xxh32_intdigest(seen.tobytes() + bytes([token])) >> 1
 
@@ -55,7 +55,7 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class ListDevice:
-    """Executes batches in order, as late as it is told to."""
+    """Executes batches in order, as late as the test requires."""
 
     def __init__(self, num_pages: int, page_size: int, num_slots: int, window: int | None = None) -> None:
         self.window = window
@@ -82,10 +82,8 @@ class ListDevice:
 
 
 class ListEngine:
-    """A scheduler on a `ListDevice`, one iteration at a time.
-
-    It believes that nobody grows, so it admits whoever fits now.
-    """
+    """A scheduler on a `ListDevice`, one iteration at a time. It expects no request to grow, so it admits all that fit
+    now."""
 
     def __init__(
         self,
@@ -156,7 +154,7 @@ class ListEngine:
         return request
 
     def launch(self) -> list[int]:
-        """Schedule an iteration; the handles in it, decodes first, none when nothing can run."""
+        """Schedule an iteration. Returns its handles, decodes first; none if nothing can run."""
         batch = self.scheduler.schedule(self._steps + 1)
         self.scheduler.check()
         if batch is None:
@@ -181,7 +179,7 @@ class ListEngine:
         return handles
 
     def run(self) -> None:
-        """Until nothing is left; every output is what its own prompt explains, and nothing is held."""
+        """Run until no request is left. Every output must match its prompt, and nothing may be held."""
         for _ in range(1000):
             if not self.step() and not self.scheduler.num_requests:
                 break
@@ -195,4 +193,4 @@ class ListEngine:
             assert got == continuation(prompt, len(got)), "a token that the prompt does not explain"
 
     def settle(self) -> None:
-        """Let what runs beside the iterations end."""
+        """Let asynchronous work end."""

@@ -1,4 +1,4 @@
-"""Microseconds of `Scheduler.schedule` beside a queue that is kept at its length.
+"""Microseconds of `Scheduler.schedule` with a queue of constant length.
 
 Run it by hand (`python tests/engine/many_waiting.py`); it asserts nothing. Prompts of one length show what the length
 of the queue costs; among prompts of mixed lengths a longer queue has shorter ones, so that more of them run at once.
@@ -38,11 +38,11 @@ CASES = {
     "seats": Case(32, 20_000, 40, (20, 60)),
     "pages": Case(256, 400, 900, (20, 1900)),
 }
-"""by what is short; 512 tokens an iteration, pages of 64"""
+"""by the scarce resource; 512 tokens an iteration, pages of 64"""
 
 
 def run(case: Case, waiting: int, *, mixed: bool) -> tuple[float, float]:
-    """Median microseconds of CPU time, and how many run on average."""
+    """Median microseconds of CPU time, and the mean number of running requests."""
     chance = random.Random(1)
     scheduler = Scheduler(
         SlotTable(case.slots, 2100, 64), PagePool(case.pages, 64, PrefixIndex("m")), max_num_batched_tokens=512,

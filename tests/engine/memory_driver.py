@@ -1,4 +1,4 @@
-"""`MemoryDriver`: the driver of a GPU's memory, made of a dictionary and a tensor on the host."""
+"""`MemoryDriver`: a driver of GPU memory made of a dictionary and a tensor on the host."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MemoryDriver:
         assert self.created[handle] == size
         assert address not in self.mapped
         self.mapped[address] = handle
-        self.space[address : address + size] = 0xEE  # what was there before is anything
+        self.space[address : address + size] = 0xEE  # the previous content is undefined
 
     def unmap(self, address: int, size: int) -> None:
         assert self.settled, "it may still be in use"

@@ -1,4 +1,4 @@
-"""`Refusal`: what loading a checkpoint says once a matrix of it was changed."""
+"""`Refusal`: the error of loading a checkpoint after one of its matrices was changed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from weft.engine.model.weights import load_weights
 
 
 class Refusal:
-    """Of a checkpoint in one file; name: of the matrix."""
+    """The error for a checkpoint in one file. name: of the changed matrix."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         self.tensors = load_file(folder / "model.safetensors")
 
     def __call__(self, **changes: torch.Tensor | None) -> str:
-        """The error, one line, when the matrix's tensors of these endings are others; None: when they lack."""
+        """The error, one line, if the matrix's tensors of these endings are replaced; None: removed."""
         changed = {**self.tensors, **{f"{self._name}.{end}": t for end, t in changes.items()}}
         there = {n: t for n, t in changed.items() if t is not None}
         save_file(there, self._folder / "model.safetensors", {"format": "pt"})

@@ -25,7 +25,7 @@ def test_peak_equals_a_simulation(requests: list[tuple[int, int]]) -> None:
     assert peak_tokens(now, left) == best
 
 
-def test_the_mean_follows_what_finishes() -> None:
+def test_the_mean_follows_finished_requests() -> None:
     lengths = OutputLengths()
     for _ in range(5000):
         lengths.add(40)
@@ -41,7 +41,7 @@ def test_remaining_output_is_the_rest_of_the_mean_then_a_quarter_of_it_and_never
     assert lengths.remaining(decoded, room).tolist() == [40, 30, 10, 10, 10, 7]
 
 
-def test_the_mean_begins_with_a_prior_that_fades() -> None:
+def test_the_mean_starts_with_a_prior_that_fades() -> None:
     lengths = OutputLengths()
     assert lengths.mean == PRIOR_OUTPUT_TOKENS
     lengths.add(28)
@@ -80,14 +80,14 @@ def request_of(sequence: Sequence, handle: int) -> Request:
     spare=st.integers(-1, 1),
 )
 @settings(max_examples=400)
-def test_a_request_fits_when_the_predicted_peak_does(
+def test_a_request_fits_if_the_predicted_peak_does(
     running: list[Sequence], new: Sequence, mean: int, shared: int, spare: int
 ) -> None:
     page_size = 4
     s = SlotTable(5, 40, page_size)
     for handle, sequence in enumerate(running):
         slot = s.assign(request_of(sequence, handle), np.zeros(0, np.int32), 0)
-        # Prefilling: less than its target. Decoding: one more with every step that is launched.
+        # Prefilling: less than its target. Decoding: one more with every launched step.
         s.scheduled[slot] = sequence.prompt + sequence.output + sequence.computed - 2
         s.scheduled[slot] = min(int(s.scheduled[slot]), int(s.max_total_tokens[slot]))
     lengths = OutputLengths()

@@ -1,4 +1,4 @@
-"""Architectures that weft has no layers for: some of each kind; `make architectures` runs all."""
+"""Architectures without native layers: some of each kind; `make architectures` runs all."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from architecture_parity import Parity
 from architectures import save_architecture
 
 BY_DAY = ("bart", "cohere2", "deepseek_v3", "diffllama", "gemma3n_text", "mimo_v2_flash", "stablelm")
-"""positions of their own (bart), windows (cohere2), latent attention (deepseek), two calls a layer (diffllama), shared
-keys and values (gemma3n), layers of several shapes and sinks (mimo), partial rotation (stablelm)"""
+"""its own positions (bart), windows (cohere2), latent attention (deepseek), two calls a layer (diffllama), shared keys
+and values (gemma3n), layers of several shapes and sinks (mimo), partial rotation (stablelm)"""
 BY_NIGHT = ("biogpt", "gpt_neox", "olmo3")
 
 

@@ -1,4 +1,4 @@
-"""Work lists of attention that are made without looking for cuts are those that the search for cuts makes."""
+"""Attention work lists made without a search for splits equal those of the search."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.kernels.attention.work_lists import decode_items, prefill_items, prefi
     st.sampled_from([4, 132, 528]),
     st.sampled_from([0, 1000, 1024]),
 )
-def test_requests_are_taken_for_whole_only_where_none_is_cut(
+def test_requests_are_treated_as_whole_only_if_none_is_split(
     requests: list[int], kv_heads: int, programs: int, split_tokens: int
 ) -> None:
     lengths = np.array(requests, np.int32)
@@ -42,7 +42,7 @@ def test_many_requests_of_like_length_are_whole(requests: list[int], whole: bool
     st.sampled_from([1, 8]),
     st.sampled_from([4, 132]),
 )
-def test_tiles_of_few_keys_are_taken_for_whole_only_where_none_is_cut(
+def test_tiles_of_few_keys_are_treated_as_whole_only_if_none_is_split(
     chunks: list[tuple[int, int]], kv_heads: int, programs: int
 ) -> None:
     queries, context = (np.array(column) for column in zip(*chunks, strict=True))

@@ -1,4 +1,4 @@
-"""Which way an iteration's attention went, as the engine counts it."""
+"""The attention path of an iteration, as the engine counts it."""
 
 from __future__ import annotations
 
@@ -81,10 +81,11 @@ NEAR, ELSEWHERE = (32, 2000, 1, 2000), (4096, 20000, 64, 20000)
         (0, "auto", BreakEven(*NEAR, "half", 66), AttentionPath("serial", split_decodes=True)),
     ],
 )
-def test_the_slab_of_a_gpu_says_which_way_it_is(
+def test_the_slab_of_a_gpu_records_the_path(
     slots: int, pod: Any, row: BreakEven | None, path: AttentionPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A decode behind 2,000 tokens and 32 of a prompt behind 2,000: too little for a hundred programs unless cut."""
+    """A decode after 2,000 tokens and 32 tokens of a prompt after 2,000: too little for a hundred programs unless
+    split."""
     spec, zeros = read_spec(MODEL_PATH), torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape, **{**options, "pin_memory": False}))
     layout = Layout.of(64, 8, spec.heads_per_kv, prefill_slots=slots, pod=pod)
@@ -110,7 +111,7 @@ def test_the_slab_of_a_gpu_says_which_way_it_is(
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "yi-6b"])
-def test_an_engine_looks_for_the_break_evens_that_the_bench_keeps(model: str, tmp_path: Path) -> None:
+def test_an_engine_reads_the_break_evens_of_the_bench(model: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     from weft.tools.kernels import bench_attention
 
@@ -127,9 +128,7 @@ def test_an_engine_looks_for_the_break_evens_that_the_bench_keeps(model: str, tm
 
 
 @pytest.mark.parametrize(("slots", "pod"), [(0, "off"), (64, "off"), (64, "auto")])
-def test_decodes_alone_find_nothing_of_the_chunks_before_them(
-    slots: int, pod: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decodes_alone_see_nothing_of_earlier_chunks(slots: int, pod: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All four slabs of the ring held chunks, some of whose pages were read in 16 bits."""
     spec, zeros = read_spec(MODEL_PATH), torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape, **{**options, "pin_memory": False}))
@@ -159,7 +158,7 @@ def test_decodes_alone_find_nothing_of_the_chunks_before_them(
 
 @pytest.mark.parametrize("slots", [0, 64])
 def test_items_of_the_last_layer_are_some_of_the_others(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a chunk of 32 whose last token alone is sampled, cut along its keys or not."""
+    """A chunk of 32 whose last token alone is sampled, split along its keys or not."""
     spec, zeros = read_spec(MODEL_PATH), torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape, **{**options, "pin_memory": False}))
     inputs = DeviceInputs(
@@ -183,7 +182,7 @@ def test_items_of_the_last_layer_are_some_of_the_others(slots: int, monkeypatch:
     assert bool(slots) == (len({tuple(tile[:4]) for tile in kept}) < len(kept)), "cut along its keys, or not"
 
 
-def test_the_log_says_what_may_be() -> None:
+def test_the_log_lists_the_possible_paths() -> None:
     assert describe_paths("torch", cuts=False, pod="off").endswith("torch, decodes and chunks in sequence")
     assert "in sequence, tiles" in describe_paths("triton", cuts=True, pod="off")
     assert "in one launch (--pod auto), tiles" in describe_paths("triton", cuts=True, pod="auto")

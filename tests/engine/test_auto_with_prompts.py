@@ -1,8 +1,8 @@
-"""`--max-num-seqs auto` where requests come and end together: seats and the cut of prompts on one simulated device.
+"""`--max-num-seqs auto` when requests arrive and end together: slots and the chunk limit on one simulated device.
 
-The scheduler is the real one; the clock is moved by what an iteration of its size takes on a GPU that serves an 8B.
-Requests of one length that were seated together end together, so their followers' prompts come all at once: on an H200
-these made every bound late (2026-11-23), which curves of seats alone do not show.
+The scheduler is the real one. The clock advances by the time that an iteration of its size takes on a GPU that serves
+an 8B. Requests of one length that were admitted together end together, so their followers' prompts arrive all at once:
+on an H200 these made every limit late (2026-11-23), which curves of slots alone do not show.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ LAYERS, DENSE_BATCH = 32, 512
 COSTS = Costs(16e9, 16e9 / 150, 4096.0, 109.0, {None: LAYERS})
 (OBJECTIVE,) = EngineConfig(max_num_seqs="auto", slo=["itl:p99:40ms"]).kept_percentiles
 SHAPES = ((40, 60), (200, 80), (40, 60))
-"""tokens of a prompt and its answer; a phase each"""
+"""tokens of a prompt and its answer; one pair per phase"""
 SECONDS, SETTLING = 24.0, 8.0
 
 
 @dataclass
 class Phase:
     kept: float
-    """share of seconds within the objective, but for the first ones"""
+    """share of seconds within the objective, except the first ones"""
     rate: float
     """tokens a second in these"""
 
@@ -63,13 +63,13 @@ class Device:
         tokens, ends = batch.query_len[d:], batch.kv_len[d:]
         pairs = float((tokens * COSTS.all_seen(ends - 0.5 * (tokens - 1))).sum())
         load = Load(batch.num_tokens, float(COSTS.all_seen(batch.kv_len[:d]).sum()), pairs)
-        # Products go by tiles of 32 tokens: the forecast knows nothing of that.
+        # GEMMs use tiles of 32 tokens; the forecast does not model that.
         seconds = max(4.1e-3, 3e-3 + 0.074e-3 * 32 * math.ceil(load.tokens / 32))
         seconds += load.seen * 4096 / 1e12 + load.pairs * 16384 / 1.25e14
         return seconds * math.exp(self._rng.gauss(0, 0.01))
 
     def second(self, shape: tuple[int, int]) -> tuple[float, float]:
-        """Of serving: (the objective's value, tokens a second)."""
+        """Serve for a second. Returns (the objective's value, tokens a second)."""
         begun, before, gaps, scheduler = self.now, self.tokens, list[np.ndarray](), self.scheduler
         while self.now < begun + 1:
             while scheduler.num_requests < scheduler.slots.limit + 8:
@@ -98,7 +98,7 @@ class Device:
         return Phase(float(np.mean([value <= OBJECTIVE.limit for value in values])), float(np.mean(rates)))
 
 
-def test_cut_prompts_keep_what_seats_alone_do_not() -> None:
+def test_limited_chunks_keep_the_objective_that_slots_alone_miss() -> None:
     both, alone = Device(cut=True, seed=1), Device(cut=False, seed=1)
     phases = [(both.serve(shape), alone.serve(shape)) for shape in SHAPES]
     kept = [phase.kept for phase, _ in phases]
@@ -111,7 +111,7 @@ def test_cut_prompts_keep_what_seats_alone_do_not() -> None:
 @pytest.mark.parametrize(
     ("slo", "limit"), [(["itl:p99:40ms", "itl:p95:30ms"], 0.03), (["itl:mean:20ms"], None)], ids=["percentiles", "mean"]
 )
-def test_an_engine_with_auto_cuts_prompts_to_percentiles(slo: list[str], limit: float | None) -> None:
+def test_an_engine_with_auto_limits_chunks_to_percentiles(slo: list[str], limit: float | None) -> None:
     harness = Harness(MODEL_PATH, page_size=16, num_pages=100, max_num_seqs="auto:8", slo=slo)
     keeper = harness.engine.scheduler.chunk_keeper
     assert (keeper.limit.limit if keeper is not None else None) == limit

@@ -1,4 +1,4 @@
-"""`--batch-invariant` on a CPU: log-probabilities are equal to the bit, whatever shares the batch."""
+"""`--batch-invariant` on a CPU: log-probabilities are bit-identical in any batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def prompts_of(count: int, longest: int, vocabulary: int = 2000) -> list[np.ndar
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_twenty_four_together_say_what_each_says_alone(dtype: str) -> None:
+def test_twenty_four_requests_in_a_batch_answer_as_each_alone(dtype: str) -> None:
     prompts = prompts_of(24, 200)
     alone, together = engine("demo", dtype), engine("demo", dtype)
     one_by_one = []
@@ -69,7 +69,7 @@ def test_it_holds_for_each_kind_of_layer_and_for_scored_prompts(tiny_model: Call
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_neither_chunks_nor_a_prefix_that_was_read_before_change_anything(dtype: str) -> None:
+def test_chunks_and_a_cached_prefix_change_nothing(dtype: str) -> None:
     prompt = np.random.default_rng(2).integers(6, 2000, 400)
     whole = engine("demo", dtype, max_num_batched_tokens=1024)
     chunks = engine("demo", dtype, max_num_batched_tokens=128)
@@ -84,7 +84,7 @@ def test_neither_chunks_nor_a_prefix_that_was_read_before_change_anything(dtype:
     assert cached.cached[handles[2]] == 192
 
 
-def test_blocks_in_which_the_place_matters_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_position_dependent_blocks_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     probe, asked = CpuExecutor._probe, []
 
     def odd(self: CpuExecutor, token_ids: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

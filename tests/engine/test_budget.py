@@ -1,4 +1,4 @@
-"""What an engine says of its memory before it has met any traffic."""
+"""An engine's memory budget before any traffic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.engine.engine import Engine
 from weft.engine.wire.preloaded import PRIMITIVE_CACHES, environment
 
 
-def test_pages_and_weights_are_counted_as_they_are(tiny_model: Callable[[str], Path]) -> None:
+def test_pages_and_weights_are_counted_exactly(tiny_model: Callable[[str], Path]) -> None:
     engine = Engine(EngineConfig(model=str(tiny_model("qwen3")), num_pages=50, host_kv_gib=0.001, dtype="float32"))
     memory = engine.describe().memory
     assert memory.kv_pages == engine.runner.kv.nbytes
@@ -25,7 +25,7 @@ def test_pages_and_weights_are_counted_as_they_are(tiny_model: Callable[[str], P
     engine.close()
 
 
-def test_working_memory_grows_with_what_an_iteration_may_hold(tiny_model: Callable[[str], Path]) -> None:
+def test_working_memory_grows_with_the_iteration(tiny_model: Callable[[str], Path]) -> None:
     def working(**options: int) -> int:
         engine = Engine(EngineConfig(model=str(tiny_model("yi")), num_pages=50, **options))
         engine.close()
@@ -34,7 +34,7 @@ def test_working_memory_grows_with_what_an_iteration_may_hold(tiny_model: Callab
     assert working(max_num_seqs=64) < working(max_num_seqs=512, max_num_batched_tokens=4096)
 
 
-def test_caches_of_primitives_are_bounded_unless_somebody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_of_primitives_are_bounded_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in PRIMITIVE_CACHES:
         monkeypatch.delenv(name, raising=False)
     assert PRIMITIVE_CACHES.items() <= environment().items()

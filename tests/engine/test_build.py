@@ -21,7 +21,7 @@ NUM_SLOTS = 6
 
 
 def make_request(handle: int, prompt: int, done: int, max_tokens: int, **params: object) -> Request:
-    """One whose first `done` tokens are computed already."""
+    """A request whose first `done` tokens are computed already."""
     request = Request(
         handle=handle,
         token_ids=np.arange(100 * handle, 100 * handle + prompt, dtype=np.int32),
@@ -40,7 +40,7 @@ def make_request(handle: int, prompt: int, done: int, max_tokens: int, **params:
 
 
 def fill(requests: list[Request]) -> SlotTable:
-    """A row for each request; pages 10, 11, … are the first one's, 20, 21, … the second one's."""
+    """A row for each request. Pages 10, 11, … are the first one's, 20, 21, … the second one's."""
     s = SlotTable(NUM_SLOTS, MAX_LEN, PAGE)
     for i, request in enumerate(requests):
         slot = s.assign(request, np.zeros(0, np.int32), request.cached_tokens)
@@ -50,7 +50,7 @@ def fill(requests: list[Request]) -> SlotTable:
 
 
 def decoding(s: SlotTable, request: Request) -> int:
-    """Put the row behind its prefill: its first sample is known, and not yet computed."""
+    """Put the row after its prefill: its first sample is known and not yet computed."""
     slot = request.slot
     s.scheduled[slot] = s.confirmed[slot] = s.target[slot]
     s.phase[slot] = Phase.DECODE
@@ -106,7 +106,7 @@ def one(request: Request, *, decode: bool = False) -> Batch:
     return build_batch(s, PAGE, 1, np.zeros(0, np.int32), [(request.slot, len(request.token_ids))], [])
 
 
-def test_what_a_request_asks_of_the_sampler_is_in_its_row() -> None:
+def test_the_sampling_parameters_of_a_request_are_in_its_row() -> None:
     values = {"temperature": 0.5, "top_p": 0.75, "top_k": 3, "min_p": 0.25, "logprobs": 2}
     penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5}
     sampling = one(make_request(1, 5, 0, 4, **values, **penalties)).sampling
@@ -136,7 +136,7 @@ def test_stop_tokens_are_suppressed_until_there_are_enough_tokens(known: int, ea
     assert sampling.bias_values.tolist() == [np.float32(SUPPRESSED)] * len(ids)
 
 
-def test_a_prompt_that_asks_for_no_output_is_not_sampled() -> None:
+def test_a_prompt_without_requested_output_is_not_sampled() -> None:
     request = make_request(1, 5, 0, 1)
     request.max_total_tokens = 5
     assert one(request).sampled_rows.tolist() == []
@@ -154,7 +154,7 @@ def test_a_prompt_that_asks_for_no_output_is_not_sampled() -> None:
         (4, 4, 7, (), ()),
     ],
 )
-def test_prompt_logprobs_are_asked_for_once_a_position(
+def test_prompt_logprobs_are_requested_once_per_position(
     done: int, length: int, sent: int, rows: range, targets: range
 ) -> None:
     before = make_request(0, 6, 0, 4)
@@ -172,12 +172,12 @@ def test_prompt_logprobs_are_asked_for_once_a_position(
     assert ids.tolist() == list(targets)
 
 
-def test_prompt_logprobs_of_none_beside_the_sampled_token_are_asked_for_too() -> None:
+def test_prompt_logprobs_of_only_the_prompt_token_are_requested_too() -> None:
     (part,) = one(make_request(1, 4, 0, 4, prompt_logprobs=0)).prompt_logprobs
     assert part[-1] == 0
 
 
-def test_count_resets_travel_with_the_batch() -> None:
+def test_count_resets_are_part_of_the_batch() -> None:
     request = make_request(1, 3, 0, 2)
     s = fill([request])
     reset = CountReset(request.slot, request.token_ids, request.token_ids[:0])

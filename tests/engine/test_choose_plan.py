@@ -1,4 +1,4 @@
-"""Which plan file an engine takes: the operator's where it fits, with a clear line where it does not."""
+"""The plan file that an engine uses: the operator's if it fits, with a clear line if it does not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_without_an_operators_limit_the_plan_names_the_dense_batch(tmp_path: Pat
     assert plan.dense_batch == 2048
 
 
-def test_with_a_limit_the_pipelines_for_more_tokens_are_left_out(tmp_path: Path) -> None:
+def test_with_a_limit_the_pipelines_for_more_tokens_are_dropped(tmp_path: Path) -> None:
     assert _tokens(choose_plan(_file(tmp_path, 1792, 2048), SPEC, HERE, 1792)) == [1792]
     with pytest.raises(ConfigError, match="--max-num-batched-tokens 1024"):
         choose_plan(_file(tmp_path, 1792), SPEC, HERE, 1024)
@@ -122,9 +122,7 @@ def test_a_rank_on_a_gpu_takes_a_plan_and_waits_for_all_its_pipelines(
     assert found.wait_for_plan
 
 
-def test_with_batch_invariance_a_plan_that_is_named_runs_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_batch_invariance_only_an_explicit_plan_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolving, "target_of", lambda *_: HERE)
     file = _file(tmp_path, 1792)
     named = EngineConfig(device="cuda", batch_invariant=True, plan=file)
@@ -144,7 +142,7 @@ def test_an_impossible_pipeline_is_an_error(tmp_path: Path) -> None:
         choose_plan(str(tmp_path / "plan.json"), SPEC, HERE, None)
 
 
-def test_a_cpu_runs_no_plan_but_reads_the_one_it_is_given(tmp_path: Path) -> None:
+def test_a_cpu_runs_no_plan_but_reads_the_given_one(tmp_path: Path) -> None:
     config = EngineConfig(device="cpu", plan=str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match="cannot read the plan"):
         resolve(config, read_spec(config.model_path))
@@ -153,7 +151,7 @@ def test_a_cpu_runs_no_plan_but_reads_the_one_it_is_given(tmp_path: Path) -> Non
     assert resolve(config, read_spec(config.model_path)).plan is None
 
 
-def test_a_context_whose_tables_do_not_fit_is_one_line() -> None:
+def test_a_context_whose_tables_do_not_fit_is_a_one_line_error() -> None:
     config = EngineConfig(device="cpu")
     spec = replace(read_spec(config.model_path), max_positions=2**40)
     with pytest.raises(OutOfMemory, match="lower --max-model-len"):
@@ -169,10 +167,10 @@ def test_a_plan_for_16_bits_is_not_for_the_same_model_in_fp8_nor_for_pages_in_fp
         pages = choose.target_of(SPEC, device, torch.bfloat16, E4M3)
     assert plain.dtype == "bfloat16"
     assert len({plain, eight, pages}) == 3
-    assert plain.kernels != eight.kernels == pages.kernels  # other code of FP8 kernels makes other plans of these alone
+    assert plain.kernels != eight.kernels == pages.kernels  # other code of FP8 kernels outdates only plans of these
 
 
-def test_attention_in_one_launch_is_refused_where_it_cannot_be() -> None:
+def test_attention_in_one_launch_is_refused_if_unsupported() -> None:
     config = EngineConfig(model_preset="opt-1.3b", load_format="dummy", pod="auto", plan="serial")
     spec = read_spec(config.model_path)
     with pytest.raises(ConfigError, match="--pod auto needs a Hopper GPU"):

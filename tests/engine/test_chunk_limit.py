@@ -37,21 +37,21 @@ P99 = Objective("itl", 99.0, 0.02)
 
 @dataclass(frozen=True)
 class Plant:
-    """A device whose iterations are nothing that the forecast could be told: other units, another knee, steps."""
+    """A device that differs from the forecast's model: other units, another knee, steps."""
 
     floor: float
     """seconds of an iteration of few tokens"""
     knee: int
     slope: float
-    """of the time over the tokens, beside that of a straight line from nothing through the knee"""
+    """ratio of the time to that of a straight line from zero through the knee"""
     attention: float
-    """beside what 4 TB/s and 500 TFLOP/s would take"""
+    """compared with the time at 4 TB/s and 500 TFLOP/s"""
     steps: int
     """tokens are padded up to multiples of this"""
     noise: float
     """standard deviation of the logarithm"""
     hiccups: float
-    """iterations that take 2 to 6 times as long, of all"""
+    """fraction of iterations that take 2 to 6 times as long"""
 
     def seconds(self, load: Load) -> float:
         tokens = -(-load.tokens // self.steps) * self.steps
@@ -78,15 +78,15 @@ PLANTS = st.builds(
 @dataclass
 class Phase:
     late: int
-    """iterations that the limit cut, above it by more than a hiccup is not"""
+    """limited iterations that exceed the limit by more than noise"""
     cut: int
     sizes: list[float]
-    """tokens of prompts, of those that would just have kept the limit without noise"""
+    """tokens of prompts, relative to those that would just have kept the limit without noise"""
     fewest: int
 
 
 def serve(limit: ChunkLimit, plants: list[Plant], seed: int, iterations: int = 260) -> list[Phase]:
-    """Prompts without end beside 64 decodes of 1,000 tokens; a phase a plant."""
+    """Endless prompts with 64 decodes of 1,000 tokens; one phase per plant."""
     rng, phases = random.Random(seed), []
     for plant in plants:
         phase, context, left = Phase(0, 0, [], MOST), 0, 0
@@ -142,8 +142,8 @@ def test_iterations_keep_the_limit_and_are_nearly_as_large_as_it_allows(
 
 
 def seconds_kept(limit: ChunkLimit, seconds: float) -> float:
-    """The share of seconds whose p99 keeps the limit, with prompts without end and iterations that stray by a tenth now
-    and then."""
+    """The share of seconds whose p99 keeps the limit, with endless prompts and iterations that sometimes vary by a
+    tenth."""
     plant, rng = Plant(0.008, 150, 0.8, 1.0, 1, 0.01, 0.0), random.Random(5)
     decodes, window, kept, now = Load(400, 400 * 700.0 * LAYERS), list[float](), list[bool](), 0.0
     while now < seconds:
@@ -159,7 +159,7 @@ def seconds_kept(limit: ChunkLimit, seconds: float) -> float:
     return float(np.mean(kept[10:]))
 
 
-def test_each_second_keeps_a_percentile_where_each_is_to() -> None:
+def test_each_second_keeps_a_percentile_objective() -> None:
     def kept(*, each_second: bool) -> float:
         objective = P99._replace(limit=0.04)
         cost = IterationCost(COSTS)
@@ -170,7 +170,7 @@ def test_each_second_keeps_a_percentile_where_each_is_to() -> None:
     assert kept(each_second=True) >= 0.99 > kept(each_second=False)
 
 
-def test_without_noise_the_size_comes_to_rest() -> None:
+def test_without_noise_the_size_converges() -> None:
     plant = Plant(0.006, 150, 0.8, 1.0, 1, 0.0, 0.0)
     limit = a_limit()
     serve(limit, [plant] * 3, 0)
@@ -195,12 +195,12 @@ def measured(cost: IterationCost, plant: Plant, times: int, chunk: int = 512, fa
 STEADY = Plant(0.006, 150, 0.8, 1.0, 1, 0.0, 0.0)
 
 
-def test_nothing_is_foreseen_before_anything_is_measured() -> None:
+def test_there_is_no_forecast_before_a_measurement() -> None:
     limit = a_limit()
     assert limit.cost.seconds(Load(1)) == math.inf
     room = limit.headroom(Load(64), 0.0)
     assert limit.fits(room.decodes, room.target, 0, 500) == 0
-    assert room.least == 128  # which is what prompts then get
+    assert room.least == 128  # prompts then get this
 
 
 def test_one_measurement_gives_the_unit_of_all() -> None:
@@ -211,13 +211,13 @@ def test_one_measurement_gives_the_unit_of_all() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
-def test_what_is_no_time_is_no_measurement(seconds: float) -> None:
+def test_an_invalid_time_is_not_a_measurement(seconds: float) -> None:
     cost = IterationCost(COSTS)
     assert cost.observe(Load(10), seconds) == 0.0
     assert cost.measured == 0
 
 
-def test_an_hour_of_decodes_does_not_make_it_forget_prompts() -> None:
+def test_an_hour_of_decodes_does_not_erase_the_cost_of_prompts() -> None:
     cost = IterationCost(COSTS)
     load = measured(cost, STEADY, 100)
     before = cost.seconds(load)
@@ -225,7 +225,7 @@ def test_an_hour_of_decodes_does_not_make_it_forget_prompts() -> None:
     assert cost.seconds(load) == pytest.approx(before, rel=0.02)
 
 
-def test_one_iteration_that_hung_changes_next_to_nothing() -> None:
+def test_one_hung_iteration_changes_next_to_nothing() -> None:
     cost = IterationCost(COSTS)
     load = measured(cost, STEADY, 100)
     before = cost.seconds(load)
@@ -235,7 +235,7 @@ def test_one_iteration_that_hung_changes_next_to_nothing() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.4, 3.0])
-def test_a_device_that_does_something_else_is_believed_soon(factor: float) -> None:
+def test_a_changed_device_is_followed_soon(factor: float) -> None:
     cost = IterationCost(COSTS)
     measured(cost, STEADY, 100)
     load = measured(cost, STEADY, SUDDEN + 6, factor=factor)
@@ -261,7 +261,7 @@ def test_a_longer_context_leaves_a_smaller_chunk() -> None:
     assert sizes[0] > sizes[1] > sizes[2] > 0
 
 
-def test_a_prompt_that_waits_gets_more_up_to_the_dense_batch() -> None:
+def test_a_waiting_prompt_gets_more_up_to_the_dense_batch() -> None:
     limit = a_limit()
     least = [limit.headroom(Load(64), waited).least for waited in (0.0, 5.0, 6.0, 7.5, 10.0, 100.0)]
     assert least == [128, 128, 512, 1088, MOST, MOST]
@@ -300,7 +300,7 @@ def test_values_that_are_refused(given: str, why: str) -> None:
         ({"slo": ["itl:p99:40ms"], "max_num_seqs": 64}, "None"),
     ],
 )
-def test_prompts_are_cut_to_a_percentile_that_the_bound_keeps(given: dict[str, Any], kept: str) -> None:
+def test_prompts_are_cut_to_a_percentile_within_the_limit(given: dict[str, Any], kept: str) -> None:
     assert str(EngineConfig.model_validate({"max_num_seqs": "auto", **given}).itl_objective) == kept
 
 
@@ -310,11 +310,11 @@ def test_patience_without_a_limit_is_refused() -> None:
     assert EngineConfig(**EngineConfig().model_dump()).itl_slo is None
 
 
-# -- the scheduler that obeys
+# -- the scheduler with the limit
 
 
 class Timed:
-    """A scheduler on a device of lists, whose iterations take what a plant says, on a clock that only they move."""
+    """A scheduler on a device of lists. A plant sets the time of iterations, on a clock that only they advance."""
 
     def __init__(self, plant: Plant, objective: Objective, budget: int = 64, patience: float = 1.0) -> None:
         self.engine = ListEngine(600, slots=6, page_size=4, budget=budget)
@@ -328,11 +328,11 @@ class Timed:
         self.least = max(1, budget // LEAST_SHARE)
 
     def iterate(self) -> tuple[int, int, str]:
-        """Decodes, tokens of prompts, and what cut these."""
+        """Decodes, tokens of prompts, and the reason for their limit."""
         scheduler = self.scheduler
         line, waits = scheduler._prefills.in_turn(), scheduler.num_waiting
         slots = [r.slot for r in line]
-        in_turn = line[:1] and not line[0].early  # else who is seated now goes before it
+        in_turn = line[:1] and not line[0].early  # otherwise the running one is ahead of it
         left = [int(scheduler.slots.target[slot] - scheduler.slots.scheduled[slot]) for slot in slots]
         self.step += 1
         batch = scheduler.schedule(self.step)
@@ -347,7 +347,7 @@ class Timed:
         self.keeper.on_result(result, self.now)
         scheduler.commit(result)
         if line:
-            # Some of a prompt's tokens are computed whatever they take; of the first in line's, three quarters of it.
+            # Some of a prompt's tokens are always computed; for the head of the queue, three quarters of the limit.
             first = dict(zip(batch.slots.tolist(), batch.query_len.tolist(), strict=True)).get(slots[0], 0)
             room = self.engine.scheduler.max_num_batched_tokens - batch.num_decodes
             assert prompt >= min(sum(left), self.least, room), "prompts are starved"
@@ -357,11 +357,11 @@ class Timed:
 
 
 SMALL = Plant(0.01, 8, 1.0, 0.0, 1, 0.0, 0.0)
-"""a token above the eighth: 1.25 ms"""
+"""per token above eight: 1.25 ms"""
 
 
 class ChunkMachine(RuleBasedStateMachine):
-    """Arrivals, aborts, preemptions and a device that changes, in random orders."""
+    """Arrivals, aborts, preemptions and a changing device, in random orders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +371,7 @@ class ChunkMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(1, 300), output=st.integers(1, 30), seed=st.integers(0, 3))
     def arrive(self, tokens: int, output: int, seed: int) -> None:
-        """Prompts with common beginnings: some of it is in the prefix index."""
+        """Prompts with common beginnings: some of them are in the prefix index."""
         prompt = [2 + (i * (seed + 1)) % 7 for i in range(tokens)]
         self.handles.append(self.timed.engine.add(prompt, output).handle)
 
@@ -383,7 +383,7 @@ class ChunkMachine(RuleBasedStateMachine):
             waiting = {line[0].handle} if line else set()
             self.since = {h: self.since.get(h, self.timed.now) for h in waiting}
             for since in self.since.values():
-                # twice the patience, then 300 tokens with all of the dense batch but decodes, and an iteration late
+                # twice the patience, then 300 tokens with the whole dense batch except decodes, and a late iteration
                 longest = 2.0 + 8 * self.timed.plant.seconds(Load(64, chunks=1))
                 assert self.timed.now - since <= longest, "first in line for too long"
 
@@ -399,7 +399,7 @@ class ChunkMachine(RuleBasedStateMachine):
 
     @rule(factor=st.sampled_from([0.5, 1.0, 2.0, 5.0]))
     def change_the_device(self, factor: float) -> None:
-        """At 5, decodes alone are later than the limit."""
+        """At 5, decodes alone exceed the limit."""
         self.timed.plant = replace(SMALL, floor=factor * SMALL.floor)
 
     @invariant()
@@ -424,7 +424,7 @@ ChunkMachine.TestCase.settings = settings(
 TestChunkMachine = ChunkMachine.TestCase
 
 
-def test_a_long_prompt_beside_decodes_is_cut_to_the_limit_and_alone_it_is_not() -> None:
+def test_a_long_prompt_is_cut_to_the_limit_only_with_decodes() -> None:
     timed = Timed(SMALL, Objective("itl", 99.0, 0.03))
     timed.engine.add([2] * 5, 100)
     assert timed.iterate() == (0, 5, "")
@@ -440,7 +440,7 @@ def test_a_long_prompt_beside_decodes_is_cut_to_the_limit_and_alone_it_is_not() 
     assert [alone.iterate()[1] for _ in range(4)] == [64, 64, 64, 8]
 
 
-def test_where_decodes_alone_are_late_prompts_go_on_as_far_as_they_must() -> None:
+def test_if_decodes_alone_are_late_prompts_still_make_progress() -> None:
     timed = Timed(replace(SMALL, floor=0.1), Objective("itl", 99.0, 0.03), patience=1e9)
     timed.engine.add([2] * 5, 200)
     timed.iterate()
@@ -449,7 +449,7 @@ def test_where_decodes_alone_are_late_prompts_go_on_as_far_as_they_must() -> Non
     assert {(prompt, bound) for _, prompt, bound in seen} == {(timed.least, "least")}
 
 
-def test_what_a_cached_beginning_leaves_is_all_that_counts() -> None:
+def test_only_uncached_tokens_count() -> None:
     timed = Timed(SMALL, Objective("itl", 99.0, 0.03))
     prompt = list(range(2, 22)) * 5
     timed.engine.add(prompt, 1)
@@ -458,7 +458,7 @@ def test_what_a_cached_beginning_leaves_is_all_that_counts() -> None:
     timed.engine.add([3] * 5, 100)
     timed.iterate()
     timed.engine.add(prompt, 4)
-    assert timed.iterate() == (1, 4, "")  # of 100 tokens 96 are cached
+    assert timed.iterate() == (1, 4, "")  # 96 of 100 tokens are cached
 
 
 def test_the_tighter_of_two_objectives_is_kept() -> None:
@@ -470,7 +470,7 @@ def test_the_tighter_of_two_objectives_is_kept() -> None:
     assert keeper.limit.limit == 0.04
 
 
-def test_seats_answer_for_decodes_and_not_for_prompts_that_fill_the_rest() -> None:
+def test_slots_adapt_to_decodes_and_not_to_prompts_that_fill_the_remainder() -> None:
     timed = Timed(SMALL, Objective("itl", 99.0, 0.03))
     scheduler = timed.scheduler
     seen: list[float] = []
@@ -487,10 +487,10 @@ def test_seats_answer_for_decodes_and_not_for_prompts_that_fill_the_rest() -> No
         before = timed.now
         if timed.iterate()[2] == "slo":
             sized.append(seen[-1] / (timed.now - before))
-    assert sized[-1] < 0.6  # of some 28 ms, what the decode and the fewest tokens of prompts would take
+    assert sized[-1] < 0.6  # of about 28 ms, the time of the decode and the minimum of prompt tokens
 
 
-def test_figures_of_a_plan_are_where_the_forecast_begins() -> None:
+def test_the_forecast_starts_with_a_plans_figures() -> None:
     figures: dict[str, Any] = {"measured_ms": 1.5, "kv_tokens": 4e5}
     plan: Any = SimpleNamespace(periods=[SimpleNamespace(tokens=2048, figures=figures)])
     keeper = ChunkKeeper.of(
@@ -500,7 +500,7 @@ def test_figures_of_a_plan_are_where_the_forecast_begins() -> None:
     assert keeper.limit.cost.seconds(Load(2048, 4e5 * LAYERS, chunks=1)) == pytest.approx(0.048, rel=0.1)
 
 
-def test_an_engine_cuts_prompts_and_answers_the_same() -> None:
+def test_an_engine_limits_chunks_and_answers_the_same() -> None:
     prompts = [list(range(5, 15)), list(range(20, 220))]
 
     def answers(**options: Any) -> tuple[list[list[int]], Any]:

@@ -1,4 +1,4 @@
-"""The engine process and its client: streams, aborts, refusals, death."""
+"""The engine process and its client: streams, aborts, errors, exit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def _drain(stream: TokenStream) -> tuple[list[int], Finish, str | None]:
 
 @contextlib.asynccontextmanager
 async def running(config: EngineConfig, clients: int = 1) -> AsyncIterator[tuple[EngineProcess, list[EngineClient]]]:
-    """An engine process and its clients, who are told of its end."""
+    """An engine process and its clients, which are notified of its end."""
     process = await EngineProcess.start(config)
     connected = [EngineClient(process.address, i) for i in range(clients)]
 
@@ -61,7 +61,7 @@ async def running(config: EngineConfig, clients: int = 1) -> AsyncIterator[tuple
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_model: Callable[[str], Path]) -> AsyncIterator[tuple[EngineProcess, list[EngineClient]]]:
-    """One for all tests that leave it as it was, and its first three clients."""
+    """One engine for all tests that leave it unchanged, and its first three clients."""
     async with running(EngineConfig(model=str(tiny_model("yi")), page_size=8, num_pages=200), clients=3) as engine:
         await engine[1][0].wait_ready()
         yield engine
@@ -72,7 +72,7 @@ def client(engine: tuple[EngineProcess, list[EngineClient]]) -> EngineClient:
     return engine[1][0]
 
 
-async def test_streams_bring_what_the_engine_computes(client: EngineClient) -> None:
+async def test_streams_deliver_the_engines_output(client: EngineClient) -> None:
     streams = [client.submit([5, 6, 7 + i], LONG) for i in range(20)]
     results = await asyncio.gather(*map(_drain, streams))
     assert all(len(tokens) == TOKENS and finish is Finish.LENGTH for tokens, finish, _ in results)
@@ -113,7 +113,7 @@ async def test_clients_get_their_own_tokens_and_all_see_the_statistics(
     assert clients[2].stats.scheduler.generation_tokens == before + 6 * TOKENS
 
 
-async def test_requests_of_a_client_that_is_gone_are_dropped_and_others_go_on(
+async def test_requests_of_a_disconnected_client_are_dropped_and_others_continue(
     engine: tuple[EngineProcess, list[EngineClient]],
 ) -> None:
     process, (watcher, other, _) = engine
@@ -122,7 +122,7 @@ async def test_requests_of_a_client_that_is_gone_are_dropped_and_others_go_on(
     lost = [gone.submit([5, 6 + i], endless) for i in range(8)]
     kept = asyncio.create_task(_drain(other.submit([5, 6], LONG)))
     await asyncio.gather(*(stream.read() for stream in lost))
-    gone.close()  # a process that was killed says nothing
+    gone.close()  # a killed process sends nothing
     watcher.client_gone(3)
     tokens, finish, _ = await kept
     assert (len(tokens), finish) == (TOKENS, Finish.LENGTH)
@@ -132,14 +132,12 @@ async def test_requests_of_a_client_that_is_gone_are_dropped_and_others_go_on(
             await _drain(other.submit([9], SamplingParams(max_tokens=1)))
 
 
-async def test_what_comes_from_a_client_after_it_has_gone_is_dropped(
-    engine: tuple[EngineProcess, list[EngineClient]],
-) -> None:
+async def test_messages_of_a_disconnected_client_are_dropped(engine: tuple[EngineProcess, list[EngineClient]]) -> None:
     process, (watcher, other, _) = engine
     gone = EngineClient(process.address, 4)
     await _drain(gone.submit([5], SamplingParams(max_tokens=1)))
     watcher.client_gone(4)
-    await _drain(watcher.submit([5], SamplingParams(max_tokens=1)))  # the engine knows by now
+    await _drain(watcher.submit([5], SamplingParams(max_tokens=1)))  # the engine has been notified by now
     gone.submit([5, 6], LONG)
     done = watcher.stats.scheduler.generation_tokens
     await _drain(other.submit([5, 7], LONG))
@@ -166,14 +164,14 @@ async def test_killing_the_engine_ends_every_stream_of_every_client() -> None:
             clients[1].submit([5], LONG)
 
 
-async def test_an_engine_that_cannot_start_tells_every_client_why() -> None:
+async def test_an_engine_that_cannot_start_reports_the_reason_to_every_client() -> None:
     async with running(EngineConfig(model="/nowhere"), clients=2) as (_, clients):
         for client in clients:
             with pytest.raises(WeftError, match="no model directory"):
                 await client.wait_ready()
 
 
-async def test_the_engine_ends_when_the_daemon_closes_its_stdin(tiny_model: Callable[[str], Path]) -> None:
+async def test_the_engine_exits_when_the_daemon_closes_its_stdin(tiny_model: Callable[[str], Path]) -> None:
     async with running(EngineConfig(model=str(tiny_model("yi")))) as (process, (client,)):
         await client.wait_ready()
         await process.stop()
@@ -181,9 +179,9 @@ async def test_the_engine_ends_when_the_daemon_closes_its_stdin(tiny_model: Call
             os.kill(process.pid, 0)
 
 
-async def test_what_an_engine_had_sent_before_it_ended_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Totals of an engine that was stopped once lacked its last iteration."""
-    monkeypatch.setattr(wire_client, "QUIET_SECONDS", 3.0)  # a machine may stand still for a while
+async def test_messages_sent_before_an_engine_exited_are_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The totals of a stopped engine once lacked its last iteration."""
+    monkeypatch.setattr(wire_client, "QUIET_SECONDS", 3.0)  # a machine may pause for a while
     monkeypatch.setattr(wire_client, "DRAIN_SECONDS", 240.0)
     context = zmq.asyncio.Context()
     router = context.socket(zmq.ROUTER)

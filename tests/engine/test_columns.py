@@ -1,4 +1,4 @@
-"""A sampling field is declared once: a column that is added to the declaration arrives wherever sampling looks."""
+"""A sampling field is declared once: a column added to the declaration reaches every sampler."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ PARAMS = {
 
 
 class Wider(SamplingParams, frozen=True, kw_only=True):
-    """As `SamplingParams` would be with two more fields."""
+    """`SamplingParams` with two more fields."""
 
     lift: float = 0.0
-    """of the token with the highest id"""
+    """bias of the token with the highest id"""
     top_n: int = 0
 
 
@@ -52,7 +52,7 @@ TOP_N = Column("top_n", np.int32, lambda p: getattr(p, "top_n", 0), sampler=True
 
 @pytest.fixture
 def _declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The declaration has a column for each of `Wider`'s fields."""
+    """Add a column for each of `Wider`'s fields to the declaration."""
     for module in (slots, batch, input_layout):
         monkeypatch.setattr(module, "COLUMNS", (*COLUMNS, LIFT, TOP_N))
 
@@ -65,7 +65,7 @@ def request(order: int, params: SamplingParams, tokens: int = 5) -> Request:
 
 
 def schedule(*params: SamplingParams) -> Batch:
-    """The prefill iteration of a request for each of these."""
+    """The prefill iteration of a request for each of the parameters."""
     pool = PagePool(64, 16, PrefixIndex("test"))
     scheduler = Scheduler(SlotTable(8, 64, 16), pool, max_num_batched_tokens=64, prefix_caching=False)
     for order, wanted in enumerate(params):
@@ -75,7 +75,7 @@ def schedule(*params: SamplingParams) -> Batch:
     return made
 
 
-def test_names_are_unique_and_free_rows_ask_for_nothing() -> None:
+def test_names_are_unique_and_free_rows_have_defaults() -> None:
     assert len({column.name for column in COLUMNS}) == len(COLUMNS)
     table, plain = SlotTable(2, 64, 16), SamplingParams()
     slot = table.assign(request(0, plain), np.zeros(0, np.int32), 0)
@@ -97,7 +97,7 @@ def test_every_declared_column_reaches_the_batch() -> None:
     assert {k: v.dtype for k, v in SamplingInputs.none().columns.items()} == {k: v.dtype for k, v in s.columns.items()}
 
 
-def test_a_row_that_is_taken_again_holds_nothing_of_its_last_request() -> None:
+def test_a_reused_row_holds_nothing_of_its_last_request() -> None:
     table = SlotTable(1, 64, 16)
     slot = table.assign(request(0, SamplingParams(**PARAMS)), np.zeros(0, np.int32), 0)
     table.retire(slot)
@@ -107,12 +107,12 @@ def test_a_row_that_is_taken_again_holds_nothing_of_its_last_request() -> None:
         assert table.columns[column.name][slot] == np.dtype(column.dtype).type(column.of(SamplingParams()))
 
 
-def test_the_samplers_take_words_of_four_bytes_alone() -> None:
+def test_the_samplers_take_only_words_of_four_bytes() -> None:
     with pytest.raises(ValueError, match=r"column wide: .* not float64"):
         Column("wide", np.float64, lambda _: 0.0, sampler=True)
 
 
-def test_both_samplers_take_what_the_declaration_gives_them() -> None:
+def test_both_samplers_accept_the_declared_columns() -> None:
     triton = pytest.importorskip("weft.kernels.sampling.sampler")
     names = set(schedule(SamplingParams()).sampling.sampler_arguments())
     for sample in (sampling.sample, triton.sample):

@@ -1,4 +1,4 @@
-"""What an iteration leaves behind: counters, states, and the events of those that ended."""
+"""The results of a committed iteration: counters, states, and the events of ended requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.engine.scheduling.admission import OutputLengths
 from weft.engine.wire.messages import Finish
 
 
-def test_a_scheduler_that_has_done_nothing_has_counted_nothing() -> None:
+def test_an_unused_scheduler_has_zero_counters() -> None:
     stats = ListEngine(8).scheduler.stats()
     counts = (
         stats.preemptions,
@@ -42,7 +42,7 @@ def test_tokens_are_counted_as_they_are_committed() -> None:
     assert (stats.pages_total, stats.pages_cached) == (16, len(engine.pool.index))
 
 
-def test_requests_are_counted_where_they_are() -> None:
+def test_requests_are_counted_by_state() -> None:
     engine = ListEngine(16, slots=1)
     engine.add([5, 6, 7], 4)
     engine.add([6, 7, 8, 9], 2)
@@ -56,7 +56,7 @@ def test_requests_are_counted_where_they_are() -> None:
     assert engine.scheduler.stats().queue["slots"] == 0
 
 
-def test_a_prompt_is_accounted_for_once_whatever_preempts_it() -> None:
+def test_a_prompt_is_counted_once_despite_preemption() -> None:
     engine = ListEngine(16)
     engine.add([5, 6, 7], 4)
     engine.step()
@@ -99,17 +99,17 @@ def test_an_aborted_waiting_request_leaves_the_queue() -> None:
     assert engine.started == [0, third.handle]
 
 
-def test_output_lengths_are_learnt_from_what_finishes() -> None:
+def test_output_lengths_are_learned_from_finished_requests() -> None:
     engine = ListEngine(16)
     lengths = engine.scheduler.output_lengths = OutputLengths(mean=0.0, weight=1.0)
     engine.add([5, 6, 7], 4)
     engine.add([5, 6, 7], 2)
     engine.run()
-    # the prior and the first fade; whichever of the two ends first
+    # the prior and the first fade; either of the two may end first
     assert lengths.mean == pytest.approx((2 * 0.999 + 4) / ((0.999 + 1) * 0.999 + 1))
 
 
-def test_counts_of_a_penalty_are_set_when_its_request_starts_and_when_it_starts_again() -> None:
+def test_penalty_counts_are_set_when_a_request_starts_and_restarts() -> None:
     engine = ListEngine(16)
     plain, counted = engine.add([5, 6, 7], 9), engine.add([6, 7, 8], 9, presence_penalty=0.5)
     engine.launch()
@@ -130,7 +130,7 @@ def test_counts_of_a_penalty_are_set_when_its_request_starts_and_when_it_starts_
 def test_counts_of_a_request_that_ended_before_it_ran_are_not_set() -> None:
     engine = ListEngine(16, slots=1)
     request = engine.add([6, 7, 8], 9, presence_penalty=0.5)
-    # Admitted and not launched, as when its beginning is still being loaded.
+    # Admitted and not launched, as while its beginning is still loading.
     assert engine.scheduler._admit(request) is not None
     engine.scheduler.abort(request.handle)
     engine.add([5, 6, 7], 9)
@@ -139,9 +139,9 @@ def test_counts_of_a_request_that_ended_before_it_ran_are_not_set() -> None:
     engine.complete()
 
 
-def test_iterations_of_half_the_budget_and_more_tell_how_fast_prefill_is() -> None:
+def test_iterations_of_half_the_budget_and_more_measure_the_prefill_speed() -> None:
     class Watched:
-        """Tiers that only note what they are told of an iteration."""
+        """Tiers that only record the iterations reported to them."""
 
         def __init__(self) -> None:
             self.speeds, self.told = self, []  # type: ignore[var-annotated]
@@ -166,7 +166,7 @@ def test_iterations_of_half_the_budget_and_more_tell_how_fast_prefill_is() -> No
     assert tiers.told == [(3, False), (4, True), (8, True)]
 
 
-def test_a_prompt_that_asks_for_no_output_ends_with_its_last_chunk() -> None:
+def test_a_prompt_without_requested_output_ends_with_its_last_chunk() -> None:
     engine = ListEngine(16, budget=3)
     request = engine.add([5, 6, 7, 8, 9], 1)
     request.max_total_tokens = request.prompt_len  # as when it is only scored
@@ -182,7 +182,7 @@ def test_a_prompt_that_asks_for_no_output_ends_with_its_last_chunk() -> None:
     assert (request.ended, engine.scheduler.num_requests, engine.pool.num_held) == (True, 0, 0)
 
 
-def test_a_start_tells_how_long_its_request_waited_and_how_long_its_prompt_took() -> None:
+def test_a_start_reports_the_time_in_the_queue_and_in_the_prompt() -> None:
     engine = ListEngine(16)
     request = engine.add([5, 6, 7, 8, 9], 2)
     request.arrival = time.monotonic() - 1000.0

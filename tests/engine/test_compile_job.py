@@ -1,4 +1,4 @@
-"""What a starting engine compiles beside itself, and when it need not."""
+"""The background compilation of a starting engine, and when it is unnecessary."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_stamp_covers_code_of_runner_plans_model_and_kernels() -> None:
     assert all(any(folder.rglob("*.py")) for folder in compile_job.SOURCES)
 
 
-def test_a_kernel_that_left_the_cache_is_noticed(config: EngineConfig, tmp_path: Path) -> None:
+def test_a_kernel_missing_from_the_cache_is_detected(config: EngineConfig, tmp_path: Path) -> None:
     stamped(config, tmp_path)
     (tmp_path / "triton" / "B").rmdir()
     assert not is_compiled(config)
@@ -86,18 +86,19 @@ def test_another_gpu_needs_other_kernels(config: EngineConfig, tmp_path: Path) -
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_options_that_decide_the_kernels_are_told_apart(config: EngineConfig, tmp_path: Path, change: dict) -> None:
+def test_options_that_decide_the_kernels_are_distinguished(config: EngineConfig, tmp_path: Path, change: dict) -> None:
     stamped(config, tmp_path)
     assert not is_compiled(config.model_copy(update=change))
 
 
-def test_options_that_do_not_are_not(config: EngineConfig, tmp_path: Path) -> None:
+def test_other_options_are_not(config: EngineConfig, tmp_path: Path) -> None:
     stamped(config, tmp_path)
     assert is_compiled(config.model_copy(update={"seed": 5, "host_kv_gib": 1.0, "gpu_memory_utilization": 0.5}))
 
 
-def test_of_every_option_it_is_decided_whether_it_matters() -> None:
-    """One that was forgotten has a start believe that all is compiled, and compile a kernel at a time: 60 s for 10."""
+def test_every_option_is_classified_as_relevant_or_not() -> None:
+    """A forgotten option would make a start assume that all is compiled, and compile one kernel at a time: 60 s instead
+    of 10."""
     decided = KERNEL_OPTIONS | {
         "model", "model_preset", "revision", "load_format", "dummy_weights", "dummy_skew", "slo", "itl_slo",
         "itl_slo_patience", "kv_cache_gib", "gpu_memory_utilization", "num_pages", "prefix_caching",
@@ -108,14 +109,14 @@ def test_of_every_option_it_is_decided_whether_it_matters() -> None:
     assert set(EngineConfig.model_fields) == decided
 
 
-def test_newly_tuned_tiles_are_noticed(config: EngineConfig, tmp_path: Path) -> None:
+def test_newly_tuned_tiles_are_detected(config: EngineConfig, tmp_path: Path) -> None:
     stamped(config, tmp_path)
     (tmp_path / "cache" / "gemm-0.json").write_text("{}")
     assert not is_compiled(config)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"gpu": 1}', '{"gpu": "x", "kernels": 3}'])
-def test_a_damaged_stamp_is_none(config: EngineConfig, tmp_path: Path, content: str) -> None:
+def test_a_damaged_stamp_counts_as_missing(config: EngineConfig, tmp_path: Path, content: str) -> None:
     stamped(config, tmp_path)
     stamp_file(config).write_text(content)
     assert not is_compiled(config)
@@ -129,8 +130,10 @@ def test_a_machine_without_a_gpu_compiles_nothing(config: EngineConfig, monkeypa
 
 
 @pytest.mark.slow
-def test_a_job_that_cannot_work_lets_the_engine_go_on(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_job, "has_gpu", lambda: True)  # which the job's process will not find
+def test_a_job_that_fails_to_run_lets_the_engine_continue(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_job, "has_gpu", lambda: True)  # the job's process will not find this
     job = CompileJob.begin(config)
     assert job is not None
     job.wait(lambda *_: None)
@@ -142,7 +145,7 @@ def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(compile_job, "TIMEOUT_SECONDS", 0.3)
     words = ("sh", "-c", "sleep 250 & echo 1 2; wait")
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert select.select([process.stdout], [], [], 240)[0]  # it has begun before its time begins
+    assert select.select([process.stdout], [], [], 240)[0]  # it has started before its time begins
     job = CompileJob(process)
     told: list[tuple[str, int, int]] = []
     job.wait(lambda *report: told.append(report))
@@ -151,7 +154,7 @@ def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def echoing(**options: bool) -> tuple[CompileJob, Callable[[str], None], Callable[[], None]]:
-    """A job whose process says what it is told to; and its end."""
+    """A job whose process echoes its input, and its end."""
     process = subprocess.Popen(("cat",), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
                                start_new_session=True)  # fmt: skip
     stdin = process.stdin
@@ -159,35 +162,35 @@ def echoing(**options: bool) -> tuple[CompileJob, Callable[[str], None], Callabl
     return CompileJob(process, **options), stdin.write, stdin.close
 
 
-def heard(job: CompileJob, pipeline: int) -> str | None:
-    """Its outcome, once the process has got so far."""
+def outcome_of(job: CompileJob, pipeline: int) -> str | None:
+    """Its outcome, once the process has got that far."""
     end = time.monotonic() + 240
     while (outcome := job.outcome(pipeline)) is None and time.monotonic() < end:
         time.sleep(0.01)
     return outcome
 
 
-def test_an_engine_that_does_not_wait_begins_with_the_serial_plan_and_is_told_of_each_pipeline() -> None:
+def test_an_engine_that_does_not_wait_starts_with_the_serial_plan_and_is_notified_of_each_pipeline() -> None:
     job, say, end = echoing(waits_for_plan=False)
     say("0 3\n3 3\nserial\n")
     told: list[tuple[str, int, int]] = []
-    job.wait(lambda *report: told.append(report))  # its process goes on
+    job.wait(lambda *report: told.append(report))  # its process continues
     assert told[:2] == [(compile_job.COMPILING, 0, 3), (compile_job.COMPILING, 3, 3)]
     assert job.outcome(0) is None
     say("pipeline 1\n1 2\npipeline 0 product_kernel, decode_kernel\npipeline")
-    assert heard(job, 0) == "product_kernel, decode_kernel did not compile"
+    assert outcome_of(job, 0) == "product_kernel, decode_kernel did not compile"
     assert job.outcome(1) == ""
     assert job.outcome(2) is None
     say(" 2\n")
-    assert heard(job, 2) == ""
+    assert outcome_of(job, 2) == ""
     assert job.outcome(3) is None
     end()
-    assert heard(job, 3) == "the compiling process has ended"
+    assert outcome_of(job, 3) == "the compiling process has ended"
     assert job.outcome(1) == ""
     job.stop()
 
 
-def test_one_that_waits_waits_for_all() -> None:
+def test_an_engine_that_waits_waits_for_all() -> None:
     job, say, end = echoing(waits_for_plan=True)
     say("1 1\nserial\npipeline 0\n")
     end()
@@ -198,9 +201,9 @@ def test_one_that_waits_waits_for_all() -> None:
 
 def test_a_serial_plan_in_the_cache_is_not_waited_for() -> None:
     job, say, _ = echoing(waits_for_plan=False, serial=True)
-    job.wait()  # it has said nothing
+    job.wait()  # it has reported nothing
     say("pipeline 0\n")
-    assert heard(job, 0) == ""
+    assert outcome_of(job, 0) == ""
     job.stop()
     assert job.outcome(1) == "the compiling process has ended"
 
@@ -208,7 +211,7 @@ def test_a_serial_plan_in_the_cache_is_not_waited_for() -> None:
 def test_a_background_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_job, "TIMEOUT_SECONDS", 0.2)
     job, _, _ = echoing(waits_for_plan=False, serial=True)
-    assert heard(job, 0) == "the compiling process has ended"
+    assert outcome_of(job, 0) == "the compiling process has ended"
 
 
 COMPILES_FOR_EVER = """
@@ -226,7 +229,7 @@ sys.exit(compile_kernels.main())
 """
 
 
-def test_compilers_end_with_the_engine_that_asked_for_them() -> None:
+def test_compilers_end_with_their_engine() -> None:
     words = (sys.executable, "-P", "-c", COMPILES_FOR_EVER)
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdin is not None
@@ -235,7 +238,7 @@ def test_compilers_end_with_the_engine_that_asked_for_them() -> None:
         process.stdin.flush()
         compiler = int(process.stdout.readline().split()[0])
         assert not has_ended(compiler)
-        process.stdout.close()  # as an engine that is killed does
+        process.stdout.close()  # as a killed engine does
         assert process.wait(240) == -signal.SIGKILL
     end = time.monotonic() + 240
     while not has_ended(compiler):
@@ -262,7 +265,7 @@ sys.exit(compile_kernels.main())
 
 @pytest.mark.parametrize("ends", ["done", "killed"])
 def test_engines_that_start_together_compile_once(config: EngineConfig, tmp_path: Path, ends: str) -> None:
-    """The others look on, and one of them begins anew where the first has not come to its end."""
+    """The others wait, and one of them takes over if the first does not finish."""
     config = config.model_copy(update={"wait_for_plan": True})
 
     def begin() -> subprocess.Popen[str]:
@@ -275,17 +278,17 @@ def test_engines_that_start_together_compile_once(config: EngineConfig, tmp_path
         process.stdin.flush()
         return process
 
-    def said(process: subprocess.Popen[str]) -> str:
+    def lines_of(process: subprocess.Popen[str]) -> str:
         assert process.stdout is not None
         return process.stdout.readline()
 
     first = begin()
-    assert said(first) == "1 2\n"
+    assert lines_of(first) == "1 2\n"
     second = begin()
-    assert said(second) == "0 1\n"
+    assert lines_of(second) == "0 1\n"
     if ends == "killed":
         first.kill()
-        while (line := said(second)) != "1 2\n":
+        while (line := lines_of(second)) != "1 2\n":
             assert line == "0 1\n"
     (tmp_path / "go").touch()
     assert [second.wait(240), first.wait(240)] == [0, 0 if ends == "done" else -signal.SIGKILL]
@@ -294,7 +297,7 @@ def test_engines_that_start_together_compile_once(config: EngineConfig, tmp_path
     assert is_compiled(config)
 
 
-def test_tuned_tiles_bring_another_job(config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuned_tiles_start_another_job(config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[EngineConfig] = []
     monkeypatch.setattr(CompileJob, "begin", classmethod(lambda _, options: begun.append(options)))
     (tmp_path / "triton" / "A").mkdir(parents=True)
@@ -311,7 +314,7 @@ def test_tuned_tiles_bring_another_job(config: EngineConfig, tmp_path: Path, mon
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, list[str]], list[str]]:
-    """Kernels of a serial plan and three pipelines, by name, of which "bad" does not compile; and what is tried."""
+    """Kernels of a serial plan and three pipelines, by name, of which "bad" does not compile; and the attempts."""
     pytest.importorskip("triton")
     from weft.engine.runner.start import kernel_set
     from weft.kernels.common import compilation
@@ -340,7 +343,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, list[str]], list[s
     return names, tried
 
 
-def test_the_serial_plan_is_compiled_first_and_a_bad_kernel_costs_the_pipelines_that_need_it(
+def test_the_serial_plan_is_compiled_first_and_a_bad_kernel_affects_only_its_pipelines(
     config: EngineConfig, parts: tuple[dict[str, list[str]], list[str]]
 ) -> None:
     from weft.engine.runner.start.compile_kernels import compile_in_parts
@@ -354,7 +357,7 @@ def test_the_serial_plan_is_compiled_first_and_a_bad_kernel_costs_the_pipelines_
     assert not is_compiled(config)
 
 
-def test_all_parts_together_are_what_a_later_start_needs(
+def test_all_parts_together_are_those_of_a_later_start(
     config: EngineConfig, parts: tuple[dict[str, list[str]], list[str]]
 ) -> None:
     from weft.engine.runner.start.compile_kernels import compile_in_parts
@@ -400,7 +403,7 @@ def test_the_kernels_of_a_model_are_known_without_its_weights_and_gpu(
     assert len(pipelines) == 4
     planned = Counter(name for _, name in {(kernel.key, kernel.name) for kernel in sum(pipelines, first)})
     serial = Counter(kernel.name for kernel in first)
-    # each kernel of a step is there, and the shipped plan for this shape brings kernels of its own
+    # each kernel of a step is there, and the shipped plan for this shape brings its own kernels
     assert {"_embed_kernel", "product_kernel", "decode_kernel", "prefill_kernel", "_sample_kernel"} <= set(planned)
     assert planned["product_kernel"] > serial["product_kernel"] > 4
     assert planned["decode_kernel"] > serial["decode_kernel"] == 1
@@ -440,4 +443,4 @@ def test_the_kernels_of_weights_and_pages_in_fp8_are_known_too(
     assert not {"fp8_decode", "fp8_attention"} & set(weights)
     assert "decode_hopper" not in set(both) | set(pages)
     assert both["fp8_unpack"] == both["prefill_hopper"] == 1
-    assert pages["heads"] == 1  # the way into pages in FP8 of products in 16 bits
+    assert pages["heads"] == 1  # 16-bit GEMMs that write to FP8 pages

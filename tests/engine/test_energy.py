@@ -1,4 +1,4 @@
-"""Joules: counters that are read, and how they are charged to requests."""
+"""Energy counters and how their joules are charged to requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def zone(root: Path, name: str, microjoules: int, span: int = 1_000_000) -> Path
     return folder / "energy_uj"
 
 
-def test_packages_are_added_up_and_a_counter_may_begin_again(tmp_path: Path) -> None:
+def test_packages_are_added_up_and_a_counter_may_wrap_around(tmp_path: Path) -> None:
     first, second = zone(tmp_path, "intel-rapl:0", 900_000), zone(tmp_path, "intel-rapl:1", 10)
     zone(tmp_path, "intel-rapl:0:0", 5)  # a part of the first
     counter = RaplCounter(tmp_path)
@@ -60,7 +60,7 @@ def test_the_gpus_of_all_ranks_are_added_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert energy_counter(torch.device("cuda", 1), 2).joules() == 320.0
 
 
-def test_a_machine_without_a_counter_says_so(tmp_path: Path) -> None:
+def test_a_machine_without_a_counter_reports_so(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="lists no CPU package"):
         RaplCounter(tmp_path)
 
@@ -76,7 +76,7 @@ class Failing:
         return 5.0 * self.reads
 
 
-def test_a_counter_that_fails_later_ends_the_meter_and_keeps_what_it_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_counter_that_fails_later_ends_the_meter_and_keeps_its_readings(capsys: pytest.CaptureFixture[str]) -> None:
     meter = EnergyMeter(Failing(), period=0.001)
     meter._thread.join(240)
     assert (meter.why, meter.latest.joules) == ("the driver has gone", 10.0)
@@ -85,7 +85,8 @@ def test_a_counter_that_fails_later_ends_the_meter_and_keeps_what_it_read(capsys
 
 
 class Plant:
-    """A device under an engine's ledger, in a time of its own: draws `rest` watts, and `work` watts more at work."""
+    """A device under an engine's ledger, in its own time: draws `rest` watts when idle, and `work` watts more at
+    work."""
 
     source, why = "test", ""
 
@@ -133,7 +134,7 @@ def ledger_on(plant: Plant, work: CostShares, slots: int = 64) -> EnergyLedger:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_requests_and_rest_add_up_to_the_counter(work: CostShares, seed: int) -> None:
+def test_requests_and_idle_energy_add_up_to_the_counter(work: CostShares, seed: int) -> None:
     """Ten minutes of bursts and pauses, iterations of 2 ms to 3 s, gaps between them, and power that drifts."""
     rng, plant = random.Random(seed), Plant()
     ledger = ledger_on(plant, work)
@@ -156,7 +157,7 @@ def test_requests_and_rest_add_up_to_the_counter(work: CostShares, seed: int) ->
     assert float(ledger._slots.joules.sum()) == pytest.approx(stats.charged)
 
 
-def test_a_device_that_only_rests_charges_nobody(work: CostShares) -> None:
+def test_an_idle_device_charges_no_request(work: CostShares) -> None:
     plant = Plant()
     ledger = ledger_on(plant, work)
     plant.passes(30, False)
@@ -165,7 +166,7 @@ def test_a_device_that_only_rests_charges_nobody(work: CostShares) -> None:
     assert ledger.stats().charged == 0
 
 
-def test_a_pause_between_two_readings_is_at_rest_by_the_power_seen_then(work: CostShares) -> None:
+def test_a_pause_between_two_readings_is_charged_at_the_last_idle_power(work: CostShares) -> None:
     plant = Plant()
     ledger = ledger_on(plant, work)
     plant.passes(5, False)
@@ -181,7 +182,7 @@ def test_a_pause_between_two_readings_is_at_rest_by_the_power_seen_then(work: Co
     assert ledger.drawn_at_work == pytest.approx(690 * 10, rel=0.02)
 
 
-def test_what_others_draw_while_an_engine_has_left_its_device_is_not_its_own(work: CostShares) -> None:
+def test_energy_drawn_by_others_while_an_engine_sleeps_is_not_its_own(work: CostShares) -> None:
     plant = Plant()
     ledgers = [ledger_on(plant, work), ledger_on(plant, work)]
     ledgers[1].suspend()
@@ -203,20 +204,20 @@ def test_what_others_draw_while_an_engine_has_left_its_device_is_not_its_own(wor
         assert s.charged + s.idle_joules == pytest.approx(s.joules, rel=0.05)
 
 
-def test_work_divides_by_tokens_and_context(work: CostShares) -> None:
+def test_work_is_divided_by_tokens_and_context(work: CostShares) -> None:
     shares = work.shares(batch([0, 1, 2, 3], [1, 1, 1, 40], [10, 10, 100, 40]))
     assert shares.sum() == pytest.approx(1)
     assert shares[0] == shares[1] < shares[2] < shares[3]
 
 
-def test_work_behind_a_window_costs_nothing(tiny_model: Callable[[str], Path]) -> None:
+def test_tokens_before_a_window_cost_nothing(tiny_model: Callable[[str], Path]) -> None:
     windowed = CostShares(read_spec(tiny_model("mistral")), 1000, 256, cuda=False)
     shares = windowed.shares(batch([0, 1], [1, 1], [24, 60]))
     assert shares[0] == pytest.approx(shares[1])
 
 
 class Prompt:
-    """A meter whose last reading is always new, whatever its thread would have got of the processor."""
+    """A meter whose last reading is always new, independent of its thread's share of the processor."""
 
     source, why = "test", ""
 
@@ -239,9 +240,7 @@ def metered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("metered")
-def test_an_engine_charges_its_requests_through_preemption_and_tells_who_asked(
-    tiny_model: Callable[[str], Path],
-) -> None:
+def test_an_engine_charges_its_requests_through_preemption_and_reports_each(tiny_model: Callable[[str], Path]) -> None:
     harness = Harness(tiny_model("llama2"), num_pages=7, page_size=16, max_model_len=64)
     harness.expect_short_outputs()
     told: dict[int, list[float]] = {}
@@ -263,7 +262,7 @@ def test_an_engine_charges_its_requests_through_preemption_and_tells_who_asked(
 
 
 @pytest.mark.usefixtures("metered")
-def test_an_engine_at_rest_tells_what_is_drawn_once_a_second(
+def test_an_idle_engine_reports_its_energy_once_a_second(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Harness(tiny_model("llama2")).engine
@@ -279,16 +278,14 @@ def test_an_engine_at_rest_tells_what_is_drawn_once_a_second(
 
 @pytest.mark.usefixtures("metered")
 @pytest.mark.parametrize("share", [Share(sharers=2), Share(models=3, awake=2)])
-def test_engines_that_may_work_at_once_on_a_device_do_not_count(
-    tiny_model: Callable[[str], Path], share: Share
-) -> None:
+def test_engines_that_may_share_a_device_do_not_count(tiny_model: Callable[[str], Path], share: Share) -> None:
     engine = Harness(tiny_model("llama2"), share=share).engine
     assert engine.stats().energy is None
     assert engine.describe().energy_missing.startswith("several engines work on this device")
     engine.close()
 
 
-def test_an_engine_without_a_counter_says_why_and_charges_nobody(
+def test_an_engine_without_a_counter_logs_the_reason_and_charges_nothing(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Who waits for a process is told when it begins to end, not only when its memory has been given back."""
+"""The end of a process is reported when it begins to exit, before its memory has been freed."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from weft.engine.wire.spawn import EngineProcess
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """One that does nothing, and is killed in the end."""
+    """A process that does nothing and is killed at the end."""
     process = subprocess.Popen(["sleep", "100"])
     yield process
     process.kill()
     process.wait()
 
 
-def ended_but_not_waited_for(process: subprocess.Popen[bytes]) -> None:
+def ended_but_not_reaped(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     pidfd = os.pidfd_open(process.pid)
     assert select.select([pidfd], [], [], 240)[0]
     os.close(pidfd)
 
 
-def test_a_process_that_has_begun_to_end_is_told_from_one_that_runs(child: subprocess.Popen[bytes]) -> None:
+def test_an_exiting_process_is_distinguished_from_a_running_one(child: subprocess.Popen[bytes]) -> None:
     assert not is_exiting(child.pid)
     assert not is_exiting(os.getpid())
-    ended_but_not_waited_for(child)
+    ended_but_not_reaped(child)
     assert is_exiting(child.pid)
     child.wait()
     assert not is_exiting(child.pid), "what cannot be seen is for others to judge"
 
 
-def test_brackets_and_spaces_in_a_name_are_no_fields(tmp_path: Any) -> None:
+def test_brackets_and_spaces_in_a_name_are_not_fields(tmp_path: Any) -> None:
     program = tmp_path / "a) Z 4 (b"
     program.symlink_to("/bin/sleep")
     process = subprocess.Popen([str(program), "100"])
@@ -57,7 +57,7 @@ def test_brackets_and_spaces_in_a_name_are_no_fields(tmp_path: Any) -> None:
         process.wait()
 
 
-def test_one_whose_memory_takes_long_to_be_given_back_is_told_of_before(
+def test_a_process_that_frees_its_memory_slowly_is_reported_early(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = threading.Event()
@@ -74,7 +74,7 @@ def test_one_whose_memory_takes_long_to_be_given_back_is_told_of_before(
     assert not thread.is_alive()
 
 
-def test_one_that_ends_at_once_is_not_told_of_twice(child: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_exits_at_once_is_reported_once(child: subprocess.Popen[bytes]) -> None:
     told: list[float] = []
     thread = threading.Thread(target=wait_for_end, args=(child, lambda: told.append(time.monotonic())))
     thread.start()
@@ -85,13 +85,13 @@ def test_one_that_ends_at_once_is_not_told_of_twice(child: subprocess.Popen[byte
     assert child.wait() == -9
 
 
-def test_one_that_was_waited_for_has_ended(child: subprocess.Popen[bytes]) -> None:
+def test_a_reaped_process_has_ended(child: subprocess.Popen[bytes]) -> None:
     child.kill()
     child.wait()
     wait_for_end(child, lambda: pytest.fail("there is nothing to tell"))
 
 
-def test_an_engine_is_dead_before_its_memory_is_back_and_stopped_behind_that(
+def test_an_engine_is_dead_before_its_memory_is_freed_and_stopped_after_that(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class PreloadedProcess:
@@ -114,11 +114,11 @@ def test_an_engine_is_dead_before_its_memory_is_back_and_stopped_behind_that(
     asyncio.run(run())
 
 
-def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+def test_a_signal_without_a_name_is_reported_by_number() -> None:
     assert [how_ended(code) for code in (3, -9, -40)] == ["exit status 3", "signal SIGKILL", "signal 40"]
 
 
-def test_only_processes_that_are_meant_are_killed(child: subprocess.Popen[bytes]) -> None:
+def test_only_the_given_processes_are_killed(child: subprocess.Popen[bytes]) -> None:
     assert kill_and_hold([child.pid], lambda _: False) == []
 
     def hidden(_: int) -> bool:
@@ -131,7 +131,7 @@ def test_only_processes_that_are_meant_are_killed(child: subprocess.Popen[bytes]
     assert kill_and_hold([child.pid], lambda _: True) == [], "it is not there any more"
 
 
-def test_an_engine_is_gone_once_its_ranks_are_whom_nobody_else_ends(child: subprocess.Popen[bytes]) -> None:
+def test_an_engine_has_exited_only_when_its_orphaned_ranks_have(child: subprocess.Popen[bytes]) -> None:
     class PreloadedProcess:
         process, socket = child, SimpleNamespace(close=lambda: None)
 

@@ -1,4 +1,4 @@
-"""`FairQueue` and `WaitingQueue` beside plain lists that are searched from end to end."""
+"""`FairQueue` and `WaitingQueue` compared with plain lists that are searched linearly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.engine.wire.sampling import SamplingParams
 
 @given(st.lists(st.integers(1, 100), min_size=20, max_size=80), st.integers(2, 5))
 @settings(max_examples=100)
-def test_tenants_that_all_wait_differ_by_one_cost_at_most(costs: list[int], tenants: int) -> None:
+def test_waiting_tenants_differ_by_at_most_one_cost(costs: list[int], tenants: int) -> None:
     turns = FairQueue()
     for tenant in range(tenants):
         turns.join(tenant, tenant)
@@ -28,7 +28,7 @@ def test_tenants_that_all_wait_differ_by_one_cost_at_most(costs: list[int], tena
         assert max(service) - min(service) <= max(costs)
 
 
-def test_the_first_come_of_equals_goes_first() -> None:
+def test_among_equals_the_first_to_arrive_goes_first() -> None:
     turns = FairQueue()
     for tenant, order in ((1, 9), (2, 3), (3, 5)):
         turns.join(tenant, order)
@@ -39,7 +39,7 @@ def test_the_first_come_of_equals_goes_first() -> None:
     assert got == [2, 3, 1]
 
 
-def test_a_pause_saves_up_no_turns() -> None:
+def test_a_pause_accumulates_no_turns() -> None:
     turns = FairQueue()
     turns.join(1, 1)
     for _ in range(100):
@@ -52,7 +52,7 @@ def test_a_pause_saves_up_no_turns() -> None:
     assert got.count(1) == 3
 
 
-def test_a_pause_forgives_nothing_that_was_served_ahead() -> None:
+def test_a_pause_does_not_forgive_service_ahead_of_turn() -> None:
     turns = FairQueue()
     turns.join(1, 1)
     turns.join(2, 2)
@@ -66,7 +66,7 @@ def test_a_pause_forgives_nothing_that_was_served_ahead() -> None:
     assert turns.first() == 1
 
 
-def test_what_is_paid_back_brings_the_turn_forward() -> None:
+def test_a_refund_moves_the_turn_forward() -> None:
     turns = FairQueue()
     turns.join(1, 1)
     turns.join(2, 2)
@@ -81,7 +81,7 @@ def test_what_is_paid_back_brings_the_turn_forward() -> None:
     assert turns.first() == 2
 
 
-def test_service_out_of_turn_is_paid_by_the_requests_behind() -> None:
+def test_service_out_of_turn_is_charged_to_the_requests_after_it() -> None:
     turns = FairQueue()
     turns.join(1, 1)
     turns.join(2, 2)
@@ -94,7 +94,7 @@ def test_service_out_of_turn_is_paid_by_the_requests_behind() -> None:
     assert turns.first() == 1
 
 
-def test_no_more_is_held_against_a_tenant_than_the_limit() -> None:
+def test_a_tenants_debt_is_limited() -> None:
     turns = FairQueue()
     turns.join(1, 1)
     turns.join(2, 2)
@@ -114,10 +114,10 @@ SERVED = st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(1, 400
 
 
 @given(SERVED, st.integers(0, 3))
-def test_between_two_turns_others_have_what_the_module_says_at_most(
+def test_between_two_turns_other_tenants_get_at_most_the_documented_amount(
     served: list[tuple[bool, int, int]], pauses: int
 ) -> None:
-    """Whatever is charged out of turn, and however often a tenant goes and comes back."""
+    """Holds for any charges out of turn, and for tenants that leave and return often."""
     turns, limit, largest = FairQueue(), 500, 400
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fair_queue, "MAX_AHEAD", limit)
@@ -140,7 +140,7 @@ def test_between_two_turns_others_have_what_the_module_says_at_most(
                 assert max(had) <= limit + 2 * largest
 
 
-def test_tenants_without_end_take_no_memory_without_end() -> None:
+def test_many_tenants_over_time_do_not_grow_memory() -> None:
     turns = FairQueue()
     turns.join(-1, 0)
     for tenant in range(10 * MAX_PAUSED):
@@ -170,7 +170,7 @@ STEPS = st.tuples(
 
 @given(st.lists(STEPS, max_size=120), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_a_queue_finds_what_a_search_finds(steps: list[Step], several: bool) -> None:
+def test_a_queue_finds_the_same_as_a_linear_search(steps: list[Step], several: bool) -> None:
     queue, waiting, gone = WaitingQueue(), list[Request](), list[Request]()
     served: dict[tuple[int, int], int] = {}
     made = 0
@@ -216,7 +216,7 @@ def test_a_queue_finds_what_a_search_finds(steps: list[Step], several: bool) -> 
             assert len(r.token_ids) == min(len(o.token_ids) for o in waiting if o.priority == r.priority)
 
 
-def test_requests_that_left_through_the_other_door_are_not_kept() -> None:
+def test_requests_removed_out_of_order_are_not_kept() -> None:
     queue = WaitingQueue()
     long = request(0, 0, 900, 0)
     queue.push(long)
@@ -232,14 +232,14 @@ def test_requests_that_left_through_the_other_door_are_not_kept() -> None:
     assert len(queue._queues[0].shortest._heap) <= 66
 
 
-def test_only_a_few_priorities_are_looked_through() -> None:
+def test_only_a_few_priorities_are_searched() -> None:
     queue = WaitingQueue()
     for handle in range(100):
         queue.push(request(handle, handle, 5, 0))
     assert [r.priority for r in queue.shortest_by_priority()] == [0, 1, 2, 3]
 
 
-def test_siblings_are_held_until_their_leader_has_begun() -> None:
+def test_siblings_are_held_until_their_leader_has_started() -> None:
     queue = WaitingQueue()
     leader, *siblings = (request(handle, 0, 5, 0) for handle in range(4))
     queue.push(leader)
@@ -253,7 +253,7 @@ def test_siblings_are_held_until_their_leader_has_begun() -> None:
     assert queue.head() is siblings[0]
 
 
-def test_siblings_of_a_leader_that_ended_wait_for_the_first_of_them() -> None:
+def test_siblings_of_an_ended_leader_wait_for_the_first_of_them() -> None:
     queue = WaitingQueue()
     leader, *siblings = (request(handle, 0, 5, 0) for handle in range(4))
     queue.push(leader)

@@ -1,4 +1,5 @@
-"""Who may go before the first in line: short prompts, what fits, higher priorities, tenants whose turn it is."""
+"""Which requests may go ahead of the head of the queue: short prompts, those that fit, higher priorities, tenants in
+turn."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from weft.engine.wire.sampling import SamplingParams
 
 
 class Clock:
-    """A scheduler alone; time is counted in iterations, and in tokens computed."""
+    """A scheduler without a device. Time is counted in iterations and in computed tokens."""
 
     def __init__(self, share: float, *, budget: int = 512, slots: int = 64, pages: int = 2000) -> None:
         self.scheduler = Scheduler(
@@ -80,11 +81,11 @@ class Clock:
         raise AssertionError("somebody starves")
 
     def waits(self, requests: list[Request], since: int) -> float:
-        """Iterations to the first token, the median."""
+        """Median number of iterations to the first token."""
         return median(self.first[r.handle] - since for r in requests)
 
 
-def behind_long_prompts(share: float) -> tuple[float, Clock]:
+def after_long_prompts(share: float) -> tuple[float, Clock]:
     clock = Clock(share)
     for _ in range(20):
         clock.add(1900, 40)
@@ -96,7 +97,7 @@ def behind_long_prompts(share: float) -> tuple[float, Clock]:
     return clock.waits(shorts, since), clock
 
 
-def test_short_prompts_behind_long_ones_wait_twice_as_long_as_beside_decodes_at_most() -> None:
+def test_short_prompts_after_long_ones_wait_at_most_twice_as_long_as_with_decodes() -> None:
     alone = Clock(0.25)
     running = [alone.add(1900, 40) for _ in range(20)]
     while len(alone.first) < len(running):
@@ -104,8 +105,8 @@ def test_short_prompts_behind_long_ones_wait_twice_as_long_as_beside_decodes_at_
     since = alone.iterations
     shorts = [alone.add(20, 8) for _ in range(10)]
     alone.run()
-    wait, clock = behind_long_prompts(0.25)
-    in_turn, as_they_came = behind_long_prompts(0.0)
+    wait, clock = after_long_prompts(0.25)
+    in_turn, as_they_came = after_long_prompts(0.0)
     assert wait <= 2 * alone.waits(shorts, since)
     assert in_turn > 70, "first come, first served they wait for all the long ones"
     assert clock.tokens == as_they_came.tokens
@@ -113,7 +114,7 @@ def test_short_prompts_behind_long_ones_wait_twice_as_long_as_beside_decodes_at_
 
 
 @pytest.mark.parametrize("length", [1, 20, 100, 400])
-def test_short_prompts_without_end_leave_long_ones_their_share(length: int) -> None:
+def test_endless_short_prompts_leave_long_ones_their_share(length: int) -> None:
     clock = Clock(0.25, slots=2000, pages=20_000)
     long = clock.add(1900, 1)
     for _ in range(6):
@@ -127,7 +128,7 @@ def test_short_prompts_without_end_leave_long_ones_their_share(length: int) -> N
 
 
 @pytest.mark.parametrize(("share", "ended"), [(0.0, [0, 2]), (0.25, [2, 0]), (0.5, [2, 0])])
-def test_without_a_share_it_is_first_come_first_served(share: float, ended: list[int]) -> None:
+def test_without_a_share_requests_run_in_order_of_arrival(share: float, ended: list[int]) -> None:
     clock = Clock(share, budget=40)
     for prompt in (200, 200, 8):
         clock.add(prompt, 1)
@@ -146,7 +147,7 @@ def test_the_shortest_of_the_best_priority_has_the_share() -> None:
     clock.run()
 
 
-def test_the_share_is_for_the_shortest_under_way_when_nobody_waits() -> None:
+def test_with_an_empty_queue_the_share_goes_to_the_shortest_running_prompt() -> None:
     clock = Clock(0.25, budget=40)
     clock.add(200, 1)
     clock.add(60, 1)
@@ -156,7 +157,7 @@ def test_the_share_is_for_the_shortest_under_way_when_nobody_waits() -> None:
     clock.run()
 
 
-def test_a_share_too_small_for_a_chunk_goes_to_the_first_in_line() -> None:
+def test_a_share_too_small_for_a_chunk_goes_to_the_head() -> None:
     engine = ListEngine(64, budget=8, chunk_step=8, prefix_caching=False, fairness=Fairness(0.5))
     long = engine.add([5] * 32, 1)
     for k in range(4):
@@ -165,7 +166,7 @@ def test_a_share_too_small_for_a_chunk_goes_to_the_first_in_line() -> None:
     engine.run()
 
 
-def test_no_seat_is_given_early_to_one_that_the_rest_of_the_share_has_no_chunk_for() -> None:
+def test_no_slot_is_given_early_to_a_request_that_gets_no_chunk() -> None:
     engine = ListEngine(100, slots=4, budget=32, chunk_step=8, prefix_caching=False)
     for length in (40, 40):
         engine.add([5] * length, 1)
@@ -179,7 +180,7 @@ def test_no_seat_is_given_early_to_one_that_the_rest_of_the_share_has_no_chunk_f
 # -- memory
 
 
-def test_smaller_ones_pass_a_head_that_lacks_pages_a_few_times() -> None:
+def test_smaller_requests_overtake_a_head_that_lacks_pages_a_few_times() -> None:
     clock = Clock(0.0, pages=101)
     running = clock.add(1200, 60)
     clock.step()
@@ -197,7 +198,7 @@ def test_smaller_ones_pass_a_head_that_lacks_pages_a_few_times() -> None:
     clock.run()
 
 
-def test_a_worse_priority_that_fits_passes_a_head_that_lacks_pages() -> None:
+def test_a_lower_priority_that_fits_overtakes_a_head_that_lacks_pages() -> None:
     clock = Clock(0.25, pages=101)
     clock.add(1200, 60)
     for _ in range(3):
@@ -210,10 +211,10 @@ def test_a_worse_priority_that_fits_passes_a_head_that_lacks_pages() -> None:
     clock.run()
 
 
-# -- seats
+# -- slots
 
 
-def test_when_seats_are_short_the_shortest_have_their_share_of_them() -> None:
+def test_when_slots_are_scarce_the_shortest_get_their_share() -> None:
     clock = Clock(0.25, slots=1)
     for _ in range(8):
         clock.add(50, 3)
@@ -225,7 +226,7 @@ def test_when_seats_are_short_the_shortest_have_their_share_of_them() -> None:
     assert order[:9] == [False] * 4 + [True] + [False] * 3 + [True]
 
 
-def test_a_better_priority_takes_the_seat_of_the_worst_and_youngest() -> None:
+def test_a_higher_priority_preempts_the_youngest_of_the_lowest() -> None:
     engine = ListEngine(64, slots=3, prefix_caching=False)
     for priority in (2, 1, 2):
         engine.add([5 + priority] * 5, 9, priority=priority)
@@ -241,7 +242,7 @@ def test_a_better_priority_takes_the_seat_of_the_worst_and_youngest() -> None:
 
 
 @pytest.mark.parametrize(("priority", "preempt"), [(1, True), (2, True), (0, False)])
-def test_no_seat_is_taken_by_an_equal_or_worse_priority_or_against_the_option(priority: int, preempt: bool) -> None:
+def test_no_slot_is_preempted_by_an_equal_or_lower_priority_or_if_disabled(priority: int, preempt: bool) -> None:
     engine = ListEngine(64, slots=1, prefix_caching=False, fairness=Fairness(preempt=preempt))
     engine.add([5] * 5, 9, priority=1)
     engine.step()
@@ -251,7 +252,7 @@ def test_no_seat_is_taken_by_an_equal_or_worse_priority_or_against_the_option(pr
     assert engine.scheduler.preemptions == 0
 
 
-def test_no_more_seats_are_taken_than_better_ones_wait_and_none_while_one_is_coming() -> None:
+def test_no_more_slots_are_preempted_than_needed_and_none_while_one_is_coming() -> None:
     engine = ListEngine(64, slots=4, prefix_caching=False)
     for _ in range(4):
         engine.add([5] * 5, 9, priority=1)
@@ -268,7 +269,7 @@ def test_no_more_seats_are_taken_than_better_ones_wait_and_none_while_one_is_com
     engine.run()
 
 
-def test_a_request_gives_up_its_seat_a_few_times_and_then_keeps_it() -> None:
+def test_a_request_is_preempted_a_few_times_and_then_keeps_its_slot() -> None:
     engine = ListEngine(64, slots=1)
     worse = engine.add([5] * 5, 30, priority=1)
     for _ in range(200):
@@ -283,7 +284,7 @@ def test_a_request_gives_up_its_seat_a_few_times_and_then_keeps_it() -> None:
     engine.run()
 
 
-def test_where_the_youngest_has_given_up_its_seat_often_the_next_gives_way() -> None:
+def test_if_the_youngest_was_preempted_often_the_next_is_preempted() -> None:
     engine = ListEngine(64, slots=3, prefix_caching=False)
     worse = [engine.add([5] * 5, 9, priority=1) for _ in range(3)]
     engine.step()
@@ -294,7 +295,7 @@ def test_where_the_youngest_has_given_up_its_seat_often_the_next_gives_way() -> 
     engine.run()
 
 
-def test_nobody_slips_into_a_seat_that_was_taken_for_one_that_lacks_pages() -> None:
+def test_no_request_takes_a_slot_preempted_for_a_head_that_lacks_pages() -> None:
     engine = ListEngine(12, slots=2, prefix_caching=False)
     engine.add([5] * 9, 12, priority=1, stop=-9)
     engine.add([6], 4, priority=1, stop=-9)
@@ -312,7 +313,7 @@ def test_nobody_slips_into_a_seat_that_was_taken_for_one_that_lacks_pages() -> N
 # -- tenants
 
 
-def test_a_tenant_that_floods_does_not_delay_another() -> None:
+def test_a_flooding_tenant_does_not_delay_another() -> None:
     clock = Clock(0.0, slots=2)
     for _ in range(60):
         clock.add(20, 4, tenant=1)
@@ -337,7 +338,7 @@ def test_turns_are_counted_in_tokens() -> None:
     assert tenants.count(1) == 5
 
 
-def test_output_beyond_what_was_expected_is_paid_for() -> None:
+def test_output_beyond_the_expected_length_is_charged() -> None:
     clock = Clock(0.0, slots=1)
     clock.add(5, 1)
     clock.step()
@@ -350,7 +351,7 @@ def test_output_beyond_what_was_expected_is_paid_for() -> None:
     assert tenants.count(1) in (3, 4)
 
 
-def test_one_priority_after_the_other_whatever_the_tenant() -> None:
+def test_priorities_are_served_in_order_for_any_tenant() -> None:
     clock = Clock(0.25, slots=1)
     for priority, tenant in ((2, 1), (1, 1), (1, 2), (0, 1), (1, 1), (2, 2)):
         clock.add(20, 2, priority=priority, tenant=tenant)
@@ -358,7 +359,7 @@ def test_one_priority_after_the_other_whatever_the_tenant() -> None:
     assert [clock.requests[h].priority for h in clock.first] == [0, 1, 1, 1, 2, 2]
 
 
-def test_a_long_prompt_has_its_turn_whatever_short_ones_of_its_own_tenant_have_out_of_turn() -> None:
+def test_a_long_prompt_gets_its_turn_despite_short_ones_of_its_tenant_out_of_turn() -> None:
     clock = Clock(0.25, budget=100, slots=200, pages=5000)
     long = clock.add(600, 1, tenant=0)
     for _ in range(40):
@@ -369,26 +370,26 @@ def test_a_long_prompt_has_its_turn_whatever_short_ones_of_its_own_tenant_have_o
         for _ in range(3):
             clock.add(10, 1, tenant=0)
         clock.step()
-    # Its turn comes after one request of each other tenant at the latest; then it has three quarters of the iterations.
+    # Its turn comes after at most one request of each other tenant; then it gets three quarters of the iterations.
     assert long.ended
 
 
-# -- nobody starves
+# -- no starvation
 
 Arrival = tuple[int, int, int]
 ARRIVALS = st.tuples(st.integers(1, 300), st.integers(1, 12), st.integers(0, 2))
 
 
 def longest_wait(clock: Clock, there: list[Arrival], tracked: Arrival, stream: list[Arrival], share: float) -> int:
-    """Iterations until the tracked request ends, at most (decision 20), when one request is computed after the other.
+    """Upper bound on the iterations until the tracked request ends (decision 20), if requests are computed in sequence.
 
-    Before it go its own tenant's that were there before and, for each of these and for itself, the other tenants' for
-    as many tokens as `FairQueue` says. Each of all these can be passed `MAX_PASSED` times.
+    Ahead of it are its own tenant's earlier requests and, for each of these and for itself, the other tenants' for as
+    many tokens as `FairQueue` allows. Each of these requests can be overtaken `MAX_OVERTAKEN` times.
     """
     everybody = [*there, tracked, *stream]
     slots = clock.scheduler.slots.num_slots
     in_turn = (1 - share) * (clock.budget - slots)
-    # Prompt and output, of the one whose turn it is and of those that must end for it; once more after a preemption.
+    # Prompt and output, of the request in turn and of those that must end for it; once more after a preemption.
     each = 2 * (math.ceil(max(p for p, _, _ in everybody) / in_turn) + 2 * max(o for _, o, _ in everybody) + 2)
     turns = 1 + sum(tenant == tracked[2] for _, _, tenant in there)
     others = len({tenant for _, _, tenant in everybody} - {tracked[2]})

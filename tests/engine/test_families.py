@@ -1,4 +1,4 @@
-"""Families: what a config becomes, what a shard of it holds, and operations that a device does not know."""
+"""Families: the spec of a config, the content of its shards, and operations that a device does not support."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_config_becomes_the_parts_of_its_family(
 
 
 @pytest.mark.parametrize(("used", "windows"), [(True, (None, 64, 64)), (False, (None, None, None))])
-def test_a_window_counts_where_the_config_of_a_qwen_switches_it_on(
+def test_a_window_counts_only_if_the_config_of_a_qwen_enables_it(
     tmp_path: Path, used: bool, windows: tuple[int | None, ...]
 ) -> None:
     path = save_tiny("qwen2", tmp_path)
@@ -76,7 +76,7 @@ def test_shards_hold_the_whole_model_between_them(tiny_model: Callable[[str], Pa
     own = shards[0].num_heads * d
     assert torch.equal(torch.cat([p["qkv"].weight[:own] for p in parts]), whole["qkv"].weight[:queries])
     for rank, (shard, part) in enumerate(zip(shards, parts, strict=True)):
-        # the KV heads of a rank are those that its query heads read
+        # a rank has the KV heads that its query heads read
         first = rank * shard.num_heads // spec.heads_per_kv * d
         keys = part["qkv"].weight[own : own + shard.num_kv_heads * d]
         want = whole["qkv"].weight[queries + first : queries + first + shard.num_kv_heads * d]
@@ -94,7 +94,7 @@ def test_made_up_weights_are_cut_from_one_model(tiny_model: Callable[[str], Path
     assert torch.equal(torch.cat([p.lm_head for p in parts]), whole.lm_head)
 
 
-def test_a_shard_has_collectives_behind_partial_sums(tiny_model: Callable[[str], Path]) -> None:
+def test_a_shard_has_collectives_after_partial_sums(tiny_model: Callable[[str], Path]) -> None:
     spec = read_spec(tiny_model("llama2"))
     assert spec.shard(0, 1) is spec
     assert not any(o.role is Role.NETWORK for o in spec.layer_operations())
@@ -108,7 +108,7 @@ def test_a_shard_has_collectives_behind_partial_sums(tiny_model: Callable[[str],
     ("change", "ranks", "word"),
     [({"num_heads": 6, "num_kv_heads": 6}, 4, "heads"), ({"intermediate_size": 33}, 2, "columns"), ({}, 3, "heads")],
 )
-def test_what_cannot_be_cut_is_refused(
+def test_a_model_that_cannot_be_cut_is_refused(
     tiny_model: Callable[[str], Path], change: dict[str, int], ranks: int, word: str
 ) -> None:
     spec = replace(read_spec(tiny_model("llama2")), **change)  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def test_what_cannot_be_cut_is_refused(
         spec.shard(2, 2)
 
 
-def test_an_operation_that_no_table_knows_is_an_error_at_load(tiny_model: Callable[[str], Path]) -> None:
+def test_an_operation_missing_from_the_table_is_an_error_at_load(tiny_model: Callable[[str], Path]) -> None:
     spec = read_spec(tiny_model("llama2"))
     assert set(launchers_for(spec, cpu_executor.TABLE, "the CPU")) == {o.name for o in spec.layer_operations()}
     fewer = {name: launch for name, launch in cpu_executor.TABLE.items() if name != "all_reduce"}
@@ -126,12 +126,12 @@ def test_an_operation_that_no_table_knows_is_an_error_at_load(tiny_model: Callab
         launchers_for(spec.shard(0, 2), fewer, "the CPU")
 
 
-def test_activations_of_a_config_are_those_of_the_twins() -> None:
+def test_activations_of_a_config_are_those_of_the_references() -> None:
     assert set(parts.ACTIVATIONS) == set(reference.ACTIVATIONS)
 
 
 def _agrees(path: Path, model: Any, **options: Any) -> None:
-    """Greedy tokens of the engine are the argmax of the model's logits in their places."""
+    """Greedy tokens of the engine are the argmax of the model's logits at their positions."""
     harness = Harness(path, **{"page_size": 4, "num_pages": 60, **options})
     prompts = [np.random.default_rng(n).integers(3, 199, n) for n in (9, 61)]
     for prompt in prompts:
@@ -145,7 +145,7 @@ def _agrees(path: Path, model: Any, **options: Any) -> None:
 
 
 def test_mxfp4_experts_are_unpacked_when_they_load(tmp_path: Path) -> None:
-    """Blocks and scales by their definition: two values a byte, the low half first, 32 values an exponent."""
+    """Checks blocks and scales by their definition: two values a byte, the low half first, 32 values an exponent."""
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     model = make_tiny("gpt-oss", **sizes)
     state = {k: v.clone() for k, v in model.state_dict().items()}
@@ -192,7 +192,7 @@ def test_names_under_another_prefix_are_found(tmp_path: Path, family: str, here:
 
 @pytest.mark.parametrize(("limit", "kind"), [(32, "short_factor"), (128, "long_factor")])
 def test_longrope_is_pinned_by_the_context_limit(tmp_path: Path, limit: int, kind: str) -> None:
-    """`transformers` chooses by the longest position in a batch; here the limit of the engine chooses for all."""
+    """`transformers` chooses by the longest position in a batch; here the engine's limit chooses for all."""
     model = make_tiny("phi4")
     rope = {**model.config.rope_parameters, "original_max_position_embeddings": 40, "factor": 3.2}
     model.config.rope_parameters = rope
@@ -204,7 +204,7 @@ def test_longrope_is_pinned_by_the_context_limit(tmp_path: Path, limit: int, kin
     assert scale == pytest.approx((1 + math.log(3.2) / math.log(40)) ** 0.5)
 
 
-def test_the_gpu_names_the_part_that_it_lacks(tiny_model: Callable[[str], Path]) -> None:
+def test_the_gpu_names_the_part_that_it_does_not_support(tiny_model: Callable[[str], Path]) -> None:
     spec = read_spec(tiny_model("qwen2-moe"))
     for lacks, word in (
         (replace(spec, placement=parts.Placement.POST), "experts with norms placed post"),
@@ -217,7 +217,7 @@ def test_the_gpu_names_the_part_that_it_lacks(tiny_model: Callable[[str], Path])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_have_nothing_that_a_gpu_lacks(tiny_model: Callable[[str], Path], family: str) -> None:
+def test_families_have_no_part_that_a_gpu_does_not_support(tiny_model: Callable[[str], Path], family: str) -> None:
     gpu_limits.check_kernels(read_spec(tiny_model(family)))
 
 
@@ -244,7 +244,7 @@ def test_skewed_routers_send_most_tokens_to_few_experts(tiny_model: Callable[[st
         EngineConfig(model=str(tiny_model(family)), dummy_skew=2.0)
 
 
-def test_costs_count_what_a_token_takes(tiny_model: Callable[[str], Path]) -> None:
+def test_costs_count_the_experts_of_a_token(tiny_model: Callable[[str], Path]) -> None:
     spec = read_spec(tiny_model("qwen2-moe"))
     idle = 2 * 4 * (3 * 64 * 40)  # two of three layers, four of six experts
     assert spec.num_parameters - spec.active_parameters == idle

@@ -1,4 +1,4 @@
-"""Nothing is freed that a launched step may still touch, and nothing is kept longer."""
+"""A page is not freed while a launched step may touch it, and not kept longer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make() -> tuple[Fences, PagePool, SlotTable]:
 
 
 @pytest.mark.parametrize(("last_step", "at_once"), [(1, True), (2, True), (3, False)])
-def test_pages_go_at_once_when_their_last_step_has_completed(last_step: int, at_once: bool) -> None:
+def test_pages_are_freed_when_their_last_step_has_completed(last_step: int, at_once: bool) -> None:
     fences, pool, _ = make()
     pages = pool.allocate(3)
     fences.completed(2)

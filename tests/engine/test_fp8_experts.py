@@ -1,4 +1,4 @@
-"""FP8 weights of experts: read, made and written for every family of them, beside models of the numbers they mean."""
+"""FP8 weights of experts: read, made and written for every family, compared with models of their dequantised values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def greedy(path: Path, tokens: int = 8, **options: Any) -> list[int]:
 
 
 def scores(path: Path, **options: Any) -> torch.Tensor:
-    """Log-probabilities of the prompt's tokens but the first, as the engine has them."""
+    """Log-probabilities of the prompt's tokens but the first, from the engine."""
     harness = Harness(path, page_size=8, num_pages=16, **options)
     handle = harness.add(PROMPT, max_tokens=0, prompt_logprobs=1)
     harness.run()
@@ -69,7 +69,7 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 def values(matrix: Fp8Matrix | None) -> torch.Tensor:
-    """What all experts' matrices stand for."""
+    """The values of all experts' matrices."""
     assert matrix is not None
     return torch.stack([fp8.weight_values(matrix[i].weight) for i in range(len(matrix))])
 
@@ -87,7 +87,7 @@ def values(matrix: Fp8Matrix | None) -> torch.Tensor:
         pytest.param("granite-moe", "compressed-tensors, block", marks=pytest.mark.nightly),
     ],
 )
-def test_greedy_tokens_are_those_of_the_numbers_that_a_checkpoint_means(
+def test_greedy_tokens_are_those_of_the_dequantised_checkpoint(
     family: str, form: str, tiny_model: Made, tmp_path: Path
 ) -> None:
     source = save_tiny(family, tmp_path / "wide", **WIDE) if family == "qwen3-moe" else tiny_model(family)
@@ -100,7 +100,7 @@ def test_greedy_tokens_are_those_of_the_numbers_that_a_checkpoint_means(
 
 
 @pytest.mark.parametrize("family", ["granite-moe", "gpt-oss"])
-def test_experts_in_one_tensor_are_written_apart_and_serve_as_quantised_while_loading(
+def test_experts_in_one_tensor_are_written_separately_and_serve_like_quantising_while_loading(
     family: str, tiny_model: Made, tmp_path: Path
 ) -> None:
     source = tiny_model(family)
@@ -126,7 +126,7 @@ def test_experts_in_one_tensor_are_written_apart_and_serve_as_quantised_while_lo
     assert "model.layers.1.self_attn.q_proj" in config["ignore"]
 
 
-def test_an_expert_that_is_kept_stays_in_16_bits_with_the_name_of_its_own(tiny_model: Made, tmp_path: Path) -> None:
+def test_an_excluded_expert_stays_in_16_bits_under_its_own_name(tiny_model: Made, tmp_path: Path) -> None:
     kept = "model.layers.0.block_sparse_moe.experts.2.up_proj"
     made = quantize(tiny_model("granite-moe"), tmp_path / "new", keep=(re.escape(kept),))
     assert kept in made.kept
@@ -135,7 +135,7 @@ def test_an_expert_that_is_kept_stays_in_16_bits_with_the_name_of_its_own(tiny_m
     assert torch.equal(tensors[f"{kept}.weight"], both[2].chunk(2)[1])
 
 
-def test_four_bits_stay_what_they_are_in_fp8(tmp_path: Path) -> None:
+def test_four_bit_experts_are_unchanged_by_fp8(tmp_path: Path) -> None:
     model = make_tiny("gpt-oss", hidden_size=64, intermediate_size=96)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     generator = torch.Generator().manual_seed(3)
@@ -158,7 +158,7 @@ def test_four_bits_stay_what_they_are_in_fp8(tmp_path: Path) -> None:
         quantize(tmp_path, tmp_path / "new")
 
 
-def test_static_scales_are_each_experts_own(tiny_model: Made, tmp_path: Path) -> None:
+def test_static_scales_are_per_expert(tiny_model: Made, tmp_path: Path) -> None:
     there, _ = write_fp8(tiny_model("granite-moe"), tmp_path, "compressed-tensors, tensor, static")
     tensors = load_file(there / "model.safetensors")
     for name in [n for n in tensors if n.endswith("input_linear.input_scale")]:
@@ -174,7 +174,7 @@ def test_static_scales_are_each_experts_own(tiny_model: Made, tmp_path: Path) ->
     assert down.input_scale.tolist() == pytest.approx([INPUT_SCALE] * 4)
 
 
-def test_what_lacks_of_experts_in_one_tensor_is_named(tiny_model: Made, tmp_path: Path) -> None:
+def test_missing_tensors_of_experts_in_one_tensor_are_named(tiny_model: Made, tmp_path: Path) -> None:
     there, plain = write_fp8(tiny_model("granite-moe"), tmp_path, "compressed-tensors, tensor, static")
     name = "model.layers.1.block_sparse_moe.input_linear"
     refusal = Refusal(there, name)
@@ -212,10 +212,8 @@ def test_a_router_in_fp8_is_computed_in_float32(tiny_model: Made, tmp_path: Path
         ("gpt-oss", "while loading"),
     ],
 )
-def test_ranks_have_parts_of_experts_that_lie_in_one_tensor(
-    family: str, form: str, tiny_model: Made, tmp_path: Path
-) -> None:
-    """With the scales of whole rows."""
+def test_ranks_have_parts_of_experts_in_one_tensor(family: str, form: str, tiny_model: Made, tmp_path: Path) -> None:
+    """Uses scales of whole rows."""
     there = tiny_model(family)
     if form == "while loading":
         spec, _ = choose_spec(EngineConfig(model=str(there), quantization="fp8"))
@@ -230,8 +228,8 @@ def test_ranks_have_parts_of_experts_that_lie_in_one_tensor(
     assert torch.equal(joined, values(whole["experts_down"].fp8))
 
 
-def test_the_twins_round_what_each_expert_reads() -> None:
-    """Beside a loop over tokens and their experts, of the numbers that rows and matrices in FP8 stand for."""
+def test_the_references_round_the_input_of_each_expert() -> None:
+    """Compares with a loop over tokens and their experts, with the dequantised rows and matrices."""
     generator = torch.Generator().manual_seed(4)
     tokens, hidden, inter, count, top = 7, 200, 144, 4, 2
     x = torch.randn(tokens, hidden, generator=generator)
@@ -262,7 +260,7 @@ def test_the_twins_round_what_each_expert_reads() -> None:
 
 
 class RoundedCache(DynamicCache):
-    """Keys and values in e4m3, as pages in FP8 have them."""
+    """Keys and values in e4m3, as in FP8 pages."""
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> Any:
         return super().update(*(fp8.saturated(t).float() for t in (key, value)), *rest, **more)

@@ -1,4 +1,5 @@
-"""K and V in FP8 (`--kv-cache-dtype fp8`): half the bytes, computed exactly from what the pages say, nobody else's."""
+"""K and V in FP8 (`--kv-cache-dtype fp8`): half the bytes, computed exactly from the pages, and isolated per
+request."""
 
 from __future__ import annotations
 
@@ -37,13 +38,13 @@ FP8: dict[str, Any] = {"kv_cache_dtype": "fp8", "page_size": 16, "num_pages": 24
 TOKENIZER = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
 QUESTION = held_out("recall", 1, 9, context_tokens=100)[0]
 PROMPT = np.array(prompt_ids(TOKENIZER, QUESTION))
-"""of which the model is sure: no rounding turns its answer"""
+"""the model is sure of these: no rounding changes its answer"""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (12, 6)])
-def test_attention_is_that_of_the_numbers_in_the_pages(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    """To the bit: e4m3 is exact in 16 bits. Poisoned beyond the requests' tokens."""
+def test_attention_uses_the_values_of_the_pages(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """Compares bits: e4m3 is exact in 16 bits. Poisoned except for the requests' tokens."""
     it = iteration([1, 16, 90], [(0, 5), (20, 33)], heads, kv_heads, 16, 16, dtype)
     pages = fp8.saturated(it.kv.float())
     shape = AttentionShape(heads, kv_heads, 16, 16, dtype, it.kv.device, fp8.E4M3)
@@ -53,7 +54,7 @@ def test_attention_is_that_of_the_numbers_in_the_pages(heads: int, kv_heads: int
     assert torch.equal(got[: it.num_tokens], want[: it.num_tokens])
 
 
-def test_scales_of_heads_multiply_what_pages_hold() -> None:
+def test_scales_of_heads_multiply_the_page_values() -> None:
     it = iteration([1, 16, 90], [(0, 5), (20, 33)], 4, 2, 16, 16)
     scale = torch.tensor([[0.5, 3.0], [2.0, 0.1]])
     pages = fp8.saturated(it.kv.float())
@@ -81,7 +82,7 @@ def with_scales(folder: Path, scales: dict[str, torch.Tensor]) -> Path:
         (("self_attn.attn.k_scale", "self_attn.attn.v_scale"), torch.tensor(0.05)),
     ],
 )
-def test_pages_hold_keys_and_values_over_the_scales_of_the_checkpoint(
+def test_pages_hold_keys_and_values_divided_by_the_checkpoints_scales(
     tmp_path: Path, names: tuple[str, str], scale: torch.Tensor
 ) -> None:
     every = {f"model.layers.{i}.{name}": scale.clone() for i in range(7) for name in names}
@@ -89,7 +90,7 @@ def test_pages_hold_keys_and_values_over_the_scales_of_the_checkpoint(
     for harness in (small, plain):
         harness.add(PROMPT[:16], max_tokens=1, **GREEDY)
         harness.run()
-    # the first layer reads the same in both: what it wrote differs by its rounding alone
+    # the first layer reads the same in both: its output differs only by its rounding
     (page,) = (plain.engine.runner.kv[:, 0].flatten(1).abs().amax(1) > 0).nonzero()[1:2, 0].tolist() or [1]
     got = small.engine.runner.kv[page, 0].float() * scale.view(-1, 1)
     want = plain.engine.runner.kv[page, 0]
@@ -97,7 +98,7 @@ def test_pages_hold_keys_and_values_over_the_scales_of_the_checkpoint(
     assert ((got - want).abs() <= want.abs() / 16 + scale.max() * 2.0**-10).all()
 
 
-def test_scales_beside_a_projection_of_q_k_and_v_are_read(tmp_path: Path) -> None:
+def test_scales_next_to_a_projection_of_q_k_and_v_are_read(tmp_path: Path) -> None:
     names = [f"model.layers.{i}.self_attn.qkv_proj.{plane}_scale" for i in range(3) for plane in "kv"]
     path = save_tiny("phi3", tmp_path)
     shard = path / "more.safetensors"
@@ -122,7 +123,7 @@ def test_scales_beside_a_projection_of_q_k_and_v_are_read(tmp_path: Path) -> Non
         {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
     ],
 )
-def test_a_checkpoint_may_have_scales_of_k_and_v_alone(tmp_path: Path, said: dict[str, Any]) -> None:
+def test_a_checkpoint_may_have_only_scales_of_k_and_v(tmp_path: Path, said: dict[str, Any]) -> None:
     names = [f"model.layers.{i}.self_attn.{plane}_scale" for i in range(7) for plane in "kv"]
     path = with_scales(tmp_path / "m", {name: torch.tensor(0.1) for name in names})
     config = json.loads((path / "config.json").read_text())
@@ -134,14 +135,14 @@ def test_a_checkpoint_may_have_scales_of_k_and_v_alone(tmp_path: Path, said: dic
     assert TOKENIZER.decode(harness.tokens[handle], skip_special_tokens=True) == QUESTION.answer
 
 
-def test_scales_at_a_place_that_is_not_known_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_scales_under_unknown_names_are_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = with_scales(tmp_path / "m", {"model.layers.2.self_attn.kv_cache.k_scale": torch.tensor(0.5)})
     Engine(EngineConfig(model=str(path), **FP8))
     assert "1 tensor(s) of the checkpoint are not used" in (said := capfd.readouterr().err)
     assert "model.layers.2.self_attn.kv_cache.k_scale" in said
 
 
-def test_scales_that_are_wrong_are_named(tmp_path: Path) -> None:
+def test_invalid_scales_are_named(tmp_path: Path) -> None:
     wrong = [(torch.ones(3), "shape"), *((torch.tensor(x), "not above zero") for x in (0.0, 1e-42, float("nan")))]
     for number, (scale, words) in enumerate(wrong):
         path = with_scales(tmp_path / str(number), {"model.layers.2.self_attn.v_scale": scale})
@@ -180,8 +181,8 @@ def test_a_page_takes_half_the_bytes_of_16_bits() -> None:
     assert half.num_pages in (2 * whole.num_pages, 2 * whole.num_pages + 1)
 
 
-def test_a_store_of_other_pages_is_not_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Through both tiers: what was kept in FP8 comes back as FP8, to the same answer; what was in bf16 does not."""
+def test_a_store_of_pages_in_another_format_is_not_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Goes through both tiers: FP8 pages return as FP8 and give the same answer; bf16 pages do not."""
     tiers = {"host_kv_gib": 0.01, "ssd_kv_path": str(tmp_path / "kv"), "ssd_kv_gib": 0.01, "dtype": "bfloat16"}
 
     def answer(kind: str) -> tuple[list[int], int, str]:
@@ -205,7 +206,7 @@ def test_a_store_of_other_pages_is_not_read(tmp_path: Path, capfd: pytest.Captur
     assert "was reset" not in said
 
 
-def test_what_cannot_have_it_refuses_in_one_line() -> None:
+def test_models_that_cannot_use_it_are_refused_in_one_line() -> None:
     spec, _ = choose_spec(EngineConfig())
     spec_of_transformers = TransformersSpec(**{field.name: getattr(spec, field.name) for field in fields(spec)})
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 needs weft's own layers"):

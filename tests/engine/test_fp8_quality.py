@@ -1,4 +1,4 @@
-"""The demo model in FP8 keeps its skills: by day a few questions, by night the table of docs/quantization.md."""
+"""The demo model in FP8 keeps its skills: a few questions by day, the table of docs/quantization.md at night."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ BY_NIGHT = {
     if task.skill != "story"
 }
 ALLOWED = {"FP8": 0.01, "FP8 and KV": 0.015}
-"""that a skill may lose"""
+"""points that a skill may lose"""
 
 
 def losses(questions: dict[str, int]) -> dict[tuple[str, str], float]:
-    """What each format loses of each skill, beside bfloat16."""
+    """The loss of each format in each skill, compared with bfloat16."""
     engines = {name: served(**FORMATS[name]) for name in ("bf16", *ALLOWED)}
     found = {}
     for task in TASKS:

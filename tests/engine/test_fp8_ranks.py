@@ -1,4 +1,5 @@
-"""FP8 weights and pages on ranks: each has its part of the same matrices and scales, and together they say the same."""
+"""FP8 weights and pages on ranks: each rank has its shard of the same matrices and scales, and together they answer the
+same."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ SIZES: dict[str, Any] = {
     "hidden_size": 160, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
     "num_hidden_layers": 2,
 }  # fmt: skip
-"""o and down have whole blocks of columns on each of four ranks; rows of q, gate and up begin inside blocks of none"""
+"""o and down have whole blocks of columns on each of four ranks; rows of q, gate and up start inside blocks on all of
+them"""
 FORMS = ["compressed-tensors, channel, dynamic", "compressed-tensors, tensor, static", "fp8, block"]
 PROMPTS = [np.random.default_rng(3).integers(3, 199, n) for n in (40, 9, 21)]
 
@@ -39,7 +41,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_kv_scales(path: Path) -> Path:
-    """One for each KV head of the first layer's K, one for all of V."""
+    """A scale for each KV head of the first layer's K, one for all of V."""
     file = path / "model.safetensors"
     tensors = load_file(file)
     tensors["model.layers.0.self_attn.k_scale"] = torch.tensor([0.5, 0.02])
@@ -61,8 +63,8 @@ def numbers(layers: tuple[LayerWeights, ...], name: str) -> list[Tensor]:
         *(pytest.param(form, 4, marks=pytest.mark.nightly) for form in (FORMS[0], FORMS[2])),
     ],
 )
-def test_parts_stand_for_the_numbers_of_the_whole(plain: Path, tmp_path: Path, form: str, ranks: int) -> None:
-    """Rows of q, gate and up; columns of o and down; rows of k and v, which two of four ranks have the same of."""
+def test_shards_have_the_values_of_the_whole(plain: Path, tmp_path: Path, form: str, ranks: int) -> None:
+    """Rows of q, gate and up; columns of o and down; rows of k and v, which two of four ranks share."""
     there, _ = write_fp8(plain, tmp_path, form)
     spec = read_spec(with_kv_scales(there))
     whole = load_weights(spec, there, **CPU)
@@ -117,10 +119,9 @@ WEIGHTS, PAGES = {"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}
         *(pytest.param(form, PAGES, 4, marks=pytest.mark.nightly) for form in FORMS),
     ],
 )
-def test_ranks_say_what_one_says(plain: Path, tmp_path: Path, form: str, options: dict[str, Any], ranks: int) -> None:
+def test_ranks_answer_like_one(plain: Path, tmp_path: Path, form: str, options: dict[str, Any], ranks: int) -> None:
     """Sums of ranks are added in another order, and an operand of o and down may have other blocks of columns, so that
-    some numbers of e4m3 are their neighbours: not to the bit.
-    """
+    some e4m3 values differ by one step: not bit-identical."""
     path = with_kv_scales(write_fp8(plain, tmp_path, form)[0]) if form else plain
     one, several = list(served(path, 1, **options)), list(served(path, ranks, **options))
     for (tokens, known), (same, mine) in zip(one, several, strict=True):
@@ -128,8 +129,8 @@ def test_ranks_say_what_one_says(plain: Path, tmp_path: Path, form: str, options
         assert same == tokens
 
 
-def test_a_block_that_is_cut_changes_its_smallest_numbers_alone() -> None:
-    """A power of two moves no bit of e4m3, but where numbers have fewer than four: below 2^-6 times the scale."""
+def test_a_cut_block_changes_only_its_smallest_numbers() -> None:
+    """A power of two changes no bit of e4m3, except where numbers have fewer than four: below 2^-6 times the scale."""
     numbers = torch.randn(64, 704, generator=torch.Generator().manual_seed(0)) ** 3
 
     def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,16 +150,14 @@ def test_a_block_that_is_cut_changes_its_smallest_numbers_alone() -> None:
 
 
 def exact_product(a: fp8.Fp8Rows, weight: fp8.Fp8Weight) -> Tensor:
-    """As `fp8.scaled_matmul`, rounded once: it does not depend on how a library adds up products of some shape."""
+    """Like `fp8.scaled_matmul`, rounded once: independent of a library's order of sums for a shape."""
     total = row_values(a).double() @ weight.values.double().t() * weight.scale.double()
     return total.float()
 
 
 def adding_as_ranks(ranks: int, *, cut: bool) -> Any:
-    """`reference.residual_project` of one rank that adds up parts of the columns as so many ranks do.
-
-    cut: each part's blocks begin with it.
-    """
+    """`reference.residual_project` of one rank that adds splits of the columns as `ranks` ranks do. cut: each split
+    starts its own blocks."""
 
     def residual_project(
         a: Tensor, matrix: fp8_matrix.Fp8Matrix, x: Tensor, **_without: object
@@ -175,7 +174,7 @@ def adding_as_ranks(ranks: int, *, cut: bool) -> Any:
 
 
 def last_states(path: Path, ranks: int) -> np.ndarray:
-    """Of requests of one token, whose attention is that token's value: nothing is added up there."""
+    """States of requests of one token, whose attention is that token's value: nothing is summed there."""
     harness = of_threads(path, ranks, cpu_threads=1, num_pages=64, page_size=16, quantization="fp8")
     for token in range(3, 51):
         harness.add([token], max_tokens=0, pooling="last")
@@ -185,10 +184,10 @@ def last_states(path: Path, ranks: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("width", [512, 480], ids=["whole blocks", "cut blocks"])
-def test_ranks_are_to_the_bit_one_that_adds_in_their_order_and_cuts_their_blocks(
+def test_ranks_equal_to_the_bit_one_that_adds_in_their_order_and_cuts_their_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """Nothing else differs: where answers do, it is for the order of sums, and for blocks that ranks cut."""
+    """Shows that answers differ only because of the order of sums, and of blocks that ranks cut."""
     path = save_tiny("llama2", tmp_path, **{**SIZES, "intermediate_size": width})
     monkeypatch.setattr(fp8_matrix, "scaled_matmul", exact_product)
     two = last_states(path, 2)

@@ -1,4 +1,4 @@
-"""FP8 weights: checkpoints are read as they are, 16 bits are quantised while loading, and what lacks is named."""
+"""FP8 weights: checkpoints are read as they are, 16 bits are quantised while loading, and missing tensors are named."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "m
 
 
 def scores(path: Path, prompt: np.ndarray, **options: Any) -> torch.Tensor:
-    """Log-probabilities of the prompt's tokens but the first, as the engine has them."""
+    """Log-probabilities of the prompt's tokens but the first, from the engine."""
     harness = Harness(path, page_size=8, num_pages=16, **options)
     handle = harness.add(prompt, max_tokens=0, prompt_logprobs=1)
     harness.run()
@@ -71,7 +71,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("unrounded")
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_format_stands_for_the_numbers_that_its_writer_meant(wide: Path, tmp_path: Path, form: str) -> None:
+def test_every_format_has_the_values_of_its_writer(wide: Path, tmp_path: Path, form: str) -> None:
     there, meant = write_fp8(wide, tmp_path, form)
     torch.testing.assert_close(scores(there, PROMPT), reference(meant, PROMPT), atol=2e-4, rtol=1e-4)
 
@@ -87,8 +87,8 @@ def test_every_kind_of_layer_is_read(tiny_model: Made, tmp_path: Path, family: s
 
 
 @pytest.mark.usefixtures("unrounded")
-def test_matrices_that_the_checkpoint_has_in_16_bits_stay_so(wide: Path, tmp_path: Path) -> None:
-    """Whole ones, and a part of one that is packed with quantised parts."""
+def test_16_bit_matrices_of_the_checkpoint_are_unchanged(wide: Path, tmp_path: Path) -> None:
+    """Covers whole matrices, and a part of one that is packed with quantised parts."""
     keep = r"layers\.0\.(self_attn|mlp\.down)|layers\.1\.(self_attn\.k_proj|mlp\.up)"
     there, meant = write_fp8(wide, tmp_path, "compressed-tensors, channel, dynamic", keep)
     torch.testing.assert_close(scores(there, PROMPT), reference(meant, PROMPT), atol=2e-4, rtol=1e-4)
@@ -118,7 +118,7 @@ def test_static_activations_are_rounded_with_the_scale_of_the_checkpoint(wide: P
 
 @pytest.mark.usefixtures("unrounded")
 def test_groups_may_have_scales_of_other_kinds(wide: Path, tmp_path: Path) -> None:
-    """The files decide: config_groups say of some modules that channels have scales, of the others that tensors do."""
+    """The files decide: config_groups give channel scales for some modules and tensor scales for the others."""
     of_channels, of_tensors = (f"compressed-tensors, {kind}" for kind in ("channel, dynamic", "tensor, static"))
     there, meant = write_fp8(wide, tmp_path / "a", of_channels, keep="mlp")
     others, others_meant = write_fp8(wide, tmp_path / "b", of_tensors, keep="self_attn")
@@ -144,7 +144,7 @@ def test_dynamic_activations_lose_little(wide: Path, tmp_path: Path) -> None:
     assert 0 < (got - want).abs().mean() < 0.1 * want.std()
 
 
-def test_the_twin_multiplies_what_is_rounded_and_norms_behind() -> None:
+def test_the_reference_multiplies_rounded_values_and_norms_afterwards() -> None:
     generator = torch.Generator().manual_seed(1)
     x, w = (torch.randn(n, 200, generator=generator) for n in (5, 24))
     norm, bias = torch.rand(200, generator=generator), torch.randn(24, generator=generator)
@@ -186,8 +186,8 @@ def test_any_family_is_quantised_while_it_loads(tiny_model: Made, family: str) -
 
 
 @pytest.mark.parametrize("ranks", [2])
-def test_ranks_have_the_parts_of_the_same_matrices(wide: Path, tmp_path: Path, ranks: int) -> None:
-    """Of blocks as well, whose rows a rank's part may begin inside."""
+def test_ranks_have_shards_of_the_same_matrices(wide: Path, tmp_path: Path, ranks: int) -> None:
+    """Covers blocks too, whose rows may begin inside a rank's shard."""
     for form in ("compressed-tensors, channel, dynamic", "fp8, block"):
         there, _ = write_fp8(wide, tmp_path / form, form)
         spec = read_spec(there)
@@ -203,7 +203,7 @@ def test_ranks_have_the_parts_of_the_same_matrices(wide: Path, tmp_path: Path, r
             assert torch.equal(together, fp8.weight_values(whole[layer]["gate_up"].fp8.weight))
 
 
-def test_what_lacks_and_what_is_wrong_is_named(wide: Path, tmp_path: Path) -> None:
+def test_missing_and_invalid_tensors_are_named(wide: Path, tmp_path: Path) -> None:
     there, _ = write_fp8(wide, tmp_path, "compressed-tensors, tensor, static")
     name = "model.layers.1.mlp.down_proj"
     refusal = Refusal(there, name)
@@ -225,8 +225,8 @@ def test_what_lacks_and_what_is_wrong_is_named(wide: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.int64, torch.bool, torch.float8_e5m2])
-def test_numbers_of_other_formats_are_not_taken_for_weights(wide: Path, tmp_path: Path, kind: torch.dtype) -> None:
-    """As of checkpoints that something has quantised whose config does not say so."""
+def test_other_number_formats_are_not_read_as_weights(wide: Path, tmp_path: Path, kind: torch.dtype) -> None:
+    """As in checkpoints that a tool has quantised without an entry in the config."""
     tensors = {n: t for file in wide.glob("*.safetensors") for n, t in load_file(file).items()}
     shutil.copy(wide / "config.json", tmp_path / "config.json")
     for name in ("model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"):
@@ -239,7 +239,7 @@ def test_numbers_of_other_formats_are_not_taken_for_weights(wide: Path, tmp_path
             quantize(tmp_path, tmp_path / "new")
 
 
-def test_scales_may_be_powers_of_two_in_a_format_of_their_own(wide: Path, tmp_path: Path) -> None:
+def test_scales_may_be_powers_of_two_in_their_own_format(wide: Path, tmp_path: Path) -> None:
     there, _ = write_fp8(wide, tmp_path, "fp8, block")
     tensors = load_file(there / "model.safetensors")
     scales = {n: t.log2().round().exp2() for n, t in tensors.items() if n.endswith("scale_inv")}
@@ -251,14 +251,14 @@ def test_scales_may_be_powers_of_two_in_a_format_of_their_own(wide: Path, tmp_pa
     assert torch.equal(*said)
 
 
-def test_fp8_without_a_config_that_says_so_is_refused(wide: Path, tmp_path: Path) -> None:
+def test_fp8_without_a_config_entry_is_refused(wide: Path, tmp_path: Path) -> None:
     there, plain = write_fp8(wide, tmp_path, "fbgemm_fp8")
     shutil.copy(plain / "config.json", there / "config.json")
     with pytest.raises(ModelError, match="quantization_config"):
         load_weights(read_spec(there), there, **CPU)
 
 
-def test_modelopt_may_say_it_in_a_file_of_its_own(wide: Path, tmp_path: Path) -> None:
+def test_modelopt_may_use_a_separate_file(wide: Path, tmp_path: Path) -> None:
     there, plain = write_fp8(wide, tmp_path, "modelopt")
     shutil.copy(plain / "config.json", there / "config.json")
     said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
@@ -304,7 +304,7 @@ def test_other_quantization_is_named(wide: Path, tmp_path: Path, config: dict[st
     assert "\n" not in str(error.value)
 
 
-def test_pages_of_quantised_weights_are_others() -> None:
+def test_pages_of_quantised_weights_have_another_identity() -> None:
     configs = [EngineConfig(quantization=q) for q in (None, "fp8")]
     spec = read_spec(MODEL_PATH)
     layout = KvLayout.of(spec, 16, torch.float32)
@@ -318,7 +318,7 @@ def test_transformers_code_refuses_the_option(tiny_model: Made) -> None:
 
 @pytest.mark.parametrize("form", ["compressed-tensors, tensor, static", "modelopt"])
 def test_static_activations_are_no_reason_for_a_gpu_to_refuse(form: str) -> None:
-    """Their scales are left aside there: `cuda_fp8`."""
+    """Their scales are ignored there: `cuda_fp8`."""
     pytest.importorskip("triton")
     from weft.engine.runner.options.gpu_limits import unsupported_fp8
 
@@ -327,7 +327,7 @@ def test_static_activations_are_no_reason_for_a_gpu_to_refuse(form: str) -> None
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "phi", "starcoder2", "gemma", "gemma2", "olmo2", "glm4", "llama2"])
-def test_a_gpu_serves_dense_families_whatever_their_norms_and_heads(tiny_model: Made, family: str) -> None:
+def test_a_gpu_serves_dense_families_with_any_norms_and_heads(tiny_model: Made, family: str) -> None:
     pytest.importorskip("triton")
     from weft.engine.runner.options.gpu_limits import unsupported_fp8
 
@@ -337,7 +337,7 @@ def test_a_gpu_serves_dense_families_whatever_their_norms_and_heads(tiny_model: 
     assert unsupported_fp8(spec.shard(0, 2)) == "several ranks"
 
 
-def test_a_gpu_refuses_experts_beside_heads_of_other_sizes(tiny_model: Made) -> None:
+def test_a_gpu_refuses_experts_with_heads_of_other_sizes(tiny_model: Made) -> None:
     pytest.importorskip("triton")
     from weft.engine.runner.options.gpu_limits import unsupported_fp8
 
@@ -348,10 +348,10 @@ def test_a_gpu_refuses_experts_beside_heads_of_other_sizes(tiny_model: Made) -> 
 
 
 @pytest.mark.parametrize("family", ["llama2", "granite-moe", "mixtral"])
-def test_weights_alone_become_the_numbers_that_they_mean_on_a_gpu(
+def test_weight_only_fp8_is_dequantised_on_a_gpu(
     family: str, tiny_model: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Experts in one tensor, and each in its own; a rank's part of them as well."""
+    """Covers experts in one tensor, and each in its own; a rank's shard of them too."""
     import weft.engine.runner.options.resolve as resolve_module
     from weft.kernels.common.gpu import KNOWN
 
@@ -369,12 +369,12 @@ def test_weights_alone_become_the_numbers_that_they_mean_on_a_gpu(
             for name, product in ours.items():
                 for mine, other in zip(product.tensors(), theirs[name].tensors(), strict=True):
                     assert torch.equal(mine, other)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "became 16 bits" in line]  # of rank 0 alone
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "became 16 bits" in line]  # of rank 0 only
     assert "the weights now take 0.00 GiB" in line
 
 
 @pytest.mark.parametrize(("name", "options", "reason"), [("a100", {}, "A100.* does not multiply FP8")])
-def test_a_gpu_that_cannot_refuses_fp8_weights_in_one_line(
+def test_a_gpu_that_cannot_serve_fp8_weights_refuses_in_one_line(
     name: str, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import weft.engine.runner.options.resolve as resolve_module

@@ -1,4 +1,4 @@
-"""GGUF files: each serves what the checkpoint that it was made of serves; what is damaged or unknown is one line."""
+"""GGUF files: each serves like the checkpoint that it was made from; damaged or unknown files are one-line errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 16},
 }
-"""of the tiny checkpoints: what a file cannot say"""
+"""of the tiny checkpoints: values that a file cannot express"""
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def _tensors(weights: Weights) -> list[torch.Tensor]:
 
 
 def _rope_tensors(family: str, path: Path) -> dict[str, np.ndarray]:
-    """As the converter writes them beside the weights."""
+    """The tensors that the converter writes in addition to the weights."""
     rope = json.loads((path / "config.json").read_text()).get("rope_parameters") or {}
     if family == "llama3.1":
         ((inv_freq, _),) = read_spec(path).rotary(256)
@@ -90,7 +90,7 @@ def _rope_tensors(family: str, path: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("family", FILES)
-def test_a_file_becomes_the_model_that_its_checkpoint_is(
+def test_a_file_becomes_the_model_of_its_checkpoint(
     checkpoint: Callable[[str], Path], tmp_path: Path, family: str
 ) -> None:
     path = checkpoint(family)
@@ -98,13 +98,13 @@ def test_a_file_becomes_the_model_that_its_checkpoint_is(
     directory = find_model(str(file))
     assert missing(directory) == []
     want, got = read_spec(path), read_spec(directory)
-    # ropes and ends are told in another way; frequencies are compared below
+    # ropes and ends are expressed differently; frequencies are compared below
     like = {"ropes": (), "eos_token_ids": (), "dtype": "", "architecture": ""}
     if family == "mistral":  # a file of the architecture llama has no window of its own; the test's has
         assert got.windows == want.windows
     assert replace(got, **like) == replace(want, **like)
     for ours, theirs in zip(_tensors(_weights(got, directory)), _tensors(_weights(want, path)), strict=True):
-        if family.startswith(("gemma", "llama3")):  # one added to norms and taken off again; factors of frequencies
+        if family.startswith(("gemma", "llama3")):  # one added to norms and subtracted again; factors of frequencies
             assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
         else:
             assert torch.equal(ours, theirs)
@@ -113,7 +113,7 @@ def test_a_file_becomes_the_model_that_its_checkpoint_is(
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16])
 def test_tokens_are_those_of_the_checkpoint(checkpoint: Callable[[str], Path], tmp_path: Path, kind: Kind) -> None:
     path = checkpoint("llama3.1")
-    if kind == Kind.F16:  # what the file can hold
+    if kind == Kind.F16:  # the part that the file can hold
         rounded = {n: torch.from_numpy(t).half().float() for n, t in tensors_of(path).items()}
         (tmp_path / "half").mkdir()
         (tmp_path / "half" / "config.json").write_text((path / "config.json").read_text())
@@ -134,7 +134,7 @@ BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K"
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_blocks_become_the_numbers_that_the_library_makes_of_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_have_the_values_of_the_library(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers, size = blocks.block_of(kind)
     rng = np.random.default_rng(3)
     raw = rng.integers(0, 256, (6, 2, size), dtype=np.uint8)
@@ -163,7 +163,7 @@ def test_a_rank_reads_its_rows_and_the_blocks_of_its_columns(checkpoint: Callabl
     assert not torch.equal(whole["o"].weight, _weights(read_spec(path), path).layers[1]["o"].weight)
 
 
-def test_through_staging_come_the_same_numbers(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_staging_gives_the_same_numbers(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     directory = find_model(str(write_gguf(checkpoint("mixtral"), tmp_path / "it.gguf", "llama", kinds={
         "blk.1.ffn_up_exps.weight": Kind.Q8_0, "token_embd.weight": Kind.Q4_0, "blk.0.attn_q.weight": Kind.BF16,
     })))  # fmt: skip
@@ -204,13 +204,13 @@ def _refusal(file: Path) -> str:
 
 
 @pytest.mark.parametrize("left", [0, 3, 30, 1000, -100_000, -1])
-def test_a_file_that_was_cut_off_is_one_line(checkpoint: Callable[[str], Path], tmp_path: Path, left: int) -> None:
+def test_a_truncated_file_is_a_one_line_error(checkpoint: Callable[[str], Path], tmp_path: Path, left: int) -> None:
     file = write_gguf(checkpoint("qwen2"), tmp_path / "it.gguf", "qwen2")
     file.write_bytes(file.read_bytes()[:left])
     assert "it.gguf is not a complete GGUF file" in _refusal(file)
 
 
-def test_a_damaged_beginning_is_one_line(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_damaged_header_is_a_one_line_error(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     file = write_gguf(checkpoint("qwen2"), tmp_path / "it.gguf", "qwen2")
     whole, rng = file.read_bytes(), np.random.default_rng(5)
     for i in range(60):
@@ -223,7 +223,7 @@ def test_a_damaged_beginning_is_one_line(checkpoint: Callable[[str], Path], tmp_
             _load(other)
 
 
-def test_what_is_not_supported_is_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_unsupported_features_are_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     path = checkpoint("qwen2")
     writer = gguf.GGUFWriter(str(tmp_path / "rwkv.gguf"), "rwkv7")
     writer.write_header_to_file()
@@ -253,7 +253,7 @@ def test_a_file_does_not_run_through_other_code(checkpoint: Callable[[str], Path
             refusing()
 
 
-def test_tensors_that_nobody_asks_for_are_told(
+def test_unused_tensors_are_reported(
     checkpoint: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     extra = {"blk.3.attn_norm.weight": np.ones(64, np.float32)}
@@ -361,12 +361,12 @@ def test_a_sentence_piece_vocabulary_gives_the_same_ids(checkpoint: Callable[[st
     })  # fmt: skip
     read = PreTrainedTokenizerFast.from_pretrained(_served(checkpoint, tmp_path, metadata))
     for text in TEXTS[:3] + TEXTS[6:]:
-        if not text.startswith(" "):  # what stands for a first space differs between versions of the original
+        if not text.startswith(" "):  # the mark of a first space differs between versions of the original
             assert read.encode(text) == made.encode(text).ids, text
 
 
 def test_the_demo_answers_from_a_file(tmp_path: Path) -> None:
-    """Its own way to cut words has no name; for plain questions Llama 3's is the same."""
+    """Its own pre-tokenizer has no name; for plain questions Llama 3's is the same."""
     from weft.engine.demo import MODEL_PATH
 
     made = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
@@ -376,7 +376,7 @@ def test_the_demo_answers_from_a_file(tmp_path: Path) -> None:
         "ggml.model": "gpt2", "ggml.pre": "llama-bpe", "ggml.bos_token_id": 0, "ggml.eos_token_id": 1,
         "ggml.token_type": [3 if i in special else 1 for i in range(made.get_vocab_size())], "chat_template": template,
     })  # fmt: skip
-    metadata["ggml.merges"] = ["Ġ a"]  # none is needed, but a file has some
+    metadata["ggml.merges"] = ["Ġ a"]  # not required, but a file has some
     file = write_gguf(MODEL_PATH, tmp_path / "demo-Q8_0.gguf", "llama", kind=Kind.Q8_0, tokenizer=metadata)
     llm = LLM(str(file), progress=False, num_pages=20, dtype="float32")
     answers = llm.chat([[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in ((123, 456), (12, 30))])
@@ -407,7 +407,7 @@ def test_a_file_of_a_repository_is_found_by_its_name_or_a_word_of_it(wanted: str
     assert choose("acme/it", LIST, wanted) == files
 
 
-def test_a_choice_that_is_not_clear_is_listed() -> None:
+def test_an_ambiguous_choice_lists_the_files() -> None:
     assert choose("acme/it", ["a.gguf", "mmproj.gguf", "x.txt"]) == ["a.gguf"]
     with pytest.raises(ModelError, match=r"acme/it has 4 GGUF files; there are It-Q4_K.gguf, .*: give acme/it:FILE"):
         choose("acme/it", LIST)

@@ -1,4 +1,4 @@
-"""What of a GPU's memory an engine's pages get, alone or beside others, and what is refused there."""
+"""The GPU memory that an engine's pages get, alone or with other engines, and the errors."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def on_a_gpu(**options: Any) -> ResolvedConfig:
         return resolve(config, read_spec(config.model_path).shard(0, config.tensor_parallel_size))
 
 
-def test_engines_on_one_gpu_know_of_each_other() -> None:
+def test_engines_on_one_gpu_account_for_each_other() -> None:
     pytest.importorskip("triton")
     three = on_a_gpu(share=Share(sharers=3, weight_sharers=3))
     assert (three.sharers, three.common_weights, three.num_pages) == (3, True, None)
-    # Of several models each sleeps with weights of its own.
+    # With several models each sleeps with its own weights.
     own = on_a_gpu(share=Share(sharers=2, memory=0.5, sleeps=True))
     assert (own.sharers, own.common_weights, own.has_neighbours) == (2, False, True)
     with pytest.raises(ConfigError, match=r"--replicas 2 on GPUs needs --tensor-parallel-size 1: .*--data-parallel"):
         on_a_gpu(share=Share(sharers=2), tensor_parallel_size=2)
 
 
-def test_pages_that_are_asked_for_must_fit_a_gpu_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_pages_of_engines_must_fit_a_gpu_together(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(footprint, "memory_bytes", lambda _: 2**30)
     monkeypatch.setattr(resolving, "gpu_device", lambda: torch.device("cuda", 0))
@@ -57,14 +57,16 @@ ALONE = ResolvedConfig(
 H200, RESERVE = 143771 << 20, 1 << 30
 
 
-def test_an_engine_alone_on_a_gpu_takes_what_is_left_of_its_share() -> None:
+def test_an_engine_alone_on_a_gpu_takes_the_remainder_of_its_share() -> None:
     assert bytes_for_pages(ALONE, MemoryUsage(100, 70, own=20), 5) == 90 - 30 - 5
     assert share_bytes(ALONE, 100, 0) == 90
 
 
 @given(st.integers(1, 16), st.integers(0, 40 * GIB), st.integers(0, 3 * GIB), st.floats(0.1, 0.98), st.booleans())
-def test_engines_on_one_gpu_fit_it_whoever_is_first(n: int, weights: int, own: int, part: float, common: bool) -> None:
-    """Each takes what it may. What all take, with a context each and what is left free, is their part of the GPU."""
+def test_engines_on_one_gpu_fit_in_any_order_of_start(
+    n: int, weights: int, own: int, part: float, common: bool
+) -> None:
+    """Each takes its share. All shares, with a context each and the free reserve, are their part of the GPU."""
     config = replace(ALONE, sharers=n, common_weights=common, has_neighbours=True, gpu_memory_utilization=part)
     free, rooms = H200 - (weights if common else 0), set()
     for _ in range(n):

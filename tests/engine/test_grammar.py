@@ -1,4 +1,4 @@
-"""Requests with a grammar: what they answer always follows it, and nobody waits for them."""
+"""Requests with a grammar: answers always follow it, and other requests are not delayed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_answers_follow_the_grammar_through_preemption() -> None:
     assert all(re.fullmatch("[0-9]{40}", text_of(harness, handle)) for handle in handles)
 
 
-def test_neighbours_get_the_tokens_that_they_get_alone(demo: Harness) -> None:
+def test_neighbours_get_the_same_tokens_as_alone(demo: Harness) -> None:
     alone = demo.add(PROMPT, max_tokens=12, ignore_eos=True, **GREEDY)
     demo.run()
     beside = demo.add(PROMPT, max_tokens=12, ignore_eos=True, **GREEDY)
@@ -93,12 +93,12 @@ def test_neighbours_get_the_tokens_that_they_get_alone(demo: Harness) -> None:
     assert demo.tokens[beside] == demo.tokens[alone]
 
 
-def test_nobody_waits_for_the_mask_of_another(demo: Harness) -> None:
+def test_no_request_waits_for_the_mask_of_another(demo: Harness) -> None:
     gate = threading.Event()
     slow = demo.add(PROMPT, grammar=KINDS["regex"][0], max_tokens=20, **GREEDY)
     while not demo.tokens[slow]:
         demo.step()
-    demo.engine.grammars._masks.submit(gate.wait)  # masks are computed in order: the next one is behind this
+    demo.engine.grammars._masks.submit(gate.wait)  # masks are computed in order: the next one is after this
     while demo.engine.scheduler.slots.in_flight[0]:
         demo.step()
     before = len(demo.tokens[slow])
@@ -146,7 +146,7 @@ def test_log_probabilities_are_those_of_the_model_itself(demo: Harness) -> None:
         "no grammar at all",
     ],
 )
-def test_a_grammar_that_cannot_be_used_is_refused_alone(demo: Harness, text: str) -> None:
+def test_an_unusable_grammar_is_refused_alone(demo: Harness, text: str) -> None:
     bad = demo.add(PROMPT, grammar=text)
     good = demo.add(PROMPT, max_tokens=3, ignore_eos=True, **GREEDY)
     demo.run()
@@ -179,7 +179,7 @@ def test_compiled_grammars_are_kept_and_failures_are_not(demo: Harness) -> None:
     assert [key for key in entries if key in (text, wrong)] == [text]
 
 
-def test_what_grammars_take_is_bounded(demo: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_grammars_is_bounded(demo: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = demo.engine.grammars
     for text in list(compiled._entries):
         compiled._forget(text)
@@ -198,7 +198,7 @@ def test_what_grammars_take_is_bounded(demo: Harness, monkeypatch: pytest.Monkey
     assert demo.tokens[huge], "alone, any fits"
 
 
-def test_who_finds_no_room_is_told_to_come_again(demo: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_beyond_the_limit_is_asked_to_retry(demo: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "GRAMMAR_BYTES", 1000)
     monkeypatch.setattr(grammars, "COMPILE_SECONDS", 0.0)
     first = demo.add(PROMPT, grammar=KINDS["regex"][0], grammar_bytes=900, max_tokens=30, **GREEDY)
@@ -209,7 +209,7 @@ def test_who_finds_no_room_is_told_to_come_again(demo: Harness, monkeypatch: pyt
     assert demo.finish[second] is Finish.BUSY
 
 
-def test_nobodys_grammar_is_compiled(demo: Harness) -> None:
+def test_the_grammar_of_an_aborted_request_is_not_compiled(demo: Harness) -> None:
     compiled, gate = demo.engine.grammars, threading.Event()
     for _ in range(grammars.COMPILE_THREADS):
         compiled._compilers.submit(gate.wait)
@@ -224,7 +224,7 @@ def test_nobodys_grammar_is_compiled(demo: Harness) -> None:
     assert {demo.finish[handle] for handle in handles} == {Finish.ABORT}
 
 
-def test_text_that_is_no_grammar_is_refused() -> None:
+def test_text_that_is_not_a_grammar_is_refused() -> None:
     for nothing in (False, {"not": {}}):
         with pytest.raises(RequestError, match="no value"):
             grammar_text.json_schema(nothing, lenient=True)

@@ -1,4 +1,4 @@
-"""Signs of life: who is late, for whom an allowance was announced, and what a watcher slept through."""
+"""Heartbeats: late processes, announced allowances, and pauses of the watchdog itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from weft.engine.wire.heartbeat import ENGINE, Heartbeats, LastStep, Watch
 
 
 class Clock:
-    """Stands still, however long the test takes, but for what it is told to go ahead of the processes' own."""
+    """A clock that stands still regardless of the test's duration, except when a test advances it ahead of the
+    processes' own."""
 
     now = 1000.0
 
@@ -23,7 +24,7 @@ class Clock:
         return self.now + self.ahead
 
     def pass_by(self, watch: Watch, seconds: int) -> None:
-        """Time passes while the watcher looks every second."""
+        """Advance time while the watchdog checks every second."""
         for _ in range(seconds):
             self.ahead += 1
             watch.look()
@@ -35,14 +36,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock()
 
 
-def test_a_process_that_has_not_begun_is_not_late(clock: Clock) -> None:
+def test_a_process_that_has_not_started_is_not_late(clock: Clock) -> None:
     watch = Watch(Heartbeats(2), clock)
     clock.pass_by(watch, 1000)
     assert watch.late(ENGINE, 5) is None
     assert watch.age(ENGINE) == 0
 
 
-def test_without_a_beat_for_longer_than_the_bound_it_is_late(clock: Clock) -> None:
+def test_a_process_without_a_heartbeat_beyond_the_limit_is_late(clock: Clock) -> None:
     watch = Watch(heartbeats := Heartbeats(2), clock)
     heartbeats.of(1)()
     clock.pass_by(watch, 4)
@@ -53,7 +54,7 @@ def test_without_a_beat_for_longer_than_the_bound_it_is_late(clock: Clock) -> No
     assert watch.late(ENGINE, 5) is None  # each has its own row
 
 
-def test_a_stage_has_a_bound_of_its_own_and_shows(clock: Clock) -> None:
+def test_a_stage_has_its_own_limit_and_is_reported(clock: Clock) -> None:
     watch = Watch(heartbeats := Heartbeats(), clock)
     engine = heartbeats.of(ENGINE)
     engine.stage("loading weights, 3 of 12", 100)
@@ -73,10 +74,10 @@ def test_a_long_name_of_a_stage_is_cut() -> None:
     assert heartbeats.stage(ENGINE).startswith("é" * 60)
 
 
-def test_what_the_watcher_slept_through_does_not_count(clock: Clock) -> None:
+def test_time_that_the_watchdog_slept_does_not_count(clock: Clock) -> None:
     watch = Watch(heartbeats := Heartbeats(), clock)
     heartbeats.of(ENGINE)()
-    clock.ahead += 1000  # the machine was suspended: nobody looked
+    clock.ahead += 1000  # the machine was suspended: no process checked
     watch.look()
     assert watch.late(ENGINE, 5) is None
     clock.pass_by(watch, 7)
@@ -85,7 +86,7 @@ def test_what_the_watcher_slept_through_does_not_count(clock: Clock) -> None:
 
 def test_another_process_reads_the_same() -> None:
     ours = Heartbeats(2, step_timeout=7, start_timeout=9)
-    theirs = Heartbeats(1, os.dup(ours.fd))  # it needs to know of no others
+    theirs = Heartbeats(1, os.dup(ours.fd))  # it does not need the others
     assert (theirs.step_timeout, theirs.start_timeout) == (7, 9)
     step = LastStep(5, 3, 20, 2, 1)
     theirs.of(ENGINE).begin("starting", 5, os.getpid())
@@ -98,7 +99,7 @@ def test_another_process_reads_the_same() -> None:
     assert theirs.of(ENGINE).pid == 0
 
 
-def test_a_rank_has_a_stage_of_its_own(clock: Clock) -> None:
+def test_a_rank_has_its_own_stage(clock: Clock) -> None:
     watch = Watch(heartbeats := Heartbeats(2), clock)
     heartbeats.of(ENGINE).begin("starting", 100)
     rank = heartbeats.rank(ENGINE, 7)
@@ -110,7 +111,7 @@ def test_a_rank_has_a_stage_of_its_own(clock: Clock) -> None:
     assert (heartbeats.stage(ENGINE), heartbeats.stage(ENGINE, 7)) == ("starting", "")
 
 
-def test_a_process_that_is_about_to_be_ended_is_late_whatever_it_shows(clock: Clock) -> None:
+def test_a_process_about_to_be_killed_is_late_despite_its_heartbeat(clock: Clock) -> None:
     watch = Watch(heartbeats := Heartbeats(), clock)
     heartbeats.of(ENGINE)()
     heartbeats.of(ENGINE).condemn()

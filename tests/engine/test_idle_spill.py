@@ -1,5 +1,5 @@
-"""Pages that lie idle get a copy below by themselves, and then go first; an announced turn has its pages before it
-comes."""
+"""Idle pages get a copy in a lower tier and are then evicted first; the pages of an announced turn are loaded in
+advance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.engine.scheduling.prefix_reuse import ConversationPages, PrefixStats
 NAME = (b"n" * 16,)
 
 
-def test_uses_are_idle_once_the_time_is_over() -> None:
+def test_uses_are_idle_after_the_time() -> None:
     clock = IdleClock(32.0)
     assert clock.idle(0.0, 5) == -1
     assert clock.idle(31.9, 6) == -1
@@ -27,13 +27,13 @@ def test_uses_are_idle_once_the_time_is_over() -> None:
 
 
 def lie_idle(engine: TieredEngine) -> None:
-    """All that was used so far."""
+    """Marks all pages used so far as idle."""
     idle = engine.pool.index.clock
     engine.tiers._idle = SimpleNamespace(idle=lambda _now, _clock: idle)  # type: ignore[assignment]
 
 
-def rest(engine: TieredEngine) -> None:
-    """Iterations without work, as an idle engine has them."""
+def idle_iterations(engine: TieredEngine) -> None:
+    """Run iterations without work, as an idle engine does."""
     for _ in range(8):
         assert engine.launch() == []
         engine.end_copies()
@@ -44,40 +44,40 @@ def entries(engine: ListEngine) -> list[PrefixEntry]:
     return list(engine.pool.index.entries())
 
 
-def test_idle_pages_reach_the_ssd_although_the_host_has_room() -> None:
+def test_idle_pages_reach_the_ssd_although_the_host_has_free_slots() -> None:
     engine = TieredEngine(12, ssd=True)
     engine.store(PROMPT)
-    rest(engine)
+    idle_iterations(engine)
     assert all(entry.extent == NOWHERE for entry in entries(engine)), "they are not idle yet"
     lie_idle(engine)
-    rest(engine)
+    idle_iterations(engine)
     assert [entry.extent >= 0 for entry in entries(engine)] == [True] * 3
     assert engine.tiers.stats()["ssd"].spilled == 3
 
 
-def test_idle_pages_that_the_host_lost_get_a_place_there_again() -> None:
+def test_idle_pages_that_the_host_lost_get_a_slot_there_again() -> None:
     engine = TieredEngine(12)
     engine.add(PROMPT, 1)
     engine.run()
     engine.tiers.host.evict_all()
     assert all(entry.page >= 0 and entry.host == NOWHERE for entry in entries(engine))
     lie_idle(engine)
-    rest(engine)
+    idle_iterations(engine)
     assert all(entry.host >= 0 for entry in entries(engine))
     assert engine.tiers.stats()["host"].spilled == 3
 
 
-def test_full_tiers_do_not_swap_for_ever() -> None:
-    """Six pages and five places: one is left alone, and nothing moves any more."""
+def test_full_tiers_do_not_swap_forever() -> None:
+    """Six pages and five slots: one is left without a copy, and nothing moves any more."""
     engine = TieredEngine(12)
     for prompt in (PROMPT, [20, 21, 22, 23, 24, 25, 26]):
         engine.add(prompt, 1)
         engine.run()
     lie_idle(engine)
-    rest(engine)
+    idle_iterations(engine)
     before = engine.tiers.stats()["host"].bytes_in
     for _ in range(5):
-        rest(engine)
+        idle_iterations(engine)
     assert engine.tiers.stats()["host"].bytes_in == before
 
 
@@ -95,12 +95,12 @@ def test_a_page_is_tried_once_after_each_use() -> None:
     engine.add(PROMPT, 1)
     engine.run()
     lie_idle(engine)
-    rest(engine)
+    idle_iterations(engine)
     assert all(entry.host >= 0 for entry in entries(engine))
 
 
-def test_a_page_lies_idle_as_before_once_it_is_stored() -> None:
-    """From the GPU alone it reaches the SSD in one go, and is the next to be evicted."""
+def test_a_stored_page_is_as_idle_as_before() -> None:
+    """From the GPU alone it reaches the SSD in one step, and is the next to be evicted."""
     engine = TieredEngine(12, ssd=True)
     engine.add(PROMPT, 1)
     engine.run()
@@ -109,14 +109,14 @@ def test_a_page_lies_idle_as_before_once_it_is_stored() -> None:
     engine.run()  # used later
     used = {entry: entry.used for entry in entries(engine)}
     lie_idle(engine)
-    rest(engine)
+    idle_iterations(engine)
     assert {entry: entry.used for entry in entries(engine)} == used
     assert all(entry.extent >= 0 for entry in entries(engine))
     engine.pool.release(engine.pool.allocate(10))
     assert [entry.page >= 0 for entry in entries(engine)] == [False] * 3 + [True] * 2
 
 
-def test_idle_pages_with_a_copy_make_room_before_those_without() -> None:
+def test_idle_pages_with_a_copy_are_evicted_before_those_without() -> None:
     engine = TieredEngine(8)
     engine.add(PROMPT, 1)
     engine.run()
@@ -139,7 +139,7 @@ def test_an_announced_turn_finds_its_pages_on_the_gpu(ssd: bool) -> None:
     engine.pool.evict_all()
     if ssd:
         lie_idle(engine)
-        rest(engine)
+        idle_iterations(engine)
         engine.tiers.host.evict_all()
     engine.scheduler.prefetch(NAME)
     engine.settle()
@@ -152,7 +152,7 @@ def test_an_announced_turn_finds_its_pages_on_the_gpu(ssd: bool) -> None:
     assert engine.tiers.stats()["ssd" if ssd else "host"].prefetched == 3
 
 
-def test_a_turn_that_comes_before_its_pages_waits_for_the_same_copies() -> None:
+def test_a_turn_that_arrives_before_its_pages_waits_for_the_same_copies() -> None:
     engine = TieredEngine(12)
     engine.add(PROMPT, 1, names=NAME)
     engine.run()
@@ -166,14 +166,14 @@ def test_a_turn_that_comes_before_its_pages_waits_for_the_same_copies() -> None:
     assert engine.tiers.stats()["host"].bytes_out == 3 * engine.copies.sizes.page
 
 
-def test_what_nobody_knows_fetches_nothing() -> None:
+def test_an_unknown_conversation_fetches_nothing() -> None:
     engine = TieredEngine(12)
     engine.store(PROMPT)
     engine.scheduler.prefetch((b"x" * 16,))
     assert not engine.tiers.num_transfers
 
 
-def test_fetching_takes_half_of_what_could_be_had_and_loses_nothing_of_its_own() -> None:
+def test_fetching_takes_half_of_the_available_pages_and_evicts_none_of_its_own() -> None:
     engine = TieredEngine(6)
     engine.add(PROMPT, 1, names=NAME)
     engine.run()
@@ -186,7 +186,7 @@ def test_fetching_takes_half_of_what_could_be_had_and_loses_nothing_of_its_own()
     assert len(engine.output[blocker.handle]) == 2
 
 
-def test_what_waits_for_a_seat_has_its_pages_sent_for() -> None:
+def test_a_request_waiting_for_a_slot_has_its_pages_fetched() -> None:
     engine = TieredEngine(12, slots=1)
     engine.store(PROMPT)
     engine.add([30, 31, 32], 4)
@@ -209,7 +209,7 @@ def test_a_conversation_is_known_as_far_as_its_pages_are_kept() -> None:
     assert recall.chain(()) == []
 
 
-def test_names_are_forgotten_by_the_pages_they_stand_for() -> None:
+def test_names_are_forgotten_with_their_pages() -> None:
     engine = ListEngine(12)
     engine.add(PROMPT, 1)
     engine.run()

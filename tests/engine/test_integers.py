@@ -1,4 +1,4 @@
-"""Checkpoints in whole numbers of a few bits: every form stands for the numbers that its writer meant, on any rank."""
+"""Integer-quantised checkpoints: every format has the values of its writer, on any rank."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def assert_same(got: Weights, want: Weights) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_stands_for_the_numbers_that_its_writer_meant(
+def test_every_format_has_the_values_of_its_writer(
     model: Path, tmp_path: Path, form: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whole, and as the second of two ranks has it, whose part begins inside a word and inside a group."""
+    """Whole, and as the second of two ranks has it, whose shard begins inside a word and inside a group."""
     there, meant = write_integers(model, tmp_path, FORMS[form])
     spec, plain = read_spec(there), read_spec(meant)
     assert spec.quantization is None
@@ -63,7 +63,7 @@ def test_numbers_are_rounded_once(model: Path, tmp_path: Path, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("form", ["awq", "gptq, act-order"])
-def test_what_is_made_in_pieces_is_the_same(
+def test_dequantising_in_pieces_gives_the_same(
     model: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, meant = write_integers(model, tmp_path, FORMS[form])
@@ -74,7 +74,7 @@ def test_what_is_made_in_pieces_is_the_same(
 
 
 @pytest.mark.parametrize(("family", "keep"), [("mixtral", r"layers\.0\.self_attn"), ("qwen2", "down_proj")])
-def test_experts_and_biases_and_what_stays_in_16_bits(tiny_model: Made, tmp_path: Path, family: str, keep: str) -> None:
+def test_experts_biases_and_16_bit_tensors(tiny_model: Made, tmp_path: Path, family: str, keep: str) -> None:
     there, meant = write_integers(tiny_model(family), tmp_path, Form("gptq", 4, 16), keep)
     assert_same(load_weights(read_spec(there), there, **CPU), load_weights(read_spec(meant), meant, **CPU))
 
@@ -95,7 +95,7 @@ def test_quantize_refuses_them_in_a_line(model: Path, tmp_path: Path) -> None:
         quantize(there, tmp_path / "out")
 
 
-def test_what_lacks_and_what_is_wrong_is_named(model: Path, tmp_path: Path) -> None:
+def test_missing_and_invalid_tensors_are_named(model: Path, tmp_path: Path) -> None:
     there, _ = write_integers(model, tmp_path, FORMS["gptq, act-order"])
     name = "model.layers.1.mlp.down_proj"
     refusal = Refusal(there, name)
@@ -109,7 +109,7 @@ def test_what_lacks_and_what_is_wrong_is_named(model: Path, tmp_path: Path) -> N
     assert f"no tensor {name}.g_idx, which its act-order needs" in refusal(g_idx=None)
 
 
-def test_a_file_that_contradicts_itself_is_not_guessed_at(model: Path, tmp_path: Path) -> None:
+def test_a_contradictory_file_is_refused(model: Path, tmp_path: Path) -> None:
     there, _ = write_integers(model, tmp_path, FORMS["compressed-tensors"])
     name = "model.layers.1.mlp.down_proj"
     refusal = Refusal(there, name)
@@ -138,7 +138,7 @@ def test_a_file_that_contradicts_itself_is_not_guessed_at(model: Path, tmp_path:
             "input_activations": {"num_bits": 8, "type": "int"}}}}, "activations of packed weights"),
     ],
 )  # fmt: skip
-def test_other_forms_are_named(model: Path, tmp_path: Path, config: dict[str, Any], named: str) -> None:
+def test_other_formats_are_named(model: Path, tmp_path: Path, config: dict[str, Any], named: str) -> None:
     raw = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": config}))
     with pytest.raises(ModelError, match=named) as error:

@@ -1,4 +1,4 @@
-"""`--batch-invariant` on a GPU: nothing that adds up in the order of its tiles is left where tiles follow the batch."""
+"""`--batch-invariant` on a GPU: no sum depends on tiles that follow the batch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from weft.engine.config import EngineConfig
 
 PRESETS = Path(__file__).parents[2] / "engine" / "model" / "presets"
 MOVED = ("_scatter_kernel",)
-"""passes whose tiles follow the token count, and which copy each number by itself"""
+"""passes whose tiles follow the token count, and which copy each number separately"""
 PRODUCTS = ("product_kernel", "grouped_kernel")
 SUMS = ("_reduce_kernel", "_reduce_pushed_kernel", "_meet_kernel")
-"""of ranks: each number by itself, in the order of the ranks, in one step or two"""
+"""of ranks: each number separately, in rank order, in one step or two"""
 
 
 def constants(kernel: Any) -> dict[str, Any]:
-    """What a kernel was compiled for, by the names of its arguments; None for those that it is not given."""
+    """The constants that a kernel was compiled for, by argument name; None for those that it is not given."""
     params = kernel.function.params
     return {
         params[place[0]].name: value
@@ -39,9 +39,8 @@ def constants(kernel: Any) -> dict[str, Any]:
 def test_no_sum_of_a_models_kernels_follows_the_token_count(
     preset: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A product's sum over its depth is in the order of the depth, whatever the tile: its tiles may follow the count,
-    but it is not split, and its epilogue must not add up a row. Every other kernel is the same for all token counts.
-    """
+    """A GEMM's sum over its depth is in the order of the depth for any tile: its tiles may follow the count, but it is
+    not split, and its epilogue must not add up a row. Every other kernel is the same for all token counts."""
     if ranks > 1 and preset == "olmo-2-7b":
         pytest.skip("the kernels have no norms over all heads of several ranks")
     pytest.importorskip("triton")

@@ -1,4 +1,4 @@
-"""The declared list of modules that plans depend on: every kernel that such a plan launches is in it."""
+"""The declared list of modules that plans depend on contains every kernel that such a plan launches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KERNELS = Path(weft.__file__).parent / "kernels"
 
 
 def device_code_imported_by(module: str) -> set[str]:
-    """The modules of `kernels` with Triton or Gluon functions that `module` imports, directly or not."""
+    """The modules of `kernels` with Triton or Gluon functions that `module` imports, directly or indirectly."""
     found: set[str] = set()
     wanted = [module]
     while wanted:

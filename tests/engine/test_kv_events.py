@@ -1,4 +1,4 @@
-"""KV-cache events: a subscriber written to the published schema knows what the page index knows, whatever happens."""
+"""KV-cache events: a subscriber written to the published schema has the same state as the page index at all times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from weft.engine.wire.kv_events import EventBatch, KvPublisher, make_publisher, 
 
 
 def truth(index: PrefixIndex) -> dict[str, dict[Any, tuple[Any, tuple[int, ...], Any]]]:
-    """What a subscriber should know."""
+    """The state that a subscriber should have."""
 
     def about(entry: PrefixEntry) -> tuple[Any, tuple[int, ...], Any]:
         parent = None if entry.parent is None else block_hash(entry.parent)
@@ -56,7 +56,7 @@ class EventMachine(TierMachine):
         return index
 
     @invariant()
-    def the_subscriber_knows_the_index(self) -> None:
+    def the_subscriber_equals_the_index(self) -> None:
         index = self.scheduler.pool.index
         assert index.changes is not None
         if index.changes:
@@ -71,7 +71,7 @@ TestEventMachine.settings = settings(MACHINE_SETTINGS, max_examples=20)
 
 
 class Traffic:
-    """An index and a pool whose pages come and go at random."""
+    """An index and a pool whose pages are published and evicted at random."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -111,22 +111,22 @@ def publisher() -> Iterator[KvPublisher]:
 
 
 def follow(subscriber: Subscriber, index: PrefixIndex, sources: IndexEvents) -> None:
-    """Until the subscriber knows the index."""
+    """Read until the subscriber equals the index."""
     end = time.monotonic() + 240
     while not subscriber.whole or subscriber.known.there() != truth(index):
         assert time.monotonic() < end
         sources.flush()
         if not subscriber.pump(0.1):
-            subscriber.ask_again()
+            subscriber.request_missed()
 
 
-def test_lost_messages_are_sent_again(publisher: KvPublisher) -> None:
+def test_lost_messages_are_resent(publisher: KvPublisher) -> None:
     traffic = Traffic(1)
     source = IndexEvents(traffic.index, publisher, 4)
     luck = random.Random(2)
     subscriber = Subscriber(publisher.address, publisher.replay_address, loses=lambda: luck.random() < 0.2)
     traffic.step()
-    follow(subscriber, traffic.index, source)  # it hears what is sent from now on
+    follow(subscriber, traffic.index, source)  # it receives messages from now on
     for _ in range(200):
         traffic.step()
         source.flush()
@@ -137,7 +137,7 @@ def test_lost_messages_are_sent_again(publisher: KvPublisher) -> None:
     subscriber.close()
 
 
-def test_who_comes_late_and_misses_more_than_is_kept_gets_a_whole_account(
+def test_a_late_subscriber_that_missed_more_than_is_kept_gets_a_snapshot(
     publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_events, "KEPT_MESSAGES", 5)
@@ -153,7 +153,7 @@ def test_who_comes_late_and_misses_more_than_is_kept_gets_a_whole_account(
     subscriber.close()
 
 
-def test_messages_lost_inside_are_made_up_for(publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_lost_inside_are_compensated(publisher: KvPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.engine.memory.index_events.SNAPSHOT_SECONDS", 0.0)
     traffic = Traffic(4)
     source = IndexEvents(traffic.index, publisher, 4)
@@ -169,7 +169,7 @@ def test_messages_lost_inside_are_made_up_for(publisher: KvPublisher, monkeypatc
     subscriber.close()
 
 
-def test_another_engine_behind_the_same_address_is_noticed() -> None:
+def test_another_engine_at_the_same_address_is_noticed() -> None:
     first = KvPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "kv@pod@model")
     address, replay_address = first.address, first.replay_address
     subscriber = Subscriber(address, replay_address)
@@ -183,7 +183,7 @@ def test_another_engine_behind_the_same_address_is_noticed() -> None:
     second = KvPublisher(address, replay_address, "kv@pod@model")
     traffic = Traffic(6)
     source = IndexEvents(traffic.index, second, 4)
-    # More messages than the first one sent, and nobody has heard them.
+    # More messages than the first one sent, and none of them was received.
     for _ in range(60):
         traffic.step()
         source.flush()
@@ -199,7 +199,7 @@ def test_another_engine_behind_the_same_address_is_noticed() -> None:
     subscriber.close()
 
 
-def test_a_real_engine_under_pressure_and_the_one_after_it(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_real_engine_under_pressure_and_its_successor(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "page_size": 8, "num_pages": 40, "max_num_seqs": 8, "host_kv_gib": 0.001, "ssd_kv_path": str(tmp_path),
         "ssd_kv_gib": 0.001, "kv_events_endpoint": "tcp://127.0.0.1:*", "kv_events_replay_endpoint": "tcp://127.0.0.1:*",
@@ -241,12 +241,12 @@ def test_a_real_engine_under_pressure_and_the_one_after_it(tiny_model: Callable[
     seen, preemptions = serve(prompts)
     assert seen == {"GPU", "CPU", "DISK"}
     assert preemptions > 0
-    # What the disk kept is told of by the next engine before anybody asks.
+    # The next engine reports the pages on disk before any request.
     seen, _ = serve([[1, 2, 3]])
     assert "DISK" in seen
 
 
-def test_a_chain_is_one_event_and_a_salt_is_told_of_its_first_block() -> None:
+def test_a_chain_is_one_event_and_a_salt_is_sent_with_its_first_block() -> None:
     index = PrefixIndex("m")
     index.changes = []
     parent, key = None, index.root("secret")
@@ -266,14 +266,14 @@ def test_a_chain_is_one_event_and_a_salt_is_told_of_its_first_block() -> None:
     assert all(0 <= name < 2**64 for name in stored[1])
 
 
-def test_off_it_notes_nothing() -> None:
+def test_a_disabled_publisher_records_nothing() -> None:
     traffic = Traffic(7)
     for _ in range(20):
         traffic.step()
     assert traffic.index.changes is None
 
 
-def test_options_that_cannot_work_are_one_line(publisher: KvPublisher) -> None:
+def test_impossible_options_are_one_line_errors(publisher: KvPublisher) -> None:
     taken = EngineConfig(kv_events_endpoint=publisher.address)
     with pytest.raises(ConfigError, match=r"--kv-events-endpoint tcp://127.0.0.1:\d+: Address already in use"):
         make_publisher(taken)
@@ -286,7 +286,7 @@ def test_options_that_cannot_work_are_one_line(publisher: KvPublisher) -> None:
             EngineConfig(**options)  # type: ignore[arg-type]
 
 
-def test_each_engine_of_a_daemon_has_ports_of_its_own() -> None:
+def test_each_engine_of_a_daemon_has_its_own_ports() -> None:
     assert of_rank("tcp://*:5557", 0) == "tcp://*:5557"
     assert of_rank("tcp://*:5557", 2) == "tcp://*:5559"
     assert of_rank("ipc:///run/kv", 1) == "ipc:///run/kv.1"

@@ -1,4 +1,4 @@
-"""`KvLayout` and who asks it."""
+"""`KvLayout` and its users."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_bytes_follow_the_dtype() -> None:
     "change",
     [{"num_layers": 4}, {"planes": 1}, {"page_size": 6}, {"num_kv_heads": 2}, {"head_dim": 8}, {"dtype": torch.int8}],
 )
-def test_every_part_is_in_the_identity(change: dict[str, object]) -> None:
+def test_every_field_is_in_the_identity(change: dict[str, object]) -> None:
     assert replace(LAYOUT, **change).id != LAYOUT.id  # type: ignore[arg-type]
 
 
-def test_the_identity_is_the_one_that_stores_on_disk_carry() -> None:
+def test_the_identity_is_the_one_stored_on_disk() -> None:
     assert LAYOUT.id == "torch.bfloat16|3x2x5x1x24"
 
 

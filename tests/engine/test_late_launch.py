@@ -1,4 +1,4 @@
-"""An iteration that is launched late lets in who comes before it, and the device hardly waits."""
+"""An iteration that is launched late includes requests that arrive before it, and the device hardly waits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COSTS = Costs(16e9, 16e9 / 150, 4096.0, 109.0, {None: 32})
 
 
 def batch(step: int, decodes: int, prompt: int = 0) -> Any:
-    """`prompt`: tokens of one that is computed beside the decodes."""
+    """`prompt`: tokens of a prompt that is computed with the decodes."""
     query = np.array([1] * decodes + [prompt] * bool(prompt), np.int32)
     return SimpleNamespace(
         step=step, num_decodes=decodes, query_len=query, kv_len=query + 400, num_tokens=int(query.sum())
@@ -33,7 +33,7 @@ def batch(step: int, decodes: int, prompt: int = 0) -> Any:
 
 
 class Plant:
-    """A device, the host's time for an iteration, and arrivals a second."""
+    """A device, the host's time for an iteration, and arrivals per second."""
 
     def __init__(self, late: bool, seed: int, host: float = 0.8e-3, noise: float = 0.01) -> None:
         self.late = LateLaunch(COSTS) if late else None
@@ -42,8 +42,8 @@ class Plant:
         self.idle = 0.0
 
     def run(self, iterations: int, length: Any, hiccup: float = 0.0, prompt: Any = lambda _: 0) -> float:
-        """Mean seconds from an arrival to the beginning of the iteration that it is in. length: of iteration i;
-        prompt: tokens of one in it."""
+        """Mean seconds from an arrival to the start of its iteration. length: of iteration i; prompt: prompt tokens in
+        it."""
         rng, arrivals = self._rng, np.sort(self._rng.uniform(0, iterations * length(0), iterations * 2))
         begun, came, ended = 0.0, 0, 0.0
         running, seconds, idle = batch(0, 50), length(0), 0.0
@@ -82,7 +82,7 @@ def test_iterations_that_become_shorter_and_longer_cost_little() -> None:
     assert late.idle < 0.01 * 3000 * 8e-3
 
 
-def test_a_host_with_hiccups_is_given_more_time() -> None:
+def test_a_host_with_hiccups_gets_more_time() -> None:
     late = Plant(True, 2)
     late.run(3000, lambda _: 8e-3, hiccup=3e-3)
     assert late.idle < 0.01 * 3000 * 8e-3
@@ -91,8 +91,8 @@ def test_a_host_with_hiccups_is_given_more_time() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_behind_prompts_too_requests_wait_for_one_iteration_less(seed: int) -> None:
-    """Every sixth iteration has one, of other sizes each time, and takes three to five times as long."""
+def test_after_prompts_too_requests_wait_for_one_iteration_less(seed: int) -> None:
+    """Every sixth iteration has a prompt, of another size each time, and takes three to five times as long."""
 
     def prompt(i: int) -> int:
         return 700 + 97 * (i % 13) if i % 6 == 0 else 0
@@ -124,8 +124,8 @@ def test_nothing_waits_before_iterations_of_its_kind_are_known() -> None:
     assert 2.0 < late.at(batch(31, 3)) < 2.005
 
 
-def test_an_engine_says_until_when_it_may_wait_and_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its process does: whoever comes until then is taken before the next step."""
+def test_an_engine_reports_how_long_it_may_wait_and_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acts as its process: requests that arrive until then are admitted before the next step."""
     monkeypatch.setattr(LateLaunch, "at", lambda *_: time.monotonic() + 2e-3)
     texts, waited = [], 0
     for late in (False, True):
@@ -149,12 +149,12 @@ def test_an_engine_says_until_when_it_may_wait_and_answers_the_same(monkeypatch:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next iteration might always wait."""
+    """The next iteration could always wait."""
     monkeypatch.setattr(LateLaunch, "at", lambda *_: time.monotonic() + 1e3)
 
 
 def seen(harness: Harness, steps: int) -> list[bool]:
-    """Of each of the steps to come: might it wait."""
+    """For each of the next steps: whether it could wait."""
     waits = []
     for _ in range(steps):
         waits.append(harness.engine.launch_at() > 0)
@@ -166,7 +166,7 @@ def seen(harness: Harness, steps: int) -> list[bool]:
 @pytest.mark.parametrize(
     ("seats", "requests", "waits"), [(3, 2, True), (2, 2, False), (2, 5, False)], ids=["room", "seats", "queue"]
 )
-def test_an_engine_waits_for_nobody_who_would_find_no_seat(seats: int, requests: int, waits: bool) -> None:
+def test_an_engine_does_not_wait_for_requests_without_a_free_slot(seats: int, requests: int, waits: bool) -> None:
     harness = Harness(MODEL_PATH, page_size=16, num_pages=100, late_launch=True, max_num_seqs=seats)
     for _ in range(requests):
         harness.add(list(range(5, 15)), max_tokens=20, ignore_eos=True, **GREEDY)
@@ -189,7 +189,7 @@ def test_an_engine_does_not_wait_while_prompts_fill_its_iterations(slo: dict[str
 
 
 @pytest.mark.usefixtures("patient")
-def test_requests_that_wait_for_pages_are_not_waited_with() -> None:
+def test_a_launch_does_not_wait_while_requests_need_pages() -> None:
     harness = Harness(MODEL_PATH, page_size=16, num_pages=8, late_launch=True, prefix_caching=False)
     for _ in range(2):
         harness.add(list(range(5, 55)), max_tokens=40, ignore_eos=True, **GREEDY)
@@ -204,10 +204,10 @@ def test_requests_that_wait_for_pages_are_not_waited_with() -> None:
     st.lists(st.one_of(st.none(), st.tuples(st.integers(1, 40), st.integers(1, 6))), max_size=20), st.integers(1, 5),
     st.sampled_from([6, 12, 24]), st.booleans(),
 )  # fmt: skip
-def test_there_is_room_where_one_who_comes_is_in_the_next_iteration(
+def test_headroom_means_that_an_arriving_request_joins_the_next_iteration(
     events: list[tuple[int, int] | None], slots: int, budget: int, ahead: bool
 ) -> None:
-    """Requests (prompt, output) come between iterations (None)."""
+    """Requests (prompt, output) arrive between iterations (None)."""
     engine = ListEngine(2000, slots=slots, budget=budget, prefix_caching=False, fairness=Fairness(0.0))
     for event in events:
         if event is not None:
@@ -221,8 +221,8 @@ def test_there_is_room_where_one_who_comes_is_in_the_next_iteration(
 
 
 @pytest.mark.usefixtures("patient")
-def test_an_iteration_behind_a_rest_is_not_one_that_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device was idle because nobody was there."""
+def test_an_iteration_after_an_idle_period_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device was idle because there was no request."""
     late: list[bool] = []
     monkeypatch.setattr(LateLaunch, "on_launch", lambda self, *_: late.append(self.delayed))
     harness = Harness(MODEL_PATH, page_size=16, num_pages=100, late_launch=True)
@@ -241,6 +241,6 @@ def test_an_engine_without_a_process_never_waits(monkeypatch: pytest.MonkeyPatch
     assert not asked
 
 
-def test_without_a_launch_ahead_there_is_none_to_be_late() -> None:
+def test_without_launch_ahead_no_launch_is_late() -> None:
     with pytest.raises(ValidationError, match="late_launch needs async_scheduling"):
         EngineConfig(late_launch=True, async_scheduling=False)

@@ -75,7 +75,7 @@ def test_token_ids_may_be_in_an_array_or_a_tensor(llm: LLM, of: Callable[[list[i
 
 
 @pytest.mark.parametrize("prompts", [5, None, b"text", {"prompt": "text"}, np.array(5), (p for p in ["text"])])
-def test_what_is_no_prompts_is_one_line(llm: LLM, prompts: Any) -> None:
+def test_invalid_prompts_are_a_one_line_error(llm: LLM, prompts: Any) -> None:
     with pytest.raises(RequestError, match=r"^prompts must be text, token ids or a list of them, not \w+$"):
         llm.generate(prompts, progress=False)
 
@@ -87,7 +87,7 @@ def test_what_is_no_prompts_is_one_line(llm: LLM, prompts: Any) -> None:
         np.array([1.0, 2.0]), torch.tensor([1.5]), np.array([2**40]), np.array([["7"]]), np.array([[[5]]]), [5, "text"],
     ],
 )  # fmt: skip
-def test_prompts_that_are_no_token_ids_are_refused(llm: LLM, prompt: Any) -> None:
+def test_prompts_that_are_not_token_ids_are_refused(llm: LLM, prompt: Any) -> None:
     with pytest.raises(RequestError):
         llm.generate(prompt, progress=False)
 
@@ -98,7 +98,7 @@ def test_a_top_k_beyond_any_vocabulary_cuts_nothing(llm: LLM) -> None:
     assert [answer.token_ids for answer in cut] == [free.token_ids] * 2
 
 
-def test_more_output_than_the_context_leaves_cannot_be_asked_for(llm: LLM) -> None:
+def test_more_output_than_fits_the_context_is_refused(llm: LLM) -> None:
     prompt = [5] * (llm.engine.resolved.max_model_len - 4)
     for least in (5, 2**31 - 1, 2**40):
         with pytest.raises(RequestError, match="min_tokens"):
@@ -112,19 +112,19 @@ def test_no_conversations_no_answers(llm: LLM) -> None:
     assert llm.chat([], progress=False) == []
 
 
-def test_a_model_without_a_tokenizer_is_one_line(tiny_model: Callable[[str], Path]) -> None:
+def test_a_model_without_a_tokenizer_is_a_one_line_error(tiny_model: Callable[[str], Path]) -> None:
     with pytest.raises(ModelError, match="no usable tokenizer") as error:
         LLM(str(tiny_model("yi")), num_pages=8)
     assert "\n" not in str(error.value)
 
 
-def test_nothing_but_the_callers_own_text_is_on_stdout(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_only_the_callers_own_text_is_on_stdout(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     llm.generate(["1 2 3"], SamplingParams(max_tokens=2, temperature=0))
     llm.chat([{"role": "user", "content": "What is 1 + 1?"}])
     assert capfd.readouterr().out == ""
 
 
-def test_what_concerns_several_options_is_said_without_a_prefix() -> None:
+def test_errors_about_several_options_have_no_prefix() -> None:
     with pytest.raises(ConfigError, match=r"^give kv_cache_gib or num_pages, not both$"):
         LLM("demo", kv_cache_gib=1, num_pages=4)
 
@@ -148,7 +148,7 @@ engine.step()
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False, timeout=240).returncode == 0
 
 
-def test_one_params_each(llm: LLM) -> None:
+def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
     with pytest.raises(RequestError):
         llm.generate(["a", "b"], [SamplingParams()], progress=False)
     outputs = llm.generate(

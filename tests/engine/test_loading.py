@@ -1,4 +1,4 @@
-"""Model directories: what cannot be served is refused with one line that says why."""
+"""Model directories: unsupported ones are refused with one line that gives the reason."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_config_that_is_not_json(broken: Path) -> None:
     assert "config.json" in _refusal(broken)
 
 
-def test_too_little_memory_says_what_to_change(tiny_model: Callable[[str], Path], broken: Path) -> None:
+def test_too_little_memory_names_the_option_to_change(tiny_model: Callable[[str], Path], broken: Path) -> None:
     assert "--kv-cache-gib" in _refusal(tiny_model("yi"), OutOfMemory, kv_cache_gib=1e-6)
     _edit(broken, hidden_size=2**16, intermediate_size=2**20, num_attention_heads=512, num_key_value_heads=512)
     assert "the machine has" in _refusal(broken, OutOfMemory, load_format="dummy")
@@ -164,7 +164,7 @@ def test_prompts_with_foreign_tokens_are_refused(tiny_model: Callable[[str], Pat
 
 
 def _as_pickled(path: Path, out: Path) -> Path:
-    """The checkpoint as PyTorch wrote it once, in two shards."""
+    """The checkpoint in PyTorch's old format, in two shards."""
     out.mkdir()
     shutil.copy(path / "config.json", out)
     state = AutoModelForCausalLM.from_pretrained(path).state_dict()
@@ -179,13 +179,13 @@ def _as_pickled(path: Path, out: Path) -> Path:
 @pytest.mark.parametrize(
     "index", [b'{"weight_map": {"a": 5}}', b'{"weight_map": ["a"]}', b"[1]", b"{}", b"{", b'{"\xff": 1}']
 )
-def test_an_index_that_is_none_is_one_line(index: bytes, tmp_path: Path) -> None:
+def test_an_invalid_index_is_a_one_line_error(index: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors.index.json").write_bytes(index)
     with ExitStack() as stack, pytest.raises(ModelError, match="cannot read the weights in") as caught:
         Checkpoint(tmp_path, stack)
     assert "\n" not in str(caught.value)
-    assert missing(tmp_path) == damaged(tmp_path) == []  # whoever reads the weights says what is wrong
+    assert missing(tmp_path) == damaged(tmp_path) == []  # the reader of the weights reports the error
 
 
 def test_a_directory_of_pytorch_files_is_served(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

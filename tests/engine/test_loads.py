@@ -1,4 +1,4 @@
-"""How much of a cached prefix is worth loading; what identifies a model; places and copies."""
+"""How much of a cached prefix to load; the identity of a model; host slots and copies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def entry(where: str) -> PrefixEntry:
     busy_tokens=st.integers(0, 200),
 )
 @settings(max_examples=300, deadline=None)
-def test_the_cut_ends_soonest(
+def test_the_best_cut_ends_soonest(
     chain: str, host: int, ssd: int, rate: int, busy: tuple[int, int], busy_tokens: int
 ) -> None:
     speeds = LoadSpeeds(PAGE_BYTES, PAGE_SIZE)
@@ -59,7 +59,7 @@ def test_the_cut_ends_soonest(
         loading = (to_load + busy[0]) / host if to_load else 0.0
         if from_ssd:
             loading = max(loading, (from_ssd + busy[1]) / ssd)
-        # Nothing of this request is computed before its pages are there, nor before it is its turn.
+        # No token of this request is computed before its pages arrive, nor before its turn.
         return max(loading, busy_tokens / (rate * PAGE_SIZE)) + (len(chain) - k) / rate
 
     best = min(seconds(k) for k in range(len(chain) + 1))
@@ -77,7 +77,7 @@ def test_everything_is_loaded_until_prefill_has_been_measured() -> None:
     assert speeds.worthwhile([entry("g")] * 3, busy, 0) == 3
 
 
-def test_a_load_that_ends_before_its_turn_to_be_computed_costs_nothing() -> None:
+def test_a_load_that_ends_before_its_turn_costs_nothing() -> None:
     speeds = LoadSpeeds(PAGE_BYTES, PAGE_SIZE)
     speeds.moved("host", 1, 1.0)
     speeds.computed(10 * PAGE_SIZE, 1.0, full=True)
@@ -88,7 +88,7 @@ def test_a_load_that_ends_before_its_turn_to_be_computed_costs_nothing() -> None
     assert speeds.worthwhile([entry("h")] * 3, {"host": 0, "ssd": 0}, 28 * PAGE_SIZE) == 2
 
 
-def test_prompts_that_others_compute_first_are_time_to_load() -> None:
+def test_prompts_computed_first_give_time_to_load() -> None:
     def request(tokens: int, order: int) -> Request:
         prompt = np.arange(tokens, dtype=np.int32)
         params, limit = SamplingParams(max_tokens=1), tokens + 1
@@ -118,7 +118,7 @@ def test_prompts_that_others_compute_first_are_time_to_load() -> None:
     copies.close()
 
 
-def test_small_iterations_only_raise_the_speed_of_prefill() -> None:
+def test_small_iterations_only_raise_the_prefill_speed() -> None:
     speeds = LoadSpeeds(PAGE_BYTES, PAGE_SIZE)
     speeds.computed(100, 1.0, full=True)
     speeds.computed(1, 1.0, full=False)
@@ -127,7 +127,7 @@ def test_small_iterations_only_raise_the_speed_of_prefill() -> None:
     assert speeds._prefill_tokens_per_second == 200
 
 
-def test_a_model_is_known_by_its_content(tmp_path: Path) -> None:
+def test_a_model_is_identified_by_its_content(tmp_path: Path) -> None:
     def identity(path: Path, **options: object) -> str:
         config = EngineConfig(model=str(path), num_pages=8, **options)  # type: ignore[arg-type]
         spec, _ = choose_spec(config)
@@ -139,11 +139,11 @@ def test_a_model_is_known_by_its_content(tmp_path: Path) -> None:
     assert identity(a) == first
     assert identity(a, page_size=32) != first
     assert identity(a, dtype="bfloat16") != identity(a, dtype="float32")
-    # pages of both are alike, what is in them is not
+    # pages of both look alike, their content does not
     small = {"kv_cache_dtype": "fp8"}
     assert identity(a, dtype="bfloat16", **small) != identity(a, dtype="float32", **small)
     assert identity(a, max_model_len=60) == first
-    other = {"model_impl": "transformers"}  # whose code may turn by it
+    other = {"model_impl": "transformers"}  # its code may rotate by it
     assert identity(a, max_model_len=60, **other) != identity(a, **other)
     made_up = identity(a, load_format="dummy")
     assert made_up != first
@@ -163,7 +163,7 @@ def test_a_model_is_known_by_its_content(tmp_path: Path) -> None:
     assert identity(a) != first
 
 
-def test_places_go_least_recently_used_first_and_never_while_held() -> None:
+def test_slots_are_reused_least_recently_used_first_and_never_while_held() -> None:
     lost: list[PrefixEntry] = []
     pinned_parent = entry("h")
 

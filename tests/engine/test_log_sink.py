@@ -1,4 +1,4 @@
-"""Whoever logs never waits: what finds no reader is dropped, counted, and told of when the reader is back."""
+"""Logging never blocks: lines without a reader are dropped, counted, and reported when the reader is back."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Pipe:
         self.reader, self.writer = os.pipe()
 
     def fill(self) -> None:
-        """A pipe's size, which the reader has to take first."""
+        """Fill the pipe with its capacity, which the reader has to read first."""
         size = fcntl.fcntl(self.writer, fcntl.F_GETPIPE_SZ)
         assert os.write(self.writer, b"." * size) == size
 
     def read(self, end: bytes) -> bytes:
-        """All up to a read that brings `end`."""
+        """Read everything up to a read that contains `end`."""
         data = b""
         while end not in data:
             data += os.read(self.reader, 2**20)
@@ -50,20 +50,20 @@ def test_lines_arrive_whole_and_in_order(pipe: Pipe) -> None:
     assert sink.dropped == 0
 
 
-def test_a_reader_that_stalls_costs_lines_and_no_time(pipe: Pipe) -> None:
+def test_a_stalled_reader_loses_lines_and_costs_no_time(pipe: Pipe) -> None:
     counted = []
     sink = LogSink(pipe.writer, max_lines=50)
     sink.on_drop = lambda: counted.append(1)
     line = "x" * 1023 + "\n"
     pipe.fill()
-    for _ in range(1000):  # a writer that waited would be here for ever
+    for _ in range(1000):  # a writer that waited would block here forever
         sink.write(line)
     assert not sink.drain(0.05)
     assert sink.dropped == len(counted) >= 1000 - 50 - 64
     dropped = sink.dropped
     text = pipe.read(b"dropped").decode()
     assert dropped_message(dropped) in text
-    assert sink.drain(240)  # what waited fits the pipe, and the next line finds room behind it
+    assert sink.drain(240)  # the queued lines fit the pipe, and the next line has space after them
     sink.write("after\n")
     text += pipe.read(b"after").decode()
     assert text.count("x" * 1023) + dropped == 1000
@@ -75,7 +75,7 @@ def test_bytes_are_bounded_too_and_a_long_line_waits_alone(pipe: Pipe) -> None:
     sink = LogSink(pipe.writer, max_bytes=1000)
     pipe.fill()
     sink.write("a\n")
-    while sink._lines:  # until the thread stands
+    while sink._lines:  # until the thread blocks
         time.sleep(0.001)
     sink.write("b" * 2000 + "\n")
     sink.write("c\n")
@@ -84,7 +84,7 @@ def test_bytes_are_bounded_too_and_a_long_line_waits_alone(pipe: Pipe) -> None:
     assert sink.drain(240)
 
 
-def test_a_full_disk_loses_lines_only() -> None:
+def test_a_full_disk_loses_only_lines() -> None:
     fd = os.open("/dev/full", os.O_WRONLY)
     sink = LogSink(fd)
     sink.write("lost\n")
@@ -97,7 +97,7 @@ def test_a_full_disk_loses_lines_only() -> None:
     assert os.read(reader, 1000).decode() == f"kept\n{dropped_message(1)}\n"
 
 
-def test_a_reader_that_has_gone_is_no_error(pipe: Pipe) -> None:
+def test_a_reader_that_exited_is_not_an_error(pipe: Pipe) -> None:
     os.close(pipe.reader)
     sink = LogSink(pipe.writer)
     sink.write("to nobody\n")
@@ -109,7 +109,7 @@ def test_a_reader_that_has_gone_is_no_error(pipe: Pipe) -> None:
 def test_logging_inside_its_own_lock_is_safe(pipe: Pipe) -> None:
     sink = LogSink(pipe.writer, max_lines=1)
     sink.on_drop = lambda: None
-    with sink._changed:  # as a signal handler finds it
+    with sink._changed:  # as in a signal handler
         sink.write("from a handler\n")
     assert sink.drain(240)
 
@@ -130,19 +130,19 @@ def run(code: str, **streams: int) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([sys.executable, "-P", "-c", INSTALLED.format(code)], timeout=240, check=False, **streams)
 
 
-def test_the_last_lines_of_a_process_leave() -> None:
+def test_the_last_lines_of_a_process_are_written() -> None:
     done = run("", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"out\n", b"err\n")
 
 
-def test_a_trace_goes_through_it() -> None:
+def test_a_traceback_is_written_through_it() -> None:
     done = run("1 / 0", stderr=subprocess.PIPE)
     assert done.returncode == 1
     assert b"ZeroDivisionError" in done.stderr
 
 
-def test_closed_streams_are_opened_on_nothing() -> None:
-    # A socket would get their numbers otherwise.
+def test_closed_streams_are_reopened_to_devnull() -> None:
+    # Otherwise a socket would get their numbers.
     code = INSTALLED.format("assert os.open(os.devnull, os.O_RDONLY) > 2")
     done = subprocess.run(
         ["sh", "-c", 'exec "$0" -P -c "$1" <&- >&- 2>&-', sys.executable, code], timeout=240, check=False
@@ -150,7 +150,7 @@ def test_closed_streams_are_opened_on_nothing() -> None:
     assert done.returncode == 0
 
 
-def test_a_stalled_reader_does_not_hold_the_end_up() -> None:
+def test_a_stalled_reader_does_not_delay_the_exit() -> None:
     reader, writer = os.pipe()
     try:
         done = run('sys.stderr.write("x" * 10**6 + "\\n")', stderr=writer)

@@ -1,4 +1,4 @@
-"""`allowed_token_ids` and `bad_words`: tokens that may or may not come, with anything else beside them."""
+"""`allowed_token_ids` and `bad_words`: allowed and forbidden tokens, combined with all other features."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def has(mask: np.ndarray, token: int) -> bool:
 
 
 @pytest.mark.parametrize("ids", [(5,), (0,), (2047,), (20, 21), tuple(range(100, 164))])
-def test_only_allowed_tokens_come(demo: Harness, ids: tuple[int, ...]) -> None:
+def test_only_allowed_tokens_are_generated(demo: Harness, ids: tuple[int, ...]) -> None:
     handles = [demo.add(PROMPT, allowed_token_ids=ids, **PLAIN)]
     handles += [demo.add(PROMPT, allowed_token_ids=ids, max_tokens=12, temperature=1.5, seed=k) for k in range(3)]
     demo.run()
@@ -50,7 +50,7 @@ def test_only_allowed_tokens_come(demo: Harness, ids: tuple[int, ...]) -> None:
         assert set(demo.tokens[handle]) <= set(ids)
 
 
-def test_allowing_what_would_come_changes_nothing(demo: Harness) -> None:
+def test_allowing_the_likely_tokens_changes_nothing(demo: Harness) -> None:
     free = run(demo, **PLAIN)
     same = run(demo, allowed_token_ids=tuple(set(demo.tokens[free])), **PLAIN)
     everything = run(demo, allowed_token_ids=tuple(range(2048)), **PLAIN)
@@ -75,8 +75,8 @@ def spells(words: list[str], text: bytes) -> bool:
     return any(word.encode() in text for word in words)
 
 
-def test_the_automaton_bans_what_would_complete_a_word() -> None:
-    """Beside brute force: every token behind every text."""
+def test_the_automaton_bans_tokens_that_would_complete_a_word() -> None:
+    """Compares with brute force: every token after every text."""
     rng = random.Random(3)
     for _ in range(60):
         alphabet = "ab" if rng.random() < 0.5 else "abé"
@@ -98,7 +98,7 @@ def test_the_automaton_bans_what_would_complete_a_word() -> None:
 
 
 class _Pieces:
-    """Looks like an `LLTokenizer`; its last token but three is special."""
+    """Acts as an `LLTokenizer`; its last token but three is special."""
 
     def __init__(self, pieces: list[bytes]) -> None:
         self._pieces = pieces
@@ -111,7 +111,7 @@ class _Pieces:
         return b"".join(self._pieces[token] for token in tokens)
 
 
-def test_many_long_words_take_little(demo: Harness) -> None:
+def test_many_long_words_take_little_memory(demo: Harness) -> None:
     words = tuple("a" * k for k in range(2, 170))
     assert sum(map(len, words)) < MAX_BAD_CHARS
     handle = run(demo, bad_words=words, logit_bias={TOKENIZER.token_to_id("a"): 100.0}, **PLAIN)
@@ -129,7 +129,7 @@ def test_bad_words_do_not_occur(demo: Harness, preempted: bool) -> None:
     if preempted:
         harness = Harness(MODEL_PATH, max_num_seqs=6, page_size=8, num_pages=14, prefix_caching=False)
         harness.expect_short_outputs()
-    # A stop token that does not come: admission cannot know how long they will be.
+    # A stop token that is never generated: admission cannot know how long they will be.
     params = {
         "max_tokens": 40,
         "temperature": 1.0,
@@ -140,7 +140,7 @@ def test_bad_words_do_not_occur(demo: Harness, preempted: bool) -> None:
     free = [harness.add(PROMPT[:9], seed=k, **params) for k in range(6)]
     harness.run()
     texts = [text_of(harness, handle) for handle in free]
-    # What would come: single letters, parts of words, pieces that several tokens spell.
+    # Likely output: single letters, parts of words, pieces that several tokens spell.
     words = ("e", " t", texts[0][3:7], texts[1][1:9], texts[2][5:25])
     bound = [harness.add(PROMPT[:9], seed=k, bad_words=words, **params) for k in range(6)]
     harness.run()
@@ -151,7 +151,7 @@ def test_bad_words_do_not_occur(demo: Harness, preempted: bool) -> None:
     assert any(word in text for word in words for text in texts)
 
 
-def test_words_that_would_not_come_change_nothing(demo: Harness) -> None:
+def test_words_that_would_not_occur_change_nothing(demo: Harness) -> None:
     free = run(demo, **PLAIN)
     same = run(demo, bad_words=("certainly not this",), **PLAIN)
     assert demo.tokens[same] == demo.tokens[free]
@@ -160,7 +160,7 @@ def test_words_that_would_not_come_change_nothing(demo: Harness) -> None:
 # -- together
 
 
-def test_masks_go_with_grammars(demo: Harness) -> None:
+def test_masks_combine_with_grammars(demo: Harness) -> None:
     digits = tuple(TOKENIZER.token_to_id(d) for d in "123")
     text = grammar_text.regex("[0-9]{6}")
     handles = [
@@ -175,7 +175,7 @@ def test_masks_go_with_grammars(demo: Harness) -> None:
         assert "12" not in out
 
 
-def test_what_leaves_no_token_ends_the_request_alone(demo: Harness) -> None:
+def test_a_mask_without_any_token_ends_the_request_alone(demo: Harness) -> None:
     one = TOKENIZER.token_to_id("1")
     none = demo.add(PROMPT, allowed_token_ids=(one,), bad_words=("1",), max_tokens=5)
     late = demo.add(PROMPT, allowed_token_ids=(one,), bad_words=("111",), max_tokens=5)
@@ -192,7 +192,7 @@ def test_what_leaves_no_token_ends_the_request_alone(demo: Harness) -> None:
     assert len(demo.tokens[fine]) == 12
 
 
-def test_what_cannot_be_used_is_refused() -> None:
+def test_unusable_masks_are_refused() -> None:
     with pytest.raises(RequestError, match="at least one id"):
         SamplingParams(allowed_token_ids=())
     with pytest.raises(RequestError, match="one character"):

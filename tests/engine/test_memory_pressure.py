@@ -1,4 +1,4 @@
-"""Where pages are just enough: who is admitted, who waits, who is preempted, and what a preempted request keeps."""
+"""Just enough pages: which requests are admitted, wait or are preempted, and what a preempted request keeps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.engine.scheduling.admission import OutputLengths
 from weft.engine.wire.sampling import SamplingParams
 
 
-def test_pages_that_another_request_holds_are_no_room_to_be_pinned() -> None:
+def test_pages_held_by_another_request_do_not_count_as_free() -> None:
     engine = ListEngine(4)
     engine.add([5, 6, 7, 8, 9], 1, stop=-9)
     engine.add([5, 6, 7, 8, 4], 1, leader=0, stop=-9)
@@ -20,13 +20,13 @@ def test_pages_that_another_request_holds_are_no_room_to_be_pinned() -> None:
     engine.step()
     request = engine.add([5, 6, 7, 8, 3], 1, stop=-9)
     assert (first.waiting, engine.pool.num_held) == (False, 3)
-    # One page is left, and one is all it takes beside the two that the first holds.
+    # One page is left, and one is needed in addition to the two that the first holds.
     assert request.handle in engine.step()
     engine.run()
 
 
 @pytest.mark.parametrize("others", [0, 1, 2])
-def test_a_request_that_needs_all_pages_that_are_left_is_admitted(others: int) -> None:
+def test_a_request_that_needs_all_remaining_pages_is_admitted(others: int) -> None:
     engine = ListEngine(4 + others, prefix_caching=False)
     for _ in range(others):
         engine.add([6], 1, stop=-9)
@@ -47,7 +47,7 @@ def test_a_request_waits_for_the_last_page_that_it_needs() -> None:
     engine.run()
 
 
-def test_all_idle_pages_serve_a_request_that_has_them_as_its_beginning() -> None:
+def test_all_idle_pages_serve_a_request_that_starts_with_them() -> None:
     engine = ListEngine(4)
     engine.add([5] * 7, 1)
     engine.run()
@@ -58,14 +58,14 @@ def test_all_idle_pages_serve_a_request_that_has_them_as_its_beginning() -> None
     engine.run()
 
 
-def test_idle_pages_of_the_beginning_are_not_counted_as_room_beside_it() -> None:
+def test_idle_pages_of_a_requests_prefix_are_not_counted_as_free_for_it() -> None:
     engine = ListEngine(6)
     engine.add([5] * 6, 1)
     engine.run()
     other = engine.add([6] * 5, 2)
     assert engine.step() == [other.handle]
     assert (engine.pool.num_available, engine.pool.num_cached) == (3, 3)
-    # Three pages are idle. Two of them are its beginning, which it must not evict to get two more.
+    # Three pages are idle. Two of them are its prefix, which it must not evict to get two more.
     request = engine.add([5] * 5 + [9] * 3, 1)
     assert engine.launch() == [other.handle]
     assert request.waiting
@@ -73,7 +73,7 @@ def test_idle_pages_of_the_beginning_are_not_counted_as_room_beside_it() -> None
     engine.run()
 
 
-def test_a_request_that_is_expected_to_outgrow_the_pool_with_the_others_waits() -> None:
+def test_a_request_expected_to_outgrow_the_pool_with_the_others_waits() -> None:
     engine = ListEngine(8, prefix_caching=False)
     engine.scheduler.output_lengths = OutputLengths(mean=7.0, weight=1e30)
     engine.add([5, 6, 7], 9, stop=-9)
@@ -83,7 +83,7 @@ def test_a_request_that_is_expected_to_outgrow_the_pool_with_the_others_waits() 
     engine.run()
 
 
-def test_pages_behind_a_fence_do_not_hide_that_others_are_shared() -> None:
+def test_pages_held_by_a_fence_do_not_hide_that_others_are_shared() -> None:
     engine = ListEngine(7)
     engine.add([5, 6, 7, 8], 4, stop=-9)
     engine.step()
@@ -91,7 +91,7 @@ def test_pages_behind_a_fence_do_not_hide_that_others_are_shared() -> None:
     gone = engine.add([1], 3, stop=-9)
     engine.launch()
     engine.scheduler.abort(gone.handle)
-    # Two requests share two of their pages, and one page is behind the fence of the launched step.
+    # Two requests share two of their pages, and one page is held by the fence of the launched step.
     assert (engine.pool.num_held, engine.scheduler.fences.num_pages) == (5, 1)
     request = engine.add([2, 3, 4], 1, stop=-9)
     assert request.handle in engine.launch()
@@ -101,18 +101,18 @@ def test_pages_behind_a_fence_do_not_hide_that_others_are_shared() -> None:
 
 
 def fill(engine: ListEngine, *prompts: int, max_tokens: int = 9) -> None:
-    """Requests of so many tokens each, past their prefill. Their lengths are guesses: they have a stop token."""
+    """Requests of the given tokens each, past their prefill. Their lengths are guesses: they have a stop token."""
     for length in prompts:
         engine.add([5 + len(engine.requests)] * length, max_tokens, stop=-9)
     assert len(engine.step()) == len(prompts)
 
 
-def test_as_many_pages_as_come_back_by_themselves_are_waited_for() -> None:
+def test_a_request_waits_for_pages_that_fences_will_release() -> None:
     engine = ListEngine(3, prefix_caching=False)
     fill(engine, 3, 1, max_tokens=3)
     engine.launch()
     engine.scheduler.abort(1)
-    # The first wants its third page. The only one that is not its own is behind the fence of the launched step.
+    # The first wants its third page. The only one that is not its own is held by the fence of the launched step.
     assert (engine.pool.num_available, engine.scheduler.fences.num_pages) == (0, 1)
     assert engine.launch() == []
     assert engine.scheduler.preemptions == 0
@@ -123,7 +123,7 @@ def test_as_many_pages_as_come_back_by_themselves_are_waited_for() -> None:
     engine.run()
 
 
-def test_one_page_more_than_comes_back_costs_the_youngest_its_place() -> None:
+def test_one_page_more_than_fences_release_preempts_the_youngest() -> None:
     engine = ListEngine(5, prefix_caching=False)
     fill(engine, 3, 3, 1, max_tokens=3)
     engine.launch()
@@ -137,14 +137,14 @@ def test_one_page_more_than_comes_back_costs_the_youngest_its_place() -> None:
     engine.run()
 
 
-def test_the_youngest_wait_for_the_pages_that_come_back_and_the_older_take_those_there_are() -> None:
+def test_the_youngest_wait_for_fenced_pages_and_the_older_take_free_ones() -> None:
     engine = ListEngine(8, slots=5, prefix_caching=False)
     fill(engine, 3, 3, 1)
     assert engine.pool.num_free == 3
     engine.launch()
     engine.scheduler.abort(2)
     hostage = engine.pool.allocate(2)
-    # Two want a page, one is there, one is on its way: the older gets it and nobody gives up his own.
+    # Two want a page, one is free, one is fenced: the older gets it and none is preempted.
     handles = launch_unchecked(engine)
     assert handles == [0]
     assert engine.scheduler.preemptions == 0
@@ -155,7 +155,7 @@ def test_the_youngest_wait_for_the_pages_that_come_back_and_the_older_take_those
 
 
 def launch_unchecked(engine: ListEngine) -> list[int]:
-    """`launch` while the test itself holds pages, which the check would call lost."""
+    """`launch` while the test itself holds pages, which the check would report as lost."""
     batch = engine.scheduler.schedule(engine._steps + 1)
     if batch is None:
         return []
@@ -164,11 +164,11 @@ def launch_unchecked(engine: ListEngine) -> list[int]:
     return engine.scheduler.slots.handle[batch.slots].tolist()
 
 
-def test_no_more_are_preempted_than_it_takes() -> None:
+def test_no_more_are_preempted_than_necessary() -> None:
     engine = ListEngine(7, slots=5, prefix_caching=False)
     fill(engine, 3, 3, 3)
     engine.launch()
-    # All three want a third page and one is there. The youngest gives way; its two are behind the fence.
+    # All three want a third page and one is free. The youngest is preempted; its two are fenced.
     assert engine.launch() == [0]
     assert engine.scheduler.preemptions == 1
     assert [r.waiting for r in engine.requests] == [False, False, True]
@@ -179,7 +179,7 @@ def test_no_more_are_preempted_than_it_takes() -> None:
     engine.run()
 
 
-def test_a_page_that_another_request_holds_does_not_come_back() -> None:
+def test_a_page_held_by_another_request_is_not_released() -> None:
     engine = ListEngine(8)
     engine.add([5, 6, 7, 8, 9], 4, stop=-9)
     engine.step()
@@ -207,7 +207,7 @@ def test_a_preempted_request_finds_all_its_published_pages_again() -> None:
     assert len(engine.output[0]) == 12
 
 
-def test_a_resumed_request_publishes_on_behind_what_it_found() -> None:
+def test_a_resumed_request_publishes_after_its_cached_pages() -> None:
     engine = ListEngine(12)
     engine.add([5, 6, 7, 8, 9], 12)
     for _ in range(4):
@@ -229,7 +229,7 @@ def test_at_least_one_token_is_left_to_compute() -> None:
         assert request.hits.gpu == hits
 
 
-def test_two_that_compute_the_same_page_end_with_one() -> None:
+def test_two_requests_that_compute_the_same_page_end_with_one() -> None:
     engine = ListEngine(12)
     engine.add([5, 6, 7, 8, 9], 3)
     engine.add([5, 6, 7, 8, 9], 3)

@@ -1,4 +1,4 @@
-"""Dealing an iteration to nano-batches: nothing lost, nothing twice, attention balanced."""
+"""Assigning an iteration to nano-batches: nothing lost, nothing twice, attention balanced."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_decodes_that_do_not_fit_a_short_last_range_go_to_the_others() -> None:
 
 
 @given(batches, st.lists(st.integers(1, 80), min_size=2, max_size=4), st.sampled_from([4, 16, 64]))
-def test_no_tile_of_a_prompt_is_divided_where_decodes_are_enough(batch: Batch, cuts: list[int], tile: int) -> None:
+def test_no_tile_of_a_prompt_is_divided_if_decodes_suffice(batch: Batch, cuts: list[int], tile: int) -> None:
     edges = [0, *np.cumsum(cuts).tolist()]
     edges[-1] = max(edges[-1], batch.num_tokens)
     ranges = list(itertools.pairwise(edges))

@@ -1,4 +1,4 @@
-"""Logits that are no numbers end their own request with `NONFINITE`, and nobody else's."""
+"""Non-finite logits end only their own request, with `NONFINITE`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from weft.engine.wire.messages import Finish
 from weft.kernels.reference import sampling
 
 POISON = 17
-"""a token whose embedding is no number"""
+"""a token whose embedding is NaN"""
 OPTIONS = [GREEDY, {"seed": 3}, {"seed": 4, "top_k": 5, "top_p": 0.5}, {**GREEDY, "repetition_penalty": 1.5}]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_rows_without_numbers_are_told_from_masked_ones(value: float) -> None:
+def test_nan_rows_are_distinguished_from_masked_ones(value: float) -> None:
     logits = torch.randn(6, 100)
     logits[1, 99] = value
     logits[2, 5:] = -torch.inf  # a mask
@@ -42,7 +42,7 @@ def poisoned(tiny_model: Callable[[str], Path], value: float, **options: Any) ->
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_spoilt_request_ends_and_its_neighbours_stay_right(tiny_model: Callable[[str], Path], value: float) -> None:
+def test_a_nan_request_ends_and_its_neighbours_stay_right(tiny_model: Callable[[str], Path], value: float) -> None:
     rng = np.random.default_rng(0)
     prompts = [np.where((p := rng.integers(3, 199, 20)) == POISON, 18, p) for _ in range(8)]
     quiet = {"max_tokens": 12, "logit_bias": {POISON: -100.0}, "ignore_eos": True}
@@ -61,14 +61,14 @@ def test_a_spoilt_request_ends_and_its_neighbours_stay_right(tiny_model: Callabl
     assert mixed.engine.stats().scheduler.nonfinite_logits == 8
 
 
-def test_a_request_that_is_spoilt_while_it_decodes_keeps_what_came_before(tiny_model: Callable[[str], Path]) -> None:
+def test_a_request_with_nan_while_decoding_keeps_its_earlier_tokens(tiny_model: Callable[[str], Path]) -> None:
     harness = poisoned(tiny_model, float("nan"))
     handle = harness.add([5, 6, 7], max_tokens=20, logit_bias={POISON: 100.0}, **GREEDY)
     harness.run()
     assert (harness.tokens[handle], harness.finish[handle]) == ([POISON], Finish.NONFINITE)
 
 
-def test_nothing_of_a_spoilt_iteration_becomes_a_prefix(tiny_model: Callable[[str], Path]) -> None:
+def test_no_page_of_a_nan_iteration_becomes_a_prefix(tiny_model: Callable[[str], Path]) -> None:
     harness = poisoned(tiny_model, float("nan"))
     harness.add([POISON, *range(20, 60)], **GREEDY)
     harness.run()
@@ -76,7 +76,7 @@ def test_nothing_of_a_spoilt_iteration_becomes_a_prefix(tiny_model: Callable[[st
 
 
 @pytest.mark.parametrize("max_tokens", [0, 4])
-def test_a_scored_prompt_without_numbers_is_no_answer(tiny_model: Callable[[str], Path], max_tokens: int) -> None:
+def test_a_scored_prompt_with_nan_is_not_an_answer(tiny_model: Callable[[str], Path], max_tokens: int) -> None:
     harness = poisoned(tiny_model, float("nan"), max_num_batched_tokens=16)
     handle = harness.add([5, 6, POISON, *range(20, 60)], max_tokens=max_tokens, prompt_logprobs=1, **GREEDY)
     fine = harness.add([5, 6, *range(20, 60)], max_tokens=max_tokens, prompt_logprobs=1, **GREEDY)
@@ -99,7 +99,7 @@ def test_a_grammar_is_not_blamed() -> None:
     assert (harness.finish[handle], events[-1]) == (Finish.NONFINITE, NOT_FINITE)
 
 
-def test_a_tiny_repetition_penalty_is_no_fault_of_the_model(tiny_model: Callable[[str], Path]) -> None:
+def test_a_tiny_repetition_penalty_is_not_a_model_failure(tiny_model: Callable[[str], Path]) -> None:
     harness = Harness(tiny_model("yi"))
     handle = harness.add([5, 6, 7], max_tokens=8, repetition_penalty=1e-300, ignore_eos=True, **GREEDY)
     harness.run()
@@ -107,7 +107,7 @@ def test_a_tiny_repetition_penalty_is_no_fault_of_the_model(tiny_model: Callable
 
 
 class Spoiling(ListEngine):
-    """Some requests' results are no numbers; those of `score` show it in their prompt's scores alone."""
+    """Some requests' results are NaN; those of `score` only in their prompt's scores."""
 
     spoilt: frozenset[int] = frozenset()
 
@@ -123,7 +123,7 @@ class Spoiling(ListEngine):
             self.device.execute = execute  # type: ignore[method-assign]
 
 
-def test_siblings_of_a_spoilt_leader_go_on() -> None:
+def test_siblings_of_a_nan_leader_continue() -> None:
     engine = Spoiling(16)
     engine.spoilt = frozenset({0})
     engine.add([1, 2, 3, 4, 5], 3)
@@ -135,7 +135,7 @@ def test_siblings_of_a_spoilt_leader_go_on() -> None:
     assert engine.scheduler.stats().generation_tokens == 6
 
 
-def test_a_spoilt_row_of_a_request_that_has_ended_counts_for_nothing() -> None:
+def test_a_nan_row_of_an_ended_request_is_ignored() -> None:
     engine = Spoiling(16)
     engine.spoilt = frozenset({0})
     engine.add([1, 2, 3], 4)
@@ -145,7 +145,7 @@ def test_a_spoilt_row_of_a_request_that_has_ended_counts_for_nothing() -> None:
     assert engine.scheduler.stats().nonfinite_logits == 0
 
 
-def test_the_log_says_it_once_a_minute(tiny_model: Callable[[str], Path], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_log_reports_it_once_a_minute(tiny_model: Callable[[str], Path], capfd: pytest.CaptureFixture[str]) -> None:
     harness = poisoned(tiny_model, float("nan"))
     for _ in range(5):
         harness.add([5, POISON], **GREEDY)

@@ -1,4 +1,5 @@
-"""Bounds of numbers in JSON schemas: what the grammar accepts satisfies the schema, by another library's judgement."""
+"""Bounds of numbers in JSON schemas: the grammar accepts only numbers that satisfy the schema, judged by another
+library."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ SIDES = st.fixed_dictionaries(
 
 
 def matcher(schema: dict[str, Any]) -> LLMatcher | None:
-    """None where the schema is refused."""
+    """None if the schema is refused."""
     try:
         found = LLMatcher(TOKENIZER, grammar_text.json_schema(schema), limits=grammar_text.LIMITS)
     except RequestError:
@@ -46,7 +47,7 @@ def accepts(start: LLMatcher, text: str) -> bool:
 
 
 def near(bound: float) -> set[str]:
-    """A bound as numbers are written, and what lies around it."""
+    """A bound in several notations, and the numbers around it."""
     at = Decimal(str(bound))
     numbers = {at + Decimal(step) for step in ("0", "1", "-1", "0.01", "-0.01", "0.25", "-0.25")}
     texts = {format(number, "f") for number in (*numbers, *map(round, numbers))}
@@ -63,7 +64,7 @@ def test_numbers_that_the_grammar_accepts_satisfy_the_schema(joined: bool, data:
     start = matcher(schema)
     if start is None:
         return
-    # Read exactly: doubles would make one of a bound and what lies just beyond it.
+    # Parsed exactly: doubles would merge a bound with the numbers next to it.
     valid = Draft202012Validator(json.loads(json.dumps(schema), parse_float=Decimal)).is_valid
     for text in set().union({"0", "-0", "0.1"}, *map(near, bounds.values())):
         assert not accepts(start, text) or valid(json.loads(text, parse_float=Decimal)), (schema, text)
@@ -86,7 +87,7 @@ def test_numbers_that_the_grammar_accepts_satisfy_the_schema(joined: bool, data:
     ],
 )
 @pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"$ref": "#/$defs/default", "$defs": {"default": s}}])
-def test_an_excluded_whole_bound_is_kept_and_what_lies_between_is_not_lost(bounds: dict[str, Any], wrap: Any) -> None:
+def test_an_excluded_whole_bound_is_kept_and_numbers_between_are_not_lost(bounds: dict[str, Any], wrap: Any) -> None:
     start = matcher(wrap({"type": "number", **bounds}))
     assert start is not None
     sides = [value for value in bounds.values() if isinstance(value, int | float) and not isinstance(value, bool)]
@@ -97,7 +98,7 @@ def test_an_excluded_whole_bound_is_kept_and_what_lies_between_is_not_lost(bound
     assert accepts(start, f"{middle}1")
 
 
-def test_bounds_beyond_64_bits_are_drawn_in_or_refused_by_name() -> None:
+def test_bounds_beyond_64_bits_are_clamped_or_refused_by_name() -> None:
     for kind in ("integer", "number"):
         for most in (2**63 - 1, 2**64 - 1, 1e30):
             start = matcher({"type": kind, "minimum": -most, "maximum": most})
@@ -109,7 +110,7 @@ def test_bounds_beyond_64_bits_are_drawn_in_or_refused_by_name() -> None:
                 grammar_text.json_schema({"type": kind, **schema})
 
 
-def test_a_schema_without_such_bounds_is_left_as_it_is() -> None:
+def test_a_schema_without_such_bounds_is_unchanged() -> None:
     data = {"exclusiveMinimum": 0, "maximum": 0.5}
     schema = {
         "properties": {"n": {"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "minimum": {"const": data}},

@@ -42,7 +42,7 @@ def pool_of(kinds: list[int]) -> torch.Tensor:
 
 
 def bits(page: torch.Tensor) -> torch.Tensor:
-    """NaNs are equal where their bits are."""
+    """NaNs are equal if their bits are."""
     return page.view(torch.int16)
 
 
@@ -70,7 +70,7 @@ def test_layouts_of_16_bits_have_a_form() -> None:
     assert (mixed.values % (16 * 32), mixed.width) == (0, 32)
 
 
-def test_pages_come_back_packed_or_not() -> None:
+def test_pages_are_restored_packed_or_not() -> None:
     kv = pool_of([PACKS, PACKS, DOES_NOT, 7, DOES_NOT, 4])
     want = kv.clone()
     copies = CpuCopyEngine(kv, 64, LAYOUT.packed)
@@ -87,7 +87,7 @@ def test_pages_come_back_packed_or_not() -> None:
         copies.close()
 
 
-def test_a_page_that_finds_no_room_is_not_kept_and_a_slot_used_again_gives_its_rest_back() -> None:
+def test_a_page_without_room_is_dropped_and_a_reused_slot_frees_its_remainder() -> None:
     kv = pool_of([PACKS] + [DOES_NOT] * 3 + [PACKS])
     copies = CpuCopyEngine(kv, 33, LAYOUT.packed)
     assert remainders_for(33) == 2
@@ -149,7 +149,7 @@ def test_a_store_keeps_pages_that_do_not_pack_across_restarts(tmp_path: Path) ->
     keeper.close()
 
 
-def test_a_rest_that_was_damaged_is_a_miss(tmp_path: Path) -> None:
+def test_a_damaged_remainder_is_a_miss(tmp_path: Path) -> None:
     keeper = Keeper(tmp_path, [DOES_NOT])
     assert keeper.write(2, 1) is Outcome.DONE
     geometry = keeper.store.file.geometry
@@ -162,7 +162,7 @@ def test_a_rest_that_was_damaged_is_a_miss(tmp_path: Path) -> None:
     keeper.close()
 
 
-def test_two_that_claim_one_rest_do_not_both_have_it() -> None:
+def test_two_pages_that_claim_one_remainder_do_not_both_get_it() -> None:
     remainders = Remainders(2)
     assert remainders.claim(5, 1)
     assert not remainders.claim(6, 1)
@@ -177,7 +177,7 @@ def test_two_that_claim_one_rest_do_not_both_have_it() -> None:
 
 @pytest.mark.parametrize("raw_too", [False, True])
 def test_answers_are_the_same_from_packed_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw_too: bool) -> None:
-    """To the bit: the log-probabilities too. A list of escapes that is too short makes some pages stay raw."""
+    """Compares bits: the log-probabilities too. A list of escapes that is too short makes some pages stay raw."""
     if raw_too:
         monkeypatch.setattr(PackedPage, "capacity", property(lambda _: 3))
     rng = np.random.default_rng(0)
@@ -210,8 +210,8 @@ def test_answers_are_the_same_from_packed_tiers(tmp_path: Path, monkeypatch: pyt
     harness.engine.close()
 
 
-def test_each_rank_packs_its_part_of_a_page(tmp_path: Path) -> None:
-    """The tokens are those of before, from the host and from the disk; rank 1's file holds its own half."""
+def test_each_rank_packs_its_shard_of_a_page(tmp_path: Path) -> None:
+    """The tokens are the same as before, from the host and from the disk; rank 1's file holds its own half."""
     model = save_tiny("qwen3", tmp_path / "model")
     harness = Harness(
         model, dtype="bfloat16", tensor_parallel_size=2, cpu_threads=1, page_size=16, num_pages=32,
@@ -265,7 +265,7 @@ def test_a_page_that_one_rank_cannot_keep_is_kept_by_none() -> None:
 
 
 def published(tiers: Tiers, pages: list[int]) -> list[PrefixEntry]:
-    """Each page the beginning of a prompt of its own."""
+    """Each page is the beginning of its own prompt."""
     entries = []
     for page in pages:
         tokens = np.full(LAYOUT.page_size, page, np.int32).tobytes()
@@ -277,8 +277,8 @@ def published(tiers: Tiers, pages: list[int]) -> list[PrefixEntry]:
     return entries
 
 
-def test_a_page_that_a_tier_has_no_room_for_is_lost_alone() -> None:
-    """Its neighbours in the batch stay, and nobody is told that it is there."""
+def test_only_the_page_that_does_not_fit_a_tier_is_lost() -> None:
+    """Its neighbours in the batch stay, and it is not reported as present."""
     form = LAYOUT.packed
     assert form is not None
     kv = pool_of([PACKS] * 2 + [DOES_NOT] * 2 + [PACKS])
@@ -298,11 +298,11 @@ def test_a_page_that_a_tier_has_no_room_for_is_lost_alone() -> None:
     tiers.close()
 
 
-def test_a_page_that_the_disk_has_no_room_for_stays_on_the_host(tmp_path: Path) -> None:
+def test_a_page_that_does_not_fit_the_disk_stays_on_the_host(tmp_path: Path) -> None:
     keeper = Keeper(tmp_path, [PACKS, DOES_NOT, DOES_NOT])
     assert keeper.copies.remainders is not None
     for slot in range(4):
-        keeper.copies.remainders.drop(slot)  # of what the keeper put there
+        keeper.copies.remainders.drop(slot)  # of the pages that the keeper stored
     index = PrefixIndex("m")
     pool = PagePool(len(keeper.kv), LAYOUT.page_size, index)
     tiers = Tiers(pool, keeper.copies, 64, keeper.store)
@@ -345,7 +345,7 @@ def test_nearly_a_third_more_pages_fit(tmp_path: Path) -> None:
     assert ssd > 1.22
 
 
-def test_what_cannot_be_packed_is_refused() -> None:
+def test_unsupported_pages_are_refused() -> None:
     with pytest.raises(ConfigError, match="they are float32"):
         Harness("demo", dtype="float32", host_kv_gib=0.1, tier_kv_format="packed")
     with pytest.raises(ValueError, match="tier_kv_format needs host_kv_gib"):

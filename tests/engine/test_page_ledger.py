@@ -1,4 +1,4 @@
-"""Who follows the news of a prefix index knows its pages, whenever they came in."""
+"""A follower of a prefix index's news has its pages, whenever it started."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def split(pages: bytes) -> set[bytes]:
 
 
 @given(STEPS)
-def test_news_lead_from_any_moment_to_what_there_is(steps: list[tuple[str, int]]) -> None:
+def test_news_from_any_moment_lead_to_the_current_pages(steps: list[tuple[str, int]]) -> None:
     index = PrefixIndex("m")
     ledger = PageLedger(index)
     followers: list[set[bytes]] = []
@@ -49,7 +49,7 @@ def test_news_lead_from_any_moment_to_what_there_is(steps: list[tuple[str, int]]
         elif what == "clear":
             index.clear()
         elif what == "join":
-            followers.append(split(ledger.all()))  # what was not told yet is told again
+            followers.append(split(ledger.all()))  # unreported news are reported again
         elif what == "tell":
             tell()
     assert all(follower == {entry.key[:BRIEF] for entry in index.entries()} for follower in followers)

@@ -1,4 +1,4 @@
-"""Every page has one state; what nobody references is kept until it is needed, and goes oldest first, leaves first."""
+"""Every page has one state; unreferenced pages are kept until needed, and evicted oldest first, leaves first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def make(capacity: int = 4, index: PrefixIndex | None = None) -> PagePool:
 
 
 def cached(pool: PagePool, *tokens: int) -> Pages:
-    """Allocate a page for each token, publish them as a chain, and let them go."""
+    """Allocate a page for each token, publish them as a chain, and release them."""
     pages = pool.allocate(len(tokens))
     parent, key = None, pool.index.root("")
     for page, token in zip(pages.tolist(), tokens, strict=True):
@@ -39,7 +39,7 @@ def counts(pool: PagePool) -> tuple[int, int, int]:
     return pool.num_free, pool.num_cached, pool.num_held
 
 
-def test_all_pages_but_the_dummy_are_handed_out_low_ids_first() -> None:
+def test_all_pages_but_the_dummy_are_allocated_low_ids_first() -> None:
     pool = make(4)
     assert counts(pool) == (4, 0, 0)
     assert sorted(pool.allocate(1).tolist() + pool.allocate(1).tolist()) == [1, 2]
@@ -47,7 +47,7 @@ def test_all_pages_but_the_dummy_are_handed_out_low_ids_first() -> None:
     assert counts(pool) == (0, 0, 4)
 
 
-def test_one_page_more_than_there_are_is_refused_and_changes_nothing() -> None:
+def test_allocating_more_pages_than_free_is_refused_and_changes_nothing() -> None:
     pool = make(4)
     cached(pool, 1, 2)
     with pytest.raises(RuntimeError, match="5 pages requested, 4 available"):
@@ -57,7 +57,7 @@ def test_one_page_more_than_there_are_is_refused_and_changes_nothing() -> None:
     assert counts(pool) == (0, 0, 4)
 
 
-def test_a_page_is_free_when_its_last_reference_goes() -> None:
+def test_a_page_is_free_when_its_last_reference_is_released() -> None:
     pool = make(2)
     pages = pool.allocate(1)
     pool.hold(int(pages[0]))
@@ -67,7 +67,7 @@ def test_a_page_is_free_when_its_last_reference_goes() -> None:
     assert counts(pool) == (2, 0, 0)
 
 
-def test_a_published_page_is_cached_when_its_last_reference_goes() -> None:
+def test_a_published_page_is_cached_when_its_last_reference_is_released() -> None:
     pool = make(3)
     (page,) = cached(pool, 1).tolist()
     assert counts(pool) == (2, 1, 0)
@@ -80,7 +80,7 @@ def test_a_published_page_is_cached_when_its_last_reference_goes() -> None:
     assert counts(pool) == (2, 1, 0)
 
 
-def test_no_cached_page_goes_while_a_free_one_is_left() -> None:
+def test_no_cached_page_is_evicted_while_a_free_one_is_left() -> None:
     pool = make(4)
     cached(pool, 1, 2)
     pool.allocate(2)
@@ -89,7 +89,7 @@ def test_no_cached_page_goes_while_a_free_one_is_left() -> None:
     assert (pool.evictions, counts(pool)) == (1, (0, 1, 3))
 
 
-def test_the_end_of_the_least_recently_used_chain_goes_first() -> None:
+def test_the_end_of_the_least_recently_used_chain_is_evicted_first() -> None:
     pool = make(4)
     cached(pool, 1, 2)
     cached(pool, 5, 6)
@@ -112,7 +112,7 @@ def test_a_parent_outlives_a_child_that_was_used_later() -> None:
     assert len(entries(pool, 1, 2)) == 1
 
 
-def test_the_end_of_a_chain_goes_first_though_a_lower_tier_has_it_all() -> None:
+def test_the_end_of_a_chain_is_evicted_first_though_a_lower_tier_has_it_all() -> None:
     pool = make(3)
     cached(pool, 1, 2)
     pages = pool.pin(entries(pool, 1, 2))
@@ -123,7 +123,7 @@ def test_the_end_of_a_chain_goes_first_though_a_lower_tier_has_it_all() -> None:
     assert [entry.page for entry in entries(pool, 1, 2)] == [pages[0], -1]
 
 
-def test_when_no_page_is_evictable_the_oldest_goes() -> None:
+def test_when_no_page_is_evictable_the_oldest_is_evicted() -> None:
     pool = make(2)
     pages = cached(pool, 1, 2)
     child = entries(pool, 1, 2)[1]
@@ -136,7 +136,7 @@ def test_when_no_page_is_evictable_the_oldest_goes() -> None:
     assert counts(pool) == (0, 0, 2)
 
 
-def test_a_release_is_a_use() -> None:
+def test_a_release_counts_as_a_use() -> None:
     pool = make(3)
     cached(pool, 1)
     before = pool.index.clock
@@ -146,7 +146,7 @@ def test_a_release_is_a_use() -> None:
     assert entries(pool, 1)[0].used == pool.index.clock
 
 
-def test_evicting_all_leaves_what_is_held() -> None:
+def test_evicting_all_keeps_held_pages() -> None:
     pool = make(4)
     cached(pool, 1, 2, 3)
     pool.pin(entries(pool, 1))
@@ -155,7 +155,7 @@ def test_evicting_all_leaves_what_is_held() -> None:
     assert len(entries(pool, 1, 2, 3)) == 1
 
 
-def test_forgetting_frees_idle_pages_and_leaves_held_ones_to_their_holders() -> None:
+def test_clearing_frees_idle_pages_and_leaves_held_ones_to_their_holders() -> None:
     pool = make(4)
     cached(pool, 1, 2)
     held = pool.pin(entries(pool, 1))
@@ -180,7 +180,7 @@ def test_a_page_whose_key_was_taken_by_another_is_free_at_its_end() -> None:
     assert entries(pool, 2) == []
 
 
-def test_the_check_sees_a_page_that_is_lost_or_free_twice() -> None:
+def test_the_check_detects_a_page_that_is_lost_or_free_twice() -> None:
     pool = make(2)
     pages = pool.allocate(1)
     pool.ref[pages] = 0

@@ -1,7 +1,7 @@
-"""Every native family, some under every condition (by night all): each greedy token is the one of `transformers`.
+"""Every native family, some in every condition (at night all): each greedy token is that of `transformers`.
 
-One forward of the reference over a prompt and its answer checks all its tokens at once: where each of them is the
-argmax behind those before it, `generate` gives the same ones.
+One forward of the reference over a prompt and its answer checks all its tokens at once: if each of them is the argmax
+after those before it, `generate` gives the same ones.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MAX_TOKENS = 14
 OPTIONS: dict[str, Any] = {"page_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 
 BY_DAY = ("llama2", "mistral", "mixtral", "gpt-oss", "gemma3", "qwen3", "phi4", "opt")
-"""under every condition: plain, windows in all layers and in some, experts, sinks, norms of heads, positions that
-depend on the length, learned ones. What a family adds to these is in its layers, not in where its pages have been."""
+"""in every condition: plain, windows in all layers and in some, experts, sinks, norms of heads, positions that depend
+on the length, learned ones. The additions of a family are in its layers, not in the path of its pages."""
 EVERY = [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES]
 
 Made = Callable[[str], Path]
@@ -35,13 +35,13 @@ def _reference(path: Path) -> Any:
 
 
 def _prompts(seed: int, *lengths: int) -> list[np.ndarray]:
-    """Random prompts. Longer ones go beyond the windows of the families that have them (24)."""
+    """Random prompts. Longer ones exceed the windows of the families that have them (24)."""
     rng = np.random.default_rng(seed)
     return [rng.integers(3, 199, length) for length in lengths]
 
 
 def _run(harness: Harness, prompts: list[np.ndarray], max_tokens: int = MAX_TOKENS) -> list[int]:
-    """Serve them together and judge every token; returns how many tokens of each came from the cache."""
+    """Serve them together and check every token. Returns how many tokens of each came from the cache."""
     handles = [harness.add(p, max_tokens=max_tokens, **GREEDY) for p in prompts]
     harness.run()
     model = _reference(harness.engine.config.model_path)
@@ -61,7 +61,7 @@ def test_in_chunks(tiny_model: Made, family: str) -> None:
 
 @pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize("chunk", [1, 64])
-def test_whatever_the_chunks(tiny_model: Made, family: str, chunk: int) -> None:
+def test_in_chunks_of_any_size(tiny_model: Made, family: str, chunk: int) -> None:
     in_chunks_of(chunk, tiny_model(family))
 
 
@@ -76,7 +76,7 @@ def in_chunks_of(chunk: int, model: Path) -> None:
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_with_a_prefix_that_was_computed_before(tiny_model: Made, family: str) -> None:
+def test_with_a_cached_prefix(tiny_model: Made, family: str) -> None:
     harness = Harness(tiny_model(family), **OPTIONS, num_pages=80)
     harness.poison_pages()
     (prompt,) = _prompts(3, 61)
@@ -95,7 +95,7 @@ def test_when_requests_are_preempted(tiny_model: Made, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_with_pages_that_come_back_from_the_host(tiny_model: Made, family: str) -> None:
+def test_with_pages_that_return_from_the_host(tiny_model: Made, family: str) -> None:
     harness = Harness(tiny_model(family), **OPTIONS, num_pages=60, host_kv_gib=0.02)
     tiers, pool = harness.engine.tiers, harness.engine.scheduler.pool
     assert tiers is not None

@@ -1,4 +1,4 @@
-"""What a rank on a GPU remembers of a graph's sums: no kernel is launched, what each is told is seen."""
+"""The state that a GPU rank keeps of a graph's sums. No kernel is launched; their arguments are recorded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS, HIDDEN = 256, 128
 
 
 class Own:
-    """Memory of one rank."""
+    """The memory of one rank."""
 
     def __init__(self, size: int, ranks: int) -> None:
         self.memory = torch.zeros(size, dtype=torch.uint8)
@@ -32,7 +32,7 @@ class Own:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What products that send, and sums behind them, were told."""
+    """The arguments of GEMMs that send, and of sums after them."""
     found: list[dict[str, Any]] = []
 
     def push_project(_: Any, __: Any, inbox: Inbox, *___: Any, steps: int, **____: Any) -> Pushed:
@@ -54,9 +54,11 @@ def collectives_of(ranks: int = 2) -> PeerCollectives:
     return PeerCollectives(Own(sizes.total, ranks), 0, ranks, sizes)
 
 
-def test_what_nano_batches_of_a_sum_send_does_not_overlap(launched: list[dict[str, Any]]) -> None:
+def test_sends_of_nano_batches_of_a_sum_do_not_overlap(launched: list[dict[str, Any]]) -> None:
     c = collectives_of()
-    c.use({0: Steps(1, 1), 128: Steps(1, 2)}, push_nano_batches=True)  # so few tokens go another way than so many
+    c.use(
+        {0: Steps(1, 1), 128: Steps(1, 2)}, push_nano_batches=True
+    )  # this few tokens take another path than that many
     cuts = (0, 64), (64, TOKENS)
     weight = torch.empty(HIDDEN, 64, dtype=torch.float16)
     with c.inside(Graph.MODEL):

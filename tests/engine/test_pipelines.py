@@ -1,4 +1,4 @@
-"""`Pipelines`: which pipeline serves an iteration where nano-batches must not divide a tile of a prompt."""
+"""`Pipelines`: the pipeline that serves an iteration whose nano-batches must not divide a tile of a prompt."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def _batch(decodes: int, chunk: int) -> Batch:
     [
         (100, 0, 64, True),  # nothing to divide
         (20, 400, 1, True),
-        (20, 400, 64, True),  # 246 tokens before the cut, 256 where all decodes are behind it
+        (20, 400, 64, True),  # 246 tokens before the cut, 256 if all decodes are before it
         (20, 400, 96, False),  # 192 or 288 would take 54 or 42 decodes
         (0, 512, 64, True),  # the cut is between two tiles
         (0, 500, 128, True),
         (0, 500, 96, False),
     ],
 )
-def test_an_iteration_whose_cut_cannot_be_moved_is_the_serial_plans(
+def test_an_iteration_whose_cut_cannot_move_uses_the_serial_plan(
     decodes: int, chunk: int, undivided: int, pipelined: bool
 ) -> None:
     pipelines = Pipelines(SPEC, 512, 132, _plan(), undivided)

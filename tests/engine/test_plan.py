@@ -1,4 +1,4 @@
-"""Plans: what they may say, what they depend on, and their files."""
+"""Plans: their valid content, their dependencies, and their files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TARGET = Target("GPU", 132, model_key(SPEC), "bfloat16", "abc")
 
 
 def two_halves() -> Period:
-    """The second half is in its attention while the first is in its products, and a layer behind."""
+    """The second half is in attention while the first is in its GEMMs, and one layer after it."""
     first = [NanoOperation(n, 0, 256, 100) for n in ("qkv", "prefill", "o", "gate_up", "down")]
     second = [NanoOperation(n, 256, 512, 100) for n in ("prefill", "o", "gate_up", "down")]
     return Period(
@@ -84,7 +84,7 @@ def test_an_impossible_pipeline_is_refused(period: Period, message: str) -> None
         period.check(SPEC, 132)
 
 
-def test_pages_leave_beside_the_first_part_of_the_product() -> None:
+def test_pages_leave_during_the_first_part_of_the_gemm() -> None:
     period = two_halves()
     assert period.gate is None
     gate = msgspec.structs.replace(period, offload="gate_up").gate
@@ -114,7 +114,7 @@ def test_collectives_on_two_lanes_are_refused() -> None:
         on_the_network("o_reduce").check(half, 132)
 
 
-def test_too_many_beginnings_are_refused() -> None:
+def test_too_many_starts_are_refused() -> None:
     operations = [
         NanoOperation(o.name, b, b + 128, 1) for o in SPEC.layer_operations() for b in range(0, 128 * 9, 128)
     ]  # fmt: skip
@@ -163,7 +163,7 @@ def test_the_smallest_fitting_period_is_chosen_within_its_bounds() -> None:
     assert plan.period_for(600, 8000) is None
 
 
-def test_a_file_gives_the_same_plan_back(tmp_path: Path) -> None:
+def test_a_plan_file_round_trips(tmp_path: Path) -> None:
     plan = Plan(TARGET, "1024:512", (two_halves(), serial_period(SPEC, 512, 132)), made="today")
     plan.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == plan
@@ -179,7 +179,7 @@ def test_a_file_gives_the_same_plan_back(tmp_path: Path) -> None:
         ({"workload": None}, "Expected `str`"),
     ],
 )
-def test_a_file_that_is_no_plan_is_one_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_file_that_is_not_a_plan_is_a_one_line_error(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = tmp_path / "plan.json"
     Plan(TARGET, "1:1", (two_halves(),)).save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -189,7 +189,7 @@ def test_a_file_that_is_no_plan_is_one_line(tmp_path: Path, change: dict[str, An
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b'"text"', b'{"mod\xffel": 1}', b"[" * 9999])
-def test_a_file_that_is_not_json_is_one_line(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_json_is_a_one_line_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "plan.json").write_bytes(content)
     with pytest.raises(ConfigError, match="is not a plan"):
         load_plan(tmp_path / "plan.json")
@@ -197,6 +197,6 @@ def test_a_file_that_is_not_json_is_one_line(tmp_path: Path, content: bytes) -> 
         load_plan(tmp_path / "none.json")
 
 
-def test_the_model_key_tells_shapes_apart() -> None:
+def test_the_model_key_distinguishes_shapes() -> None:
     assert model_key(SPEC) == model_key(replace(SPEC, ropes=(Rope(5e5),)))
     assert model_key(SPEC) != model_key(replace(SPEC, num_kv_heads=4))

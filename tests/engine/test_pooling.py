@@ -1,4 +1,4 @@
-"""Hidden states as embeddings equal those of `transformers`, whatever the chunk size, the neighbours and the memory."""
+"""Hidden states as embeddings equal those of `transformers`, for any chunk size, neighbours and memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _expected(path: Path, prompt: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 
 def _prompts() -> list[tuple[int, ...]]:
-    """Of mixed lengths; all but the first begin alike, over some pages."""
+    """Prompts of mixed lengths; all but the first share a beginning of some pages."""
     rng = np.random.default_rng(5)
     shared = rng.integers(3, 199, 30)
     own = [rng.integers(3, 199, length) for length in (9, 1, 40, 81)]
@@ -44,7 +44,7 @@ def _near(got: np.ndarray, want: np.ndarray) -> None:
 
 @pytest.mark.parametrize("chunk", [7, 64])
 @pytest.mark.parametrize("family", ["llama2", "qwen3", "gemma3", "starcoder2"])
-def test_they_equal_those_of_transformers_beside_requests_that_generate(tiny_model, family: str, chunk: int) -> None:
+def test_they_equal_those_of_transformers_in_a_batch_with_generation(tiny_model, family: str, chunk: int) -> None:
     path = tiny_model(family)
     harness = Harness(path, max_num_batched_tokens=chunk, page_size=8, num_pages=120)
     harness.poison_pages()
@@ -61,7 +61,7 @@ def test_they_equal_those_of_transformers_beside_requests_that_generate(tiny_mod
         assert harness.finish[handle] is Finish.LENGTH
 
 
-def test_they_are_computed_on_transformers_code_too(tiny_model) -> None:
+def test_they_are_computed_by_transformers_code_too(tiny_model) -> None:
     path = tiny_model("llama2")
     harness = Harness(path, max_num_batched_tokens=16, page_size=8, num_pages=120, model_impl="transformers")
     prompt = _prompts()[2]
@@ -72,7 +72,7 @@ def test_they_are_computed_on_transformers_code_too(tiny_model) -> None:
         _near(harness.pooled[handle], _expected(path, prompt)[pooling])
 
 
-def test_the_last_state_takes_its_prefix_from_the_cache_and_the_mean_does_not(tiny_model) -> None:
+def test_the_last_state_uses_a_cached_prefix_and_the_mean_does_not(tiny_model) -> None:
     path = tiny_model("llama2")
     harness = Harness(path, max_num_batched_tokens=32, page_size=8, num_pages=120)
     prompt = _prompts()[3]
@@ -86,8 +86,8 @@ def test_the_last_state_takes_its_prefix_from_the_cache_and_the_mean_does_not(ti
         _near(harness.pooled[handle], _expected(path, prompt)[pooling])
 
 
-def test_a_preempted_mean_begins_anew(tiny_model) -> None:
-    """Slots go to a higher priority while the prompt is half computed."""
+def test_a_preempted_mean_restarts(tiny_model) -> None:
+    """A higher priority takes the slots while the prompt is half computed."""
     path = tiny_model("llama2")
     harness = Harness(path, max_num_batched_tokens=8, page_size=8, num_pages=60, max_num_seqs=1)
     prompt = _prompts()[3]
@@ -100,7 +100,7 @@ def test_a_preempted_mean_begins_anew(tiny_model) -> None:
     _near(harness.pooled[handle], _expected(path, prompt)["mean"])
 
 
-def test_states_that_are_no_numbers_end_the_request(tiny_model) -> None:
+def test_non_finite_states_end_the_request(tiny_model) -> None:
     harness = Harness(tiny_model("llama2"), page_size=8, num_pages=60)
     with torch.inference_mode():
         harness.engine.runner._executor.weights.embedding[77] = float("nan")
@@ -111,7 +111,7 @@ def test_states_that_are_no_numbers_end_the_request(tiny_model) -> None:
     assert set(harness.pooled) == {good}
 
 
-def test_they_say_nothing_of_how_long_outputs_are(tiny_model) -> None:
+def test_they_do_not_affect_the_expected_output_length(tiny_model) -> None:
     harness = Harness(tiny_model("llama2"), page_size=8, num_pages=60)
     before = harness.engine.scheduler.output_lengths.mean
     harness.add([5, 6, 7], max_tokens=0, pooling="last")
@@ -119,7 +119,7 @@ def test_they_say_nothing_of_how_long_outputs_are(tiny_model) -> None:
     assert harness.engine.scheduler.output_lengths.mean == before
 
 
-def test_no_output_is_generated_beside_them() -> None:
+def test_no_output_is_generated_with_them() -> None:
     with pytest.raises(RequestError, match="max_tokens must be 0 if hidden states are pooled"):
         SamplingParams(max_tokens=1, pooling="last")
 
@@ -132,7 +132,7 @@ def _changed(path: Path, to: Path, **config: Any) -> Path:
 
 
 def test_checkpoints_of_the_model_without_its_head_are_read(tiny_model, tmp_path: Path) -> None:
-    """How embedding models are kept: `Qwen3Model`, names without `model.`, no `lm_head`."""
+    """The format of embedding models: `Qwen3Model`, names without `model.`, no `lm_head`."""
     path = tiny_model("qwen3")
     bare = _changed(path, tmp_path / "bare", architectures=["Qwen3Model"], tie_word_embeddings=False)
     files = list(bare.glob("*.safetensors"))
@@ -149,7 +149,7 @@ def test_checkpoints_of_the_model_without_its_head_are_read(tiny_model, tmp_path
 
 
 @pytest.mark.parametrize("key", [{"is_causal": False}, {"use_bidirectional_attention": True}])
-def test_models_that_look_ahead_are_refused(tiny_model, tmp_path: Path, key: dict[str, bool]) -> None:
+def test_models_with_bidirectional_attention_are_refused(tiny_model, tmp_path: Path, key: dict[str, bool]) -> None:
     path = _changed(tiny_model("qwen2"), tmp_path / "both", **key)
     with pytest.raises(ModelError, match="also attend to later ones"):
         Harness(path, num_pages=60)

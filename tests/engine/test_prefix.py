@@ -1,4 +1,4 @@
-"""The index finds by hash and believes only what it has compared: a collision never serves another prompt's KV."""
+"""The index finds by hash and compares contents: a collision never serves another prompt's KV."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pages(*tokens: int) -> list[bytes]:
 
 
 def publish(index: PrefixIndex, *tokens: int, salt: str = "") -> list[PrefixEntry | None]:
-    """Publish the pages of `tokens` in a chain, each on a GPU page of its own."""
+    """Publish the pages of `tokens` in a chain, each on its own GPU page."""
     made: list[PrefixEntry | None] = []
     parent, key = None, index.root(salt)
     for page in pages(*tokens):
@@ -101,7 +101,7 @@ def test_the_same_tokens_after_another_beginning_are_not_found_and_not_published
     index.check()
 
 
-def test_a_key_is_free_again_once_its_page_is_gone() -> None:
+def test_a_key_is_free_again_once_its_page_is_evicted() -> None:
     index = CollidingIndex(bits=0)
     (entry,) = publish(index, 1, 2)
     assert entry is not None
@@ -122,12 +122,12 @@ def test_requests_whose_pages_all_collide_are_answered_from_their_own_prompts() 
     assert [request.hits.gpu for request in (first, *others, again)] == [0, 0, 0, 2, 2]
 
 
-def test_nothing_is_published_behind_a_page_that_was_refused() -> None:
+def test_nothing_is_published_after_a_refused_page() -> None:
     index = PrefixIndex("m")
     engine = ListEngine(12, index=index)
     tokens = np.array([1, 2, 3, 4, 5, 6], np.int32)
     keys = index.keys(tokens, PAGE, "")
-    # Something else lies under the key of the second page.
+    # The second page's key holds another page.
     squatter = index.publish(None, keys[1], pages(7, 7)[0], "")
     assert squatter is not None
     (page,) = engine.pool.allocate(1)
@@ -155,7 +155,7 @@ def test_a_request_that_starts_again_may_publish_again() -> None:
     assert next(iter(engine.pool.index.entries())).tokens == pages(3, 4)[0]
 
 
-def test_hits_are_counted_where_they_are_fastest() -> None:
+def test_hits_are_counted_in_the_fastest_tier() -> None:
     entries = [PrefixEntry(b"", None, b"", "") for _ in range(6)]
     entries[0].page = entries[1].page = entries[1].host = 0
     entries[2].host = entries[3].host = entries[3].extent = 0
@@ -181,7 +181,7 @@ def test_hits_are_counted_where_they_are_fastest() -> None:
         ("gs", 1, 1, 1, True, True, False),
     ],
 )
-def test_a_copy_may_go_while_no_child_needs_it(
+def test_a_copy_may_be_dropped_while_no_child_needs_it(
     where: str, children: int, stored: int, on_ssd: int, gpu: bool, host: bool, ssd: bool
 ) -> None:
     entry = PrefixEntry(b"", None, b"", "")
@@ -193,7 +193,7 @@ def test_a_copy_may_go_while_no_child_needs_it(
     assert (entry.evictable_from_gpu(), entry.evictable_from_host(), entry.evictable_from_ssd()) == (gpu, host, ssd)
 
 
-def test_a_chain_that_is_nowhere_leaves_from_its_end() -> None:
+def test_a_chain_without_copies_is_removed_from_its_end() -> None:
     index = PrefixIndex("m")
     parent, child = publish(index, 1, 2, 3, 4)
     assert parent is not None
@@ -232,7 +232,7 @@ def test_a_tier_is_notified_of_what_it_can_evict_now() -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "extent"])
-def test_a_tier_is_told_of_a_parent_whose_child_left_it(tier: str) -> None:
+def test_a_tier_is_notified_of_a_parent_whose_child_left_it(tier: str) -> None:
     index = PrefixIndex("m")
     parent, child = publish(index, 1, 2, 3, 4)
     assert parent is not None
@@ -259,7 +259,7 @@ def test_clearing_forgets_everything_once() -> None:
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=8), st.sampled_from(["", "t"])), max_size=12))
-def test_whatever_collides_a_match_is_the_askers_own_beginning(prompts: list[tuple[list[int], str]]) -> None:
+def test_a_match_is_the_prompts_own_beginning_despite_collisions(prompts: list[tuple[list[int], str]]) -> None:
     index = CollidingIndex(bits=1)
     for tokens, salt in prompts:
         publish_until_refused(index, tokens, salt)
@@ -282,7 +282,7 @@ def publish_until_refused(index: PrefixIndex, tokens: list[int], salt: str) -> N
             index.set_page(parent, 1 + len(index))
 
 
-def test_a_use_is_later_than_everything_before_it() -> None:
+def test_a_use_is_later_than_all_before_it() -> None:
     index = PrefixIndex("m")
     first, second = publish(index, 1, 2, 3, 4), publish(index, 5, 6)
     index.use(second)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Requests whose beginning lies in a lower tier: what they wait for, what they get, and what an abort leaves behind."""
+"""Requests whose prefix is in a lower tier: their waits, their results, and the state after an abort."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]  # three full pages and a token
 
 
 class TieredEngine(ListEngine):
-    """With a host pool whose copies end when the test says so. Every prefix is worth loading, up to `worthwhile`."""
+    """An engine with a host pool whose copies end when the test decides. Every prefix is worth loading, up to
+    `worthwhile`."""
 
     def __init__(self, capacity: int, *, slots: int = 4, ssd: bool = False) -> None:
         super().__init__(capacity, slots=slots)
@@ -48,7 +49,7 @@ class TieredEngine(ListEngine):
             self.tiers.pump()
 
     def store(self, prompt: list[int]) -> list[PrefixEntry]:
-        """Compute a prompt and leave its pages on the host alone; returns their entries."""
+        """Compute a prompt and leave its pages only on the host. Returns their entries."""
         self.add(prompt, 1)
         self.run()
         self.pool.evict_all()
@@ -83,7 +84,7 @@ def test_a_request_runs_once_its_beginning_has_been_loaded() -> None:
     engine.run()
 
 
-def test_a_request_whose_beginning_is_loaded_needs_its_own_pages_and_no_more() -> None:
+def test_a_request_whose_prefix_is_loaded_needs_only_its_own_pages() -> None:
     engine = TieredEngine(4)
     engine.store(PROMPT)
     request = engine.add(PROMPT, 1)
@@ -123,7 +124,7 @@ def test_a_load_that_fails_is_a_miss_and_the_request_is_computed() -> None:
     engine.run()
 
 
-def test_what_is_forgotten_while_it_is_loaded_serves_its_request_and_nobody_else() -> None:
+def test_a_prefix_evicted_while_loading_serves_only_its_request() -> None:
     engine = TieredEngine(12)
     engine.store(PROMPT)
     request = engine.add(PROMPT, 1)
@@ -136,7 +137,7 @@ def test_what_is_forgotten_while_it_is_loaded_serves_its_request_and_nobody_else
     engine.run()
 
 
-def test_an_abort_while_loading_leaves_the_slot_to_others_and_the_pages_to_the_copy() -> None:
+def test_an_abort_while_loading_frees_the_slot_and_leaves_the_pages_to_the_copy() -> None:
     engine = TieredEngine(12, slots=1)
     engine.store(PROMPT)
     request = engine.add(PROMPT, 3)
@@ -171,14 +172,14 @@ def test_a_preemption_while_loading_is_served_by_the_same_load() -> None:
     engine.run()
 
 
-def test_a_page_that_is_on_the_gpu_already_is_not_waited_for() -> None:
+def test_a_page_already_on_the_gpu_is_not_waited_for() -> None:
     engine = TieredEngine(14)
     first, second, third = engine.store(PROMPT)
     engine.worthwhile = 1
     one = engine.add(PROMPT[:3], 1)
     engine.launch()
     assert one.loading is not None
-    # Somebody computes the page while it is being loaded.
+    # Another request computes the page while it is being loaded.
     (page,) = engine.pool.allocate(1)
     engine.device.kv[page] = engine.copies.host[first.host]
     engine.pool.adopt(first, int(page))
@@ -192,7 +193,7 @@ def test_a_page_that_is_on_the_gpu_already_is_not_waited_for() -> None:
     engine.run()
 
 
-def test_a_chain_is_cut_where_loading_its_rest_is_not_worth_it() -> None:
+def test_a_chain_is_cut_where_loading_more_is_not_worth_it() -> None:
     engine = TieredEngine(14)
     engine.store(PROMPT)
     engine.worthwhile = 1
@@ -219,7 +220,7 @@ def test_a_page_is_used_when_it_is_published() -> None:
     engine.run()
 
 
-def test_only_prompts_that_are_not_computed_yet_make_the_processor_busy() -> None:
+def test_only_uncomputed_prompts_make_the_processor_busy() -> None:
     engine = TieredEngine(40)
     slots = engine.scheduler.slots
     for phase, scheduled in ((Phase.PREFILL, 3), (Phase.LOADING, 2), (Phase.DECODE, 20), (Phase.ENDING, 0)):
@@ -230,7 +231,7 @@ def test_only_prompts_that_are_not_computed_yet_make_the_processor_busy() -> Non
 
 
 @pytest.mark.parametrize(("asked", "names"), [(False, {"host"}), (True, {"host", "ssd"})])
-def test_a_tier_that_was_asked_for_and_could_not_be_had_is_reported(asked: bool, names: set[str]) -> None:
+def test_a_requested_tier_that_is_unavailable_is_reported(asked: bool, names: set[str]) -> None:
     engine = TieredEngine(4)
     stats = Tiers(engine.pool, engine.copies, 5, None, ssd_configured=asked).stats()
     assert set(stats) == names
@@ -239,7 +240,7 @@ def test_a_tier_that_was_asked_for_and_could_not_be_had_is_reported(asked: bool,
 
 
 def publish(engine: TieredEngine, *tokens: int) -> list[PrefixEntry]:
-    """A chain of pages that are held on the GPU, and that the tiers have not been told of."""
+    """A chain of pages that are held on the GPU, and that the tiers have not seen."""
     made: list[PrefixEntry] = []
     key = engine.pool.index.root("")
     for token, page in zip(tokens, engine.pool.allocate(len(tokens)).tolist(), strict=True):
@@ -253,7 +254,7 @@ def publish(engine: TieredEngine, *tokens: int) -> list[PrefixEntry]:
 
 
 def stored(engine: TieredEngine) -> list[int]:
-    """Pages on their way to the host after those that were published have been looked at."""
+    """Copies to the host in progress after published pages have been checked."""
     engine.tiers.begin_stores()
     return [page for copy in engine.copies.under_way for page, _ in copy.pairs]
 
@@ -271,7 +272,7 @@ def test_a_page_goes_to_the_host_once() -> None:
     assert stored(engine) == [], "it is there"
 
 
-def test_a_page_without_its_parent_there_does_not_go_to_the_host() -> None:
+def test_a_page_whose_parent_is_not_there_does_not_go_to_the_host() -> None:
     engine = TieredEngine(12)
     first, second = publish(engine, 1, 2)
     engine.tiers.published(second)
@@ -305,7 +306,7 @@ def test_a_copy_to_the_host_that_fails_leaves_the_page_where_it_was() -> None:
     assert engine.pool.ref[only.page] == 1
 
 
-def test_a_load_is_timed_under_the_tier_that_it_comes_from() -> None:
+def test_a_load_is_timed_under_its_source_tier() -> None:
     engine = TieredEngine(12, ssd=True)
     first, *_ = entries = engine.store(PROMPT)
     assert engine.tiers.take_load_seconds() == []
@@ -325,7 +326,7 @@ def test_a_load_is_timed_under_the_tier_that_it_comes_from() -> None:
     assert engine.tiers.take_load_seconds() == [], "each is told of once"
 
 
-def test_the_first_place_of_a_tier_is_reconsidered_like_any_other() -> None:
+def test_the_first_slot_of_a_tier_is_reconsidered_like_any_other() -> None:
     engine = TieredEngine(12, ssd=True)
     (only,) = publish(engine, 1)
     asked: list[tuple[str, int]] = []
@@ -338,7 +339,7 @@ def test_the_first_place_of_a_tier_is_reconsidered_like_any_other() -> None:
     assert asked == [("host", 0), ("ssd", 0)]
 
 
-def test_waiting_ends_with_the_copies_that_somebody_waits_for() -> None:
+def test_waiting_ends_with_the_awaited_copies() -> None:
     engine = TieredEngine(12)
     (out,) = publish(engine, 1)
     waits: list[tuple[list[bool], float]] = []
@@ -361,7 +362,7 @@ def test_waiting_ends_with_the_copies_that_somebody_waits_for() -> None:
     engine.settle()
 
 
-def test_draining_returns_the_waits_that_are_over() -> None:
+def test_draining_returns_the_finished_waits() -> None:
     engine = TieredEngine(12)
     copies = CpuCopyEngine(torch.zeros(13, 4, dtype=torch.int32), 5)
     tiers = Tiers(engine.pool, copies, 5, None)
@@ -377,7 +378,7 @@ def test_draining_returns_the_waits_that_are_over() -> None:
     copies.close()
 
 
-def test_a_beginning_is_used_when_its_request_is_admitted() -> None:
+def test_a_prefix_counts_as_used_when_its_request_is_admitted() -> None:
     engine = TieredEngine(12)
     entries = engine.store(PROMPT)
     before = engine.pool.index.clock

@@ -1,4 +1,4 @@
-"""Engine processes that were begun before anybody knew which engine they would be."""
+"""Engine processes that are started before they are assigned an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.engine.wire import preloaded as preloaded
 from weft.engine.wire.preloaded import PreloadedProcess
 
 
-def test_the_one_that_was_started_is_taken_once() -> None:
+def test_a_preloaded_process_is_used_once() -> None:
     PreloadedProcess.begin()
     first = PreloadedProcess.take()
     second = PreloadedProcess.take()
@@ -25,15 +25,15 @@ def test_the_one_that_was_started_is_taken_once() -> None:
     finally:
         for one in (first, second):
             one.socket.close()
-    assert [one.process.wait(240) for one in (first, second)] == [0, 0]  # nobody needed them
+    assert [one.process.wait(240) for one in (first, second)] == [0, 0]  # they were not needed
 
 
-def test_one_that_has_died_meanwhile_is_replaced() -> None:
+def test_one_that_died_meanwhile_is_replaced() -> None:
     PreloadedProcess.begin()
     (dead,) = preloaded._started
     dead.process.kill()
     dead.process.wait()
-    dead.send_config(b"{}", ())  # nobody is there: no error
+    dead.send_config(b"{}", ())  # there is none: no error
     taken = PreloadedProcess.take()
     taken.socket.close()
     assert taken.process.pid != dead.process.pid
@@ -41,7 +41,7 @@ def test_one_that_has_died_meanwhile_is_replaced() -> None:
 
 
 def with_mark(mark: str) -> list[int]:
-    """Processes that have it in their environment."""
+    """Processes with the mark in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -52,7 +52,7 @@ def with_mark(mark: str) -> list[int]:
     return found
 
 
-def test_a_refused_command_line_leaves_none_behind() -> None:
+def test_a_refused_command_line_leaves_no_process() -> None:
     mark = f"MARK={uuid.uuid4()}"
     name, _, value = mark.partition("=")
     command = [sys.executable, "-P", "-m", "weft.server", "serve", "--prot", "1"]
@@ -64,6 +64,6 @@ def test_a_refused_command_line_leaves_none_behind() -> None:
         time.sleep(0.05)
 
 
-def test_what_it_imports_ahead_is_there() -> None:
+def test_its_preloaded_imports_are_there() -> None:
     for name in (*process.ENGINE_MODULES, *process.GPU_MODULES):
         assert find_spec(name) is not None

@@ -1,4 +1,4 @@
-"""A plan's pipelines made ready beside serving: their order, their failures, how much time they take, their end."""
+"""A plan's pipelines prepared while serving: their order, failures, time slices and end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Clock:
 
 
 class Compiler:
-    """Says what the test tells it."""
+    """Returns the outcomes that the test sets."""
 
     def __init__(self) -> None:
         self.outcomes: dict[int, str] = {}
@@ -81,7 +81,7 @@ def finish(preparation: Preparation) -> None:
     pytest.fail("it does not end")
 
 
-def test_each_is_loaded_captured_and_enabled_before_the_next_is_begun() -> None:
+def test_each_is_loaded_captured_and_enabled_before_the_next_is_started() -> None:
     clock, compiler = Clock(), Compiler()
     pipelines = Pipelines(clock, 3)
     compiler.outcomes = dict.fromkeys(range(3), "")
@@ -94,7 +94,7 @@ def test_each_is_loaded_captured_and_enabled_before_the_next_is_begun() -> None:
     assert preparation.pause is None
 
 
-def test_nothing_is_done_before_the_kernels_are_there_and_whichever_come_first_are_first() -> None:
+def test_nothing_is_done_before_the_kernels_exist_and_the_first_ready_is_first() -> None:
     clock, compiler = Clock(), Compiler()
     pipelines = Pipelines(clock, 2)
     preparation = Preparation(pipelines.works, compiler, clock=clock)
@@ -112,7 +112,7 @@ def test_nothing_is_done_before_the_kernels_are_there_and_whichever_come_first_a
 
 
 @pytest.mark.parametrize("what", ["load", "capture", "enable"])
-def test_a_step_that_fails_leaves_its_pipeline_out_and_no_other(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_step_drops_only_its_pipeline(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     clock, compiler = Clock(), Compiler()
     pipelines = Pipelines(clock, 3)
     compiler.outcomes = dict.fromkeys(range(3), "")
@@ -130,7 +130,7 @@ def test_a_step_that_fails_leaves_its_pipeline_out_and_no_other(what: str, capsy
     assert len(lines) == 4
 
 
-def test_a_pipeline_whose_kernels_do_not_compile_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipeline_whose_kernels_do_not_compile_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
     clock, compiler = Clock(), Compiler()
     pipelines = Pipelines(clock, 2)
     compiler.outcomes = {0: "product_kernel did not compile", 1: ""}
@@ -141,7 +141,7 @@ def test_a_pipeline_whose_kernels_do_not_compile_is_left_out(capsys: pytest.Capt
     assert "serves instead: product_kernel did not compile" in capsys.readouterr().err
 
 
-def test_who_calls_it_is_told_of_every_end_once() -> None:
+def test_each_end_is_reported_once() -> None:
     clock, compiler = Clock(), Compiler()
     pipelines = Pipelines(clock, 3)
     compiler.outcomes = {0: "no", 1: "", 2: ""}
@@ -156,7 +156,7 @@ def test_who_calls_it_is_told_of_every_end_once() -> None:
     assert not preparation.advance(busy=False)
 
 
-def test_beside_requests_slices_keep_to_their_share_however_long_a_step_takes() -> None:
+def test_with_requests_slices_keep_to_their_share_for_any_step_time() -> None:
     clock, compiler = Clock(), Compiler()
     pipelines = Pipelines(clock, 4, seconds=0.3)  # a step is longer than a slice
     compiler.outcomes = dict.fromkeys(range(4), "")
@@ -171,7 +171,7 @@ def test_beside_requests_slices_keep_to_their_share_however_long_a_step_takes() 
     assert preparation.stats.serving == 4
 
 
-def test_without_requests_nothing_is_waited_for() -> None:
+def test_without_requests_nothing_waits() -> None:
     clock, compiler = Clock(), Compiler()
     pipelines = Pipelines(clock, 4)
     compiler.outcomes = dict.fromkeys(range(4), "")
@@ -200,7 +200,7 @@ def test_stopped_in_the_middle_it_takes_no_further_step() -> None:
     assert pipelines.done == taken
 
 
-def test_a_plan_that_was_waited_for_serves_from_the_beginning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_was_waited_for_serves_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     compiler = Compiler()
     preparation = Preparation((), compiler, serving=4)
     assert preparation.done
@@ -210,7 +210,7 @@ def test_a_plan_that_was_waited_for_serves_from_the_beginning(capsys: pytest.Cap
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Kernels come, fail or never come, steps fail, requests run or not, a shutdown: in any order."""
+    """Kernels arrive, fail or never arrive, steps fail, requests run or not, a shutdown: in any order."""
 
     COUNT = 4
 
@@ -274,7 +274,7 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
 
 
-def test_an_engine_goes_on_with_it_with_and_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_runs_it_with_and_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, compiler = Clock(), Compiler()
     pipelines = Pipelines(clock, 2)
     preparation = Preparation(pipelines.works, compiler, clock=clock)

@@ -1,4 +1,4 @@
-"""Presets are the shapes that their names promise; `weft inspect` tells what a model is and why it is not served."""
+"""Presets have the shapes of their names; `weft inspect` describes a model and why it is not served."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ACTIVE = {"qwen3-30b-a3b": 3.35, "mixtral-8x7b": 12.88, "gpt-oss-20b": 4.19, "gp
 
 
 def test_every_preset_has_the_parameters_of_its_model() -> None:
-    """Up to biases, which are not counted."""
+    """Ignores biases, which are not counted."""
     specs = {path.parent.name: read_spec(path.parent) for path in PRESETS.glob("*/config.json")}
     assert specs.keys() == BILLIONS.keys()
     for name, spec in specs.items():
@@ -62,7 +62,7 @@ def test_made_up_weights_need_no_tokenizer_of_their_own(tiny_model: Callable[[st
         ({"model_preset": "phi-4", "load_format": "dummy", "model": "/x"}, "not both"),
     ],
 )
-def test_a_preset_that_cannot_be_meant_is_refused(options: dict[str, str], word: str) -> None:
+def test_an_ambiguous_preset_is_refused(options: dict[str, str], word: str) -> None:
     with pytest.raises(ValidationError, match=word):
         EngineConfig(**options)  # type: ignore[arg-type]
 
@@ -85,7 +85,7 @@ def test_inspect_names_the_parts(tiny_model: Callable[[str], Path], capsys: pyte
     assert "given back" in told["parts"]["windows"]
 
 
-def test_inspect_tells_what_a_rank_has(tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_describes_a_rank(tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
     told = []
     for ranks in ("1", "2"):
         assert _inspect(str(tiny_model("qwen3")), "--json", "--tensor-parallel-size", ranks) == 0
@@ -100,7 +100,7 @@ def test_inspect_tells_what_a_rank_has(tiny_model: Callable[[str], Path], capsys
         _inspect(str(tiny_model("qwen3")), "--tensor-parallel-size", "3")
 
 
-def test_inspect_says_why_a_model_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_reports_why_a_model_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
     assert _inspect("--model-preset", "llama-2-70b", "--max-model-len", "128") == 0
     said = capsys.readouterr().out
     assert "does not serve it: the weights need" in said

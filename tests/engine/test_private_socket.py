@@ -1,4 +1,4 @@
-"""The engine's socket: reached by heirs alone, and by them whatever happens to temporary files."""
+"""The engine's socket is reached only by inherited descriptors, even if temporary files are removed."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def test_nothing_stays_on_the_disk_and_a_path_may_be_long(
     socket.close()
 
 
-def test_an_engines_successor_listens_at_the_same_place(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_an_engines_successor_listens_at_the_same_address(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     socket = PrivateSocket()
     for number in (1, 2):
-        says_hello(context, socket.address, number)  # before anybody takes connections
+        says_hello(context, socket.address, number)  # before any process accepts connections
         clients = Clients(context, os.dup(socket.fd))
         assert (number, Hello()) in clients.receive(10_000)
         clients.close()
@@ -60,7 +60,7 @@ def test_an_engines_successor_listens_at_the_same_place(context: zmq.Context[zmq
     context.destroy(0)
 
 
-def test_no_place_for_a_socket_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_folder_for_a_socket_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(ConfigError, match="set TMPDIR"):
         PrivateSocket()

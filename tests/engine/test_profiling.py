@@ -1,4 +1,4 @@
-"""`Profiling`: a Chrome trace with what any thread did, there once it is whole."""
+"""`Profiling`: a Chrome trace of all threads, visible once it is complete."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from weft.engine.profiling import Profiling
 
 
-def test_a_trace_has_what_other_threads_did(tmp_path: Path) -> None:
+def test_a_trace_includes_other_threads(tmp_path: Path) -> None:
     begun, done = threading.Event(), threading.Event()
 
     def work() -> None:

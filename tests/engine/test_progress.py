@@ -1,4 +1,4 @@
-"""Reports of a long start: what is timed, what is shown, and when."""
+"""Reports of a long start: the timed phases, the displayed lines, and when."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_phases_are_timed_from_their_first_report_to_the_next_phase() -> None:
         phases(phase, done, 2)
         clock.now += seconds
     phases.end()
-    clock.now += 10  # nobody's
+    clock.now += 10  # not attributed to a phase
     phases("capture", 0, 1)
     clock.now += 1
     phases.end()
@@ -36,7 +36,7 @@ def test_phases_are_timed_from_their_first_report_to_the_next_phase() -> None:
     assert told == [("load", 0, 2), ("load", 1, 2), ("compile", 0, 2), ("capture", 0, 1)]
 
 
-def test_a_phase_that_comes_back_is_added_up() -> None:
+def test_a_repeated_phase_is_added_up() -> None:
     clock = Clock()
     phases = Phases(clock=clock)
     for phase in ("a", "b", "a"):
@@ -46,7 +46,7 @@ def test_a_phase_that_comes_back_is_added_up() -> None:
     assert phases.seconds == {"a": 2.0, "b": 1.0}
 
 
-def test_lines_come_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_appear_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     lines = ProgressLines(clock)
     for done in range(10):
@@ -59,7 +59,7 @@ def test_lines_come_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> Non
     ]
 
 
-def test_bytes_are_told_in_gib_and_with_their_rate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_are_reported_in_gib_and_with_their_rate(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     lines = ProgressLines(clock)
     for done in range(0, 17, 4):
@@ -87,7 +87,7 @@ def test_the_engine_reports_every_byte(tiny_model: Callable[[str], Path], load_f
     engine.close()
 
 
-def test_a_bar_leaves_nothing_behind_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_leaves_nothing_behind_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressBar() as bar:
         bar(LOADING, 0, 2)
         bar(LOADING, 2, 2)

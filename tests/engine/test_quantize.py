@@ -1,4 +1,4 @@
-"""`weft quantize`: writes what `--quantization fp8` serves, whole or not at all, and tells what that loses."""
+"""`weft quantize`: writes what `--quantization fp8` serves, completely or not at all, and reports the error."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     return {n: t for file in path.glob("*.safetensors") for n, t in load_file(file).items()}
 
 
-def test_what_is_written_is_what_quantising_while_loading_serves(sharded: Path, tmp_path: Path) -> None:
+def test_the_output_serves_like_quantising_while_loading(sharded: Path, tmp_path: Path) -> None:
     made = quantize(sharded, tmp_path / "new")
     assert scores(made.path) == scores(sharded, quantization="fp8")
     assert scores(made.path) != scores(sharded)
@@ -73,14 +73,14 @@ def test_its_config_and_tensors_are_those_of_compressed_tensors(sharded: Path, t
         assert module not in config["ignore"]
         values, scale = after[name], after[f"{module}.weight_scale"]
         assert (values.dtype, scale.dtype, scale.shape) == (torch.float8_e4m3fn, torch.float32, (len(values), 1))
-        # half a step of three bits behind the point, at most; beneath the normal numbers half of the smallest
+        # half a step of three bits after the point, at most; below the normal numbers half of the smallest
         apart, bound = (values.float() * scale - tensor).abs(), torch.maximum(tensor.abs() / 16, scale * 2.0**-10)
         assert (apart <= bound * 1.001).all()
     expected = {n for n in before if n.endswith("_proj.weight")}
     assert {n for n, t in after.items() if t.dtype == torch.float8_e4m3fn} == expected
 
 
-def test_the_error_that_is_told_is_that_of_the_numbers(sharded: Path, tmp_path: Path) -> None:
+def test_the_reported_error_is_that_of_the_numbers(sharded: Path, tmp_path: Path) -> None:
     made = quantize(sharded, tmp_path / "new", keep=(r"layers\.1\.mlp",))
     before, after = tensors_of(sharded), tensors_of(made.path)
     for error in made.errors:
@@ -91,7 +91,7 @@ def test_the_error_that_is_told_is_that_of_the_numbers(sharded: Path, tmp_path: 
     assert "model.layers.1.mlp.down_proj" in made.kept
 
 
-def test_matrices_that_share_memory_in_a_pytorch_file_are_written_each(tmp_path: Path) -> None:
+def test_matrices_that_share_memory_in_a_pytorch_file_are_each_written(tmp_path: Path) -> None:
     model = make_tiny("llama3.1")
     model.save_pretrained(tmp_path)
     for file in tmp_path.glob("*.safetensors*"):
@@ -104,7 +104,7 @@ def test_matrices_that_share_memory_in_a_pytorch_file_are_written_each(tmp_path:
     assert set(tensors_of(made.path)) >= set(state)
 
 
-def test_a_disk_that_fills_up_is_one_line_and_the_rest_follows(
+def test_a_full_disk_is_a_one_line_error_and_the_rest_follows(
     sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def size_of(path: Path) -> int:
@@ -123,7 +123,7 @@ def test_a_disk_that_fills_up_is_one_line_and_the_rest_follows(
     with pytest.raises(ConfigError, match=r"cannot write .*new\.partial: .*No space left.* resumes") as error:
         quantize(sharded, target)
     assert "\n" not in str(error.value)
-    # what is written already needs no room
+    # files already written need no space
     free = size_of(whole.path) - size_of(partial)
     monkeypatch.setattr(quantize_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     with pytest.raises(ConfigError, match="GiB left"):
@@ -136,7 +136,7 @@ class Stopped(Exception):
     pass
 
 
-def test_what_was_interrupted_goes_on_and_ends_alike(sharded: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_with_the_same_result(sharded: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(sharded, tmp_path / "source"))
     whole = quantize(source, tmp_path / "whole")
 
@@ -158,11 +158,13 @@ def test_what_was_interrupted_goes_on_and_ends_alike(sharded: Path, tmp_path: Pa
     with pytest.raises(Stopped):
         quantize(source, tmp_path / "other", progress=stop)
     some = next(iter(source.glob("*.safetensors")))
-    some.write_bytes(some.read_bytes())  # another time of change: another checkpoint, as far as can be told
+    some.write_bytes(some.read_bytes())  # another time of change: another checkpoint, by all that is visible
     assert quantize(source, tmp_path / "other").resumed == 0
 
 
-def test_what_cannot_be_written_is_refused_in_one_line(tiny_model: Made, sharded: Path, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_refused_in_one_line(
+    tiny_model: Made, sharded: Path, tmp_path: Path
+) -> None:
     made = quantize(sharded, tmp_path / "new")
     refused: list[tuple[Path, dict[str, Any], type[WeftError], str]] = [
         (sharded, {"target": made.path}, ConfigError, "exists already"),
@@ -194,8 +196,8 @@ def test_the_command_shows_a_table_or_json(tmp_path: Path, capsys: pytest.Captur
     assert "as compressed-tensors has them" in json.loads(capsys.readouterr().out)["parts"]["weights in FP8"]
 
 
-def test_transformers_reads_it_alike(tmp_path: Path) -> None:
-    """With the package that it asks for, which is no dependency of weft."""
+def test_transformers_reads_it_the_same(tmp_path: Path) -> None:
+    """Uses the package that it requires, which is no dependency of weft."""
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Ranks as processes: the tokens of one rank, tiers below all of them, and what becomes of who loses one."""
+"""Ranks as processes: the tokens of one rank, tiers below all of them, and the loss of a rank."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def started(model: Path, ssd: Path) -> Harness:
     options = {"tensor_parallel_size": 2, "ssd_kv_path": str(ssd), "ssd_kv_gib": 0.01}
     harness = Harness(model, **OPTIONS, **options)
     assert harness.engine.tiers is not None
-    # however slow this machine's disk is beside its processor
+    # even if this machine's disk is slow compared with its processor
     harness.engine.tiers.speeds.worthwhile = lambda entries, *_: len(entries)  # type: ignore[method-assign]
     return harness
 
@@ -114,7 +114,7 @@ def test_preempted_requests_resume(one: Harness, two: Harness) -> None:
     assert tokens == ask(one, prompts, max_tokens=40)[0]
 
 
-def test_pages_come_back_from_the_host_and_the_disk(one: Harness, two: Harness) -> None:
+def test_pages_return_from_the_host_and_the_disk(one: Harness, two: Harness) -> None:
     two.engine.reset_prefix_cache()
     tiers = two.engine.tiers
     assert tiers is not None
@@ -132,15 +132,15 @@ def test_pages_come_back_from_the_host_and_the_disk(one: Harness, two: Harness) 
     tiers.check()
 
 
-def test_an_engine_of_ranks_cannot_sleep_and_says_why(two: Harness) -> None:
+def test_an_engine_of_ranks_refuses_to_sleep_with_a_reason(two: Harness) -> None:
     with pytest.raises(ConfigError, match="ranks share it"):
         two.engine.sleep()
 
 
-def test_a_restart_finds_what_every_rank_has_and_a_killed_rank_ends_it(
+def test_a_restart_finds_the_pages_of_every_rank_and_a_killed_rank_ends_it(
     model: Path, ssd: Path, one: Harness, two: Harness
 ) -> None:
-    """Last, for it needs the first engine to have ended."""
+    """Runs last, because it needs the first engine to have ended."""
     want, _ = ask(one, PROMPTS[:2])
     two.engine.reset_prefix_cache()
     ask(two, PROMPTS[:2])
@@ -168,7 +168,7 @@ def test_a_restart_finds_what_every_rank_has_and_a_killed_rank_ends_it(
     again.engine.runner.own.close()  # type: ignore[attr-defined]
 
 
-def test_what_a_rank_cannot_load_is_told_with_its_number_and_what_all_find_once(
+def test_an_error_of_a_rank_has_its_number_and_a_common_one_is_reported_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     plan = tmp_path / "plan.json"
@@ -186,12 +186,12 @@ def test_what_a_rank_cannot_load_is_told_with_its_number_and_what_all_find_once(
     assert "is not used" not in capfd.readouterr().err  # rank 0's is in the log of this process
 
 
-def test_a_rank_whose_gpu_is_full_says_what_to_change(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_gpu_is_full_names_the_option_to_change(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(load, "read_weights", full)
-    monkeypatch.setattr(process, "use_cache", lambda _: None)  # of this process, it would be
+    monkeypatch.setattr(process, "use_cache", lambda _: None)  # in this process, it would be
     config = EngineConfig(model=str(model), tensor_parallel_size=2, **OPTIONS)
     heartbeat = SimpleNamespace(stage=lambda *_: None)
     with pytest.raises(OutOfMemory, match="do not fit the GPU: use a smaller model, or lower --max-num-seqs"):
@@ -201,7 +201,7 @@ def test_a_rank_whose_gpu_is_full_says_what_to_change(model: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("ranks", "what"), [(3, "4 attention heads cannot be split over 3 ranks"), (9, "less than or equal to 8")]
 )
-def test_what_cannot_be_is_one_line(model: Path, ranks: int, what: str) -> None:
+def test_an_impossible_setup_is_a_one_line_error(model: Path, ranks: int, what: str) -> None:
     with pytest.raises((ModelError, ValueError), match=what):
         Engine(EngineConfig(model=str(model), tensor_parallel_size=ranks))
 
@@ -266,7 +266,7 @@ def test_a_batch_arrives_as_it_was_sent(masks: int) -> None:
     shared.close()
 
 
-def test_an_order_longer_than_the_ring_passes_in_pieces() -> None:
+def test_an_order_longer_than_the_ring_is_sent_in_pieces() -> None:
     from threading import Thread
 
     shared = Descriptors.make(2)
@@ -299,7 +299,7 @@ def test_a_full_ring_whose_reader_has_ended_raises() -> None:
     shared.close()
 
 
-def test_cores_are_shared_out_by_node() -> None:
+def test_cores_are_divided_by_node() -> None:
     nodes = {cpu: cpu % 2 for cpu in range(16)}
     assert cores.shares(set(range(16)), nodes, 2) == [set(range(0, 16, 2)), set(range(1, 16, 2))]
     assert cores.shares(set(range(9)), {}, 4) == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
@@ -309,7 +309,7 @@ def test_cores_are_shared_out_by_node() -> None:
 
 
 class SlowRunner(CpuRunner):
-    """Runs an iteration when it is let; its copies are noted."""
+    """Runs an iteration when the test allows it, and records its copies."""
 
     def __init__(self) -> None:  # nothing of a real one
         self.may = threading.Semaphore(0)
@@ -336,7 +336,7 @@ class SlowRunner(CpuRunner):
 
 @pytest.fixture
 def forsaken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Links]:
-    """Of rank 0, whose other rank ended before it had its memory."""
+    """Ranks seen from rank 0 when another rank ended before it had its memory."""
 
     def check() -> None:
         raise RankLost("rank 1: pages do not fit")
@@ -364,7 +364,7 @@ def test_no_rank_is_ready_before_all_have_their_host_pool(forsaken: Links) -> No
 
 
 class SlowGpuRunner:
-    """The same as on a GPU: what is launched comes to its end by itself."""
+    """Behaves as on a GPU: launched work ends by itself."""
 
     def __init__(self) -> None:
         self.slow = SlowRunner()
@@ -388,10 +388,10 @@ class SlowGpuRunner:
 
 
 @pytest.mark.parametrize("kind_of_runner", [SlowRunner, SlowGpuRunner])
-def test_copies_wait_for_the_iterations_before_them_on_this_rank_too(
+def test_copies_wait_for_earlier_iterations_on_this_rank_too(
     monkeypatch: pytest.MonkeyPatch, kind_of_runner: type[SlowRunner] | type[SlowGpuRunner]
 ) -> None:
-    """Rank 0 may be done with an iteration whose last keys and values another rank has yet to write."""
+    """Rank 0 may have finished an iteration whose last keys and values another rank has yet to write."""
     orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
     outcomes = np.zeros((2, OPERATIONS), np.int8)
 
@@ -420,7 +420,7 @@ def test_copies_wait_for_the_iterations_before_them_on_this_rank_too(
 
     order(Kind.POOL, np.array([4]))
     order(Kind.OUT, np.array([0]), np.array([[1, 2]]))
-    until(lambda: bool(outcomes[1, 0] == DONE))  # nothing is computed: at once
+    until(lambda: bool(outcomes[1, 0] == DONE))  # nothing is computed, so it returns at once
     order(Kind.BATCH)
     order(Kind.OUT, np.array([1]), np.array([[3, 0]]))
     order(Kind.BATCH)

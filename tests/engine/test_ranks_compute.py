@@ -1,4 +1,4 @@
-"""What a model computes that is spread over ranks: the tokens of one rank, for every family. Ranks are threads here."""
+"""Computation on several ranks gives the tokens of one rank, for every family. Ranks are threads here."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def test_tokens_are_those_of_one_rank(tiny_model: Callable[[str], Path], family:
             for handle, entries in others.items():
                 assert [(e.rank, e.ids) for e in mine[handle]] == [(e.rank, e.ids) for e in entries]
                 values, want = ([v for e in found for v in e.values] for found in (mine[handle], entries))
-                # sums are cut into as many parts as there are ranks: the last bits differ
+                # sums are split into as many parts as there are ranks: the last bits differ
                 np.testing.assert_allclose(values, want, atol=1e-4)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
-def test_four_ranks_give_the_tokens_of_one_or_say_what_cannot_be_cut(
+def test_four_ranks_give_the_tokens_of_one_or_report_what_cannot_be_cut(
     tiny_model: Callable[[str], Path], family: str
 ) -> None:
-    """A vocabulary that four do not divide, and fewer KV heads than ranks."""
+    """Covers a vocabulary that four does not divide, and fewer KV heads than ranks."""
     path = tiny_model(family)
     spec = read_spec(path)
     assert spec.vocab_size % 4
@@ -88,7 +88,7 @@ def test_batch_invariance_holds_on_ranks(tiny_model: Callable[[str], Path]) -> N
 
 
 @pytest.mark.parametrize("family", ["llama2", "phi3", "qwen2-moe", "gpt-oss", "gpt2", "granite-moe", "olmo2"])
-def test_a_rank_reads_its_own_bytes_alone(
+def test_a_rank_reads_only_its_own_bytes(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     path, ranks = tiny_model(family), 2
@@ -113,7 +113,7 @@ def test_a_rank_reads_its_own_bytes_alone(
         for name, size, cut in read:
             mine[name] = mine.get(name, 0) + size
             shared -= {name} if cut else set()
-    # Norms, routers, what is added once and a KV head that all share are every rank's. Of all else no number is read
+    # Every rank has norms, routers, tensors that are added once, and a KV head that all share. No other number is read
     # by two ranks, nor twice by one.
     assert {name for name in whole.keys() - shared if mine[name] != whole[name]} <= replicated(spec, whole)
     keys = {name for name in shared if "k_proj" in name or "v_proj" in name}
@@ -122,5 +122,5 @@ def test_a_rank_reads_its_own_bytes_alone(
 
 
 def replicated(spec: ModelSpec, names: dict[str, int]) -> set[str]:
-    """Tensors that hold, beside parts of their own, a KV head that ranks share."""
+    """Tensors that hold a KV head that ranks share, in addition to their own shards."""
     return {name for name in names if "qkv" in name and spec.num_kv_heads == 1}

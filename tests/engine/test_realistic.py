@@ -35,13 +35,13 @@ def tensors_of(weights: Weights) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_family_answers_with_numbers(tiny_model: Made, family: str) -> None:
+def test_any_family_gives_finite_answers(tiny_model: Made, family: str) -> None:
     harness = Harness(tiny_model(family), page_size=8, num_pages=20, **DUMMY)
     handle = harness.add(np.arange(3, 23), max_tokens=3, logprobs=5, ignore_eos=True, **GREEDY)
     harness.run()
     assert len(harness.tokens[handle]) == 3
     assert all(np.isfinite(entry.values).all() for entry in harness.logprobs[handle])
-    # neither certain of one token nor of none
+    # neither certain of one token nor undecided
     assert -5.5 < harness.logprobs[handle][0].values[0] < -1e-4
 
 
@@ -61,7 +61,7 @@ def test_ranks_cut_the_same_model(tiny_model: Made) -> None:
 
 
 def test_scales_are_spread_and_channels_stand_out(tiny_model: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the matrices, and in the stream behind the last layer, whatever the tokens."""
+    """Checks the matrices, and the stream after the last layer, for any tokens."""
     path = tiny_model("llama2")
     spec = read_spec(path)
     seen: dict[str, torch.Tensor] = {}
@@ -91,7 +91,7 @@ def test_scales_are_spread_and_channels_stand_out(tiny_model: Made, monkeypatch:
 
 
 @pytest.mark.parametrize("family", ["llama2", "phi3", "gpt2"])
-def test_keys_have_channels_that_stand_out_also_where_q_k_and_v_are_one_tensor(tiny_model: Made, family: str) -> None:
+def test_keys_have_outlier_channels_also_if_q_k_and_v_are_one_tensor(tiny_model: Made, family: str) -> None:
     spec = read_spec(tiny_model(family))
     names = _names(spec.architecture)
     wide, queries = spec.num_kv_heads * spec.head_dim, spec.num_heads * spec.head_dim
@@ -107,7 +107,7 @@ def test_keys_have_channels_that_stand_out_also_where_q_k_and_v_are_one_tensor(t
 
 
 @pytest.mark.parametrize("family", ["mixtral", "granite-moe", "gpt-oss"])
-def test_experts_write_more_to_the_channels_that_stand_out(tiny_model: Made, family: str) -> None:
+def test_experts_write_more_to_the_outlier_channels(tiny_model: Made, family: str) -> None:
     path = tiny_model(family)
     spec = read_spec(path)
     channels = RealisticDummy(0, torch.device("cpu"), spec, _names(spec.architecture)).outliers
@@ -121,7 +121,7 @@ def _names(architecture: str) -> Any:
     return family_of(architecture).names
 
 
-def test_it_is_part_of_what_identifies_a_page_and_needs_dummies(tiny_model: Made) -> None:
+def test_it_is_part_of_a_pages_identity_and_needs_dummies(tiny_model: Made) -> None:
     path = str(tiny_model("llama2"))
     spec = read_spec(Path(path))
     layout = KvLayout.of(spec, 8, torch.float32)

@@ -1,4 +1,4 @@
-"""`resolve`: what it makes of a context that is asked for."""
+"""`resolve`: the limit for a requested context."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def context(max_model_len: int | None) -> int:
     return resolve(config, read_spec(config.model_path)).max_model_len
 
 
-def test_a_context_is_the_models_unless_a_shorter_one_is_asked_for() -> None:
+def test_a_context_is_the_models_unless_a_shorter_one_is_requested() -> None:
     assert (context(None), context(64)) == (2048, 64)
     with pytest.raises(ConfigError, match="--max-model-len 2049 is more than the model's 2048 positions"):
         context(2049)

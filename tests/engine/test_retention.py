@@ -1,5 +1,4 @@
-"""Retained pages are evicted last, in every tier; there are never more of them than the limit; requests never wait for
-them."""
+"""Retained pages are evicted last, in every tier; their number is limited; requests never wait for them."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ FOR_EVER = 1e9
 """seconds"""
 
 
-def test_promised_pages_outlast_all_others() -> None:
+def test_retained_pages_outlast_all_others() -> None:
     pool = make(8)
     cached(pool, 1, 2, 3)
     assert pool.retain(entries(pool, 1, 2, 3), [FOR_EVER] * 3) == 3
@@ -39,7 +38,7 @@ def test_promised_pages_outlast_all_others() -> None:
     assert not entries(pool, 4)
 
 
-def test_promised_pages_go_when_nothing_else_is_left() -> None:
+def test_retained_pages_are_evicted_when_no_others_are_left() -> None:
     pool = make(8)
     cached(pool, 1, 2, 3)
     pool.retain(entries(pool, 1, 2, 3), [FOR_EVER] * 3)
@@ -50,7 +49,7 @@ def test_promised_pages_go_when_nothing_else_is_left() -> None:
     pool.check()
 
 
-def test_no_more_is_promised_than_the_share() -> None:
+def test_no_more_is_retained_than_the_share() -> None:
     pool = make(8)
     cached(pool, 1, 2, 3)
     cached(pool, 11, 12, 13)
@@ -66,7 +65,7 @@ def test_no_more_is_promised_than_the_share() -> None:
     assert entries(pool, 1), "renewed"
 
 
-def test_of_a_chain_longer_than_the_share_the_beginning_is_promised() -> None:
+def test_of_a_chain_longer_than_the_share_the_beginning_is_retained() -> None:
     pool = make(6)
     cached(pool, 1, 2, 3, 4, 5)
     assert pool.retain(entries(pool, 1, 2, 3, 4, 5), [FOR_EVER] * 5) == 3
@@ -74,7 +73,7 @@ def test_of_a_chain_longer_than_the_share_the_beginning_is_promised() -> None:
     assert [bool(e.retained_until) for e in entries(pool, 1, 2, 3, 4, 5)] == [True] * 3 + [False] * 2
 
 
-def test_a_share_of_nothing_promises_nothing() -> None:
+def test_a_share_of_zero_retains_nothing() -> None:
     engine = ListEngine(8)
     engine.pool.retention.limit = 0
     request = engine.add([1, 2, 3, 4, 5], retention=(Retention(5, 60.0),))
@@ -82,7 +81,7 @@ def test_a_share_of_nothing_promises_nothing() -> None:
     assert request.retained_tokens == 0
 
 
-def test_a_promise_ends_with_its_time_and_the_longest_counts() -> None:
+def test_retention_ends_with_its_time_and_the_longest_counts() -> None:
     pool = make(8)
     cached(pool, 1, 2, 3)
     chain = entries(pool, 1, 2, 3)
@@ -98,7 +97,7 @@ def test_a_promise_ends_with_its_time_and_the_longest_counts() -> None:
     assert len(pages) == 4
 
 
-def test_forgetting_everything_forgets_promises() -> None:
+def test_clearing_the_cache_clears_retention() -> None:
     pool = make(8)
     cached(pool, 1, 2, 3)
     pool.retain(entries(pool, 1, 2, 3), [FOR_EVER] * 3)
@@ -125,7 +124,7 @@ def test_whole_pages_up_to_the_mark_are_kept(tokens: int, kept: int) -> None:
     assert again.cached_tokens == kept
 
 
-def test_several_marks_have_each_its_own_time() -> None:
+def test_several_marks_have_their_own_times() -> None:
     engine = ListEngine(12)
     engine.add(PROMPT, 1, retention=(Retention(2, 3600.0), Retention(7, 300.0)))
     engine.run()
@@ -133,7 +132,7 @@ def test_several_marks_have_each_its_own_time() -> None:
     assert [round(seconds / 300) for seconds in until] == [12, 1, 1]
 
 
-def test_a_request_as_large_as_the_pool_runs_beside_promises() -> None:
+def test_a_request_as_large_as_the_pool_runs_despite_retention() -> None:
     engine = ListEngine(10)
     for i in (0, 10):
         engine.add([*range(i, i + 5)], 1, retention=(Retention(5, 60.0),))
@@ -144,7 +143,7 @@ def test_a_request_as_large_as_the_pool_runs_beside_promises() -> None:
     assert len(engine.output[2]) == 2
 
 
-def test_the_host_evicts_promised_pages_last() -> None:
+def test_the_host_evicts_retained_pages_last() -> None:
     engine = TieredEngine(12)
     kept = engine.store(PROMPT)  # three of five slots
     engine.pool.retain(kept, [FOR_EVER] * 3)
@@ -164,7 +163,7 @@ def test_the_host_evicts_promised_pages_last() -> None:
     assert all(entry.host == NOWHERE for entry in kept), "like any other"
 
 
-def test_places_of_promised_entries_can_be_had_when_there_are_no_others() -> None:
+def test_slots_of_retained_entries_are_available_when_there_are_no_others() -> None:
     lost: list[PrefixEntry] = []
 
     def lose(entry: PrefixEntry) -> None:
@@ -186,8 +185,8 @@ def test_places_of_promised_entries_can_be_had_when_there_are_no_others() -> Non
     assert places.take() is None
 
 
-class PromiseMachine(TierMachine):
-    """The tier machine, whose requests have their prompts kept, whose pages lie idle and are fetched ahead."""
+class RetentionMachine(TierMachine):
+    """The tier machine, whose requests have their prompts kept, whose pages become idle and are fetched ahead."""
 
     seen: ClassVar[Counter[str]] = Counter()
 
@@ -226,7 +225,7 @@ class PromiseMachine(TierMachine):
         return self._submit(history, 3, 0, self.salts[handle], False, retention=(Retention(len(history), FOR_EVER),))
 
     @rule(far=st.booleans())
-    def promises_end(self, far: bool) -> None:
+    def retentions_end(self, far: bool) -> None:
         self.scheduler.pool.retention.expire(1e12 if far else time.monotonic())
 
     @rule()
@@ -235,7 +234,7 @@ class PromiseMachine(TierMachine):
             self.scheduler.reset_cache()
 
     @invariant()
-    def promises_are_within_their_bound(self) -> None:
+    def retention_is_within_its_limit(self) -> None:
         pool: PagePool = self.scheduler.pool
         assert len(pool.retention) <= 3
         self.seen["retained"] += len(pool.retention) > 0
@@ -250,7 +249,7 @@ class PromiseMachine(TierMachine):
         self.scheduler.check()
 
 
-class TestPromiseMachine(PromiseMachine.TestCase):  # type: ignore[misc]
+class TestRetentionMachine(RetentionMachine.TestCase):  # type: ignore[misc]
     settings = settings(
         max_examples=100,
         stateful_step_count=50,
@@ -264,6 +263,6 @@ class TestPromiseMachine(PromiseMachine.TestCase):  # type: ignore[misc]
         few = [
             kind
             for kind in ("retained", "displaced", "full", "spilled", "prefetched")
-            if PromiseMachine.seen[kind] < 10
+            if RetentionMachine.seen[kind] < 10
         ]
-        assert not few, f"hardly ever {few}: {PromiseMachine.seen}"
+        assert not few, f"hardly ever {few}: {RetentionMachine.seen}"

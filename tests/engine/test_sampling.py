@@ -1,4 +1,4 @@
-"""Sampling fields do what the HTTP contract says, and a request's draw depends on nothing but its seed and index."""
+"""Sampling fields follow the HTTP contract, and a request's draw depends only on its seed and index."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_draws_are_uniform_and_uncorrelated() -> None:
     assert abs(np.corrcoef(neighbours[:-1], neighbours[1:])[0, 1]) < 0.01
 
 
-def test_same_seed_same_tokens_whatever_the_neighbours(tiny_model) -> None:
+def test_the_same_seed_gives_the_same_tokens_with_any_neighbours(tiny_model) -> None:
     alone = Harness(tiny_model("yi"), page_size=8, num_pages=64)
     alone.add([5, 6, 7], temperature=1.0, seed=42, max_tokens=20)
     alone.run()
@@ -196,7 +196,7 @@ def test_logprobs_of_requested_tokens_follow_the_best_ones(tiny_model) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_prompt_logprobs_come_once_for_every_position_despite_preemption(tiny_model, max_tokens: int) -> None:
+def test_prompt_logprobs_are_returned_once_for_every_position_despite_preemption(tiny_model, max_tokens: int) -> None:
     path = tiny_model("llama3.1")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     rng = np.random.default_rng(0)

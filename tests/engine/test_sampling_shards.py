@@ -1,4 +1,4 @@
-"""Sampling with the vocabulary spread over ranks: the tokens and log-probabilities that one rank would give."""
+"""Sampling with the vocabulary sharded over ranks gives the tokens and log-probabilities of one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCABULARY = 301
 
 
 def on_ranks(ranks: int, work: Callable[[Collectives], Any]) -> list[Any]:
-    """What each rank's `work` gives, on a thread each."""
+    """The result of `work` on each rank, in a thread each."""
     shared = Descriptors.make(ranks)
     with ThreadPoolExecutor(ranks) as pool:
         jobs = [pool.submit(work, SharedCollectives(Links(rank, shared))) for rank in range(ranks)]
@@ -58,7 +58,7 @@ def rows(generator: torch.Generator, spread: float, *, ties: bool) -> tuple[Tens
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("spread", "ties"), [(3.0, False), (0.05, False), (3.0, True), (0.0, True)])
 def test_tokens_are_those_of_one_rank(ranks: int, spread: float, ties: bool) -> None:
-    """Steep and flat distributions (a top-p cut behind more than what ranks show at first), with and without ties."""
+    """Steep and flat distributions (a top-p cut beyond the ranks' first candidates), with and without ties."""
     logits, asked = rows(torch.Generator().manual_seed(1), spread, ties=ties)
     want = sampling.sample(logits, **asked)
 
@@ -80,7 +80,7 @@ def test_a_draw_at_the_ends_of_the_distribution_has_a_token() -> None:
         assert tokens.tolist() == [0, 3]
 
 
-def test_rows_that_are_no_numbers_are_told_by_every_rank() -> None:
+def test_non_finite_rows_are_reported_by_every_rank() -> None:
     logits, asked = rows(torch.Generator().manual_seed(2), 1.0, ties=False)
     logits[3, 200], logits[17, 5], logits[40] = float("nan"), float("inf"), -torch.inf
     for tokens, nonfinite in on_ranks(2, lambda c: sampling_shards.sample(*shard(logits, c), **asked)):
@@ -103,7 +103,7 @@ def test_log_probabilities_are_those_of_one_rank(top: int) -> None:
 
 
 class FloatSums(TorchDispatchMode):
-    """Notes torch's own sums of floating numbers: on a GPU their order follows the number of rows."""
+    """Records torch's own sums of floating-point numbers: on a GPU their order follows the number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,8 +116,8 @@ class FloatSums(TorchDispatchMode):
         return out
 
 
-def test_log_probabilities_are_added_up_in_an_order_that_the_number_of_rows_does_not_change() -> None:
-    """With `--batch-invariant` they are promised to the bit."""
+def test_log_probabilities_are_added_in_an_order_independent_of_the_number_of_rows() -> None:
+    """With `--batch-invariant` they are guaranteed to the bit."""
     logits = torch.randn(64, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 4
 
     def work(collectives: Collectives) -> list[str]:
@@ -138,7 +138,7 @@ def test_a_row_is_added_up_whole() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1, 31, 32, 75, 290])
-def test_a_mask_is_cut_as_the_vocabulary_is(first: int) -> None:
+def test_a_mask_is_cut_like_the_vocabulary(first: int) -> None:
     words = np.random.default_rng(4).integers(-(2**31), 2**31, (3, -(-VOCABULARY // 32))).astype(np.int32)
     whole = torch.zeros(4, VOCABULARY)
     at = torch.tensor([0, 2, 3])
@@ -153,7 +153,7 @@ def test_one_rank_exchanges_nothing() -> None:
 
 
 class Waits(TorchDispatchMode):
-    """Notes what makes the host wait for a device."""
+    """Records operations that make the host wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_the_host_waits_for_a_top_p_that_is_alone_and_for_nothing_else(alone: bool) -> None:
+def test_the_host_waits_only_for_a_top_p_without_top_k(alone: bool) -> None:
     logits, asked = rows(torch.Generator().manual_seed(1), 3.0, ties=True)
     if not alone:
         asked["top_p"] = torch.where(asked["top_k"] > 0, asked["top_p"], 1.0)
@@ -184,7 +184,7 @@ def test_the_host_waits_for_a_top_p_that_is_alone_and_for_nothing_else(alone: bo
         assert bool(seen) == alone
 
 
-def test_what_the_host_knows_of_rows_is_what_their_parameters_say() -> None:
+def test_the_hosts_flags_of_rows_match_their_parameters() -> None:
     _, asked = rows(torch.Generator().manual_seed(2), 1.0, ties=False)
     columns = {name: asked[name].numpy() for name in ("temperature", "top_k", "top_p", "min_p")}
     inputs: Any = SimpleNamespace(columns=columns)

@@ -1,4 +1,4 @@
-"""Where prompts are cut."""
+"""Where prompts are split into chunks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_chunks_end_at_multiples_of_the_step_or_with_the_prompt(step: int, budge
     assert [done[i] for i in range(4)] == lengths
 
 
-def test_the_last_chunk_takes_all_that_is_left_when_it_just_fits() -> None:
+def test_the_last_chunk_takes_all_that_is_left_if_it_just_fits() -> None:
     engine = ListEngine(32, budget=5, chunk_step=4, prefix_caching=False)
     engine.add([5] * 9, 1)
     for length in (4, 5):

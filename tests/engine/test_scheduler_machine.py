@@ -1,6 +1,6 @@
 """Random orders of submit, step, finish, abort, preempt and cache reset, against a device made of plain lists.
 
-The same orders run again over an index with keys of four bits, so that pages of other prompts lie under most of them.
+The same orders run again over an index with keys of four bits, so that most keys collide with pages of other prompts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.prefills = self.scheduler._prefills
         self.scheduler._prefills = SimpleNamespace(schedule=self._schedule_prefills)  # type: ignore[assignment]
-        # Believe in short outputs: admission errs, memory runs out, requests are preempted.
+        # Expect short outputs: admission errs, memory runs out, requests are preempted.
         self.scheduler.output_lengths = OutputLengths(mean=0.0, weight=1e9)
         self.launched: deque[Batch] = deque()
         self.computed: deque[StepResult] = deque()
@@ -132,10 +132,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.launched.append(batch)
 
     def _schedule_prefills(self, budget: int, _cut: None) -> list[Chunk]:
-        """As the scheduler does it. Then what room the iteration has left over, nobody could have used.
+        """Calls the scheduler's method, then checks that no request could have used the remaining headroom.
 
-        Seen before the counters advance: with each token that a request has made the predicted peak of memory is lower,
-        because the page that the token lies in is counted whole before and after.
+        The check runs before the counters advance: with each token that a request has made the predicted peak of memory
+        is lower, because the token's page is counted whole before and after.
         """
         scheduler = self.scheduler
         s, queue = scheduler.slots, scheduler._waiting
@@ -179,7 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(fewer=st.integers(0, 9))
     def limit(self, fewer: int) -> None:
-        """Fewer seats now and then, all of them otherwise."""
+        """Fewer slots sometimes, otherwise all of them."""
         self.scheduler.limit_running(fewer - 6 if fewer > 6 else NUM_SLOTS)
 
     @rule(really=st.integers(0, 9))
@@ -198,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (self.scheduler.pool.ref[touched] > 0).all(), "a page was freed under a launched step"
 
     @invariant()
-    def nobody_is_passed_or_displaced_for_ever(self) -> None:
+    def no_request_is_overtaken_or_preempted_forever(self) -> None:
         for request in self.requests_made.values():
             assert request.passed <= MAX_PASSED
             assert request.displaced <= MAX_DISPLACED
@@ -221,7 +221,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.finish[handle] = Finish(reason)
 
     def end_transfers(self) -> bool:
-        """Let copies and I/O end; True when they are followed by others."""
+        """Let copies and I/O end. Returns whether others follow."""
         return False
 
     def teardown(self) -> None:
@@ -241,7 +241,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class Collisions:
-    """A part of a machine whose pages share few keys; `seen` adds up over all the orders that were tried."""
+    """A part of a machine whose pages share few keys. `seen` adds up over all tried orders."""
 
     seen: ClassVar[Counter[str]]
 
@@ -264,17 +264,17 @@ class CollidingMachine(Collisions, SchedulerMachine):
 
 
 class WindowMachine(SchedulerMachine):
-    """Every layer has a window: pages behind it are given back while their request runs."""
+    """Every layer has a window: pages before it are freed while their request runs."""
 
     window: ClassVar[int | None] = 3
     given_back: ClassVar[int] = 0
 
     @invariant()
-    def no_page_is_given_back_too_early(self) -> None:
+    def no_page_is_freed_too_early(self) -> None:
         s = self.scheduler.slots
         running = s.running()
         behind = np.maximum(s.confirmed[running] + 1 - 3, 0) // PAGE_SIZE
-        # what a cached prefix brought goes with the first commit
+        # cached pages of the prefix are freed with the first commit
         assert (s.given_back[running] <= behind).all()
         type(self).given_back += int(s.given_back[running].sum())
 

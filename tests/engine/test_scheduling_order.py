@@ -1,4 +1,4 @@
-"""Who is served first, and who gives way: the highest priority (the lowest number) first, then who came first."""
+"""The order of service and preemption: the highest priority (the lowest number) first, then the first to arrive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def waiting(engine: ListEngine) -> list[int]:
     return [r.handle for r in engine.requests if r.waiting]
 
 
-def test_a_better_priority_is_served_first_and_equal_ones_as_they_came() -> None:
+def test_a_higher_priority_is_served_first_and_equal_ones_in_order_of_arrival() -> None:
     engine = ListEngine(16, slots=1, prefix_caching=False)
     for priority in (1, 0, 2, 0, -3, 1):
         engine.add([5, 6, 7], 2, priority=priority)
@@ -20,8 +20,8 @@ def test_a_better_priority_is_served_first_and_equal_ones_as_they_came() -> None
     assert engine.started == [4, 1, 3, 0, 5, 2]
 
 
-def test_a_prompt_under_way_goes_on_before_a_better_priority_begins() -> None:
-    # Prompts are cut at multiples of 4. What is left of the first budget admits a request, but gives it no token.
+def test_a_running_prompt_continues_before_a_higher_priority_starts() -> None:
+    # Prompts are cut at multiples of 4. The remainder of the first budget admits a request, but gives it no token.
     engine = ListEngine(32, budget=6, chunk_step=4, prefix_caching=False)
     engine.add([1] * 5, 1)
     worse = engine.add([2] * 8, 1, priority=1)
@@ -34,10 +34,10 @@ def test_a_prompt_under_way_goes_on_before_a_better_priority_begins() -> None:
     assert better.slot >= 0
 
 
-def test_prompts_under_way_go_on_in_order_of_priority_then_of_arrival() -> None:
+def test_running_prompts_continue_in_order_of_priority_then_of_arrival() -> None:
     engine = ListEngine(32, slots=6, budget=64, prefix_caching=False)
     requests = [engine.add([1] * 8, 1, priority=priority) for priority in (2, 1, 1, 0)]
-    # Admitted, and not a token computed, as when their cached beginnings were still being loaded.
+    # Admitted, without a computed token, as while their cached prefixes were still loading.
     for _ in requests:
         assert engine.scheduler._admit(engine.scheduler._waiting.head()) is not None  # type: ignore[arg-type]
     assert [r.handle for r in sorted(requests, key=lambda r: r.slot)] == [3, 1, 2, 0]
@@ -48,7 +48,7 @@ def test_prompts_under_way_go_on_in_order_of_priority_then_of_arrival() -> None:
 
 
 def swap_rows(engine: ListEngine, a: Request, b: Request) -> None:
-    """Let two requests that have not begun change places in the slot table, so that rows say nothing of arrival."""
+    """Swap the rows of two requests that have not started, so that rows do not reflect arrival."""
     s = engine.scheduler.slots
     for column in (s.handle, s.priority, s.order, s.page_table, s.num_pages, s.token_ids):
         column[[a.slot, b.slot]] = column[[b.slot, a.slot]]
@@ -66,7 +66,7 @@ def swap_rows(engine: ListEngine, a: Request, b: Request) -> None:
         ((-1, -2, -1), [2, 0, 1]),
     ],
 )
-def test_the_youngest_of_the_worst_priority_gives_way(priorities: tuple[int, ...], victims: list[int]) -> None:
+def test_the_youngest_of_the_lowest_priority_is_preempted(priorities: tuple[int, ...], victims: list[int]) -> None:
     engine = ListEngine(32, prefix_caching=False)
     for priority in priorities:
         engine.add([5, 6, 7], 4, priority=priority)
@@ -81,7 +81,7 @@ def test_the_youngest_of_the_worst_priority_gives_way(priorities: tuple[int, ...
     engine.run()
 
 
-def test_when_memory_runs_out_the_worst_priority_goes_and_comes_back_last() -> None:
+def test_when_memory_runs_out_the_lowest_priority_is_preempted_and_resumes_last() -> None:
     engine = ListEngine(9, prefix_caching=False)
     # Each holds two pages of two tokens; all three want a third one, and later a fourth.
     for priority in (0, 2, 1):
@@ -97,7 +97,7 @@ def test_when_memory_runs_out_the_worst_priority_goes_and_comes_back_last() -> N
     assert engine.started[-1] == last.handle
 
 
-def test_a_preempted_request_keeps_its_place_before_later_ones() -> None:
+def test_a_preempted_request_stays_ahead_of_later_ones() -> None:
     engine = ListEngine(16, slots=1, prefix_caching=False)
     first = engine.add([5, 6, 7], 6)
     engine.step()
@@ -122,7 +122,7 @@ def test_more_decodes_than_the_budget_are_cut_to_the_first_ones() -> None:
     engine.run()
 
 
-def test_decodes_come_before_prompts_and_leave_them_the_rest_of_the_budget() -> None:
+def test_decodes_precede_prompts_and_leave_them_the_rest_of_the_budget() -> None:
     engine = ListEngine(32, budget=8, prefix_caching=False)
     engine.add([5, 6, 7], 9)
     engine.add([6, 7, 8], 9)
@@ -135,7 +135,7 @@ def test_decodes_come_before_prompts_and_leave_them_the_rest_of_the_budget() -> 
     engine.run()
 
 
-def test_nobody_is_admitted_to_an_iteration_without_room() -> None:
+def test_no_request_is_admitted_to_a_full_iteration() -> None:
     engine = ListEngine(32, budget=4, prefix_caching=False)
     first, second = engine.add([5, 6, 7, 8], 2), engine.add([6, 7, 8, 9], 2)
     assert engine.step() == [first.handle]
@@ -153,7 +153,7 @@ def test_nobody_is_admitted_to_an_iteration_without_room() -> None:
         ({"capacity": 32, "budget": 6, "chunk_step": 4}, "tokens"),
     ],
 )
-def test_the_queue_knows_what_its_head_lacked(options: dict[str, int], reason: str) -> None:
+def test_the_queue_records_what_its_head_lacked(options: dict[str, int], reason: str) -> None:
     engine = ListEngine(prefix_caching=False, **options)  # type: ignore[arg-type]
     for _ in range(4):
         engine.add([5, 6, 7, 8], 2)
@@ -164,7 +164,7 @@ def test_the_queue_knows_what_its_head_lacked(options: dict[str, int], reason: s
     engine.run()
 
 
-def test_siblings_wait_for_their_leader_only_while_its_prompt_is_not_computed() -> None:
+def test_siblings_wait_for_their_leader_only_until_its_prompt_is_computed() -> None:
     engine = ListEngine(32)
     engine.add([5, 6, 7, 8, 9], 4)
     held = engine.add([5, 6, 7, 8, 9], 1, leader=0)

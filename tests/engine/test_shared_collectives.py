@@ -1,4 +1,4 @@
-"""Collectives over shared memory: sums in rank order, the same bits everywhere, and whoever waits learns of an end."""
+"""Collectives over shared memory: sums in rank order, the same bits everywhere, and waiting ranks detect an exit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_many_exchanges_of_all_sizes_stay_in_step() -> None:
     assert on_ranks(3, work) == [300] * 3
 
 
-def test_who_waits_for_a_rank_that_has_ended_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_rank_that_exited_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links_module, "LOOK_SECONDS", 0.01)
     shared = Descriptors.make(2)
     mine = Links(0, shared)
@@ -58,7 +58,7 @@ def test_who_waits_for_a_rank_that_has_ended_is_told(monkeypatch: pytest.MonkeyP
     shared.close()
 
 
-def test_descriptors_survive_their_journey_as_text() -> None:
+def test_descriptors_round_trip_as_text() -> None:
     shared = Descriptors.make(3)
     assert Descriptors.load(shared.dump()) == shared
     assert len(set(shared.fds)) == 1 + 6 + 2

@@ -1,4 +1,4 @@
-"""Engines that have their weights in common: one loads, all map, and the weights outlive each of them."""
+"""Engines with shared weights: one loads, all map, and the weights outlive each of them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_memory_outlives_the_process_that_put_it_there(exchange: WeightExchange)
     found.close()
 
 
-def test_an_engine_that_ends_releases_the_lock(exchange: WeightExchange) -> None:
+def test_an_exiting_engine_releases_the_lock(exchange: WeightExchange) -> None:
     loading = other(exchange, "lock = exchange.lock(); lock.__enter__()")
     waited = []
 
@@ -108,7 +108,7 @@ def test_an_engine_that_ends_releases_the_lock(exchange: WeightExchange) -> None
 
 
 def parts(value: Any) -> Iterator[Any]:
-    """All that weights are made of, in order."""
+    """All fields of the weights, in order."""
     if is_dataclass(value):
         value = {f.name: getattr(value, f.name) for f in fields(value)}
     if isinstance(value, dict):
@@ -134,7 +134,7 @@ def assert_same(found: Weights, expected: Weights) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama3.1", "mixtral", "qwen2", "gpt2", "gemma3", "gpt-oss"])
-def test_mapped_weights_are_those_that_were_loaded(family: str, tmp_path: Path, exchange: WeightExchange) -> None:
+def test_mapped_weights_equal_the_loaded_ones(family: str, tmp_path: Path, exchange: WeightExchange) -> None:
     assert family in FAMILIES
     path = save_tiny(family, tmp_path)
     spec = read_spec(path)
@@ -161,7 +161,7 @@ def test_weights_in_fp8_are_mapped(tmp_path: Path, exchange: WeightExchange) -> 
     )
 
 
-def test_nobody_writes_to_shared_weights() -> None:
+def test_shared_weights_are_read_only() -> None:
     def fill(home: Tensor) -> None:
         home.fill_(7)
 
@@ -172,7 +172,7 @@ def test_nobody_writes_to_shared_weights() -> None:
     os.close(fd)
 
 
-def test_a_load_that_fails_is_the_next_ones_to_try(exchange: WeightExchange) -> None:
+def test_after_a_failed_load_the_next_engine_loads(exchange: WeightExchange) -> None:
     def broken() -> Weights:
         raise ModelError("cut off")
 
@@ -192,7 +192,7 @@ def tokens(engine: Engine) -> list[int]:
     return out
 
 
-def test_engines_with_weights_in_common_answer_as_one_alone(
+def test_engines_with_shared_weights_answer_like_one_alone(
     exchange: WeightExchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(device="cpu", page_size=8, num_pages=32, max_num_seqs=4, cpu_threads=1)
@@ -206,7 +206,7 @@ def test_engines_with_weights_in_common_answer_as_one_alone(
     monkeypatch.setattr(model_load, "load_weights", counted)
     first, second = (Engine(config.model_copy(update={"share": SHARE}), exchange=exchange) for _ in range(2))
     assert (tokens(first), tokens(second), len(loads)) == (alone, alone, 1)
-    # Other weights are others' however they are called, and those that serve keep theirs.
+    # Other weights are distinct under any name, and those in use are kept.
     renewed = config.model_copy(update={"share": SHARE, "load_format": "dummy"})
     others = tokens(Engine(renewed, exchange=exchange))
     assert len(loads) == 2

@@ -1,4 +1,4 @@
-"""Sequences of one prompt: the prompt is computed once, its full pages are held by all of them."""
+"""Sequences of one prompt: the prompt is computed once, and all of them hold its full pages."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_siblings_outlive_an_aborted_leader(model: Path, steps: int) -> None:
     assert harness.engine.scheduler.num_waiting == 0
 
 
-def test_others_pass_siblings_that_wait(model: Path) -> None:
+def test_other_requests_overtake_waiting_siblings(model: Path) -> None:
     harness = start(model, 3, max_num_batched_tokens=16)
     other = harness.add([5, 6, 7], max_tokens=1, ignore_eos=True, **GREEDY)
     while other not in harness.finish:
@@ -80,7 +80,7 @@ def test_others_pass_siblings_that_wait(model: Path) -> None:
     harness.run()
 
 
-def test_nobody_waits_where_nothing_is_shared(model: Path) -> None:
+def test_nothing_waits_if_nothing_is_shared(model: Path) -> None:
     harness = start(model, 3, prefix_caching=False)
     assert harness.engine.scheduler.num_waiting == 3
     assert len(harness.engine.scheduler._waiting) == 3

@@ -1,4 +1,4 @@
-"""Sleep of an engine: memory is really given back, addresses stay, and it goes on as if nothing had been."""
+"""Sleep of an engine: memory is really released, addresses stay, and it wakes unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = list(range(1, 150))
 
 
 def resident() -> int:
-    """Bytes of this process's memory that no file is behind."""
+    """Bytes of this process's anonymous memory."""
     gc.collect()
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
@@ -50,7 +50,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> LLM:
         host_kv_gib=0.01, cache_dir=str(path / "cache"), share=Share(sleeps=True),
     )  # fmt: skip
     assert llm.engine.tiers is not None
-    # however slow this machine's memory is beside its processor just now
+    # even if this machine's memory is slow compared with its processor
     llm.engine.tiers.speeds.worthwhile = lambda entries, *_: len(entries)  # type: ignore[method-assign]
     return llm
 
@@ -68,7 +68,7 @@ def test_weights_and_pages_in_fp8_sleep_with_their_scales() -> None:
     assert llm.generate([PROMPT[:40]], GREEDY, progress=False)[0].token_ids == before
 
 
-def test_a_sleeping_engine_holds_neither_weights_nor_pages_and_wakes_as_it_was(big: LLM) -> None:
+def test_a_sleeping_engine_holds_neither_weights_nor_pages_and_wakes_unchanged(big: LLM) -> None:
     engine = big.engine
     weights, pool = engine._memory.weights, engine._memory.kv_pages
     before = big.generate([PROMPT], GREEDY, progress=False)[0].token_ids
@@ -96,7 +96,7 @@ def test_a_sleeping_engine_holds_neither_weights_nor_pages_and_wakes_as_it_was(b
     assert big.generate([PROMPT], GREEDY, progress=False)[0].token_ids == before
 
 
-def test_pages_on_their_way_for_an_announced_turn_do_not_keep_it_awake(big: LLM) -> None:
+def test_pages_in_transit_for_an_announced_turn_do_not_keep_it_awake(big: LLM) -> None:
     engine, name = big.engine, (b"n" * 16,)
     assert engine.tiers is not None
     prompt = np.array(PROMPT, np.int32).tobytes()
@@ -110,7 +110,7 @@ def test_pages_on_their_way_for_an_announced_turn_do_not_keep_it_awake(big: LLM)
     assert engine.sleep() == engine.wake()
 
 
-def test_without_a_lower_tier_the_pages_are_forgotten(tmp_path: Path) -> None:
+def test_without_a_lower_tier_the_pages_are_dropped(tmp_path: Path) -> None:
     llm = LLM("demo", device="cpu", num_pages=40, page_size=16, cache_dir=str(tmp_path), share=Share(sleeps=True))
     (first,) = llm.generate([PROMPT], GREEDY, progress=False)
     assert llm.generate([PROMPT], GREEDY, progress=False)[0].cached_tokens
@@ -121,14 +121,14 @@ def test_without_a_lower_tier_the_pages_are_forgotten(tmp_path: Path) -> None:
     assert (again.token_ids, again.cached_tokens) == (first.token_ids, 0)
 
 
-def test_an_engine_that_was_not_made_to_says_so() -> None:
+def test_an_engine_without_sleep_support_reports_so() -> None:
     engine = Engine(EngineConfig(device="cpu", num_pages=16, cpu_threads=1))
     with pytest.raises(ConfigError, match="sleep was not enabled"):
         engine.sleep()
     engine.close()
 
 
-def test_where_the_weights_cannot_be_kept_the_model_goes_on(tmp_path: Path) -> None:
+def test_if_the_weights_cannot_be_saved_the_model_stays_awake(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     sleepable = host_sleepable_memory(tmp_path / "file" / "below")
     weight = torch.arange(5000.0)
@@ -173,7 +173,7 @@ def test_on_a_gpu_memory_is_unmapped_released_and_mapped_at_the_same_addresses()
     assert sum(driver.created.values()) == sum(-(-n // 4096) * 4096 for n in (12288 + 512, 10_000))
 
 
-def test_a_gpu_that_has_no_room_any_more_says_so() -> None:
+def test_a_gpu_without_enough_free_memory_reports_so() -> None:
     driver = MemoryDriver(2**20)
     sleepable = driver.sleepable()
     sleepable.adopt_weights([torch.randn(1000)])

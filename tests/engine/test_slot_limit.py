@@ -1,4 +1,4 @@
-"""`--max-num-seqs auto`: the controller on simulated plants, what it is told, and the scheduler that obeys it."""
+"""`--max-num-seqs auto`: the controller on simulated plants, its inputs, and the scheduler that obeys it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTLED = 60
 
 @dataclass(frozen=True)
 class Plant:
-    """What so many running requests do: the time between tokens / its limit is flat up to a knee and grows behind."""
+    """A load curve: the time between tokens / its limit is flat up to a knee and grows after it."""
 
     floor: float
     knee: float
@@ -35,7 +35,7 @@ class Plant:
     noise: float
     """standard deviation of a window's logarithm"""
     life: float
-    """mean seconds of a request: how fast seats come back"""
+    """mean seconds of a request: how fast slots are freed"""
 
     def strain(self, running: float) -> float:
         return self.floor * float((1 + (running / self.knee) ** self.power) ** (1 / self.power))
@@ -44,7 +44,7 @@ class Plant:
         return running / self.strain(running)
 
     def best(self, capacity: int) -> int:
-        """The fixed bound of the most throughput whose windows keep the limit 99 times of 100."""
+        """The fixed limit of the highest throughput whose windows keep the objective 99 times of 100."""
         kept = [b for b in range(1, capacity + 1) if math.log(self.strain(b)) <= -2.33 * self.noise]
         return max(kept, key=self.rate)
 
@@ -53,15 +53,15 @@ class Plant:
 class Phase:
     best: int
     late: float
-    """share of windows above the limit, but for the first ten"""
+    """share of windows above the objective, except the first ten"""
     throughput: float
-    """of that of the best fixed bound, the way there included"""
+    """throughput relative to that of the best fixed limit, including the ramp"""
     moves: int
-    """changes of the bound once it had a minute"""
+    """changes of the limit after its first minute"""
 
 
 def serve(control: SlotLimitControl, plants: list[Plant], seed: int) -> list[Phase]:
-    """A phase a plant; the queue is never empty."""
+    """One phase per plant; the queue is never empty."""
     rng, running, phases = random.Random(seed), 0.0, []
     for plant in plants:
         late = moves = 0
@@ -103,7 +103,7 @@ def test_two_abrupt_shifts_keep_the_objective_and_the_throughput(
     plants: tuple[Plant, ...], capacity: int, seed: int
 ) -> None:
     bests = [plant.best(capacity) for plant in plants]
-    # Nobody is preempted: to fewer seats it takes as long as requests take to end.
+    # No request is preempted: lowering the limit takes as long as requests take to end.
     assume(max(a / b for a, b in pairwise(bests)) < 6)
     for phase in serve(SlotLimitControl(capacity), list(plants), seed):
         assert phase.late <= 0.01, phase
@@ -111,7 +111,7 @@ def test_two_abrupt_shifts_keep_the_objective_and_the_throughput(
         assert phase.moves <= 6, phase
 
 
-def test_without_noise_it_comes_to_rest() -> None:
+def test_without_noise_it_converges() -> None:
     control = SlotLimitControl(1024)
     phases = serve(control, [Plant(0.3, 60.0, 2, 0.0, 1.0)] * 3, 0)
     assert [phase.moves for phase in phases[1:]] == [0, 0]
@@ -124,19 +124,19 @@ def feed(control: SlotLimitControl, count: int, strain: float, rate: float = 100
         control.observe(Window(strain, **{"running": float(seats), "rate": rate, "short": True, **more}))  # type: ignore[arg-type]
 
 
-def test_nothing_is_raised_while_nobody_waits() -> None:
+def test_the_limit_is_not_raised_while_the_queue_is_empty() -> None:
     control = SlotLimitControl(1024)
     feed(control, 50, 0.1, running=3.0, short=False)
     assert control.limit == START
 
 
-def test_a_window_that_shows_too_little_changes_nothing() -> None:
+def test_a_window_with_too_few_samples_changes_nothing() -> None:
     control = SlotLimitControl(1024)
     feed(control, 50, math.nan)
     assert control.limit == START
 
 
-def test_one_late_second_is_a_hiccup() -> None:
+def test_one_late_second_is_ignored() -> None:
     control = SlotLimitControl(64, start=64)
     feed(control, 20, 0.7)
     feed(control, 1, 1.1)
@@ -144,15 +144,15 @@ def test_one_late_second_is_a_hiccup() -> None:
     assert control.limit == 64
 
 
-def test_what_fewer_seats_do_not_help_is_left_alone() -> None:
-    """Time between tokens that comes of long prompts, or of another process: throughput is not thrown away for it."""
+def test_lateness_that_fewer_slots_do_not_reduce_is_ignored() -> None:
+    """Time between tokens caused by long prompts, or by another process: it costs no throughput."""
     control = SlotLimitControl(256, start=128)
     feed(control, 60, 1.5)
     assert control.changes["out_of_reach"] == 1
     assert control.limit == 128
 
 
-def test_more_seats_that_do_harm_are_taken_back() -> None:
+def test_a_harmful_raise_is_reverted() -> None:
     control = SlotLimitControl(256, start=32)
     for _ in range(40):
         seats = control.limit
@@ -162,18 +162,18 @@ def test_more_seats_that_do_harm_are_taken_back() -> None:
     assert control.limit == 64
 
 
-def test_a_bound_that_was_late_is_tried_again_ever_more_rarely() -> None:
+def test_a_limit_that_was_late_is_retried_less_and_less_often() -> None:
     control, seen = SlotLimitControl(64, start=40), []
     for _ in range(BACKOFF * 40):
         seats = control.limit
         seen.append(seats)
-        # Reads as room up to 39, and is late at 40: nothing that a line through two points would tell.
+        # Looks like headroom up to 39, and is late at 40: a line through two points does not predict that.
         control.observe(Window(0.5 if seats < 40 else 1.04, float(seats), 100.0, short=True))
     assert sum(a < b for a, b in pairwise(seen)) < 20
     assert sum(seats >= 40 for seats in seen) < 0.02 * len(seen)
 
 
-def test_fewer_seats_preempt_nobody_and_are_not_refilled() -> None:
+def test_lowering_the_limit_preempts_no_request_and_slots_are_not_refilled() -> None:
     engine = ListEngine(400, slots=6, prefix_caching=False)
     scheduler = engine.scheduler
     for _ in range(12):
@@ -191,7 +191,7 @@ def test_fewer_seats_preempt_nobody_and_are_not_refilled() -> None:
     engine.run()
 
 
-def test_a_better_priority_waits_rather_than_that_somebody_gives_a_seat_to_nobody() -> None:
+def test_a_higher_priority_waits_rather_than_preempt_for_no_gain() -> None:
     engine = ListEngine(400, slots=4, prefix_caching=False)
     worse = [engine.add([5, 6, 7], 8, priority=1) for _ in range(4)]
     engine.step()
@@ -204,7 +204,7 @@ def test_a_better_priority_waits_rather_than_that_somebody_gives_a_seat_to_nobod
     assert engine.scheduler.preemptions == 0
 
 
-def test_more_seats_are_taken_at_once() -> None:
+def test_a_raised_limit_is_used_at_once() -> None:
     engine = ListEngine(400, slots=6, prefix_caching=False)
     engine.scheduler.limit_running(1)
     for _ in range(6):
@@ -259,7 +259,7 @@ def test_a_window_ends_with_enough_gaps_to_have_one_beyond_the_percentile() -> N
     assert math.isnan(late.strain)
 
 
-def test_an_engine_begins_with_few_seats_and_tells_how_many_there_are() -> None:
+def test_an_engine_starts_with_few_slots_and_reports_their_number() -> None:
     harness = Harness(MODEL_PATH, max_num_seqs="auto:40", slo=["itl:mean:1us"], page_size=16, num_pages=200)
     assert harness.engine.describe().max_num_seqs == 40
     for _ in range(30):

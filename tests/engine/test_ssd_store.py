@@ -1,4 +1,4 @@
-"""The SSD store may lose pages, never lie: torn, flipped, truncated, foreign and unwritable files."""
+"""The SSD store may lose pages but never return wrong ones: torn, flipped, truncated, foreign and unwritable files."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def record_of(i: int, parent: Record | None = None, salt: str = "s") -> Record:
 
 
 def payload_of(record: Record) -> np.ndarray:
-    """What the page of these tokens must hold: a function of its key."""
+    """The expected content of the page of these tokens: a function of its key."""
     return np.random.default_rng(int.from_bytes(record.key, "little")).integers(0, 256, PAYLOAD).astype(np.uint8)
 
 
 class Open:
-    """A store with a host pool of its own, and every job awaited."""
+    """A store with its own host pool. Every job is awaited."""
 
     def __init__(self, path: Path, geometry: Geometry = GEOMETRY) -> None:
         self.host = np.frombuffer(bytearray(4 * aligned(PAYLOAD) + 4096), np.uint8)
@@ -84,7 +84,7 @@ def keys(found: dict[int, Record]) -> list[bytes]:
     return [record.key for _, record in sorted(found.items())]
 
 
-def test_what_was_written_is_found_and_read_after_a_restart(tmp_path: Path) -> None:
+def test_written_pages_are_found_and_read_after_a_restart(tmp_path: Path) -> None:
     records = filled(tmp_path)
     opened = Open(tmp_path)
     assert keys(opened.found) == [r.key for r in records]
@@ -101,7 +101,7 @@ def test_a_flipped_bit_anywhere_in_an_extent_or_its_header_is_a_miss(tmp_path: P
     records = filled(tmp_path)
     file, rng = tmp_path / FILE_NAME, Random(1)
     clean = file.read_bytes()
-    header_bytes = len(records[0].tokens) + 100  # the part of the header that says something
+    header_bytes = len(records[0].tokens) + 100  # the part of the header with content
     for extent in range(8):
         for at in (
             GEOMETRY.extent_at(extent) + rng.randrange(PAYLOAD),
@@ -120,7 +120,7 @@ def test_a_flipped_bit_anywhere_in_an_extent_or_its_header_is_a_miss(tmp_path: P
 
 
 @pytest.mark.parametrize("keep", [0, 100, 4096 + 3, GEOMETRY.first_extent - 5000, GEOMETRY.extent_at(3) + 4500])
-def test_a_truncated_file_serves_what_is_left(tmp_path: Path, keep: int) -> None:
+def test_a_truncated_file_serves_the_remaining_pages(tmp_path: Path, keep: int) -> None:
     records = filled(tmp_path)
     os.truncate(tmp_path / FILE_NAME, keep)
     opened = Open(tmp_path)
@@ -152,7 +152,7 @@ def test_another_models_pages_are_never_found(tmp_path: Path, other: Geometry) -
     opened.close()
 
 
-def test_a_copied_header_does_not_lend_its_key_to_another_extent(tmp_path: Path) -> None:
+def test_a_copied_header_is_not_valid_for_another_extent(tmp_path: Path) -> None:
     filled(tmp_path)
     file = tmp_path / FILE_NAME
     data = bytearray(file.read_bytes())
@@ -165,7 +165,7 @@ def test_a_copied_header_does_not_lend_its_key_to_another_extent(tmp_path: Path)
     opened.close()
 
 
-def test_a_header_whose_key_does_not_follow_from_its_tokens_is_none(tmp_path: Path) -> None:
+def test_a_header_whose_key_does_not_follow_from_its_tokens_is_invalid(tmp_path: Path) -> None:
     opened = Open(tmp_path)
     good = record_of(1)
     opened.write(0, Record(good.parent_key, good.parent_key, good.tokens, good.salt))
@@ -174,7 +174,7 @@ def test_a_header_whose_key_does_not_follow_from_its_tokens_is_none(tmp_path: Pa
     opened.close()
 
 
-def test_pages_whose_parents_are_gone_are_of_no_use() -> None:
+def test_pages_whose_parents_are_missing_are_dropped() -> None:
     a = record_of(1)
     b = record_of(2, a)
     c = record_of(3, b)
@@ -184,7 +184,7 @@ def test_pages_whose_parents_are_gone_are_of_no_use() -> None:
     assert [e for e, _ in chains([(1, a), (2, a)], INDEX.root)] == [2]
 
 
-def test_a_reset_is_for_good(tmp_path: Path) -> None:
+def test_a_reset_is_permanent(tmp_path: Path) -> None:
     records = filled(tmp_path)
     opened = Open(tmp_path)
     opened.store.reset()
@@ -197,13 +197,13 @@ def test_a_reset_is_for_good(tmp_path: Path) -> None:
 
 
 def refusing_writes(store: SsdStore) -> None:
-    """The file is open for reading alone from now on, which the system answers with EBADF."""
+    """From now on the file is open read-only, so that writes fail with EBADF."""
     read_only = os.open(store.file.path, os.O_RDONLY)
     os.dup2(read_only, store.file.fd)
     os.close(read_only)
 
 
-def test_a_reset_that_the_disk_refuses_brings_no_page_back(tmp_path: Path) -> None:
+def test_a_reset_that_fails_on_disk_restores_no_page(tmp_path: Path) -> None:
     filled(tmp_path)
     opened = Open(tmp_path)
     refusing_writes(opened.store)
@@ -219,10 +219,10 @@ def test_a_reset_that_the_disk_refuses_brings_no_page_back(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("takes_flags", [True, False], ids=["per write", "whole file"])
-def test_what_was_forgotten_does_not_come_back_with_the_power(
+def test_cleared_pages_do_not_return_after_a_power_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_flags: bool
 ) -> None:
-    """Of what is written, a power cut leaves what was to be durable when the call came back."""
+    """After a power cut only durable writes remain: those complete when the call returned."""
     filled(tmp_path)
     path = tmp_path / FILE_NAME
     on_disk = path.read_bytes()
@@ -254,7 +254,7 @@ def test_what_was_forgotten_does_not_come_back_with_the_power(
     again.close()
 
 
-def test_a_file_that_can_neither_forget_nor_be_removed_is_named(
+def test_a_file_that_can_neither_be_cleared_nor_removed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_path: Path, **_options: bool) -> None:
@@ -274,18 +274,18 @@ def test_a_second_daemon_on_one_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in use by another weft") as error:
         StoreFile(tmp_path, GEOMETRY)
     assert "\n" not in str(error.value)
-    # One that is about to end is waited for.
+    # The store waits for one that is about to exit.
     threading.Timer(0.1, opened.close).start()
     StoreFile(tmp_path, GEOMETRY, patience=60).close()
 
 
-def test_a_disk_without_room_is_said_at_once() -> None:
+def test_a_disk_without_space_is_reported_at_once() -> None:
     # A file system in memory, smaller than this by far.
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path, pytest.raises(StoreUnavailable, match=r"ENOSPC|EFBIG"):
         StoreFile(Path(path), Geometry(TOKENS, 1 << 20, 1 << 30, b"o" * 16))
 
 
-def test_a_larger_store_that_has_no_room_leaves_the_one_that_is_there() -> None:
+def test_a_larger_store_without_space_leaves_the_existing_one() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
         records = filled(Path(path))
         with pytest.raises(StoreUnavailable, match="ENOSPC"):
@@ -296,7 +296,7 @@ def test_a_larger_store_that_has_no_room_leaves_the_one_that_is_there() -> None:
         opened.close()
 
 
-def test_a_read_only_directory_is_said_at_once() -> None:
+def test_a_read_only_directory_is_reported_at_once() -> None:
     path = Path(tempfile.mkdtemp())
     path.chmod(0o555)
     was = os.geteuid()
@@ -311,7 +311,7 @@ def test_a_read_only_directory_is_said_at_once() -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_an_error_of_the_disk_breaks_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_disk_error_disables_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     filled(tmp_path)
     opened = Open(tmp_path)
 
@@ -327,7 +327,7 @@ def test_an_error_of_the_disk_breaks_the_tier(tmp_path: Path, monkeypatch: pytes
     opened.close()
 
 
-def test_a_file_system_that_refuses_direct_io_only_when_asked_is_used_without(
+def test_a_file_system_that_rejects_direct_io_late_is_used_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, records = Open(tmp_path), [record_of(1)]
@@ -365,7 +365,7 @@ while True:
 
 
 def kill_a_writer(path: Path, seed: int) -> None:
-    """Start a process that writes pages for ever, kill it in the middle, and look at what it left."""
+    """Start a process that writes pages forever, kill it in the middle, and check the file."""
     code = WRITER.format(tests=str(Path(__file__).parent))
     command = [sys.executable, "-P", "-c", code, str(path), str(seed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
@@ -376,7 +376,7 @@ def kill_a_writer(path: Path, seed: int) -> None:
         said = [line.split() for line in writer.stdout.read().splitlines()]
     written = {int(line[0]): line[1] for line in said if len(line) == 2 and len(line[1]) == 32}
     opened = Open(path)
-    # All that was said to be written is there, but for the extent that was being overwritten when the end came.
+    # All pages reported as written are there, except the extent that was being overwritten at the end.
     lost = [e for e, key in written.items() if e not in opened.found or opened.found[e].key.hex() != key]
     assert len(lost) <= 1
     for extent, record in opened.found.items():
@@ -392,7 +392,7 @@ def test_a_killed_writer_leaves_only_whole_pages(tmp_path: Path) -> None:
         kill_a_writer(tmp_path, seed)
 
 
-def test_a_second_store_is_kept_out_whatever_else_is_removed(tmp_path: Path) -> None:
+def test_a_second_store_is_kept_out_even_if_other_files_are_removed(tmp_path: Path) -> None:
     opened = Open(tmp_path)
     for other in tmp_path.iterdir():
         if other.name != FILE_NAME:
@@ -403,7 +403,7 @@ def test_a_second_store_is_kept_out_whatever_else_is_removed(tmp_path: Path) -> 
     StoreFile(tmp_path, GEOMETRY).close()
 
 
-def test_a_path_that_was_removed_is_free_for_another_store(tmp_path: Path) -> None:
+def test_the_path_of_a_removed_store_is_free_for_another(tmp_path: Path) -> None:
     opened = Open(tmp_path)
     (tmp_path / FILE_NAME).unlink()
     other = Open(tmp_path)
@@ -415,9 +415,7 @@ def test_a_path_that_was_removed_is_free_for_another_store(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("removed", ["file", "directory", "replaced", "nothing"])
-def test_a_file_that_is_no_longer_at_its_path_is_noticed(
-    tmp_path: Path, removed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_moved_from_its_path_is_detected(tmp_path: Path, removed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssd_store, "WATCH_SECONDS", 0.01)
     opened = Open(tmp_path / "store")
     noticed = threading.Event()
@@ -443,7 +441,7 @@ def test_a_file_that_is_no_longer_at_its_path_is_noticed(
         (GEOMETRY, None),
     ],
 )
-def test_a_store_that_begins_anew_knows_why(tmp_path: Path, geometry: Geometry, why: str | None) -> None:
+def test_a_store_that_restarts_empty_reports_why(tmp_path: Path, geometry: Geometry, why: str | None) -> None:
     new = StoreFile(tmp_path, GEOMETRY)
     assert new.reset_reason is None
     new.close()
@@ -452,7 +450,7 @@ def test_a_store_that_begins_anew_knows_why(tmp_path: Path, geometry: Geometry, 
     file.close()
 
 
-def test_a_store_of_another_version_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_of_another_version_restarts_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path)
     monkeypatch.setattr("weft.engine.memory.extent.VERSION", 99)
     file = StoreFile(tmp_path, GEOMETRY)

@@ -1,4 +1,4 @@
-"""Stacks of a process: who is asked goes on as before; who is to be killed can be made to tell."""
+"""Stacks of a process: a process that is queried continues; one about to be killed can be made to print them."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def child(stacks: Stacks, code: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def sleeps(thread: str) -> bool:
-    """By its line of `threads`; not for a lock, as far as the kernel tells for what."""
+    """Checks its line of `threads`; not for a lock, which the kernel reports only as a futex."""
     _, _, state, *where = thread.split()
     return state == "S" and not any("futex" in place for place in where)
 
 
 @pytest.mark.parametrize("last", [False, True])
-async def test_a_process_that_waits_tells_its_threads(last: bool) -> None:
+async def test_a_waiting_process_reports_its_threads(last: bool) -> None:
     stacks = Stacks()
     with child(stacks, WAITS) as process:
         told = await (stacks.final_stacks(process.pid, wake=False) if last else stacks.capture(process.pid))
@@ -77,8 +77,8 @@ async def test_a_process_that_waits_tells_its_threads(last: bool) -> None:
         assert process.poll() is None
 
 
-async def test_a_busy_process_survives_any_number_of_questions() -> None:
-    """A handler of signals that read the frames of running threads ended it after some."""
+async def test_a_busy_process_survives_any_number_of_queries() -> None:
+    """A signal handler that read the frames of running threads once killed it after some."""
     stacks = Stacks()
     with child(stacks, DEEP) as process:
         for _ in range(100):
@@ -88,18 +88,18 @@ async def test_a_busy_process_survives_any_number_of_questions() -> None:
         assert process.poll() is None
 
 
-async def test_only_last_words_are_had_from_one_that_keeps_pythons_lock() -> None:
+async def test_a_process_that_holds_pythons_lock_reports_only_its_last_stack() -> None:
     stacks = Stacks()
     with child(stacks, KEEPS_THE_LOCK) as process:
         while not sleeps(threads(process.pid).splitlines()[0]):
-            await asyncio.sleep(0.01)  # before that it does not keep the lock
+            await asyncio.sleep(0.01)  # before that it does not hold the lock
         told = await stacks.capture(process.pid)
         assert "no Python stacks: the process does not answer" in told
         assert threads(process.pid).split()[0] in told
         assert 'File "<string>", line' in await stacks.final_stacks(process.pid, wake=False)
 
 
-async def test_a_stopped_process_tells_when_it_may_go_on() -> None:
+async def test_a_stopped_process_reports_after_it_continues() -> None:
     stacks = Stacks()
     with child(stacks, WAITS) as process:
         process.send_signal(signal.SIGSTOP)
@@ -119,7 +119,7 @@ async def test_no_more_is_written_than_is_read() -> None:
         assert os.fstat(stacks.fd).st_size == STACKS_BYTES
 
 
-async def test_one_that_expects_no_question_is_asked_none() -> None:
+async def test_a_process_without_a_handler_is_not_queried() -> None:
     stacks = Stacks()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as process:
         assert "no Python stacks" in await stacks.final_stacks(process.pid, wake=True)

@@ -1,4 +1,4 @@
-"""Staging: what arrives is what the files have, in the order asked for, whatever the sizes; nothing stays behind."""
+"""Staging delivers the content of the files, in the requested order, for any sizes, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def _tensors() -> list[torch.Tensor]:
-    """Of several dtypes and sizes around a buffer of 256 bytes; parts of larger ones among them."""
+    """Tensors of several dtypes and sizes around a buffer of 256 bytes, including parts of larger ones."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -35,7 +35,7 @@ def _tensors() -> list[torch.Tensor]:
     ]
 
 
-def test_every_tensor_arrives_in_turn_and_whole() -> None:
+def test_every_tensor_arrives_in_order_and_complete() -> None:
     wanted = _tensors()
     with Staging(wanted, CPU, buffer_bytes=256) as staging:
         for want in wanted:
@@ -45,7 +45,7 @@ def test_every_tensor_arrives_in_turn_and_whole() -> None:
             assert got.is_contiguous()
 
 
-def test_no_more_is_read_ahead_than_there_is_room_for() -> None:
+def test_no_more_is_read_ahead_than_fits() -> None:
     half = torch.empty(1, dtype=torch.uint8).expand(AHEAD_BYTES // 2)
     staging = Staging([half] * 6, torch.device("meta"))
     staging._begin()
@@ -64,4 +64,4 @@ def test_an_error_while_reading_is_raised_and_the_threads_end() -> None:
         assert torch.equal(staging.take(), wanted[0])
         with pytest.raises((RuntimeError, TypeError, NotImplementedError)):
             staging.take()
-    assert threading.active_count() <= before  # of tests before this one some may have ended meanwhile
+    assert threading.active_count() <= before  # some of the threads of earlier tests may have ended meanwhile

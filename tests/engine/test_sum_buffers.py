@@ -1,4 +1,4 @@
-"""Where partial sums lie: neighbouring sums apart, products of one sum together, whatever the layers are."""
+"""Where partial sums are stored: neighbouring sums separately, GEMMs of one sum together, for any layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPARSE = replace(
     [(PLAIN, 2), (replace(PLAIN, placement=Placement.PARALLEL), 1), (SPARSE, 2)],
     ids=["plain", "parallel", "experts"],
 )
-def test_sums_take_turns_and_products_of_one_sum_share_its_place(spec: ModelSpec, sums: int) -> None:
+def test_sums_alternate_and_gemms_of_one_sum_share_its_buffer(spec: ModelSpec, sums: int) -> None:
     spec = spec.shard(0, 2)
     turns = [EMBEDDING_BUFFER]
     for layer, places in enumerate(sum_buffers(spec)):
@@ -48,5 +48,5 @@ def test_sums_take_turns_and_products_of_one_sum_share_its_place(spec: ModelSpec
     assert all(a != b for a, b in pairwise(turns))
 
 
-def test_one_rank_has_no_places() -> None:
+def test_one_rank_has_no_buffers() -> None:
     assert sum_buffers(PLAIN) == []

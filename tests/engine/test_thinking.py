@@ -1,4 +1,4 @@
-"""`Thinking`: after so many tokens of thinking the marks that end it are forced, and nothing else is changed."""
+"""`Thinking`: after the budget of thinking tokens its end marks are forced, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.engine.wire.thinking import PATIENCE, Thinking, ThoughtCount
 PLAIN = {"max_tokens": 24, "ignore_eos": True, **GREEDY}
 END = (5, 6, 7)
 NEVER = 2000
-"""an id that the model does not write by itself"""
+"""an id that the model does not generate by itself"""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def demo() -> Harness:
 
 @pytest.fixture(scope="module")
 def free(demo: Harness) -> list[int]:
-    """What comes without a bound."""
+    """The output without a budget."""
     return demo.tokens[run(demo)]
 
 
@@ -47,23 +47,23 @@ def test_the_end_is_forced_after_the_budget(demo: Harness, free: list[int], budg
     assert tokens[budget : budget + 3] == [*END]
     assert len(tokens) == 24
     assert demo.tokens[beside] == free
-    # What follows is what the model says to that.
+    # The model's own continuation follows.
     again = demo.add([*PROMPT, *tokens[: budget + 3]], **{**PLAIN, "max_tokens": 21 - budget})
     demo.run()
     assert demo.tokens[again] == tokens[budget + 3 :]
 
 
-def test_thinking_that_ends_in_time_is_left_alone(demo: Harness, free: list[int]) -> None:
+def test_thinking_that_ends_in_time_is_unchanged(demo: Harness, free: list[int]) -> None:
     at = next(i for i in range(2, 12) if free[i] not in free[:i])
     for budget in (at, 24):
         assert demo.tokens[run(demo, Thinking(budget + 1, (), (free[at],), END))] == free
 
 
-def test_an_answer_without_thinking_is_left_alone(demo: Harness, free: list[int]) -> None:
+def test_an_answer_without_thinking_is_unchanged(demo: Harness, free: list[int]) -> None:
     assert demo.tokens[run(demo, Thinking(1, (NEVER,), (NEVER + 1,), END))] == free
 
 
-def test_the_budget_counts_from_where_thinking_begins(demo: Harness, free: list[int]) -> None:
+def test_the_budget_counts_from_the_start_of_thinking(demo: Harness, free: list[int]) -> None:
     at = next(i for i in range(PATIENCE - 1) if free[i] not in free[:i] and i)
     tokens = demo.tokens[run(demo, Thinking(4, (free[at],), (NEVER,), END))]
     assert tokens[: at + 5] == free[: at + 5]
@@ -85,7 +85,7 @@ def test_within_the_budget_and_after_it_is_launched_ahead(demo: Harness) -> None
 
 def test_preemption_changes_nothing() -> None:
     params: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "ignore_eos": True, "logit_bias": {3: -100.0}}
-    params["stop_token_ids"] = (3,)  # one that does not come: admission cannot know how long they will be
+    params["stop_token_ids"] = (3,)  # a token that is never generated: admission cannot know how long they will be
     bounds = [Thinking(budget, (), (NEVER,), END) for budget in (3, 8, 15, 22, 30, 60)]
     roomy = Harness(MODEL_PATH, max_num_seqs=6, page_size=8, num_pages=96, prefix_caching=False)
     short = Harness(MODEL_PATH, max_num_seqs=6, page_size=8, num_pages=14, prefix_caching=False)
@@ -100,7 +100,7 @@ def test_preemption_changes_nothing() -> None:
         assert tuple(short.tokens[handle][thinking.budget : thinking.budget + 3]) == END
 
 
-def test_what_a_constraint_forbids_is_not_forced(demo: Harness, free: list[int]) -> None:
+def test_tokens_that_a_constraint_forbids_are_not_forced(demo: Harness, free: list[int]) -> None:
     ids = tuple(set(free) - set(END))
     assert demo.tokens[run(demo, Thinking(4, (), (NEVER,), END), allowed_token_ids=ids)] == free
     digits = grammar_text.regex("[0-9]{8}")
@@ -109,7 +109,7 @@ def test_what_a_constraint_forbids_is_not_forced(demo: Harness, free: list[int])
     assert demo.finish[handle].name == "STOP"
 
 
-def test_a_grammar_goes_on_behind_what_was_forced(demo: Harness) -> None:
+def test_a_grammar_continues_after_the_forced_tokens(demo: Harness) -> None:
     from test_grammar import TOKENIZER, text_of
 
     digit = TOKENIZER.encode("7", add_special_tokens=False).ids
@@ -118,7 +118,7 @@ def test_a_grammar_goes_on_behind_what_was_forced(demo: Harness) -> None:
     assert "7" in text_of(demo, handle)
 
 
-def test_tokens_that_are_none_are_refused(demo: Harness) -> None:
+def test_invalid_tokens_are_refused(demo: Harness) -> None:
     with pytest.raises(RequestError, match="thinking has a token id outside"):
         demo.add(PROMPT, thinking=Thinking(1, (), (1,), (10**6,)))
     demo.tokens.popitem()

@@ -1,7 +1,7 @@
 """The scheduler machine on three tiny tiers: random hits, loads, failures, evictions and aborts in random order.
 
-Copies and SSD jobs end when a rule says so, each as it pleases. A copy moves its bytes only when it ends, and says if
-the pages it was given changed meanwhile, so a page freed or written too early is seen.
+Copies and SSD jobs end when a rule ends them, independently. A copy moves its bytes only when it ends, and detects
+changes of its pages meanwhile, so that a page freed or written too early is found.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ListCopy:
         return [(kv[page] if self.to_host else host[slot]).tolist() for page, slot in self.pairs]
 
     def end(self, failed: bool, no_room: bool = False) -> None:
-        """no_room: the first page to the host could not be packed, and finds no room as it is."""
+        """no_room: the first page to the host could not be packed, and does not fit unpacked."""
         assert self._contents() == self.seen, "a page changed while it was copied"
         self.ended, self.failed = True, failed
         if no_room and self.to_host:
@@ -92,7 +92,7 @@ class ListJob(Job):
 
 
 class ListStore:
-    """Extents as lists; what a failed read leaves in the host slot is garbage."""
+    """Extents as lists. A failed read leaves garbage in the host slot."""
 
     num_extents = NUM_EXTENTS
     gone = None
@@ -160,7 +160,7 @@ class TierMachine(SchedulerMachine):
     def a_copy_ends(self, last: bool, fate: int) -> None:
         directions = {c.to_host: c for c in reversed(self.copies.under_way)}
         if directions:
-            # In a direction copies end in order.
+            # Copies of one direction end in order.
             copy = directions.get(last) or directions[not last]
             self.copies.under_way.remove(copy)
             copy.end(failed=fate == 5, no_room=fate == 6)

@@ -1,4 +1,4 @@
-"""Whole engines with tiers below the GPU pool: the same tokens as without them, wherever the pages have been."""
+"""Whole engines with tiers below the GPU pool give the same tokens as without them, wherever the pages have been."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gib(pages: float) -> float:
 def tiers_of(harness: Harness, load: bool = True) -> Tiers:
     tiers = harness.engine.tiers
     assert tiers is not None
-    if load:  # however slow this machine's disk is beside its processor
+    if load:  # even if this machine's disk is slow compared with its processor
         tiers.speeds.worthwhile = lambda entries, *_: len(entries)  # type: ignore[method-assign]
     return tiers
 
@@ -71,7 +71,7 @@ def ask(harness: Harness, prompts: list[np.ndarray], max_tokens: int = 24) -> tu
 
 def test_64_conversations_stay_right_after_every_page_has_been_on_the_ssd(tmp_path: Path) -> None:
     talk = Conversations(64, 100)
-    # A pool for fewer than ten of them; the host takes all, so that the disk gets every page, however slow it is.
+    # A pool for fewer than ten of them; the host holds all, so that the disk gets every page even if it is slow.
     pages = 9 * (len(max(talk.prompts, key=len)) // PAGE + 4)
     plain = Harness("demo", page_size=PAGE, num_pages=64 * pages // 9, prefix_caching=False)
     harness = small(pages, 600, tmp_path, extents=600)
@@ -91,7 +91,7 @@ def test_64_conversations_stay_right_after_every_page_has_been_on_the_ssd(tmp_pa
     assert not any(s.failures for s in stats.values()), stats
 
 
-def test_a_disk_that_falls_behind_costs_hits_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_costs_only_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     really = StoreFile.write_extent
     monkeypatch.setattr(StoreFile, "write_extent", lambda *a: (go_on.wait(), really(*a))[1])
@@ -116,7 +116,7 @@ def test_a_disk_that_falls_behind_costs_hits_and_nothing_else(tmp_path: Path, mo
     assert not any(s.failures for s in stats.values()), stats
 
 
-def test_a_restart_finds_what_was_stored(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_restart_finds_stored_pages(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prompts = [prompt for prompt, _ in turns(tokenizer, 4, 200)]
     first = small(200, 200, tmp_path)
     answers, _ = ask(first, prompts)
@@ -144,8 +144,8 @@ def test_another_checkpoint_at_the_same_path_hits_nothing(tmp_path: Path) -> Non
     assert cached == [0, 56, 0]
 
 
-def test_keys_that_were_turned_for_shorter_contexts_hit_nothing(tmp_path: Path) -> None:
-    """Longrope turns by other frequencies where contexts may be longer than the original ones."""
+def test_keys_rotated_for_shorter_contexts_hit_nothing(tmp_path: Path) -> None:
+    """Longrope uses other frequencies if contexts may be longer than the original ones."""
     positions = {"max_position_embeddings": 1024, "original_max_position_embeddings": 256}
     model, cached = save_tiny("phi4", tmp_path / "model", **positions), []
     options: dict[str, Any] = {"page_size": 8, "num_pages": 128, "host_kv_gib": 0.01, "ssd_kv_gib": 0.01}
@@ -197,7 +197,7 @@ def test_corrupted_pages_are_computed_again(tokenizer: Tokenizer, tmp_path: Path
     assert stats.up
 
 
-def test_a_failing_disk_switches_the_tier_off_with_one_line(
+def test_a_failing_disk_disables_the_tier_with_one_line(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [prompt for prompt, _ in turns(tokenizer, 4, 200)]
@@ -218,7 +218,7 @@ def test_a_failing_disk_switches_the_tier_off_with_one_line(
     assert "EIO" in lines[0]
 
 
-def test_a_full_disk_switches_the_tier_off_with_one_line(
+def test_a_full_disk_disables_the_tier_with_one_line(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [prompt for prompt, _ in turns(tokenizer, 4, 100)]
@@ -282,7 +282,7 @@ def test_a_reset_empties_every_tier(tokenizer: Tokenizer, tmp_path: Path) -> Non
     assert cached == [0, 0, 0]
 
 
-def test_a_reset_that_the_disk_refuses_switches_the_tier_off_and_brings_nothing_back(
+def test_a_reset_that_fails_on_disk_disables_the_tier_and_restores_nothing(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [prompt for prompt, _ in turns(tokenizer, 3, 200)]
@@ -313,7 +313,7 @@ def test_a_reset_that_the_disk_refuses_switches_the_tier_off_and_brings_nothing_
         ({"host_kv_gib": 0.01, "ssd_kv_path": "/tmp/none", "ssd_kv_gib": 1e-6}, "ssd-kv-gib"),
     ],
 )
-def test_tiers_that_cannot_be_are_one_line(options: dict[str, Any], what: str) -> None:
+def test_impossible_tiers_are_a_one_line_error(options: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what) as error:
         Harness("demo", num_pages=8, **options)
     assert "\n" not in str(error.value)

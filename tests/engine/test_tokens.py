@@ -1,4 +1,4 @@
-"""Greedy tokens equal those of `transformers`, whatever the chunk size, the neighbours and the memory.
+"""Greedy tokens equal those of `transformers`, for any chunk size, neighbours and memory.
 
 As in `test_parity`, one forward of the reference over a prompt and its answer checks all its tokens at once.
 """
@@ -47,14 +47,14 @@ def _workload(count: int) -> list[np.ndarray]:
 
 @cache
 def _best(path: Path, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> list[int]:
-    """The token that `transformers` puts in the place of each, behind those before it."""
+    """The token that `transformers` chooses at each position, after those before it."""
     with torch.inference_mode():
         logits = _transformers(path)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     return logits.argmax(-1).tolist()
 
 
 def _judge(harness: Harness, path: Path, prompts: list[np.ndarray]) -> None:
-    """Each token is the best one behind those before it, and the answer ends where it has to; or was aborted."""
+    """Each token is the best one after those before it, and the answer ends where it has to, or was aborted."""
     ends = harness.engine.spec.eos_token_ids
     for handle, prompt in enumerate(prompts):
         tokens = harness.tokens[handle]
@@ -98,7 +98,7 @@ def _demo_prompts() -> list[np.ndarray]:
 
 
 def _of_families_and_chunks() -> list[Any]:
-    """Small chunks take as many steps as there are of them: a family or two stand for the others by day."""
+    """Small chunks take as many steps as there are chunks: one or two families stand for the others in the day run."""
     cases = []
     for family in (*LLAMA_LIKE, "demo"):
         one = pytest.mark.slow if family == "mistral" else pytest.mark.nightly
@@ -137,7 +137,7 @@ def test_tokens_survive_preemption_prefix_reuse_and_aborts(tiny_model, family: s
 
 
 def test_the_demo_models_tokens_are_those_of_transformers() -> None:
-    """By night forty of them, with little memory."""
+    """At night forty of them, with little memory."""
     prompts = _demo_prompts()[::6]
     harness = Harness(MODEL_PATH, max_num_batched_tokens=64, page_size=4, num_pages=300)
     handles = [harness.add(prompt, max_tokens=8, **GREEDY) for prompt in prompts]

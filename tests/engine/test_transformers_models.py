@@ -37,7 +37,7 @@ def _changed(path: Path, to: Path, **changes: Any) -> Path:
     return to
 
 
-def test_both_ways_give_the_same_tokens(tiny_model: Made) -> None:
+def test_both_implementations_give_the_same_tokens(tiny_model: Made) -> None:
     prompts = [np.random.default_rng(i).integers(3, 199, n) for i, n in enumerate((3, 19, 50))]
     tokens = []
     for impl in ("native", "transformers"):
@@ -76,7 +76,7 @@ def test_prompt_logprobs_are_those_of_the_native_path(tiny_model: Made) -> None:
     np.testing.assert_allclose(values[0], values[1], atol=2e-4)
 
 
-def test_a_line_says_what_computes_the_model(tiny_model: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_reports_what_computes_the_model(tiny_model: Made, capsys: pytest.CaptureFixture[str]) -> None:
     Harness(tiny_model("yi"), **OPTIONS)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "transformers' code" in line]
     assert line.startswith("weft: LlamaForCausalLM: ")
@@ -90,7 +90,7 @@ def test_weights_made_up_for_a_shape(tiny_model: Made) -> None:
     assert len(harness.tokens[0]) == 4
 
 
-def test_what_differs_from_generate_is_refused(tiny_model: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_differs_from_generate_is_refused(tiny_model: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     call = transformers_attention.PagedCalls.__call__
 
     def wrong(self: Any, module: Any, q: Any, k: Any, v: Any, given: Any) -> Any:
@@ -101,7 +101,7 @@ def test_what_differs_from_generate_is_refused(tiny_model: Made, monkeypatch: py
         Engine(EngineConfig(model=str(tiny_model("yi")), **OPTIONS))
 
 
-def test_pages_of_the_two_ways_are_not_taken_for_each_other(tiny_model: Made) -> None:
+def test_pages_of_the_two_implementations_have_different_identities(tiny_model: Made) -> None:
     layouts = []
     for impl in ("native", "transformers"):
         spec, _ = choose_spec(EngineConfig(model=str(tiny_model("yi")), model_impl=impl))
@@ -135,7 +135,7 @@ def test_missing_weights_are_named(tiny_model: Made, tmp_path: Path) -> None:
         Engine(EngineConfig(model=str(path), **OPTIONS))
 
 
-def test_weights_that_are_no_numbers_are_named(tiny_model: Made, tmp_path: Path) -> None:
+def test_non_finite_weights_are_named(tiny_model: Made, tmp_path: Path) -> None:
     path = _changed(tiny_model("yi"), tmp_path)
     file = next(f for f in sorted(path.glob("*.safetensors")) if "model.norm.weight" in load_file(f))
     tensors = load_file(file)
@@ -146,9 +146,7 @@ def test_weights_that_are_no_numbers_are_named(tiny_model: Made, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8])
-def test_weights_that_are_quantised_without_a_word_are_named(
-    tiny_model: Made, tmp_path: Path, kind: torch.dtype
-) -> None:
+def test_undeclared_quantised_weights_are_named(tiny_model: Made, tmp_path: Path, kind: torch.dtype) -> None:
     path = _changed(tiny_model("yi"), tmp_path)
     name = "model.layers.1.mlp.down_proj.weight"
     file = next(f for f in sorted(path.glob("*.safetensors")) if name in load_file(f))
@@ -158,7 +156,7 @@ def test_weights_that_are_quantised_without_a_word_are_named(
         Engine(EngineConfig(model=str(path), **OPTIONS))
 
 
-def test_modelopt_s_own_file_is_heeded(tiny_model: Made, tmp_path: Path) -> None:
+def test_modelopts_own_file_is_read(tiny_model: Made, tmp_path: Path) -> None:
     path = _changed(tiny_model("yi"), tmp_path, architectures=["OlmoForCausalLM"], model_type="olmo")
     (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
     for refuse in (lambda: choose_spec(EngineConfig(model=str(path))), lambda: check_known(path)):
@@ -189,7 +187,7 @@ def test_modelopt_s_own_file_is_heeded(tiny_model: Made, tmp_path: Path) -> None
         ({"architectures": ["GPTJForCausalLM"], "model_type": "gptj"}, "no attention interface"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_gets_one_line(
+def test_unsupported_models_are_refused_with_one_line(
     tiny_model: Made, tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     path = _changed(tiny_model("yi"), tmp_path, **changes)
@@ -239,7 +237,7 @@ def test_a_preset_runs_on_either() -> None:
     assert specs[0].kv_heads == specs[1].kv_heads
 
 
-def test_what_is_known_is_told_without_loading_torch(tiny_model: Made, tmp_path: Path) -> None:
+def test_known_facts_are_reported_without_loading_torch(tiny_model: Made, tmp_path: Path) -> None:
     check_known(_changed(tiny_model("yi"), tmp_path, architectures=["OlmoForCausalLM"], model_type="olmo"))
     with pytest.raises(ModelError, match="not supported"):
         check_known(_changed(tiny_model("yi"), tmp_path, architectures=["OlmoForCausalLM"]), "native")

@@ -1,4 +1,4 @@
-"""Prompt rows that nobody reads leave the last layer once it has attended, and nobody's result changes."""
+"""Unread prompt rows leave the last layer after its attention, and no result changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = [np.random.default_rng(seed).integers(3, 190, length) for seed, length
 
 
 class Watched:
-    """An engine whose executor notes how many rows its last layer goes on with, and can be made to keep all."""
+    """An engine whose executor records how many rows its last layer keeps, and can be made to keep all."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Path, *, keep_all: bool, **options: Any) -> None:
         self.kept: list[int] = []
@@ -45,7 +45,7 @@ class Watched:
 
     @staticmethod
     def how(options: dict[str, Any]) -> list[dict[str, Any]]:
-        """One of them asks for its prompt's log-probabilities; with batch invariance it may sit among the others."""
+        """One of them requests its prompt's log-probabilities; with batch invariance it may be among the others."""
         scored = {"prompt_logprobs": 1} if options.get("batch_invariant") else {}
         return [{}, scored, {}, {}]
 
@@ -57,8 +57,8 @@ class Watched:
 
 @pytest.mark.parametrize("family", ["llama2", "gemma3", "qwen3-moe", "phi", "olmo2"])
 def test_with_batch_invariance_no_bit_changes(tiny_model: Made, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    """Chunks without a sampled row, prompts that ask for all rows, decodes; norms before and behind, experts, and
-    attention beside the MLP."""
+    """Chunks without a sampled row, prompts that request all rows, decodes; norms before and after, experts, and
+    attention parallel to the MLP."""
     options = {"batch_invariant": True, "max_num_batched_tokens": 128, "dtype": "float32"}
     path = tiny_model(family)
     fewer, every = (Watched(monkeypatch, path, keep_all=keep_all, **options) for keep_all in (False, True))
@@ -85,8 +85,8 @@ def same_tokens(fewer: Watched, every: Watched) -> None:
             np.testing.assert_allclose(a.values, b.values, atol=1e-4)
 
 
-def test_ranks_leave_alike(tiny_model: Made) -> None:
-    """They add up their parts together: each must leave out the same rows."""
+def test_ranks_drop_the_same_rows(tiny_model: Made) -> None:
+    """They add up their partial sums together, so each must drop the same rows."""
     said = []
     for ranks in (1, 2):
         harness = Harness(

@@ -1,4 +1,4 @@
-"""The queue tells what its requests wait for; the engine tells what its iterations were made of."""
+"""The queue reports what its requests wait for; the engine reports the content of its iterations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG = list(range(5, 45))
 
 
 def reasons(harness: Harness) -> dict[str, int]:
-    """Without those that nobody waits for."""
+    """The reasons that at least one request waits for."""
     stats = harness.engine.stats().scheduler
     counted = {reason: count for reason, count in stats.queue.items() if count}
     assert sum(counted.values()) == stats.waiting
@@ -32,7 +32,7 @@ def reasons(harness: Harness) -> dict[str, int]:
         ({"max_num_seqs": 8, "num_pages": 64, "max_num_batched_tokens": 80}, "tokens"),
     ],
 )
-def test_what_a_queue_waits_for(tiny_model: Callable[[str], Path], options: dict[str, Any], reason: str) -> None:
+def test_reasons_for_waiting(tiny_model: Callable[[str], Path], options: dict[str, Any], reason: str) -> None:
     harness = Harness(tiny_model("yi"), page_size=8, prefix_caching=False, async_scheduling=False, **options)
     for _ in range(5):
         harness.add(LONG, max_tokens=4, ignore_eos=True, **GREEDY)
@@ -43,7 +43,7 @@ def test_what_a_queue_waits_for(tiny_model: Callable[[str], Path], options: dict
 
 
 @pytest.mark.parametrize("ended", [(), (0,), (2,), (0, 1), (0, 1, 2)])
-def test_siblings_are_counted_apart(tiny_model: Callable[[str], Path], ended: tuple[int, ...]) -> None:
+def test_siblings_are_counted_separately(tiny_model: Callable[[str], Path], ended: tuple[int, ...]) -> None:
     harness = Harness(tiny_model("yi"), page_size=8, num_pages=64)
     for handle in range(3):
         harness.tokens[handle] = []

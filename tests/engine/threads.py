@@ -1,4 +1,4 @@
-"""Several ranks in one process, a thread each: what they compute, without the processes."""
+"""Several ranks in one process, a thread each: their computation without the processes."""
 
 from __future__ import annotations
 

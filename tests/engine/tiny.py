@@ -152,7 +152,7 @@ def make_tiny(family: str, **overrides: Any) -> Any:
             elif tensor_name.endswith(("bias", "sinks")):
                 tensor.normal_(0, 0.1)
             elif "embed_tokens" in tensor_name and name in _SMALL_EMBEDDING:
-                tensor.normal_(0, 0.02)  # else a token's own row outweighs what the layers add
+                tensor.normal_(0, 0.02)  # otherwise a token's own row outweighs what the layers add
             elif "experts" in tensor_name or "embed_positions" in tensor_name or "wpe" in tensor_name:
                 tensor.normal_(0, 0.25)
     return model.eval()
