@@ -30,7 +30,8 @@ _FLAGS = (
 
 
 class Page:
-    """One tab. `errors` are exceptions, console errors and refusals of the Content-Security-Policy; `requests` URLs."""
+    """One tab. `errors` are exceptions, console errors and violations of the Content-Security-Policy; `requests` are
+    URLs."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -44,7 +45,7 @@ class Page:
         self._pump = asyncio.create_task(self._read())
 
     async def open(self) -> None:
-        """Begin anew: another tab, whose storage is empty."""
+        """Start over in another tab, with empty storage."""
         self._session = None
         if self._context is not None:
             await self.send("Target.disposeBrowserContext", browserContextId=self._context)
@@ -115,11 +116,11 @@ class Page:
         return value
 
     async def text(self, selector: str) -> str:
-        """As it is rendered; empty for what is not shown."""
+        """The rendered text; empty for hidden elements."""
         return str(await self.run(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
     async def type(self, text: str) -> None:
-        """Into what has the focus."""
+        """Type into the focused element."""
         await self.send("Input.insertText", text=text)
 
     async def press(self, key: str, *, shift: bool = False) -> None:
@@ -155,7 +156,7 @@ def _onto(reader: int, writer: int) -> Callable[[], None]:
 
 
 def _high_pipe() -> tuple[int, int]:
-    """A pipe whose ends are beyond 3 and 4."""
+    """A pipe whose file descriptors are above 3 and 4."""
     import fcntl
 
     ends = os.pipe()
@@ -167,7 +168,7 @@ def _high_pipe() -> tuple[int, int]:
 
 @contextlib.asynccontextmanager
 async def browsing(profile: Path) -> AsyncIterator[Page]:
-    """A page of a browser of its own, whose files are below `profile`."""
+    """A page of a separate browser, with its files below `profile`."""
     assert CHROMIUM is not None
     theirs_in, ours_out = _high_pipe()
     ours_in, theirs_out = _high_pipe()

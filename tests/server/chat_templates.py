@@ -1,4 +1,4 @@
-"""Chat templates with what those of the model families do, written for these tests."""
+"""Chat templates with the features of those of the model families, written for these tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Requests in the shape of Claude Code's, written from the public description of the API: many tools, a long system
-prompt in blocks with a billing header, reminders inside user messages, cache marks that move, thinking, results."""
+prompt in blocks with a billing header, reminders inside user messages, moving cache marks, thinking, results."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ TOOLS = [
 
 
 def system(nonce: str) -> list[dict[str, Any]]:
-    """The blocks of a system prompt; each request has another nonce."""
+    """The blocks of a system prompt. Each request has another nonce."""
     return [
         {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.37.fbe; cc_entrypoint=cli; cch={nonce};"},
         {"type": "text", "text": "You are a coding agent.", **CACHED},

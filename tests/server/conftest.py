@@ -1,4 +1,4 @@
-"""A server and a browser for each test module, the engine a stub; helpers beside the tests are imported by name."""
+"""A server with a stub engine and a browser for each test module. Helpers next to the tests are imported by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def fresh(server: Server) -> Server:
-    """Its engine has forgotten earlier tests."""
+    """The server, with an engine that has forgotten earlier tests."""
     from stub import Script
 
     engine = server.engine
@@ -46,7 +46,7 @@ async def _shared_hermes() -> AsyncIterator[Server]:
 
 @pytest.fixture
 def hermes(_shared_hermes: Server) -> Server:
-    """The module's server with the Hermes form of calls, likewise."""
+    """The module's server with Hermes tool calls, reset likewise."""
     return fresh(_shared_hermes)
 
 

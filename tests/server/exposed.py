@@ -1,4 +1,4 @@
-"""One figure of what a daemon exposes."""
+"""Reads one value of a daemon's metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.server.observe.metrics import Metrics
 
 
 def value_of(metrics: Metrics, name: str, labels: Mapping[str, str] | None = None) -> float | None:
-    """None when there is no such sample."""
+    """None if there is no such sample."""
     families = text_string_to_metric_families(metrics.render().decode())
     found = (s.value for family in families for s in family.samples if s.name == name and s.labels == (labels or {}))
     return next(found, None)

@@ -1,4 +1,5 @@
-"""A server that speaks as much of the Hugging Face hub's API as a download needs, and breaks off where it is told."""
+"""A server with the part of the Hugging Face hub's API that a download needs. It breaks connections where a test sets
+it."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ class Repository:
     refuse: tuple[int, str] | None = None
     """status and the hub's code for it"""
     gated: bool = False
-    """what it is about is told, its files are not given"""
+    """its information is given, its files are not"""
     token: str | None = None
-    """that a request must bear"""
+    """token that a request must have"""
 
 
 @dataclass
@@ -35,10 +36,10 @@ class Hub:
     """by file: bytes after which a connection breaks, for each of the next ones"""
 
     hold: dict[str, tuple[int, threading.Event]] = field(default_factory=dict)
-    """by file: bytes after which the rest waits for an event"""
+    """by file: bytes after which the transfer waits for an event"""
 
     def fetched(self) -> list[str]:
-        """Files whose content was asked for."""
+        """The requested files."""
         return [path.rpartition("/")[2] for method, path, _ in self.requests if method == "GET" and "/resolve/" in path]
 
 
@@ -148,7 +149,7 @@ def _digest(data: bytes) -> str:
 
 @contextmanager
 def hub() -> Iterator[Hub]:
-    """A hub of its own, on a free port."""
+    """A separate hub on a free port."""
     state = Hub()
     handler = type("Handler", (_Handler,), {"hub": state})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

@@ -1,4 +1,4 @@
-"""A port that nobody listens on."""
+"""A free port."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def free_port() -> int:
-    """Below those that the kernel gives out: no client's connection takes it before it is used."""
+    """A port below the kernel's ephemeral range, so that no client's connection takes it before it is used."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as free:

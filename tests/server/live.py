@@ -1,4 +1,4 @@
-"""The real daemon as a process of its own."""
+"""The real daemon as a separate process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 PATIENT = {"WEFT_HANG_TIMEOUT": "240", "WEFT_API_HANG_TIMEOUT": "240"}
-"""a machine that stands still for a while hangs nobody; who tests what hangs gives options, which count for more"""
+"""a machine that pauses for a while makes no process late; tests of hangs pass options, which override these"""
 
 
 class Daemon:
     """`weft serve` on a free port."""
 
     def __init__(self, log: Path, *options: str, env: Mapping[str, str] | None = None) -> None:
-        """`env`: variables beside those of this process."""
+        """`env`: environment variables in addition to those of this process."""
         self._log = log
         self.begun = time.monotonic()
         with log.open("wb") as stderr:
@@ -45,8 +45,9 @@ class Daemon:
     def stderr(self) -> str:
         return self._log.read_text()
 
-    def told(self, text: str, count: int = 1, seconds: float = 240) -> str:
-        """The log, once it has this text so often. Threads write it: what has happened may not have been told of."""
+    def wait_for_log(self, text: str, count: int = 1, seconds: float = 240) -> str:
+        """Return the log once it contains this text `count` times. A thread writes it, so an event may not be logged
+        yet."""
         end = time.monotonic() + seconds
         while (log := self.stderr()).count(text) < count:
             assert time.monotonic() < end, f"{text!r} {count} times in:\n{log}"
@@ -55,7 +56,7 @@ class Daemon:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """While its engines are stopped: what they have begun cannot end, however fast they are."""
+        """Pause its engines within this context, so that their requests cannot end however fast they are."""
         with stopped(*self.children("weft.engine.process")):
             yield
 
@@ -66,7 +67,7 @@ class Daemon:
 
     @property
     def engine_pid(self) -> int:
-        """Of its only engine, once there is one."""
+        """The process id of its only engine, once it has started."""
         end = time.monotonic() + 240
         while len(pids := self.children("weft.engine.process")) != 1:
             assert time.monotonic() < end, pids
@@ -80,10 +81,8 @@ class Daemon:
 
 
 def patched(folder: Path, code: str, of: str = "weft.engine.process") -> dict[str, str]:
-    """The environment of a daemon whose engines run this code as they begin. `folder`: one that is not there yet.
-
-    of: the module whose processes do; the daemon's is weft.server.
-    """
+    """The environment of a daemon whose engines run this code when they start. `folder`: a path that does not exist
+    yet. of: the module whose processes run it; the daemon's is weft.server."""
     folder.mkdir()
     lines = ["import sys", f"if {of!r} in sys.orig_argv:", textwrap.indent(code, "    ")]
     (folder / "sitecustomize.py").write_text("\n".join(lines))
@@ -94,7 +93,7 @@ LOADS_ALL = """
 from weft.engine.memory.loads import LoadSpeeds
 LoadSpeeds.worthwhile = lambda self, entries, *_: len(entries)
 """
-"""for `patched`: pages are loaded however slow this machine's disk is beside its processor"""
+"""for `patched`: pages are loaded even if this machine's disk is slow compared with its processor"""
 
 
 TELLS_OF_MODELS = """
@@ -105,11 +104,11 @@ def told(self, *args, **others):
     print(f"serves {self.config.model_names[0]}", file=sys.stderr, flush=True)
 Service.attach = told
 """
-"""for `patched`: an API process tells the log which model it serves from now on"""
+"""for `patched`: an API process logs which model it serves from now on"""
 
 
 def command_line(pid: int | str) -> str:
-    """Of a process; empty once it has ended."""
+    """The command line of a process; empty once it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
@@ -117,7 +116,7 @@ def command_line(pid: int | str) -> str:
 
 
 def stop(pid: int) -> None:
-    """SIGSTOP, and wait until it has done what it does: threads that compute go on for a moment."""
+    """Send SIGSTOP and wait until it takes effect: threads that compute run on for a moment."""
     os.kill(pid, signal.SIGSTOP)
     end = time.monotonic() + 240
     while not _states(pid) <= set("TtZX"):
@@ -126,17 +125,17 @@ def stop(pid: int) -> None:
 
 
 def _states(pid: int) -> set[str]:
-    """Of a process's threads, letters as `ps` has them; none once it has ended."""
+    """The states of a process's threads, letters as in `ps`; none once it has ended."""
     found = set()
     for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # it ends just now
+        with contextlib.suppress(OSError):  # it is ending now
             found.add(thread.read_text().rpartition(")")[2].split()[0])
     return found
 
 
 @contextlib.contextmanager
 def stopped(*pids: int) -> Iterator[None]:
-    """These processes stand still meanwhile."""
+    """Stop these processes within this context."""
     for pid in pids:
         stop(pid)
     try:

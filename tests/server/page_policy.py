@@ -1,4 +1,4 @@
-"""`policy_of`: what a page of ours lets its browser do."""
+"""`policy_of`: the permissions that one of our pages gives the browser."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 
 
 def policy_of(response: httpx.Response) -> dict[str, str]:
-    """By directive. One script and one style are allowed to run: those of the page, by their hashes."""
+    """The policy by directive. One script and one style may run: those of the page, by their hashes."""
     policy = dict(part.split(" ", 1) for part in response.headers["content-security-policy"].split("; "))
     for element, directive in (("script", "script-src"), ("style", "style-src")):
         (content,) = re.findall(rf"<{element}[^>]*>(.*?)</{element}>", response.text, re.DOTALL)

@@ -1,6 +1,7 @@
-"""What no schema tells schemathesis: which fields do not go together. So valid requests get past the checks of fields.
+"""Rules that no schema can express for schemathesis: fields that exclude each other. With them, valid requests pass the
+checks of fields.
 
-Loaded by schemathesis itself (`SCHEMATHESIS_HOOKS`).
+Schemathesis loads this module (`SCHEMATHESIS_HOOKS`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def before_call(_: Any, case: Any, __: dict[str, Any]) -> None:
         body["add_generation_prompt"] = False
     body.pop("best_of", None)
     if case.path.endswith("completions") and not (body.get("max_tokens") or body.get("max_completion_tokens")):
-        body["max_tokens"] = 2  # none would be the rest of the context
+        body["max_tokens"] = 2  # none would be the remaining context
     if case.path == "/v1/embeddings":
         body.pop("prompt_name", None)  # the model has none
         if "dimensions" in body and body["dimensions"] is not None:
@@ -56,5 +57,5 @@ def before_call(_: Any, case: Any, __: dict[str, Any]) -> None:
     if case.path.endswith("/messages") and body.get("max_tokens"):
         body["max_tokens"] = 2
     for message in body.get("messages") or ():
-        if message["role"] in ("developer", "tool"):  # a result without its call is no conversation
+        if message["role"] in ("developer", "tool"):  # a result without its call is not a conversation
             message["role"] = "user"

@@ -1,4 +1,4 @@
-"""An engine that plays a script, behind the real `Streams` and the real messages."""
+"""An engine that plays a script, with the real `Streams` and the real messages."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ HIDDEN = 8
 
 @dataclass
 class Script:
-    """What the engine answers. By default a text, a token an iteration, then the end token."""
+    """The engine's answer. By default a text, one token per iteration, then the end token."""
 
     text: str = "hello world"
     ids: Sequence[int] | None = None
     burst: int = 1
-    """tokens that arrive together"""
+    """tokens of one delivery"""
     delay: float = 0.0
     """seconds before each burst"""
     gate: asyncio.Event | None = None
-    """nothing is sent before it is set"""
+    """nothing is sent until it is set"""
     stop_after: int | None = None
-    """tokens after which nothing more comes, not even an end"""
+    """tokens after which nothing more is sent, not even an end"""
     finish: Finish | None = None
-    """instead of the finish that follows from tokens and limits"""
+    """finish reason that replaces the one of tokens and limits"""
     error: str | None = None
     cached_tokens: int = 0
     joules: float = 0.0
-    """charged for each of its messages, to who asked"""
+    """charged to the request with each of its messages"""
     vary: bool = False
-    """each further sequence of a prompt gets a text of its own"""
+    """each further sequence of a prompt gets its own text"""
 
 
 @dataclass
 class Stub(Streams):
-    """`added` and `aborted` tell what the server sent."""
+    """`added` and `aborted` record the messages of the server."""
 
     tokenizer: Tokenizer
     script: Script = field(default_factory=Script)
@@ -74,7 +74,7 @@ class Stub(Streams):
     aborted: list[int] = field(default_factory=list)
     resets: int = 0
     fetched: list[tuple[bytes, ...]] = field(default_factory=list)
-    """names of conversations whose pages were sent for"""
+    """names of conversations whose pages were prefetched"""
     max_num_seqs: int = 256
     running: int = 0
     energy_source: str = ""
@@ -122,7 +122,7 @@ class Stub(Streams):
                 self.resets += 1
 
     def die(self) -> None:
-        """The engine process ends, as the daemon would tell."""
+        """The engine process ends, as the daemon reports it."""
         self.mark_dead("the engine ended (signal SIGKILL)")
 
     def _deliver_one(self, handle: int, tokens: Sequence[int], finish: Finish, **more: Any) -> None:
@@ -189,7 +189,7 @@ class Stub(Streams):
 
 
 def state_of(prompt: Sequence[int]) -> np.ndarray:
-    """`[HIDDEN]` float32: what stands for the hidden states of a prompt."""
+    """`[HIDDEN]` float32: the stub's hidden states of a prompt."""
     return np.random.default_rng(list(prompt)).normal(size=HIDDEN).astype(np.float32)
 
 
@@ -210,7 +210,7 @@ class Server:
     http: httpx.AsyncClient
     front: HttpServer
     engines: list[Stub]
-    """`engine` and those beside it"""
+    """`engine` and the other engines"""
 
     async def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
         return await self.http.post(path, json=body, **options)
@@ -227,7 +227,7 @@ class Server:
         return response.json()
 
     async def settle(self, condition: Callable[[], bool], timeout: float = 240) -> None:
-        """Wait for something to become true."""
+        """Wait until the condition is true."""
         async with asyncio.timeout(timeout):
             while not condition():
                 await asyncio.sleep(0.005)
@@ -249,7 +249,7 @@ async def serving(
         options = {"port": 0, **options}
     else:
         options = {"served_model_name": ["stub"], "port": 0, "replicas": engines, **options}
-    watch = Watch(Heartbeats(engines + 1))  # nobody is late who has never beaten
+    watch = Watch(Heartbeats(engines + 1))  # a process that never had a heartbeat is not late
     service = Service(ServeConfig(**options), watch=watch)
     tokenizer = Tokenizer(vocabularies.wrapped(vocabularies.byte_level(adds_bos=adds_bos)))
     stubs = [Stub(tokenizer, max_num_seqs=max_num_seqs, energy_source=energy_source) for _ in range(engines)]

@@ -1,4 +1,4 @@
-"""What no honest client sends: the right status, OpenAI's error body, and a server that serves on."""
+"""Malformed and hostile requests: the right status, OpenAI's error body, and a server that keeps serving."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
-async def _serves_on(server: Server) -> AsyncIterator[None]:
+async def keeps_serving(server: Server) -> AsyncIterator[None]:
     yield
     await server.settle(lambda: not server.service.open)
     assert (await server.complete(prompt="hi"))["choices"][0]["text"] == "hello world"
@@ -35,7 +35,7 @@ async def _serves_on(server: Server) -> AsyncIterator[None]:
 
 
 async def exchange(server: Server, *parts: bytes, pause: float = 0.01, eof: bool = False) -> tuple[int, Any]:
-    """Send bytes on a connection of its own; the status and the body of the answer, or (0, None) without one."""
+    """Send bytes on a separate connection. Returns the status and the body of the answer, or (0, None) without one."""
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -83,7 +83,7 @@ def with_body(body: bytes, head: bytes = POST) -> bytes:
     ],
     ids=repr,
 )
-async def test_what_is_no_http(server: Server, data: bytes) -> None:
+async def test_requests_that_are_not_http_are_400(server: Server, data: bytes) -> None:
     status, body = await exchange(server, data)
     assert status == 400
     assert set(body["error"]) == {"message", "type", "param", "code"}
@@ -96,7 +96,7 @@ async def test_unusual_hosts_change_nothing(server: Server, host: bytes) -> None
 
 
 @pytest.mark.parametrize("target", [b"*", b"/%00", b"/%ff%fe", b"//", b"/v1/../health", b"http://other/health?x=\x27"])
-async def test_unusual_targets_have_an_answer(server: Server, target: bytes) -> None:
+async def test_unusual_targets_get_an_answer(server: Server, target: bytes) -> None:
     status, _ = await exchange(server, b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")
     assert status in (200, 400, 404)
 
@@ -119,18 +119,20 @@ async def test_slow_headers_are_408(server: Server, monkeypatch: pytest.MonkeyPa
     status, body = await exchange(server, b"GET /he", b"alth HTTP/1.1\r\nHo", pause=0.02)
     assert (status, body["error"]["code"]) == (408, "slow_request")
     assert await exchange(server, pause=0.3) == (0, None)  # nothing at all: closed without an answer
-    # The second request of a connection has as long as the first.
+    # The second request of a connection has as much time as the first.
     status, _ = await exchange(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"GET", pause=0.3)
     assert status == 200
 
 
-async def test_hundreds_of_slow_clients_keep_nobody_waiting(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hundreds_of_slow_clients_do_not_delay_others(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEADER_SECONDS", 600.0)
     files = len(list(FILES.iterdir()))
     head = POST + b"Content-Length: 100\r\n"
     parts = [head[:20], *(head[i : i + 1] for i in range(20, 25))]
     slow = [asyncio.create_task(exchange(server, *parts, pause=0.1)) for _ in range(300)]
-    await server.settle(lambda: len(list(FILES.iterdir())) > files + 500)  # two each, but what tests before left
+    await server.settle(
+        lambda: len(list(FILES.iterdir())) > files + 500
+    )  # two each, except those that earlier tests left
     for _ in range(5):
         assert (await server.complete(prompt="hi"))["choices"][0]["text"] == "hello world"
     assert not any(task.done() for task in slow)
@@ -145,7 +147,7 @@ async def test_a_slow_body_is_408(server: Server, monkeypatch: pytest.MonkeyPatc
     assert (status, body["error"]["code"]) == (408, "slow_request")
 
 
-async def test_a_body_that_nobody_waits_for_must_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_is_not_read_must_end_in_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "UNREAD_SECONDS", 0.2)
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -154,7 +156,7 @@ async def test_a_body_that_nobody_waits_for_must_end(server: Server, monkeypatch
         assert (await reader.readline()).split()[1] == b"404"
         await reader.read()  # the end of the connection
     writer.close()
-    # A request that ends in time has a connection to go on with.
+    # A request that ends in time keeps its connection.
     monkeypatch.setattr(connection, "UNREAD_SECONDS", 2.0)
     late = b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -174,14 +176,14 @@ async def test_a_body_that_nobody_waits_for_must_end(server: Server, monkeypatch
     [(b"5;", b"a"), (b"0\r\nA: ", b"a"), (b"0\r\n", b"A: a\r\n")],
     ids=["extension", "trailer", "trailers"],
 )
-async def test_chunks_bring_no_more_than_headers_may_be(server: Server, begin: bytes, rest: bytes) -> None:
+async def test_chunk_headers_are_limited_like_headers(server: Server, begin: bytes, rest: bytes) -> None:
     flood = begin + rest * (connection.MAX_HEADER_BYTES // len(rest) + 10)
     parts = [flood[i : i + 2**14] for i in range(0, len(flood), 2**14)]
     status, body = await exchange(server, POST + b"Transfer-Encoding: chunked\r\n\r\n", *parts)
     assert (status, body["error"]["code"]) == (431, "headers_too_large")
 
 
-async def test_trailers_are_no_headers() -> None:
+async def test_trailers_are_not_headers() -> None:
     async with serving(api_key=["k"]) as server:
         trailer = b"0\r\nAuthorization: Bearer k\r\n\r\n"
         data = b'd\r\n{"prompt":"a"\r\n1\r\n}\r\n' + trailer
@@ -211,7 +213,7 @@ async def test_33_mib_are_413(server: Server, chunked: bool) -> None:
     ],
     ids=repr,
 )
-async def test_a_body_that_breaks_off_is_nobodys_error(server: Server, data: bytes) -> None:
+async def test_an_incomplete_body_is_not_a_server_error(server: Server, data: bytes) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     counted = partial(value_of, server.service.metrics)
     labels = {"endpoint": "/v1/completions", "status": "499"}
@@ -271,7 +273,7 @@ BAD_JSON = [
     ],
     ids=lambda value: repr(value[:40]),
 )
-async def test_bodies_that_cannot_be_used_are_400(server: Server, path: bytes, data: bytes) -> None:
+async def test_invalid_bodies_are_400(server: Server, path: bytes, data: bytes) -> None:
     head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     status, body = await exchange(server, with_body(data, head), pause=0)
     assert status == 400
@@ -321,12 +323,14 @@ SAID = b'{"messages": [{"role": "user", "content": "a"}], '
     ids=lambda value: repr(value.partition(b":")[0]),
 )
 @pytest.mark.parametrize("kind", ["object", "schema"])
-async def test_deep_json_is_no_defect(server: Server, path: bytes, start: bytes, field: bytes, kind: str) -> None:
-    """As deep as the parser of bodies, of grammars, a serializer, or Python itself goes, and a little deeper."""
+async def test_deep_json_is_not_a_server_error(
+    server: Server, path: bytes, start: bytes, field: bytes, kind: str
+) -> None:
+    """As deep as the parsers of bodies and grammars, a serializer, or Python itself allow, and slightly deeper."""
     head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     for levels in (100, 120, 127, 250, 260, 900, 1010, 1100):
         document = nested(levels, kind)
-        for value in (document, json.dumps(document.decode()).encode()):  # as it is, and in a string
+        for value in (document, json.dumps(document.decode()).encode()):  # plain, and in a string
             status, body = await exchange(server, with_body(start + field % value + b"}", head), pause=0)
             assert status in (200, 400), body
             if levels > MAX_NESTING and value is document:
@@ -343,7 +347,7 @@ async def test_nesting_counts_by_level() -> None:
     assert len(parse_json(wide)) == 100
 
 
-async def test_random_bytes_never_bring_a_500(server: Server) -> None:
+async def test_random_bytes_never_cause_a_500(server: Server) -> None:
     rng = random.Random(7)
     seed = with_body(b'{"prompt": "hi", "stream": true, "max_tokens": 3, "stop": ["x"]}')
     server.engine.script = Script("abc")
@@ -372,7 +376,7 @@ async def test_random_bytes_never_bring_a_500(server: Server) -> None:
     server.engine.script = Script()
 
 
-async def test_garbage_behind_a_request_does_not_get_into_its_answer(server: Server) -> None:
+async def test_garbage_after_a_request_does_not_affect_its_answer(server: Server) -> None:
     gate = asyncio.Event()
     server.engine.script = Script("abc", gate=gate)
     host, port = server.url.removeprefix("http://").split(":")

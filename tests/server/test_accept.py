@@ -1,4 +1,4 @@
-"""Connections beyond the file descriptors are closed, counted and told of; TLS; a queue that another one empties."""
+"""Connections beyond the file descriptors are closed, counted and logged; TLS; a queue that another process empties."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Greeter(asyncio.Protocol):
         transport.close()
 
 
-async def test_an_accept_that_fails_is_tried_again_and_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_accept_is_retried_without_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "PAUSE", 0.02)
     tries = 0
 
@@ -74,7 +74,7 @@ async def test_an_accept_that_fails_is_tried_again_and_does_not_spin(monkeypatch
         acceptor.stop()
 
 
-async def test_what_one_leaves_in_the_queue_the_next_one_takes() -> None:
+async def test_connections_left_in_the_queue_are_taken_by_the_next_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         first = Acceptor(listener, Greeter, lambda: None, lambda: None)
         first.start()
@@ -92,7 +92,7 @@ async def test_what_one_leaves_in_the_queue_the_next_one_takes() -> None:
         writer.close()
 
 
-async def test_a_handshake_that_fails_closes_its_connection() -> None:
+async def test_a_failed_handshake_closes_its_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         acceptor = Acceptor(listener, Greeter, lambda: context, lambda: None)

@@ -1,4 +1,4 @@
-"""Keys: denied by default, on the path of the ASGI scope, admin apart."""
+"""API keys: denied by default, checked on the path of the ASGI scope, admin keys separate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PRIVATE = ["/v1/models", "/v1/completions", "/tokenizer_info", "/openapi.json", 
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-async def test_pages_need_no_key_for_they_tell_what_the_source_tells(guarded: Server, path: str) -> None:
+async def test_pages_need_no_key_because_they_contain_only_public_source(guarded: Server, path: str) -> None:
     response = await guarded.http.get(path)
     assert response.status_code == 200
     assert "secret" not in response.text
@@ -38,7 +38,7 @@ async def test_probes_need_no_key(guarded: Server, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PRIVATE)
-async def test_everything_else_does(guarded: Server, path: str) -> None:
+async def test_all_other_paths_do(guarded: Server, path: str) -> None:
     for headers in (
         {},
         bearer("wrong"),
@@ -57,7 +57,7 @@ async def test_any_of_the_keys_opens(guarded: Server) -> None:
         assert (await guarded.http.get("/v1/models", headers=bearer(key))).status_code == 200
 
 
-async def test_prompts_are_paid_for_before_they_are_computed() -> None:
+async def test_prompts_are_charged_before_they_are_computed() -> None:
     async with serving(rate_limit_tokens=9) as server:
         server.engine.script = Script(gate=asyncio.Event())
         body = {"prompt": [1, 2, 3, 4, 5], "max_tokens": 1}
@@ -69,12 +69,12 @@ async def test_prompts_are_paid_for_before_they_are_computed() -> None:
         assert server.service.shared_state.buckets[0, 2] == pytest.approx(12, abs=1)
 
 
-async def test_a_forged_host_does_not_open(guarded: Server) -> None:
+async def test_a_forged_host_gives_no_access(guarded: Server) -> None:
     response = await guarded.http.get("/v1/models", headers={"Host": "x/health?"})
     assert response.status_code == 401
 
 
-async def test_admin_takes_its_own_key_only(guarded: Server) -> None:
+async def test_admin_paths_accept_only_the_admin_key(guarded: Server) -> None:
     for headers in ({}, bearer("secret")):
         assert (await guarded.http.post("/admin/reset_prefix_cache", headers=headers)).status_code == 401
     assert (await guarded.http.post("/admin/reset_prefix_cache", headers=bearer("root"))).status_code == 200

@@ -1,7 +1,8 @@
-"""A conversation of an agent in each dialect, twelve turns by day, forty by night: what was computed is found again.
+"""A conversation of an agent in each API format, twelve turns by day, forty at night: computed prefixes are found
+again.
 
-Each turn sends everything again, with a new nonce in its system prompt, as coding agents do, and the results of tools
-that the answer before has called.
+Each turn sends the whole history again, with a new nonce in its system prompt, as coding agents do, and the results of
+tools that the previous answer called.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ WEATHER: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "r
 ADD: Any = {"type": "object", "properties": {n: {"type": "number"} for n in ("a", "b")}, "required": ["a", "b"]}
 TOOLS = {"get_weather": ("Get the weather for a city.", WEATHER), "add": ("Add two numbers.", ADD)}
 FACTS = " ".join(f"The weather in {place} was {sky}." for place in PLACES for sky in ("sunny", "rainy", "cold"))
-"""with some more of it what a system prompt of a coding agent is in length, for a model of this size"""
+"""repeated, it is as long as a coding agent's system prompt, for a model of this size"""
 
 
 def question(i: int) -> str:
@@ -39,14 +40,14 @@ def question(i: int) -> str:
 
 
 class Turn:
-    """What one request told."""
+    """The results of one request."""
 
     def __init__(self, prompt: int, cached: int, output: int, called: bool) -> None:
         self.prompt, self.cached, self.output, self.called = prompt, cached, output, called
 
 
 class Agent:
-    """A client that sends everything again with every turn."""
+    """A client that sends its whole history with every turn."""
 
     def __init__(self, http: httpx.Client, facts: str) -> None:
         self.http = http
@@ -56,7 +57,7 @@ class Agent:
         """ids of the calls to be answered next"""
 
     def ask(self, i: int) -> Turn:
-        """Streamed in every second turn, where a stream is put together again here."""
+        """Streams every second turn, and reassembles the stream here."""
         raise NotImplementedError
 
     def whole(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +71,7 @@ class Agent:
 
 
 def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Anthropic's stream as the message that it tells."""
+    """The message of Anthropic's stream."""
     message = events[0]["message"]
     assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
     blocks: list[dict[str, Any]] = message["content"]
@@ -92,7 +93,7 @@ def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response that a stream of it ends with, whose items are those that the events told."""
+    """The final response of a stream, checked against the items of its events."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     response: dict[str, Any] = events[-1]["response"]
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
@@ -106,7 +107,7 @@ def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Chat(Agent):
-    """The history as `/v1/chat/completions` has it."""
+    """The history in the form of `/v1/chat/completions`."""
 
     def ask(self, i: int) -> Turn:
         if self._calls:
@@ -134,7 +135,7 @@ class Chat(Agent):
 
 
 class Messages(Agent):
-    """The history as `/v1/messages` has it, and Claude Code sends it."""
+    """The history in the form of `/v1/messages`, as Claude Code sends it."""
 
     def ask(self, i: int) -> Turn:
         results = [{"type": "tool_result", "tool_use_id": call, "content": RESULT} for call in self._calls]
@@ -154,7 +155,7 @@ class Messages(Agent):
 
 
 class Responses(Agent):
-    """The history as `/v1/responses` has it, sent whole as Codex does."""
+    """The history in the form of `/v1/responses`, sent whole as Codex does."""
 
     def ask(self, i: int) -> Turn:
         if self._calls:
@@ -189,15 +190,15 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 def share_found(turns: list[Turn]) -> float:
-    """Of the tokens that were sent or answered before, turn by turn."""
+    """The cached share of the tokens that were sent or answered before, turn by turn."""
     return sum(turn.cached for turn in turns[1:]) / sum(before.prompt + before.output for before in turns[:-1])
 
 
 @pytest.mark.parametrize("dialect", [Chat, Messages, Responses])
 @pytest.mark.parametrize(("count", "length"), [(12, 5), pytest.param(40, 1, marks=pytest.mark.nightly)])
-def test_what_was_seen_before_is_found_again(daemon: Daemon, dialect: type[Agent], count: int, length: int) -> None:
+def test_earlier_turns_are_found_in_the_cache(daemon: Daemon, dialect: type[Agent], count: int, length: int) -> None:
     with httpx.Client(base_url=daemon.url, timeout=240) as http:
-        agent = dialect(http, " ".join([dialect.__name__, *length * [FACTS]]))  # each begins a conversation of its own
+        agent = dialect(http, " ".join([dialect.__name__, *length * [FACTS]]))  # each starts its own conversation
         turns = [agent.ask(i) for i in range(count)]
     told = json.dumps([vars(turn) for turn in turns])
     assert LEAST_HITS <= share_found(turns) < 1, told
@@ -211,7 +212,8 @@ def value(daemon: Daemon, name: str, tier: str) -> float:
 
 
 def all_spilled(daemon: Daemon) -> float:
-    """Wait until every tier has all pages, as it does once they lie idle; returns their number. The pool loses none."""
+    """Wait until every tier has all pages, as it does once they are idle, and return their number. The pool loses
+    none."""
     end = time.monotonic() + 240
     while True:
         pages = [value(daemon, "weft_kv_tier_used_pages", tier) for tier in ("gpu", "host", "ssd")]
@@ -221,8 +223,8 @@ def all_spilled(daemon: Daemon) -> float:
         time.sleep(0.05)
 
 
-def test_idle_conversations_outlive_a_daemon_that_is_killed(tmp_path: Path) -> None:
-    """What has lain idle is on the SSD without anybody's asking, and is found there."""
+def test_idle_conversations_outlive_a_killed_daemon(tmp_path: Path) -> None:
+    """Idle pages are on the SSD without a request for it, and are found there."""
     options = ["--page-size", "8", "--host-kv-gib", "0.1", "--ssd-kv-path", str(tmp_path / "kv"), "--ssd-kv-gib", "0.2"]
     options += ["--idle-spill-seconds", "0.5"]
     env = patched(tmp_path / "site", LOADS_ALL)

@@ -1,4 +1,4 @@
-"""Other servers' paths: the same answers as under this server's own, behind the same keys and limits."""
+"""Other servers' paths give the same answers as this server's own, with the same keys and limits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMPLETION: dict[str, Any] = {"model": "stub", "prompt": "hi"}
         ("/v1/v1/../admin", "/v1/../admin"),
     ],
 )
-async def test_paths_that_are_known_by_other_names(path: str, known: str) -> None:
+async def test_paths_known_by_other_names(path: str, known: str) -> None:
     assert canonical(path) == known
 
 
@@ -50,6 +50,46 @@ async def test_paths_without_v1_answer_the_same(server: Server) -> None:
     assert (await server.post("/v1/detokenize", {"tokens": [72]})).json()["prompt"] == "i"
 
 
+async def test_a_ping_may_be_posted(server: Server) -> None:
+    assert (await server.http.post("/ping")).status_code == 200
+    assert (await server.http.post("/ping", json={})).status_code == 200
+
+
+async def test_an_asterisk_accepts_any_name() -> None:
+    async with serving(served_model_name=["stub", "*"]) as server:
+        assert [model["id"] for model in (await server.http.get("/v1/models")).json()["data"]] == ["stub"]
+        for name in ("gpt-4o", "stub", "*"):
+            assert (await server.chat(model=name))["model"] == name
+            assert (await server.http.get(f"/v1/models/{name}")).json()["id"] == name
+        assert (await server.complete(model=None))["model"] == "stub"
+        assert (await server.post("/api/show", {"model": "llama3:latest"})).status_code == 200
+    async with serving(served_model_name=["*"], model="demo") as server:
+        assert [model["id"] for model in (await server.http.get("/v1/models")).json()["data"]] == ["demo"]
+    several = [{"model": "demo", "served_model_name": ["a"]}, {"model": "demo", "served_model_name": ["b", "*"]}]
+    async with serving(models=several) as server:
+        assert [each.for_model(name).config.model_names[0] for each, name in ((server.service, "a"),)] == ["a"]
+        assert server.service.for_model("c").config.model_names == ["b"]
+        assert server.service.for_model(None).config.model_names == ["a"]
+
+
+async def test_paths_may_have_the_prefix_of_a_proxy() -> None:
+    async with serving(root_path="/llm/", api_key=["secret"], admin_api_key="admin") as server:
+        key = {"authorization": "Bearer secret"}
+        for prefix in ("", "/llm"):
+            assert (await server.http.get(f"{prefix}/health")).status_code == 200
+            assert (await server.http.get(f"{prefix}/v1/models", headers=key)).status_code == 200
+            assert (await server.http.get(f"{prefix}/v1/models")).status_code == 401
+            assert (await server.http.get(f"{prefix}/admin/models", headers=key)).status_code == 401
+            assert (await server.post(f"{prefix}/chat/completions", CHAT, headers=key)).status_code == 200
+        assert (await server.http.get("/llm")).headers["content-type"].startswith("text/html")
+        for path in ("/llmx/health", "/other/health"):
+            assert (await server.http.get(path, headers=key)).status_code == 404
+        schema = (await server.http.get("/llm/openapi.json", headers=key)).json()
+        assert schema["servers"] == [{"url": "/llm"}]
+        metrics = (await server.http.get("/llm/metrics")).text
+        assert 'weft_requests_total{endpoint="/v1/chat/completions",status="200"} 2' in metrics
+
+
 async def test_several_prompts_are_tokenized_at_once(server: Server) -> None:
     one = [(await server.post("/tokenize", {"prompt": text})).json() for text in ("hello", "a b")]
     both = (await server.post("/tokenize", {"prompt": ["hello", "a b"], "return_token_strs": True})).json()
@@ -60,7 +100,7 @@ async def test_several_prompts_are_tokenized_at_once(server: Server) -> None:
     assert (await server.post("/tokenize", {"prompt": ["x" * 100_000]})).status_code == 400
 
 
-async def test_invocations_are_what_their_fields_say(server: Server) -> None:
+async def test_invocations_are_chosen_by_their_fields(server: Server) -> None:
     chat = (await server.post("/invocations", CHAT)).json()
     assert chat["choices"][0]["message"]["content"] == "hello world"
     completion = await server.post("/invocations", COMPLETION, headers={"x-request-id": "mine"})
@@ -75,14 +115,14 @@ async def test_invocations_are_what_their_fields_say(server: Server) -> None:
     assert refused.json()["error"]["param"] == "max_tokens"
 
 
-async def test_a_client_that_leaves_an_invocation_is_noticed(server: Server) -> None:
+async def test_a_client_that_disconnects_from_an_invocation_is_noticed(server: Server) -> None:
     server.engine.script = Script("hello world", stop_after=1)
     with pytest.raises(httpx.ReadTimeout):
         await server.post("/invocations", CHAT, timeout=httpx.Timeout(240, read=0.5))
     await server.settle(lambda: len(server.engine.aborted) == 1)
 
 
-async def test_the_ping_is_one_of_a_loaded_model(server: Server) -> None:
+async def test_the_ping_reports_a_loaded_model(server: Server) -> None:
     assert (await server.http.get("/ping")).status_code == 200
     assert (await server.http.head("/ping")).status_code == 200
     server.service.phase = Phase.LOADING
@@ -92,7 +132,7 @@ async def test_the_ping_is_one_of_a_loaded_model(server: Server) -> None:
         server.service.phase = Phase.SERVING
 
 
-async def test_what_is_served_in_other_servers_words(server: Server) -> None:
+async def test_model_information_in_other_servers_formats(server: Server) -> None:
     assert (await server.http.get("/server_info")).json()["context_length"] == 512
     props = (await server.http.get("/props")).json()
     assert props["default_generation_settings"]["n_ctx"] == 512
@@ -103,7 +143,7 @@ async def test_what_is_served_in_other_servers_words(server: Server) -> None:
     assert rendered == {"prompt": "<|bos|><|user|><|assistant|><|assistant|>"}
 
 
-async def test_keys_hold_under_every_name() -> None:
+async def test_keys_are_required_under_every_name() -> None:
     async with serving(api_key=["secret"], admin_api_key="root", rate_limit=2) as server:
         for path in ("/models", "/v1/v1/models", "/server_info", "/load", "/props"):
             assert (await server.http.get(path)).status_code == 401

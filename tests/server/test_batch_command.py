@@ -1,4 +1,4 @@
-"""`weft batch`: every request answered exactly once, whatever is killed, refused or wrong on the way."""
+"""`weft batch`: every request is answered exactly once, despite kills, refusals and errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def batch(*words: str | Path) -> asyncio.subprocess.Process:
 
 
 @pytest.mark.slow
-async def test_killed_in_the_middle_and_started_again_every_line_is_there_once(server: Server, tmp_path: Path) -> None:
+async def test_a_batch_killed_and_restarted_answers_every_line_once(server: Server, tmp_path: Path) -> None:
     server.engine.script = Script("one two three", delay=0.003)
     requests = [request(i) for i in range(240)]
     requests[7]["body"]["temperature"] = "hot"
@@ -62,7 +62,7 @@ async def test_killed_in_the_middle_and_started_again_every_line_is_there_once(s
     await process.wait()
     written = out.read_bytes()
     assert 60 <= written.count(b"\n") < 240
-    # What a kill in the middle of a write leaves.
+    # A kill in the middle of a write leaves this.
     out.write_bytes(written + written.splitlines()[3][:50])
     process = await batch(*words)
     said, complained = await process.communicate()
@@ -78,7 +78,7 @@ async def test_killed_in_the_middle_and_started_again_every_line_is_there_once(s
     assert (good["status_code"], good["body"]["object"]) == (200, "chat.completion")
     assert good["request_id"]
     assert by_id["r9"]["response"]["body"]["choices"][0]["text"] == "one two three"
-    # A third time there is nothing to do.
+    # The third run has nothing to do.
     asked = len(server.engine.added)
     again = await batch(*words)
     assert b"0 in this run" in (await again.communicate())[0]
@@ -102,7 +102,7 @@ async def test_overload_is_waited_out(tmp_path: Path) -> None:
         assert [a["response"]["status_code"] for a in answers(out)] == [200] * 12
 
 
-async def test_a_request_that_loses_every_connection_has_that_for_its_answer(
+async def test_a_request_that_loses_every_connection_gets_that_as_its_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_client, "PAUSE_SECONDS", (0.01, 0.02))
@@ -120,7 +120,7 @@ async def test_a_request_that_loses_every_connection_has_that_for_its_answer(
     server.close()
 
 
-async def test_a_server_that_is_gone_is_given_up_and_nothing_is_lost(
+async def test_a_server_that_exited_is_given_up_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_client, "PAUSE_SECONDS", (0.01, 0.02))
@@ -147,10 +147,10 @@ async def test_a_wrong_key_ends_the_batch_instead_of_failing_every_line(tmp_path
         assert out.read_bytes() == b""
 
 
-async def test_of_several_keys_in_the_environment_the_first_is_sent(
+async def test_the_first_of_several_keys_in_the_environment_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WEFT_API_KEY", "first, second")  # as `weft serve` takes it
+    monkeypatch.setenv("WEFT_API_KEY", "first, second")  # as `weft serve` reads it
     async with serving(api_key=["first", "second"]) as server:
         file, out = write(tmp_path / "in", [request(1)]), tmp_path / "out"
         await asyncio.to_thread(_run, [str(file), str(out), "--url", server.url])
@@ -169,7 +169,7 @@ async def test_of_several_keys_in_the_environment_the_first_is_sent(
         (b'{"custom_id": "a", "url": "/v1/completions", "body": {"stream": true}}', "asks for a stream"),
     ],
 )
-async def test_a_line_that_is_no_request_is_named(line: bytes, message: str) -> None:
+async def test_a_line_that_is_not_a_request_is_named(line: bytes, message: str) -> None:
     with pytest.raises(LineError, match=message):
         parse(line)
 
@@ -182,7 +182,7 @@ async def test_a_line_that_is_no_request_is_named(line: bytes, message: str) -> 
         (json.dumps(request(1)) + "\n\n" + json.dumps(request(1)) + "\n", "line 3 repeats the custom_id 'r1'"),
     ],
 )
-async def test_a_file_with_a_wrong_line_is_refused_before_anything_is_asked(
+async def test_a_file_with_a_wrong_line_is_refused_before_any_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
 ) -> None:
     file = tmp_path / "in.jsonl"
@@ -192,7 +192,7 @@ async def test_a_file_with_a_wrong_line_is_refused_before_anything_is_asked(
     assert not (tmp_path / "out").exists()
 
 
-async def test_answers_of_something_else_are_not_appended_to(tmp_path: Path) -> None:
+async def test_answers_of_another_batch_are_not_appended_to(tmp_path: Path) -> None:
     file, out = write(tmp_path / "in", [request(1)]), tmp_path / "out"
     for content, why in [
         ("hello\n", "line 1 is not"),
@@ -213,7 +213,7 @@ async def test_answers_of_something_else_are_not_appended_to(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("which", ["requests", "answers"])
-async def test_a_pipe_is_no_file_of_a_batch(tmp_path: Path, which: str) -> None:
+async def test_a_pipe_is_not_a_batch_file(tmp_path: Path, which: str) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     file = write(tmp_path / "in", [request(1)])
@@ -231,7 +231,7 @@ async def test_a_pipe_is_no_file_of_a_batch(tmp_path: Path, which: str) -> None:
         (["--patience", "nan"], "--patience at least 0"),
     ],
 )
-async def test_an_option_that_cannot_work_is_named(tmp_path: Path, options: list[str], why: str) -> None:
+async def test_an_impossible_option_is_named(tmp_path: Path, options: list[str], why: str) -> None:
     file = write(tmp_path / "in", [request(1)])
     with pytest.raises(ConfigError, match=why):
         _run([str(file), str(tmp_path / "out"), *options])
@@ -247,7 +247,7 @@ async def test_requests_that_change_meanwhile_end_it_with_a_line(server: Server,
     requests.close()
 
 
-async def test_a_model_of_its_own_is_one(tmp_path: Path) -> None:
+async def test_a_batch_may_run_its_own_model(tmp_path: Path) -> None:
     file = write(tmp_path / "in", [request(1), request(2, model="other")])
     with pytest.raises(ConfigError, match="names 2 models"):
         _run([str(file), str(tmp_path / "out"), "--model", "demo"])
@@ -256,7 +256,7 @@ async def test_a_model_of_its_own_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_model_of_its_own_is_served_under_the_name_the_lines_have(tmp_path: Path) -> None:
+async def test_its_own_model_is_served_under_the_name_in_the_lines(tmp_path: Path) -> None:
     asked = [request(0, model="gpt-9", max_tokens=16, temperature=0)]
     asked[0]["body"]["messages"][0]["content"] = "What is 123 + 456?"
     file, out = write(tmp_path / "in", asked), tmp_path / "out"

@@ -30,7 +30,7 @@ def lines(count: int) -> bytes:
     return b"".join(json.dumps({"custom_id": f"r{i}", **each}).encode() + b"\n" for i in range(count))
 
 
-def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unusable_folder_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--files-dir"):
         Folder.open(str(tmp_path / "file"), 1)
@@ -51,7 +51,7 @@ def entered(folder: Folder, count: int, owner: str = "") -> Batch:
     return batch
 
 
-def no_room(*_: Any, **__: Any) -> None:
+def no_space(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -65,7 +65,7 @@ async def settle(condition: Callable[[], bool]) -> None:
     ("where", "end"),
     [("states", "completed"), *itertools.product(("answers", "all"), ("completed", "cancelled", "expired"))],
 )
-async def test_a_full_disk_is_waited_out_and_nothing_is_asked_twice(
+async def test_a_full_disk_is_waited_out_and_no_request_is_sent_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, end: str, where: str
 ) -> None:
     for name in ("POLL_SECONDS", "SAVE_SECONDS", "RETRY_SECONDS"):
@@ -76,7 +76,7 @@ async def test_a_full_disk_is_waited_out_and_nothing_is_asked_twice(
 
     async def ask(line: BatchLine, owner: str) -> Reply:
         asked.append(owner + line.custom_id)
-        if owner:  # it is under way all the while
+        if owner:  # it runs all the time
             await is_free.wait()
         elif len(asked) > 12:
             await is_full.wait()
@@ -87,9 +87,9 @@ async def test_a_full_disk_is_waited_out_and_nothing_is_asked_twice(
     await settle(lambda: len(asked) > 12)
     with monkeypatch.context() as full:
         if where != "states":
-            full.setattr(AnswerFile, "add", no_room)
+            full.setattr(AnswerFile, "add", no_space)
         if where != "answers":
-            full.setattr(Path, "write_bytes", no_room)
+            full.setattr(Path, "write_bytes", no_space)
         work = runner._works[batch.id]
         is_full.set()
         await settle(lambda: any("waits for the disk" in record.message for record in caplog.records))
@@ -120,27 +120,27 @@ async def test_a_full_disk_is_waited_out_and_nothing_is_asked_twice(
     assert sorted(told) == sorted(set(told)), "once a minute and batch"
 
 
-async def test_a_batch_that_cannot_begin_for_want_of_room_begins_later(
+async def test_a_batch_that_cannot_start_for_lack_of_space_starts_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Folder.open(str(tmp_path), 1)
     batch = entered(folder, 2)
     with monkeypatch.context() as full:
-        full.setattr(Path, "write_bytes", no_room)
+        full.setattr(Path, "write_bytes", no_space)
         for _ in range(2):  # it holds no lock that it would find
             with pytest.raises(OSError, match="No space"):
                 begin(batch, folder.files, folder.batches)
     work = begin(batch, folder.files, folder.batches)
     assert work is not None
     with monkeypatch.context() as full:
-        full.setattr(os, "fsync", no_room)
+        full.setattr(os, "fsync", no_space)
         with pytest.raises(OSError, match="No space"):
             work.finish("completed", folder.files, folder.batches)
     assert begin(batch, folder.files, folder.batches) is not None
 
 
 @pytest.mark.parametrize("moment", ["states saved", "output handed over"])
-def test_killed_while_it_hands_its_output_over(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_the_output_is_published(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Folder.open(str(tmp_path), 1)
     batch = entered(folder, 2)
     work = begin(batch, folder.files, folder.batches)
@@ -168,7 +168,7 @@ def test_killed_while_it_hands_its_output_over(tmp_path: Path, moment: str, monk
     assert not [p for p in folder.batches.root.iterdir() if p.suffix in (".out", ".err")]
 
 
-def test_one_process_owns_the_folder_and_its_lock_goes_with_it(tmp_path: Path) -> None:
+def test_one_process_owns_the_folder_and_its_lock_is_released_with_it(tmp_path: Path) -> None:
     batches = Folder.open(str(tmp_path), 1).batches
     mine = batches.try_own()
     assert mine is not None
@@ -179,7 +179,7 @@ def test_one_process_owns_the_folder_and_its_lock_goes_with_it(tmp_path: Path) -
     os.close(mine)
 
 
-def test_what_has_expired_or_was_left_behind_is_removed(tmp_path: Path) -> None:
+def test_expired_and_orphaned_files_are_removed(tmp_path: Path) -> None:
     folder = Folder.open(str(tmp_path), 1)
     batch = entered(folder, 1)
     file = folder.files.get(batch.input_file_id, "")
@@ -195,7 +195,7 @@ def test_what_has_expired_or_was_left_behind_is_removed(tmp_path: Path) -> None:
     assert not left.exists()
     assert not folder.files.content(file.id).exists()
     assert folder.files.get(stays, "") is not None
-    # Its batch fails, and is forgotten a month later.
+    # Its batch fails, and is deleted a month later.
     assert begin(batch, folder.files, folder.batches) is None
     assert batch.status == "failed"
     batch.created_at = int(old)

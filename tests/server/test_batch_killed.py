@@ -1,4 +1,5 @@
-"""Ten thousand lines of `weft batch` against a real daemon, killed in the middle: every line is answered once."""
+"""Ten thousand lines of `weft batch` against a real daemon that is killed in the middle: every line is answered
+once."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from live import running
 LINES = 10_000
 KILL_AT = 4_000
 PATIENCE = 1500.0
-"""seconds for all of it, on a machine that has other work"""
+"""seconds for the whole test, on a machine with other work"""
 
 
 def command(*words: str) -> list[str]:

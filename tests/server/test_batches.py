@@ -1,4 +1,5 @@
-"""`/v1/files` and `/v1/batches`: through the official client, over restarts, behind everybody else's requests."""
+"""`/v1/files` and `/v1/batches`: through the official client, over restarts, with lower priority than all other
+requests."""
 
 from __future__ import annotations
 
@@ -117,7 +118,7 @@ async def upload(server: Server, filename: bytes, content: bytes = b"0123456789"
          "attachment; filename=\"a_; b=_c_41\"; filename*=UTF-8''a%22%3B%20b%3D%22c%2541"),
     ],
 )  # fmt: skip
-async def test_a_file_goes_out_under_a_name_without_a_path(
+async def test_a_file_is_downloaded_under_a_name_without_a_path(
     kept: Server, given: bytes, kept_as: str, disposition: str
 ) -> None:
     file = await upload(kept, given)
@@ -126,7 +127,7 @@ async def test_a_file_goes_out_under_a_name_without_a_path(
     assert response.headers["content-disposition"] == disposition
 
 
-async def test_a_range_outside_of_a_file_is_an_error_that_tells_its_size(kept: Server) -> None:
+async def test_a_range_outside_of_a_file_is_an_error_with_its_size(kept: Server) -> None:
     path = f"/v1/files/{(await upload(kept, b'in.jsonl'))['id']}/content"
     for asked in ("bytes=10-", "bytes=99999999999999999999-", "bytes=-0"):
         response = await kept.http.get(path, headers={"range": asked})
@@ -166,9 +167,9 @@ async def test_a_batch_through_the_official_client(kept: Server) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-async def test_a_batch_may_ask_every_endpoint_that_a_line_may_have(kept: Server, endpoint: str) -> None:
+async def test_a_batch_may_use_every_endpoint_of_a_line(kept: Server, endpoint: str) -> None:
     prompts = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "input": "hi"}
-    body = {"model": "stub", **prompts}  # fields that an endpoint does not know are ignored
+    body = {"model": "stub", **prompts}  # fields that an endpoint does not support are ignored
     line = {"custom_id": "r0", "method": "POST", "url": endpoint, "body": body}
 
     def calls(api: openai.OpenAI) -> None:
@@ -178,7 +179,7 @@ async def test_a_batch_may_ask_every_endpoint_that_a_line_may_have(kept: Server,
     await with_client(kept, calls)
 
 
-async def test_a_batch_waits_behind_everybody(kept: Server) -> None:
+async def test_a_batch_waits_for_all_other_requests(kept: Server) -> None:
     kept.engine.added.clear()
     kept.engine.stats = EngineStats(scheduler=SchedulerStats(waiting=1))
 
@@ -195,7 +196,7 @@ async def test_a_batch_waits_behind_everybody(kept: Server) -> None:
     assert sorted(m.priority for m in kept.engine.added) == [1000] + [1500] * 3
 
 
-async def test_a_batch_fills_most_seats_and_no_more(tmp_path: Path) -> None:
+async def test_a_batch_fills_most_slots_and_no_more(tmp_path: Path) -> None:
     async with serving(max_num_seqs=16, files_dir=str(tmp_path)) as server:
         gate = asyncio.Event()
         server.engine.script = Script("a", gate=gate)
@@ -208,7 +209,7 @@ async def test_a_batch_fills_most_seats_and_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", ["cancelled", "expired"])
-async def test_cancelled_and_expired_batches_keep_what_was_answered(tmp_path: Path, status: str) -> None:
+async def test_cancelled_and_expired_batches_keep_their_answers(tmp_path: Path, status: str) -> None:
     async with serving(max_num_seqs=8, files_dir=str(tmp_path)) as server:
         engine, gate = server.engine, asyncio.Event()
         play = engine._play
@@ -245,7 +246,7 @@ async def test_cancelled_and_expired_batches_keep_what_was_answered(tmp_path: Pa
         (lines(1).replace(b"chat/", b""), "invalid_url", 1),
     ],
 )
-async def test_a_wrong_file_fails_the_batch_by_its_line(kept: Server, content: bytes, code: str, line: int) -> None:
+async def test_a_wrong_file_fails_the_batch_with_its_line(kept: Server, content: bytes, code: str, line: int) -> None:
     def calls(api: openai.OpenAI) -> None:
         batch = until(api, make(api, content).id, "failed")
         assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, line)
@@ -296,7 +297,7 @@ async def test_wrong_uploads_are_refused(kept: Server, monkeypatch: pytest.Monke
     assert not [*folder.files._partial.iterdir()], "what was refused is gone"
 
 
-async def test_keys_see_their_own_files_alone_and_their_batches_end_with_them(tmp_path: Path) -> None:
+async def test_keys_see_only_their_own_files_and_their_batches_end_with_them(tmp_path: Path) -> None:
     async with serving(api_key=["a", "b"], files_dir=str(tmp_path)) as server:
         batch = await with_client(server, lambda api: until(api, make(api, lines(2)).id, "completed"), "a")
         assert [m.tenant for m in server.engine.added] == [0, 0]
@@ -314,7 +315,7 @@ async def test_keys_see_their_own_files_alone_and_their_batches_end_with_them(tm
                 )
 
         await with_client(server, stranger, "b")
-        server.service.engine_died(restarting=True)  # so that nothing is begun
+        server.service.engine_died(restarting=True)  # so that no line starts
         batch = await with_client(server, lambda api: make(api, lines(2)), "a")
         await with_client(server, lambda api: until(api, batch.id, "in_progress"), "a")
         keys, server.service.keys[0] = server.service.keys[0], b""
@@ -340,7 +341,7 @@ async def test_a_dying_engine_is_waited_out(tmp_path: Path) -> None:
         assert ended.request_counts.completed == 3
 
 
-async def test_a_defect_is_the_answer_of_its_line(kept: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_error_is_the_answer_of_its_line(kept: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept.service.loaded.text, "encode", lambda *_, **__: 1 / 0)
     body = {"model": "stub", "prompt": "hi"}
     line = {"custom_id": "r0", "method": "POST", "url": "/v1/completions", "body": body}
@@ -355,21 +356,21 @@ async def test_a_defect_is_the_answer_of_its_line(kept: Server, monkeypatch: pyt
     await with_client(kept, calls)
 
 
-async def test_every_operation_has_a_name_of_its_own(kept: Server) -> None:
-    """Makers of clients make methods of them."""
+async def test_every_operation_has_its_own_name(kept: Server) -> None:
+    """Client generators make methods of these names."""
     paths = (await kept.http.get("/openapi.json")).json()["paths"]
     names = [operation["operationId"] for methods in paths.values() for operation in methods.values()]
     assert sorted(set(names)) == sorted(names)
 
 
-async def test_without_a_folder_there_is_nothing() -> None:
+async def test_without_a_folder_the_endpoints_do_not_exist() -> None:
     async with serving() as server:
         assert (await server.http.get("/v1/files")).status_code == 404
         assert "/v1/batches" not in (await server.http.get("/openapi.json")).json()["paths"]
 
 
 @pytest.mark.slow
-async def test_a_killed_daemon_goes_on_where_it_was_and_every_line_is_there_once(tmp_path: Path) -> None:
+async def test_a_killed_daemon_resumes_and_every_line_is_there_once(tmp_path: Path) -> None:
     options = ("--files-dir", str(tmp_path / "files"), "--api-workers", "2", "--no-ui")
     body = {"messages": [{"role": "user", "content": "What is 123 + 456?"}], "max_tokens": 8, "temperature": 0}
     each = {"method": "POST", "url": "/v1/chat/completions", "body": body}
@@ -392,7 +393,7 @@ async def test_a_killed_daemon_goes_on_where_it_was_and_every_line_is_there_once
     try:
         daemon.wait_ready()
         with openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="none") as api:
-            # Whichever process answers, and one of them that is killed.
+            # Any process may answer, even one of them that is killed.
             for _ in range(4):
                 assert api.batches.retrieve(batch.id).id == batch.id
             ended = until(api, batch.id, "completed")

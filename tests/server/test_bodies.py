@@ -1,4 +1,4 @@
-"""Large bodies: what is refused before it is read, and what is read beside everything else."""
+"""Large bodies: those refused before they are read, and those read while other requests are served."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ TOO_MUCH = {
 
 
 @pytest.mark.parametrize("kind", TOO_MUCH)
-async def test_what_would_take_long_is_not_read(server: Server, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_that_take_too_long_to_parse_are_not_read(
+    server: Server, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(routing, "parse_json", lambda _: pytest.fail("was read"))
     assert len(TOO_MUCH[kind]) < BOUNDS.max_bytes
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
@@ -74,7 +76,9 @@ async def test_large_bodies_are_read_in_a_thread(server: Server, monkeypatch: py
     assert threads[-1]
 
 
-async def test_others_are_answered_while_a_body_is_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_requests_are_answered_while_a_body_is_read(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, read = threading.Event(), routing.parse_json
 
     def slow(data: bytes) -> Any:
@@ -92,7 +96,7 @@ async def test_others_are_answered_while_a_body_is_read(server: Server, monkeypa
     await waiting
 
 
-async def test_ids_are_bounded_by_what_the_model_can_mean(server: Server) -> None:
+async def test_ids_are_bounded_by_the_vocabulary(server: Server) -> None:
     async def status(path: str, **body: Any) -> int:
         return (await server.post(path, body)).status_code
 
@@ -103,7 +107,7 @@ async def test_ids_are_bounded_by_what_the_model_can_mean(server: Server) -> Non
     assert await status("/v1/completions", prompt="hi", allowed_token_ids=[5] * (size + 1)) == 400
 
 
-async def test_the_limit_is_that_of_the_model_that_is_loaded() -> None:
+async def test_the_limit_is_that_of_the_loaded_model() -> None:
     async with serving(attach=False) as server:
         before = server.service.body_bounds.max_bytes
         server.service.attach(server.engine, server.engine.describe(), server.engine.tokenizer)

@@ -1,4 +1,4 @@
-"""`weft cache stats|verify|clear PATH` on stores in every state: what it says, its exit status, and that it ends."""
+"""`weft cache stats|verify|clear PATH` on stores in every state: its output, its exit status, and that it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERBS = pytest.mark.parametrize("verb", ["stats", "verify", "clear"])
 
 
 def refused(verb: str, path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of an answer with status 2."""
+    """The single line of an answer with status 2."""
     assert main(["cache", verb, str(path)]) == 2
     out, err = capsys.readouterr()
     assert not out
@@ -52,7 +52,7 @@ def test_a_whole_store_is_counted_verified_and_cleared(tmp_path: Path, capsys: p
     assert table(capsys)["pages"] == f"0 of {EXTENTS}"
 
 
-def test_verify_counts_and_names_what_does_not_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_counts_and_names_invalid_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     filled(tmp_path)
     for extent in (2, 5):
         flip(tmp_path, GEOMETRY.extent_at(extent) + 77)
@@ -60,12 +60,14 @@ def test_verify_counts_and_names_what_does_not_hold(tmp_path: Path, capsys: pyte
     rows = table(capsys)
     assert rows["intact pages"] == "6"
     assert rows["damaged pages"].startswith("2 (extents 2, 5")
-    flip(tmp_path, GEOMETRY.header_at(3) + 60)  # without its header a page is not there at all
+    flip(tmp_path, GEOMETRY.header_at(3) + 60)  # without its header a page does not exist
     assert main(["cache", "verify", str(tmp_path)]) == 1
     assert table(capsys)["pages"] == f"7 of {EXTENTS}"
 
 
-def test_verify_of_a_truncated_file_counts_what_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_of_a_truncated_file_counts_the_missing_pages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     filled(tmp_path)
     os.truncate(tmp_path / FILE_NAME, GEOMETRY.extent_at(3) + 4500)
     assert main(["cache", "verify", str(tmp_path)]) == 1
@@ -74,7 +76,7 @@ def test_verify_of_a_truncated_file_counts_what_is_gone(tmp_path: Path, capsys: 
 
 
 @VERBS
-def test_a_path_without_a_store_is_refused_and_left_alone(
+def test_a_path_without_a_store_is_refused_and_unchanged(
     tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"
@@ -85,7 +87,7 @@ def test_a_path_without_a_store_is_refused_and_left_alone(
 
 
 @VERBS
-def test_a_file_that_is_no_store_is_refused_and_left_alone(
+def test_a_file_that_is_not_a_store_is_refused_and_unchanged(
     tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for content in (b"", b"something else" * 1000):
@@ -117,7 +119,7 @@ def test_a_store_of_another_user_is_refused(verb: str, capsys: pytest.CaptureFix
             path.chmod(0o755)
 
 
-def test_a_disk_that_cannot_be_read_or_written_is_told(
+def test_a_disk_error_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     filled(tmp_path)
@@ -137,7 +139,7 @@ def test_a_disk_that_cannot_be_read_or_written_is_told(
     assert main(["cache", "verify", str(tmp_path)]) == 0
 
 
-def test_the_path_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_path_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["cache", "verify"])
     assert end.value.code == 2

@@ -1,5 +1,5 @@
-"""What of a prompt is to be kept, as clients say it in each dialect; how the engine is told it, in tokens; what usage
-tells afterwards."""
+"""Which part of a prompt is retained: the request in each API format, the engine's message in tokens, and the reported
+usage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TALK = [
 
 
 def kept(server: Server) -> list[tuple[str, float]]:
-    """What the engine was last asked to keep: how the text of it ends, and seconds."""
+    """The last retention sent to the engine: the end of its text, and seconds."""
     decode = server.engine.tokenizer._backend.decode
     told = [(promise.tokens, promise.seconds) for promise in server.engine.added[-1].retention]
     return [(decode(server.engine.prompt()[:n], skip_special_tokens=False)[-30:], seconds) for n, seconds in told]
@@ -49,13 +49,13 @@ async def chat(server: Server, **fields: Any) -> Any:
     return response.json()
 
 
-async def test_nothing_is_kept_unasked(server: Server) -> None:
+async def test_nothing_is_retained_without_a_request(server: Server) -> None:
     await chat(server)
     assert server.engine.added[-1].retention == ()
 
 
 @pytest.mark.parametrize("part", [True, False])
-async def test_a_mark_in_chat_keeps_what_goes_before_it(server: Server, part: bool) -> None:
+async def test_a_mark_in_chat_retains_everything_before_it(server: Server, part: bool) -> None:
     await chat(server, messages=marked(2, LONG, part=part))
     ((text, seconds),) = kept(server)
     assert text.endswith("first answer")
@@ -65,7 +65,7 @@ async def test_a_mark_in_chat_keeps_what_goes_before_it(server: Server, part: bo
     assert (promise.tokens, promise.seconds) == (len(server.engine.prompt()), 300)
 
 
-async def test_marks_of_messages_are_those_of_their_blocks(server: Server) -> None:
+async def test_marks_of_messages_retain_their_blocks(server: Server) -> None:
     system, *talk = TALK
     body = {
         "model": "stub", "max_tokens": 5, "messages": [*talk[:2], marked(3, SHORT)[3]],
@@ -89,10 +89,10 @@ async def test_marks_of_messages_are_those_of_their_blocks(server: Server) -> No
 
 
 @pytest.mark.parametrize(("cached", "hour", "minutes"), [(0, 60, 40), (30, 30, 40), (60, 0, 40), (80, 0, 20)])
-async def test_usage_tells_what_was_found_from_what_was_added(
+async def test_usage_distinguishes_found_and_added_tokens(
     server: Server, cached: int, hour: int, minutes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a prompt of which 100 tokens are kept, 60 of them for an hour."""
+    """Of a prompt, 100 tokens are retained, 60 of them for an hour."""
     from weft.engine.wire.messages import Retention
     from weft.server.api import turn
 
@@ -118,7 +118,7 @@ async def test_usage_tells_what_was_found_from_what_was_added(
     ],
 )
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "completions"])
-async def test_openais_fields_keep_the_whole_prompt(
+async def test_openais_fields_retain_the_whole_prompt(
     server: Server, path: str, fields: dict[str, Any], seconds: float
 ) -> None:
     what = {"chat/completions": {"messages": TALK}, "responses": {"input": TALK}, "completions": {"prompt": "one two"}}
@@ -135,14 +135,14 @@ async def test_marks_on_items_of_responses_count(server: Server) -> None:
     assert (text.endswith("first answer"), seconds) == (True, 3600)
 
 
-async def test_who_a_user_is_keeps_nothing(server: Server) -> None:
+async def test_a_user_field_retains_nothing(server: Server) -> None:
     body = {"model": "stub", "max_tokens": 5, "messages": TALK[1:], "metadata": {"user_id": "somebody"}}
     assert (await server.post("/v1/messages", body)).status_code == 200
     assert server.engine.added[-1].retention == ()
 
 
 @pytest.mark.parametrize("mark", [{"type": "ephemeral", "ttl": "2h"}, {"type": "lasting"}, "ephemeral"])
-async def test_a_mark_that_means_nothing_is_refused(server: Server, mark: Any) -> None:
+async def test_an_invalid_mark_is_refused(server: Server, mark: Any) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": mark}]}]
     for path in ("chat/completions", "messages"):
         response = await server.post(f"/v1/{path}", {"model": "stub", "max_tokens": 5, "messages": messages})
@@ -166,8 +166,8 @@ async def test_a_tools_mark_changes_no_token(server: Server) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-async def test_a_mark_is_found_in_what_every_template_makes(name: str) -> None:
-    """To the token where the message is in the prompt as it was sent; never beyond its end."""
+async def test_a_mark_is_found_in_the_output_of_every_template(name: str) -> None:
+    """Exact to the token if the prompt contains the message unchanged; never beyond its end."""
     tokenizer = Tokenizer(wrapped(byte_level(), chat_template=TEMPLATES[name]))
     for i, content in enumerate(("one ünd", "two 北京", "three")):
         turns = [
@@ -194,7 +194,7 @@ async def test_bytes_of_tokens_add_up_to_the_text() -> None:
     assert np.cumsum(tokenizer.byte_sizes(ids))[-1] == len(text.encode())
 
 
-async def test_pages_are_sent_for_before_the_prompt_is_written(server: Server) -> None:
+async def test_pages_are_prefetched_before_the_prompt_is_rendered(server: Server) -> None:
     engine = server.engine
     engine.fetched.clear()
     await chat(server, messages=TALK[:2], prompt_cache_key="k")

@@ -1,4 +1,4 @@
-"""`weft chat`, `doctor` and `completion`: against a server, a machine and shells as they are."""
+"""`weft chat`, `doctor` and `completion`: against a server, a machine and real shells."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from weft.server.options import Parser, options_of
 
 
 class Terminal:
-    """`weft chat` on a terminal of its own."""
+    """`weft chat` on a separate terminal."""
 
     def __init__(self, *words: str) -> None:
         self._end, inner = pty.openpty()
@@ -63,7 +63,7 @@ class Terminal:
         os.write(self._end, line.encode())
 
     async def until(self, part: str) -> None:
-        """Wait for what comes next to contain this; what came before is forgotten."""
+        """Wait until the next output contains this. Earlier output is dropped."""
         async with asyncio.timeout(240):
             while part not in self.text:
                 try:
@@ -101,7 +101,7 @@ async def ask(server: Server, question: str, *words: str) -> subprocess.Complete
 
 
 @pytest.mark.slow
-async def test_a_conversation_remembers_forgets_and_is_told_something_first() -> None:
+async def test_a_conversation_remembers_forgets_and_has_a_system_message() -> None:
     async with serving() as server, chatting("--url", server.url) as terminal:
         server.engine.script = Script("hello world")
         await terminal.until("> ")
@@ -131,7 +131,7 @@ async def test_a_conversation_remembers_forgets_and_is_told_something_first() ->
 
 
 @pytest.mark.slow
-async def test_ctrl_c_ends_the_answer_and_the_conversation_goes_on() -> None:
+async def test_ctrl_c_ends_the_answer_and_the_conversation_continues() -> None:
     async with serving() as server, chatting("--url", server.url) as terminal:
         server.engine.script = Script(ids=[70] * 400, stop_after=3)
         await terminal.until("> ")
@@ -153,7 +153,7 @@ async def test_ctrl_c_ends_the_answer_and_the_conversation_goes_on() -> None:
 
 
 @pytest.mark.slow
-async def test_a_question_from_a_pipe_gets_its_answer_on_stdout_and_nothing_else() -> None:
+async def test_a_question_from_a_pipe_gets_only_its_answer_on_stdout() -> None:
     async with serving() as server:
         server.engine.script = Script("42")
         result = await ask(server, "6 * 7?", "--max-tokens", "2")
@@ -167,7 +167,7 @@ async def test_a_question_from_a_pipe_gets_its_answer_on_stdout_and_nothing_else
 
 
 @pytest.mark.parametrize("words", [["models"], ["completion", "bash"]])
-def test_output_that_cannot_be_written_is_a_line(words: list[str]) -> None:
+def test_unwritable_output_is_a_one_line_error(words: list[str]) -> None:
     with open("/dev/full", "wb") as full:
         result = subprocess.run(
             [sys.executable, "-P", "-m", "weft.server", *words],
@@ -178,7 +178,7 @@ def test_output_that_cannot_be_written_is_a_line(words: list[str]) -> None:
     assert b"Traceback" not in result.stderr
 
 
-def test_a_question_that_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_that_is_not_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"What is \xff?")))
     with pytest.raises(ConfigError, match="not UTF-8 at byte 8"):
         _piped()
@@ -194,7 +194,7 @@ async def test_an_error_of_the_server_is_one_line_and_status_1() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_of_its_own_ends_with_the_chat() -> None:
+def test_its_own_server_ends_with_the_chat() -> None:
     mark = f"WHOSE_DAEMON_IS_THIS={uuid.uuid4()}"
     result = subprocess.run(
         [sys.executable, "-P", "-m", "weft.server", "chat", "demo"],
@@ -225,12 +225,12 @@ def test_a_model_cannot_command_the_terminal() -> None:
     assert shown("a\x1b[2Jb\x07\r\n\tc\u202e é 漢 👩\u200d🚀") == "a\ufffd[2Jb\ufffd\ufffd\n\tc\ufffd é 漢 👩\u200d🚀"
 
 
-def test_a_url_that_is_none_is_refused() -> None:
+def test_an_invalid_url_is_refused() -> None:
     with pytest.raises(ConfigError, match="--url"):
         Endpoint("ftp://x", None, None)
 
 
-def test_nobody_at_a_url_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_server_at_a_url_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:1"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
     assert issubclass(ConfigError, WeftError)
@@ -278,7 +278,7 @@ def test_bash_completes(line: list[str], expected: set[str]) -> None:
     assert set(result.stdout.split()) == expected
 
 
-def test_no_place_for_the_log_of_a_server_of_ones_own_is_one_line(
+def test_no_folder_for_the_log_of_its_own_server_is_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
@@ -288,7 +288,7 @@ def test_no_place_for_the_log_of_a_server_of_ones_own_is_one_line(
     assert "set TMPDIR" in line
 
 
-def test_a_model_that_is_half_there_is_told_by_one_command_alone(
+def test_an_incomplete_model_is_reported_by_one_command_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(MODEL_PATH / "config.json", tmp_path)
@@ -306,7 +306,7 @@ def test_models_misses_a_tokenizer_as_serve_does(tmp_path: Path) -> None:
     assert found.why_not() is None
 
 
-def test_weights_that_a_copy_has_cut_short_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_weights_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).symlink_to(MODEL_PATH / name)
     weights = (MODEL_PATH / "model.safetensors").read_bytes()
@@ -318,13 +318,13 @@ def test_weights_that_a_copy_has_cut_short_are_told(tmp_path: Path, capsys: pyte
     assert re.search(r"^weights +cannot be read whole: model.safetensors$", capsys.readouterr().out, re.MULTILINE)
 
 
-# -- folders of somebody else
+# -- folders of another user
 
 
 @contextlib.contextmanager
 def closed_folder() -> Iterator[Path]:
-    """`open` holds a model, `closed` another one that this user may not see; root is nobody meanwhile, who may not see
-    root's own hub cache either."""
+    """`open` holds a model, `closed` another one that this user may not read. Root becomes nobody meanwhile, who may
+    not read root's own hub cache either."""
     path, was = Path(tempfile.mkdtemp()), os.geteuid()
     path.chmod(0o755)
     for name in ("open", "closed"):
@@ -345,7 +345,7 @@ def closed_folder() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["quantize"], ["batch", "IN"], ["models"]])
-def test_what_this_user_may_not_see_is_one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_model_is_a_one_line_error(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     after = ["OUT"] if command == ["quantize"] else []
 
     def status(where: str) -> int | str | None:
@@ -363,7 +363,7 @@ def test_what_this_user_may_not_see_is_one_line(command: list[str], capsys: pyte
     assert line.startswith(f"weft {command[0]}: ")
 
 
-def test_models_lists_the_others_beside_one_that_it_may_not_see() -> None:
+def test_models_lists_the_others_next_to_an_unreadable_one() -> None:
     with closed_folder() as path:
         assert [model.path for model in find([path]) if model.where == "directory"] == [path / "open"]
 
@@ -387,7 +387,7 @@ def doctor(*words: str, **environment: str) -> tuple[int, dict[str, dict[str, st
 
 
 @pytest.mark.slow
-def test_doctor_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
+def test_doctor_reports_problems_and_fixes(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 100)  # sockets have no path there
     long.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -401,7 +401,7 @@ def test_doctor_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_doctor_is_content_with_a_machine_that_serves(tmp_path: Path) -> None:
+def test_doctor_accepts_a_machine_that_serves(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
     status, found = doctor("--port", port, HF_HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
@@ -410,7 +410,7 @@ def test_doctor_is_content_with_a_machine_that_serves(tmp_path: Path) -> None:
     assert {"torch", "gpu", "open files", "disk", "machine"} <= set(found)
 
 
-def test_doctor_looks_where_the_server_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_the_servers_kernel_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"XDG_CACHE_HOME": str(tmp_path)})
     found = {finding.name: finding for finding in caches(argparse.Namespace())}
     use_cache(EngineConfig())
@@ -419,7 +419,7 @@ def test_doctor_looks_where_the_server_keeps_its_kernels(tmp_path: Path, monkeyp
     assert next(caches(argparse.Namespace())).what == str(tmp_path / "kept")
 
 
-def test_doctor_names_a_variable_that_no_server_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_a_variable_that_no_server_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"WEFT_PORT": "eighty", "HOME": "/"})
     (finding,) = caches(argparse.Namespace())
     assert finding.state == "bad"
@@ -440,7 +440,7 @@ def test_doctor_finds_no_port_above_the_last() -> None:
         ({}, "has no home directory: set HOME or XDG_CACHE_HOME\n"),
     ],
 )
-def test_benchmarks_of_kernels_look_where_the_server_keeps_tiles(
+def test_kernel_benchmarks_use_the_servers_tile_cache(
     environ: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench = pytest.importorskip("weft.tools.kernels.bench", exc_type=ImportError)
@@ -469,8 +469,8 @@ def test_the_help_of_a_benchmark_needs_no_home(
     assert "--keep" in capsys.readouterr().out
 
 
-def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container's user of whom /etc/passwd knows nothing."""
+def test_a_user_without_a_home_gets_the_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user of a container without an entry in /etc/passwd."""
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
     with pytest.raises(ConfigError, match="set HOME or XDG_CACHE_HOME"):
@@ -481,7 +481,7 @@ def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) ->
         _ = EngineConfig(cache_dir="~/weft").cache_path
 
 
-def test_a_hub_cache_in_nobodys_home_is_one_line(
+def test_a_hub_cache_in_a_missing_home_is_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "~/.cache/huggingface/hub")
@@ -493,13 +493,13 @@ def test_a_hub_cache_in_nobodys_home_is_one_line(
 
 
 @pytest.mark.parametrize("columns", ["", "abc", "0", "-5", "40", "100000"])
-def test_help_is_printed_whatever_columns_says(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_is_printed_for_any_value_of_columns(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     lines = Parser(prog="weft", description="word " * 60).format_help().splitlines()
     assert max(map(len, lines)) <= (40 if columns == "40" else 110)
 
 
-def test_tables_are_whole_in_a_pipe(tmp_path: Path) -> None:
+def test_tables_are_complete_in_a_pipe(tmp_path: Path) -> None:
     folder = tmp_path / ("a-model-whose-name-is-as-long-as-names-of-the-hub-are-" * 3)
     folder.mkdir()
     (folder / "config.json").write_text('{"architectures": ["SomeArchitectureForCausalLM"], "model_type": "none"}')
@@ -517,7 +517,7 @@ def test_tables_are_whole_in_a_pipe(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("command", [["version"], ["plan", "model", "--model", "demo"]])
-def test_a_reader_that_has_seen_enough_is_no_traceback(command: list[str], unbuffered: str) -> None:
+def test_a_reader_that_closes_its_pipe_causes_no_traceback(command: list[str], unbuffered: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
@@ -535,7 +535,7 @@ def test_commands_run_with_closed_streams(redirect: str) -> None:
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-def test_a_character_that_the_terminal_lacks_is_replaced() -> None:
+def test_a_character_missing_in_the_terminals_encoding_is_replaced() -> None:
     plan = Path(cli.__file__).parents[2] / "engine" / "plans" / "llama-3-8b-h200.json"
     shown = subprocess.run(
         [sys.executable, "-m", "weft.server", "plan", "show", str(plan)],

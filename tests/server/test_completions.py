@@ -1,4 +1,4 @@
-"""`/v1/completions`: what comes back for what was asked."""
+"""`/v1/completions`: the answer for every form of request."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_text_usage_and_finish_reason(server: Server) -> None:
     }
 
 
-async def test_default_is_16_tokens_or_what_the_context_leaves(server: Server) -> None:
+async def test_the_default_is_16_tokens_or_the_remaining_context(server: Server) -> None:
     server.engine.script = Script("x" * 100)
     body = await server.complete()
     assert body["choices"][0]["text"] == "x" * 16
@@ -71,7 +71,7 @@ async def test_several_prompts_times_n_are_numbered_prompt_by_prompt(server: Ser
     assert body["usage"]["prompt_tokens"] == 2
 
 
-async def test_n_sequences_of_a_seeded_request_get_seeds_of_their_own(server: Server) -> None:
+async def test_n_sequences_of_a_seeded_request_get_their_own_seeds(server: Server) -> None:
     await server.complete(n=3, seed=2**63 - 2)
     seeds = [request.params.seed for request in server.engine.added]
     assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)]
@@ -108,12 +108,12 @@ async def test_nulls_are_defaults_and_unknown_fields_are_ignored(server: Server)
     assert server.engine.added[-1].params.temperature == 1.0
 
 
-async def test_missing_model_means_the_one_served(server: Server) -> None:
+async def test_a_missing_model_means_the_served_one(server: Server) -> None:
     response = await server.post("/v1/completions", {"prompt": "hi"})
     assert response.json()["model"] == "stub"
 
 
-async def test_stop_string_across_tokens_cuts_text_ids_logprobs_and_usage_at_one_place(server: Server) -> None:
+async def test_a_stop_string_across_tokens_cuts_text_ids_logprobs_and_usage_at_one_place(server: Server) -> None:
     tokenizer = server.engine.tokenizer
     server.engine.script = Script("abcSTOPdef", burst=3)
     for burst in (1, 3, 100):
@@ -165,7 +165,7 @@ async def test_stop_token_ends_without_its_text(server: Server) -> None:
     assert body["choices"][0]["text"] == "ab!"
 
 
-async def test_end_token_has_no_text_but_counts(server: Server) -> None:
+async def test_an_end_token_has_no_text_but_counts(server: Server) -> None:
     body = await server.complete(return_token_ids=True)
     assert body["choices"][0]["token_ids"][-1] == server.engine.eos
     assert body["choices"][0]["text"] == "hello world"
@@ -275,7 +275,7 @@ async def test_streams_of_several_choices_add_up_to_the_plain_answer(server: Ser
     assert [merged[i] for i in range(4)] == plain
 
 
-async def test_bursts_come_as_one_event_to_who_cannot_keep_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bursts_arrive_as_one_event_at_a_slow_reader(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection.RawWriter, "ready", lambda _: False)
     server.engine.script = Script("abcdef", burst=3, delay=0.001)
     *chunks, _ = await events(server)
@@ -291,7 +291,7 @@ async def test_engine_error_is_a_500_before_the_first_byte(server: Server) -> No
         assert response.json()["error"]["message"] == "out of pages"
 
 
-async def test_logits_that_are_not_finite_are_a_500_with_a_code_of_their_own(server: Server) -> None:
+async def test_non_finite_logits_are_a_500_with_their_own_code(server: Server) -> None:
     for chat in (False, True):
         for stream in (False, True):
             server.engine.script = Script("a", burst=2, finish=Finish.NONFINITE, error="they are NaN")
@@ -302,7 +302,7 @@ async def test_logits_that_are_not_finite_are_a_500_with_a_code_of_their_own(ser
             assert (response.status_code, error["code"], error["type"]) == (500, "nonfinite_logits", "server_error")
 
 
-async def test_logits_that_are_not_finite_later_end_a_stream_with_an_error_event(server: Server) -> None:
+async def test_later_non_finite_logits_end_a_stream_with_an_error_event(server: Server) -> None:
     server.engine.script = Script("abc", delay=0.001, finish=Finish.NONFINITE, error="they are NaN")
     got = await events(server)
     assert (got[0]["choices"][0]["text"], got[-1]["error"]["code"]) == ("a", "nonfinite_logits")
@@ -315,7 +315,7 @@ async def test_engine_error_in_a_stream_is_an_error_event_without_done(server: S
     assert got[0]["choices"][0]["text"] == "a"
 
 
-async def test_behind_an_error_event_the_connection_closes(server: Server) -> None:
+async def test_after_an_error_event_the_connection_closes(server: Server) -> None:
     server.engine.script = Script("abc", delay=0.001, finish=Finish.ABORT, error="out of pages")
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))

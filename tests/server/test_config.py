@@ -1,4 +1,4 @@
-"""`ServeConfig`: flat, described, and the engine is told only its own part."""
+"""`ServeConfig` is flat and described, and the engine receives only its own part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_engine_part_is_an_engine_config() -> None:
     assert (engine.max_num_seqs, engine.page_size) == (7, 16)
 
 
-def test_model_is_served_under_its_own_name_unless_told_otherwise() -> None:
+def test_a_model_is_served_under_its_own_name_by_default() -> None:
     assert ServeConfig().model_names == ["demo"]
     assert ServeConfig(model="/models/Llama").model_names == ["Llama"]
     assert ServeConfig(served_model_name=["a", "b"]).model_names == ["a", "b"]
@@ -35,12 +35,12 @@ def test_keys_are_not_printed() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"port": 70000}, {"api_key": [""]}, {"drain_timeout": -1}, {"unknown": 1}], ids=str)
-def test_values_that_cannot_work_are_refused(bad: dict[str, object]) -> None:
+def test_impossible_values_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         ServeConfig.model_validate(bad)
 
 
-def test_a_bound_that_adapts_keeps_an_objective() -> None:
+def test_an_automatic_limit_keeps_an_objective() -> None:
     config = ServeConfig.model_validate({"max_num_seqs": "auto:64", "slo": ["ITL:p99:0.05s"]})
     assert (config.engine.adaptive_limit, config.engine.sequence_limit, config.engine.slo) == (
         True,
@@ -63,13 +63,13 @@ def test_a_bound_that_adapts_keeps_an_objective() -> None:
         ({"max_num_seqs": "0"}, "--max-num-seqs"),
     ],
 )
-def test_an_objective_that_nobody_keeps_is_refused(options: dict[str, Any], message: str) -> None:
+def test_an_objective_without_an_automatic_limit_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(ServeConfig, options, None)
 
 
 def test_a_model_keeps_its_name_when_its_link_leads_to_other_weights(tmp_path: Path) -> None:
-    """So new weights are served by a restart of engines, to clients that name the model."""
+    """New weights are served by a restart of the engines, and clients keep using the model's name."""
     link = tmp_path / "current"
     config = ServeConfig(model=str(link))
     names = []

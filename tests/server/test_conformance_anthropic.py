@@ -63,7 +63,7 @@ def test_answers_are_the_same_in_every_shape(daemon: Daemon, api: anthropic.Anth
     assert [event.type for event in raw[:2]] == ["message_start", "content_block_start"]
     assert [event.type for event in raw[-3:]] == ["content_block_stop", "message_delta", "message_stop"]
 
-    async def beside_each_other() -> list[Any]:
+    async def concurrent() -> list[Any]:
         async with anthropic.AsyncAnthropic(base_url=daemon.url, api_key=KEY, max_retries=0) as client:
 
             async def streamed() -> Any:
@@ -72,8 +72,8 @@ def test_answers_are_the_same_in_every_shape(daemon: Daemon, api: anthropic.Anth
 
             return await asyncio.gather(client.messages.create(messages=QUESTION, **GREEDY), streamed(), streamed())
 
-    # What was streamed comes in a class of its own.
-    found = [[(each.type, each.text) for each in message.content] for message in asyncio.run(beside_each_other())]
+    # Streamed content has its own class.
+    found = [[(each.type, each.text) for each in message.content] for message in asyncio.run(concurrent())]
     assert found == [[(block.type, block.text)]] * 3
 
 
@@ -96,7 +96,7 @@ def test_a_tool_is_called_and_its_result_passed_on(api: anthropic.Anthropic) -> 
     assert answer.usage.cache_read_input_tokens or answer.usage.input_tokens
 
 
-def test_a_tool_that_must_be_called_is(api: anthropic.Anthropic) -> None:
+def test_a_required_tool_is_called(api: anthropic.Anthropic) -> None:
     for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
         with api.messages.stream(messages=QUESTION, tool_choice=choice, **GREEDY, **TOOLS) as stream:  # type: ignore[arg-type]
             message = stream.get_final_message()
@@ -105,7 +105,7 @@ def test_a_tool_that_must_be_called_is(api: anthropic.Anthropic) -> None:
         assert message.content[-1].name == "add"
 
 
-def test_an_output_has_its_schema(api: anthropic.Anthropic) -> None:
+def test_an_output_follows_its_schema(api: anthropic.Anthropic) -> None:
     class Sum(pydantic.BaseModel):
         result: bool
 
@@ -131,7 +131,7 @@ def test_models(api: anthropic.Anthropic) -> None:
     assert api.models.retrieve("demo").created_at == model.created_at
 
 
-def test_errors_are_those_that_the_client_knows(daemon: Daemon, api: anthropic.Anthropic) -> None:
+def test_errors_are_those_that_the_client_expects(daemon: Daemon, api: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError) as bad:
         api.messages.create(messages=QUESTION, **{**GREEDY, "extra_body": {"temperature": 9}})
     assert bad.value.type == "invalid_request_error"

@@ -1,5 +1,5 @@
-"""Clients that other people write, each in an environment of its own, against the real daemon and the demo model: every
-path of the API that it speaks. docs/clients.md is the table."""
+"""Third-party clients, each in a separate environment, against the real daemon and the demo model, on every path of the
+API that they use. docs/clients.md has the table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "foreign"
 BUILT = ROOT / "build" / "clients"
 NIGHTLY = {"haystack", "smolagents", "autogen", "outlines", "guidance", "dspy"}
-"""ten seconds of a core each; `make clients` runs all, and `make test` installs the others alone"""
+"""ten seconds of a core each; `make clients` runs all, and `make test` installs only the others"""
 LISTED = re.findall(r"^(\w+):", (FOLDER / "clients.txt").read_text(), re.MULTILINE)
 pytestmark = pytest.mark.slow
 
@@ -37,13 +37,16 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         if name != "litellm"  # that one is test_conformance_proxy
     ],
 )
-def test_a_client_gets_what_it_asks_for(name: str, daemon: Daemon) -> None:
+def test_a_client_gets_valid_answers(name: str, daemon: Daemon) -> None:
     python = BUILT / name / "bin" / "python"
     if not python.exists():
         pytest.skip("it could not be installed")
     command = [str(python), f"try_{name}.py", daemon.url]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    env |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}  # what they would fetch or send otherwise
+    env |= {
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "DO_NOT_TRACK": "1",
+    }  # otherwise the clients would fetch or send these
     done = subprocess.run(command, cwd=FOLDER, env=env, capture_output=True, text=True, timeout=500)
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
     assert told, done.stdout + done.stderr
@@ -60,13 +63,13 @@ def test_each_script_has_its_client_and_its_row() -> None:
         assert f"| {pin}" in table, name
 
 
-def test_those_of_the_day_are_installed_by_day() -> None:
+def test_the_clients_of_the_day_run_are_installed() -> None:
     names = re.search(r"^DAILY := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert names is not None
     assert set(names[1].split()) == {*LISTED} - NIGHTLY
 
 
-def test_environments_are_read_off_their_file() -> None:
+def test_environments_are_read_from_their_file() -> None:
     spec = importlib.util.spec_from_file_location("environments", ROOT / "tools" / "install" / "environments.py")
     assert spec is not None
     assert spec.loader is not None

@@ -63,7 +63,7 @@ def test_structured_output(daemon: Daemon, method: str) -> None:
     assert isinstance(model.invoke(QUESTION), Pet)
 
 
-def test_tools_called_on_demand(daemon: Daemon) -> None:
+def test_tools_are_called_on_demand(daemon: Daemon) -> None:
     def add(a: Literal[1, 2], b: Literal[3, 4]) -> int:
         """Adds."""
         return a + b
@@ -103,7 +103,7 @@ def test_responses(daemon: Daemon) -> None:
 
 
 def test_embeddings(daemon: Daemon) -> None:
-    """Texts as they are: what langchain would cut them by are OpenAI's tokens."""
+    """Texts are sent as they are: langchain would split them by OpenAI's tokens."""
     model = langchain_openai.OpenAIEmbeddings(
         base_url=f"{daemon.url}/v1", api_key="none", model="demo", check_embedding_ctx_length=False
     )

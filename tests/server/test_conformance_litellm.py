@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("litellm") is None,
 @pytest.fixture(scope="module")
 def litellm() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it fetches a list of prices otherwise
+        patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it fetches a price list otherwise
         return importlib.import_module("litellm")
 
 

@@ -1,4 +1,4 @@
-"""npm clients against the real daemon: `make clients` installs them under build/, where there is a node."""
+"""npm clients against the real daemon. `make clients` installs them under build/ if there is a node."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield daemon
 
 
-def got(name: str, daemon: Daemon, tmp_path: Path) -> dict[str, Any]:
-    """What the client made of the daemon's answers."""
-    script = tmp_path / "clients.mjs"  # beside its modules, as node looks for them
+def results(name: str, daemon: Daemon, tmp_path: Path) -> dict[str, Any]:
+    """The client's view of the daemon's answers."""
+    script = tmp_path / "clients.mjs"  # next to its modules, where node looks for them
     script.write_text((Path(__file__).parent / "npm" / "clients.mjs").read_text())
     (tmp_path / "node_modules").symlink_to(MODULES)
     done = subprocess.run(["node", str(script), name, daemon.url], capture_output=True, text=True, timeout=240)
@@ -38,7 +38,7 @@ def got(name: str, daemon: Daemon, tmp_path: Path) -> dict[str, Any]:
 
 
 def test_openai(daemon: Daemon, tmp_path: Path) -> None:
-    answer = got("openai", daemon, tmp_path)
+    answer = results("openai", daemon, tmp_path)
     assert "42" in answer["whole"]
     assert answer["streamed"] == answer["response"] == answer["whole"]
     assert answer["last"] == "response.completed"
@@ -54,7 +54,7 @@ def test_openai(daemon: Daemon, tmp_path: Path) -> None:
     "provider", ["@ai-sdk/openai", "@ai-sdk/openai, chat", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic"]
 )
 def test_ai_sdk(provider: str, daemon: Daemon, tmp_path: Path) -> None:
-    answer = got(provider, daemon, tmp_path)
+    answer = results(provider, daemon, tmp_path)
     assert "42" in answer["whole"]
     assert answer["streamed"] == answer["whole"]
     assert answer["results"] == ["42"]
@@ -66,7 +66,7 @@ def test_ai_sdk(provider: str, daemon: Daemon, tmp_path: Path) -> None:
 
 
 def test_anthropic(daemon: Daemon, tmp_path: Path) -> None:
-    answer = got("@anthropic-ai/sdk", daemon, tmp_path)
+    answer = results("@anthropic-ai/sdk", daemon, tmp_path)
     assert "42" in answer["whole"]
     assert answer["streamed"] == answer["whole"]
     assert answer["call"] == "add"

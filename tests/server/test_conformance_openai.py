@@ -1,4 +1,5 @@
-"""The official client against the real daemon and the demo model: every shape, and what only an engine shows."""
+"""The official client against the real daemon and the demo model, in every shape, including effects that only an engine
+has."""
 
 from __future__ import annotations
 

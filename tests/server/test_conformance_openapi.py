@@ -1,6 +1,7 @@
-"""schemathesis against the real daemon: thousands of requests made from its own OpenAPI schema, valid and not.
+"""schemathesis against the real daemon: thousands of requests made from its own OpenAPI schema, valid and invalid.
 
-Every answer has a status, a content type and a body as the schema says, so every error has OpenAI's form; no 5xx.
+Every answer has a status, a content type and a body as in the schema, so every error has OpenAI's form, and none is a
+5xx.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import pytest
 from live import running
 
 SECONDS = 900
-"""many times what it takes"""
+"""a multiple of the expected time"""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 60)]
 
 KEY = "root"
 
 
 def statuses(report: Path) -> Counter[tuple[str, int]]:
-    """How often each (endpoint, status) was answered."""
+    """The number of answers by (endpoint, status)."""
     found: Counter[tuple[str, int]] = Counter()
     for line in report.read_text().splitlines():
         recorder: Any = json.loads(line).get("ScenarioFinished", {}).get("recorder") or {}
@@ -37,14 +38,15 @@ def statuses(report: Path) -> Counter[tuple[str, int]]:
 
 
 NEVER = "^/admin/profile$|/input_tokens$|/count_tokens$"
-"""paths: the first takes as long as it is told to, the others take the bodies of others"""
+"""paths: the first takes as long as the request says, the others take other endpoints' bodies"""
 SAME_BODIES = "^/invocations$|/render$"
-"""paths whose bodies are those of chat and completions, with the same rules"""
+"""paths with the bodies and rules of chat and completions"""
 
 
 @pytest.mark.parametrize(("cases", "without"), [(10, SAME_BODIES), pytest.param(60, "^$", marks=pytest.mark.nightly)])
-def test_every_answer_is_one_that_the_schema_tells_of(tmp_path: Path, cases: int, without: str) -> None:
-    """`cases`: random ones an endpoint at most, beside those for every single rule of the schema. `without`: paths."""
+def test_every_answer_is_described_by_the_schema(tmp_path: Path, cases: int, without: str) -> None:
+    """`cases`: random cases per endpoint at most, in addition to those for every single rule of the schema. `without`:
+    excluded paths."""
     with running(tmp_path, "--max-model-len", "96", "--admin-api-key", KEY) as daemon:
         done = subprocess.run(
             [
@@ -52,7 +54,7 @@ def test_every_answer_is_one_that_the_schema_tells_of(tmp_path: Path, cases: int
                 *("--header", f"Authorization: Bearer {KEY}", "--generation-deterministic", "--continue-on-failure"),
                 *("--max-examples", str(cases), "--phases", "examples,coverage,fuzzing", "--request-timeout", "240"),
                 *("--exclude-path-regex", f"{NEVER}|{without}"),
-                # What only the fields together make wrong is in no schema: prompt + max_tokens beyond the context …
+                # No schema expresses errors of combined fields: prompt + max_tokens beyond the context …
                 *("--exclude-checks", "positive_data_acceptance"),
                 *("--report", "ndjson", "--report-ndjson-path", "report", "--no-color"),
                 daemon.url + "/openapi.json",

@@ -1,5 +1,5 @@
-"""litellm's proxy in front of the real daemon, in an environment of its own: each dialect that clients
-speak to it, over each way in which it speaks to a server."""
+"""litellm's proxy in front of the real daemon, in a separate environment: each API format of its clients, over each of
+its connections to a server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PROXY.exists(), reason="i
 
 KEY = "sk-proxy"
 WAYS = {"hosted_vllm": "/v1", "openai": "/v1", "anthropic": ""}
-"""providers of litellm, and the base that each wants: the first two ask for chat and responses, the last messages"""
+"""providers of litellm, and the base URL of each: the first two use chat and responses, the last messages"""
 QUESTION: Any = [{"role": "user", "content": "What is 12 plus 30?"}]
 SCHEMA: Any = {
     "type": "object",
@@ -58,7 +58,7 @@ def proxy(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         json.dumps({"model_list": models, "litellm_settings": settings, "general_settings": {"master_key": KEY}})
     )
     port = free_port()
-    # It fetches a list of prices otherwise.
+    # It fetches a price list otherwise.
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PATH": f"{PROXY.parent}:{env['PATH']}"}
     command = [PROXY, "--config", config, "--host", "127.0.0.1", "--port", str(port)]
@@ -121,7 +121,7 @@ def test_responses(api: openai.OpenAI, way: str) -> None:
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
     given: Any = {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments}
     assert "42" in api.responses.create(input=[*QUESTION, given, result], tools=tools, **asked).output_text
-    if way != "anthropic":  # which has nothing to go on from
+    if way != "anthropic":  # which has no earlier response to continue
         assert "42" in api.responses.create(
             input=[result], previous_response_id=made.id, tools=tools, **asked
         ).output_text  # fmt: skip
@@ -158,8 +158,8 @@ def test_embeddings_and_completions(api: openai.OpenAI, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_refused_takes_the_deployment_out_of_nothing(api: openai.OpenAI, way: str) -> None:
-    for _ in range(5):  # it counts what fails by the minute
+def test_a_refused_request_does_not_disable_the_deployment(api: openai.OpenAI, way: str) -> None:
+    for _ in range(5):  # it counts failures by the minute
         with pytest.raises(openai.BadRequestError):
             api.chat.completions.create(model=way, messages=QUESTION, temperature=9)
         with pytest.raises(openai.BadRequestError):

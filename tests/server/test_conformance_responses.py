@@ -38,7 +38,7 @@ class Pet(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """Two processes answer: what one has stored the other must find."""
+    """Two processes answer, and each must find the other's stored responses."""
     with running(tmp_path_factory.mktemp("daemon"), "--api-workers", "2") as daemon:
         yield daemon
 
@@ -98,10 +98,10 @@ def test_a_function_is_called_and_its_result_passed_on(api: openai.OpenAI) -> No
     assert by_id.usage.input_tokens == by_hand.usage.input_tokens
 
 
-def test_any_process_finds_what_one_has_stored(daemon: Daemon) -> None:
+def test_any_process_finds_a_stored_response(daemon: Daemon) -> None:
     body = {"input": QUESTION, "temperature": 0, "max_output_tokens": 4}
     made = [httpx.post(f"{daemon.url}/v1/responses", json=body, timeout=240).json() for _ in range(4)]
-    for response in made * 2:  # a connection each: the kernel shares them out
+    for response in made * 2:  # a connection each: the kernel distributes them
         assert httpx.get(f"{daemon.url}/v1/responses/{response['id']}", timeout=240).json() == response
 
 
@@ -133,8 +133,8 @@ def test_errors_are_typed(api: openai.OpenAI) -> None:
 
 
 def test_a_transcript_of_codex_turn_by_turn(daemon: Daemon) -> None:
-    """Each turn sends all that was said before. The answers are the model's own, whatever they are; what is held here
-    is that every turn is taken, and that what was sent before is where it was."""
+    """Each turn sends the whole history. The answers are the model's own; the test requires that every turn is
+    accepted, and that earlier items are unchanged in their place."""
     codex = json.loads(CODEX.read_text())
     said: list[Any] = []
     cached: list[int] = []

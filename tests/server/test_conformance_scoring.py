@@ -1,4 +1,5 @@
-"""lm-eval, and what it sends: batches of token ids with echo and logprobs. The oracle is transformers, same weights."""
+"""lm-eval and its requests: batches of token ids with echo and logprobs. The oracle is transformers with the same
+weights."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ MODEL = Path(weft.engine.__file__).parent / "demo/model"
 TASKS = Path(__file__).with_name("lm_eval_tasks")
 LENGTHS = (1, 2, 5, 64, 65, 300, 1500)
 WINDOW = 256
-"""tokens that lm-eval takes at once: the longest passage needs several"""
+"""tokens that lm-eval sends at once: the longest passage needs several"""
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +75,8 @@ def test_prompt_log_probabilities_are_exact(
             assert scores["token_logprobs"][i + 1] in top.values(), "the token itself is among the best, identically"
 
 
-def test_greedy_continuations_are_told_from_others(daemon: Daemon, prompts: list[list[int]]) -> None:
-    """lm-eval's `is_greedy`: every token of a continuation is the best at its place."""
+def test_greedy_continuations_are_distinguished_from_others(daemon: Daemon, prompts: list[list[int]]) -> None:
+    """lm-eval's `is_greedy`: every token of a continuation is the best at its position."""
     prompt = prompts[2]
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "return_token_ids": True,
                             "ignore_eos": True}  # fmt: skip
@@ -119,7 +120,7 @@ class InProcess(TemplateLM):
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.eot_token_id,
-                max_seq_len=WINDOW - 2,  # what the client leaves of its `max_length`
+                max_seq_len=WINDOW - 2,  # the part of the client's `max_length` that remains
                 context_len=1,
             )
             sums.append(sum(self._score(*make_disjoint_window(window))[0] for window in windows))
@@ -158,7 +159,7 @@ def judged_in_process() -> Any:
     ],
     ids=["remote tokenizer, batches", "local tokenizer, one by one"],
 )
-def test_lm_eval_judges_the_server_as_it_does_the_model(
+def test_lm_eval_scores_the_server_like_the_model(
     daemon: Daemon, judged_in_process: Any, options: dict[str, Any]
 ) -> None:
     client = LocalCompletionsAPI(model="demo", base_url=daemon.url + "/v1/completions", max_length=WINDOW, **options)
@@ -173,6 +174,6 @@ def test_lm_eval_judges_the_server_as_it_does_the_model(
         for metric, value in judged_in_process["results"][task].items():
             close = pytest.approx(value, rel=1e-3) if isinstance(value, float) else value
             assert judged["results"][task][metric] == close
-    # Tasks that everything fails or passes would tell nothing.
+    # Tasks that everything fails or passes would show nothing.
     assert 0.3 < judged["results"]["choices"]["acc,none"] < 1
     assert 0.3 < judged["results"]["answers"]["exact_match,none"] < 1

@@ -1,4 +1,4 @@
-"""The contract's table of request fields: what each one makes of the sequence that the engine is asked for."""
+"""The contract's table of request fields: the effect of each on the sequence that the engine receives."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def text_of(documents: list[Any], index: int = 0) -> str:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", PATHS)
 class TestAnswers:
-    """Fields that act on the answer, in every shape of it."""
+    """Fields that affect the answer, in every shape of it."""
 
     async def test_stop_strings(self, server: Server, path: str, stream: bool) -> None:
         for include, expected in ((False, "hello "), (True, "hello wor")):
@@ -99,7 +99,7 @@ class TestAnswers:
         last = (await ask(server, path, stream=stream, max_tokens=1))[-1]["choices"][0]
         assert last["finish_reason"] == "length"
 
-    async def test_several_sequences_have_seeds_and_texts_of_their_own(
+    async def test_several_sequences_have_their_own_seeds_and_texts(
         self, server: Server, path: str, stream: bool
     ) -> None:
         server.engine.script = Script("hello", vary=True)
@@ -147,7 +147,7 @@ class TestAnswers:
         assert names == [f"token_id:{i}" for i in ids]
         assert tops == [{f"token_id:{i}", f"token_id:{i - 1}"} for i in ids]
 
-    async def test_special_tokens_are_text_when_asked_but_for_the_one_that_ends(
+    async def test_special_tokens_are_text_on_request_except_the_end_token(
         self, server: Server, path: str, stream: bool
     ) -> None:
         server.engine.script = Script("a<|user|>b")
@@ -199,7 +199,7 @@ async def test_continuous_usage_counts_up(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_long_prompts_are_cut_when_asked(server: Server, path: str) -> None:
+async def test_long_prompts_are_cut_on_request(server: Server, path: str) -> None:
     tokenizer = server.engine.tokenizer
     text = "x".join(map(str, range(300)))
     if path == PATHS[0]:
@@ -223,7 +223,7 @@ async def test_long_prompts_are_cut_when_asked(server: Server, path: str) -> Non
     assert short[0]["usage"]["prompt_tokens"] < 10
 
 
-async def test_cut_prompts_are_echoed_as_they_were_cut(server: Server) -> None:
+async def test_cut_prompts_are_echoed_as_cut(server: Server) -> None:
     ids = server.engine.tokenizer.encode("abcdef")
     for prompt in ("abcdef", ids):
         (body,) = await ask(server, PATHS[0], prompt=prompt, echo=True, truncate_prompt_tokens=2, max_tokens=1)
@@ -231,7 +231,7 @@ async def test_cut_prompts_are_echoed_as_they_were_cut(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_allowed_tokens_and_bad_words_go_with_everything(server: Server, path: str) -> None:
+async def test_allowed_tokens_and_bad_words_combine_with_everything(server: Server, path: str) -> None:
     x, y = server.engine.tokenizer.encode("xy")
     for more in ({}, {"response_format": {"type": "json_object"}}, {"guided_regex": "[xy]+"}):
         await ask(server, path, allowed_token_ids=[x, y, x], bad_words=["xyx", 'a"/'], **more)

@@ -1,4 +1,4 @@
-"""Counters in shared memory: as `prometheus_client` would show them, summed over processes, never falling."""
+"""Counters in shared memory: exposed like those of `prometheus_client`, summed over processes, never falling."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_exposition_is_that_of_prometheus_client() -> None:
     assert parsed(stores[1].text().decode()) == parsed(generate_latest(theirs).decode())
 
 
-def test_counters_of_one_label_are_told_before_anything_was_counted() -> None:
+def test_counters_of_one_label_are_exposed_before_any_event() -> None:
     shared_state = SharedState(1)
     store = Store(shared_state, 0)
     Counter(store, "c", "text", reason=("x", "y"))
@@ -108,7 +108,7 @@ def test_values_outside_a_labels_set_count_as_other() -> None:
     assert value("weft_requests_total", {"endpoint": "other", "status": "other"}) == 1
 
 
-def test_any_process_tells_the_sum_and_what_a_dead_one_counted_stays() -> None:
+def test_any_process_exposes_the_sum_and_a_dead_ones_counts_stay() -> None:
     shared_state = SharedState(3)
     pid = os.fork()
     if pid == 0:
@@ -121,14 +121,14 @@ def test_any_process_tells_the_sum_and_what_a_dead_one_counted_stays() -> None:
     for _ in range(10):
         mine.finished.labels("stop").inc()
     os.waitpid(pid, 0)
-    again = Metrics(shared_state, 2)  # the dead process's successor goes on where it ended
+    again = Metrics(shared_state, 2)  # the dead process's successor continues from its counts
     again.finished.labels("stop").inc()
     for metrics in (mine, again, Metrics(shared_state, 0)):
         assert value_of(metrics, "weft_finished_total", {"reason": "stop"}) == 1011
         assert value_of(metrics, "weft_time_to_first_token_seconds_count") == 1000
 
 
-def test_a_scrape_tells_what_changed_since_the_last_one() -> None:
+def test_a_scrape_exposes_the_changes_since_the_last_one() -> None:
     shared_state = SharedState(2)
     metrics, other = Metrics(shared_state, 0), Metrics(shared_state, 1)
     for n in range(1, 4):
@@ -158,13 +158,13 @@ def test_iterations_count_once() -> None:
     assert value("weft_kv_load_seconds_count", {"tier": "ssd"}) == 3
 
 
-def test_more_cells_than_there_are() -> None:
+def test_more_cells_than_slots_are_refused() -> None:
     store = Store(SharedState(1), 0)
     with pytest.raises(ValueError, match="cells"):
         Counter(store, "c", "text", a=[str(i) for i in range(5000)])
 
 
-def test_totals_go_on_where_the_last_engine_stood() -> None:
+def test_totals_continue_from_those_of_the_last_engine() -> None:
     def stats(tokens: int, **tiers: TierStats) -> EngineStats:
         scheduler = SchedulerStats(running=tokens, prompt_tokens=tokens, decode_tokens=tokens, tiers=tiers)
         return EngineStats(scheduler=scheduler, iterations=tokens, iterations_idle_seconds=tokens / 2)
@@ -186,8 +186,8 @@ def test_totals_go_on_where_the_last_engine_stood() -> None:
         assert value_of(metrics, name, {"tier": tier}) == value
 
 
-def test_every_total_of_the_engine_goes_on() -> None:
-    """A counter that `totals` does not know would fall."""
+def test_every_total_of_the_engine_continues() -> None:
+    """A counter that `totals` does not list would fall."""
 
     def ones(kind: type[Any], **more: Any) -> Any:
         plain = {f.name: 1 for f in msgspec.structs.fields(kind) if f.type in (int, float)}
@@ -211,7 +211,7 @@ def test_every_total_of_the_engine_goes_on() -> None:
     assert len(samples) > 15
 
 
-def test_the_bound_is_told_before_the_first_request_and_is_nobodys_when_the_engine_is_gone() -> None:
+def test_the_slot_limit_is_exposed_before_the_first_request_and_removed_with_the_engine() -> None:
     metrics = Metrics()
     engine = metrics.engines[0]
     told = []

@@ -1,4 +1,4 @@
-"""Lark grammars of custom tools: what a model writes inside a call follows them, whatever must be escaped there."""
+"""Lark grammars of custom tools: a model's text inside a call follows them, with any escapes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ TEXTS: list[tuple[str, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("lark", "right", "wrong"), TEXTS)
-def test_a_text_follows_escaped_what_it_follows(lark: str, right: list[str], wrong: list[str]) -> None:
+def test_escaped_text_follows_the_grammar(lark: str, right: list[str], wrong: list[str]) -> None:
     plain, inside = grammar_text.lark(lark), grammar_text.lark(in_json_string(lark))
     for text in [*right, *wrong]:
         assert accepts(plain, text, False) is accepts(inside, json.dumps(text, ensure_ascii=False)[1:-1], False), text
@@ -67,7 +67,7 @@ def test_a_text_follows_escaped_what_it_follows(lark: str, right: list[str], wro
 
 
 @pytest.mark.parametrize("lark", [PATCH, SUM, QUOTED])
-def test_texts_that_were_damaged_are_told_apart_alike(lark: str) -> None:
+def test_damaged_texts_are_detected_alike(lark: str) -> None:
     plain, inside = grammar_text.lark(lark), grammar_text.lark(in_json_string(lark))
     rng = random.Random(4)
     for text in next(right for given, right, _ in TEXTS if given == lark):
@@ -98,7 +98,7 @@ def test_texts_that_were_damaged_are_told_apart_alike(lark: str) -> None:
         (r'start: /[^,]+/ "," start | "\n"', "cannot tell the end of text with line breaks"),
     ],
 )
-def test_what_cannot_be_followed_is_named(lark: str, words: str) -> None:
+def test_unsupported_grammars_are_named(lark: str, words: str) -> None:
     with pytest.raises(RequestError) as refused:
         in_json_string(lark)
     assert words in str(refused.value)
@@ -115,7 +115,7 @@ JSON_FORMATS = [name for name in TOOL_FORMATS if '{"input"' in TOOL_FORMATS[name
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", JSON_FORMATS)
-def test_calls_of_every_format_with_json_in_it_hold_to_the_grammar(name: str, special: bool) -> None:
+def test_calls_of_every_json_format_follow_the_grammar(name: str, special: bool) -> None:
     form, tool = TOOL_FORMATS[name], Tool.model_validate(_tool(PATCH))  # type: ignore[index]
     _, write = call_of([tool], form, vocabulary(special)[0], parallel=False)
     grammar = write()
@@ -125,13 +125,13 @@ def test_calls_of_every_format_with_json_in_it_hold_to_the_grammar(name: str, sp
 
 
 @pytest.mark.parametrize("name", sorted(set(TOOL_FORMATS) - set(JSON_FORMATS)))
-def test_forms_without_json_hold_to_the_form_of_a_call_alone(name: str) -> None:
+def test_formats_without_json_follow_only_the_form_of_a_call(name: str) -> None:
     form, tool = TOOL_FORMATS[name], Tool.model_validate(_tool("start: <[5]>"))  # type: ignore[index]
     assert "weft_input" not in call_of([tool], form, vocabulary(False)[0], parallel=False)[1]()
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_it_is_kept_to_when_the_model_may_choose(hermes: Server) -> None:
+async def test_the_grammar_is_kept_when_the_model_may_choose(hermes: Server) -> None:
     lines = _tool(r'start: (/[^"\n]+/ "\n")+')
     for tool, good, bad in ((lines, "one\ntwo\n", "one"), (_tool("[a-c]+", "regex"), "abc", "d")):
         await hermes.chat(tools=[tool, {"type": "function", "function": {"name": "now"}}])
@@ -147,7 +147,7 @@ async def test_it_is_kept_to_when_the_model_may_choose(hermes: Server) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_grammar_that_cannot_be_kept_to_is_told_where_a_call_is_required(hermes: Server) -> None:
+async def test_a_grammar_that_cannot_be_kept_is_reported_if_a_call_is_required(hermes: Server) -> None:
     tools = [_tool("start: <[5]>")]
     asked = {"messages": [{"role": "user", "content": "a"}], "tools": tools}
     response = await hermes.post("/v1/chat/completions", {**asked, "tool_choice": "required"})

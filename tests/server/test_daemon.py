@@ -1,4 +1,4 @@
-"""The real daemon with its real engine process, over HTTP: start, load, drain, death."""
+"""The real daemon with its real engine process, over HTTP: start, load, drain, exit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def read_stream(http: httpx.AsyncClient, body: dict[str, Any], begun: asyn
 
 @contextlib.asynccontextmanager
 async def open_streams(daemon: Daemon, count: int) -> AsyncIterator[list[asyncio.Task[list[Any]]]]:
-    """Long streams that have all begun."""
+    """Long streams, once all of them have started."""
     begun = [asyncio.Event() for _ in range(count)]
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=daemon.url, timeout=240, limits=limits) as http:
@@ -69,7 +69,7 @@ async def until_not_ready(http: httpx.AsyncClient) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_whoever_asks_at_once_is_answered(tmp_path: Path) -> None:
+async def test_requests_sent_at_once_are_answered(tmp_path: Path) -> None:
     with running(tmp_path) as daemon:
         response = httpx.post(
             daemon.url + "/v1/chat/completions", json={"model": "demo", "messages": QUESTION}, timeout=240
@@ -77,7 +77,7 @@ async def test_whoever_asks_at_once_is_answered(tmp_path: Path) -> None:
         assert "42" in response.json()["choices"][0]["message"]["content"]
 
 
-def test_ready_line_has_a_command_that_works(daemon: Daemon) -> None:
+def test_the_ready_line_has_a_working_command(daemon: Daemon) -> None:
     command = shlex.split(daemon.curl_line.removeprefix("try: "))
     answer = subprocess.run([*command, "--silent"], capture_output=True, check=True, text=True, timeout=240)
     assert json.loads(answer.stdout)["object"] == "chat.completion"
@@ -139,7 +139,7 @@ async def test_sequences_differ_and_seeds_repeat(daemon: Daemon) -> None:
         assert len(set(await texts(n=3, seed=7))) == 3
 
 
-async def test_client_that_leaves_frees_its_request(daemon: Daemon) -> None:
+async def test_a_client_that_disconnects_frees_its_request(daemon: Daemon) -> None:
     async with httpx.AsyncClient(base_url=daemon.url, timeout=240) as http:
         async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
             await anext(response.aiter_lines())
@@ -175,11 +175,11 @@ async def test_engine_death_reaches_every_client_and_ends_the_daemon(tmp_path: P
             results = await asyncio.gather(*streams)
             assert [events[-1]["error"]["code"] for events in results] == ["engine_dead"] * 20
             assert await exit_code(daemon, 240) == 1
-        daemon.told("SIGKILL")
+        daemon.wait_for_log("SIGKILL")
         assert "Traceback" not in daemon.stderr()
 
 
-async def test_sigterm_lets_open_streams_finish_and_takes_no_new_ones(tmp_path: Path) -> None:
+async def test_sigterm_lets_open_streams_finish_and_accepts_no_new_ones(tmp_path: Path) -> None:
     with running(tmp_path, "--drain-timeout", "240") as daemon:  # a busy machine may be slow
         async with open_streams(daemon, 4) as streams:
             async with httpx.AsyncClient(base_url=daemon.url, timeout=240) as http:
@@ -230,7 +230,7 @@ def test_sigint_while_loading_ends_quietly(tmp_path: Path) -> None:
         daemon.end()
 
 
-def test_an_api_process_that_has_not_begun_keeps_no_daemon(tmp_path: Path) -> None:
+def test_an_api_process_that_has_not_started_does_not_keep_a_daemon(tmp_path: Path) -> None:
     code = """
 import os, signal
 from weft.server.daemon import daemon
@@ -253,7 +253,7 @@ daemon.ApiProcess.start = stopped
         daemon.end()
 
 
-def test_taken_port_is_one_line(tmp_path: Path) -> None:
+def test_a_taken_port_is_a_one_line_error(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -263,7 +263,7 @@ def test_taken_port_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("files", [None, {}, {"config.json": '{"architectures": ["Nope"], "model_type": "nope"}'}])
-def test_model_that_cannot_load_is_one_line(tmp_path: Path, files: dict[str, str] | None) -> None:
+def test_a_model_that_cannot_load_is_a_one_line_error(tmp_path: Path, files: dict[str, str] | None) -> None:
     model = tmp_path / "model"
     if files is not None:
         model.mkdir()

@@ -1,4 +1,4 @@
-"""The demo model with functions offered, as an agent framework uses it: the official client, `tool_choice` auto."""
+"""The demo model with functions, as an agent framework uses it: the official client, `tool_choice` auto."""
 
 from __future__ import annotations
 

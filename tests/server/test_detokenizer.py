@@ -49,7 +49,7 @@ def test_random_ids_of_other_decoders_stream_to_the_decoded_text(kind: str, data
 def test_random_word_ids_and_byte_fallback_characters_stream_to_the_decoded_text(
     kind: str, data: st.DataObject
 ) -> None:
-    # The decoder replaces a whole run of byte tokens when any of it is broken, which no stream can know in advance.
+    # The decoder replaces a whole run of byte tokens if any of it is broken, which no stream can know in advance.
     words = st.lists(st.integers(259, KINDS[kind].get_vocab_size() - 1))
     characters = st.characters(exclude_categories=["Cs"]).map(lambda c: [3 + byte for byte in c.encode()])
     ids = [i for part in data.draw(st.lists(st.one_of(words, characters))) for i in part]
@@ -66,7 +66,7 @@ def test_text_that_continues_a_prompt_completes_the_decoded_whole(kind: str, tex
 
 
 @given(text=st.text())
-def test_no_broken_character_is_ever_shown(text: str) -> None:
+def test_no_broken_character_is_ever_sent(text: str) -> None:
     tokenizer = TOKENIZERS["byte_level"]
     detokenizer, shown = tokenizer.detokenizer(), ""
     for token_id in tokenizer.encode(text):
@@ -102,22 +102,22 @@ def utf8(ids: Sequence[int]) -> str:
     return bytes(ids).decode("utf-8", "replace")
 
 
-# Five U+FFFD in a row would be as many tokens without another character as the window takes.
+# Five U+FFFD in a row would be as many tokens without another character as the window accepts.
 @given(
     text=st.text(st.sampled_from("aé你😀\ufffd ")).filter(lambda text: "\ufffd" * 5 not in text),
     context=st.text(st.sampled_from("aé你"), max_size=3),
 )
-def test_window_shows_whole_characters_as_soon_as_they_are_complete(text: str, context: str) -> None:
+def test_the_window_emits_whole_characters_as_soon_as_they_are_complete(text: str, context: str) -> None:
     detokenizer, shown, fed = WindowDetokenizer(utf8, (), list(context.encode())), "", b""
     for byte in text.encode():
         shown += detokenizer.feed(byte)
         fed += bytes([byte])
-        # A character that is complete and looks like an unfinished one cannot be told from it.
+        # A complete character that looks like an unfinished one cannot be distinguished from it.
         assert shown == fed.decode("utf-8", "ignore").rstrip("\ufffd")
     assert shown + detokenizer.flush() == text
 
 
-def test_window_shows_what_stands_before_an_unfinished_character_with_it() -> None:
+def test_the_window_emits_text_before_an_unfinished_character_with_it() -> None:
     first, *rest = "你".encode()
     detokenizer = WindowDetokenizer(lambda ids: b"".join(pieces[i] for i in ids).decode("utf-8", "replace"), (), ())
     pieces = [b"a" + bytes([first]), bytes(rest), b"\xff", b"b"]
@@ -125,32 +125,32 @@ def test_window_shows_what_stands_before_an_unfinished_character_with_it() -> No
     assert detokenizer.flush() == ""
 
 
-def test_window_flushes_an_unfinished_character_as_one_replacement() -> None:
+def test_the_window_flushes_an_unfinished_character_as_one_replacement() -> None:
     detokenizer = WindowDetokenizer(utf8, (), ())
     assert [detokenizer.feed(byte) for byte in "a你".encode()[:-1]] == ["a", "", ""]
     assert detokenizer.flush() == "\ufffd"
 
 
-def test_window_takes_text_as_it_is_after_so_many_tokens_without_a_character() -> None:
+def test_the_window_emits_text_after_many_tokens_without_a_character() -> None:
     detokenizer = WindowDetokenizer(utf8, (), ())
     most = WindowDetokenizer.MAX_HELD
     assert [detokenizer.feed(0xFF) for _ in range(most + 1)] == [""] * (most - 1) + ["\ufffd" * most, ""]
     assert detokenizer.flush() == "\ufffd"
 
 
-def test_window_gives_no_text_for_tokens_that_have_none() -> None:
+def test_the_window_emits_no_text_for_tokens_without_text() -> None:
     detokenizer = WindowDetokenizer(lambda ids: "".join({1: "", 2: "b"}.get(i, "?") for i in ids), (9,), ())
     assert [detokenizer.feed(i) for i in (1, 9, 2, 9, 1, 2)] == ["", "", "b", "", "", "b"]
 
 
-def test_window_keeps_its_context_over_tokens_that_have_no_text() -> None:
+def test_the_window_keeps_its_context_over_tokens_without_text() -> None:
     pieces = [" a", "", " b"]
-    # Like decoders that drop the first space of a text: without the token before, " b" would be "b".
+    # Decoders that drop the first space of a text are similar: without the token before, " b" would be "b".
     detokenizer = WindowDetokenizer(lambda ids: "".join(pieces[i] for i in ids).removeprefix(" "), (), ())
     assert [detokenizer.feed(i) for i in (0, 1, 2)] == ["a", "", " b"]
 
 
-def test_first_space_is_dropped_behind_tokens_that_have_no_bytes() -> None:
+def test_the_first_space_is_dropped_after_tokens_without_bytes() -> None:
     class Bytes(list[bytes]):
         strips_space = True
 
@@ -158,7 +158,7 @@ def test_first_space_is_dropped_behind_tokens_that_have_no_bytes() -> None:
     assert [detokenizer.feed(i) for i in (0, 1, 1)] == ["", "a", " a"]
 
 
-def test_window_never_grows_on_endless_broken_bytes() -> None:
+def test_the_window_never_grows_on_endless_broken_bytes() -> None:
     lengths: list[int] = []
 
     def decode(ids: Sequence[int]) -> str:
@@ -175,7 +175,7 @@ def test_known_decoders_take_the_byte_path() -> None:
     assert taken == {"byte_level": True, "sentencepiece": True, "gemma": True, "metaspace": False, "wordpiece": False}
 
 
-def test_tokens_that_are_parts_of_characters_are_spelled_apart() -> None:
+def test_tokens_that_are_parts_of_characters_are_written_as_bytes() -> None:
     assert [spell(b"ab"), spell("é".encode()), spell(b"\xe4"), spell(b"\xbd\xa0")] == [
         "ab",
         "é",

@@ -1,4 +1,4 @@
-"""The page at `/docs`: what it says, and its forms in a real browser."""
+"""The page at `/docs`: its content, and its forms in a real browser."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_every_operation_has_a_form_and_every_example_is_accepted(server: 
             assert response.status_code == expected, (path, response.text)
 
 
-async def test_policy_lets_nothing_run_but_the_pages_own_script_and_style(server: Server) -> None:
+async def test_the_policy_allows_only_the_pages_own_script_and_style(server: Server) -> None:
     response = await server.http.get("/docs")
     policy = policy_of(response)
     assert (policy["default-src"], policy["connect-src"]) == ("'none'", "'self'")
@@ -77,7 +77,7 @@ async def test_a_request_can_be_tried_and_its_answer_is_shown(server: Server, pa
 
 @pytest.mark.slow
 @in_browser
-async def test_fits_a_phone(server: Server, page: Page) -> None:
+async def test_it_fits_a_phone(server: Server, page: Page) -> None:
     await page.size(390, 844)
     await page.go(f"{server.url}/docs")
     await send(page, "/v1/chat/completions")
@@ -86,7 +86,7 @@ async def test_fits_a_phone(server: Server, page: Page) -> None:
 
 @pytest.mark.slow
 @in_browser
-async def test_what_goes_wrong_is_said(page: Page) -> None:
+async def test_errors_are_shown(page: Page) -> None:
     path = "/v1/completions"
     async with serving() as server:
         await page.go(f"{server.url}/docs")
@@ -116,7 +116,7 @@ async def test_a_stream_can_be_stopped(page: Page) -> None:
 
 @pytest.mark.slow
 @in_browser
-async def test_a_key_is_presented_and_stays_in_the_tab(page: Page) -> None:
+async def test_a_key_is_sent_and_stays_in_the_tab(page: Page) -> None:
     async with serving(api_key=["schlüssel"]) as server:
         await page.go(f"{server.url}/docs")
         assert (await send(page, "/v1/models")).startswith("401 ")

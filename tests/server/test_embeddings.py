@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: inputs, forms of answers, limits, and what a model's directory says of pooling."""
+"""`/v1/embeddings`: inputs, forms of answers, limits, and the pooling settings of a model's directory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_fewer_dimensions_are_the_first_ones_of_length_one(server: Server)
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({}, "input", "required"),
+        ({}, "input", "either input or messages"),
         ({"input": ""}, "input", "empty"),
         ({"input": []}, "input", "empty"),
         ({"input": ["a", ""]}, "input", "empty"),
@@ -87,7 +87,9 @@ async def test_fewer_dimensions_are_the_first_ones_of_length_one(server: Server)
         ({"input": "a", "prompt_name": "query"}, "prompt_name", "no prompt 'query'; known prompts: none"),
     ],
 )
-async def test_what_cannot_be_is_refused_by_name(server: Server, body: dict[str, Any], param: str, words: str) -> None:
+async def test_impossible_requests_are_refused_by_field(
+    server: Server, body: dict[str, Any], param: str, words: str
+) -> None:
     response = await server.post(PATH, body)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -106,13 +108,13 @@ async def test_unknown_models_and_other_paths_to_the_endpoint(server: Server) ->
     assert (await server.post("/embeddings", {"input": "a"})).status_code == 200
 
 
-async def test_a_model_of_no_numbers_is_an_error(server: Server) -> None:
+async def test_non_finite_states_are_an_error(server: Server) -> None:
     server.engine.script = Script(finish=Finish.NONFINITE, error="the model's logits are not finite")
     response = await server.post(PATH, {"input": "a"})
     assert (response.status_code, response.json()["error"]["code"]) == (500, "nonfinite_logits")
 
 
-async def test_keys_pay_for_their_tokens() -> None:
+async def test_keys_are_charged_for_their_tokens() -> None:
     async with serving(rate_limit_tokens=3) as server:
         assert (await server.post(PATH, {"input": [5] * 60})).status_code == 200
         assert (await server.post(PATH, {"input": [5]})).status_code == 429
@@ -141,13 +143,13 @@ def _describe(path: Path, pooling: dict[str, Any] | None = None, *more: str, **p
         (None, "last"),
     ],
 )
-async def test_the_directory_says_how_states_are_pooled(tmp_path: Path, said: Any, pooling: str) -> None:
+async def test_the_directory_sets_the_pooling(tmp_path: Path, said: Any, pooling: str) -> None:
     found = read_pooler(_describe(tmp_path, said, "Normalize"), "auto")
     assert found is not None
     assert found.pooling == pooling
 
 
-async def test_what_the_operator_says_wins(tmp_path: Path) -> None:
+async def test_the_operators_choice_overrides_it(tmp_path: Path) -> None:
     path = _describe(tmp_path, {"pooling_mode_cls_token": True})
     assert read_pooler(path, "mean") == Pooler("mean")
     assert read_pooler(path, "none") is None
@@ -163,7 +165,7 @@ async def test_what_the_operator_says_wins(tmp_path: Path) -> None:
         ({"pooling_mode_lasttoken": True}, ("Dense",), "unsupported step: Dense"),
     ],
 )
-async def test_what_it_asks_for_and_is_not_there_is_named(tmp_path: Path, said: Any, more: Any, words: str) -> None:
+async def test_missing_files_are_named(tmp_path: Path, said: Any, more: Any, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         read_pooler(_describe(tmp_path, said, *more), "auto")
 
@@ -177,7 +179,7 @@ async def test_broken_files_are_named(tmp_path: Path) -> None:
         read_pooler(tmp_path, "auto")
 
 
-async def test_prompts_of_the_model_stand_in_front_of_texts(tmp_path: Path) -> None:
+async def test_prompts_of_the_model_precede_texts(tmp_path: Path) -> None:
     prompts = {"query": "Q: ", "document": "D: "}
     _describe(tmp_path, {"pooling_mode_lasttoken": True}, prompts=prompts, default_prompt_name="document")
     async with serving(model=str(tmp_path)) as server:
@@ -189,7 +191,7 @@ async def test_prompts_of_the_model_stand_in_front_of_texts(tmp_path: Path) -> N
         assert response.json()["error"]["param"] == "prompt_name"
 
 
-async def test_a_server_may_give_none(tmp_path: Path) -> None:
+async def test_a_server_may_disable_embeddings(tmp_path: Path) -> None:
     async with serving(pooling="none") as server:
         response = await server.post(PATH, {"input": "a"})
         assert (response.status_code, response.json()["error"]["code"]) == (404, "embeddings_off")

@@ -1,4 +1,4 @@
-"""What is remembered of a conversation's tokens changes none of them, for any vocabulary and any text."""
+"""The cache of a conversation's tokens changes none of them, for any vocabulary and any text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.server.text.encoder import Encoder, any_of
 
 
 def first_prepends() -> Tokenizer:
-    """Puts a space before a text, and not behind its control tokens."""
+    """Puts a space before a text, and not after its control tokens."""
     tokenizer = sentencepiece()
     tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -23,7 +23,7 @@ def first_prepends() -> Tokenizer:
 
 
 def greedy_marks() -> Tokenizer:
-    """Control tokens that take the white space around them, that begin alike, that lie in others."""
+    """Control tokens that include the surrounding white space, share prefixes, or contain each other."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken("<left>", lstrip=True, normalized=False), AddedToken("<|user|>>")])
     tokenizer.add_special_tokens(
@@ -57,7 +57,7 @@ def test_tokens_are_those_of_the_whole_text(kind: str, first: str, rest: str) ->
 
 
 class Counting:
-    """A tokenizer's characters, as they are asked for."""
+    """Counts the characters that a tokenizer encodes."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
@@ -75,7 +75,7 @@ def conversation(turns: int) -> str:
     return "".join(f"<|user|>{i} {'hello world ' * 50}<|assistant|>{i} {'world' * 100}" for i in range(turns))
 
 
-def test_a_later_turn_costs_what_is_new_in_it() -> None:
+def test_a_later_turn_encodes_only_its_new_text() -> None:
     backend = Counting(byte_level())
     encoder = Encoder(backend)
     encoder.encode_cached(conversation(50), "")
@@ -93,7 +93,7 @@ def test_another_salt_finds_nothing() -> None:
     assert backend.characters == first
 
 
-def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
+def test_the_least_recently_used_is_evicted_first() -> None:
     backend = Counting(byte_level())
     encoder = Encoder(backend, max_bytes=60_000)
     encoder.encode_cached(conversation(5), "")
@@ -112,14 +112,14 @@ def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
 @given(
     words=st.lists(st.text("ab|<", min_size=1, max_size=4), min_size=1, max_size=8), text=st.text("ab|<", max_size=20)
 )
-def test_the_longest_of_the_words_is_found_where_the_first_begins(words: list[str], text: str) -> None:
+def test_the_longest_word_is_found_where_the_first_begins(words: list[str], text: str) -> None:
     pattern = any_of(words)
     assert pattern is not None
     plain = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
     assert [m.span() for m in pattern.finditer(text)] == [m.span() for m in plain.finditer(text)]
 
 
-def test_a_tokenizer_has_it_encode_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_encodes_conversations_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Encoder] = []
 
     def counted(backend: Tokenizer) -> Encoder:

@@ -1,4 +1,4 @@
-"""More than the daemon can take, for longer than a moment: nothing hangs, nothing is lost, nothing stays behind.
+"""A long overload of the daemon: nothing hangs, nothing is lost, nothing stays behind.
 
 WEFT_OVERLOAD_SECONDS=60 makes the overload last a minute.
 """
@@ -26,12 +26,12 @@ from weft.engine.wire.client import EngineClient
 from weft.engine.wire.spawn import EngineProcess
 
 OVERLOAD = 5
-"""times what the daemon can do"""
+"""multiple of the daemon's capacity"""
 OVERLOAD_SECONDS = float(os.environ.get("WEFT_OVERLOAD_SECONDS", "3"))
 OVERLOAD_REQUESTS = 100
-"""at least: a slow machine takes longer to offer them"""
+"""minimum number of requests: a slow machine takes longer to send them"""
 OVERLOAD_REFUSED = 20
-"""of them, at least"""
+"""minimum fraction refused"""
 SEATS, QUEUE = 4, 8
 TOKENS = 16
 VANISHING = 2000
@@ -47,7 +47,7 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """Of the first choice, plain or streamed; fails unless the answer is whole."""
+        """The text of the first choice, plain or streamed. Fails unless the answer is complete."""
         if not self.headers["content-type"].startswith("text/event-stream"):
             (choice,) = json.loads(self.body)["choices"]
             assert choice["finish_reason"] == "length"
@@ -73,7 +73,8 @@ async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def ask(url: str, request: bytes) -> Reply:
-    """On a connection of its own. With an HTTP client's share of work a test could not offer five times the load."""
+    """Send a request on a separate connection. With an HTTP client's overhead a test could not offer five times the
+    load."""
     reader, writer = await connect(url)
     try:
         writer.write(request)
@@ -99,7 +100,7 @@ def dechunked(data: bytes) -> bytes:
 
 
 def request(i: int) -> tuple[str, bytes]:
-    """The i-th request's prompt, of sixteen, and its bytes; every other one is streamed."""
+    """The i-th request's prompt, one of sixteen, and its bytes; every other one is streamed."""
     prompt = f"What is {i % 16} + {i % 16 + 3}?"
     body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": bool(i // 16 % 2)}
     return prompt, post(body)
@@ -110,13 +111,13 @@ async def get(url: str, path: str) -> Reply:
 
 
 async def metric(url: str, name: str) -> float:
-    """0 for a counter whose labels were never used."""
+    """The value of a counter; 0 if its labels were never used."""
     lines = (await get(url, "/metrics")).body.decode().splitlines()
     assert f"# TYPE {name.partition('{')[0]} " in "\n".join(lines)
     return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + " ")), 0.0)
 
 
-# -- five times too much
+# -- five times the capacity
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 async def capacity(url: str) -> float:
-    """Requests a second when there is always one waiting."""
+    """Requests a second when one is always waiting."""
     count, turns = 32, asyncio.Semaphore(2 * SEATS)
 
     async def one(i: int) -> None:
@@ -139,7 +140,7 @@ async def capacity(url: str) -> float:
     return count / (time.monotonic() - begun)
 
 
-async def test_five_times_too_much_is_refused_and_the_rest_is_answered(daemon: Daemon) -> None:
+async def test_of_five_times_the_capacity_the_excess_is_refused_and_the_rest_answered(daemon: Daemon) -> None:
     url = daemon.url
     alone = {prompt: (await ask(url, data)).text for prompt, data in map(request, range(16))}
     assert len(set(alone.values())) > 8
@@ -147,7 +148,7 @@ async def test_five_times_too_much_is_refused_and_the_rest_is_answered(daemon: D
     before = await metric(url, 'weft_rejected_total{reason="queue_full"}')
     begun = time.monotonic()
     asked: list[asyncio.Task[Reply]] = []
-    # What it can do was measured on a machine that may have been busier then: the load goes on until it is too much.
+    # The capacity was measured on a machine that may have been busier: the load continues until it is too much.
     while (
         (elapsed := time.monotonic() - begun) < OVERLOAD_SECONDS
         or len(asked) < OVERLOAD_REQUESTS
@@ -166,7 +167,7 @@ async def test_five_times_too_much_is_refused_and_the_rest_is_answered(daemon: D
         recovered = time.monotonic() - over
         replies = await asyncio.gather(*asked)
         at_rest = ("weft_requests_running", "weft_requests_waiting", "weft_kv_cache_usage_ratio")
-        while any([await metric(url, name) for name in at_rest]):  # either API process hears of it in its time
+        while any([await metric(url, name) for name in at_rest]):  # either API process is notified at its own time
             await asyncio.sleep(0.02)
     statuses = Counter(reply.status for reply in replies)
     print(
@@ -185,7 +186,7 @@ async def test_five_times_too_much_is_refused_and_the_rest_is_answered(daemon: D
     assert "Traceback" not in daemon.stderr()
 
 
-# -- clients that vanish
+# -- clients that disconnect
 
 
 @pytest_asyncio.fixture
@@ -196,7 +197,7 @@ async def server() -> AsyncIterator[Server]:
 
 @pytest_asyncio.fixture
 async def engine_pid(server: Server, tiny_model: Callable[[str], Path]) -> AsyncIterator[int]:
-    """A real engine process behind this process's own server, whose tasks can be counted. Its memory is short."""
+    """A real engine process with this process's own server, whose tasks can be counted. Its memory is small."""
     model = str(tiny_model("yi"))
     process = await EngineProcess.start(EngineConfig(model=model, page_size=8, num_pages=96, max_num_seqs=32))
     client = EngineClient(process.address, 1)
@@ -210,8 +211,8 @@ def num_files(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
-async def vanish(url: str, rng: random.Random) -> str:
-    """Connect, and leave at some point; tells at which."""
+async def disconnect(url: str, rng: random.Random) -> str:
+    """Connect and leave at a random point. Returns the point."""
     until = rng.choices(("head", "body", "request", "stream", "end"), (1, 1, 4, 12, 2))[0]
     stream = until == "stream" or rng.random() < 0.5
     prompt = [*range(10, 10 + 8 * rng.randrange(4)), *(rng.randrange(3, 199) for _ in range(rng.randint(1, 40)))]
@@ -239,27 +240,27 @@ async def vanish(url: str, rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("clients", [400, pytest.param(2000, marks=pytest.mark.nightly)])
-async def test_clients_that_vanish_leave_nothing_behind(server: Server, engine_pid: int, clients: int) -> None:
+async def test_clients_that_disconnect_leave_nothing_behind(server: Server, engine_pid: int, clients: int) -> None:
     rng, turns, url = random.Random(3), asyncio.Semaphore(64), server.url
     engine = next(iter(server.service.loaded.replicas)).client
 
     async def one(seed: float) -> str:
         async with turns:
-            return await vanish(url, random.Random(seed))
+            return await disconnect(url, random.Random(seed))
 
     def left_open() -> tuple[int, int, int]:
         """Tasks, and open files of both processes."""
         return len(asyncio.all_tasks()), num_files(os.getpid()), num_files(engine_pid)
 
     async def settle() -> None:
-        """Until everything has ended."""
+        """Wait until everything has ended."""
         await server.settle(lambda: not server.service.open and not engine.num_open)
-        # The engine's figures come with an iteration.
+        # The engine's statistics arrive with an iteration.
         async with asyncio.timeout(240):
             while engine.stats.scheduler.running or engine.stats.scheduler.waiting or engine.stats.scheduler.pages_held:
                 assert (await ask(url, post({"prompt": [5], "max_tokens": 1}))).status == 200
         await server.settle(lambda: not server.service.open and not server.service.shared_state.load.sum())
-        await asyncio.sleep(0.1)  # connections that closed are forgotten in the loop's next rounds
+        await asyncio.sleep(0.1)  # closed connections are removed in the loop's next iterations
 
     await asyncio.gather(*(one(rng.random()) for _ in range(64)))  # threads and sockets that then stay
     await settle()

@@ -1,4 +1,4 @@
-"""Joules over HTTP: in a request's usage when it asks, and in the metrics where a counter is read."""
+"""Joules over HTTP: in a request's usage on request, and in the metrics if a counter is read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def metered(_metered: Server) -> Server:
     return _metered
 
 
-async def test_usage_names_joules_when_asked(metered: Server) -> None:
+async def test_usage_includes_joules_on_request(metered: Server) -> None:
     assert (await metered.complete(include_energy=True, max_tokens=3))["usage"]["energy_joules"] == 0.75
     assert (await metered.chat(include_energy=True, max_tokens=2))["usage"]["energy_joules"] == 0.5
     assert "energy_joules" not in (await metered.complete())["usage"]
@@ -40,22 +40,22 @@ async def test_choices_and_prompts_are_added_up(metered: Server) -> None:
     assert answer["usage"]["energy_joules"] == 3.0
 
 
-async def test_a_stream_tells_with_its_usage(metered: Server) -> None:
+async def test_a_stream_reports_them_with_its_usage(metered: Server) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last, _ = await events(metered, stream_options=options, max_tokens=3, include_energy=True)
     assert last["usage"]["energy_joules"] == 0.75
     assert [chunk["usage"]["energy_joules"] for chunk in chunks] == [0.25, 0.5, 0.75]
 
 
-async def test_an_answer_that_a_stop_string_ends_tells_what_it_was_charged_till_then(metered: Server) -> None:
+async def test_an_answer_ended_by_a_stop_string_reports_its_charge_so_far(metered: Server) -> None:
     assert (await metered.complete(include_energy=True, stop="b"))["usage"]["energy_joules"] == 0.5
 
 
-async def test_where_nobody_counts_joules_are_null(server: Server) -> None:
+async def test_without_a_counter_joules_are_null(server: Server) -> None:
     assert (await server.complete(include_energy=True))["usage"]["energy_joules"] is None
 
 
-async def test_metrics_have_joules_where_they_are_counted(metered: Server) -> None:
+async def test_metrics_include_joules_if_they_are_counted(metered: Server) -> None:
     async def joules() -> dict[str, tuple[float, dict[str, str]]]:
         families = text_string_to_metric_families((await metered.http.get("/metrics")).text)
         return {s.name: (s.value, s.labels) for f in families for s in f.samples if "joules" in s.name}

@@ -1,4 +1,4 @@
-"""An engine's supervisor while the memory of one that was killed is not given back yet."""
+"""An engine's supervisor while the memory of a killed engine is not freed yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.server.daemon.engine_supervisor import EngineSupervisor
 
 
 class Held:
-    """An engine process that has been killed, unless it `lives`: `gone` once its memory is given back."""
+    """An engine process that has been killed, unless it `lives`. It is `gone` once its memory is freed."""
 
     address, pid, stopping = "ipc:///nowhere", 4_000_000, False
 
@@ -43,7 +43,7 @@ class Held:
 
 
 class Owner:
-    """A daemon that starts `processes`, one after the other."""
+    """A daemon that starts `processes` in sequence."""
 
     def __init__(self) -> None:
         self.processes: list[Held] = []
@@ -89,7 +89,7 @@ async def until_it_waits(owner: Owner) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_none_follows_where_the_daemon_begins_to_end_while_memory_is_given_back(
+async def test_no_engine_follows_if_the_daemon_starts_to_exit_while_memory_is_freed(
     supervisor: EngineSupervisor,
 ) -> None:
     owner: Any = supervisor._owner
@@ -104,7 +104,7 @@ async def test_none_follows_where_the_daemon_begins_to_end_while_memory_is_given
     supervisor.close()
 
 
-async def test_how_it_ended_is_told_once_it_is_known(
+async def test_its_exit_is_reported_once_it_is_known(
     supervisor: EngineSupervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner: Any = supervisor._owner
@@ -125,7 +125,7 @@ async def test_how_it_ended_is_told_once_it_is_known(
     supervisor.close()
 
 
-async def test_one_that_hung_stays_given_up_for_probes_while_it_is_held(supervisor: EngineSupervisor) -> None:
+async def test_a_hung_engine_stays_given_up_for_probes_while_its_memory_is_held(supervisor: EngineSupervisor) -> None:
     owner: Any = supervisor._owner
     keeping = asyncio.create_task(supervisor.run())
     async with asyncio.timeout(240):

@@ -1,4 +1,4 @@
-"""What the figures of fairness count, seen over HTTP: seats given up, and requests that went before another."""
+"""The fairness metrics over HTTP: preempted slots, and requests that overtook another."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ async def until(http: httpx.AsyncClient, name: str, value: float) -> None:
 
 
 @asynccontextmanager
-async def seat_taken(daemon: Daemon, http: httpx.AsyncClient, priority: int = 0) -> AsyncIterator[asyncio.Task[int]]:
-    """A request that has the seat, and goes on behind the block: in it the engine is stopped."""
+async def with_slot_taken(
+    daemon: Daemon, http: httpx.AsyncClient, priority: int = 0
+) -> AsyncIterator[asyncio.Task[int]]:
+    """A request holds the slot and continues after this context, in which the engine is stopped."""
     while True:
         request = asyncio.create_task(complete(http, "one", 250, priority))
         await until(http, "weft_requests_running", 1)
@@ -61,10 +63,10 @@ async def complete(http: httpx.AsyncClient, prompt: str, max_tokens: int, priori
     return int(response.json()["usage"]["completion_tokens"])
 
 
-async def test_a_seat_given_up_for_a_better_priority_is_counted(daemon: Daemon) -> None:
+async def test_a_preemption_by_a_higher_priority_is_counted(daemon: Daemon) -> None:
     async with httpx.AsyncClient(base_url=daemon.url, timeout=240) as http:
         before = await metric(http, "weft_displaced_total")
-        async with seat_taken(daemon, http, priority=1) as worse:
+        async with with_slot_taken(daemon, http, priority=1) as worse:
             better = asyncio.create_task(complete(http, "two", 2))
             await until_open(http, 2)
         assert await better == 2
@@ -72,10 +74,10 @@ async def test_a_seat_given_up_for_a_better_priority_is_counted(daemon: Daemon) 
         assert await worse == 250
 
 
-async def test_short_prompts_that_pass_the_first_in_line_are_counted(daemon: Daemon) -> None:
+async def test_short_prompts_that_overtake_the_head_are_counted(daemon: Daemon) -> None:
     async with httpx.AsyncClient(base_url=daemon.url, timeout=240) as http:
         before = await metric(http, "weft_overtaken_total")
-        async with seat_taken(daemon, http) as seat:
+        async with with_slot_taken(daemon, http) as seat:
             long = [asyncio.create_task(complete(http, f"{k} " * 50, 2)) for k in range(8)]
             await until_open(http, 9)
             short = [asyncio.create_task(complete(http, str(k), 2)) for k in range(4)]

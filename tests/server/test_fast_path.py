@@ -1,4 +1,4 @@
-"""The short way of plain tokens: the same bytes as the long one, whatever the connection does."""
+"""The fast path of plain tokens sends the same bytes as the slow path, on any connection."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def body(server: Server, path: str, **fields: Any) -> list[Any]:
 
 
 def by_choice(events: list[Any]) -> list[Any]:
-    """Events of several choices come in any order, those of one do not. Ids of calls are random."""
+    """Events of several choices arrive in any order, those of one do not. Ids of calls are random."""
     *events, done = events
     for event in events:
         for choice in event["choices"]:
@@ -69,8 +69,8 @@ CASES = [
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens that went the short way."""
+def fast_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens that took the fast path."""
     tokens: list[int] = []
     call = FastPath.__call__
 
@@ -85,27 +85,27 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("path", "fields"), CASES, ids=str)
-async def test_events_are_those_of_the_long_way(
-    server: Server, monkeypatch: pytest.MonkeyPatch, taken: list[int], path: str, fields: dict[str, Any]
+async def test_events_equal_those_of_the_slow_path(
+    server: Server, monkeypatch: pytest.MonkeyPatch, fast_tokens: list[int], path: str, fields: dict[str, Any]
 ) -> None:
     server.engine.script = Script(TEXT, delay=0.001 if "n" in fields or "prompt" in fields else 0.0)
     short = await body(server, path, **fields)
-    assert len(taken) > 10
+    assert len(fast_tokens) > 10
     aborted = len(server.engine.aborted)
     monkeypatch.setattr(connection.RawWriter, "ready", lambda _: False)
-    taken.clear()
+    fast_tokens.clear()
     long = await body(server, path, **fields)
-    assert not taken
+    assert not fast_tokens
     assert by_choice(short) == by_choice(long)
     assert len(server.engine.aborted) == 2 * aborted
 
 
-async def test_tool_calls_are_those_of_the_long_way(monkeypatch: pytest.MonkeyPatch, taken: list[int]) -> None:
+async def test_tool_calls_equal_those_of_the_slow_path(monkeypatch: pytest.MonkeyPatch, fast_tokens: list[int]) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     async with serving(tool_call_parser="hermes") as server:
         server.engine.script = Script('Let me <tool_call>{"name": "f", "arguments": {"a": [1, "é"]}}</tool_call>')
         short = await body(server, "/v1/chat/completions", tools=[tool])
-        assert len(taken) > 10
+        assert len(fast_tokens) > 10
         monkeypatch.setattr(connection.RawWriter, "ready", lambda _: False)
         assert by_choice(short) == by_choice(await body(server, "/v1/chat/completions", tools=[tool]))
 
@@ -122,10 +122,10 @@ TOOL_OF = {
 
 @pytest.mark.parametrize("offered", [True, False])
 @pytest.mark.parametrize("path", TOOL_OF)
-async def test_every_dialect_says_the_same_in_the_short_way(
-    hermes: Server, monkeypatch: pytest.MonkeyPatch, taken: list[int], path: str, offered: bool
+async def test_every_api_format_gives_the_same_on_the_fast_path(
+    hermes: Server, monkeypatch: pytest.MonkeyPatch, fast_tokens: list[int], path: str, offered: bool
 ) -> None:
-    """Ids and times apart. Most tokens take the quick step of the dialect."""
+    """Ids and times differ. Most tokens take the fast step of the format."""
     quick = 0
 
     async def events() -> list[str]:
@@ -147,14 +147,14 @@ async def test_every_dialect_says_the_same_in_the_short_way(
         monkeypatch.setattr(dialect, "token_event", counting)
     hermes.engine.script = Script(WITH_CALLS)
     short = await events()
-    assert len(taken) > 10
+    assert len(fast_tokens) > 10
     assert quick > 10 or not offered
     monkeypatch.setattr(connection.RawWriter, "ready", lambda _: False)
     assert short == await events()
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 1}], ids=str)
-async def test_a_defect_ends_the_one_stream_that_has_it(
+async def test_an_error_ends_only_its_own_stream(
     server: Server, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     server.engine.script = Script("abcdef", stop_after=5)
@@ -171,7 +171,7 @@ async def test_a_defect_ends_the_one_stream_that_has_it(
     assert server.engine.aborted == [server.engine.added[-1].handle]
 
 
-async def test_a_client_that_reads_slowly_gets_everything_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_reader_gets_everything_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stub.MAX_MODEL_LEN", 1 << 20)
     text = " ".join(f"w{i}" for i in range(8000))
     paused = 0
@@ -194,7 +194,7 @@ async def test_a_client_that_reads_slowly_gets_everything_in_order(monkeypatch: 
             reader, writer = await asyncio.open_connection(sock=sock, limit=4096)
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n"
             writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + raw)
-            await server.settle(lambda: paused > 0)  # nobody reads yet
+            await server.settle(lambda: paused > 0)  # the client does not read yet
             data = bytearray()
             while part := await reader.read(65536):
                 data += part

@@ -1,5 +1,5 @@
-"""Several engines of which one serves already while another is still at its first start: what becomes of open streams
-when the daemon ends then. Real processes."""
+"""Several engines, of which one serves already while another is at its first start: the end of open streams when the
+daemon exits then. Real processes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ OPTIONS = ("--device", "cpu", "--replicas", "2", "--num-pages", "400", "--drain-
 
 
 @pytest.mark.parametrize("how", ["the other engine is killed", "SIGTERM"])
-async def test_streams_of_an_engine_that_serves_before_the_other_is_there_get_their_end(
-    tmp_path: Path, how: str
-) -> None:
+async def test_streams_of_the_only_ready_engine_get_their_end(tmp_path: Path, how: str) -> None:
     port = free_port()
     daemon = Daemon(tmp_path / "log", "--port", str(port), *OPTIONS)
     daemon.url = f"http://127.0.0.1:{port}"

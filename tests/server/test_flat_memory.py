@@ -1,6 +1,6 @@
-"""Every process stays within the memory that was announced, and what has come to rest does not grow.
+"""Every process stays within the announced memory, and steady-state memory does not grow.
 
-WEFT_ENDURANCE_REQUESTS=20000 (`make endurance`) sends so many; only then is there a rest to look at.
+WEFT_ENDURANCE_REQUESTS=20000 (`make endurance`) sends that many; only then is there a steady state.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from live import Daemon, running
 
 REQUESTS = int(os.environ.get("WEFT_ENDURANCE_REQUESTS", "300"))
 LONG = 5000
-"""requests from which memory can be said to be at rest: half of them warm every cache up"""
+"""requests from which memory is in a steady state: half of them warm every cache up"""
 CLIENTS = 24
 MIB = 2**20
 ROOM = 24 * MIB
-"""that a process at rest may still grow by, beside a twentieth: allocators breathe"""
+"""MiB that a process may still grow by, in addition to a twentieth, because allocators vary"""
 SAMPLES = 20
 PROCESS_MIB = 200
-"""of a process that holds no model"""
+"""MiB of a process without a model"""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300 + REQUESTS)]
@@ -113,7 +113,7 @@ def words(rng: random.Random, count: int) -> str:
     return " ".join(rng.choice(("apple", "river", "seven", "blue", "what", "stone", "3", "41")) for _ in range(count))
 
 
-async def test_memory_is_flat_and_within_what_was_announced(daemon: Daemon) -> None:
+async def test_memory_is_flat_and_within_the_announced_limit(daemon: Daemon) -> None:
     assert daemon.process.stdout is not None
     line = daemon.process.stdout.readline()
     pattern = r"memory: the engine takes up to ([0-9.]+) GiB \(.*\); ([0-9.]+) GiB of host memory.*\n"

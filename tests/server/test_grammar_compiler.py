@@ -1,4 +1,5 @@
-"""Grammars that clients send are tried where that can be stopped: nobody waits for another's, and nothing is eaten."""
+"""Grammars of clients are tried in a process that can be stopped: none waits for another client's, and no memory is
+exhausted."""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ VOCABULARY = (MODEL_PATH / "tokenizer.json").read_text()
 
 
 def bomb(k: int) -> str:
-    """Sixty bytes that take minutes and gigabytes."""
+    """Sixty bytes that take minutes and gigabytes to compile."""
     return grammar_text.json_schema({"type": "integer", "multipleOf": 4999999 - 2 * k})
 
 
 class Compiler(GrammarCompiler):
-    """With a record of what was observed."""
+    """A compiler with a record of its outcomes and processes."""
 
     def __init__(self, vocabulary: str = VOCABULARY) -> None:
         self.seen: list[tuple[str, float]] = []
@@ -52,7 +53,8 @@ class Compiler(GrammarCompiler):
         return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
     async def settle(self, children: int) -> None:
-        """So many are compiled, and as many seats are taken: a seat is free once the end of who had it is heard of."""
+        """Wait until `children` processes are compiling and hold as many slots. A slot becomes free once the end of its
+        process is noticed."""
         async with asyncio.timeout(240):
             while not len(self.children()) == len(self.quick.running) + len(self.slow.running) == children:
                 await asyncio.sleep(0.01)
@@ -77,7 +79,7 @@ async def shared() -> AsyncIterator[Compiler]:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds of CPU time are long on a busy machine."""
+    """Allow more CPU time on a busy machine."""
     monkeypatch.setattr(grammar_compiler, "WAIT_SECONDS", 200.0)
 
 
@@ -96,7 +98,7 @@ async def test_a_good_grammar_is_tried_once_and_measured(compiler: Compiler) -> 
     assert compiler.seen[1][1] > 0
 
 
-async def test_what_is_no_grammar_says_why_and_is_remembered(compiler: Compiler) -> None:
+async def test_an_invalid_grammar_has_a_reason_and_is_remembered(compiler: Compiler) -> None:
     for _ in range(2):
         with pytest.raises(RequestError, match="Invalid type: nonsense"):
             await compiler.verify(grammar_text.json_schema({"type": "nonsense"}), "a")
@@ -118,7 +120,7 @@ async def test_time_and_memory_are_bounded(compiler: Compiler) -> None:
         assert await small.verify(grammar_text.choice(["yes", "no"]), "a") >= 0
 
 
-async def test_nobody_waits_for_the_bombs_of_another(compiler: Compiler) -> None:
+async def test_other_clients_do_not_wait_for_slow_grammars(compiler: Compiler) -> None:
     bombs = [asyncio.create_task(compiler.verify(bomb(k), "mallory")) for k in range(1, 21)]
     await asyncio.sleep(0.05)
     for k in range(5):
@@ -132,7 +134,7 @@ async def test_nobody_waits_for_the_bombs_of_another(compiler: Compiler) -> None
     assert await compiler.verify(grammar_text.choice(["mallory", "too"]), "mallory") >= 0
 
 
-async def test_what_is_small_does_not_wait_behind_ones_own_bombs(compiler: Compiler) -> None:
+async def test_a_small_grammar_does_not_wait_for_slow_ones_of_the_same_client(compiler: Compiler) -> None:
     compiler.slow.seconds = 60.0
     bombs = [asyncio.create_task(compiler.verify(bomb(k), "mallory")) for k in range(30, 33)]
     while not compiler.slow.running:
@@ -145,7 +147,7 @@ async def test_what_is_small_does_not_wait_behind_ones_own_bombs(compiler: Compi
     compiler.slow.seconds = 0.5
 
 
-async def test_a_client_that_leaves_frees_its_seat(compiler: Compiler) -> None:
+async def test_a_client_that_disconnects_frees_its_slot(compiler: Compiler) -> None:
     compiler.slow.seconds = 60.0
     first, second = (asyncio.create_task(compiler.verify(bomb(40), client)) for client in "ab")
     while not compiler.slow.running:
@@ -153,14 +155,14 @@ async def test_a_client_that_leaves_frees_its_seat(compiler: Compiler) -> None:
     await compiler.settle(1)
     first.cancel()
     await asyncio.sleep(0.05)
-    await compiler.settle(1)  # somebody else waits for the same
+    await compiler.settle(1)  # another client waits for the same
     second.cancel()
     await compiler.settle(0)
     assert compiler.outcomes == ["abandoned"]
     compiler.slow.seconds = 0.5
 
 
-async def test_the_time_that_the_tokenizer_takes_is_not_the_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_time_of_the_tokenizer_is_not_charged_to_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several engines that start share the processors with it."""
     monkeypatch.setattr(grammar_compiler, "WAIT_SECONDS", 0.05)
 
@@ -175,8 +177,8 @@ async def test_the_time_that_the_tokenizer_takes_is_not_the_grammars(monkeypatch
         assert compiler.outcomes == ["compiled"]
 
 
-async def test_a_grammar_that_comes_while_the_tokenizer_is_read_waits_behind_it() -> None:
-    """The process is there by then, and what it is told first is the vocabulary."""
+async def test_a_grammar_that_arrives_while_the_tokenizer_is_read_waits_for_it() -> None:
+    """The process has started by then, and its first message is the vocabulary."""
     reading, came = threading.Event(), threading.Event()
 
     def read() -> str:
@@ -195,7 +197,7 @@ async def test_a_grammar_that_comes_while_the_tokenizer_is_read_waits_behind_it(
         assert compiler.outcomes == ["compiled", "compiled"]
 
 
-async def test_a_tokenizer_that_is_never_read_is_waited_for_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tokenizer_that_never_loads_is_waited_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_compiler, "START_SECONDS", 0.05)
     wanted = threading.Event()
 
@@ -211,7 +213,7 @@ async def test_a_tokenizer_that_is_never_read_is_waited_for_in_bounds(monkeypatc
     assert (busy.value.status, busy.value.code) == (503, "grammar_compilers_busy")
 
 
-async def test_busy_is_said_with_a_time_to_come_back(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_busy_answer_has_a_time_to_retry(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_compiler, "WAIT_SECONDS", 0.2)
     compiler.slow.seconds = 60.0
     with pytest.raises(ApiError) as busy:
@@ -235,8 +237,8 @@ async def test_busy_is_said_with_a_time_to_come_back(compiler: Compiler, monkeyp
     compiler.slow.seconds = 0.5
 
 
-async def test_a_child_whose_parent_died_before_it_could_say_so_ends() -> None:
-    """It once went on, with the pipe that tells of the parent's end in its hands."""
+async def test_a_child_whose_parent_died_before_the_handshake_ends() -> None:
+    """It once continued, with the pipe that signals the parent's end open."""
     script = (
         "import os, time\n"
         "from weft.engine.wire.child import end_with_parent\n"
@@ -253,7 +255,7 @@ async def test_a_child_whose_parent_died_before_it_could_say_so_ends() -> None:
     assert said == b""
 
 
-async def test_a_process_that_was_killed_is_replaced(compiler: Compiler) -> None:
+async def test_a_killed_process_is_replaced(compiler: Compiler) -> None:
     compiler.slow.seconds = 60.0
     waiting = asyncio.create_task(compiler.verify(bomb(80), "a"))
     while not compiler.slow.running:
@@ -267,9 +269,7 @@ async def test_a_process_that_was_killed_is_replaced(compiler: Compiler) -> None
     compiler.slow.seconds = 0.5
 
 
-async def test_the_time_that_a_killed_process_takes_to_be_back_is_not_the_grammars(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_restart_of_a_killed_process_is_not_charged_to_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     back = threading.Event()
 
     def read() -> str:
@@ -324,7 +324,7 @@ async def test_hostile_grammars_end_in_an_answer(compiler: Compiler, text: str, 
     assert "\n" not in str(refused.value)
 
 
-async def test_a_connection_that_closes_frees_its_seat() -> None:
+async def test_a_closed_connection_frees_its_slot() -> None:
     from stub import serving
 
     async with serving() as server:
@@ -344,7 +344,7 @@ async def test_a_connection_that_closes_frees_its_seat() -> None:
         assert (await server.complete(structured_outputs={"choice": ["hello world"]}))["choices"]
 
 
-async def test_bombs_leave_the_server_as_it_was(tmp_path: Path) -> None:
+async def test_slow_grammars_leave_the_server_unchanged(tmp_path: Path) -> None:
     from live import running
 
     def engine_mib() -> int:

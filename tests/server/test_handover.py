@@ -1,4 +1,4 @@
-"""Listeners go from a daemon to its successor; those of a service manager are taken as they are."""
+"""A daemon passes its listeners to its successor. A service manager's listeners are used unchanged."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def path(tmp_path: Path) -> str:
     return f"{tmp_path}/handover"
 
 
-def test_nobody_there_is_no_error(path: str) -> None:
+def test_no_predecessor_is_not_an_error(path: str) -> None:
     assert find(path) is None
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(path)  # as a killed daemon leaves it
     assert find(path) is None
 
 
-async def test_a_successor_gets_the_queues_and_says_when_it_serves(path: str) -> None:
+async def test_a_successor_gets_the_queues_and_reports_when_it_serves(path: str) -> None:
     ours = listen("127.0.0.1", 0, 2)
     told = asyncio.Event()
     first = Handover(path, ours, told.set)
@@ -45,7 +45,7 @@ async def test_a_successor_gets_the_queues_and_says_when_it_serves(path: str) ->
     assert [listener.getsockname() for listener in predecessor.listeners] == [address] * 2
     with pytest.raises(ConfigError, match="another daemon is about to"):
         await asyncio.to_thread(find, path)
-    # Connections that waited at the first one are still there when it has gone.
+    # Connections that waited at the first one are still there after it has exited.
     waiting = [socket.create_connection(address) for _ in range(20)]
     for listener in ours:
         listener.close()
@@ -66,7 +66,7 @@ async def test_a_successor_gets_the_queues_and_says_when_it_serves(path: str) ->
                 break
             count += 1
     assert count == 20
-    third = await asyncio.to_thread(find, path)  # the path is the second one's
+    third = await asyncio.to_thread(find, path)  # the path belongs to the second one
     assert third is not None
     second.close()
     for sock in waiting:
@@ -74,13 +74,13 @@ async def test_a_successor_gets_the_queues_and_says_when_it_serves(path: str) ->
 
 
 def found(path: str) -> Predecessor | None:
-    """None while another one is about to take over."""
+    """The predecessor; None while another daemon is about to take over."""
     with contextlib.suppress(ConfigError):
         return find(path)
     return None
 
 
-async def test_a_successor_that_fails_leaves_the_port_where_it_was(path: str) -> None:
+async def test_a_failing_successor_leaves_the_port_unchanged(path: str) -> None:
     ours = listen("127.0.0.1", 0, 1)
     told = asyncio.Event()
     first = Handover(path, ours, told.set)
@@ -88,13 +88,13 @@ async def test_a_successor_that_fails_leaves_the_port_where_it_was(path: str) ->
     for _ in range(2):
         async with asyncio.timeout(240):
             while (predecessor := await asyncio.to_thread(found, path)) is None:
-                await asyncio.sleep(0.02)  # the first one has yet to hear of the end of the last one
+                await asyncio.sleep(0.02)  # the first one has not been notified yet of the end of the last one
         predecessor._socket.close()  # it ended while it loaded
     assert not told.is_set()
     first.close()
 
 
-def test_one_that_does_not_answer_is_a_line(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_predecessor_that_does_not_answer_is_a_one_line_error(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handover, "PATIENCE", 0.1)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(path)
@@ -103,7 +103,7 @@ def test_one_that_does_not_answer_is_a_line(path: str, monkeypatch: pytest.Monke
             find(path)
 
 
-def test_listeners_are_shared_out() -> None:
+def test_listeners_are_distributed() -> None:
     listeners = listen("127.0.0.1", 0, 3)
     assert distribute(listeners, 3) == [[one] for one in listeners]
     assert distribute(listeners, 2) == [[listeners[0], listeners[2]], [listeners[1]]]
@@ -140,7 +140,7 @@ def child(sock: socket.socket, other: int = 0) -> str:
     return run.stdout.strip()
 
 
-def test_a_service_managers_sockets_are_taken() -> None:
+def test_a_service_managers_sockets_are_used() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert child(listener) == f"[(3, {listener.getsockname()[1]}, False)] False"
         assert child(listener, 1) == "[] False"  # meant for another process

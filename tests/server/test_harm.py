@@ -1,4 +1,4 @@
-"""The real daemon, on its own event loop, against clients that do not read and clients that are too many."""
+"""The real daemon, on its own event loop, against clients that do not read and too many clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEPT = httpx.Limits(keepalive_expiry=None)
 
 @asynccontextmanager
 async def serving(tmp_path: Path, *options: str, files: str = "") -> AsyncIterator[str]:
-    """A daemon's URL. `files`: bounds its file descriptors, as options of ulimit."""
+    """Yield a daemon's URL. `files`: limits its file descriptors, as options of ulimit."""
     limit = f"ulimit {files}; " if files else ""
     port = str(free_port())
     command = [sys.executable, "-P", "-m", "weft.server.daemon.cli", "serve", "--port", port, *options]
@@ -59,7 +59,7 @@ def certificate(folder: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-async def test_a_client_that_does_not_read_is_cut(tmp_path: Path, tls: bool) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, tls: bool) -> None:
     options = certificate(tmp_path) if tls else ()
     async with serving(tmp_path, "--client-stall-timeout", "1", *options) as url:
         port = int(url.rsplit(":", 1)[1])
@@ -83,7 +83,7 @@ async def test_a_client_that_does_not_read_is_cut(tmp_path: Path, tls: bool) -> 
         sock.close()
 
 
-async def test_connections_beyond_the_files_are_refused_and_told(tmp_path: Path) -> None:
+async def test_connections_beyond_the_file_limit_are_refused_and_logged(tmp_path: Path) -> None:
     async with serving(tmp_path, files="-n 160") as url:
         host, port = "127.0.0.1", int(url.rsplit(":", 1)[1])
         async with httpx.AsyncClient(base_url=url, timeout=240, limits=KEPT) as http:
@@ -109,14 +109,14 @@ async def test_connections_beyond_the_files_are_refused_and_told(tmp_path: Path)
                 break
 
 
-async def test_few_files_are_made_more_where_the_hard_limit_lets(tmp_path: Path) -> None:
+async def test_a_low_file_limit_is_raised_if_the_hard_limit_allows(tmp_path: Path) -> None:
     async with serving(tmp_path, files="-Sn 20") as url, httpx.AsyncClient(base_url=url, timeout=240) as http:
         asked = [http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2}) for _ in range(8)]
         assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 8
 
 
 @pytest.mark.parametrize("files", [10, 40])
-def test_a_daemon_that_may_open_too_few_files_ends_with_what_it_needs(files: int) -> None:
+def test_a_daemon_with_too_few_files_exits_with_the_required_number(files: int) -> None:
     command = [sys.executable, "-P", "-m", "weft.server.daemon.cli", "serve", "--port", "0", "--api-workers", "2"]
     ended = subprocess.run(
         ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", *command], capture_output=True, text=True, timeout=240

@@ -1,4 +1,4 @@
-"""`weft health`: a daemon is found wherever it serves, and asked as its health check would."""
+"""`weft health`: finds a daemon at any address and checks it like its health check."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ DOCKERFILE = Path(__file__).parents[2] / "Dockerfile"
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other daemons of this machine are not seen."""
+    """Hide other daemons of this machine."""
     monkeypatch.setattr(server_urls, "NAME", f"weft-url-{uuid.uuid4().hex}")
 
 
 def certificate(folder: Path) -> dict[str, str]:
-    """Options of a server. Nobody vouches for it, and it is for another name."""
+    """Options of a server with a self-signed certificate for another name."""
     cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
     command = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=x")
     subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
@@ -69,7 +69,7 @@ async def test_the_state_of_a_server_is_the_exit_status(
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_server_that_does_not_answer_or_is_not_there_is_not_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_does_not_answer_or_does_not_exist_is_unhealthy(capsys: pytest.CaptureFixture[str]) -> None:
     assert checked() == 1
     assert "no server" in capsys.readouterr().err
     fd = server_urls.publish("http://127.0.0.1:1")
@@ -81,7 +81,7 @@ def test_a_server_that_does_not_answer_or_is_not_there_is_not_well(capsys: pytes
 
 @pytest.mark.usefixtures("alone")
 def test_a_daemon_is_found_while_it_closes_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the list of a process's files and the look at one of them, that one may be gone."""
+    """A process's file may disappear after it was listed and before it is read."""
     fd = server_urls.publish("http://127.0.0.1:1")
     names = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: [*(["1000000"] if path.endswith("/fd") else []), *names(path)])
@@ -90,7 +90,7 @@ def test_a_daemon_is_found_while_it_closes_connections(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_others_have_put_where_daemons_are_looked_for_is_none_of_ours() -> None:
+def test_other_users_files_in_the_runtime_folder_are_ignored() -> None:
     """Root sees the processes of all users."""
     fd = os.memfd_create(server_urls.NAME)
     os.write(fd, b"\xff\xfe")
@@ -99,7 +99,7 @@ def test_what_others_have_put_where_daemons_are_looked_for_is_none_of_ours() -> 
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_daemon_in_a_network_of_its_own_is_not_asked_in_ours() -> None:
+def test_a_daemon_in_another_network_namespace_is_not_queried_in_ours() -> None:
     """Root on a host sees the processes of containers, whose 127.0.0.1 is another one."""
     publish = f"server_urls.NAME = {server_urls.NAME!r}; server_urls.publish('http://127.0.0.1:1')"
     code = f"from weft.server.observe import server_urls; {publish}; print(flush=True); input()"
@@ -113,7 +113,7 @@ def test_a_daemon_in_a_network_of_its_own_is_not_asked_in_ours() -> None:
         process.stdin.close()
 
 
-async def test_another_server_at_the_address_is_not_well() -> None:
+async def test_another_server_at_the_address_is_unhealthy() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
         writer.write(b"HTTP/1.0 404 Not Found\r\n\r\n{}")
@@ -126,7 +126,7 @@ async def test_another_server_at_the_address_is_not_well() -> None:
 
 
 @pytest.mark.slow
-def test_the_check_of_the_image_finds_a_daemon_whose_port_it_was_not_told(tmp_path: Path) -> None:
+def test_the_images_check_finds_a_daemon_on_an_unknown_port(tmp_path: Path) -> None:
     words = DOCKERFILE.read_text().partition("HEALTHCHECK")[2].partition("CMD ")[2].splitlines()[0]
     python, *check = json.loads(words)
     assert python == "python"

@@ -1,4 +1,4 @@
-"""HTTP as old, new and careless clients speak it."""
+"""HTTP as old, new and careless clients use it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JSON = b"Content-Type: application/json\r\n"
 
 
 async def sent(server: Server, data: bytes) -> bytes:
-    """Everything that comes back until the server closes the connection."""
+    """Everything that the server sends until it closes the connection."""
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
@@ -43,7 +43,7 @@ async def test_http_1_0_gets_a_stream_without_chunks(server: Server) -> None:
     assert "".join(texts) == "hello world"
 
 
-async def test_http_1_0_may_keep_its_connection_where_the_length_is_known(server: Server) -> None:
+async def test_http_1_0_may_keep_its_connection_if_the_length_is_known(server: Server) -> None:
     plain = post("1.0", {"prompt": "hi"}, more=b"Connection: keep-alive\r\n")
     answer = await sent(server, plain + post("1.0", {"prompt": "hi"}))
     assert answer.count(b"HTTP/1.1 200 ") >= 1
@@ -64,7 +64,7 @@ async def test_http_1_0_may_keep_its_connection_where_the_length_is_known(server
     ],
     ids=["version", "coding", "method"],
 )
-async def test_what_is_not_spoken_is_said(server: Server, data: bytes, status: int, code: str) -> None:
+async def test_unsupported_protocols_are_reported(server: Server, data: bytes, status: int, code: str) -> None:
     head, _, body = (await sent(server, data)).partition(b"\r\n\r\n")
     assert head.split()[1] == str(status).encode()
     assert json.loads(body)["error"]["code"] == code
@@ -83,7 +83,7 @@ async def test_a_request_that_offers_http_2_keeps_its_body(server: Server, versi
     assert answer.count(b" 200 OK") == answer.count(b"hello world") == (2 if last else 1)
 
 
-async def test_the_body_of_a_request_that_offers_http_2_is_no_request(server: Server) -> None:
+async def test_the_body_of_a_request_that_offers_http_2_is_not_a_request(server: Server) -> None:
     inner = b"GET /nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(inner) + JSON + OFFER
     last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -99,7 +99,7 @@ async def test_head_is_get_without_a_body(server: Server, path: str) -> None:
     assert (await server.http.head("/v1/models/other")).status_code == 404
 
 
-async def test_a_slash_at_the_end_does_not_count(server: Server) -> None:
+async def test_a_trailing_slash_is_ignored(server: Server) -> None:
     models = (await server.http.get("/v1/models")).json()
     assert (await server.http.get("/v1/models/")).json() == models
     assert (await server.http.get("/v1/models/stub/")).json()["id"] == "stub"
@@ -107,7 +107,7 @@ async def test_a_slash_at_the_end_does_not_count(server: Server) -> None:
     assert (await server.http.get("/v1/models//")).status_code == 404
 
 
-async def test_a_slash_at_the_end_opens_nothing() -> None:
+async def test_a_trailing_slash_gives_no_access() -> None:
     async with serving(api_key=["k"]) as server:
         for path in ("/v1/models/", "/v1/completions/", "/tokenizer_info/", "/admin/reset_prefix_cache/"):
             assert (await server.http.get(path)).status_code in (401, 404), path
@@ -116,7 +116,7 @@ async def test_a_slash_at_the_end_opens_nothing() -> None:
         assert (await server.http.get("/favicon.ico")).status_code == 204
 
 
-async def test_pages_that_may_not_call_are_told_in_the_usual_form() -> None:
+async def test_method_not_allowed_has_the_usual_error_body() -> None:
     async with serving(cors_origin=["https://good.example"]) as server:
         for origin, method, status in (
             ("https://good.example", "POST", 200),

@@ -1,4 +1,4 @@
-"""`weft pull`, `serve ORG/NAME` and `models` against a hub of the test's own: what is fetched, kept and said."""
+"""`weft pull`, `serve ORG/NAME` and `models` against a test hub: fetched files, kept files and messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PIECE = 10 * 2**20
 
 @pytest.fixture
 def there() -> Iterator[Hub]:
-    """A hub with the demo model under another name, beside files that weft does not read."""
+    """A hub with the demo model under another name, and extra files that weft does not read."""
     files = {file.name: file.read_bytes() for file in MODEL_PATH.iterdir() if file.suffix != ".md"}
     more = dict.fromkeys(("pytorch_model.bin", "tiny.gguf", "consolidated.safetensors", "picture.png"), b"x" * 5000)
     more |= {"onnx/model.json": b"{}", "README.md": b"a model", f"{TEMPLATE}.md": b"no"}
@@ -66,12 +66,12 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def waits_for_weights(home: Path) -> bool:
-    """Whether all of the model's other files have come, and one piece of its weights has."""
+    """Whether all other files of the model have arrived, and the first piece of its weights has."""
     folder = home / "hub" / f"models--{NAME.replace('/', '--')}"
     come = {str(file.relative_to(folder)).split("/", 2)[-1] for file in folder.glob("snapshots/*/**/*")}
     sizes = []
     for file in folder.glob("blobs/*.incomplete"):
-        with contextlib.suppress(FileNotFoundError):  # renamed between being listed and being looked at
+        with contextlib.suppress(FileNotFoundError):  # renamed between the listing and the read
             sizes.append(file.stat().st_size)
     return come >= (OWN | {TEMPLATE, POOLING}) - {WEIGHTS} and sizes == [PIECE]
 
@@ -83,7 +83,7 @@ def one_line(result: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
-def test_only_what_weft_reads_is_downloaded_and_only_once(there: Hub, tmp_path: Path) -> None:
+def test_only_needed_files_are_downloaded_and_only_once(there: Hub, tmp_path: Path) -> None:
     result = weft(tmp_path, there.url, "pull", NAME)
     assert result.returncode == 0, result.stderr
     path = Path(result.stdout.strip().rpartition(": ")[2])
@@ -97,18 +97,18 @@ def test_only_what_weft_reads_is_downloaded_and_only_once(there: Hub, tmp_path: 
     assert len(there.fetched()) == before
 
 
-def test_what_is_there_is_used_without_a_network(there: Hub, tmp_path: Path) -> None:
+def test_present_files_are_used_without_a_network(there: Hub, tmp_path: Path) -> None:
     assert weft(tmp_path, there.url, "pull", NAME).returncode == 0
     offline = weft(tmp_path, NOWHERE, "plan", "model", "--model", NAME, HF_HUB_OFFLINE="1")
     assert offline.returncode == 0, offline.stderr
 
 
 def resumed(there: Hub) -> list[str]:
-    """From where the weights were asked for, each time."""
+    """The positions from which the weights were requested."""
     return [r for m, p, r in there.requests if m == "GET" and p.endswith(f"/{WEIGHTS}")]
 
 
-def test_a_broken_connection_goes_on_where_it_was(there: Hub, tmp_path: Path) -> None:
+def test_a_broken_connection_resumes_where_it_was(there: Hub, tmp_path: Path) -> None:
     whole = (MODEL_PATH / WEIGHTS).read_bytes()
     there.break_after[WEIGHTS] = [len(whole) - 1000]
     result = weft(tmp_path, there.url, "pull", NAME)
@@ -118,7 +118,7 @@ def test_a_broken_connection_goes_on_where_it_was(there: Hub, tmp_path: Path) ->
     assert resumed(there) == ["", f"bytes={PIECE}-"]
 
 
-def test_ctrl_c_ends_a_download_at_once_and_keeps_what_is_whole(there: Hub, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_download_at_once_and_keeps_complete_files(there: Hub, tmp_path: Path) -> None:
     whole = (MODEL_PATH / WEIGHTS).read_bytes()
     released = threading.Event()
     there.hold[WEIGHTS] = (len(whole) - 1000, released)
@@ -140,7 +140,7 @@ def test_ctrl_c_ends_a_download_at_once_and_keeps_what_is_whole(there: Hub, tmp_
     assert not left.exists()
 
 
-def test_a_model_of_several_shards_is_whole_when_all_are_there(there: Hub, tmp_path: Path) -> None:
+def test_a_model_of_several_shards_is_complete_when_all_are_there(there: Hub, tmp_path: Path) -> None:
     files = there.repositories[NAME].files
     weights = files.pop("model.safetensors")
     shards = {"model-1.safetensors": weights, "model-2.safetensors": b"\x02\0\0\0\0\0\0\0{}"}
@@ -154,14 +154,14 @@ def test_a_model_of_several_shards_is_whole_when_all_are_there(there: Hub, tmp_p
     assert "cannot be reached" in one_line(weft(tmp_path, NOWHERE, "serve", NAME))
 
 
-def test_a_revision_is_its_own_model(there: Hub, tmp_path: Path) -> None:
+def test_a_revision_is_a_separate_model(there: Hub, tmp_path: Path) -> None:
     there.repositories[NAME].branches["v2"] = "b" * 40
     path = weft(tmp_path, there.url, "pull", NAME, "--revision", "v2").stdout.strip()
     assert path.endswith("b" * 40)
     assert "no revision v3" in one_line(weft(tmp_path, there.url, "pull", NAME, "--revision", "v3"))
 
 
-def test_a_token_is_presented(there: Hub, tmp_path: Path) -> None:
+def test_a_token_is_sent(there: Hub, tmp_path: Path) -> None:
     there.repositories[NAME].token = "hf_secret"
     refused = one_line(weft(tmp_path, there.url, "serve", NAME))
     assert "no repository of that name" in refused
@@ -173,12 +173,12 @@ def test_a_token_is_presented(there: Hub, tmp_path: Path) -> None:
     ("refuse", "said"),
     [((403, "GatedRepo"), "is gated: request access"), ((403, ""), "status 403"), ((503, ""), "status 503")],
 )
-def test_a_refusal_is_one_line(there: Hub, tmp_path: Path, refuse: tuple[int, str], said: str) -> None:
+def test_a_refusal_is_a_one_line_error(there: Hub, tmp_path: Path, refuse: tuple[int, str], said: str) -> None:
     there.repositories[NAME].refuse = refuse
     assert said in one_line(weft(tmp_path, there.url, "serve", NAME))
 
 
-def test_a_gated_model_is_one_line_though_its_files_are_listed(there: Hub, tmp_path: Path) -> None:
+def test_a_gated_model_is_a_one_line_error_though_its_files_are_listed(there: Hub, tmp_path: Path) -> None:
     there.repositories[NAME].gated = True
     assert "is gated: request access at" in one_line(weft(tmp_path, there.url, "serve", NAME))
 
@@ -192,7 +192,7 @@ def test_a_script_gives_a_name_too(there: Hub, tmp_path: Path) -> None:
     assert result.stdout.strip() == NAME
 
 
-def test_without_a_network_it_says_what_it_would_download_and_how_to_give_a_directory(tmp_path: Path) -> None:
+def test_without_a_network_it_names_the_download_and_the_alternative(tmp_path: Path) -> None:
     line = one_line(weft(tmp_path, NOWHERE, "serve", NAME))
     for part in (
         NOWHERE,
@@ -213,7 +213,7 @@ def test_without_a_network_it_says_what_it_would_download_and_how_to_give_a_dire
         ({"model.safetensors": None, "tiny.gguf": None}, "pickled"),
     ],
 )
-def test_what_weft_cannot_serve_is_refused_before_its_weights_are_downloaded(
+def test_an_unsupported_model_is_refused_before_its_weights_are_downloaded(
     there: Hub, tmp_path: Path, change: dict[str, bytes | None], said: str
 ) -> None:
     for name, content in change.items():
@@ -224,7 +224,7 @@ def test_what_weft_cannot_serve_is_refused_before_its_weights_are_downloaded(
     assert set(there.fetched()) <= {"config.json"}
 
 
-def test_a_name_is_served_as_it_was_given(there: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_served_under_the_given_name(there: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_ENDPOINT", there.url)
     with running(tmp_path, NAME, "--max-num-seqs", "4") as daemon:
@@ -257,7 +257,7 @@ def test_a_gguf_file_of_a_repository_is_pulled_alone(there: Hub, tmp_path: Path)
     ]
 
 
-def test_models_lists_what_is_there_and_why_not(there: Hub, tmp_path: Path) -> None:
+def test_models_lists_present_models_and_reasons_against_others(there: Hub, tmp_path: Path) -> None:
     weft(tmp_path, there.url, "pull", NAME)
     odd = tmp_path / "local" / "odd"
     odd.mkdir(parents=True)

@@ -1,4 +1,5 @@
-"""The real daemon with an SSD tier: killed at any moment it answers right after a restart, and hits what it stored."""
+"""The real daemon with an SSD tier: killed at any moment, it answers right after a restart and hits its stored
+pages."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ LOCK_WAIT_SECONDS = 240.0
 
 
 def options(path: Path) -> list[str]:
-    """A small engine: a GPU pool for all that is asked, a host pool that overflows to the disk."""
+    """A small engine: a GPU pool for all requests, and a host pool that overflows to the disk."""
     pages = {"--num-pages": 160, "--page-size": PAGE, "--host-kv-gib": 0.008, "--ssd-kv-gib": 0.06}
     return [*(str(x) for pair in pages.items() for x in pair), "--dtype", "float32", "--ssd-kv-path", str(path)]
 
@@ -44,9 +45,9 @@ def options(path: Path) -> list[str]:
 class Reference(NamedTuple):
     prompts: list[np.ndarray]
     answers: list[list[int]]
-    """of an engine without any cache"""
+    """answers of an engine without any cache"""
     index: PrefixIndex
-    """of a model like the daemon's"""
+    """answers of a model like the daemon's"""
 
     def stored(self, path: Path) -> tuple[int, int]:
         """(pages on the disk, prompt tokens that a restart must find there)."""
@@ -77,7 +78,7 @@ def complete(http: httpx.Client, prompts: list[np.ndarray]) -> httpx.Response:
 
 @pytest.fixture(scope="module")
 def second_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    """On a path that is taken. It asks for some seconds, and so begins before the test that waits for it."""
+    """A daemon on a path in use. It retries for some seconds, so it starts before the test that waits for it."""
     path = tmp_path_factory.mktemp("taken")
     first = StoreFile(path, Geometry(PAGE, 4096, 4, b"o" * 16))
     command = [sys.executable, "-P", "-m", "weft.server.daemon.cli", "serve", "--port", "0", *options(path)]
@@ -89,7 +90,7 @@ def second_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subproce
 
 @contextlib.contextmanager
 def load(daemon: Daemon, prompts: list[np.ndarray], rng: Random) -> Iterator[threading.Event]:
-    """Clients that continue the prompts at random until the daemon fails; the event: one has had an answer."""
+    """Clients extend the prompts at random until the daemon fails. The event is set after the first answer."""
     answered = threading.Event()
 
     def client(seed: int) -> None:
@@ -112,13 +113,13 @@ def load(daemon: Daemon, prompts: list[np.ndarray], rng: Random) -> Iterator[thr
 
 
 def value(http: httpx.Client, name: str, label: str = "") -> float:
-    """Of a metric, with this label or over all."""
+    """The value of a metric with this label, or summed over all."""
     lines = http.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{") and label in line)
 
 
 @pytest.mark.usefixtures("second_daemon")
-def test_a_daemon_killed_at_any_moment_answers_right_and_hits_what_it_stored(
+def test_a_daemon_killed_at_any_moment_answers_right_and_hits_stored_pages(
     tmp_path: Path, reference: Reference, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, hits, kept = tmp_path / "kv", 0, 0
@@ -146,7 +147,7 @@ def test_a_daemon_killed_at_any_moment_answers_right_and_hits_what_it_stored(
                 time.sleep(rng.uniform(0.0, 0.6))
                 engine = daemon.engine_pid
                 daemon.process.send_signal(signal.SIGKILL)
-                if seed % 2 == 0:  # or the engine notices by itself, and stores what it has time for
+                if seed % 2 == 0:  # or the engine notices by itself, and stores as much as it has time for
                     os.kill(engine, signal.SIGKILL)
         pages, kept = reference.stored(path)
         assert main(["cache", "verify", str(path)]) == 0
@@ -163,7 +164,7 @@ def test_a_second_daemon_on_one_path_is_refused(second_daemon: subprocess.Popen[
     assert "Traceback" not in stderr
 
 
-def test_a_removed_store_is_said_once_and_shown_by_a_daemon_that_idles(tmp_path: Path) -> None:
+def test_a_removed_store_is_logged_once_and_exposed_by_an_idle_daemon(tmp_path: Path) -> None:
     store = tmp_path / "store"
     with running(tmp_path, *options(store)) as daemon:
 
@@ -180,15 +181,15 @@ def test_a_removed_store_is_said_once_and_shown_by_a_daemon_that_idles(tmp_path:
             time.sleep(0.1)
         assert up() == 0
         assert httpx.post(f"{daemon.url}/v1/completions", json=body, timeout=240).status_code == 200
-        daemon.told(f"{store / 'pages.weft'} was removed")
-        assert daemon.told("SSD tier switched off").count("SSD tier switched off") == 1
+        daemon.wait_for_log(f"{store / 'pages.weft'} was removed")
+        assert daemon.wait_for_log("SSD tier switched off").count("SSD tier switched off") == 1
 
 
-def test_a_store_of_another_dtype_begins_anew_and_says_so(tmp_path: Path) -> None:
+def test_a_store_of_another_dtype_restarts_empty_and_logs_it(tmp_path: Path) -> None:
     store, said = tmp_path / "store", "was reset: its pages belong to another model, dtype, rope or --tier-kv-format"
     with running(tmp_path, *options(store)) as daemon:
         assert "was reset" not in daemon.stderr()
         daemon.process.terminate()
         daemon.process.wait(240)
     with running(tmp_path, *options(store), "--dtype", "bfloat16") as daemon:
-        assert daemon.told(said).count(said) == 1
+        assert daemon.wait_for_log(said).count(said) == 1

@@ -1,4 +1,4 @@
-"""Every accepted request gets exactly one end: disconnect, timeout, drain, overload, engine death."""
+"""Every accepted request ends exactly once: disconnect, timeout, drain, overload, engine exit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def aborted(server: Server, cause: str) -> float:
 
 
 async def open_requests(server: Server, *, streams: int, plain: int) -> list[asyncio.Task[httpx.Response]]:
-    """Requests whose engine has fallen silent after the first token."""
+    """Requests whose engine stops sending after the first token."""
     server.engine.script = STALLED
     kinds = [True] * streams + [False] * plain
     tasks = [asyncio.create_task(server.post("/v1/completions", {**BODY, "stream": kind})) for kind in kinds]
@@ -44,7 +44,7 @@ async def open_requests(server: Server, *, streams: int, plain: int) -> list[asy
     return tasks
 
 
-async def test_while_loading_the_port_answers() -> None:
+async def test_the_port_answers_while_the_model_loads() -> None:
     async with serving(attach=False) as server:
         assert (await server.http.get("/health")).status_code == 200
         for response in (
@@ -61,7 +61,7 @@ async def test_while_loading_the_port_answers() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_ends_its_request(server: Server, stream: bool) -> None:
+async def test_a_client_that_disconnects_ends_its_request(server: Server, stream: bool) -> None:
     server.engine.script = STALLED
     before = aborted(server, "disconnect")
     client = asyncio.create_task(server.post("/v1/completions", {**BODY, "stream": stream, "n": 2}))
@@ -106,7 +106,9 @@ async def test_engine_death_ends_every_request_with_an_error() -> None:
         assert 'weft_engine_up{engine="0"} 0.0' in (await server.http.get("/metrics")).text
 
 
-async def test_an_engine_without_progress_is_told_to_probes_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_without_progress_is_reported_to_probes_until_it_continues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with serving() as server:
         heartbeats = Heartbeats(2)
         now = [time.monotonic()]
@@ -139,17 +141,17 @@ async def test_an_engine_without_progress_is_told_to_probes_until_it_goes_on(mon
             now[0] += 1
             watch.look()
         now[0] += 0.2
-        heartbeat._cells[0] = now[0]  # rank 0 goes on
+        heartbeat._cells[0] = now[0]  # rank 0 continues
         health = await server.http.get("/health")
         assert health.json()["error"]["message"] == "The engine's rank 1 has shown no progress for 9 seconds."
         text = (await server.http.get("/metrics")).text
-        assert 'weft_engine_ranks{engine="0"} 1' in text  # the stub has no process of its own
+        assert 'weft_engine_ranks{engine="0"} 1' in text  # the stub has no separate process
         assert re.search(r'^weft_rank_last_beat_seconds{engine="0",rank="1"} 9\.', text, re.MULTILINE)
         now[0] = rank.at
         assert 'weft_engine_up{engine="0"} 1.0' in (await server.http.get("/metrics")).text
 
 
-async def test_draining_takes_no_new_work_and_finishes_the_old() -> None:
+async def test_draining_accepts_no_new_requests_and_finishes_the_old() -> None:
     async with serving() as server:
         gate = asyncio.Event()
         server.engine.script = Script("abc", gate=gate)
@@ -166,8 +168,8 @@ async def test_draining_takes_no_new_work_and_finishes_the_old() -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.DRAINING, Phase.DEAD])
-async def test_every_answer_of_a_server_that_goes_says_so(phase: Phase) -> None:
-    # Who keeps connections would use this one again, and lose the request that meets the end.
+async def test_every_answer_of_a_server_that_exits_closes_its_connection(phase: Phase) -> None:
+    # Clients that keep connections would reuse this one, and lose the request that meets the end.
     async with serving() as server:
         server.service.phase = phase
         for method, path in [
@@ -185,7 +187,7 @@ async def test_every_answer_of_a_server_that_goes_says_so(phase: Phase) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_under_way_ends_its_connection_when_draining_begins(stream: bool) -> None:
+async def test_a_running_answer_closes_its_connection_when_draining_starts(stream: bool) -> None:
     async with serving() as server:
         gate = asyncio.Event()
         server.engine.script = Script("abc", gate=gate)
@@ -249,7 +251,7 @@ async def test_waiting_prompt_tokens_are_bounded() -> None:
     async with serving(max_queued_tokens=100) as server:
         gate = asyncio.Event()
         server.engine.script = Script("abc", gate=gate)
-        first = asyncio.create_task(server.post("/v1/completions", {"prompt": [1] * 150}))  # an idle engine takes it
+        first = asyncio.create_task(server.post("/v1/completions", {"prompt": [1] * 150}))  # an idle engine accepts it
         await server.settle(lambda: server.engine.num_open == 1)
         response = await server.post("/v1/completions", {"prompt": [1] * 10})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "queue_tokens_full")
@@ -258,7 +260,7 @@ async def test_waiting_prompt_tokens_are_bounded() -> None:
         assert server.service.loaded.admission.prefill_tokens == 0
 
 
-async def test_many_at_once_each_get_their_own_answer(server: Server) -> None:
+async def test_many_requests_at_once_each_get_their_own_answer(server: Server) -> None:
     server.engine.script = Script("hello", vary=True, delay=0.001)
 
     async def one(i: int) -> str:

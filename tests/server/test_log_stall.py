@@ -1,4 +1,4 @@
-"""A daemon whose log nobody takes, or whose stdout is full or closed, serves all the same."""
+"""A daemon whose log is not read, or whose stdout is full or closed, keeps serving."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def port() -> int:
 
 @pytest.fixture
 def started() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Daemons that a test has started; none outlives it."""
+    """Daemons that a test has started. None outlives it."""
     daemons: list[subprocess.Popen[bytes]] = []
     yield daemons
     for daemon in daemons:
@@ -56,13 +56,13 @@ def answers(port: int) -> bool:
 
 
 def fill(http: httpx.Client) -> None:
-    """More lines than a pipe and the queue hold, of requests that are logged and refused at once."""
+    """More lines than a pipe and the queue hold, from requests that are logged and refused at once."""
     body = {"prompt": "x" * LOGGED_BODY, "max_tokens": -1}
     for _ in range(MAX_BYTES // LOGGED_BODY + 40):
         assert http.post("/v1/completions", json=body).status_code == 400
 
 
-def test_a_log_that_nobody_reads_stops_nothing(port: int, started: list[subprocess.Popen[bytes]]) -> None:
+def test_an_unread_log_blocks_nothing(port: int, started: list[subprocess.Popen[bytes]]) -> None:
     daemon = subprocess.Popen(
         [*SERVE, str(port), "--log-requests"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, bufsize=0
     )
@@ -80,7 +80,7 @@ def test_a_log_that_nobody_reads_stops_nothing(port: int, started: list[subproce
     assert daemon.wait(240) == 0
 
 
-def test_lines_come_again_when_the_reader_does(port: int, started: list[subprocess.Popen[bytes]]) -> None:
+def test_lines_return_with_the_reader(port: int, started: list[subprocess.Popen[bytes]]) -> None:
     daemon = subprocess.Popen(
         [*SERVE, str(port), "--log-requests", "--log-format", "json"],
         stdout=subprocess.DEVNULL,
@@ -105,7 +105,7 @@ def test_lines_come_again_when_the_reader_does(port: int, started: list[subproce
         *(pytest.param(each, marks=pytest.mark.nightly) for each in ("<&- >&- 2>&-", ">/dev/full", ">&-")),
     ],
 )
-def test_streams_that_take_nothing_are_served_without(
+def test_closed_and_full_streams_do_not_stop_the_daemon(
     port: int, started: list[subprocess.Popen[bytes]], redirections: str
 ) -> None:
     daemon = subprocess.Popen(["sh", "-c", f'exec "$@" {redirections}', "sh", *SERVE, str(port)])

@@ -1,4 +1,4 @@
-"""Logs: text or JSON, a line a request with its id and trace, nothing of the prompt unless asked."""
+"""Logs: text or JSON, a line per request with its id and trace, no prompt text by default."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fields(caplog: pytest.LogCaptureFixture, name: str = "weft.access") -> list[
 
 
 async def answered(server: Server, caplog: pytest.LogCaptureFixture, count: int) -> None:
-    """The line is written behind the last byte."""
+    """The line is written after the last byte."""
     await server.settle(lambda: len(fields(caplog)) == count)
 
 
@@ -58,7 +58,7 @@ async def test_a_line_a_request_with_id_and_tokens_and_no_prompt(
     ("said", "client"),
     [("1.2.3.4", "1.2.3.4"), ("2001:db8::7", "2001:db8::7"), ("evil status=200", "-"), ("", "127.0.0.1")],
 )
-async def test_the_client_that_a_proxy_names_is_an_address(
+async def test_the_client_named_by_a_proxy_is_an_address(
     server: Server, caplog: pytest.LogCaptureFixture, said: str, client: str
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -67,7 +67,7 @@ async def test_the_client_that_a_proxy_names_is_an_address(
     assert [line["client"] for line in fields(caplog)] == [client]
 
 
-async def test_bodies_are_logged_when_asked(caplog: pytest.LogCaptureFixture) -> None:
+async def test_bodies_are_logged_on_request(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with serving(log_requests=True, access_log=False) as server:
         await server.post("/v1/completions", {"prompt": "my secret diary"}, headers={"X-Request-Id": "id"})
@@ -120,7 +120,7 @@ async def test_formats() -> None:
 
 
 class Collector(ThreadingHTTPServer):
-    """Takes OTLP over HTTP. In a thread of its own: a daemon that ends waits for it."""
+    """Receives OTLP over HTTP, in a separate thread because an exiting daemon waits for it."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Export)

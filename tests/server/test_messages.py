@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: what a request becomes, what an answer looks like, whole and streamed, and its errors."""
+"""Anthropic's Messages API: converted requests, answers, whole and streamed, and errors."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ async def stream(server: Server, **fields: Any) -> list[dict[str, Any]]:
     return events
 
 
-def told(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a stream tells of; checks the order of its events."""
+def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message of a stream. Checks the order of its events."""
     first, *middle, delta, last = events
     assert (first["type"], delta["type"], last) == ("message_start", "message_delta", {"type": "message_stop"})
     message = first["message"]
@@ -86,9 +86,9 @@ def told(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def both(server: Server, **fields: Any) -> dict[str, Any]:
-    """The whole answer, after a look whether the stream tells the same."""
+    """The whole answer. Checks that the stream gives the same."""
     whole = await ask(server, **fields)
-    streamed = told(await stream(server, **fields))
+    streamed = assembled(await stream(server, **fields))
     ignored = {"id", *("content" for block in whole["content"] if block["type"] == "tool_use")}
     assert {k: v for k, v in streamed.items() if k not in ignored} == {
         k: v for k, v in whole.items() if k not in ignored
@@ -147,7 +147,7 @@ async def test_an_answer_ends_at_its_limit_or_at_that_of_the_context(server: Ser
     assert answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"] == 512
 
 
-async def test_no_tokens_but_a_prompt_that_is_kept(server: Server) -> None:
+async def test_zero_tokens_only_for_a_retained_prompt(server: Server) -> None:
     answer = await both(server, max_tokens=0)
     assert (answer["content"], answer["stop_reason"], answer["usage"]["output_tokens"]) == ([], "max_tokens", 0)
     assert server.engine.added[-1].params.max_tokens == 1
@@ -167,7 +167,7 @@ async def test_a_system_message_in_the_middle_stays_there(server: Server) -> Non
     assert rendered(server).startswith("<|bos|><|system|>be kind<|user|>hi<|assistant|>yes<|system|>now short<|user|>")
 
 
-async def test_nonces_of_clients_are_kept_out_of_the_prompt(server: Server) -> None:
+async def test_nonces_of_clients_are_removed_from_the_prompt(server: Server) -> None:
     prompts = []
     for nonce in ("a1b2c", "d3e4f"):
         header = {
@@ -185,7 +185,7 @@ async def test_nonces_of_clients_are_kept_out_of_the_prompt(server: Server) -> N
     assert "billing" in rendered(server)
 
 
-async def test_an_assistants_last_message_goes_on(server: Server) -> None:
+async def test_an_assistants_last_message_is_continued(server: Server) -> None:
     await ask(server, messages=[*HI, {"role": "assistant", "content": [{"type": "text", "text": "well"}]}])
     assert rendered(server) == "<|bos|><|user|>hi<|assistant|>well"
 
@@ -257,13 +257,13 @@ async def test_pieces_of_any_size_make_the_same_blocks(hermes: Server) -> None:
     answers = []
     for burst in (1, 2, 5, 1000):
         hermes.engine.script = Script(CALLS, burst=burst)
-        answers.append(told(await stream(hermes, tools=[ADD, NOW])))
+        answers.append(assembled(await stream(hermes, tools=[ADD, NOW])))
         for block in answers[-1]["content"]:
             block.pop("id", None)
     assert all(answer["content"] == answers[0]["content"] for answer in answers)
 
 
-async def test_white_space_before_a_call_is_no_block(hermes: Server) -> None:
+async def test_white_space_before_a_call_is_not_a_block(hermes: Server) -> None:
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     hermes.engine.script = Script(f"\n\n{call}")
     assert [block["type"] for block in (await both(hermes, tools=[NOW]))["content"]] == ["tool_use"]
@@ -273,7 +273,7 @@ async def test_white_space_before_a_call_is_no_block(hermes: Server) -> None:
     assert (await both(hermes, tools=[NOW]))["content"] == [{"type": "text", "text": " \nso"}]
 
 
-async def test_a_call_that_is_cut_off_is_told_as_far_as_it_goes(hermes: Server) -> None:
+async def test_a_truncated_call_is_sent_as_far_as_it_goes(hermes: Server) -> None:
     text = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": "xyz'
     hermes.engine.script = Script(text)
     answer = await ask(hermes, tools=[ADD], max_tokens=len(hermes.engine.tokenizer.encode(text)))
@@ -306,7 +306,7 @@ async def test_tools_are_rendered_in_the_order_given(hermes: Server) -> None:
     assert prompts[2].index('"now"') < prompts[2].index('"add"')
 
 
-async def test_thinking_is_a_block_and_given_back_to_the_template() -> None:
+async def test_thinking_is_a_block_and_is_passed_back_to_the_template() -> None:
     async with serving(reasoning_parser="qwen3", tool_call_parser="hermes") as server:
         for burst in (1, 3, 1000):
             server.engine.script = Script(f"<think>\nI look.\n</think>\n\n{CALLS}", burst=burst)
@@ -336,18 +336,18 @@ async def test_thinking_and_calls_reach_anthropics_own_client() -> None:
         async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as api:
             whole = await api.messages.create(**asked)
             async with api.messages.stream(**asked) as stream:
-                told = [event.thinking async for event in stream if event.type == "thinking"]
+                assembled = [event.thinking async for event in stream if event.type == "thinking"]
                 streamed = await stream.get_final_message()
         kinds = ["thinking", "text", "tool_use", "tool_use"]
         assert [block.type for block in whole.content] == [block.type for block in streamed.content] == kinds
-        assert "".join(told) == whole.content[0].thinking == streamed.content[0].thinking
+        assert "".join(assembled) == whole.content[0].thinking == streamed.content[0].thinking
         assert [block.input for block in streamed.content[2:]] == [block.input for block in whole.content[2:]]
 
 
 BETWEEN = CALLS.replace("\n<tool_call>", "\nAnd now:<tool_call>") + "\nDone."
 
 
-async def test_text_stands_where_it_was_written(hermes: Server) -> None:
+async def test_text_stays_at_its_position(hermes: Server) -> None:
     for burst in (1, 3, 1000):
         hermes.engine.script = Script(BETWEEN, burst=burst)
         content = (await both(hermes, tools=[ADD, NOW], max_tokens=1000))["content"]
@@ -365,7 +365,7 @@ async def test_output_schemas(server: Server) -> None:
         assert '"a"' in str(server.engine.added[-1].params.grammar)
 
 
-async def test_tools_that_anthropic_runs_are_named_and_searches_for_tools_are_not_needed(hermes: Server) -> None:
+async def test_anthropics_server_tools_are_refused_and_tool_search_is_not_needed(hermes: Server) -> None:
     body = {"model": "stub", "max_tokens": 5, "messages": HI}
     for kind in ("web_search_20250305", "bash_20250124"):
         refused = await hermes.post("/v1/messages", {**body, "tools": [{"type": kind, "name": "x"}]})
@@ -391,7 +391,7 @@ async def test_tools_that_anthropic_runs_are_named_and_searches_for_tools_are_no
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [ADD]}, "tool_choice"),
         ({"tool_choice": {"type": "tool"}, "tools": [ADD]}, "tool_choice"),
-        ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
+        ({"stop_sequences": ["x"] * 65}, "stop_sequences"),
         ({"temperature": 3}, "temperature"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "budget_tokens"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
@@ -412,7 +412,7 @@ async def test_errors_have_anthropics_form(server: Server, fields: dict[str, Any
     assert error == {"type": "error", "error": {"type": kind}, "request_id": "mine"}
 
 
-async def test_what_stands_before_the_endpoint_answers_in_the_same_form() -> None:
+async def test_middleware_errors_have_the_same_form() -> None:
     options: dict[str, Any] = {"api_key": ["secret"], "rate_limit": 2, "max_body_mib": 0.01, "max_queued_requests": 1}
     async with serving(max_num_seqs=1, **options) as server:
         key, body = {"x-api-key": "secret"}, {"model": "stub", "max_tokens": 5, "messages": HI}
@@ -452,7 +452,7 @@ async def test_what_stands_before_the_endpoint_answers_in_the_same_form() -> Non
         assert 'weft_requests_total{endpoint="/v1/messages",status="529"} 1.0' in metrics
 
 
-async def test_a_stream_that_breaks_says_so(server: Server) -> None:
+async def test_a_broken_stream_reports_an_error(server: Server) -> None:
     server.engine.script = Script("hello world", stop_after=1)
     body = {"model": "stub", "max_tokens": 50, "messages": HI, "stream": True}
     task = asyncio.create_task(server.post("/v1/messages", body))

@@ -117,11 +117,11 @@ METERED = {
     "weft_energy_idle_joules": "counter",
     "weft_energy_request_joules": "counter",
 }
-"""where a counter is read (test_energy.py)"""
+"""exposed if a counter is read (test_energy.py)"""
 RANKS = {"weft_engine_ranks": "gauge", "weft_rank_last_beat_seconds": "gauge"}
-"""where several ranks share a model (test_lifecycle.py)"""
+"""exposed if several ranks share a model (test_lifecycle.py)"""
 OF_SEVERAL_MODELS = {"weft_model_time_to_first_token_seconds": "histogram"}
-"""where there are several models (test_several_models.py)"""
+"""exposed if there are several models (test_several_models.py)"""
 
 
 async def samples(server: Server) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -198,7 +198,7 @@ SCRAPE = b"GET /metrics HTTP/1.1\r\nHost: x\r\n%b\r\n"
 
 
 class Raw:
-    """A connection on which requests are sent as they are."""
+    """A connection on which requests are sent as raw bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -224,7 +224,7 @@ def scrapes_counted(server: Server) -> float:
     return value_of(server.service.metrics, "weft_requests_total", {"endpoint": "/metrics", "status": "200"}) or 0.0
 
 
-async def test_a_plain_scrape_passes_the_application_by_and_tells_the_same(server: Server) -> None:
+async def test_a_plain_scrape_bypasses_the_application_and_gives_the_same(server: Server) -> None:
     before = scrapes_counted(server)
     async with connected(server) as raw:
         answers = []
@@ -251,7 +251,7 @@ async def test_a_plain_scrape_passes_the_application_by_and_tells_the_same(serve
     ],
     ids=repr,
 )
-async def test_what_is_not_plain_reaches_the_application(server: Server, request_bytes: bytes) -> None:
+async def test_other_requests_reach_the_application(server: Server, request_bytes: bytes) -> None:
     async with connected(server) as raw:
         raw.send(request_bytes)
         head, body = await raw.answer()
@@ -260,7 +260,7 @@ async def test_what_is_not_plain_reaches_the_application(server: Server, request
     assert "weft_requests_running" in body
 
 
-async def test_a_scrape_waits_for_the_answer_before_it(server: Server) -> None:
+async def test_a_scrape_waits_for_the_previous_answer(server: Server) -> None:
     gate = asyncio.Event()
     server.engine.script = Script("abc", gate=gate)
     body = b'{"prompt": "hi"}'
@@ -273,7 +273,7 @@ async def test_a_scrape_waits_for_the_answer_before_it(server: Server) -> None:
         assert "text/plain" in (await raw.answer())[0]
 
 
-async def test_scrapes_that_nobody_reads_are_not_answered_for_ever(server: Server) -> None:
+async def test_unread_scrapes_are_not_answered_forever(server: Server) -> None:
     before, count = scrapes_counted(server), 1000
     async with connected(server) as raw:
         raw.send(SCRAPE % b"" * count)

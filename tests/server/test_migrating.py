@@ -1,4 +1,4 @@
-"""docs/migrating.md: every option that stands for another server's is parsed, with its value, by `weft serve`."""
+"""docs/migrating.md: `weft serve` parses every option listed for another server's, with its value."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def rows() -> list[tuple[str, str, str]]:
     return found
 
 
-def test_the_tables_are_there() -> None:
+def test_the_tables_exist() -> None:
     tables = re.findall(r"^\|[^|\n]+\| weft serve \|", PAGE, re.M)
     assert len(tables) == 3
     assert len(rows()) == len(re.findall(r"^\| `", PAGE[PAGE.index("\n## From ") :], re.M)) > 40
 
 
 @pytest.mark.parametrize(("server", "theirs", "ours"), rows())
-def test_an_option_is_taken_as_it_stands_there(server: str, theirs: str, ours: str) -> None:
+def test_an_option_is_accepted_as_documented(server: str, theirs: str, ours: str) -> None:
     assert re.match(r"--[a-z]|[A-Z]+_", theirs), server
     parsed = _parser().parse_args(["serve", *shlex.split(ours)])
     given = {name: value for name in ServeConfig.model_fields if (value := getattr(parsed, name, None)) is not None}

@@ -1,4 +1,4 @@
-"""`weft serve` of model directories that are not what they should be: what the operator reads, what a client gets."""
+"""`weft serve` with faulty model directories: the operator's log line and the client's error."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(MODEL_PATH, tmp_path / "model"))
 
 
-def test_a_broken_chat_template_is_said_once_at_start_and_answered_with_500(model: Path, tmp_path: Path) -> None:
+def test_a_broken_chat_template_is_logged_once_at_start_and_answered_with_500(model: Path, tmp_path: Path) -> None:
     (model / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "{{ messages }"}))
     with running(tmp_path, "--model", str(model), "--api-workers", "2") as daemon:
         assert "/v1/completions" in daemon.curl_line
-        assert daemon.told("chat template is broken: line 1: ").count("chat template is broken: line 1: ") == 1
+        assert daemon.wait_for_log("chat template is broken: line 1: ").count("chat template is broken: line 1: ") == 1
         body = {"messages": [{"role": "user", "content": "What is 1 + 2?"}]}
         answer = httpx.post(f"{daemon.url}/v1/chat/completions", json=body, timeout=240)
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "broken_chat_template")
 
 
 @pytest.mark.parametrize("without", ["tokenizer", "weights"])
-def test_a_start_without_a_file_ends_in_one_line(model: Path, tmp_path: Path, without: str) -> None:
+def test_a_start_with_a_missing_file_is_a_one_line_error(model: Path, tmp_path: Path, without: str) -> None:
     if without == "tokenizer":
         for file in model.glob("tokenizer*"):
             file.unlink()

@@ -1,4 +1,5 @@
-"""The options of several models: one form for flags, environment and file, and what each model then gets."""
+"""The options of several models: one form for flags, environment and file, and the resulting configuration of each
+model."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ TWO = ["/m/a memory_share=0.7", "/m/b --served-model-name=x served_model_name=y 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
-    """What `weft serve` would have run."""
+    """The configuration that `weft serve` would run."""
     found: list[ServeConfig] = []
     monkeypatch.setattr(cli, "_located", lambda config: config)
     monkeypatch.setattr("weft.server.daemon.daemon.run", lambda config: found.append(config) or 0)
@@ -36,7 +37,7 @@ def told(config: ServeConfig) -> list[tuple[str, list[str], Any, bool, float]]:
 EXPECTED = [("/m/a", ["a"], 9, True, 0.7), ("/m/b", ["x", "y"], 3, False, pytest.approx(0.3))]
 
 
-def test_flag_variable_and_file_say_the_same(
+def test_flag_variable_and_file_give_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: list[ServeConfig]
 ) -> None:
     file = tmp_path / "weft.yaml"
@@ -53,7 +54,7 @@ def test_flag_variable_and_file_say_the_same(
     assert [told(config) for config in served] == [EXPECTED] * 3
 
 
-def test_one_model_is_given_as_ever(monkeypatch: pytest.MonkeyPatch, served: list[ServeConfig]) -> None:
+def test_one_model_is_given_as_before(monkeypatch: pytest.MonkeyPatch, served: list[ServeConfig]) -> None:
     monkeypatch.setenv("WEFT_MODELS", "/m/a, /m/b")
     for arguments in (["/m/c"], ["--model", "/m/c"], ["/m/c", "--model", "/m/d"]):
         assert cli.main(["serve", *arguments]) == 0
@@ -81,26 +82,26 @@ def test_one_model_is_given_as_ever(monkeypatch: pytest.MonkeyPatch, served: lis
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_cannot_work_is_said_in_one_line(options: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_one_line_errors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(ServeConfig, options, None)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_models_and_a_model_at_once_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_and_model_together_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--model", "/m/a", "--models", "/m/b"]) == 2
     assert "not both" in capsys.readouterr().err
 
 
-def test_a_worker_that_is_told_the_configuration_finds_the_same_models() -> None:
+def test_a_worker_with_the_configuration_finds_the_same_models() -> None:
     config = load(ServeConfig, {"models": TWO, "max_num_seqs": "9"}, None)
     again = ServeConfig.model_validate_json(config.model_dump_json())
     assert told(again) == told(config) == EXPECTED
     assert again.engine_numbers == [range(1), range(1, 2)]
 
 
-def test_shares_are_equal_unless_said_and_of_those_that_are_awake_together() -> None:
+def test_shares_are_equal_by_default_among_models_awake_together() -> None:
     def shares(*models: str, **options: Any) -> list[float]:
         return load(ServeConfig, {"models": list(models), **options}, None).memory_shares
 
@@ -114,7 +115,7 @@ def engines(config: ServeConfig, gpus: list[str], cores: int = 8) -> list[Engine
     return place(config, gpus, set(range(cores)), {})
 
 
-def test_engines_are_counted_through_and_get_their_models_part(tmp_path: Path) -> None:
+def test_engines_are_numbered_and_get_their_models_part(tmp_path: Path) -> None:
     models = ["/m/a memory_share=0.75 replicas=2", "/m/b served_model_name=o/x memory_share=0.25 page_size=16"]
     placed = engines(load(ServeConfig, {"models": models, "ssd_kv_path": str(tmp_path), "host_kv_gib": "1"}, None), [])
     assert [e.share.engine for e in placed] == [0, 1, 2]
@@ -128,12 +129,12 @@ def test_engines_are_counted_through_and_get_their_models_part(tmp_path: Path) -
     assert {e.cpu_threads for e in placed} == {2}
 
 
-def test_threads_are_divided_among_those_that_may_be_awake() -> None:
+def test_threads_are_divided_among_models_that_may_be_awake() -> None:
     config = load(ServeConfig, {"models": ["/m/a", "/m/b", "/m/c"], "max_awake_models": "1"}, None)
     assert [e.cpu_threads for e in engines(config, [])] == [7, 7, 7]
 
 
-def test_engines_know_whether_another_model_may_be_awake_beside_them() -> None:
+def test_engines_know_whether_another_model_may_be_awake_with_them() -> None:
     def shares(**options: str) -> list[tuple[int, int]]:
         config = load(ServeConfig, {"models": ["/m/a", "/m/b", "/m/c"], **options}, None)
         return [(e.share.models, e.share.awake) for e in engines(config, ["0"])]
@@ -156,7 +157,7 @@ def test_two_models_of_one_name_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "admin", "sleeps"), [([], "k", True), (["0"], "k", True), (["0"], None, False)])
-def test_one_model_alone_is_made_to_sleep_where_an_operator_may_ask_for_it(
+def test_a_single_model_can_sleep_if_an_operator_may_request_it(
     gpus: list[str], admin: str | None, sleeps: bool
 ) -> None:
     assert engines(ServeConfig(admin_api_key=admin), gpus)[0].share.sleeps == sleeps

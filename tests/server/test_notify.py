@@ -1,4 +1,4 @@
-"""What a service manager is told, on a real socket."""
+"""Notifications to a service manager, on a real socket."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]
     manager.socket.close()
 
 
-def test_a_life(manager: Manager) -> None:
+def test_the_notifications_of_a_lifetime(manager: Manager) -> None:
     notifier = Notifier(manager.environment)
-    assert manager.environment == {"HOME": "/"}  # children are not to speak for us
+    assert manager.environment == {"HOME": "/"}  # children must not notify for us
     notifier.status("loading")
     assert manager.heard() == ["STATUS=loading"]
     notifier.ready("serving")
@@ -48,7 +48,7 @@ def test_a_life(manager: Manager) -> None:
     assert manager.heard() == ["STOPPING=1", "STATUS=draining"]
 
 
-async def test_life_is_shown_while_healthy(manager: Manager) -> None:
+async def test_the_watchdog_is_notified_while_healthy(manager: Manager) -> None:
     manager.environment |= {"WATCHDOG_USEC": "20000", "WATCHDOG_PID": str(os.getpid())}
     notifier = Notifier(manager.environment)
     assert notifier.watchdog_seconds == 0.02
@@ -60,7 +60,7 @@ async def test_life_is_shown_while_healthy(manager: Manager) -> None:
     await asyncio.sleep(0.1)
     manager.socket.setblocking(False)
     with contextlib.suppress(BlockingIOError):
-        while True:  # what came before
+        while True:  # earlier messages
             manager.heard()
     await asyncio.sleep(0.1)
     with pytest.raises(BlockingIOError):
@@ -73,12 +73,12 @@ async def test_life_is_shown_while_healthy(manager: Manager) -> None:
 )
 async def test_without_a_manager_nothing_happens(environment: dict[str, str]) -> None:
     notifier = Notifier({**environment, "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "1"})
-    assert notifier.watchdog_seconds is None  # it is another process that is watched
+    assert notifier.watchdog_seconds is None  # another process is watched
     notifier.ready("serving")
     await notifier.watch()
 
 
-def test_a_manager_that_does_not_listen_holds_nobody_up(manager: Manager) -> None:
+def test_a_manager_that_does_not_listen_blocks_nothing(manager: Manager) -> None:
     notifier = Notifier(manager.environment)
     for _ in range(10_000):
         notifier.status("x" * 1000)

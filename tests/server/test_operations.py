@@ -41,7 +41,7 @@ async def test_health_ready_version(server: Server) -> None:
     assert (await server.http.get("/version")).json() == {"version": __version__}
 
 
-async def test_ready_waits_until_other_processes_serve_with_one_of_the_engines() -> None:
+async def test_ready_waits_until_other_processes_serve_with_an_engine() -> None:
     async with serving(engines=2) as server:
 
         async def code() -> Any:
@@ -58,7 +58,7 @@ async def test_ready_waits_until_other_processes_serve_with_one_of_the_engines()
         assert not server.service.unshared_engines
 
 
-async def test_ready_tells_of_a_plan_that_is_still_made() -> None:
+async def test_ready_reports_a_plan_in_preparation() -> None:
     async with serving() as server:
 
         async def told(*plan: int) -> object:
@@ -76,7 +76,7 @@ async def test_ready_tells_of_a_plan_that_is_still_made() -> None:
         assert await told(12, 12, 0) == {"status": "ready"}
 
 
-async def test_ready_tells_of_a_plan_before_the_engine_has_said_anything_else() -> None:
+async def test_ready_reports_a_plan_before_the_engines_first_message() -> None:
     async with serving() as server:
         ready = replace(server.engine.describe(), plan=PlanStats(3, 0, 0))
         server.service.metrics.engines[0].loaded("m", ready)
@@ -96,7 +96,7 @@ async def test_tokenize_and_back(server: Server) -> None:
     assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
     assert body["max_model_len"] == 512
     assert body["token_strs"][0] == "hello"
-    assert (await server.post("/detokenize", {"tokens": body["tokens"]})).json() == {"prompt": text}
+    assert (await server.post("/detokenize", {"tokens": body["tokens"]})).json() == {"prompt": text, "content": text}
 
 
 async def test_tokenize_a_conversation(server: Server) -> None:
@@ -125,7 +125,7 @@ async def test_special_tokens_are_added_to_prompts_once() -> None:
         assert server.engine.prompt().count(bos) == 1
 
 
-async def test_tokenize_wants_one_input(server: Server) -> None:
+async def test_tokenize_requires_one_input(server: Server) -> None:
     for body in ({}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}):
         assert (await server.post("/tokenize", body)).status_code == 400
     assert (await server.post("/detokenize", {"tokens": ["a"]})).status_code == 400
@@ -138,7 +138,7 @@ async def test_tokenizer_info(server: Server) -> None:
     assert "<|assistant|>" in body["chat_template"]
 
 
-async def test_a_profile_is_what_the_engine_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_profile_is_the_engines_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "PROFILE_POLL", 0.01)
     async with serving(admin_api_key="root") as server:
         admin = {"Authorization": "Bearer root"}
@@ -164,12 +164,12 @@ async def test_a_profile_is_what_the_engine_writes(monkeypatch: pytest.MonkeyPat
         assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
 
 
-async def test_a_profile_without_a_temporary_directory_is_an_error_that_says_so(
+async def test_a_profile_without_a_temporary_directory_is_an_error_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async with serving(admin_api_key="root") as server:
         admin = {"Authorization": "Bearer root"}
-        for directory in (str(tmp_path / "gone"), None):  # None: tempfile looks for one
+        for directory in (str(tmp_path / "gone"), None):  # None: tempfile searches for one
             monkeypatch.setattr(tempfile, "tempdir", directory)
             monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "gone")])
             response = await server.post("/admin/profile", {}, headers=admin)
@@ -178,7 +178,7 @@ async def test_a_profile_without_a_temporary_directory_is_an_error_that_says_so(
             assert "TMPDIR" in error["message"]
 
 
-async def test_every_reference_of_the_openapi_schema_leads_somewhere(server: Server) -> None:
+async def test_every_reference_of_the_openapi_schema_resolves(server: Server) -> None:
     schema = (await server.http.get("/openapi.json")).json()
     references = set(re.findall(r'"\$ref": "([^"]*)"', json.dumps(schema)))
     assert references

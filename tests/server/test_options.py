@@ -1,4 +1,4 @@
-"""The command line: precedence of flags, environment and file, and errors that say what to change."""
+"""The command line: precedence of flags, environment and file, and errors that name the change to make."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_flag_wins_over_environment_wins_over_file(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "words", [["--api-key", "a", "b", "--api-key", "c"], ["--api-key", "a", "--api-key", "b", "--api-key", "c"]]
 )
-def test_a_list_that_is_given_in_parts_is_one_list(words: list[str]) -> None:
+def test_a_list_given_in_parts_is_one_list(words: list[str]) -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, ServeConfig)
     assert load(ServeConfig, vars(parser.parse_args(words)), None).api_key == ["a", "b", "c"]
@@ -45,8 +45,8 @@ def test_lists_in_the_environment_are_separated_by_commas(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", ["api_key", "served_model_name", "cors_origin", "slo", "models"])
 @pytest.mark.parametrize("value", ["", " , "])
-def test_an_empty_variable_is_no_list_of_nothing(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    """A key that was to come from another variable, which is not set, must not open the server to everybody."""
+def test_an_empty_variable_is_not_an_empty_list(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    """An unset variable that should have held a key must not open the server to all clients."""
     monkeypatch.setenv(f"WEFT_{name.upper()}", value)
     with pytest.raises(ConfigError, match=f"^WEFT_{name.upper()}: "):
         load(ServeConfig, {}, None)
@@ -55,12 +55,12 @@ def test_an_empty_variable_is_no_list_of_nothing(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     "origin", ["*", "null", "http://localhost:3000", "https://[::1]:8", "app://notes.md", "file://"]
 )
-def test_whatever_a_browser_says_is_an_origin(origin: str) -> None:
+def test_any_origin_that_a_browser_sends_is_valid(origin: str) -> None:
     assert load(ServeConfig, {"cors_origin": [origin]}, None).cors_origin == [origin]
 
 
-def test_what_is_not_utf8_is_said_of_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder's name may be any bytes; Python marks those that are no text."""
+def test_text_that_is_not_utf8_is_reported_for_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder's name may be any bytes; Python marks those that are not text."""
     with pytest.raises(ConfigError, match=r"^--model: must be UTF-8$"):
         load(ServeConfig, {"model": "/gr\udcf6sse"}, None)
     monkeypatch.setenv("WEFT_SERVED_MODEL_NAME", "a, gr\udcf6sse")
@@ -68,7 +68,9 @@ def test_what_is_not_utf8_is_said_of_its_option(monkeypatch: pytest.MonkeyPatch)
         load(ServeConfig, {}, None)
 
 
-def test_what_kubernetes_sets_for_a_service_called_weft_is_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_kubernetes_sets_for_a_service_called_weft_are_not_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WEFT_PORT", "tcp://10.0.0.1:8000")
     monkeypatch.setenv("WEFT_SERVICE_HOST", "10.0.0.1")
     assert load(ServeConfig, {}, None).port == 8000
@@ -92,7 +94,7 @@ def test_an_unknown_variable_names_the_nearest_option(monkeypatch: pytest.Monkey
         ("port: 1\nseed: [1, 2\nui: true", "is not YAML: line 3, column 3"),
     ],
 )
-def test_config_files_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+def test_unusable_config_files(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "weft.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
@@ -106,7 +108,7 @@ def test_a_bad_value_in_a_file_names_the_file(tmp_path: Path) -> None:
         load(ServeConfig, {}, file)
 
 
-def test_one_value_does_for_a_list_in_a_file(tmp_path: Path) -> None:
+def test_a_single_value_is_accepted_for_a_list_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "weft.yaml"
     file.write_text("served-model-name: solo")
     assert load(ServeConfig, {}, file).served_model_name == ["solo"]
@@ -116,7 +118,7 @@ def test_one_value_does_for_a_list_in_a_file(tmp_path: Path) -> None:
     "flags",
     [{"seed": "-1"}, {"kv_cache_gib": "inf"}, {"max_body_mib": "inf"}, {"num_pages": "9" * 24}, {"port": "70000"}],
 )
-def test_numbers_that_cannot_work_are_refused(flags: dict[str, str]) -> None:
+def test_impossible_numbers_are_refused(flags: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"^--"):
         load(ServeConfig, flags, None)
 
@@ -126,7 +128,7 @@ def test_a_missing_config_file() -> None:
         load(ServeConfig, {}, Path("/nowhere/weft.yaml"))
 
 
-def test_a_bad_value_names_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_value_names_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"^--max-num-seqs: .*'many'"):
         load(ServeConfig, {"max_num_seqs": "many"}, None)
     monkeypatch.setenv("WEFT_PAGE_SIZE", "0")
@@ -150,7 +152,7 @@ def test_a_bad_value_names_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -
         ("files_dir", "", "must not be empty"),
     ],
 )
-def test_a_value_that_cannot_be_is_told_with_what_the_option_takes(
+def test_an_impossible_value_is_reported_with_the_accepted_ones(
     name: str, value: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "weft.yaml"
@@ -183,7 +185,7 @@ def test_a_value_that_cannot_be_is_told_with_what_the_option_takes(
         ),
     ],
 )
-def test_a_value_of_another_kind_in_a_file_is_told_as_it_stands_there(tmp_path: Path, text: str, message: str) -> None:
+def test_a_value_of_a_wrong_type_in_a_file_is_quoted_as_written(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "weft.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -191,7 +193,7 @@ def test_a_value_of_another_kind_in_a_file_is_told_as_it_stands_there(tmp_path: 
     assert str(error.value).replace(str(file), "FILE") == message
 
 
-def test_no_option_is_told_in_the_words_of_a_library() -> None:
+def test_no_error_uses_the_words_of_a_library() -> None:
     for name, field in options_of(ServeConfig).items():
         takes = accepted_values(field)
         assert takes.startswith(("a ", "'", "true", "tcp://")), f"{name}: {takes}"
@@ -225,7 +227,7 @@ def test_unknown_options_and_commands_name_the_nearest(
     assert error.count("\n") == 1
 
 
-def test_values_that_cannot_work_are_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_values_are_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "offline", "--workload", "many"]) == 2
     error = capsys.readouterr().err
     assert "--workload" in error
@@ -240,7 +242,7 @@ def test_values_that_cannot_work_are_one_line_and_status_2(capsys: pytest.Captur
         ("xformers", "'triton', 'flash-attn' or 'torch', not 'xformers'"),
     ],
 )
-def test_an_attention_back_end_that_cannot_serve_is_one_line(
+def test_an_attention_back_end_that_cannot_serve_is_a_one_line_error(
     name: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "offline", "--device", "cpu", "--attention-backend", name, "--workload", "1:1:1"]) == 2
@@ -261,7 +263,7 @@ def test_an_attention_back_end_that_cannot_serve_is_one_line(
         (["--kv-cache-gib", "1", "--num-pages", "5"], "--kv-cache-gib or --num-pages, not both"),
     ],
 )
-def test_what_needs_no_engine_is_refused_without_one(words: list[str], message: str) -> None:
+def test_errors_that_need_no_engine_are_found_without_one(words: list[str], message: str) -> None:
     code = (
         "import sys; from weft.server.daemon.cli import main; status = main(['serve', *sys.argv[1:]]);"
         "sys.exit(99 if {'torch', 'transformers', 'fastapi'} & set(sys.modules) else status)"
@@ -298,7 +300,7 @@ def test_help_puts_options_in_groups(option: str, capsys: pytest.CaptureFixture[
     assert "internals" in groups[-1].title or option == "--help"
 
 
-def test_help_lists_the_common_options_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_only_the_common_options(capsys: pytest.CaptureFixture[str]) -> None:
     text = _help(capsys, "--help")
     common = {name.replace("_", "-") for group in ServeConfig.GROUPS for name in group.common}
     assert _listed(text) == common | {"help", "help-all", "config"}
@@ -340,7 +342,7 @@ def test_ctrl_c_while_options_are_read_leaves_no_traceback(
 def test_help_all_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     text = _help(capsys, "--help-all")
     assert _listed(text) >= {name.replace("_", "-") for name in options_of(ServeConfig)}
-    assert "--share" not in text  # told by the daemon to its engines
+    assert "--share" not in text  # the daemon passes these to its engines
 
 
 def test_help_and_version_import_nothing_heavy() -> None:

@@ -1,4 +1,4 @@
-"""`Orphans`: what a container's first process inherits is taken note of; what it started itself is left alone."""
+"""`Orphans`: processes inherited by a container's first process are reaped; its own children are left alone."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ assert list(_ended_children()) == []
 """
 
 
-def test_an_orphan_is_taken_note_of_at_the_second_look_and_an_own_child_is_not() -> None:
+def test_an_orphan_is_recorded_at_the_second_check_and_an_own_child_is_not() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

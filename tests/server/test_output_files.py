@@ -1,4 +1,4 @@
-"""Files that commands are to write: looked at before any work, told in the same words by all."""
+"""Output files of commands are checked before any work, with the same errors in all commands."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ COMMANDS = [
     "demo evaluate --json", f"batch {SHIPPED}",
 ]  # fmt: skip
 BESIDE = ("search --model demo --out", "search --model demo --out x --stages", "advise --points")
-"""write another file in the folder, which takes the place of theirs"""
+"""these write another file in the folder, which replaces the named one"""
 
 
 def refused(command: str, file: Path | str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What is said, without the command's name."""
+    """The message, without the command's name."""
     try:
         status = main([*command.split(), str(file)])
     except SystemExit as stop:
@@ -38,7 +38,7 @@ def refused(command: str, file: Path | str, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_file_that_cannot_be_written_is_told_before_the_work(
+def test_an_unwritable_file_is_reported_before_the_work(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flag, missing, file = command.split()[-1], tmp_path / "none", tmp_path / "there"
@@ -63,7 +63,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(
         "search --model-preset llama-3-8b --gpu h200 --budget-seconds 1e-3 --out",
     ],
 )
-def test_a_disk_that_is_full_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_a_one_line_error(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "/dev/full"]) in (1, 2)
     *progress, line = capsys.readouterr().err.splitlines()
     assert not any("Traceback" in other for other in progress)

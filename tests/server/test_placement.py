@@ -1,4 +1,4 @@
-"""What of the machine each engine gets."""
+"""The part of the machine that each engine gets."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def test_data_parallel_engines_have_a_gpu_each() -> None:
     assert "engine 2: GPU GPU-7" in described(placements[2])
 
 
-def test_replicas_have_their_weights_in_common() -> None:
+def test_replicas_share_their_weights() -> None:
     assert {p.share.weight_sharers for p in place(config(data_parallel_size=2, replicas=3), [], EIGHT, {})} == {3}
     assert {p.share.weight_sharers for p in place(config(data_parallel_size=2), ["0", "1"], EIGHT, {})} == {1}
     keyed = {"admin_api_key": "secret"}
-    # Weights that lie elsewhere have no place to be kept: these engines end to sleep.
+    # Other weights cannot be shared: these engines must exit to sleep.
     assert not any(p.share.sleeps for p in place(config(replicas=2, **keyed), [], EIGHT, {}))
     assert all(p.share.sleeps for p in place(config(data_parallel_size=2, **keyed), [], EIGHT, {}))
     each = place(config(replicas=2, tensor_parallel_size=2), [], EIGHT, {})
     assert {p.share.weight_sharers for p in each} == {1}
 
 
-def test_gpus_that_are_not_there_are_told() -> None:
+def test_missing_gpus_are_reported() -> None:
     with pytest.raises(ConfigError, match="--data-parallel-size 3 needs as many GPUs: there are 2"):
         place(config(data_parallel_size=3), ["0", "1"], EIGHT, {})
     assert len(place(config(data_parallel_size=3, device="cpu"), ["0", "1"], EIGHT, {})) == 3
@@ -83,7 +83,7 @@ def test_cores_of_an_engine_are_neighbours() -> None:
     assert described(first) == "engine 0: all cores, 1 threads"
 
 
-def test_each_engine_has_a_store_of_its_own() -> None:
+def test_each_engine_has_its_own_store() -> None:
     placements = place(config(replicas=2, host_kv_gib=1, ssd_kv_path="/kv"), [], set(range(5)), {})
     assert [p.ssd_kv_path for p in placements] == ["/kv/engine-0", "/kv/engine-1"]
     assert [described(p) for p in placements] == [

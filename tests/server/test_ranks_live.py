@@ -1,4 +1,4 @@
-"""A daemon whose engine is several processes: a rank that dies or stops, a drain, and what is left behind."""
+"""A daemon whose engine is several processes: a rank that dies or stops, a drain, and leftovers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def options(ranks: int) -> tuple[str, ...]:
 
 
 def rank_of(daemon: Daemon, rank: int) -> int:
-    """Process id of that rank; 0 while there is none."""
+    """Process id of that rank; 0 if it does not exist."""
     for engine in daemon.children("weft.engine.process"):
         for pid in Path(f"/proc/{engine}/task/{engine}/children").read_text().split():
             _, found, arguments = command_line(pid).partition(RANK)
@@ -44,17 +44,17 @@ def gone(pid: int) -> bool:
 
 
 @RANKS
-async def test_a_killed_rank_is_told_and_replaced_and_a_drain_ends_all_ranks(tmp_path: Path, ranks: int) -> None:
+async def test_a_killed_rank_is_reported_and_replaced_and_a_drain_ends_all_ranks(tmp_path: Path, ranks: int) -> None:
     last = ranks - 1
     with running(tmp_path, *options(ranks)) as daemon:
         async with client(daemon) as http:
             tasks = await begin(http, 20)
             rank = rank_of(daemon, last)
-            # What ranks share has no name that could stay behind.
+            # Memory shared by ranks has no name that could stay behind.
             assert not any("/dev/shm/" in Path(f"/proc/{pid}/maps").read_text() for pid in (rank, daemon.engine_pid))
             os.kill(rank, signal.SIGKILL)
             assert await codes(tasks) == {"engine_dead"}
-            daemon.told(f"rank {last}: its process ended (signal SIGKILL)")
+            daemon.wait_for_log(f"rank {last}: its process ended (signal SIGKILL)")
             await until_status(http, "/ready", 200)
             await until_metric(http, 'weft_engine_restarts_total{engine="0"}', 1)
             assert daemon.stderr().count("its process ended") == 1
@@ -67,18 +67,18 @@ async def test_a_killed_rank_is_told_and_replaced_and_a_drain_ends_all_ranks(tmp
 
 
 @RANKS
-async def test_a_rank_that_stops_is_named_and_ended(tmp_path: Path, ranks: int) -> None:
+async def test_a_stopped_rank_is_named_and_killed(tmp_path: Path, ranks: int) -> None:
     last = ranks - 1
     with running(tmp_path, *options(ranks)) as daemon:
         async with client(daemon) as http:
             rank = rank_of(daemon, last)
             os.kill(rank, signal.SIGSTOP)
-            with stopped(daemon.process.pid):  # or it might have replaced the engine before this test has asked
+            with stopped(daemon.process.pid):  # or it might have replaced the engine before this test reads the state
                 told = await until_status(http, "/health", 503)
             assert f"rank {last}" in told.json()["error"]["message"]
             await until(lambda: gone(rank))
-            daemon.told(f"the engine (rank {last}) hangs")
-            # another engine is on its way, with another rank: neither outlives the daemon
+            daemon.wait_for_log(f"the engine (rank {last}) hangs")
+            # another engine is starting, with another rank: neither outlives the daemon
             rank = await until(lambda: rank_of(daemon, last))
             daemon.process.kill()
             await until(lambda: gone(rank))
@@ -99,7 +99,7 @@ headstart._import = lambda *_: time.sleep(10_000)
         daemon.end()
 
 
-async def test_a_rank_that_is_stopped_while_it_imports_ends_with_the_daemon(tmp_path: Path) -> None:
+async def test_a_rank_stopped_while_it_imports_ends_with_the_daemon(tmp_path: Path) -> None:
     code = """
 import os, signal
 class Finder:
@@ -146,7 +146,7 @@ load.read_weights = read
             while (await http.get("/health")).json()["stage"] != "waiting for the other ranks, 0 of 1":
                 await asyncio.sleep(0.1)
             await asyncio.sleep(2)
-            while await metric(http, 'weft_engine_last_beat_seconds{engine="0"}') > 1.5:  # it is not rank 0 that hangs
+            while await metric(http, 'weft_engine_last_beat_seconds{engine="0"}') > 1.5:  # rank 0 does not hang
                 await asyncio.sleep(0.1)
         os.kill(rank, signal.SIGCONT)
         assert await ended(daemon) == 1

@@ -1,4 +1,4 @@
-"""Thinking through the chat endpoint: apart from the answer, in front of calls and constraints, bounded, and given back
+"""Thinking through the chat endpoint: separate from the answer, before calls and constraints, bounded, and passed back
 to the template."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ async def streamed(server: Server, **body: Any) -> tuple[dict[str, str], list[di
     return joined, choices, chunks[-1]["usage"]
 
 
-async def test_thinking_comes_beside_the_content(server: Server) -> None:
+async def test_thinking_is_separate_from_the_content(server: Server) -> None:
     answer = await server.chat()
     message = answer["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"], message["reasoning"]) == (
@@ -69,7 +69,7 @@ async def test_thinking_comes_beside_the_content(server: Server) -> None:
 
 
 @pytest.mark.parametrize("burst", [1, 3, 50])
-async def test_thinking_is_streamed_in_deltas_of_its_own(server: Server, burst: int) -> None:
+async def test_thinking_is_streamed_in_its_own_deltas(server: Server, burst: int) -> None:
     server.engine.script = Script(THOUGHT, burst=burst)
     joined, choices, usage = await streamed(server)
     assert joined == {
@@ -89,14 +89,14 @@ async def test_an_answer_without_thinking_is_plain(server: Server) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}])
-async def test_thinking_may_be_left_out(server: Server, fields: dict[str, Any]) -> None:
+async def test_thinking_may_be_omitted(server: Server, fields: dict[str, Any]) -> None:
     message = (await server.chat(**fields))["choices"][0]["message"]
     assert message == {"role": "assistant", "content": "hello world", "refusal": None}
     joined, _, _ = await streamed(server, **fields)
     assert joined == {"role": "assistant", "content": "hello world"}
 
 
-async def test_a_prompt_may_begin_the_thinking(server: Server) -> None:
+async def test_a_prompt_may_start_the_thinking(server: Server) -> None:
     server.engine.script = Script("Hm.</think>hello")
     begun = [{"role": "user", "content": "hi<think>\n"}]
     message = (await server.chat(messages=begun, add_generation_prompt=False))["choices"][0]["message"]
@@ -136,7 +136,7 @@ def accepts(server: Server, text: str) -> bool:
         ({"tools": [NOW], "response_format": {"type": "json_object"}}, '{"a": 1}'),
     ],
 )
-async def test_a_constraint_begins_behind_the_thinking(server: Server, fields: dict[str, Any], good: str) -> None:
+async def test_a_constraint_starts_after_the_thinking(server: Server, fields: dict[str, Any], good: str) -> None:
     await server.chat(**fields)
     assert accepts(server, good)
     assert accepts(server, f"<think>\nnot {{ this\n</think>\n\n{good}")
@@ -201,7 +201,7 @@ async def test_without_a_parser_thinking_stays_in_the_text() -> None:
         ),
     ],
 )  # fmt: skip
-async def test_each_template_is_told_in_its_own_words(
+async def test_each_template_gets_its_own_option(
     template: str, fields: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}], **fields})
@@ -227,7 +227,7 @@ PARTS = (
         (PARTS, "assistant:[THINK]Hm.[/THINK]Yes;"),
     ],
 )
-async def test_earlier_thinking_stands_where_the_template_looks_for_it(template: str, expected: str) -> None:
+async def test_earlier_thinking_is_placed_where_the_template_expects_it(template: str, expected: str) -> None:
     tokenizer = Tokenizer(wrapped(byte_level(), chat_template=template))
     for sent in (
         {"content": "Yes", "reasoning_content": "Hm."},

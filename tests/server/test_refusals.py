@@ -1,4 +1,4 @@
-"""What is refused: with the right status, the error body, the field at fault, and before the engine hears of it."""
+"""Refused requests: the right status, the error body, the field at fault, and before the engine receives them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ COMMON = [
     ({"logit_bias": {"99999": 1}}, "logit_bias"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
     ({"logit_bias": [1]}, "logit_bias"),
-    ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": ["a"] * 65}, "stop"),
     ({"stop": ""}, "stop"),
     ({"stop": [1]}, "stop"),
     ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
@@ -173,7 +173,7 @@ OF_CHAT = [
     ({"web_search_options": {}}, "web_search_options"),
     ({"function_call": "auto"}, "function_call"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-    ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
@@ -218,9 +218,7 @@ async def test_bad_chat_fields(server: Server, extra: dict[str, Any], param: str
          "messages[0].content[0].input"),
     ],
 )  # fmt: skip
-async def test_the_path_of_what_is_wrong_is_that_of_the_body(
-    server: Server, path: str, body: dict[str, Any], param: str
-) -> None:
+async def test_an_errors_path_matches_the_body(server: Server, path: str, body: dict[str, Any], param: str) -> None:
     response = await server.post(path, body)
     assert response.status_code == 400
     error = response.json()["error"]
@@ -291,7 +289,7 @@ async def test_bodies_that_are_not_a_json_object(server: Server, body: bytes) ->
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
-async def test_json_that_does_not_parse_says_so(server: Server, path: str) -> None:
+async def test_json_that_does_not_parse_is_reported_as_such(server: Server, path: str) -> None:
     headers = {"Content-Type": "application/json"}
     error = error_of(await server.http.post(path, content=b'{"a":', headers=headers), 400)
     assert error["code"] == "invalid_json"
@@ -332,7 +330,7 @@ async def test_a_broken_chat_template_is_not_the_clients_fault() -> None:
         assert (await server.post(COMPLETIONS, {"prompt": "hi"})).status_code == 200
 
 
-async def test_large_body_is_413_by_its_length_and_while_it_streams_in() -> None:
+async def test_a_large_body_is_413_by_its_length_and_while_it_streams_in() -> None:
     async with serving(max_body_mib=0.5) as server:
         big = b'{"prompt": "' + b"x" * 2**20 + b'"}'
         headers = {"Content-Type": "application/json"}
@@ -346,13 +344,13 @@ async def test_large_body_is_413_by_its_length_and_while_it_streams_in() -> None
         assert (await server.http.get("/health")).status_code == 200
 
 
-async def test_a_defect_is_a_500_with_the_error_body(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_error_is_a_500_with_the_error_body(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.service.loaded.text, "encode", lambda *_, **__: 1 / 0)
     error = error_of(await server.post(COMPLETIONS, {"prompt": "hi"}), 500)
     assert error["message"] == "Internal server error."
 
 
-async def test_text_may_be_named_as_what_an_answer_is(server: Server) -> None:
+async def test_text_may_have_the_type_of_an_answers_part(server: Server) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as http:
         body = {"messages": USER, "modalities": ["text"], "audio": None, "max_tokens": 2}
         assert (await http.post(CHAT, json=body)).status_code == 200

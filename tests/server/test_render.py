@@ -1,4 +1,4 @@
-"""`/v1/…/render` gives the token ids that the engine is sent for the same body."""
+"""`/v1/…/render` gives the token ids that the engine gets for the same body."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MESSAGES = [{"role": "system", "content": "be <|eos|> brief"}, {"role": "user", 
          "add_generation_prompt": False},
     ],
 )  # fmt: skip
-async def test_a_conversation_becomes_what_the_engine_gets(server: Server, body: dict[str, Any]) -> None:
+async def test_a_conversation_gives_the_engines_tokens(server: Server, body: dict[str, Any]) -> None:
     await server.chat(**body)
     answer = await server.post("/v1/chat/completions/render", {"model": "stub", **body})
     assert answer.json() == {"token_ids": server.engine.prompt(), "features": None, "model": "stub"}
 
 
 @pytest.mark.parametrize("prompt", ["a text", [1, 2, 3], ["one", "two and more"], [[4, 5], [6]]])
-async def test_prompts_become_what_the_engine_gets(server: Server, prompt: Any) -> None:
+async def test_prompts_give_the_engines_tokens(server: Server, prompt: Any) -> None:
     await server.complete(prompt=prompt)
     sent = [server.engine.prompt(i) for i in range(len(server.engine.added))]
     answer = await server.post("/v1/completions/render", {"prompt": prompt, "stream": True})

@@ -1,4 +1,4 @@
-"""Several engines behind one API process, or two: pages, loads, conversations, deaths. The engines are made up."""
+"""Several engines with one or two API processes: pages, loads, conversations, exits. The engines are made up."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ def keys(tokens: list[int], salt: str = "", model_id: str = "m") -> list[bytes]:
     return [key[:BRIEF] for key in page_keys(root(model_id, salt), np.array(tokens, np.int32), PAGE)]
 
 
-def tell(all_of_them: Replicas, engine: int, entered: list[bytes] = [], left: list[bytes] = []) -> None:  # noqa: B006
+def send_news(all_of_them: Replicas, engine: int, entered: list[bytes] = [], left: list[bytes] = []) -> None:  # noqa: B006
     (replica,) = [each for each in all_of_them if each.engine == engine]
     replica.client.on_stats(EngineStats(pages=PageChanges(b"".join(entered), b"".join(left))))
 
 
 def routed(all_of_them: Replicas, tokens: list[int], salt: str = "") -> int:
-    """And done at once."""
+    """Route a request that ends at once."""
     ticket = all_of_them.route(all_of_them.prompt_pages(tokens, salt), 1)
     ticket.end()
     return ticket.replica.engine
 
 
-def test_a_prompt_goes_where_its_pages_are() -> None:
+def test_a_prompt_goes_to_the_engine_with_its_pages() -> None:
     three, prompt = replicas(3), list(range(100))
     assert routed(three, prompt) == 0
-    tell(three, 2, keys(prompt))
+    send_news(three, 2, keys(prompt))
     assert [routed(three, prompt) for _ in range(3)] == [2, 2, 2]
     kept = list(three)[2]
     assert (
@@ -71,20 +71,20 @@ def test_a_prompt_goes_where_its_pages_are() -> None:
     )
     assert three.prompt_pages(prompt[:96], "").cached_tokens(kept) == 80  # one token at least is to be computed
     assert three.prompt_pages(prompt, "another tenant").cached_tokens(kept) == 0
-    assert three.prompt_pages([1, *prompt], "").cached_tokens(kept) == 0  # pages behind another beginning are others
-    tell(three, 2, left=keys(prompt)[1:2])
+    assert three.prompt_pages([1, *prompt], "").cached_tokens(kept) == 0  # pages after another beginning are different
+    send_news(three, 2, left=keys(prompt)[1:2])
     assert three.prompt_pages(prompt, "").cached_tokens(kept) == 16
 
 
-def test_pages_of_other_weights_are_no_pages() -> None:
+def test_pages_of_other_weights_do_not_count() -> None:
     two, prompt = replicas(2), list(range(100))
     two.attach(1, client(), ready("other weights", pages=b"".join(keys(prompt))), lambda _: None)
     assert routed(two, prompt) == 0
-    tell(two, 1, keys(prompt, model_id="other weights"))
+    send_news(two, 1, keys(prompt, model_id="other weights"))
     assert routed(two, prompt) == 1
 
 
-def test_who_asks_the_same_at_the_same_time_waits_at_the_same_engine() -> None:
+def test_equal_requests_at_the_same_time_go_to_the_same_engine() -> None:
     three, prompt = replicas(3), list(range(100))
     tickets = [three.route(three.prompt_pages(prompt, ""), 1) for _ in range(3)]
     assert len({ticket.replica.engine for ticket in tickets}) == 1
@@ -109,7 +109,7 @@ def test_loads_of_all_processes_count_and_end_with_their_requests() -> None:
     assert not shared_state.engine_load.any()
 
 
-def test_closed_stalled_and_dead_engines_get_nothing() -> None:
+def test_closed_stalled_and_dead_engines_get_no_requests() -> None:
     shared_state, stalled = SharedState(1, engines=4), {1}
     four = replicas(4, shared_state, stalled=stalled.__contains__)
     shared_state.closed[0] = 1
@@ -117,21 +117,21 @@ def test_closed_stalled_and_dead_engines_get_nothing() -> None:
     assert {routed(four, [i] * 20) for i in range(20)} == {3}
     assert [four.state(engine) for engine in (0, 1, 3)] == ["draining", "stalled", "serving"]
     four.detach(3)
-    assert routed(four, [1]) in (0, 1)  # better than nobody
+    assert routed(four, [1]) in (0, 1)  # better than none
     four.detach(0)
     four.detach(1)
     with pytest.raises(EngineDead):
         routed(four, [1])
 
 
-def test_an_engine_that_comes_back_is_not_given_everything() -> None:
+def test_an_engine_that_returns_does_not_get_all_requests() -> None:
     shared_state = SharedState(1, engines=3)
     shared_state.given[:] = [[900, 9], [1100, 11], [100, 1]]
     credit_new_engine(shared_state, 2)
     assert shared_state.given.tolist() == [[900, 9], [1100, 11], [1000, 10]]
 
 
-def test_what_was_given_long_ago_counts_less() -> None:
+def test_older_assignments_count_less() -> None:
     two = replicas(2)
     for i in range(5000):
         routed(two, [i % 90] * 20)
@@ -139,7 +139,7 @@ def test_what_was_given_long_ago_counts_less() -> None:
     assert two._shared_state.given[:, 0].min() > 0.9 * two._shared_state.given[:, 0].max()
 
 
-def test_together_they_are_what_each_can_serve() -> None:
+def test_together_they_serve_what_each_can_serve() -> None:
     two = replicas(2)
     two.attach(1, client(), ready(max_model_len=64, max_num_seqs=3), lambda _: None)
     assert (two.ready.max_model_len, two.max_num_seqs, two.ready.num_pages) == (64, 11, 20)
@@ -149,7 +149,7 @@ KEYS = st.lists(st.integers(0, 30).map(lambda i: bytes([i]) * BRIEF), max_size=6
 
 
 @given(st.lists(st.tuples(KEYS, KEYS), max_size=20), KEYS)
-def test_holdings_follow_the_news(news: list[tuple[list[bytes], list[bytes]]], coming: list[bytes]) -> None:
+def test_known_pages_follow_the_news(news: list[tuple[list[bytes], list[bytes]]], coming: list[bytes]) -> None:
     cached_pages, model = CachedPages(), set()
     cached_pages.expect(coming)
     for entered, left in news:
@@ -165,16 +165,16 @@ def test_holdings_follow_the_news(news: list[tuple[list[bytes], list[bytes]]], c
 
 
 class Cache:
-    """An engine's pages: the least recently used ones go first."""
+    """An engine's pages; the least recently used ones are evicted first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.pages = capacity, OrderedDict[bytes, None]()
 
     def use(self, wanted: list[bytes]) -> tuple[int, list[bytes], list[bytes]]:
-        """Pages found, and what came and went."""
+        """Pages found, added and evicted."""
         found = next((i for i, key in enumerate(wanted) if key not in self.pages), len(wanted))
         entered = [key for key in wanted if key not in self.pages]
-        for key in reversed(wanted):  # leaves go first
+        for key in reversed(wanted):  # leaves are evicted first
             self.pages[key] = None
             self.pages.move_to_end(key)
         left = [self.pages.popitem(last=False)[0] for _ in range(max(0, len(self.pages) - self.capacity))]
@@ -182,8 +182,9 @@ class Cache:
 
 
 def converse(engines: int, processes: int, *, pages: int, seed: int, shared: int) -> tuple[float, list[float]]:
-    """Conversations of several rounds over made-up engines: the share of prompt tokens found, and what each engine
-    computed. A round's request goes to any of the API processes. `shared`: tokens that all prompts begin with."""
+    """Conversations of several rounds over made-up engines: the share of prompt tokens found, and the tokens that
+    each engine computed. A round's request goes to any of the API processes. `shared`: tokens that all prompts begin
+    with."""
     rng = random.Random(seed)
     shared_state = SharedState(processes + 1, engines=engines)
     sides = [replicas(engines, shared_state, row + 1) for row in range(processes)]
@@ -214,7 +215,7 @@ def converse(engines: int, processes: int, *, pages: int, seed: int, shared: int
         else:
             tokens, rounds, output, ticket, entered, left = rest
             for side in sides:
-                tell(side, ticket.replica.engine, entered, left)
+                send_news(side, ticket.replica.engine, entered, left)
             ticket.end()
             if rounds > 1:
                 again = now + rng.uniform(0.5, 20)
@@ -233,7 +234,7 @@ def test_conversations_keep_their_prefixes_and_spread_over_the_engines(seed: int
     assert max(computed) <= 1.3 * sum(computed) / 3
 
 
-def test_short_memory_makes_no_difference_to_that() -> None:
+def test_a_short_memory_changes_that_little() -> None:
     alone, _ = converse(1, 1, pages=3_000, seed=3, shared=100)
     share, computed = converse(3, 2, pages=3_000, seed=3, shared=100)
     assert share >= 0.9 * alone

@@ -1,5 +1,5 @@
 """Three engines of the demo model on one port: one is killed, others are restarted, the daemon drains; clients and
-counters agree about all of it. Real processes, one daemon for all cases, which follow each other."""
+counters agree on all of it. Real processes, one daemon for all cases, which run in order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENGINES = range(3)
 
 
 class Ledger:
-    """What clients have had."""
+    """The results of clients."""
 
     def __init__(self) -> None:
         self.statuses: Counter[int] = Counter()
@@ -47,7 +47,7 @@ class Ledger:
         return less
 
     async def ask(self, http: httpx.AsyncClient, begun: asyncio.Event | None = None, **fields: Any) -> str:
-        """How it ended."""
+        """Send a request and return how it ended."""
         body = {"prompt": "What is 12 + 30?", "temperature": 0, "ignore_eos": True, **fields}
         if not body.get("stream"):
             response = await http.post("/v1/completions", json=body)
@@ -58,7 +58,7 @@ class Ledger:
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         async with http.stream("POST", "/v1/completions", json=body) as response:
             self.statuses[response.status_code] += 1
-            with contextlib.suppress(httpx.RemoteProtocolError):  # one that breaks ends without its last chunk
+            with contextlib.suppress(httpx.RemoteProtocolError):  # a broken one ends without its last chunk
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
                         event = json.loads(line[6:])
@@ -87,7 +87,7 @@ class Figures:
         return self._samples.get((f"weft_{name}", *labels), 0.0)
 
     def check(self) -> None:
-        """Engines add up to all of them."""
+        """The metrics of the engines add up to the totals."""
         for name in ("prompt_tokens_total", "generation_tokens_total", "requests_running"):
             assert sum(self(f"engine_{name}", str(i)) for i in ENGINES) == self(name), name
 
@@ -116,14 +116,14 @@ async def figures(http: httpx.AsyncClient) -> Figures:
 
 
 async def answered(http: httpx.AsyncClient, ledger: Ledger) -> bool:
-    """All that clients had is counted: that happens behind an answer's last byte."""
+    """Wait until all answers are counted, which happens after an answer's last byte."""
     found = await figures(http)
     return all(found("requests_total", "/v1/completions", str(s)) == n for s, n in ledger.statuses.items())
 
 
-async def told_of_all(http: httpx.AsyncClient, ledger: Ledger) -> Figures:
-    """Once either API process has heard from the engines what clients have had."""
-    for _ in range(4):  # on connections of their own
+async def wait_until_all_counted(http: httpx.AsyncClient, ledger: Ledger) -> Figures:
+    """Wait until either API process has the engines' counts of the clients' requests."""
+    for _ in range(4):  # on separate connections
         await until(lambda: _heard(http, ledger))
     return await figures(http)
 
@@ -151,7 +151,7 @@ async def all_serve(http: httpx.AsyncClient) -> bool:
 
 @contextlib.asynccontextmanager
 async def some_load(http: httpx.AsyncClient, ledger: Ledger) -> AsyncIterator[None]:
-    """Requests all the time, streams and others."""
+    """Continuous requests, streams and others."""
     enough = asyncio.Event()
 
     async def go_on(i: int) -> None:
@@ -168,14 +168,14 @@ async def some_load(http: httpx.AsyncClient, ledger: Ledger) -> AsyncIterator[No
         await asyncio.gather(*asking)
 
 
-async def test_requests_are_shared_out_and_counted(daemon: Daemon, ledger: Ledger) -> None:
+async def test_requests_are_distributed_and_counted(daemon: Daemon, ledger: Ledger) -> None:
     assert "3 engines with 400 KV pages" in daemon.ready_line
     async with client(daemon) as http:
         assert await states(http) == ["serving"] * 3
         asked = [{"prompt": f"{i} times two is", "max_tokens": 8, "stream": bool(i % 2)} for i in range(24)]
         ends = await asyncio.gather(*(ledger.ask(http, **fields) for fields in asked))
         assert set(ends) == {"length"}
-        found = await told_of_all(http, ledger)
+        found = await wait_until_all_counted(http, ledger)
         each = [found("engine_generation_tokens_total", str(i)) for i in ENGINES]
         assert min(each) > 0
         assert max(each) <= 2 * sum(each) / 3
@@ -196,7 +196,7 @@ def assert_one_set_of_weights(daemon: Daemon) -> None:
     assert all(weights_of(pid) == {one} for pid in daemon.children("weft.engine.process"))
 
 
-async def test_engines_have_one_set_of_weights(daemon: Daemon) -> None:
+async def test_engines_share_one_set_of_weights(daemon: Daemon) -> None:
     assert daemon.process.stdout is not None
     assert "shared weights" in daemon.process.stdout.readline()
     assert_one_set_of_weights(daemon)
@@ -207,7 +207,7 @@ async def test_conversations_find_their_pages(daemon: Daemon, ledger: Ledger) ->
         before = await figures(http)
 
         async def talk(i: int) -> int:
-            """Prompt tokens that could be found: the full pages of the round before."""
+            """Prompt tokens that could be found: the full pages of the previous round."""
             text, could = f"Conversation {i}: " + "one two three four " * 8, 0
             for _ in range(4):
                 response = await http.post(
@@ -222,18 +222,16 @@ async def test_conversations_find_their_pages(daemon: Daemon, ledger: Ledger) ->
             return could - answer["usage"]["total_tokens"] // 16 * 16
 
         could = sum(await asyncio.gather(*(talk(i) for i in range(6))))
-        after = await told_of_all(http, ledger)
+        after = await wait_until_all_counted(http, ledger)
         hits = [
             after("engine_prefix_hit_tokens_total", str(i)) - before("engine_prefix_hit_tokens_total", str(i))
             for i in ENGINES
         ]
-        assert sum(hits) >= 0.6 * could  # an API process that is late with the news may send some elsewhere
+        assert sum(hits) >= 0.6 * could  # an API process with late news may route some elsewhere
         assert sum(hit > 0 for hit in hits) > 1
 
 
-async def test_an_engine_that_is_killed_takes_only_the_streams_that_had_begun_there(
-    daemon: Daemon, ledger: Ledger
-) -> None:
+async def test_a_killed_engine_ends_only_the_streams_that_had_started_there(daemon: Daemon, ledger: Ledger) -> None:
     async with client(daemon) as http:
         before = await figures(http)
         async with twelve(daemon, http, ledger) as (streams, whole):
@@ -247,7 +245,7 @@ async def test_an_engine_that_is_killed_takes_only_the_streams_that_had_begun_th
         ends = Counter(await asyncio.gather(*streams))
         assert set(ends) == {"length", "engine_dead"}
         await until(lambda: all_serve(http))
-        after = await told_of_all(http, ledger)  # and of those that were begun again
+        after = await wait_until_all_counted(http, ledger)  # and of those that were restarted
         retried = after("retried_total") - before("retried_total")
         assert ends["engine_dead"] + retried == there("engine_requests_running", str(killed))
         assert after("aborted_total", "engine") == after("finished_total", "abort") == ends["engine_dead"]
@@ -259,7 +257,7 @@ async def test_an_engine_that_is_killed_takes_only_the_streams_that_had_begun_th
 async def twelve(
     daemon: Daemon, http: httpx.AsyncClient, ledger: Ledger
 ) -> AsyncIterator[tuple[list[asyncio.Task[str]], list[asyncio.Task[str]]]]:
-    """Six streams that have begun and six other requests, all running: in the block the engines are stopped."""
+    """Six running streams and six other requests. The engines are stopped within this context."""
     while True:
         begun = [asyncio.Event() for _ in range(6)]
         streams = [
@@ -305,19 +303,19 @@ async def test_engines_are_restarted_one_by_one_without_a_failed_request(
         assert set(had.ends) == {"length"}
         assert set(had.statuses) == {200}
         await until(lambda: answered(http, ledger))
-        after = await told_of_all(http, ledger)
+        after = await wait_until_all_counted(http, ledger)
         assert after("generation_tokens_total") - before("generation_tokens_total") == had.tokens
         assert after("prompt_tokens_total") - before("prompt_tokens_total") == had.prompt_tokens
         restarts = [found("engine_restarts_total", str(i)) for found in (before, after) for i in ENGINES]
-        assert restarts[:3] == restarts[3:]  # those were no accidents
+        assert restarts[:3] == restarts[3:]  # those were not failures
 
 
-async def test_what_is_open_is_finished_when_the_daemon_ends_even_amid_a_restart_of_engines(
+async def test_open_requests_finish_when_the_daemon_exits_even_during_a_restart_of_engines(
     daemon: Daemon, ledger: Ledger
 ) -> None:
     async with client(daemon) as http:
         await until(lambda: answered(http, ledger))
-        found = await told_of_all(http, ledger)
+        found = await wait_until_all_counted(http, ledger)
         assert found("finished_total", "length") == ledger.ends["length"]
         assert found("finished_total", "abort") == ledger.ends["engine_dead"]
         assert not found("requests_running") + found("requests_waiting")
@@ -337,14 +335,14 @@ async def test_what_is_open_is_finished_when_the_daemon_ends_even_amid_a_restart
     assert "continue to serve" not in daemon.stderr()[known:]
 
 
-async def test_an_engine_that_was_given_up_comes_back_when_a_restart_is_asked_for(tmp_path: Path) -> None:
+async def test_a_given_up_engine_returns_when_a_restart_is_requested(tmp_path: Path) -> None:
     few = ("--replicas", "2", "--engine-restart-limit", "1", "--admin-api-key", "secret", "--num-pages", "400")
     with running(tmp_path, *few) as daemon:
         kept, given_up = daemon.children("weft.engine.process")
         os.kill(given_up, signal.SIGKILL)
         (next_one,) = await asyncio.to_thread(others, daemon, {kept, given_up})
         os.kill(next_one, signal.SIGKILL)
-        await asyncio.to_thread(daemon.told, "the other engines continue to serve")
+        await asyncio.to_thread(daemon.wait_for_log, "the other engines continue to serve")
         async with client(daemon) as http:
             assert sorted(await states(http)) == ["dead", "serving"]
             (failure,) = await failures(http)
@@ -354,7 +352,7 @@ async def test_an_engine_that_was_given_up_comes_back_when_a_restart_is_asked_fo
             for asked, status in (({"engines": [last]}, 409), ({}, 202)):
                 response = await http.post("/admin/engines/restart", json=asked, headers=ADMIN)
                 assert response.status_code == status, response.text
-            await asyncio.to_thread(daemon.told, "serves again after", 2)
+            await asyncio.to_thread(daemon.wait_for_log, "serves again after", 2)
             await until(lambda: both_serve(http))
             assert await failures(http) == [failure], "an end that was asked for is none"
             assert len(daemon.children("weft.engine.process")) == 2
@@ -370,7 +368,7 @@ async def both_serve(http: httpx.AsyncClient) -> bool:
 
 
 def others(daemon: Daemon, known: set[int]) -> set[int]:
-    """Engine processes that have begun since, once there are any."""
+    """Engine processes that have started since, once there are any."""
     end = time.monotonic() + 240
     while not (found := set(daemon.children("weft.engine.process")) - known):
         assert time.monotonic() < end

@@ -25,11 +25,11 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def test_a_string_is_what_the_user_says() -> None:
+def test_a_string_is_the_users_message() -> None:
     assert said("hi", "be kind") == [{"role": "system", "content": "be kind"}, user("hi")]
 
 
-def test_leading_rules_are_one_message_and_later_ones_stay_where_they_are() -> None:
+def test_leading_instructions_are_one_message_and_later_ones_keep_their_position() -> None:
     later = {"role": "developer", "content": "and now"}
     items = [{"role": "developer", "content": "a"}, {"type": "message", "role": "system", "content": "b"}, user("x")]
     assert said([*items, later, user("y")], "first") == [
@@ -73,12 +73,12 @@ def test_the_call_of_a_custom_tool_is_that_of_a_function_of_one_text() -> None:
         ({"summary": [{"type": "summary_text", "text": "a"}, {"type": "summary_text", "text": "b"}]}, "a\nb"),
     ],
 )
-def test_reasoning_comes_back_from_where_the_client_kept_it(fields: dict[str, Any], text: str) -> None:
+def test_reasoning_is_restored_from_the_clients_copy(fields: dict[str, Any], text: str) -> None:
     (message,) = said([{"type": "reasoning", "id": "rs_1", **fields}])
     assert message["reasoning_content"] == text
 
 
-def test_what_other_servers_tools_did_is_passed_over() -> None:
+def test_the_output_of_other_servers_tools_is_skipped() -> None:
     empty = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}
     assert said([{"type": "web_search_call", "id": "ws_1", "status": "completed"}, empty, user("x")]) == [user("x")]
 
@@ -91,11 +91,11 @@ def test_actions_of_a_shell_are_calls() -> None:
 
 
 @pytest.mark.parametrize("broken", ["weft1:é", "weft1:a", "weft1:/w==", "", "weft1"])
-def test_what_was_not_sealed_here_is_nothing(broken: str) -> None:
+def test_unsealed_content_is_ignored(broken: str) -> None:
     assert unseal(broken) == ""
 
 
-# -- the other way
+# -- from answers to items
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
@@ -136,7 +136,7 @@ def test_reasoning_is_an_item_before_the_text(as_summary: bool) -> None:
     assert to_messages(None, read_input(output.items))[0].reasoning_content == "let me"
 
 
-def test_white_space_between_calls_is_no_message() -> None:
+def test_white_space_between_calls_is_not_a_message() -> None:
     def calls(*calls: Call) -> Parts:
         return Parts("", "", list(calls))
 

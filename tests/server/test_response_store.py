@@ -1,4 +1,4 @@
-"""The response store: bounds, processes that share it, and its return after a restart."""
+"""The response store: limits, processes that share it, and its state after a restart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def ids(store: Store) -> list[str]:
 
 
 @pytest.mark.asyncio
-async def test_what_was_used_longest_ago_goes_first() -> None:
+async def test_the_least_recently_used_is_removed_first() -> None:
     store = opened(max_bytes=1000)
     for i in range(9):
         await store.run(store.put, str(i), "", {"text": "x" * 189})
@@ -42,7 +42,7 @@ async def test_what_was_used_longest_ago_goes_first() -> None:
 
 
 @pytest.mark.asyncio
-async def test_there_are_never_more_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_responses_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAX_COUNT", 3)
     store = opened()
     for i in range(5):
@@ -52,7 +52,7 @@ async def test_there_are_never_more_than_so_many(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.asyncio
-async def test_what_nobody_uses_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unused_responses_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(max_seconds=100)
     await store.run(store.put, "old", "", {})
     now = time.time()
@@ -84,7 +84,7 @@ async def test_processes_share_a_folder_and_it_outlives_them(tmp_path: Path) -> 
 
 
 @pytest.mark.asyncio
-async def test_what_fails_leaves_nothing_behind() -> None:
+async def test_a_failed_write_leaves_nothing_behind() -> None:
     store = opened()
 
     def half() -> None:
@@ -101,7 +101,7 @@ async def test_what_fails_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_folder_that_cannot_be_used_is_told_at_the_start(tmp_path: Path) -> None:
+async def test_an_unusable_folder_is_reported_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--responses-dir"):
         opened(tmp_path / "file")
@@ -110,13 +110,13 @@ async def test_a_folder_that_cannot_be_used_is_told_at_the_start(tmp_path: Path)
         opened(tmp_path)
 
 
-def test_the_daemon_says_so_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_daemon_reports_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert run(ServeConfig(responses_dir=str(tmp_path / "file"), port=0)) == 2
     assert "--responses-dir" in capsys.readouterr().err
 
 
-def test_no_place_for_what_api_processes_share_is_one_line(
+def test_no_folder_shared_by_api_processes_is_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))

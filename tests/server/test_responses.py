@@ -1,4 +1,4 @@
-"""`/v1/responses`: events, items, what is stored, what goes on in the background."""
+"""`/v1/responses`: events, items, stored responses, and background responses."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_calls_are_items_of_their_own() -> None:
             assert [e["item"] for e in events if e["type"].endswith("item.done")][i] == item
 
 
-async def test_text_stands_where_it_was_written() -> None:
+async def test_text_stays_at_its_position() -> None:
     async with serving(tool_call_parser="hermes") as server:
         for burst in (1, 4, 1000):
             server.engine.script = Script(CALLS.replace("\n<tool_call>", "\nand <tool_call>") + "\nDone.", burst=burst)
@@ -137,7 +137,7 @@ async def test_text_stands_where_it_was_written() -> None:
             assert without_ids(events[-1]["response"]["output"]) == without_ids(whole["output"])
 
 
-async def test_thinking_is_an_item_and_goes_back_to_the_template() -> None:
+async def test_thinking_is_an_item_and_is_passed_back_to_the_template() -> None:
     async with serving(reasoning_parser="qwen3", tool_call_parser="hermes") as server:
         hf = server.engine.tokenizer._hf
         hf.chat_template = hf.chat_template.replace("message.content }}", "(message.reasoning_content or '') + ':' }}")
@@ -157,9 +157,7 @@ async def test_thinking_is_an_item_and_goes_back_to_the_template() -> None:
         assert "<|assistant|>Hm, so.:" in sent(server)
 
 
-async def test_what_is_sent_the_short_way_is_what_is_sent_the_long_way(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_fast_path_sends_the_same_as_the_slow_path(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.engine.script = Script('héllo "quoted" \\ 😀 wörld\n\x00\u2028 end ' * 4)
     short = await stream(server, include=["message.output_text.logprobs"], top_logprobs=2)
     monkeypatch.setattr(connection.RawWriter, "ready", lambda _: False)
@@ -171,7 +169,7 @@ async def test_what_is_sent_the_short_way_is_what_is_sent_the_long_way(
     assert len(part["logprobs"][0]["top_logprobs"]) == 2
 
 
-async def test_an_answer_that_is_cut_off_is_incomplete(server: Server) -> None:
+async def test_a_truncated_answer_is_incomplete(server: Server) -> None:
     *_, last = await stream(server, max_output_tokens=1)
     assert last["type"] == "response.incomplete"
     assert last["response"]["status"] == last["response"]["output"][0]["status"] == "incomplete"
@@ -202,7 +200,7 @@ async def test_an_error_is_a_status_before_the_stream_and_an_event_in_it(server:
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
 
 
-async def test_a_client_that_leaves_ends_its_answer(server: Server) -> None:
+async def test_a_client_that_disconnects_ends_its_answer(server: Server) -> None:
     server.engine.script = Script("a b c", stop_after=2)
     async with server.http.stream("POST", PATH, json={"input": "hi", "stream": True}) as response:
         await anext(response.aiter_lines())
@@ -238,13 +236,11 @@ async def test_a_client_that_leaves_ends_its_answer(server: Server) -> None:
     ],
     ids=str,
 )
-async def test_what_cannot_be_answered_is_refused_by_its_name(
-    server: Server, fields: dict[str, Any], param: str
-) -> None:
+async def test_unsupported_fields_are_refused_by_name(server: Server, fields: dict[str, Any], param: str) -> None:
     assert (await refused(server, **fields))["param"] == param
 
 
-async def test_tools_that_agents_offer_unasked_are_left_out_and_namespaces_are_kept() -> None:
+async def test_built_in_tools_are_omitted_and_namespaces_are_kept() -> None:
     async with serving(tool_call_parser="hermes") as server:
         tools = [
             {"type": "web_search", "external_web_access": False},
@@ -271,7 +267,7 @@ async def test_a_named_tool_is_enforced() -> None:
         assert "patch" not in sent(server)
 
 
-async def test_the_form_of_the_text(server: Server) -> None:
+async def test_the_format_of_the_text(server: Server) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "x", "strict": True, "schema": schema}
     body = await respond(server, text={"format": form, "verbosity": "low"})
@@ -281,7 +277,7 @@ async def test_the_form_of_the_text(server: Server) -> None:
     assert server.engine.added[-1].params.grammar is None
 
 
-async def test_what_is_oldest_is_left_out_under_truncation_auto(server: Server) -> None:
+async def test_the_oldest_items_are_dropped_with_truncation_auto(server: Server) -> None:
     turns = [{"role": role, "content": f"{role} {i} " + "x" * 60} for i in range(8) for role in ("user", "assistant")]
     items = [{"role": "developer", "content": "rules"}, *turns, {"role": "user", "content": "last"}]
     assert (await refused(server, input=items, max_output_tokens=8))["code"] == "context_length_exceeded"
@@ -293,18 +289,18 @@ async def test_what_is_oldest_is_left_out_under_truncation_auto(server: Server) 
     assert len(server.engine.prompt()) > 300
 
 
-async def test_how_many_tokens_an_input_has(server: Server) -> None:
+async def test_an_input_reports_its_token_count(server: Server) -> None:
     fields = {"input": "how many?", "instructions": "count"}
     counted = (await server.post(f"{PATH}/input_tokens", fields)).json()
     assert counted["input_tokens"] == (await respond(server, **fields))["usage"]["input_tokens"]
 
 
-async def test_a_wrong_method_is_told_the_right_ones(server: Server) -> None:
+async def test_a_wrong_method_is_answered_with_the_allowed_ones(server: Server) -> None:
     answer = await server.http.put(f"{PATH}/resp_x", json={})
     assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET")
 
 
-# -- what is stored
+# -- stored responses
 
 
 async def test_a_stored_response_is_there_until_it_is_deleted(server: Server) -> None:
@@ -319,7 +315,7 @@ async def test_a_stored_response_is_there_until_it_is_deleted(server: Server) ->
     assert (await server.http.get(f"{PATH}/{unkept['id']}")).status_code == 404
 
 
-async def test_a_conversation_goes_on_without_the_instructions_of_before(server: Server) -> None:
+async def test_a_conversation_continues_without_the_earlier_instructions(server: Server) -> None:
     one = await respond(server, "one", instructions="be kind")
     two = await respond(server, "two", previous_response_id=one["id"], instructions="be brief")
     assert sent(server) == "<|bos|><|system|>be brief<|user|>one<|assistant|>hello world<|user|>two<|assistant|>"
@@ -367,7 +363,7 @@ async def test_a_conversation_object_grows(server: Server) -> None:
     assert (await refused(server, 404, conversation=made["id"]))["param"] == "conversation"
 
 
-async def test_a_key_sees_its_own_responses_alone() -> None:
+async def test_a_key_sees_only_its_own_responses() -> None:
     async with serving(api_key=["a", "b"]) as server:
         ours, theirs = ({"Authorization": f"Bearer {key}"} for key in "ab")
         made = (await server.post(PATH, {"input": "hi"}, headers=ours)).json()
@@ -382,7 +378,7 @@ async def test_a_key_sees_its_own_responses_alone() -> None:
         assert (await server.http.get(f"{PATH}/{made['id']}")).status_code == 401
 
 
-async def test_a_server_that_stores_nothing_says_so() -> None:
+async def test_a_server_without_a_store_reports_so() -> None:
     async with serving(responses_max_mib=0) as server:
         body = await respond(server)
         assert body["store"] is False
@@ -457,7 +453,7 @@ async def test_a_stream_in_the_background_goes_on_when_its_client_leaves(server:
     assert (await ended(server, id))["output"][0]["content"][0]["text"] == "a b c"
 
 
-async def test_a_failure_in_the_background_is_told_to_who_asks(server: Server) -> None:
+async def test_a_failure_in_the_background_is_reported_to_the_poller(server: Server) -> None:
     server.engine.script = Script("a", finish=Finish.ABORT, error="it broke")
     for fields in ({}, {"stream": True}):
         if fields:
@@ -480,7 +476,7 @@ async def test_a_response_whose_process_has_ended_has_failed(server: Server, mon
     await server.post(f"{PATH}/{made['id']}/cancel", {})
 
 
-async def test_what_is_worked_on_in_the_background_fails_with_the_server() -> None:
+async def test_background_responses_fail_with_the_server() -> None:
     async with serving() as server:
         server.engine.script = Script("a b c", stop_after=2)
         await respond(server, background=True)

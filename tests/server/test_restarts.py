@@ -1,4 +1,4 @@
-"""Pauses between restarts grow, old restarts are forgotten, and too many of them are the end."""
+"""Pauses between restarts grow, old restarts are forgotten, and too many of them end the daemon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_pauses_grow_up_to_the_longest() -> None:
     assert restarts.next_pause() == 1
 
 
-def test_the_limit_counts_what_is_recent() -> None:
+def test_the_limit_counts_recent_restarts() -> None:
     now = 0.0
     restarts = Restarts(1, 30, 2, clock=lambda: now)
     assert [restarts.next_pause() for _ in range(3)] == [1, 2, None]

@@ -1,4 +1,4 @@
-"""`Rollout` on made-up supervisors: whose turn it is, what is refused, when it ends."""
+"""`Rollout` on made-up supervisors: the order of restarts, refusals, and its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.server.observe.shared_state import SharedState
 
 
 class Engines:
-    """So many, of which some have been given up; `broken`: they do not come back."""
+    """`count` engines, some of them given up. `broken`: engines that do not return."""
 
     def __init__(
         self, count: int, *, given_up: set[int], broken: frozenset[int] = frozenset(), patience: float = 0.0
@@ -42,14 +42,14 @@ class Engines:
         await asyncio.wait_for(work, 240)
 
 
-async def test_who_was_given_up_is_tried_anew_and_first() -> None:
+async def test_given_up_engines_are_restarted_first() -> None:
     engines = Engines(3, given_up={1})
     assert engines.rollout.begin([]) == ""
     await engines.end()
     assert engines.restarted == [1, 0, 2]
 
 
-async def test_one_that_does_not_come_back_ends_it_and_the_rest_serve_on() -> None:
+async def test_an_engine_that_does_not_return_ends_it_and_the_others_keep_serving() -> None:
     engines = Engines(3, given_up={1}, broken=frozenset({1}))
     assert engines.rollout.begin([]) == ""
     await engines.end()
@@ -60,12 +60,12 @@ async def test_one_that_does_not_come_back_ends_it_and_the_rest_serve_on() -> No
 
 
 @pytest.mark.parametrize(("asked", "refused"), [([0], True), ([1], False), ([], False)])
-async def test_the_last_one_is_not_taken_away(asked: list[int], refused: bool) -> None:
+async def test_the_last_engine_is_not_restarted(asked: list[int], refused: bool) -> None:
     engines = Engines(2, given_up={1})
     assert engines.rollout.begin(asked).startswith("the only engine cannot be restarted") == refused
 
 
-async def test_it_ends_where_nobody_else_will_serve() -> None:
+async def test_it_ends_if_no_other_engine_will_serve() -> None:
     engines = Engines(2, given_up=set())
     assert engines.rollout.begin([0]) == ""
     engines._supervisors[1].given_up = True
@@ -73,8 +73,8 @@ async def test_it_ends_where_nobody_else_will_serve() -> None:
     assert engines.restarted == []
 
 
-async def test_it_ends_when_the_daemon_is_asked_to() -> None:
-    """An engine that waits for its open requests keeps them for as long as the daemon waits, and is not ended."""
+async def test_it_ends_when_the_daemon_is_stopped() -> None:
+    """An engine that waits for its open requests keeps them for as long as the daemon waits, and is not killed."""
     engines = Engines(2, given_up=set(), patience=240.0)
     shared_state = engines.rollout._shared_state
     shared_state.engine_load[0, 0] = 1

@@ -1,4 +1,4 @@
-"""What a body says about sampling reaches the engine, whichever endpoint it came to."""
+"""The sampling fields of a body reach the engine from every endpoint."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ FIELDS: dict[str, Any] = {
     "ignore_eos": True,
     "allowed_token_ids": [8, 9, 8],
     "bad_words": ["x y"],
+    "logprob_token_ids": [6, 7, 6],
 }
 BODIES: list[tuple[type[GenerationBody], dict[str, Any]]] = [
     (CompletionBody, {"prompt": "x"}),
@@ -40,6 +41,7 @@ def test_every_field_arrives_under_its_name(body: type[GenerationBody], required
         "stop_token_ids": (4, 5),
         "allowed_token_ids": (8, 9),
         "bad_words": ("x y",),
+        "logprob_token_ids": (6, 7),
     }
     assert params == SamplingParams(**expected, max_tokens=9, logprobs=1, prompt_logprobs=2)
     others = {"max_tokens", "logprobs", "prompt_logprobs", "grammar", "grammar_bytes", "thinking", "pooling"}
@@ -47,7 +49,7 @@ def test_every_field_arrives_under_its_name(body: type[GenerationBody], required
 
 
 @pytest.mark.parametrize(("body", "required"), BODIES)
-def test_a_body_that_says_nothing_asks_for_the_engines_defaults(
+def test_a_body_without_fields_requests_the_engines_defaults(
     body: type[GenerationBody], required: dict[str, Any]
 ) -> None:
     params = body.model_validate(required).sampling(max_tokens=16, logprobs=None, prompt_logprobs=None)

@@ -1,4 +1,4 @@
-"""TLS by flags, CORS off by default, loopback unless told, and one line for what an operator got wrong."""
+"""TLS by flags, CORS off by default, loopback by default, and one line for an operator's mistake."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_https(certificate: tuple[Path, Path]) -> None:
 GREETED = EngineReady(**{**dict.fromkeys(EngineReady.__struct_fields__, 0), "memory": MemoryBudget()})  # type: ignore[arg-type]
 
 
-async def test_the_greeting_tells_curl_to_accept_a_certificate_that_signs_itself(
+async def test_the_greeting_tells_curl_to_accept_a_self_signed_certificate(
     certificate: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     cert, key = certificate
@@ -66,7 +66,7 @@ async def test_the_greeting_tells_curl_to_accept_a_certificate_that_signs_itself
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-async def test_a_greeting_that_cannot_be_written_is_no_reason_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unwritable_greeting_is_no_reason_to_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         announce(ServeConfig.model_validate({}), ("127.0.0.1", 1), [GREETED], 1.0, chat=True, key=False)
@@ -86,16 +86,16 @@ async def test_no_page_of_another_origin_may_call_unless_allowed() -> None:
         assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, "https://a.example")
         other = {**preflight, "Origin": "https://b.example"}
         assert (await server.http.options("/v1/completions", headers=other)).status_code == 400
-        response = await server.http.get("/v1/models", headers=preflight)  # a page can read why it was refused
+        response = await server.http.get("/v1/models", headers=preflight)  # a page can read the reason for the refusal
         assert (response.status_code, response.headers["access-control-allow-origin"]) == (401, "https://a.example")
 
 
-async def test_loopback_unless_told() -> None:
+async def test_loopback_is_the_default() -> None:
     assert ServeConfig().host == "127.0.0.1"
 
 
 @pytest.mark.parametrize("count", [1, 3])
-async def test_a_port_is_taken_once_by_however_many_processes(count: int) -> None:
+async def test_a_port_is_taken_once_by_any_number_of_processes(count: int) -> None:
     listeners = listen("127.0.0.1", 0, count)
     ports = {listener.getsockname()[1] for listener in listeners}
     assert (len(listeners), len(ports)) == (count, 1)
@@ -124,7 +124,7 @@ async def test_a_port_is_taken_once_by_however_many_processes(count: int) -> Non
         (["--log-format", "xml"], "--log-format"),
     ],
 )
-async def test_flags_that_cannot_work_are_one_line(
+async def test_impossible_flags_are_one_line_errors(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import asyncio

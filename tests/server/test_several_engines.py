@@ -1,4 +1,4 @@
-"""Requests of an engine that ends are answered by another one; probes and administration name each. With stubs."""
+"""Another engine answers the requests of an engine that exits; probes and administration name each. With stubs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ADMIN = {"Authorization": "Bearer secret"}
 
 
 def end(server: Server, engine: int) -> None:
-    """As the daemon tells of it."""
+    """End an engine as the daemon reports it."""
     server.service.engine_died(engine, restarting=True)
     server.engines[engine].die()
 
 
 async def begun(server: Server, count: int = 1) -> Stub:
-    """The engine that has so many requests."""
+    """The engine that has `count` requests."""
     await server.settle(lambda: any(len(engine.added) == count for engine in server.engines))
     return next(engine for engine in server.engines if len(engine.added) == count)
 
@@ -45,7 +45,7 @@ def retried(server: Server) -> float | None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("script", [SILENT, BROKEN_OFF], ids=["nothing came", "tokens came"])
-async def test_what_no_client_has_seen_is_begun_again_elsewhere(stream: bool, script: Script) -> None:
+async def test_requests_without_output_are_restarted_elsewhere(stream: bool, script: Script) -> None:
     async with serving(engines=2) as server:
         first, other = server.engines
         first.script, other.script = script, Script("abcdef")
@@ -89,7 +89,7 @@ async def test_siblings_move_together_and_share_their_prompt_again() -> None:
         others = [engine for engine in server.engines if engine is not server.engines[first]]
         for engine in others:
             engine.script = Script("abc")
-            for request in engine.added:  # those that are there already go on
+            for request in engine.added:  # running requests continue
                 engine.tasks.add(asyncio.create_task(engine._play(request, engine.script)))
         moving = server.engines[first].added
         end(server, first)
@@ -104,7 +104,7 @@ async def test_siblings_move_together_and_share_their_prompt_again() -> None:
             assert len(leaders) == len({r.prompt_token_ids for r in engine.added})
 
 
-async def test_a_request_that_ends_engines_does_not_end_all_of_them() -> None:
+async def test_a_request_that_kills_engines_does_not_kill_all_of_them() -> None:
     async with serving(engines=3) as server:
         for engine in server.engines:
             engine.script = SILENT
@@ -131,7 +131,7 @@ async def test_without_another_engine_there_is_an_error() -> None:
         assert (await server.post("/v1/completions", {"prompt": "hi"})).json()["error"]["code"] == "loading"
 
 
-async def test_an_engine_that_is_only_late_may_come_back() -> None:
+async def test_a_late_engine_may_return() -> None:
     async with serving(engines=2) as server:
         server.engine.script = SILENT
         task = asyncio.create_task(server.post("/v1/completions", {"prompt": "hi"}))
@@ -163,7 +163,7 @@ async def test_probes_name_each_engine() -> None:
         assert up == [0, 0]
 
 
-async def test_administration_tells_what_failed_last_and_when() -> None:
+async def test_administration_reports_the_last_failure_and_its_time() -> None:
     async with serving(engines=2, admin_api_key="secret") as server:
         end(server, 0)
         server.service.failures[0] = failure = {"message": "engine 0: config.json cannot be read", "at": 1_700_000_000}
@@ -172,7 +172,7 @@ async def test_administration_tells_what_failed_last_and_when() -> None:
             engines = answer["engines"] if "engines" in answer else answer["models"][0]["engines"]
             assert engines[0] == {"engine": 0, "state": "loading", "last_failure": failure}
             assert "last_failure" not in engines[1]
-        for path in ("/health", "/ready"):  # which anybody may read
+        for path in ("/health", "/ready"):  # which any client may read
             assert "config.json" not in (await server.http.get(path)).text
 
 
@@ -194,13 +194,13 @@ async def test_the_restart_of_engines_needs_the_admin_key_and_a_daemon() -> None
         assert (await server.http.get("/admin/engines")).status_code == 404
 
 
-async def test_all_prefixes_are_forgotten_everywhere() -> None:
+async def test_all_prefixes_are_cleared_everywhere() -> None:
     async with serving(engines=2, admin_api_key="secret") as server:
         await server.post("/admin/reset_prefix_cache", {}, headers=ADMIN)
         assert [engine.resets for engine in server.engines] == [1, 1]
 
 
-async def test_the_bound_on_what_waits_counts_the_seats_of_all() -> None:
+async def test_the_queue_limit_counts_the_slots_of_all() -> None:
     async with serving(engines=2, max_num_seqs=1, max_queued_requests=0) as server:
         for engine in server.engines:
             engine.script = SILENT
@@ -239,7 +239,7 @@ def test_metrics_of_each_engine_add_up_to_those_of_all() -> None:
     assert value_of(metrics, "weft_kv_cache_usage_ratio") == 3 / 20
 
 
-async def test_pages_of_another_tenant_draw_no_request() -> None:
+async def test_pages_of_another_tenant_attract_no_request() -> None:
     async with serving(engines=2) as server:
         prompt = server.engine.tokenizer.encode("hello world " * 40)
         keys = page_keys(root("", "mine"), np.array(prompt, np.int32), 64)

@@ -1,5 +1,8 @@
-"""Several models behind one API: which of them answers, what one's end means to the others, and requests for models
-that sleep. Engines are stubs, and the test is the daemon that puts models to sleep."""
+"""Several models with one API: the model that answers, the effect of one's end on the others, and requests for models
+that sleep.
+
+Engines are stubs, and the test plays the daemon that puts models to sleep.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from stub import Script, Server, serving
 from test_metrics import OF_SEVERAL_MODELS
 from vocabularies import byte_level, wrapped
 
+from weft.server.api.aliases import ADMIN_ALIASES
 from weft.server.api.service import Service
 from weft.server.observe.shared_state import ENTERED, WAITING, SharedState, SleepState
 from weft.server.text.tokenizer import Tokenizer
@@ -35,7 +39,7 @@ async def server() -> AsyncIterator[Server]:
 
 
 class Sleepable:
-    """The daemon's part: moves a model when the test lets it."""
+    """The daemon's part: moves a model when the test allows it."""
 
     def __init__(self, service: Service) -> None:
         self.shared_state: SharedState = service.shared_state
@@ -48,8 +52,8 @@ class Sleepable:
         with self.shared_state.lock():
             self.shared_state.sleep_states[model] = state
 
-    async def wake(self, model: int) -> str:
-        self.asked.append(model)
+    async def wake(self, model: int, operator: bool = False) -> str:
+        self.asked.append((model, "operator") if operator else model)
         await self.lets.wait()
         if not self.refusal:
             self.set_sleep_state(model, SleepState.AWAKE)
@@ -58,7 +62,7 @@ class Sleepable:
     async def sleep(self, model: int, level: int, seconds: float | None) -> str:
         self.asked.append((model, level, seconds))
         if not self.refusal:
-            self.set_sleep_state(model, SleepState.ASLEEP)
+            self.set_sleep_state(model, SleepState.ASLEEP if level else SleepState.PAUSED)
         return self.refusal
 
 
@@ -121,7 +125,7 @@ async def test_a_request_is_answered_by_the_model_it_names(server: Server, asked
     assert not server.service.shared_state.load.any(), "a request that has ended is still in a model"
 
 
-async def test_a_name_that_no_model_has_is_a_404_that_lists_all(server: Server) -> None:
+async def test_an_unknown_name_is_a_404_that_lists_all(server: Server) -> None:
     error = await server.post("/v1/chat/completions", {"model": "c", "messages": HI})
     assert (error.status_code, error.json()["error"]["code"]) == (404, "model_not_found")
     assert "served: a, first, b" in error.json()["error"]["message"]
@@ -129,7 +133,7 @@ async def test_a_name_that_no_model_has_is_a_404_that_lists_all(server: Server) 
     assert (await server.post("/v1/embeddings", {"model": "c", "input": "hi"})).status_code == 404
 
 
-async def test_the_models_are_listed_each_with_its_names(server: Server) -> None:
+async def test_the_models_are_listed_with_their_names(server: Server) -> None:
     listed = (await server.http.get("/v1/models")).json()["data"]
     assert [(model["id"], model["root"]) for model in listed] == [("a", "a"), ("first", "a"), ("b", "b")]
     assert (await server.http.get("/v1/models/b")).json()["id"] == "b"
@@ -137,7 +141,7 @@ async def test_the_models_are_listed_each_with_its_names(server: Server) -> None
     assert [model["id"] for model in theirs.json()["data"]] == ["a", "first", "b"]
 
 
-async def test_the_end_of_one_model_is_not_the_end_of_the_other(server: Server) -> None:
+async def test_the_end_of_one_model_does_not_affect_the_other(server: Server) -> None:
     server.engines[0].die()
     server.service.models[0].engine_died(0, restarting=False)
     refused = await server.post("/v1/completions", {"model": "a", "prompt": "hi"})
@@ -153,12 +157,12 @@ async def test_the_end_of_one_model_is_not_the_end_of_the_other(server: Server) 
     assert (await server.http.get("/ready")).status_code == (await server.http.get("/health")).status_code == 503
 
 
-async def test_a_daemon_is_ready_once_all_are_loaded_that_are_to_be_awake() -> None:
+async def test_a_daemon_is_ready_once_all_models_of_the_start_are_loaded() -> None:
     async with serving(models=[*MODELS, "demo served_model_name=c"], attach=False) as server:
         daemon = Sleepable(server.service)
         daemon.set_sleep_state(2, SleepState.ASLEEP)
         assert (await server.http.get("/ready")).status_code == 503
-        for model in (1, 0):  # the first one that is loaded makes the others no more ready
+        for model in (1, 0):  # the first loaded model does not make the others ready
             assert (await server.http.get("/ready")).status_code == 503
             engine = server.engines[model]
             tokenizer = Tokenizer(wrapped(byte_level()))
@@ -166,7 +170,7 @@ async def test_a_daemon_is_ready_once_all_are_loaded_that_are_to_be_awake() -> N
         assert (await server.http.get("/ready")).status_code == 200
 
 
-async def test_metrics_are_told_by_model(server: Server) -> None:
+async def test_metrics_are_exposed_by_model(server: Server) -> None:
     await text_of(server, "a")
     await text_of(server, "b")
     await text_of(server, "b")
@@ -176,7 +180,7 @@ async def test_metrics_are_told_by_model(server: Server) -> None:
     for model, count in (("a", 1), ("b", 2)):
         count_of = "weft_model_time_to_first_token_seconds_count"
         assert value_of(metrics, count_of, {"model_name": model}) == count
-        assert value_of(metrics, "weft_model_requests_running", {"model_name": model}) == 1  # as the stub says
+        assert value_of(metrics, "weft_model_requests_running", {"model_name": model}) == 1  # as in the stub's messages
         assert value_of(metrics, "weft_model_state", {"model_name": model, "state": "awake"}) == 1
 
 
@@ -220,11 +224,11 @@ async def test_a_model_that_does_not_wake_in_time_is_a_503(server: Server) -> No
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_waking")
     assert int(refused.headers["retry-after"]) > 0
     assert not daemon.shared_state.load.any()
-    daemon.lets.set()  # it goes on waking all the same
+    daemon.lets.set()  # it continues to wake
     await server.settle(lambda: daemon.shared_state.sleep_states[1] == SleepState.AWAKE)
 
 
-async def test_one_that_cannot_wake_says_why(server: Server) -> None:
+async def test_a_model_that_cannot_wake_reports_the_reason(server: Server) -> None:
     daemon = Sleepable(server.service)
     daemon.set_sleep_state(0, SleepState.ASLEEP)
     daemon.refusal = "b has requests that take longer"
@@ -234,7 +238,7 @@ async def test_one_that_cannot_wake_says_why(server: Server) -> None:
     assert daemon.refusal in refused.json()["error"]["message"]
 
 
-async def test_requests_wake_no_model_where_they_are_not_to() -> None:
+async def test_requests_wake_no_model_if_disabled() -> None:
     async with serving(models=MODELS, wake_on_request=False) as server:
         daemon = Sleepable(server.service)
         daemon.set_sleep_state(1, SleepState.ASLEEP)
@@ -247,7 +251,7 @@ async def test_requests_wake_no_model_where_they_are_not_to() -> None:
         assert not daemon.asked
 
 
-async def test_a_bad_request_wakes_nobody(server: Server) -> None:
+async def test_a_bad_request_wakes_no_model(server: Server) -> None:
     daemon = Sleepable(server.service)
     daemon.set_sleep_state(1, SleepState.ASLEEP)
     bad: Sequence[dict[str, Any]] = ({"prompt": "hi", "best_of": 7, "n": 9}, {"prompt": "hi", "temperature": -1})
@@ -270,7 +274,7 @@ async def test_an_operator_moves_models(server: Server) -> None:
     assert models[0]["names"] == ["a", "first"]
     assert models[1]["memory_share"] == 0.5
     assert (await post("/admin/wake", model="b")).json() == {"model": "b", "state": "awake"}
-    assert daemon.asked == [(1, 2, 1.5), 1]
+    assert daemon.asked == [(1, 2, 1.5), (1, "operator")]
     daemon.refusal = "a is waking"
     refused = await post("/admin/sleep")
     assert (refused.status_code, refused.json()["error"]["message"]) == (409, "A is waking.")
@@ -280,7 +284,57 @@ async def test_an_operator_moves_models(server: Server) -> None:
     assert (await server.post("/admin/sleep", {})).status_code == 401
 
 
-async def test_an_interruption_ends_the_answers_of_that_model_alone(server: Server) -> None:
+async def test_vllms_paths_move_models(server: Server) -> None:
+    daemon = Sleepable(server.service)
+    daemon.lets.set()
+    for engine in server.engines:
+        engine.resets = 0
+
+    async def post(path: str, status: int = 200) -> Any:
+        answer = await server.http.post(path, headers=ADMIN)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    async def get(path: str) -> Any:
+        return (await server.http.get(path, headers=ADMIN)).json()
+
+    assert await get("/is_sleeping") == {"is_sleeping": False}
+    assert (await post("/sleep"))["state"] == "asleep"
+    assert await get("/is_sleeping") == {"is_sleeping": True}
+    assert (await post("/wake_up?tags=weights&tags=kv_cache"))["state"] == "awake"
+    await post("/sleep?level=2&mode=wait&model=b")
+    await post("/wake_up?model=b")
+    assert daemon.asked == [(0, 1, 0.0), (0, "operator"), (1, 2, 86400.0), (1, "operator")]
+    daemon.asked.clear()
+    assert await post("/pause?model=b&mode=wait") == {"status": "paused", "model": "b", "state": "paused"}
+    assert [engine.resets for engine in server.engines] == [0, 1]
+    assert await get("/is_paused?model=b") == {"is_paused": True}
+    assert (await get("/admin/models"))["models"][1]["state"] == "paused"
+    assert await post("/resume?model=b") == {"status": "resumed", "model": "b", "state": "awake"}
+    await post("/pause?clear_cache=false")
+    assert (await server.http.get("/ready")).status_code == 200  # the other model serves
+    await post("/resume")
+    assert daemon.asked == [(1, 0, 86400.0), (1, "operator"), (0, 0, 0.0), (0, "operator")]
+    assert [engine.resets for engine in server.engines] == [0, 1]
+    await post("/reset_prefix_cache")
+    assert [engine.resets for engine in server.engines] == [1, 2]
+    for path in ("/wake_up?tags=weights", "/sleep?mode=keep", "/pause?mode=x", "/sleep?level=3"):
+        name = path.partition("?")[2].partition("=")[0]
+        assert name in (await post(path, 400))["error"]["message"]
+    await post("/reset_prefix_cache?reset_running_requests=true", 400)
+    await post("/sleep?model=nobody", 404)
+
+
+@pytest.mark.parametrize("path", sorted(ADMIN_ALIASES))
+async def test_vllms_paths_for_operators_need_the_admin_key(server: Server, path: str) -> None:
+    for variant in (path, f"{path}/"):
+        for method in ("GET", "POST"):
+            assert (await server.http.request(method, variant)).status_code == 401
+    async with serving() as without:
+        assert (await without.http.post(path)).status_code == 404
+
+
+async def test_an_interruption_ends_only_the_answers_of_that_model(server: Server) -> None:
     from weft.server.errors import ApiError
 
     gates = []
@@ -300,7 +354,7 @@ async def test_an_interruption_ends_the_answers_of_that_model_alone(server: Serv
     assert value_of(server.service.metrics, "weft_aborted_total", {"cause": "sleep"}) == 1
 
 
-async def test_a_daemon_that_drains_wakes_nobody(server: Server) -> None:
+async def test_a_draining_daemon_wakes_no_model(server: Server) -> None:
     from weft.server.api.service import Phase
 
     daemon = Sleepable(server.service)

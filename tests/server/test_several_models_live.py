@@ -1,5 +1,5 @@
-"""Two models in one real daemon that has room for one of them: requests move them, an operator does, and an engine that
-sleeps is killed. One daemon for all cases, which follow each other."""
+"""Two models in one real daemon with memory for one of them: requests move them, an operator does, and an engine that
+sleeps is killed. One daemon for all cases, which run in order."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_one_is_awake_at_the_start_and_both_are_listed(daemon: Daemon, http: htt
     assert text(ask(http, "first")) == "42"
 
 
-def test_requests_for_both_are_all_answered_and_the_models_take_turns(http: httpx.Client) -> None:
+def test_requests_for_both_are_all_answered_and_the_models_alternate(http: httpx.Client) -> None:
     with ThreadPoolExecutor(6) as threads:
         answers = list(threads.map(lambda name: text(ask(http, name)), "abbaba"))
     assert answers == ["42"] * 6
@@ -79,7 +79,7 @@ def test_requests_for_both_are_all_answered_and_the_models_take_turns(http: http
     assert [model["max_model_len"] for model in http.get("/v1/models").json()["data"]][2] == 600
 
 
-def test_a_sleeper_gives_its_memory_back_and_finds_its_pages_in_the_host_tier(http: httpx.Client) -> None:
+def test_a_sleeping_model_releases_its_memory_and_finds_its_pages_in_the_host_tier(http: httpx.Client) -> None:
     long = {"messages": [{"role": "user", "content": "Add these: " + "12 + 30, " * 30}], "max_tokens": 3}
     ask(http, "a", **long)
     again = ask(http, "a", **long)["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -96,13 +96,13 @@ def test_a_sleeper_gives_its_memory_back_and_finds_its_pages_in_the_host_tier(ht
     assert 'weft_model_state{model_name="b",state="asleep"} 1.0' in metrics
 
 
-def test_an_operator_who_does_not_wait_ends_what_runs(daemon: Daemon, http: httpx.Client) -> None:
+def test_an_operator_who_does_not_wait_ends_running_requests(daemon: Daemon, http: httpx.Client) -> None:
     body = {**QUESTION, "model": "a", "stream": True, "n": 8, "ignore_eos": True, "max_tokens": 1500}
     first, _ = daemon.children("weft.engine.process")  # as they were started: the model a, then b
     with http.stream("POST", "/v1/chat/completions", json=body) as stream:
         lines = stream.iter_lines()
         next(lines)
-        os.kill(first, signal.SIGSTOP)  # it is not over before it is asked to be
+        os.kill(first, signal.SIGSTOP)  # it does not end before it is told to
         with ThreadPoolExecutor(1) as thread:
             order = {"model": "a", "level": 2, "drain_seconds": 0}
             sleeping = thread.submit(httpx.post, f"{daemon.url}/admin/sleep", json=order, headers=ADMIN, timeout=240)
@@ -113,27 +113,27 @@ def test_an_operator_who_does_not_wait_ends_what_runs(daemon: Daemon, http: http
     assert states(http)["a"] == "asleep"
 
 
-def test_a_sleeping_engine_that_is_killed_comes_back_when_it_is_asked(daemon: Daemon, http: httpx.Client) -> None:
+def test_a_sleeping_engine_that_is_killed_returns_on_request(daemon: Daemon, http: httpx.Client) -> None:
     assert states(http) == {"a": "asleep", "b": "asleep"}
     assert http.get("/ready").status_code == 200
     (sleeper,) = daemon.children("weft.engine.process")
     os.kill(sleeper, signal.SIGKILL)
     until(lambda: not daemon.children("weft.engine.process"))
-    daemon.told("it restarts when it is woken")
+    daemon.wait_for_log("it restarts when it is woken")
     assert states(http) == {"a": "asleep", "b": "asleep"}
     assert text(ask(http, "b")) == "42"
     assert states(http) == {"a": "asleep", "b": "awake"}
     assert Path(f"/proc/{daemon.children('weft.engine.process')[0]}").exists()
 
 
-def test_it_ends_with_a_sleeper(daemon: Daemon, http: httpx.Client) -> None:
+def test_the_daemon_exits_with_a_sleeping_model(daemon: Daemon, http: httpx.Client) -> None:
     assert http.post("/admin/sleep", json={"model": "b"}, headers=ADMIN).status_code == 200
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.process.wait(240) == 0
 
 
 @pytest.mark.nightly
-def test_the_crash_of_one_model_is_not_the_others(tmp_path: Path) -> None:
+def test_the_crash_of_one_model_does_not_affect_the_other(tmp_path: Path) -> None:
     small = ("--device", "cpu", "--cpu-threads", "1", "--num-pages", "300", "--page-size", "16", "--max-num-seqs", "8")
     names = ("--models", "demo served_model_name=a", "demo served_model_name=b")
     with (
@@ -150,7 +150,7 @@ def test_the_crash_of_one_model_is_not_the_others(tmp_path: Path) -> None:
         refused = http.post("/v1/chat/completions", json={**QUESTION, "model": dead})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "dead")
         assert http.get("/health").status_code == http.get("/ready").status_code == 200
-        # behind its last words
+        # after its last message
         until(lambda: f'weft_model_state{{model_name="{dead}",state="dead"}} 1.0' in http.get("/metrics").text)
         os.kill(both[0], signal.SIGKILL)
         assert daemon.process.wait(240) == 1

@@ -1,4 +1,4 @@
-"""The folder that API processes have in common: nobody's is left behind, and nobody's is taken away."""
+"""The folder shared by API processes: none is left behind, and none in use is removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_daemon_left_goes_with_the_next_and_a_living_ones_stays(
+def test_a_killed_daemons_folder_is_removed_by_the_next_and_a_live_ones_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

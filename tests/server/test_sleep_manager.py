@@ -1,4 +1,4 @@
-"""Sleep and waking of models, with engines made of nothing."""
+"""Sleep and waking of models, with fake engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ["a", "b", "c"]
 
 
 class Engine:
-    """Does as it is told, when it is let."""
+    """Sleeps and wakes when the test allows it."""
 
     def __init__(self, *, awake: bool) -> None:
         self.given_up = False
@@ -71,7 +71,7 @@ class Daemon:
         return [SleepState(int(state)) for state in self.shared_state.sleep_states]
 
     def opens(self, model: int, count: int = 1) -> None:
-        """Requests that are let in."""
+        """Requests that are admitted."""
         self.shared_state.load[1, model, ENTERED] = count
 
 
@@ -95,7 +95,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_the_least_recently_used_sleeps_for_one_that_is_wanted() -> None:
+async def test_the_least_recently_used_model_sleeps_for_a_requested_one() -> None:
     async with daemon([0.5, 0.5, 0.5]) as made:
         made.shared_state.used[:] = [2.0, 1.0, 0.0]
         assert await made.manager.wake(2) == ""
@@ -111,7 +111,7 @@ async def test_the_least_recently_used_sleeps_for_one_that_is_wanted() -> None:
         assert 'weft_model_wakes_total{model_name="b"} 1.0' in text
 
 
-async def test_it_sleeps_once_its_requests_have_ended_and_takes_no_more() -> None:
+async def test_it_sleeps_once_its_requests_have_ended_and_accepts_no_more() -> None:
     async with daemon([1.0, 1.0]) as made:
         made.opens(0)
         waking = asyncio.create_task(made.manager.wake(1))
@@ -122,7 +122,50 @@ async def test_it_sleeps_once_its_requests_have_ended_and_takes_no_more() -> Non
         assert not made.messages
 
 
-async def test_nobodys_request_is_ended_for_another_model() -> None:
+async def test_a_paused_model_keeps_its_memory_until_an_operator_resumes_it() -> None:
+    async with daemon([1.0, 1.0]) as made:
+        made.opens(0)
+        pausing = asyncio.create_task(made.manager.sleep(0, 0, 60))
+        await until(lambda: made.sleep_state[0] is SleepState.FALLING_ASLEEP)
+        made.opens(0, 0)
+        assert await pausing == ""
+        assert made.sleep_state == [SleepState.PAUSED, SleepState.ASLEEP]
+        assert made.engines[0].level == 0
+        assert not made.messages
+        waiting = [asyncio.create_task(made.manager.wake(model)) for model in (0, 1)]
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in waiting)
+        assert made.sleep_state == [SleepState.PAUSED, SleepState.ASLEEP]
+        assert await made.manager.sleep(0, 0, None) == ""
+        assert await made.manager.wake(0, operator=True) == ""
+        assert await asyncio.gather(*waiting) == ["", ""]  # then the other model gets its memory
+
+
+async def test_a_pause_interrupts_requests_that_outlast_it() -> None:
+    async with daemon([1.0]) as made:
+        made.opens(0)
+        assert await made.manager.sleep(0, 0, 0) == ""
+        assert made.messages == [Interrupt(0)]
+        assert made.sleep_state == [SleepState.PAUSED]
+        assert await made.manager.sleep(0, 1, 0) == ""
+        assert made.sleep_state == [SleepState.ASLEEP]
+        assert await made.manager.sleep(0, 0, 0) == "a is asleep"
+        assert await made.manager.wake(0, operator=True) == ""
+
+
+async def test_an_operator_who_resumes_during_a_pause_ends_it() -> None:
+    async with daemon([1.0]) as made:
+        made.opens(0)
+        pausing = asyncio.create_task(made.manager.sleep(0, 0, 60))
+        await until(lambda: made.sleep_state[0] is SleepState.FALLING_ASLEEP)
+        resuming = asyncio.create_task(made.manager.wake(0, operator=True))
+        await asyncio.sleep(0.05)
+        made.opens(0, 0)
+        assert await asyncio.gather(pausing, resuming) == ["", ""]
+        assert made.sleep_state == [SleepState.AWAKE]
+
+
+async def test_no_request_is_ended_for_another_model() -> None:
     async with daemon([1.0, 1.0], patience=0) as made:
         made.opens(0)
         assert await made.manager.wake(1) == "a has requests that take longer than --drain-timeout"
@@ -132,7 +175,7 @@ async def test_nobodys_request_is_ended_for_another_model() -> None:
         assert await made.manager.wake(1) == ""
 
 
-async def test_an_operator_ends_requests_after_the_time_given() -> None:
+async def test_an_operator_ends_requests_after_the_given_time() -> None:
     async with daemon([0.5, 0.5]) as made:
         made.opens(0, 3)
         assert await made.manager.sleep(0, 2, 0.0) == ""
@@ -143,7 +186,7 @@ async def test_an_operator_ends_requests_after_the_time_given() -> None:
         assert made.engines[0].level == 0
 
 
-async def test_a_sleeping_model_can_be_put_to_sleep_more_deeply() -> None:
+async def test_a_sleeping_model_can_be_put_to_a_deeper_sleep() -> None:
     async with daemon([1.0]) as made:
         assert await made.manager.sleep(0, 1, None) == ""
         assert made.engines[0].level == 1
@@ -151,7 +194,7 @@ async def test_a_sleeping_model_can_be_put_to_sleep_more_deeply() -> None:
         assert made.engines[0].level == 2
 
 
-async def test_one_that_cannot_wake_sleeps_on_and_whoever_waits_is_told() -> None:
+async def test_a_model_that_cannot_wake_stays_asleep_and_its_requests_fail() -> None:
     async with daemon([1.0, 1.0]) as made:
         made.engines[1].wakes = False
         assert await made.manager.wake(1) == "b could not be woken"
@@ -161,7 +204,7 @@ async def test_one_that_cannot_wake_sleeps_on_and_whoever_waits_is_told() -> Non
         assert await made.manager.wake(1) == ""
 
 
-async def test_one_that_dies_leaves_its_room_to_others() -> None:
+async def test_a_dead_model_leaves_its_memory_to_others() -> None:
     async with daemon([1.0, 1.0]) as made:
         made.engines[1].lets.clear()
         waking = asyncio.create_task(made.manager.wake(1))
@@ -175,7 +218,7 @@ async def test_one_that_dies_leaves_its_room_to_others() -> None:
         assert made.sleep_state == [SleepState.AWAKE, SleepState.DEAD]
 
 
-async def test_who_waited_gets_in_before_the_model_sleeps_again() -> None:
+async def test_waiting_requests_enter_before_the_model_sleeps_again() -> None:
     async with daemon([1.0, 1.0]) as made:
         made.shared_state.load[1, 1, WAITING] = 1
         assert await made.manager.wake(1) == ""
@@ -188,7 +231,7 @@ async def test_who_waited_gets_in_before_the_model_sleeps_again() -> None:
         assert await back == ""
 
 
-async def test_nobody_moves_before_the_daemon_has_begun() -> None:
+async def test_no_model_moves_before_the_daemon_has_started() -> None:
     made = Daemon([1.0, 1.0], None, 60)
     work = asyncio.create_task(made.manager.run())
     waking = asyncio.create_task(made.manager.wake(1))
@@ -201,7 +244,7 @@ async def test_nobody_moves_before_the_daemon_has_begun() -> None:
     await asyncio.gather(work, return_exceptions=True)
 
 
-async def test_a_defect_ends_the_sleep_manager_and_lets_nobody_wait_for_ever() -> None:
+async def test_an_error_ends_the_sleep_manager_and_all_waits() -> None:
     made = Daemon([1.0, 1.0], None, 60)
 
     async def breaks(_: int) -> int:

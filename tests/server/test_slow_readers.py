@@ -1,4 +1,4 @@
-"""A client that leaves its answer unread is cut, one that reads slowly is not."""
+"""A client that does not read its answer is disconnected; one that reads slowly is not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG = Script("word " * 400, burst=1)
 
 
 async def connect(server: Server, body: dict[str, Any]) -> socket.socket:
-    """A request whose answer nobody reads, on a connection that holds little."""
+    """A request whose answer is not read, on a connection with small buffers."""
     host, port = server.url.removeprefix("http://").split(":")
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -37,7 +37,7 @@ async def connect(server: Server, body: dict[str, Any]) -> socket.socket:
 
 @pytest.fixture
 def connections(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
-    """Those that are made, with buffers so small that hundreds of events, not millions, are too many."""
+    """New connections, with buffers so small that hundreds of events, not millions, are too many."""
     made = Connection.connection_made
     seen: list[Connection] = []
 
@@ -59,7 +59,7 @@ def counted(server: Server) -> tuple[float | None, ...]:
 
 
 @pytest.mark.usefixtures("connections")
-async def test_a_client_that_does_not_read_is_cut_and_its_request_aborted() -> None:
+async def test_a_client_that_does_not_read_is_disconnected_and_its_request_aborted() -> None:
     async with serving(client_stall_timeout=0.4) as server:
         server.engine.script = Script("word " * 400, delay=0.001)
         socks = [await connect(server, {**BODY, "n": n}) for n in (1, 2)]
@@ -69,7 +69,7 @@ async def test_a_client_that_does_not_read_is_cut_and_its_request_aborted() -> N
             sock.close()
 
 
-async def test_a_slow_reader_is_left_alone(connections: list[Connection]) -> None:
+async def test_a_slow_reader_stays_connected(connections: list[Connection]) -> None:
     async with serving(client_stall_timeout=2) as server:
         server.engine.script = LONG
         sock = await connect(server, BODY)
@@ -80,16 +80,16 @@ async def test_a_slow_reader_is_left_alone(connections: list[Connection]) -> Non
             while b"[DONE]" not in text:
                 text += await loop.sock_recv(sock, 4096)
                 paused = paused or any(c.flow.write_paused for c in connections)
-                if loop.time() - begun < 5:  # longer than the bound
+                if loop.time() - begun < 5:  # longer than the limit
                     await asyncio.sleep(0.2)
         assert paused
         assert counted(server) == (0, 0, 0)
         sock.close()
 
 
-async def test_zero_waits_for_ever(connections: list[Connection]) -> None:
+async def test_zero_waits_forever(connections: list[Connection]) -> None:
     async with serving(client_stall_timeout=0) as server:
-        server.engine.script = Script("word " * 400, stop_after=390)  # open until the client has gone, however long
+        server.engine.script = Script("word " * 400, stop_after=390)  # open until the client leaves, without a limit
         sock = await connect(server, BODY)
         await server.settle(lambda: any(c.flow.write_paused for c in connections))
         assert all(c._stall._timer is None for c in connections if c._stall is not None)
@@ -98,7 +98,7 @@ async def test_zero_waits_for_ever(connections: list[Connection]) -> None:
 
 
 @pytest.mark.usefixtures("connections")
-async def test_a_plain_answer_that_nobody_takes_off_is_cut_too() -> None:
+async def test_an_unread_plain_answer_is_disconnected_too() -> None:
     async with serving(client_stall_timeout=0.4) as server:
         server.engine.script = LONG
         sock = await connect(server, {**BODY, "stream": False})

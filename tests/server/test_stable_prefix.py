@@ -1,5 +1,5 @@
-"""A turn's prompt begins with the one before it, to the token, in all that is shipped here of chat templates; where the
-template itself does otherwise is written down."""
+"""A turn's prompt starts with the previous one, to the token, in all shipped chat templates; templates that differ are
+listed."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ BREAKS = {
     "gpt-oss": {"thinking and calls"},
     "mistral": {"calls", "thinking and calls"},
 }
-"""kinds of conversations that a template itself writes anew: the first two leave the thinking between calls out once
-there is another question (Qwen3, gpt-oss), the third has the tools before the last question (Mistral)"""
+"""kinds of conversations that a template rewrites: the first two drop the thinking between calls after another question
+(Qwen3, gpt-oss), the third has the tools before the last question (Mistral)"""
 
 Round = tuple[list[dict[str, Any]], list[dict[str, Any]]]
-"""what comes in, and what the model answers"""
+"""the input, and the model's answer"""
 
 
 @cache
@@ -55,7 +55,7 @@ def rounds(kind: str, words: Sequence[str]) -> list[Round]:
             comes.insert(0, {"role": "system", "content": f"from now on {word}"})
         if kind.endswith("calls"):
             call = {"name": "look", "arguments": json.dumps({"at": word, "n": i})}
-            # ids of nine letters and digits, as Mistral wants them
+            # ids of nine letters and digits, as Mistral requires
             made = {"id": f"call{next(serial):05d}", "type": "function", "function": call}
             out.append((comes, [{"role": "assistant", "content": None, "tool_calls": [made], **thinks}]))
             comes = [{"role": "tool", "tool_call_id": made["id"], "content": f"found {word}"}]
@@ -64,7 +64,7 @@ def rounds(kind: str, words: Sequence[str]) -> list[Round]:
 
 
 def prompt(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[Tool], *, to_answer: bool) -> str:
-    """As the server makes it."""
+    """The prompt as the server renders it."""
     body = ChatBody.model_validate({"messages": messages, "tools": tools, "add_generation_prompt": to_answer})
     kept: Sequence[ChatMessage] = stable_prefix(body.messages, late_system=tokenizer.takes_late_system)
     template = tokenizer.chat_template or ""
@@ -75,7 +75,7 @@ def prompt(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[Too
 
 
 def prompts(name: str, kind: str, words: Sequence[str]) -> Iterator[tuple[list[int], list[int]]]:
-    """(the conversation up to a turn, the prompt of the turn behind its answer) as tokens."""
+    """(the conversation up to a turn, the prompt of the turn after its answer) as tokens."""
     tokenizer = tokenizer_of(name)
     tools = [Tool.model_validate({"function": {"name": "look", "parameters": {"type": "object", "properties": {}}}})]
     offered = tools if kind.endswith("calls") else []
@@ -96,16 +96,16 @@ def prompts(name: str, kind: str, words: Sequence[str]) -> Iterator[tuple[list[i
 
 
 def lasts(name: str, kind: str, words: Sequence[str]) -> bool | None:
-    """None where the template refuses such conversations."""
+    """None if the template refuses such conversations."""
     try:
-        # the last token may go on with what follows
+        # the last token may merge with the text after it
         return all(after[: len(before) - 1] == before[:-1] for before, after in prompts(name, kind, words))
     except ApiError:
         return None
 
 
 @pytest.mark.parametrize("name", ["demo", *TEMPLATES])
-def test_which_templates_write_earlier_turns_anew(name: str) -> None:
+def test_which_templates_rewrite_earlier_turns(name: str) -> None:
     broken = {kind for kind in KINDS if lasts(name, kind, ["one", "two", "three"]) is False}
     assert broken == BREAKS.get(name, set())
 
@@ -116,6 +116,6 @@ WORD = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), mi
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(words=st.lists(WORD, min_size=2, max_size=4), kind=st.sampled_from(KINDS))
 @pytest.mark.parametrize("name", ["demo", *TEMPLATES])
-def test_no_text_makes_an_earlier_turn_other_tokens(name: str, kind: str, words: list[str]) -> None:
+def test_no_text_changes_the_tokens_of_an_earlier_turn(name: str, kind: str, words: list[str]) -> None:
     if kind not in BREAKS.get(name, ()):
         assert lasts(name, kind, words) is not False

@@ -1,4 +1,4 @@
-"""Shapes without a tokenizer are served with the demo's, so that they can be measured over HTTP."""
+"""Shapes without a tokenizer are served with the demo's, for measurements over HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.engine.demo import MODEL_PATH
 from weft.server.text.tokenizer import Tokenizer
 
 
-def test_ids_that_the_stand_in_does_not_know_are_written_as_they_are() -> None:
+def test_ids_unknown_to_the_stand_in_are_written_as_numbers() -> None:
     tokenizer = Tokenizer.load(MODEL_PATH)
     known = tokenizer.encode("Hello", add_special_tokens=False)
     ids = [*known, 50000, *known]
@@ -27,7 +27,7 @@ def test_ids_that_the_stand_in_does_not_know_are_written_as_they_are() -> None:
 
 
 @pytest.mark.slow
-def test_a_shape_is_served_and_says_that_its_answers_mean_nothing(tmp_path: Path) -> None:
+def test_a_shape_is_served_and_logs_that_its_answers_are_meaningless(tmp_path: Path) -> None:
     config = json.loads((MODEL_PATH / "config.json").read_text())
     shape = {"vocab_size": 50000, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64}
     (tmp_path / "shape").mkdir()
@@ -37,5 +37,5 @@ def test_a_shape_is_served_and_says_that_its_answers_mean_nothing(tmp_path: Path
         answer = httpx.post(f"{daemon.url}/v1/chat/completions", json=asked, timeout=240).json()
         assert re.search(r"<\d{4,5}>", answer["choices"][0]["message"]["content"])
         assert answer["usage"]["completion_tokens"] == 8
-    lines = [line for line in daemon.told("are meaningless").splitlines() if "are meaningless" in line]
+    lines = [line for line in daemon.wait_for_log("are meaningless").splitlines() if "are meaningless" in line]
     assert lines == ["weft: shape has random weights and the demo model's tokenizer: its answers are meaningless"]

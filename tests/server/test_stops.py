@@ -1,4 +1,4 @@
-"""Stop strings against a brute-force oracle, whatever the pieces."""
+"""Stop strings against a brute-force oracle, for any split of the text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4)
 
 
 def expected(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The stop that completes first; of those, the longest."""
+    """The stop that completes first; among equals, the longest."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -42,7 +42,7 @@ def test_text_is_cut_at_the_stop_that_completes_first(
     st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4), st.booleans()
 )
 @settings(max_examples=400)
-def test_text_that_comes_by_the_character_is_held_back_no_longer_than_it_must(
+def test_text_that_arrives_by_the_character_is_held_back_no_longer_than_needed(
     text: str, stops: list[str], include: bool
 ) -> None:
     matcher, shown = StopStrings(stops, include=include), ""
@@ -58,13 +58,13 @@ def test_text_that_comes_by_the_character_is_held_back_no_longer_than_it_must(
     assert (shown, matcher.matched) == expected(text, stops, include)
 
 
-def test_the_longest_beginning_of_any_stop_is_held_back() -> None:
+def test_the_longest_prefix_of_any_stop_is_held_back() -> None:
     for stops in (["aab", "ab"], ["ab", "aab"]):
         matcher = StopStrings(stops)
         assert [matcher.feed(text) for text in "caac"] == ["c", "", "", "aac"]
 
 
-def test_only_a_possible_beginning_is_held_back() -> None:
+def test_only_a_possible_prefix_is_held_back() -> None:
     matcher = StopStrings(["END"])
     assert [matcher.feed(text) for text in ("abE", "N", "x", "EN", "D", "more")] == ["ab", "", "ENx", "", "", ""]
     assert matcher.matched == "END"

@@ -103,10 +103,10 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize(("asked", "right", "wrong"), CASES, ids=[json.dumps(case[0])[:70] for case in CASES])
-def test_what_is_asked_for_passes_and_nothing_else(
+def test_only_the_requested_text_passes(
     asked: dict[str, Any], right: list[str], wrong: list[str], special: bool
 ) -> None:
-    """`special`: marks such as <think> are tokens of their own."""
+    """`special`: marks such as <think> are single tokens."""
     grammar = structural_tag(asked, marker_of(vocabulary(special)[0]))
     for text in right:
         assert accepts(grammar, text, special), text
@@ -115,7 +115,7 @@ def test_what_is_asked_for_passes_and_nothing_else(
 
 
 @pytest.mark.parametrize("special", [False, True])
-def test_a_trigger_that_is_a_token_of_its_own_is_one(special: bool) -> None:
+def test_a_trigger_that_is_a_single_token_is_one(special: bool) -> None:
     call = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": [_tag("<tool_call>\n", "\n</tool_call>")]}
     grammar = structural_tag({"format": call}, marker_of(vocabulary(special)[0]))
     written = f"<tool_call>\n{ROME}\n</tool_call>"
@@ -154,13 +154,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("form", "words"), REFUSED, ids=[case[1] for case in REFUSED])
-def test_what_a_grammar_cannot_carry_is_named(form: dict[str, Any], words: str) -> None:
+def test_formats_that_a_grammar_cannot_express_are_named(form: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=re.escape(words)):
         structural_tag({"format": form}, json.dumps)
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_requests_ask_for_it_in_every_way(server: Server) -> None:
+async def test_all_request_forms_are_accepted(server: Server) -> None:
     for more in (
         {"response_format": {"type": "structural_tag", **OLD}},
         {"response_format": {"type": "structural_tag", "format": TRIGGERED}},

@@ -1,4 +1,5 @@
-"""What hangs or dies in a running daemon is found, told, replaced, or given up: real processes, real signals."""
+"""Hung and dead processes of a running daemon are detected, reported, replaced, or given up: real processes, real
+signals."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from weft.server.daemon.api_processes import SHORT_LIFE
 pytestmark = pytest.mark.slow
 
 LONG = {"prompt": "What is 12 + 30?", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-"""so long that what befalls a process befalls it before the stream's end, on a slow machine too"""
+"""long enough that a process fails before the stream's end, on a slow machine too"""
 SHORT = {"prompt": "What is 12 + 30?", "max_tokens": 3}
 EACH_ITS_OWN = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 WORKER, ENGINE = "weft.server.daemon.worker", "weft.engine.process"
@@ -46,7 +47,7 @@ async def until(condition: Callable[[], Any], seconds: float = 240) -> Any:
 
 
 async def status(http: httpx.AsyncClient, path: str) -> int:
-    """0 for none."""
+    """The status; 0 for none."""
     response = await _get(http, path)
     return 0 if response is None else response.status_code
 
@@ -76,7 +77,7 @@ async def until_metric(http: httpx.AsyncClient, name: str, least: float) -> None
 
 
 async def until_served(http: httpx.AsyncClient) -> None:
-    """One API process may hear of a new engine after another one."""
+    """Wait for both processes: one may be notified of a new engine after the other."""
     async with asyncio.timeout(240):
         while (await http.post("/v1/completions", json=SHORT)).status_code != 200:
             await asyncio.sleep(0.1)
@@ -107,7 +108,7 @@ async def begin(http: httpx.AsyncClient, count: int, **extra: Any) -> list[async
 
 
 async def codes(tasks: list[asyncio.Task[Any]], seconds: float = 240) -> set[Any]:
-    """The error codes that streams end with; what else they end with as it is."""
+    """The error codes that streams end with; other ends unchanged."""
     async with asyncio.timeout(seconds):
         ends = await asyncio.gather(*tasks)
     return {end["error"]["code"] if isinstance(end, dict) and "error" in end else str(end) for end in ends}
@@ -131,10 +132,8 @@ def port_of(daemon: Daemon) -> int:
 
 
 def hanging(tmp_path: Path, *, as_on_a_gpu: bool) -> tuple[Path, dict[str, str]]:
-    """A file, and the environment of a daemon whose engine never ends a step while that file is there.
-
-    `as_on_a_gpu`: a step's end can only be waited for to the end.
-    """
+    """A file, and the environment of a daemon whose engine never ends a step while that file exists. `as_on_a_gpu`: a
+    step can only be waited for until its end."""
     trigger = tmp_path / "hang"
     code = f"""
 import os, time
@@ -152,14 +151,16 @@ if {as_on_a_gpu}:
 
 
 @pytest.mark.parametrize("streams", [0, 8])
-async def test_a_stopped_engine_is_told_within_seconds_and_replaced(tmp_path: Path, streams: int) -> None:
+async def test_a_stopped_engine_is_reported_within_seconds_and_replaced(tmp_path: Path, streams: int) -> None:
     with running(tmp_path, "--api-workers", "2", *WATCHED) as daemon:
         async with client(daemon) as http:
             tasks = await begin(http, streams)
             engine = daemon.engine_pid
             os.kill(engine, signal.SIGSTOP)
             if not streams:
-                with stopped(daemon.process.pid):  # or it might have replaced the engine before this test has asked
+                with stopped(
+                    daemon.process.pid
+                ):  # or it might have replaced the engine before this test reads the state
                     await until_status(http, "/health", 503)
             assert await codes(tasks) <= {"engine_dead"}
             await until_metric(http, "weft_engine_hangs_total", 1)
@@ -169,16 +170,16 @@ async def test_a_stopped_engine_is_told_within_seconds_and_replaced(tmp_path: Pa
             async with asyncio.timeout(240):
                 while await metric(http, "weft_engine_last_beat_seconds") >= 6:
                     await asyncio.sleep(0.1)
-        daemon.told("the engine hangs")
-        log = daemon.told("engine/process.py")  # the stacks
+        daemon.wait_for_log("the engine hangs")
+        log = daemon.wait_for_log("engine/process.py")  # the stacks
         if streams:
-            daemon.told("last batch: step")
+            daemon.wait_for_log("last batch: step")
         else:
             assert "last batch: step" not in log
 
 
 @pytest.mark.parametrize("as_on_a_gpu", [False, True], ids=["cpu", "as on a gpu"])
-async def test_a_step_that_never_ends_is_found(tmp_path: Path, as_on_a_gpu: bool) -> None:
+async def test_a_step_that_never_ends_is_detected(tmp_path: Path, as_on_a_gpu: bool) -> None:
     trigger, env = hanging(tmp_path, as_on_a_gpu=as_on_a_gpu)
     with running(tmp_path, *WATCHED, "--step-timeout", "2", env=env) as daemon:
         async with client(daemon) as http:
@@ -189,8 +190,8 @@ async def test_a_step_that_never_ends_is_found(tmp_path: Path, as_on_a_gpu: bool
             trigger.unlink()
             await until_status(http, "/ready", 200)
             assert (await http.post("/v1/completions", json=SHORT)).status_code == 200
-        daemon.told("last batch: step")
-        daemon.told("in hang")  # the thread that the step blocks
+        daemon.wait_for_log("last batch: step")
+        daemon.wait_for_log("in hang")  # the thread that the step blocks
 
 
 async def test_an_engine_that_hangs_at_the_first_start_ends_the_daemon(tmp_path: Path) -> None:
@@ -208,7 +209,7 @@ KNOWS_LATE = """
 from weft.engine.wire import spawn
 spawn.LAST_MESSAGES_SECONDS = 1.0
 """
-"""for `patched`: a daemon that knows of an engine's end a second after it"""
+"""for `patched`: a daemon that is notified of an engine's end a second late"""
 
 STOPS_WHEN_LOADED = """
 import os, signal
@@ -220,8 +221,8 @@ Engine.__init__ = load
 """
 
 
-async def test_an_engine_that_gets_ready_while_it_tells_its_last_words_never_served(tmp_path: Path) -> None:
-    """It is continued for them. Another one would hang like it."""
+async def test_an_engine_that_gets_ready_while_it_dumps_its_stacks_never_serves(tmp_path: Path) -> None:
+    """It is continued for the dump. Another one would hang like it."""
     patch = patched(tmp_path / "patch", STOPS_WHEN_LOADED)
     daemon = Daemon(tmp_path / "stderr", "--hang-timeout", "1", "--start-timeout", "8", env=patch)
     try:
@@ -238,7 +239,7 @@ async def test_a_stopped_api_process_is_replaced(tmp_path: Path) -> None:
             os.kill(stopped, signal.SIGSTOP)
             waiting = [asyncio.create_task(http.get("/health")) for _ in range(20)]
             await until(lambda: stopped not in daemon.children(WORKER))
-            # All are answered: what had connected to the one that was stopped, by its successor.
+            # All are answered: requests connected to the stopped process, by its successor.
             async with asyncio.timeout(240):
                 answers = await asyncio.gather(*waiting, return_exceptions=True)
             assert {a.status_code for a in answers if isinstance(a, httpx.Response)} == {200}
@@ -246,11 +247,11 @@ async def test_a_stopped_api_process_is_replaced(tmp_path: Path) -> None:
             answers = await asyncio.gather(*(http.post("/v1/completions", json=SHORT) for _ in range(20)))
             assert {answer.status_code for answer in answers} == {200}
             await until_metric(http, "weft_api_process_hangs_total", 1)
-        daemon.told("API process")
+        daemon.wait_for_log("API process")
         await until(lambda: "do_signal_stop" in daemon.stderr() or "no Python stacks" in daemon.stderr())
 
 
-async def test_an_engine_killed_while_it_loads_again_is_followed_by_another_one(tmp_path: Path) -> None:
+async def test_an_engine_killed_while_it_reloads_is_followed_by_another_one(tmp_path: Path) -> None:
     with running(tmp_path) as daemon:
         async with client(daemon) as http:
             for restarts in (1, 2):
@@ -261,7 +262,7 @@ async def test_an_engine_killed_while_it_loads_again_is_followed_by_another_one(
             await until_metric(http, "weft_engine_restarts_total", 2)
 
 
-async def test_a_checkpoint_that_cannot_be_read_for_a_while_is_waited_for(tmp_path: Path) -> None:
+async def test_a_checkpoint_that_is_unreadable_for_a_while_is_waited_for(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(MODEL_PATH, model)
     with running(tmp_path, str(model)) as daemon:
@@ -287,7 +288,7 @@ async def test_too_many_restarts_end_the_daemon_with_one_line(tmp_path: Path) ->
         assert "Traceback" not in daemon.stderr()
 
 
-async def test_three_deaths_of_an_api_process_end_nothing(tmp_path: Path) -> None:
+async def test_three_exits_of_an_api_process_do_not_end_the_daemon(tmp_path: Path) -> None:
     with running(tmp_path, "--api-workers", "2") as daemon:
         async with client(daemon) as http:
             stays = daemon.children(WORKER)[0]
@@ -297,12 +298,12 @@ async def test_three_deaths_of_an_api_process_end_nothing(tmp_path: Path) -> Non
                 await until(lambda n=restarts: daemon.stderr().count("restarting in") >= n)
             await until(lambda: len(daemon.children(WORKER)) == 2)
             answers = await asyncio.gather(*(http.post("/v1/completions", json=SHORT) for _ in range(20)))
-            # Those at the listener of the one that is starting wait for it.
+            # Connections at the listener of the starting process wait for it.
             assert {answer.status_code for answer in answers} == {200}
             assert daemon.process.poll() is None
 
 
-async def test_an_only_api_process_may_die_often(tmp_path: Path) -> None:
+async def test_a_single_api_process_may_die_often(tmp_path: Path) -> None:
     with running(tmp_path) as daemon:
         async with client(daemon) as http:
             for _ in range(4):
@@ -313,7 +314,7 @@ async def test_an_only_api_process_may_die_often(tmp_path: Path) -> None:
             assert (await http.post("/v1/completions", json=SHORT)).status_code == 200
 
 
-async def test_nobody_is_told_that_the_model_loads_while_a_sibling_serves(tmp_path: Path) -> None:
+async def test_loading_is_not_reported_while_a_sibling_serves(tmp_path: Path) -> None:
     with running(tmp_path, "--api-workers", "2") as daemon:
         async with client(daemon) as http:
             victim = daemon.children(WORKER)[0]
@@ -329,14 +330,14 @@ async def test_nobody_is_told_that_the_model_loads_while_a_sibling_serves(tmp_pa
 
 
 @pytest.mark.parametrize("pause_ms", [0, *(pytest.param(ms, marks=pytest.mark.nightly) for ms in (4, 8))])
-async def test_an_api_process_that_dies_as_the_daemon_ends_leaves_no_orphan(tmp_path: Path, pause_ms: int) -> None:
+async def test_an_api_process_that_dies_as_the_daemon_exits_leaves_no_orphan(tmp_path: Path, pause_ms: int) -> None:
     with running(tmp_path) as daemon:
-        await asyncio.sleep(SHORT_LIFE + 0.5)  # it is followed at once: the end comes while its successor starts
+        await asyncio.sleep(SHORT_LIFE + 0.5)  # it is followed at once: the end arrives while its successor starts
         os.kill(daemon.children(WORKER)[0], signal.SIGKILL)
         time.sleep(pause_ms / 1000)
         daemon.process.send_signal(signal.SIGTERM)
         assert await ended(daemon) == 0
-        with socket.socket() as free:  # whoever still listened would make this fail
+        with socket.socket() as free:  # a remaining listener would make this fail
             free.bind(("127.0.0.1", port_of(daemon)))
         assert "Traceback" not in daemon.stderr()
 
@@ -352,20 +353,21 @@ async def test_sigterm_to_all_processes_loses_no_stream(tmp_path: Path) -> None:
         assert "Traceback" not in daemon.stderr()
 
 
-async def test_an_engine_that_ends_in_a_drain_is_told_of_and_no_success(tmp_path: Path) -> None:
+async def test_an_engine_that_exits_in_a_drain_is_reported_and_fails_the_exit(tmp_path: Path) -> None:
     with running(tmp_path, "--drain-timeout", "240") as daemon:
         async with client(daemon) as http:
             tasks = await begin(http, 3)
             daemon.process.terminate()
-            daemon.told("weft: draining")
+            daemon.wait_for_log("weft: draining")
             os.kill(daemon.engine_pid, signal.SIGKILL)
             assert await codes(tasks) == {"engine_dead"}
         assert await ended(daemon) == 1
-        daemon.told("weft: the engine ended (signal SIGKILL)")
+        daemon.wait_for_log("weft: the engine ended (signal SIGKILL)")
 
 
-async def test_an_engine_that_hangs_in_a_drain_is_told_of_and_no_success(tmp_path: Path) -> None:
-    """API processes see the end of one that was silent for long by themselves, and may so before the daemon does."""
+async def test_an_engine_that_hangs_in_a_drain_is_reported_and_fails_the_exit(tmp_path: Path) -> None:
+    """API processes detect the end of an engine that was silent for long by themselves, possibly before the daemon
+    does."""
     late = patched(tmp_path / "site", KNOWS_LATE, of="weft.server")
     with running(tmp_path, "--drain-timeout", "240", *WATCHED, env=late) as daemon:
         async with client(daemon) as http:
@@ -374,10 +376,10 @@ async def test_an_engine_that_hangs_in_a_drain_is_told_of_and_no_success(tmp_pat
             daemon.process.terminate()
             assert await codes(tasks) == {"engine_dead"}
         assert await ended(daemon) == 1
-        daemon.told("weft: the engine hung")
+        daemon.wait_for_log("weft: the engine hung")
 
 
-async def test_a_killed_daemon_leaves_no_process_that_was_stopped(tmp_path: Path) -> None:
+async def test_a_killed_daemon_leaves_no_stopped_process(tmp_path: Path) -> None:
     with running(tmp_path, "--api-workers", "2") as daemon:
         children = everyone(daemon)[1:]
         for pid in children:
@@ -402,7 +404,7 @@ async def test_the_port_is_closed_before_the_engine_ends(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["tmp", "t" * 100])
-async def test_an_api_process_attaches_whatever_becomes_of_temporary_files(tmp_path: Path, name: str) -> None:
+async def test_an_api_process_attaches_even_if_temporary_files_are_removed(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
     with running(tmp_path, env={"TMPDIR": str(folder)}) as daemon:
@@ -413,7 +415,7 @@ async def test_an_api_process_attaches_whatever_becomes_of_temporary_files(tmp_p
             assert (await http.post("/v1/completions", json=SHORT)).status_code == 200
 
 
-async def test_an_engine_that_dies_while_the_daemon_hangs_is_told(tmp_path: Path) -> None:
+async def test_an_engine_that_dies_while_the_daemon_hangs_is_reported(tmp_path: Path) -> None:
     with running(tmp_path) as daemon:
         async with client(daemon) as http:
             tasks = await begin(http, 4)

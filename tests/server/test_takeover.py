@@ -29,7 +29,7 @@ PAUSE_SECONDS = 0.005
 
 
 class Ledger:
-    """What clients got that ask again and again, each on a connection it keeps or on a new one each time."""
+    """The results of clients that send repeatedly, each on a kept connection or on a new one each time."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -55,7 +55,7 @@ class Ledger:
                     self.failed.append(response.text)
 
     async def probe(self) -> None:
-        """Connections alone, hundreds a second: those that a listener's end would reset."""
+        """Opens connections only, hundreds a second: a listener's end would reset some."""
         async with httpx.AsyncClient(
             base_url=self._url, timeout=240, limits=httpx.Limits(max_connections=None)
         ) as http:
@@ -120,11 +120,11 @@ async def test_no_request_fails_while_a_daemon_takes_over(tmp_path: Path, before
             assert (await stream)[-1] == "[DONE]"
             count = ledger.answered
             async with asyncio.timeout(240):
-                while ledger.answered < count + 50:  # the new one alone
+                while ledger.answered < count + 50:  # only the new one
                     await asyncio.sleep(0.05)
         assert ledger.failed == []
-        assert ledger.closed  # those who keep connections were told to take another one
-        new.told(f"taking the port over from process {old.process.pid}")
+        assert ledger.closed  # clients that keep connections were sent to another one
+        new.wait_for_log(f"taking the port over from process {old.process.pid}")
         assert "Traceback" not in old.stderr() + new.stderr()
         new.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(new.process.wait, 240) == 0
@@ -146,9 +146,9 @@ async def test_a_successor_takes_connections_once_it_serves_all_models(tmp_path:
             assert new.process.poll() is None
             await asyncio.sleep(0.005)
         stop(engines[1])
-        await asyncio.to_thread(new.told, "serves a")
+        await asyncio.to_thread(new.wait_for_log, "serves a")
         async with httpx.AsyncClient(base_url=old.url, timeout=240) as http:
-            for model in "ab" * 16:  # each on a connection of its own
+            for model in "ab" * 16:  # each on its own connection
                 answer = await http.post(
                     "/v1/completions", json={**QUESTION, "model": model}, headers={"Connection": "close"}
                 )
@@ -181,8 +181,9 @@ async def test_a_successor_that_cannot_start_changes_nothing(tmp_path: Path) -> 
         old.end()
 
 
-async def test_a_restart_in_front_of_a_held_port_refuses_nobody(tmp_path: Path) -> None:
-    """As systemd's socket unit does it: connections wait in the queue from the end of one to the start of the next."""
+async def test_a_restart_with_a_held_port_refuses_no_connection(tmp_path: Path) -> None:
+    """As with systemd's socket unit: connections wait in the queue from the end of one daemon to the start of the
+    next."""
     with socket.create_server(("127.0.0.1", 0), backlog=512) as held:
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
 
@@ -223,7 +224,9 @@ async def test_a_restart_in_front_of_a_held_port_refuses_nobody(tmp_path: Path) 
                     daemon.wait()
 
 
-async def test_a_service_manager_hears_of_the_daemons_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_service_manager_is_notified_of_the_daemons_lifetime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(f"{tmp_path}/notify")
         manager.settimeout(240)

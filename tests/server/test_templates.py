@@ -1,4 +1,4 @@
-"""Conversations become prompts as `transformers` renders them, to the character, for templates of each family."""
+"""Conversations are rendered into prompts as by `transformers`, to the character, for templates of each family."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.server.tools.messages import stable_prefix
 WEATHER = {
     "type": "function",
     "function": {
-        "description": "Weather of a city, in °C & <words>",  # in an order that is not ours
+        "description": "Weather of a city, in °C & <words>",  # in another order than ours
         "name": "weather",
         "parameters": {
             "type": "object",
@@ -97,14 +97,14 @@ def _by_transformers(hf: Any, messages: list[dict[str, Any]], options: dict[str,
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_prompt_is_what_transformers_makes_of_it(name: str) -> None:
+def test_a_prompt_equals_that_of_transformers(name: str) -> None:
     tokenizer = Tokenizer(wrapped(byte_level(), chat_template=TEMPLATES[name]))
     made = refused = 0
     for which, messages in CONVERSATIONS.items():
         for options in ARGUMENTS:
             try:
                 want = _by_transformers(tokenizer._hf, messages, options)
-            except Exception:  # what a template refuses
+            except Exception:  # a conversation that a template refuses
                 with pytest.raises(ApiError) as error:
                     _rendered(tokenizer, messages, options)
                 assert error.value.status == 400
@@ -115,15 +115,15 @@ def test_a_prompt_is_what_transformers_makes_of_it(name: str) -> None:
     assert made >= 20, (made, refused)
 
 
-def test_content_that_is_null_is_told_from_empty_where_the_template_does() -> None:
-    """Others would write "None", or fail: there it is empty."""
+def test_null_content_is_distinguished_from_empty_if_the_template_does() -> None:
+    """Other templates would write "None", or fail: for them it is empty."""
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": CALLING["tool_calls"]}, RESULT]
     bare = [USER, {"role": "assistant", "tool_calls": CALLING["tool_calls"]}, RESULT]
     for name, template in TEMPLATES.items():
         tokenizer = Tokenizer(wrapped(byte_level(), chat_template=template))
-        if name == "gemma":  # knows no results
+        if name == "gemma":  # has no results
             continue
-        if name == "deepseek":  # transformers leaves null out, and the template fails
+        if name == "deepseek":  # transformers omits null, and the template fails
             arguments = CALLING["tool_calls"][0]["function"]["arguments"].replace("\\u00fc", "ü")
             call = f"<call>function<sep>weather\n```json\n{arguments}\n```</call>"
             want = f"<|bos|><User>{USER['content']}{call}<out>{RESULT['content']}</out>"
@@ -152,7 +152,7 @@ NAMED = {
 
 
 def _saved(folder: Path, form: str) -> Path:
-    """A tokenizer with templates in one of the forms that directories have."""
+    """A tokenizer with templates in one of the forms of model directories."""
     template: Any = NAMED if form in ("list", "folder") else NAMED["default"]
     wrapped(byte_level(), chat_template=None if form == "file" else template).save_pretrained(folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -171,7 +171,7 @@ def _saved(folder: Path, form: str) -> Path:
 
 
 @pytest.mark.parametrize("form", ["list", "folder", "entry", "file"])
-def test_templates_are_found_wherever_they_lie(tmp_path: Path, form: str) -> None:
+def test_templates_are_found_in_every_location(tmp_path: Path, form: str) -> None:
     tokenizer = Tokenizer.load(_saved(tmp_path, form))
     messages = [{"role": "user", "content": "!"}]
     assert _rendered(tokenizer, messages, {}) == "plain!"

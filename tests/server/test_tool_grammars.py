@@ -1,5 +1,5 @@
-"""Grammars of calls, for each format: what the model writes passes, what breaks the schema does not, and whatever
-passes is read back as a call that follows the schema."""
+"""Grammars of calls, for each format: the model's calls pass, schema violations do not, and all that passes parses as a
+call that follows the schema."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "now": {"type": "object", "properties": {}, "additionalProperties": False},
 }  # fmt: skip
-"""whose values end by themselves"""
+"""with values that end by themselves"""
 
 _ALL = {mark for form in TOOL_FORMATS.values() for mark in form.markers}
 MARKS = sorted(mark for mark in _ALL if mark[0] in "<[" and mark[-1] in ">]")
@@ -78,7 +78,7 @@ def accepts(grammar: str, text: str, special: bool) -> bool:
 
 
 def walk(grammar: str, special: bool, rng: random.Random) -> str | None:
-    """An answer that the grammar allows, drawn at random; None when it does not end."""
+    """A random answer that the grammar allows; None if it does not end."""
     tokenizer, tokens = vocabulary(special)
     following, mask, ids = matcher(grammar, special), np.zeros(-(-tokens.vocab_size // 32), np.int32), []
     for _ in range(600):
@@ -97,7 +97,7 @@ def walk(grammar: str, special: bool, rng: random.Random) -> str | None:
 
 
 def calls_in(name: str, answer: str, tools: Tools) -> tuple[str, list[tuple[str, str]]]:
-    """Text and calls, read as one piece each character."""
+    """Text and calls, read as one piece per character."""
     parser = answer_parser(TOOL_FORMATS[name], None, tools)  # type: ignore[index]
     parts = [part for char in answer for part in parser.feed(char)] + parser.flush()
     calls: list[list[str]] = []
@@ -110,7 +110,7 @@ def calls_in(name: str, answer: str, tools: Tools) -> tuple[str, list[tuple[str,
 
 
 @pytest.mark.parametrize(("name", "special"), GIVEN)
-def test_what_the_grammar_lets_through_is_a_call_that_follows_its_schema(name: str, special: bool) -> None:
+def test_text_accepted_by_the_grammar_is_a_call_that_follows_its_schema(name: str, special: bool) -> None:
     rng, text, ended = random.Random(name), grammar(name, special, SMALL), 0
     for _ in range(3):
         answer = walk(text, special, rng)
@@ -125,7 +125,7 @@ def test_what_the_grammar_lets_through_is_a_call_that_follows_its_schema(name: s
 
 
 @pytest.mark.parametrize(("name", "special"), GIVEN)
-def test_what_the_model_writes_passes_and_what_breaks_the_schema_does_not(name: str, special: bool) -> None:
+def test_the_models_calls_pass_and_schema_violations_do_not(name: str, special: bool) -> None:
     form = TOOL_FORMATS[name]  # type: ignore[index]
     required, free = grammar(name, special, TOOLS), grammar(name, special, TOOLS, free=True)
 
@@ -151,7 +151,7 @@ def test_what_the_model_writes_passes_and_what_breaks_the_schema_does_not(name: 
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("thinks", REASONING_FORMATS)
-def test_the_grammar_of_an_answer_begins_behind_its_thinking(thinks: str, special: bool) -> None:
+def test_the_grammar_of_an_answer_starts_after_its_thinking(thinks: str, special: bool) -> None:
     form: ReasoningFormat = REASONING_FORMATS[thinks]  # type: ignore[index]
     marker = marker_of(vocabulary(special)[0])
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

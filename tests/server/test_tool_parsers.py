@@ -1,4 +1,4 @@
-"""Answers of each family, cut into pieces at every place: the same text, thinking and calls come of them."""
+"""Answers of each family, cut into pieces at every position, give the same text, thinking and calls."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def parser_of(case: Transcript) -> StreamParser:
 
 
 def read(case: Transcript, pieces: list[str], *, short: bool = False) -> Read:
-    """All text, (name, arguments) of each call, all thinking; checks what a client relies on. `short`: what passes is
-    not fed."""
+    """All text, (name, arguments) of each call, all thinking. Checks the guarantees for clients. `short`: text that
+    passes is not fed."""
     parser, parts = parser_of(case), list[Part]()
     for piece in pieces:
         parts += list(filter(None, [piece])) if short and parser.passes(piece) else parser.feed(piece)
-    parts += parser.flush()
+    parts += parser.flush(cut=case.cut)
     calls: list[list[str]] = []
     text = thinking = ""
     for part in parts:
@@ -60,7 +60,7 @@ def cut(text: str, rng: random.Random, most: int = 6) -> list[str]:
 
 
 def random_answer(rng: random.Random) -> Transcript:
-    """Marks of all families in any order, or a transcript with damage."""
+    """Marks of all families in any order, or a damaged transcript."""
     case = rng.choice(ALL)
     if rng.random() < 0.5:
         return case._replace(text="".join(rng.choices(MARKS, k=rng.randint(1, 16))))
@@ -72,7 +72,7 @@ def random_answer(rng: random.Random) -> Transcript:
 
 
 @pytest.mark.parametrize("case", ALL, ids=[f"{case.tools or case.thinks}-{case.text}"[:80] for case in ALL])
-def test_every_cut_gives_what_the_whole_gives(case: Transcript) -> None:
+def test_every_split_gives_the_result_of_the_whole(case: Transcript) -> None:
     expected = (case.content, case.calls, case.reasoning)
     assert read(case, [case.text]) == expected
     assert read(case, list(case.text)) == expected
@@ -81,7 +81,7 @@ def test_every_cut_gives_what_the_whole_gives(case: Transcript) -> None:
         assert read(case, [case.text[:at], case.text[at:]]) == expected
 
 
-def test_no_answer_breaks_a_parser_and_no_cut_changes_it() -> None:
+def test_no_answer_breaks_a_parser_and_no_split_changes_it() -> None:
     rng = random.Random(1)
     for _ in range(2000):
         case = random_answer(rng)
@@ -91,7 +91,7 @@ def test_no_answer_breaks_a_parser_and_no_cut_changes_it() -> None:
         assert read(case, cut(case.text, rng), short=True) == whole, case
 
 
-def test_text_beside_marks_need_not_be_read() -> None:
+def test_text_without_marks_need_not_be_parsed() -> None:
     parser = parser_of(next(case for case in ALL if case.tools == "hermes"))
     assert parser.passes("Hello")
     assert parser.passes(" world, 1 > 0.")
@@ -99,15 +99,15 @@ def test_text_beside_marks_need_not_be_read() -> None:
     for held in ("and ", "\n", "<", "a < b"):
         assert not parser.passes(held)
     parser.feed("and ")
-    assert not parser.passes("so")  # behind white space that was held back
+    assert not parser.passes("so")  # after white space that was held back
     assert parser.feed("so") == [" so"]
     assert parser.passes(" on")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10))
-def test_a_million_cuts_change_nothing(seed: int) -> None:
-    """100,000 cuts a seed: of 10,000 random answers, each cut in ten ways."""
+def test_a_million_splits_change_nothing(seed: int) -> None:
+    """100,000 splits a seed: 10,000 random answers, each split in ten ways."""
     rng = random.Random(100 + seed)
     for _ in range(10_000):
         case = random_answer(rng)
@@ -122,7 +122,7 @@ PLAIN = st.text(alphabet="ab <>|[]{}()_/=:,;.\"'\\\n\té😀｜▁`0", max_size=
 
 @given(st.sampled_from(ALL), PLAIN, st.data())
 @settings(deadline=None, max_examples=200)
-def test_text_without_marks_comes_out_as_it_went_in(case: Transcript, text: str, data: st.DataObject) -> None:
+def test_text_without_marks_is_unchanged(case: Transcript, text: str, data: st.DataObject) -> None:
     case = case._replace(text=text, inside=False)
     if any(mark[:4] in text for mark in MARKS if len(mark) > 3):
         return
@@ -140,7 +140,7 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.text(), JSON), st.booleans(), st.booleans(), st.integers(1, 9))
 @settings(deadline=None, max_examples=40)
-def test_arguments_are_handed_out_as_written(arguments: dict[str, Any], ascii: bool, first: bool, size: int) -> None:
+def test_arguments_are_sent_as_written(arguments: dict[str, Any], ascii: bool, first: bool, size: int) -> None:
     written = json.dumps(arguments, ensure_ascii=ascii)
     pairs = ['"name": "f"', f'"arguments": {written}', '"more": [1.5e3 , null]']
     text = "{ " + ", ".join(pairs if first else [pairs[1], pairs[0], pairs[2]]) + " } tail"
@@ -176,7 +176,7 @@ def test_texts_between_tags_stream_as_json() -> None:
     assert part.arguments == '\\"yes\\"'
 
 
-def test_kimis_calls_keep_the_ids_that_its_template_wants_back() -> None:
+def test_kimis_calls_keep_the_ids_that_its_template_expects() -> None:
     case = next(case for case in ALL if case.tools == "kimi_k2" and len(case.calls) == 2)
     parts = parser_of(case).feed(case.text)
     ids = [part.id for part in parts if not isinstance(part, str | Thought) and part.id is not None]
@@ -222,7 +222,7 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize(("template", "name", "thinks"), TEMPLATES)
-def test_the_family_is_read_off_the_template(template: str | None, name: str, thinks: str | None) -> None:
+def test_the_family_is_detected_from_the_template(template: str | None, name: str, thinks: str | None) -> None:
     tokenizer = Tokenizer(wrapped(byte_level(), chat_template=template))
     assert detect(tokenizer) == name
     expected = REASONING_FORMATS[thinks] if thinks else None  # type: ignore[index]

@@ -1,4 +1,5 @@
-"""Tools through the chat endpoint: the template sees them, calls come back as such, `tool_choice` is a constraint."""
+"""Tools through the chat endpoint: the template renders them, calls are returned as such, `tool_choice` is a
+constraint."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ async def streamed(server: Server, **body: Any) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-async def test_calls_come_back_beside_the_text(hermes: Server) -> None:
+async def test_calls_are_returned_separately_from_the_text(hermes: Server) -> None:
     choice = (await hermes.chat(tools=[ADD, NOW]))["choices"][0]
     message = choice["message"]
     assert message["content"] == "Let me see."
@@ -62,7 +63,7 @@ async def test_calls_come_back_beside_the_text(hermes: Server) -> None:
     assert hermes.engine.added[-1].params.grammar is None
 
 
-async def test_content_is_null_beside_calls_alone(hermes: Server) -> None:
+async def test_content_is_null_with_only_calls(hermes: Server) -> None:
     hermes.engine.script = Script('<tool_call>{"name": "now", "arguments": {}}</tool_call>')
     message = (await hermes.chat(tools=[NOW]))["choices"][0]["message"]
     assert message["content"] is None
@@ -94,7 +95,7 @@ async def test_calls_are_streamed_as_deltas(hermes: Server) -> None:
         assert empty == []
 
 
-async def test_only_one_call_when_they_may_not_be_parallel(hermes: Server) -> None:
+async def test_only_one_call_if_parallel_calls_are_disabled(hermes: Server) -> None:
     message = (await hermes.chat(tools=[ADD, NOW], parallel_tool_calls=False))["choices"][0]["message"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["add"]
 
@@ -109,7 +110,7 @@ async def test_the_template_is_given_the_tools(hermes: Server) -> None:
     assert counted.json()["count"] > len(hermes.engine.prompt())
 
 
-async def test_none_leaves_the_text_alone(hermes: Server) -> None:
+async def test_none_leaves_the_text_unchanged(hermes: Server) -> None:
     choice = (await hermes.chat(tools=[ADD], tool_choice="none"))["choices"][0]
     assert choice["message"]["content"] == TWO_CALLS
     assert choice["finish_reason"] == "stop"
@@ -137,14 +138,14 @@ async def test_a_required_call_is_a_constraint(
 
 
 def accepts(grammar: str, text: str) -> bool:
-    """Is this text, as a whole, in the grammar's language? Decided byte by byte."""
+    """Return whether the whole text is in the grammar's language, decided byte by byte."""
     from llguidance import LLMatcher, LLTokenizer
 
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=grammar_text.LIMITS)
     return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
 
 
-async def test_a_family_that_is_not_known_can_still_be_made_to_call(server: Server) -> None:
+async def test_an_unknown_family_can_still_be_made_to_call(server: Server) -> None:
     server.engine.script = Script('{"name": "add", "parameters": {"a": 1}}')
     choice = (await server.chat(tools=[ADD], tool_choice="required"))["choices"][0]
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
@@ -194,7 +195,7 @@ async def test_plain_text_needs_no_grammar(server: Server) -> None:
         assert server.engine.added[-1].params.grammar is None
 
 
-async def test_what_the_engine_refuses_is_the_clients_fault(server: Server) -> None:
+async def test_a_constraint_refused_by_the_engine_is_a_client_error(server: Server) -> None:
     from weft.engine.wire.messages import Finish
 
     server.engine.script = Script(finish=Finish.REFUSED, ids=[-1], error="the grammar cannot be used: why")
@@ -206,7 +207,7 @@ async def test_what_the_engine_refuses_is_the_clients_fault(server: Server) -> N
         assert (error["message"], error["param"]) == ("the grammar cannot be used: why", "guided_regex")
 
 
-async def test_what_the_engine_has_no_room_for_may_come_again(server: Server) -> None:
+async def test_a_constraint_beyond_the_engines_memory_may_be_retried(server: Server) -> None:
     from weft.engine.wire.messages import Finish
 
     server.engine.script = Script(finish=Finish.BUSY, ids=[-1], error="not now")
@@ -226,7 +227,7 @@ async def test_a_strict_tool_is_enforced_under_auto(hermes: Server) -> None:
     assert not accepts(grammar, "So: " + call % '{"a": "one"}')
 
 
-async def test_strict_tools_without_a_possible_grammar_are_taken_unenforced(hermes: Server) -> None:
+async def test_strict_tools_without_a_possible_grammar_are_accepted_unenforced(hermes: Server) -> None:
     schema = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
     strict = {"type": "function", "function": {"name": "add", "parameters": schema, "strict": True}}
     await hermes.chat(tools=[strict])

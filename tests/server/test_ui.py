@@ -1,4 +1,4 @@
-"""The page at `/`: its headers, what it shows of the daemon, and that it fits and can be read."""
+"""The page at `/`: its headers, the displayed state of the daemon, its fit and its readability."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.server.observe.shared_state import SleepState
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
-async def test_is_one_document_that_loads_nothing_else(server: Server) -> None:
+async def test_it_is_one_document_that_loads_nothing_else(server: Server) -> None:
     response = await server.http.get("/")
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/html; charset=utf-8"
@@ -28,7 +28,7 @@ async def test_is_one_document_that_loads_nothing_else(server: Server) -> None:
     assert "https://" not in response.text
 
 
-async def test_policy_lets_nothing_run_but_the_pages_own_script_and_style(server: Server) -> None:
+async def test_the_policy_allows_only_the_pages_own_script_and_style(server: Server) -> None:
     response = await server.http.get("/")
     policy = policy_of(response)
     assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
@@ -39,20 +39,20 @@ async def test_every_source_file_is_in_the_page() -> None:
     assert {file.name for file in FOLDER.iterdir()} == {"index.html", "style.css", *ui.SCRIPTS}
 
 
-async def test_answers_head_and_refuses_post(server: Server) -> None:
+async def test_it_answers_head_and_refuses_post(server: Server) -> None:
     head = await server.http.head("/")
     assert (head.status_code, head.content) == (200, b"")
     assert (await server.http.post("/")).status_code == 405
 
 
-async def test_is_off_when_told() -> None:
+async def test_it_can_be_disabled() -> None:
     async with serving(ui=False) as server:
         response = await server.http.get("/")
         assert response.status_code == 404
         assert response.json()["error"]["type"] == "not_found_error"
 
 
-async def test_is_shown_without_a_key_and_tells_no_secret() -> None:
+async def test_it_is_shown_without_a_key_and_contains_no_secret() -> None:
     async with serving(api_key=["s3cret"]) as server:
         response = await server.http.get("/")
         assert response.status_code == 200
@@ -61,7 +61,7 @@ async def test_is_shown_without_a_key_and_tells_no_secret() -> None:
 
 
 @in_browser
-async def test_shows_model_state_and_figures(server: Server, page: Page) -> None:
+async def test_it_shows_model_state_and_figures(server: Server, page: Page) -> None:
     await show(page, server)
     assert await page.text("#model") == "stub"
     assert "512 tokens of context" in await page.text("#facts")
@@ -101,7 +101,7 @@ async def test_a_hidden_page_does_not_poll(server: Server, page: Page) -> None:
         )
 
     await hide(True)
-    await asyncio.sleep(0.5)  # what was under way
+    await asyncio.sleep(0.5)  # the running requests
     before = len(page.requests)
     await asyncio.sleep(2.5)  # two periods and more
     assert len(page.requests) == before
@@ -110,7 +110,7 @@ async def test_a_hidden_page_does_not_poll(server: Server, page: Page) -> None:
 
 
 @in_browser
-async def test_tells_that_the_engine_has_ended(page: Page) -> None:
+async def test_it_shows_that_the_engine_has_ended(page: Page) -> None:
     async with serving() as server:
         await show(page, server)
         server.service.engine_died()
@@ -120,7 +120,7 @@ async def test_tells_that_the_engine_has_ended(page: Page) -> None:
 
 
 @in_browser
-async def test_fits_a_phone_in_both_schemes(server: Server, page: Page) -> None:
+async def test_it_fits_a_phone_in_both_schemes(server: Server, page: Page) -> None:
     colours = set()
     for scheme in ("light", "dark"):
         await page.size(360, 740, scheme=scheme)
@@ -134,7 +134,7 @@ async def test_fits_a_phone_in_both_schemes(server: Server, page: Page) -> None:
 
 
 @in_browser
-async def test_on_a_phone_the_message_box_is_in_view_and_tiles_come_after(server: Server, page: Page) -> None:
+async def test_on_a_phone_the_message_box_is_in_view_and_tiles_follow(server: Server, page: Page) -> None:
     for width, height in ((390, 844), (360, 640)):
         await page.size(width, height)
         await show(page, server)

@@ -62,7 +62,7 @@ async def test_stop_ends_the_answer_and_frees_the_engine(server: Server, page: P
 
 
 @in_browser
-async def test_errors_are_shown_and_the_question_is_given_back(server: Server, page: Page) -> None:
+async def test_errors_are_shown_and_the_question_is_restored(server: Server, page: Page) -> None:
     await show(page, server)
     await page.run("document.querySelector('#limit').value = 100000")
     await ask(page, "too much")
@@ -73,7 +73,7 @@ async def test_errors_are_shown_and_the_question_is_given_back(server: Server, p
 
 
 @in_browser
-async def test_an_error_in_a_stream_is_shown_below_what_came(server: Server, page: Page) -> None:
+async def test_an_error_in_a_stream_is_shown_below_the_received_text(server: Server, page: Page) -> None:
     server.engine.script = Script("partial", finish=Finish.ABORT, error="broke", delay=0.01)
     await show(page, server)
     await ask(page, "hi")
@@ -94,7 +94,7 @@ async def test_completions_are_an_option(server: Server, page: Page) -> None:
 
 
 @in_browser
-async def test_asks_for_the_key_and_keeps_it_in_the_tab_only(page: Page) -> None:
+async def test_it_asks_for_the_key_and_keeps_it_only_in_the_tab(page: Page) -> None:
     async with serving(api_key=["schlüssel"]) as server:
         await page.go(server.url)
         await page.until("!document.querySelector('#key-form').hidden")
@@ -120,7 +120,7 @@ async def test_asks_for_the_key_and_keeps_it_in_the_tab_only(page: Page) -> None
 
 
 @in_browser
-async def test_can_be_used_by_keyboard_alone(server: Server, page: Page) -> None:
+async def test_it_can_be_used_by_keyboard_only(server: Server, page: Page) -> None:
     await show(page, server)
     await page.press("Tab")
     assert await page.text(":focus") == "Skip to the chat"
@@ -177,7 +177,7 @@ async def test_chats_and_options_outlive_a_reload_and_can_be_deleted(server: Ser
 
 
 @in_browser
-async def test_what_storage_holds_is_not_believed(server: Server, page: Page) -> None:
+async def test_invalid_storage_content_is_ignored(server: Server, page: Page) -> None:
     await page.go(server.url)
     await page.run(
         "localStorage.setItem('weft:/:chat:a', '{broken'); localStorage.setItem('weft:/:chat:b', '{\"turns\": 5}');"
@@ -203,7 +203,7 @@ async def test_a_chat_can_be_exported(server: Server, page: Page) -> None:
 
 
 @in_browser
-async def test_an_option_that_cannot_be_sent_opens_the_options_and_says_so(server: Server, page: Page) -> None:
+async def test_an_option_that_cannot_be_sent_opens_the_options_with_an_error(server: Server, page: Page) -> None:
     await show(page, server)
     await page.run("document.querySelector('#temperature').value = 5")
     await ask(page, "hi")
@@ -220,7 +220,7 @@ async def test_an_option_that_cannot_be_sent_opens_the_options_and_says_so(serve
 
 
 @in_browser
-async def test_errors_come_into_view_also_in_a_long_conversation(page: Page) -> None:
+async def test_errors_scroll_into_view_in_a_long_conversation(page: Page) -> None:
     in_view = (
         "(() => {const a = [...document.querySelectorAll('[role=alert]')].at(-1)?.getBoundingClientRect();"
         "const l = document.querySelector('#log').getBoundingClientRect();"

@@ -29,7 +29,7 @@ def exposition(observed: list[float], bounds: list[float], counters: dict[str, f
 
 
 def quantile(observed: list[float], bounds: list[float], q: float) -> float:
-    """Within the bucket of the observation of this rank, in proportion to its place there."""
+    """Interpolated within the bucket of the observation of this rank, in proportion to its position there."""
     rank, low, below = q * len(observed), 0.0, 0
     for bound in bounds:
         upto = sum(value <= bound for value in observed)
@@ -68,7 +68,7 @@ async def test_rates_means_and_quantiles_are_those_of_the_time_between(page: Pag
 
 
 @in_browser
-async def test_a_restart_of_the_server_or_a_pause_begins_anew(page: Page) -> None:
+async def test_a_restart_of_the_server_or_a_pause_starts_over(page: Page) -> None:
     source = (FOLDER / "metrics.js").read_text()
     spans = await page.run(
         f"(() => {{{source}; const recent = new Recent(); const out = [];"
@@ -80,7 +80,7 @@ async def test_a_restart_of_the_server_or_a_pause_begins_anew(page: Page) -> Non
 
 
 @in_browser
-async def test_percentiles_say_no_more_than_is_known(page: Page) -> None:
+async def test_percentiles_are_limited_to_known_buckets(page: Page) -> None:
     source = (FOLDER / "metrics.js").read_text()
     texts = (exposition([], [0.001, 0.05], {}), exposition([0.02, 0.03, 0.04], [0.001, 0.05], {}))
     figures = await page.run(
@@ -92,7 +92,9 @@ async def test_percentiles_say_no_more_than_is_known(page: Page) -> None:
 
 
 @in_browser
-async def test_what_has_no_series_is_not_shown(server: Server, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_figure_without_series_is_not_shown(
+    server: Server, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
     render = server.service.metrics.render
 
     def without_computed_tokens() -> bytes:

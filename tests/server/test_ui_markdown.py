@@ -1,4 +1,4 @@
-"""What the page at `/` makes of an answer: nodes, never markup."""
+"""The page at `/` renders an answer as nodes, never as markup."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def answer_html(page: Page, text: str) -> str:
-    """The markup that an answer becomes."""
+    """The rendered markup of an answer."""
     sources = "\n".join((FOLDER / name).read_text() for name in ("chart.js", "markdown.js"))
     return str(
         await page.run(
@@ -56,7 +56,7 @@ async def test_markdown_becomes_nodes(page: Page, text: str, markup: str) -> Non
         "`<b>` **<u>** # <style>",
     ],
 )
-async def test_nothing_of_an_answer_runs_or_loads(page: Page, text: str) -> None:
+async def test_nothing_in_an_answer_runs_or_loads(page: Page, text: str) -> None:
     kinds = await page.run(
         f"(() => {{const d = new DOMParser().parseFromString({json.dumps(await answer_html(page, text))}, 'text/html');"
         "return {tags: [...d.body.querySelectorAll('*')].map(e => e.localName),"
@@ -70,14 +70,14 @@ async def test_nothing_of_an_answer_runs_or_loads(page: Page, text: str) -> None
 
 
 @in_browser
-async def test_text_without_an_end_is_quick(page: Page) -> None:
+async def test_endless_text_is_quick(page: Page) -> None:
     for hostile in ("**a " * 4000, "[" * 8000, "`" * 8000, "- " * 4000, "> " * 4000, "|-" * 4000, "_a" * 8000):
         async with asyncio.timeout(240):
             await answer_html(page, hostile)
 
 
 @in_browser
-async def test_a_code_block_can_be_copied_while_the_answer_goes_on(server: Server, page: Page) -> None:
+async def test_a_code_block_can_be_copied_while_the_answer_continues(server: Server, page: Page) -> None:
     gate = asyncio.Event()
     server.engine.script = Script("```py\nx = 1 < 2\n```\nand **more**", gate=gate)
     await show(page, server)

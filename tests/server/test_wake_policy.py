@@ -1,4 +1,4 @@
-"""Which models are awake: random orders of wishes, ends of sleep and waking, and deaths."""
+"""Which models are awake: random orders of requests, ends of sleep and waking, and exits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from weft.server.daemon.wake_policy import SleepMove, WakeMove, WakePolicy
 from weft.server.observe.shared_state import SleepState
 
 
-class RotaMachine(RuleBasedStateMachine):
-    """The rules play the sleep manager: every move ends at some point, successfully or not."""
+class WakeMachine(RuleBasedStateMachine):
+    """The rules act as the sleep manager: every move ends at some point, successfully or not."""
 
     policy: WakePolicy
 
@@ -115,8 +115,8 @@ class RotaMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: hasattr(self, "policy"))
     @rule()
-    def whoever_is_wanted_wakes(self) -> None:
-        """With nobody in the way, and every move that begins ending well."""
+    def every_requested_model_wakes(self) -> None:
+        """Holds if nothing else blocks it and every started move ends well."""
         wanted = list(self.policy.wanted)
         woken = []
         for _ in range(20 * len(self.shares)):
@@ -135,7 +135,7 @@ class RotaMachine(RuleBasedStateMachine):
         assert set(wanted) <= set(woken) | {m for m in wanted if self.policy.sleep_states[m] is SleepState.AWAKE}
 
 
-TestRota = RotaMachine.TestCase
+TestRota = WakeMachine.TestCase
 TestRota.settings = settings(max_examples=40, stateful_step_count=25, deadline=None, derandomize=True)
 
 
@@ -146,7 +146,7 @@ def test_models_that_fit_together_are_awake_from_the_start() -> None:
     assert WakePolicy([0.1] * 3, most=2).sleep_states == [SleepState.AWAKE, SleepState.AWAKE, SleepState.ASLEEP]
 
 
-def test_who_asks_first_gets_the_room_that_is_made_for_it() -> None:
+def test_the_first_request_gets_the_memory_freed_for_it() -> None:
     policy = WakePolicy([0.5, 0.5, 1.0, 0.5])
     assert policy.begin_sleep(1)
     policy.slept(1)
@@ -159,7 +159,7 @@ def test_who_asks_first_gets_the_room_that_is_made_for_it() -> None:
 
 
 @pytest.mark.parametrize("expected", [[], [0]])
-def test_a_model_that_requests_are_about_to_enter_sleeps_for_nobody(expected: list[int]) -> None:
+def test_a_model_about_to_receive_requests_is_not_put_to_sleep(expected: list[int]) -> None:
     policy = WakePolicy([1.0, 1.0])
     policy.request_wake(1)
     assert policy.moves([0.0, 0.0], expected) == ([] if expected else [SleepMove(0)])

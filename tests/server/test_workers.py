@@ -1,4 +1,4 @@
-"""Several API processes on one port, in front of one engine: as one daemon, whatever dies."""
+"""Several API processes on one port, in front of one engine, act as one daemon, even if one dies."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ KEPT = httpx.Limits(keepalive_expiry=None)
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    options = ("--api-workers", "2", "--api-hang-timeout", "0")  # tests stop processes for as long as they like
+    options = ("--api-workers", "2", "--api-hang-timeout", "0")  # tests stop processes for as long as they need
     with running(tmp_path_factory.mktemp("workers"), *options) as daemon:
         yield daemon
 
 
 def client(daemon: Daemon, limits: httpx.Limits = EACH_ITS_OWN) -> httpx.AsyncClient:
-    """Every request on a connection of its own, so that the kernel shares them out."""
+    """A client that opens a connection for every request, so that the kernel distributes them."""
     return httpx.AsyncClient(base_url=daemon.url, timeout=240, limits=limits)
 
 
@@ -55,10 +55,8 @@ async def until(http: httpx.AsyncClient, name: str, value: float, timeout: float
 
 
 async def stream(http: httpx.AsyncClient, begun: asyncio.Future[int] | None = None, **extra: Any) -> list[Any]:
-    """The events of a stream; the exception in place of the rest when the connection breaks.
-
-    `begun`: gets the client's port with the first event.
-    """
+    """The events of a stream; the exception in place of the rest when the connection breaks. `begun`: gets the client's
+    port with the first event."""
     events: list[Any] = []
     try:
         async with http.stream("POST", "/v1/completions", json={**LONG, **extra}) as response:
@@ -76,7 +74,7 @@ async def stream(http: httpx.AsyncClient, begun: asyncio.Future[int] | None = No
 
 
 async def begin(http: httpx.AsyncClient, count: int, **extra: Any) -> dict[int, asyncio.Task[list[Any]]]:
-    """Streams that have all begun, by their clients' ports."""
+    """Streams that have all started, by their clients' ports."""
     begun = [asyncio.get_running_loop().create_future() for _ in range(count)]
     tasks = [asyncio.create_task(stream(http, future, **extra)) for future in begun]
     async with asyncio.timeout(240):
@@ -87,7 +85,8 @@ async def begin(http: httpx.AsyncClient, count: int, **extra: Any) -> dict[int, 
 async def underway(
     daemon: Daemon, http: httpx.AsyncClient, count: int, asking: httpx.AsyncClient | None = None, **extra: Any
 ) -> AsyncIterator[dict[int, asyncio.Task[list[Any]]]]:
-    """The same, and none can end in the block: the engine is stopped. `asking`: whose connection asks how many."""
+    """The same, and none can end within this context, because the engine is stopped. `asking`: the client whose
+    connection counts them."""
     while True:
         tasks = await begin(http, count, **extra)
         with daemon.held():
@@ -98,7 +97,7 @@ async def underway(
 
 
 async def open_sequences(http: httpx.AsyncClient) -> int:
-    """In all API processes."""
+    """Open sequences in all API processes."""
     return int((await http.get("/load")).json()["server_load"])
 
 
@@ -119,7 +118,7 @@ def ports_of(pid: int) -> set[int]:
     return {int(fields[2].rpartition(":")[2], 16) for fields in lines if f"socket:[{fields[9]}]" in sockets}
 
 
-async def test_metrics_are_those_of_the_whole_daemon_whoever_answers(daemon: Daemon) -> None:
+async def test_metrics_cover_the_whole_daemon_from_any_process(daemon: Daemon) -> None:
     name = 'weft_requests_total{endpoint="/v1/completions",status="200"}'
     async with client(daemon) as http:
         before = await metric(http, name)
@@ -127,7 +126,7 @@ async def test_metrics_are_those_of_the_whole_daemon_whoever_answers(daemon: Dae
         assert [response.status_code for response in responses] == [200] * 40
         assert len({response.headers["x-request-id"] for response in responses}) == 40
         assert len({response.json()["choices"][0]["text"] for response in responses}) == 1
-        await until(http, name, before + 40)  # it is counted behind its last byte
+        await until(http, name, before + 40)  # it is counted after its last byte
         counts = {await metric(http, name) for _ in range(12)}
         assert counts == {before + 40}
         assert await metric(http, "weft_time_to_first_token_seconds_count") >= 40
@@ -145,7 +144,7 @@ async def test_both_processes_serve(daemon: Daemon) -> None:
 
 
 async def test_killing_an_api_process_ends_its_streams_only(daemon: Daemon) -> None:
-    # A request is counted behind its last byte. So whoever dies must not have answered the last question.
+    # A request is counted after its last byte. So the process that dies must not have answered the last request.
     async with client(daemon) as http, client(daemon, KEPT) as other:
         restarts = await metric(http, "weft_api_process_restarts_total")
         done = 'weft_requests_total{endpoint="/v1/completions",status="200"}'
@@ -167,17 +166,17 @@ async def test_killing_an_api_process_ends_its_streams_only(daemon: Daemon) -> N
         assert lost
         assert finished
         await until_recovered(daemon, http, restarts + 1)
-        # What the process counted before it died is still counted.
-        # What was open in it then is counted by the daemon: the metrics agree with its clients' ledger.
+        # Counts of the process before it died remain. Requests open in it then are counted by the daemon: the metrics
+        # agree with its clients' ledger.
         for name, figure, more in zip(names, before, (finished, lost, lost), strict=True):
             await until(http, name, figure + len(more))
         responses = await asyncio.gather(*(http.post("/v1/completions", json=SHORT) for _ in range(20)))
-        assert {response.status_code for response in responses} == {200}  # the new one takes none before it serves
-    daemon.told("SIGKILL")
+        assert {response.status_code for response in responses} == {200}  # the new one accepts none before it serves
+    daemon.wait_for_log("SIGKILL")
 
 
 async def until_recovered(daemon: Daemon, http: httpx.AsyncClient, restarts: float) -> None:
-    """The engine has dropped what nobody waits for, and there are two processes again."""
+    """The engine has dropped abandoned requests, and there are two processes again."""
     await until(http, "weft_requests_running", 0)
     await until(http, "weft_kv_cache_usage_ratio", 0)
     await until(http, "weft_api_process_restarts_total", restarts)
@@ -190,7 +189,7 @@ async def holds(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_process_that_stops_reading_and_dies_holds_nobody_up(daemon: Daemon) -> None:
+async def test_a_process_that_stops_reading_and_dies_blocks_no_other(daemon: Daemon) -> None:
     async with client(daemon) as http:
         restarts = await metric(http, "weft_api_process_restarts_total")
         stopped = daemon.children("weft.server.daemon.worker")[0]
@@ -198,7 +197,7 @@ async def test_a_process_that_stops_reading_and_dies_holds_nobody_up(daemon: Dae
             stop(stopped)
             held = ports_of(stopped) & set(tasks)
         assert 0 < len(held) < 16
-        async with asyncio.timeout(240):  # the engine goes on for the others, while what it says to this one piles up
+        async with asyncio.timeout(240):  # the engine continues for the others, while its messages to this one pile up
             others = await asyncio.gather(*(task for port, task in tasks.items() if port not in held))
         assert [events[-1] for events in others] == ["[DONE]"] * len(others)
         assert not any(tasks[port].done() for port in held)
@@ -207,12 +206,12 @@ async def test_a_process_that_stops_reading_and_dies_holds_nobody_up(daemon: Dae
             lost = await asyncio.gather(*(tasks[port] for port in held))
         assert all(isinstance(events[-1], httpx.HTTPError) for events in lost)
         await until_recovered(daemon, http, restarts + 1)
-        # Nobody waits for ever at the listener of the one that died: its successor takes over.
+        # No connection waits forever at the listener of the dead process: its successor takes over.
         replies = await asyncio.gather(*(plain(http, **SHORT) for _ in range(20)))
         assert all(isinstance(reply, httpx.Response) and reply.status_code == 200 for reply in replies)
 
 
-async def test_an_end_with_messages_unread_is_an_end() -> None:
+async def test_an_exit_with_unread_messages_is_an_exit() -> None:
     ours, theirs = socket.socketpair()
     channel = await Channel.of_daemon(ours)
     channel.send(Drain())
@@ -222,7 +221,7 @@ async def test_an_end_with_messages_unread_is_an_end() -> None:
         theirs.close()  # `Drain` was never read
         received += [message async for message in channel.messages()]
     assert received == [Idle()]
-    channel.send(Drain())  # to nobody
+    channel.send(Drain())  # to no process
     channel.close()
 
 
@@ -230,7 +229,7 @@ async def test_queue_bounds_hold_over_all_processes(tmp_path: Path) -> None:
     options = ("--api-workers", "2", "--max-num-seqs", "2", "--max-queued-requests", "3")
     with running(tmp_path, *options) as daemon:
         async with client(daemon) as http:
-            with daemon.held():  # or the first has its answer before the last has asked
+            with daemon.held():  # or the first has its answer before the last is sent
                 tasks = [asyncio.create_task(stream(http, max_tokens=20)) for _ in range(20)]
                 await until(http, 'weft_rejected_total{reason="queue_full"}', 15)
             results = await asyncio.gather(*tasks)
@@ -244,7 +243,7 @@ async def test_queue_bounds_hold_over_all_processes(tmp_path: Path) -> None:
 async def under_load(
     daemon: Daemon, http: httpx.AsyncClient, seats: int
 ) -> AsyncIterator[tuple[list[asyncio.Task[Any]], list[asyncio.Task[Any]]]]:
-    """Streams, and plain requests; of either some are running and some wait. None can end in the block."""
+    """Streams and plain requests; some of each are running and some wait. None can end within this context."""
     half = range(seats // 2)
     async with underway(daemon, http, seats) as begun:
         streams = [*begun.values(), *(asyncio.create_task(stream(http)) for _ in half)]
@@ -283,7 +282,7 @@ async def test_an_engine_can_be_started_again(tmp_path: Path) -> None:
             )
             async with underway(daemon, http, 8) as tasks:
                 figures = {name: await metric(http, name) for name in totals}
-                (model / "config.json").rename(tmp_path / "away")  # no other engine is ready before it is back
+                (model / "config.json").rename(tmp_path / "away")  # no other engine is ready before it returns
                 os.kill(daemon.engine_pid, signal.SIGKILL)
             results = await asyncio.gather(*tasks.values())
             assert [events[-1]["error"]["code"] for events in results] == ["engine_dead"] * 8
@@ -297,14 +296,14 @@ async def test_an_engine_can_be_started_again(tmp_path: Path) -> None:
             ends = [events[-1] for events in await asyncio.gather(*(stream(http, max_tokens=5) for _ in range(8)))]
             assert ends == ["[DONE]"] * 8, "ready in one process, loading in another"
             assert await metric(http, "weft_engine_restarts_total") >= 1
-            for name, figure in figures.items():  # counters go on, and another process says the same
+            for name, figure in figures.items():  # counters continue, and another process gives the same
                 assert await metric(http, name) >= figure > 0
         daemon.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(daemon.process.wait, 240) == 0
 
 
-async def test_none_says_that_it_is_ready_while_another_one_is_not(tmp_path: Path) -> None:
-    """The kernel gives who has heard it to any of them."""
+async def test_no_process_reports_ready_while_another_one_is_not(tmp_path: Path) -> None:
+    """The kernel sends a new connection to any of them."""
     port = free_port()
     daemon = Daemon(tmp_path / "log", "--port", str(port), "--device", "cpu", "--api-workers", "2")
     daemon.url = f"http://127.0.0.1:{port}"
@@ -315,7 +314,7 @@ async def test_none_says_that_it_is_ready_while_another_one_is_not(tmp_path: Pat
             await asyncio.sleep(0.005)
         stop(late := workers[1])
         serves = 0
-        while serves < 3:  # in what answers: the other's connections wait
+        while serves < 3:  # in the answering process: the other's connections wait
             async with httpx.AsyncClient(base_url=daemon.url, timeout=1, limits=EACH_ITS_OWN) as http:
                 with contextlib.suppress(httpx.TransportError):
                     serves += (await http.post("/v1/completions", json=SHORT)).status_code == 200
@@ -331,7 +330,7 @@ async def test_none_says_that_it_is_ready_while_another_one_is_not(tmp_path: Pat
         daemon.end()
 
 
-async def test_none_says_that_it_is_ready_while_another_one_lacks_a_model(tmp_path: Path) -> None:
+async def test_no_process_reports_ready_while_another_one_lacks_a_model(tmp_path: Path) -> None:
     port = free_port()
     models = ("--model", "demo served_model_name=a", "--model", "demo served_model_name=b")
     options = ("--device", "cpu", "--cpu-threads", "1", "--api-workers", "2", "--port", str(port), *models)
@@ -361,7 +360,7 @@ async def test_none_says_that_it_is_ready_while_another_one_lacks_a_model(tmp_pa
         while not await answers("b"):
             await asyncio.sleep(0.05)
         seen = 0
-        while seen < 3:  # in what answers: the other's connections wait
+        while seen < 3:  # in the answering process: the other's connections wait
             async with httpx.AsyncClient(base_url=daemon.url, timeout=1, limits=EACH_ITS_OWN) as http:
                 with contextlib.suppress(httpx.TransportError):
                     assert (await http.get("/ready")).json()["error"]["code"] == "loading"
@@ -377,9 +376,7 @@ async def test_none_says_that_it_is_ready_while_another_one_lacks_a_model(tmp_pa
         daemon.end()
 
 
-async def test_a_process_that_follows_another_one_serves_all_its_models_before_it_takes_connections(
-    tmp_path: Path,
-) -> None:
+async def test_a_successor_process_serves_all_its_models_before_it_accepts_connections(tmp_path: Path) -> None:
     models = ("--model", "demo served_model_name=a", "--model", "demo served_model_name=b")
     site = patched(tmp_path / "site", TELLS_OF_MODELS, of="weft.server.daemon.worker")
     body = {**SHORT, "model": "b"}
@@ -387,9 +384,9 @@ async def test_a_process_that_follows_another_one_serves_all_its_models_before_i
         (worker,) = daemon.children("weft.server.daemon.worker")
         engines = daemon.children("weft.engine.process")
         async with client(daemon) as http:
-            with stopped(engines[1]):  # its answer to who is new takes a while
+            with stopped(engines[1]):  # its answer to a new connection takes a while
                 os.kill(worker, signal.SIGKILL)
-                await asyncio.to_thread(daemon.told, "serves a", 2)
+                await asyncio.to_thread(daemon.wait_for_log, "serves a", 2)
                 with pytest.raises(httpx.ReadTimeout):
                     await http.post("/v1/completions", json=body, timeout=0.5)
             assert (await http.post("/v1/completions", json=body)).status_code == 200
@@ -403,7 +400,7 @@ async def test_sigterm_under_load_loses_nothing(tmp_path: Path) -> None:
                 daemon.process.send_signal(signal.SIGTERM)
                 async with asyncio.timeout(240):
                     while any([(await http.get("/ready")).status_code == 200 for _ in range(12)]):
-                        pass  # either process may not have heard yet
+                        pass  # either process may not have been notified yet
                 reply = await http.post("/v1/completions", json=SHORT)
                 assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")
                 assert 0 < int(reply.headers["retry-after"]) <= 120

@@ -1,4 +1,4 @@
-"""What models of each family write: answers, and the text, thinking and calls that are in them."""
+"""Answers of models of each family, and the text, thinking and calls in them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ class Transcript(NamedTuple):
     text: str
     content: str = ""
     calls: tuple[tuple[str, str], ...] = ()
-    """(name, arguments as they are handed on)"""
+    """(name, arguments as passed on)"""
     reasoning: str = ""
     thinks: str = ""
     """name of the reasoning format; empty: none"""
     inside: bool = False
     """the prompt ends in the middle of thinking"""
+    cut: bool = False
+    """the answer was cut off, so that calls stay incomplete"""
 
 
 TOOLS: dict[str, dict[str, Any]] = {
@@ -57,7 +59,9 @@ OBJECTS = [
     Transcript(
         "hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', "", (("now", '{"a": 1}'),)
     ),
-    Transcript("hermes", '<tool_call>{"name": "say", "arguments": {"text": "cut o', "", (("say", '{"text": "cut o'),)),
+    Transcript(
+        "hermes", '<tool_call>{"name": "say", "arguments": {"text": "cut o', "", (("say", '{"text": "cut o'),), cut=True
+    ),
     Transcript("hermes", "<tool_call>no object</tool_call>", "<tool_call>no object</tool_call>"),
     Transcript("hermes", '<tool_call>{"nam', '<tool_call>{"nam'),
     Transcript("hermes", '<tool_call>{"name": 5}</tool_call>x', '<tool_call>{"name": 5}</tool_call>x'),
@@ -110,7 +114,7 @@ NAMED = [
     Transcript("mistral", f"[TOOL_CALLS]say{B}", "", (CALL_B,)),
     Transcript("mistral", "[TOOL_CALLS] nothing", "[TOOL_CALLS] nothing"),
     Transcript("mistral", "a list [1, 2] [TOOL", "a list [1, 2] [TOOL"),
-    Transcript("mistral", '[TOOL_CALLS]say[ARGS]{"text": "cut', "", (("say", '{"text": "cut'),)),
+    Transcript("mistral", '[TOOL_CALLS]say[ARGS]{"text": "cut', "", (("say", '{"text": "cut'),), cut=True),
     Transcript(
         "deepseek_v3",
         f"Let me look.\n{D3}get_weather\n```json\n{A}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>"
@@ -175,7 +179,11 @@ TAGS = [
     Transcript("qwen3_coder", "<function=unknown>\n</function>", "<function=unknown>\n</function>"),
     Transcript("qwen3_coder", "<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>"),
     Transcript(
-        "qwen3_coder", "<tool_call>\n<function=say>\n<parameter=text>\ncut\n", "", (("say", '{"text": "cut\\n'),)
+        "qwen3_coder",
+        "<tool_call>\n<function=say>\n<parameter=text>\ncut\n",
+        "",
+        (("say", '{"text": "cut\\n'),),
+        cut=True,
     ),
     Transcript(
         "qwen3_coder",
@@ -189,7 +197,7 @@ TAGS = [
         "<arg_value>3</arg_value>\n<arg_key>place</arg_key>\n<arg_value>{'a': None, 'b': 1}</arg_value>\n</tool_call>\n"
         "<tool_call>now</tool_call>",
         "",
-        (("get_weather", '{"city": "Zürich\\n", "days": 3, "place": "{\'a\': None, \'b\': 1}"}'), ("now", "{}")),
+        (("get_weather", '{"city": "Zürich\\n", "days": 3, "place": {"a": null, "b": 1}}'), ("now", "{}")),
     ),
     Transcript(
         "glm45",
@@ -243,7 +251,7 @@ PYTHON = [
     Transcript("pythonic", "[1, 2, 3]", "[1, 2, 3]"),
     Transcript("pythonic", "[unknown(a=1)]", "[unknown(a=1)]"),
     Transcript("pythonic", "text [now()]", "text [now()]"),
-    Transcript("pythonic", "[say(text='cut o", "", (("say", '{"text": "cut o'),)),
+    Transcript("pythonic", "[say(text='cut o", "", (("say", '{"text": "cut o'),), cut=True),
     Transcript("pythonic", "[now()] and text", " and text", (("now", "{}"),)),
     Transcript(
         "llama4_pythonic",
@@ -383,4 +391,4 @@ MARKS = (
     "}", "[", "]", "(", ")", "=", ":", ",", ";", '"', "'", '"""', "\\", "\\u12", "\\ud83d", "\\x4", "\n", " ", "\t",
     "é", "😀", "1", "-2.5e3", "0x1f", "True", "null", "None", "word", "<", "|", "f(", '{"a": [1, {"b": "c"}]}',
 )  # fmt: skip
-"""what random answers are made of"""
+"""parts of random answers"""

@@ -1,4 +1,4 @@
-"""The page at `/` in a real browser: what all its tests do."""
+"""The page at `/` in a real browser: helpers of all its tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEND_SHOWN = "!document.querySelector('#send').hidden"
 
 
 async def show(page: Page, server: Server) -> None:
-    """Open the page and wait until it knows the server."""
+    """Open the page and wait until it is connected to the server."""
     await page.go(server.url)
     await page.until("document.querySelector('#status').textContent === 'Serving'")
     await page.until("document.querySelector('#limit').value")

@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_level(*, adds_bos: bool = False) -> Tokenizer:
-    """GPT-2 style: any bytes at all can be spelled."""
+    """GPT-2 style: any bytes can be encoded."""
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = [tuple(merge.split()) for merge in MERGES]
     for left, right in merges:
@@ -49,7 +49,7 @@ def sentencepiece(*, strip: bool = True) -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """Unigram style: a decoder without bytes of its own."""
+    """Unigram style: a decoder without its own bytes."""
     tokenizer = sentencepiece()
     tokenizer.decoder = decoders.Metaspace()
     return tokenizer

@@ -1,4 +1,4 @@
-"""What a client's script tries: run in the client's own environment, which has nothing of weft."""
+"""The attempts of a client's script. It runs in the client's environment, which has nothing of weft."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type"
 
 
 def tries(path: str, feature: str) -> Callable[[Attempt], Attempt]:
-    """path: of the API, as `chat`. feature: a column of the table in docs/clients.md."""
+    """path: of the API, such as `chat`. feature: a column of the table in docs/clients.md."""
 
     def keep(attempt: Attempt) -> Attempt:
         _ATTEMPTS.append((path, feature, attempt))
@@ -33,7 +33,7 @@ def add(a: float, b: float) -> str:
 
 
 def run() -> None:
-    """Print what came of each as a line of JSON: path, feature, what was wrong."""
+    """Print the result of each attempt as a line of JSON: path, feature, error."""
     for path, feature, attempt in _ATTEMPTS:
         begun, wrong = time.monotonic(), ""
         try:
@@ -42,4 +42,4 @@ def run() -> None:
             wrong = traceback.format_exc()
         print(json.dumps([path, feature, wrong, round(time.monotonic() - begun, 2)]), flush=True)
     sys.stdout.flush()
-    os._exit(0)  # whatever threads a client leaves behind
+    os._exit(0)  # ends threads that a client leaves behind

@@ -23,7 +23,7 @@ class Pet(pydantic.BaseModel):
 
 
 def model(path: str) -> Any:
-    """With a client of its own: each attempt has another event loop."""
+    """A separate client, because each attempt has another event loop."""
     if path == "messages":
         api = anthropic.AsyncAnthropic(base_url=URL, api_key="none", max_retries=0)
         return AnthropicModel("demo", provider=AnthropicProvider(anthropic_client=api))

@@ -41,7 +41,7 @@ def tools() -> None:
 
 @tries("chat", "tool result")
 def agent() -> None:
-    """Its prompt is longer than the demo's context: refused, and told as such."""
+    """Its prompt is longer than the demo's context: it is refused and reported as too long."""
     refusal = ""
     try:
         ToolCallingAgent(tools=[add], model=model, max_steps=1).run(QUESTION)

@@ -1,4 +1,4 @@
-"""Where the tasks of this folder find their documents: in a file beside them, without a hub and without a cache."""
+"""Reads the documents of this folder's tasks from a file next to them, without a hub and without a cache."""
 
 from __future__ import annotations
 

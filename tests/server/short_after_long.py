@@ -1,7 +1,7 @@
-"""Ten short prompts behind twenty long ones, over HTTP, with and without a share for the shortest.
+"""Sends ten short prompts after twenty long ones, over HTTP, with and without a share for the shortest.
 
-Run it by hand (`python tests/server/short_behind_long.py --rounds 3`); it asserts nothing. Two daemons with the demo
-model, one for each share, are asked by turns, so that other work on the machine slows both.
+Run it by hand (`python tests/server/short_after_long.py --rounds 3`); it asserts nothing. The requests alternate
+between two daemons with the demo model, one for each share, so that other work on the machine slows both.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LIMITS = httpx.Limits(max_connections=None)
 
 class Round(NamedTuple):
     alone_ms: list[float]
-    """to the first token of the short ones, beside the decodes of the long ones"""
+    """ms to the first token of the short ones, during decodes of the long ones"""
     behind_ms: list[float]
-    """of those that come half a second after the long ones"""
+    """ms of those that arrive half a second after the long ones"""
     seconds: float
-    """for the long ones and the short ones behind them"""
+    """seconds for the long ones and the short ones after them"""
     cpu_seconds: float
-    """of the engine, for these"""
+    """CPU seconds of the engine for these"""
 
 
 def cpu_seconds(pid: int) -> float:
@@ -42,13 +42,13 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def first_token(http: httpx.AsyncClient, prompt: list[int], output: int, begun: asyncio.Event | None) -> float:
-    """Sends the prompt and reads all of the answer; milliseconds to its first event."""
+    """Send the prompt and read the whole answer. Returns the milliseconds to its first event."""
     body = {"prompt": prompt, "max_tokens": output, "ignore_eos": True, "stream": True, "temperature": 0}
     start, first = time.monotonic(), 0.0
     async with http.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
-            if line.startswith("data:") and not first:  # not the comments that say that it waits
+            if line.startswith("data:") and not first:  # not the comments that keep a waiting stream alive
                 first = time.monotonic() - start
                 if begun is not None:
                     begun.set()
