@@ -8,8 +8,8 @@ from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.scheduling.waiting import Blocked
 
-MAX_PASSED = 8  # requests that may overtake the first in line while it lacks pages or a slot
-MAX_DISPLACED = 3  # times that a request may lose its slot to a higher priority
+MAX_OVERTAKEN = 8  # requests that may overtake the first in line while it lacks pages or a slot
+MAX_PREEMPTED = 3  # times that a request may lose its slot to a higher priority
 SLOTS_AT_ONCE = 4  # slots that may be freed at once for a higher priority
 
 
@@ -23,24 +23,24 @@ class Fairness:
         self._credit = 0.0
         """At 1, the shortest prompt gets the next scarce slot. Each slot given adds the share."""
         self.overtaken = 0  # requests admitted ahead of the first in line
-        self.displaced = 0  # slots given up for a higher priority
+        self.preempted = 0  # slots given up for a higher priority
 
     def share(self, budget: int, chunk_step: int) -> int:
         """Return the prefill tokens of `budget` for the shortest prompts. It leaves a chunk for the first in line."""
         return max(0, min(int(self._share * budget), budget - chunk_step))
 
-    def may_pass(self, head: Request, blocked: Blocked) -> bool:
+    def may_overtake(self, head: Request, blocked: Blocked) -> bool:
         """Return whether another request may be admitted ahead of the head, given what the head lacks. A head that only
         waits for tokens loses nothing."""
         if blocked == "tokens":
             return True
-        return head.passed < MAX_PASSED and (blocked == "pages" or self._credit >= 1)
+        return head.overtaken < MAX_OVERTAKEN and (blocked == "pages" or self._credit >= 1)
 
-    def passes(self, head: Request, blocked: Blocked) -> None:
+    def overtakes(self, head: Request, blocked: Blocked) -> None:
         """Record that another request was admitted ahead of the head."""
         if blocked == "tokens":
             return
-        head.passed += 1
+        head.overtaken += 1
         self.overtaken += 1
         if blocked == "slots":
             self._credit -= 1 - self._share
@@ -60,12 +60,12 @@ class Fairness:
         worse = running[s.priority[running] > head.priority]
         for slot in worse[np.lexsort((s.order[worse], s.priority[worse]))][::-1].tolist():
             request = s.of(slot)
-            if request.displaced < MAX_DISPLACED:
+            if request.preempted < MAX_PREEMPTED:
                 return int(slot)
         return None
 
-    def displaces(self, head: Request, request: Request) -> None:
+    def preempts(self, head: Request, request: Request) -> None:
         """Record that `request` lost its slot to the head, which no other may overtake."""
-        request.displaced += 1
-        head.passed = MAX_PASSED
-        self.displaced += 1
+        request.preempted += 1
+        head.overtaken = MAX_OVERTAKEN
+        self.preempted += 1

@@ -103,9 +103,9 @@ class Prefills:
         assert head is not None
         if request is head:
             return self._admit_head(request) is not None
-        if not self._fairness.may_pass(head, blocked) or self._admit(request) is None:
+        if not self._fairness.may_overtake(head, blocked) or self._admit(request) is None:
             return False
-        self._fairness.passes(head, blocked)
+        self._fairness.overtakes(head, blocked)
         request.early = True
         return True
 
@@ -120,9 +120,9 @@ class Prefills:
     def _overtake(self, head: Request) -> Request | None:
         """Admit a request that fits the free pages, while the head does not."""
         for request in self._waiting.shortest_by_priority():
-            if request is head or not self._fairness.may_pass(head, "pages") or self._admit(request) is None:
+            if request is head or not self._fairness.may_overtake(head, "pages") or self._admit(request) is None:
                 continue
-            self._fairness.passes(head, "pages")
+            self._fairness.overtakes(head, "pages")
             request.early = True
             return request
         return None

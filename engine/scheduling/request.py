@@ -43,9 +43,9 @@ class Request:
     tenant: int = 0  # Number of the tenant. Tenants of one priority share the engine fairly.
     ticket: int = 0  # ticket in the waiting queue; 0 if it is not queued
     charged: float = 0.0  # tokens charged to its tenant when it first got a slot
-    passed: int = 0  # requests that were admitted ahead of it when it was first in line
+    overtaken: int = 0  # requests admitted ahead of it while it was first in line
     early: bool = False  # it got its slot before its turn
-    displaced: int = 0  # times it lost its slot to a higher priority
+    preempted: int = 0  # times it lost its slot to a higher priority
     siblings: list[Request] = field(default_factory=list)
     """Requests that wait for this one's prompt; empty once it has begun."""
     metered: bool = False  # report the energy charged

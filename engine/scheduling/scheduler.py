@@ -203,7 +203,7 @@ class Scheduler:
             if victim is None:
                 return
             request = self.slots.of(victim)
-            self.fairness.displaces(head, request)
+            self.fairness.preempts(head, request)
             self._preempt(victim)
 
     def _num_coming(self) -> int:
@@ -431,7 +431,7 @@ class Scheduler:
             retained_pages=len(pool.retention), retentions_displaced=pool.retention.displaced,
             prefix_queried_tokens=self.prefixes.stats.queried, prefix_hit_tokens=sum(self.prefixes.stats.hits),
             prefix_lengths=self.prefixes.stats.by_length, tiers=self.prefixes.stats.tiers(pool, self.tiers),
-            preemptions=self.preemptions, displaced=self.fairness.displaced, attention=dict(self.attention.iterations),
+            preemptions=self.preemptions, displaced=self.fairness.preempted, attention=dict(self.attention.iterations),
             chunks_cut=dict(self.chunk_keeper.bounds) if self.chunk_keeper is not None else {},
             chunks_late=self.chunk_keeper.limit.late if self.chunk_keeper is not None else 0,
             overtaken=self.fairness.overtaken, prompt_tokens=self.prompt_tokens,

@@ -17,7 +17,7 @@ from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.runner.iteration.batch import StepResult
 from weft.engine.scheduling import fair_queue
 from weft.engine.scheduling.admission import OutputLengths
-from weft.engine.scheduling.fairness import MAX_DISPLACED, MAX_PASSED, Fairness
+from weft.engine.scheduling.fairness import MAX_OVERTAKEN, MAX_PREEMPTED, Fairness
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
@@ -187,11 +187,11 @@ def test_smaller_requests_overtake_a_head_that_lacks_pages_a_few_times() -> None
     clock.step()
     clock.step()
     head = clock.add(1000, 1)
-    small = [clock.add(10, 200) for _ in range(MAX_PASSED + 4)]
+    small = [clock.add(10, 200) for _ in range(MAX_OVERTAKEN + 4)]
     for _ in range(6):
         clock.step()
-    assert [r.waiting for r in small] == [False] * MAX_PASSED + [True] * 4
-    assert (head.waiting, head.passed, clock.scheduler.fairness.overtaken) == (True, MAX_PASSED, MAX_PASSED)
+    assert [r.waiting for r in small] == [False] * MAX_OVERTAKEN + [True] * 4
+    assert (head.waiting, head.overtaken, clock.scheduler.fairness.overtaken) == (True, MAX_OVERTAKEN, MAX_OVERTAKEN)
     clock.run(until=running)
     clock.step()
     assert not head.waiting, "once passed so often, it is the next"
@@ -235,7 +235,7 @@ def test_a_higher_priority_preempts_the_youngest_of_the_lowest() -> None:
     better = engine.add([9] * 3, 2, priority=0)
     assert better.handle in engine.step()
     assert [r.waiting for r in engine.requests] == [False, False, True, False]
-    assert engine.scheduler.fairness.displaced == engine.scheduler.preemptions == 1
+    assert engine.scheduler.fairness.preempted == engine.scheduler.preemptions == 1
     engine.run()
     assert [len(tokens) for tokens in engine.output.values()] == [9, 9, 9, 2]
     assert engine.scheduler.preemptions == 1
@@ -261,9 +261,9 @@ def test_no_more_slots_are_preempted_than_needed_and_none_while_one_is_coming() 
     for _ in range(2):
         engine.add([9] * 3, 2)
     engine.launch()
-    assert engine.scheduler.fairness.displaced == 2
+    assert engine.scheduler.fairness.preempted == 2
     engine.launch()
-    assert engine.scheduler.fairness.displaced == 2, "their seats are behind the fence of a launched step"
+    assert engine.scheduler.fairness.preempted == 2, "their slots are held by the fence of a launched step"
     while engine.launched:
         engine.complete()
     engine.run()
@@ -279,7 +279,7 @@ def test_a_request_is_preempted_a_few_times_and_then_keeps_its_slot() -> None:
             engine.add([9] * 3, 2)
         engine.step()
         engine.step()
-    assert worse.displaced == MAX_DISPLACED
+    assert worse.preempted == MAX_PREEMPTED
     assert worse.ended
     engine.run()
 
@@ -288,7 +288,7 @@ def test_if_the_youngest_was_preempted_often_the_next_is_preempted() -> None:
     engine = ListEngine(64, slots=3, prefix_caching=False)
     worse = [engine.add([5] * 5, 9, priority=1) for _ in range(3)]
     engine.step()
-    worse[2].displaced = MAX_DISPLACED
+    worse[2].preempted = MAX_PREEMPTED
     engine.add([9] * 3, 2)
     engine.step()
     assert [r.waiting for r in worse] == [False, True, False]
@@ -302,7 +302,7 @@ def test_no_request_takes_a_slot_preempted_for_a_head_that_lacks_pages() -> None
     engine.step()
     better = engine.add([7] * 20, 1)
     engine.step()
-    assert engine.scheduler.fairness.displaced == 1
+    assert engine.scheduler.fairness.preempted == 1
     assert better.waiting
     for _ in range(3):
         engine.step()
@@ -394,7 +394,7 @@ def longest_wait(clock: Clock, there: list[Arrival], tracked: Arrival, stream: l
     turns = 1 + sum(tenant == tracked[2] for _, _, tenant in there)
     others = len({tenant for _, _, tenant in everybody} - {tracked[2]})
     tokens = fair_queue.MAX_AHEAD + 2 * max(p + o for p, o, _ in everybody)
-    return turns * (1 + others * math.ceil(tokens / min(p for p, _, _ in everybody))) * (1 + MAX_PASSED) * each
+    return turns * (1 + others * math.ceil(tokens / min(p for p, _, _ in everybody))) * (1 + MAX_OVERTAKEN) * each
 
 
 @given(

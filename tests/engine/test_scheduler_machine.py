@@ -23,7 +23,7 @@ from weft.engine.runner.iteration.batch import Batch, StepResult
 from weft.engine.scheduling.admission import OutputLengths
 from weft.engine.scheduling.build import Chunk
 from weft.engine.scheduling.events import Events
-from weft.engine.scheduling.fairness import MAX_DISPLACED, MAX_PASSED
+from weft.engine.scheduling.fairness import MAX_OVERTAKEN, MAX_PREEMPTED
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
@@ -151,7 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         head = queue.head()
         if head is not None and s.num_open:
             assert scheduler._find_if_fits(head) is None, "the first in line waits beside room for it"
-            if head.passed < MAX_PASSED:
+            if head.overtaken < MAX_OVERTAKEN:
                 for request in queue.shortest_by_priority():
                     assert scheduler._find_if_fits(request) is None, "one that fits waits beside room for it"
         return chunks
@@ -200,8 +200,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def no_request_is_overtaken_or_preempted_forever(self) -> None:
         for request in self.requests_made.values():
-            assert request.passed <= MAX_PASSED
-            assert request.displaced <= MAX_DISPLACED
+            assert request.overtaken <= MAX_OVERTAKEN
+            assert request.preempted <= MAX_PREEMPTED
 
     def _take(self, events: Events) -> None:
         for handle, token, reason in zip(

@@ -28,7 +28,7 @@ LIMITS = httpx.Limits(max_connections=None)
 class Round(NamedTuple):
     alone_ms: list[float]
     """ms to the first token of the short ones, during decodes of the long ones"""
-    behind_ms: list[float]
+    after_ms: list[float]
     """ms of those that arrive half a second after the long ones"""
     seconds: float
     """seconds for the long ones and the short ones after them"""
@@ -71,9 +71,9 @@ async def one_round(daemon: Daemon, seed: int, output: int) -> Round:
         start, used = time.monotonic(), cpu_seconds(daemon.engine_pid)
         long = [send(LONG, output) for _ in range(20)]
         await asyncio.sleep(0.5)
-        behind = await asyncio.gather(*(send(SHORT, 8) for _ in range(10)))
+        after_long = await asyncio.gather(*(send(SHORT, 8) for _ in range(10)))
         await asyncio.gather(*long)
-        return Round(alone, behind, time.monotonic() - start, cpu_seconds(daemon.engine_pid) - used)
+        return Round(alone, after_long, time.monotonic() - start, cpu_seconds(daemon.engine_pid) - used)
 
 
 def spread(values: list[float], digits: int = 0) -> str:
@@ -98,16 +98,16 @@ def main() -> None:
                 for share in (0.25, 0.0) if k % 2 else (0.0, 0.25):
                     made = asyncio.run(one_round(with_share if share else without, k, arguments.output))
                     rounds[share].append(made)
-                    ttft = f"{median(made.alone_ms):,.0f} ms alone, {median(made.behind_ms):,.0f} ms behind"
+                    ttft = f"{median(made.alone_ms):,.0f} ms alone, {median(made.after_ms):,.0f} ms after"
                     used = f"{made.seconds:.1f} s, {made.cpu_seconds:.2f} CPU s"
                     print(f"round {k}, share {share}: {ttft}, {used}", flush=True)
     print("medians (least-most): ms of each round's median, seconds of each round")
     for share, made_all in rounds.items():
         alone = spread([median(made.alone_ms) for made in made_all])
-        behind = spread([median(made.behind_ms) for made in made_all])
+        after = spread([median(made.after_ms) for made in made_all])
         seconds = spread([made.seconds for made in made_all], 1)
         cpu = spread([made.cpu_seconds for made in made_all], 2)
-        print(f"share {share}: alone {alone} ms, behind {behind} ms, all {seconds} s, engine {cpu} CPU s")
+        print(f"share {share}: alone {alone} ms, after {after} ms, all {seconds} s, engine {cpu} CPU s")
 
 
 if __name__ == "__main__":
