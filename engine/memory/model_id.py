@@ -54,8 +54,9 @@ def _add_file(digest: xxhash.xxh3_128, file: Path) -> None:
     status = file.stat()
     digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
     with file.open("rb") as f:
-        header = int.from_bytes(f.read(8), "little")
-        digest.update(f.read(min(header, 1 << 26)))
+        if file.suffix == ".safetensors":
+            header = int.from_bytes(f.read(8), "little")
+            digest.update(f.read(min(header, 1 << 26)))
         step = max(1, status.st_size // SAMPLES)
         for at in range(0, status.st_size, step):
             f.seek(at)

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weft.engine.errors import ConfigError
-from weft.server.api.responses.store import Store
-from weft.server.batches.records import Folder
 from weft.server.config import ServeConfig
 from weft.server.daemon.certificate import Certificate
 from weft.server.daemon.handover import Handover, find
@@ -17,7 +15,6 @@ from weft.server.daemon.listen import distribute, inherited, listen, listen_unix
 from weft.server.daemon.notify import Notifier
 from weft.server.keys import load_keys, reread
 from weft.server.observe.server_urls import publish, url_of
-from weft.server.text.chat_template import read_chat_template
 
 MIN_KEYS = 1024  # Minimum capacity, so that a reload can add keys.
 
@@ -38,13 +35,19 @@ class Front:
         """Take the port. Raises `ConfigError` if the operator must change something."""
         self.notifier = Notifier()
         self._config = config
-        # Report unusable folders early.
+        # Report unusable folders early. Their modules import the web framework, which takes tenths of a second.
         if config.responses_dir is not None:
+            from weft.server.api.responses.store import Store
+
             Store.open(config).close()
         if config.files_dir is not None:
+            from weft.server.batches.records import Folder
+
             Folder.open(config.files_dir, config.files_max_gib)
         for each in config.each:
             if each.chat_template is not None:
+                from weft.server.text.chat_template import read_chat_template
+
                 read_chat_template(each.chat_template)
         self.certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert is not None else None
         self.keys = load_keys(config)

@@ -161,7 +161,7 @@ def _post_processor(vocabulary: _Vocabulary, begins: bool) -> dict[str, Any] | N
     return {"type": "Sequence", "processors": processors} if processors else None
 
 
-def _bpe(vocabulary: _Vocabulary, merges: list[str] | list[tuple[str, str]], **options: Any) -> dict[str, Any]:
+def _bpe(vocabulary: _Vocabulary, merges: list[Any], **options: Any) -> dict[str, Any]:
     unknown = vocabulary.special("unknown") if options.get("byte_fallback") else None
     return {
         "type": "BPE", "dropout": None, "unk_token": None if unknown is None else vocabulary.tokens[unknown],
@@ -171,18 +171,18 @@ def _bpe(vocabulary: _Vocabulary, merges: list[str] | list[tuple[str, str]], **o
     }  # fmt: skip
 
 
-def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+def _merges(vocabulary: _Vocabulary) -> list[Any]:
     """Return the file's merges. Raises `ModelError` if one needs a token that does not exist."""
     merges = vocabulary.get("merges")
     if not isinstance(merges, list):
         raise _unusable(vocabulary.file, "it has no tokenizer.ggml.merges")
-    known, pairs = set(vocabulary.tokens), []
+    known, pairs, joined = set(vocabulary.tokens), list[Any](), _joined(vocabulary)
     for merge in merges:
         space = merge.find(" ", 1) if isinstance(merge, str) else -1
         pair = (merge[:space], merge[space + 1 :]) if space > 0 else ("", "")
         if not (pair[0] in known and pair[1] in known and pair[0] + pair[1] in known):
             raise _unusable(vocabulary.file, f"the merge {merge!r:.80} is not of its tokens")
-        pairs.append(pair)
+        pairs.append(merge if joined else pair)
     return pairs
 
 
@@ -252,19 +252,24 @@ def _sentence_piece(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool]:
     return _pieces(vocabulary, model, Split((), byte_level=False, marks_spaces=True), prefix=prefix), True
 
 
-def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+def _joined(vocabulary: _Vocabulary) -> bool:
+    """Return whether merges can be strings with a space in the middle, which are read faster than pairs."""
+    return not any(" " in token for token in vocabulary.tokens)
+
+
+def _merges_by_score(vocabulary: _Vocabulary) -> list[Any]:
     """Return every pair of pieces that form a piece, in the order of these: user-defined ones, then by score."""
     tokens, types, scores = vocabulary.tokens, vocabulary.types, vocabulary.get("scores")
     if not isinstance(scores, list) or len(scores) < len(tokens):
         raise _unusable(vocabulary.file, "it has neither tokenizer.ggml.merges nor enough tokenizer.ggml.scores")
     formed = [i for i, kind in enumerate(types[: len(tokens)]) if kind in (NORMAL, USER_DEFINED) and len(tokens[i]) > 1]
     formed.sort(key=lambda i: (types[i] != USER_DEFINED, -scores[i] if types[i] != USER_DEFINED else 0))
-    known, pairs = set(tokens), []
+    known, pairs, joined = set(tokens), list[Any](), _joined(vocabulary)
     for i in formed:
         token = tokens[i]
         for cut in range(len(token) - 1, 0, -1):
             if (left := token[:cut]) in known and (right := token[cut:]) in known:
-                pairs.append((left, right))
+                pairs.append(f"{left} {right}" if joined else (left, right))
     return pairs
 
 
