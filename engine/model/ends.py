@@ -19,6 +19,7 @@ _HARMONY = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 _NESTED = ("text_config", "llm_config", "language_config")  # Configuration of the language model inside another one.
 _TOKENIZER = "tokenizer_config.json"
 _ANSWER = "weft-answer"
+_HEAD = 1 << 21  # Characters of `tokenizer.json` that hold the added tokens of most models.
 
 
 class EndTokens(NamedTuple):
@@ -110,13 +111,17 @@ def _added_tokens(path: Path, tokenizer: dict[str, Any]) -> tuple[dict[str, int]
     """Return the ids of added tokens by name, and the names of special ones."""
     listed = tokenizer.get("added_tokens_decoder")
     tokens = [{**t, "id": int(i)} for i, t in listed.items()] if isinstance(listed, dict) else []
-    try:
-        text = (path / "tokenizer.json").read_text(encoding="utf-8")
-        # Only this list is parsed, because the file may have many megabytes.
-        at = re.search(r'"added_tokens"\s*:\s*(?=\[)', text)
-        tokens += json.JSONDecoder().raw_decode(text, at.end())[0] if at else []
-    except (OSError, ValueError):
-        pass
+    for size in (_HEAD, -1):
+        try:
+            with (path / "tokenizer.json").open(encoding="utf-8") as file:
+                text = file.read(size)
+            # Only this list is parsed, because the file may have many megabytes.
+            at = re.search(r'"added_tokens"\s*:\s*(?=\[)', text)
+            tokens += json.JSONDecoder().raw_decode(text, at.end())[0] if at else []
+        except (OSError, ValueError):
+            continue
+        if at:
+            break
     there = [t for t in tokens if isinstance(t, dict) and isinstance(t.get("content"), str)]
     return {t["content"]: t["id"] for t in there}, {t["content"] for t in there if t.get("special")}
 
