@@ -20,10 +20,12 @@ from pydantic import BaseModel
 from weft.engine.config import TOKENIZER_FILES
 from weft.engine.config.tokenizer import load_tokenizer
 from weft.engine.errors import ModelError, refuse_pointer
+from weft.engine.model.gguf.file import INDEX
 from weft.server.bodies import parse_json
 from weft.server.errors import ApiError, bad_request, clip
 from weft.server.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from weft.server.text.encoder import Encoder, any_of
+from weft.server.text.gguf_tokenizer import GgufTokenizer
 from weft.server.text.token_bytes import TokenBytes
 
 _CONTEXT_TOKENS = 8  # prompt tokens in a window detokenizer's context
@@ -76,7 +78,7 @@ class Tokenizer:
             raise ModelError(f"{path} has no tokenizer: it needs {TOKENIZER_FILES[0]} or {TOKENIZER_FILES[1]}")
         for file in files:
             refuse_pointer(file)
-        hf = load_tokenizer(path)
+        hf = GgufTokenizer(path) if (path / INDEX).is_file() else load_tokenizer(path)
         if chat_template is not None:
             hf.chat_template = chat_template
         return cls(hf)
@@ -351,11 +353,12 @@ class Truncation:
         """Cut a text to the `longest` characters that the kept tokens can cover."""
         return text[-longest:] if self.side == "left" else text[:longest]
 
-    def ids(self, ids: list[int], bos: int | None = None) -> list[int]:
-        """Cut token ids. `bos`: a leading token to keep."""
+    def ids(self, ids: list[int], bos: int | None = None, ending: Sequence[int] = ()) -> list[int]:
+        """Cut token ids. `bos`: a leading token to keep. `ending`: tokens to keep at the end, if they are there."""
         if len(ids) <= self.limit:
             return ids
         if self.side == "right":
-            return ids[: self.limit]
+            count = min(len(ending), self.limit) if ids[len(ids) - len(ending) :] == list(ending) else 0
+            return ids[: self.limit - count] + ids[len(ids) - count :]
         kept = 1 if ids[0] == bos and self.limit else 0
         return ids[:kept] + ids[len(ids) - self.limit + kept :]
