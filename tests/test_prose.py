@@ -17,7 +17,7 @@ import pytest
 import weft
 
 ROOT = Path(weft.__file__).parent
-PACKAGES = ("kernels", "engine", "autosearch", "server", "deploy", "loadgen", "tools", "examples")
+PACKAGES = ("kernels", "engine", "autosearch", "server", "deploy", "loadgen", "tools", "examples", "tests")
 
 BANNED = {
     r"\bwho(ever|mever)\b": "name the person or thing",
@@ -53,11 +53,13 @@ BANNED = {
 
 
 def texts_of(file: Path) -> Iterator[tuple[int, str]]:
-    """Line number and text of every docstring and comment of a Python file."""
+    """Line number and text of every docstring and comment of a Python file; in tests, also function and class names."""
     source = file.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ROOT / "tests" in file.parents:
+            yield node.lineno, node.name.replace("_", " ")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("# ")
@@ -94,7 +96,7 @@ def pages() -> list[Path]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_docstrings_and_comments_are_plain_english(package: str) -> None:
+def test_docstrings_comments_and_names_are_plain_english(package: str) -> None:
     found = [line for file in sorted((ROOT / package).rglob("*.py")) for line in offences(file)]
     assert not found, "\n" + "\n".join(found)
 

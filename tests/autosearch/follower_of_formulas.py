@@ -30,8 +30,8 @@ if __name__ == "__main__":
     opening = msgspec.json.decode(sys.stdin.buffer.readline(), type=BenchConfig)
     ranks = Descriptors.load(opening.descriptors).ranks
     bench = Formulas(read_spec(Path(opening.model)).shard(rank, ranks))
-    told = Path(os.environ["TOLD"])
+    reported = Path(os.environ["TOLD"])
     for line in lines_of_stdin():
         follow(bench, [line])
-        with told.open("a") as file:
+        with reported.open("a") as file:
             file.write(f"{msgspec.json.decode(line, type=MeasureRequest).what} {bench.calls} {bench.seconds}\n")

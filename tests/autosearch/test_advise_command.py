@@ -33,9 +33,9 @@ def test_recorded_curves_need_no_engine(tmp_path: Path, capsys: pytest.CaptureFi
     out = tmp_path / "weft.yaml"
     line = ["advise", "--curves", str(recorded), "--slo", "itl:p99:50ms", "--html", str(page), "--png", str(picture)]
     assert main([*line, "--out", str(out)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Run 64 requests at once" in said
-    assert "replicas: 1. The device waits for the CPU 0.4% of the time" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Run 64 requests at once" in output
+    assert "replicas: 1. The device waits for the CPU 0.4% of the time" in output
     served = load(ServeConfig, {}, out)
     assert (served.max_num_seqs, served.model) == (64, "<m>")
     html = page.read_text()
@@ -98,9 +98,9 @@ def test_when_nothing_fits_it_reports_so_and_writes_no_configuration(
     recorded, out = tmp_path / "curve.json", tmp_path / "weft.yaml"
     curves.save(curve(), recorded)
     assert main(["advise", "--curves", str(recorded), "--slo", "itl:p99:1ms", "--out", str(out)]) == 1
-    told = capsys.readouterr().out
-    assert "No slot limit fits" in told
-    assert "The slot limit meets" not in told
+    reported = capsys.readouterr().out
+    assert "No slot limit fits" in reported
+    assert "The slot limit meets" not in reported
     assert not out.exists()
 
 
@@ -125,9 +125,9 @@ def test_when_nothing_fits_it_reports_so_and_writes_no_configuration(
 )
 def test_bad_input_is_a_one_line_error(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", *line]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("\n") == 1
 
 
 def test_the_demo_model_on_a_cpu(

@@ -66,9 +66,9 @@ def test_runs_at_measured_rates_are_reported() -> None:
     runs = searched(Plant(knee=50.0, width=0.0, seed=0), start=50.0)
     found = measured_rate(runs)
     assert found is not None
-    told = "3 of 3 runs of 20 s met the objectives, 0 of 1 at 15% more"
-    assert str(found) == f"{told}; with only {found.requests} requests per run, the random rate varies by 3%"
-    assert str(found._replace(requests=1000)) == told
+    reported = "3 of 3 runs of 20 s met the objectives, 0 of 1 at 15% more"
+    assert str(found) == f"{reported}; with only {found.requests} requests per run, the random rate varies by 3%"
+    assert str(found._replace(requests=1000)) == reported
     made = curve(rates=tuple(msgspec.structs.replace(r, bound=64, objectives=("itl:p99:50ms",)) for r in runs))
     advice = advise(made, SLO, 0.1, "throughput")
     assert advice.solution.best is not None

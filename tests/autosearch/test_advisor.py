@@ -34,11 +34,11 @@ class MadeUp:
 
     def __init__(self, capacity: int = 1024, room: int = 1 << 20, knee: float | None = None) -> None:
         self.capacity, self._room, self._knee = capacity, room, knee
-        self.asked: list[int] = []
+        self.requested: list[int] = []
         self.now = 0.0
 
     def measure(self, bound: int) -> Point:
-        self.asked.append(bound)
+        self.requested.append(bound)
         self.now += 5.0
         batch = float(min(bound, self._room))
         if self._knee is None:
@@ -58,8 +58,8 @@ def test_the_sweep_ends_close_to_the_largest_limit_that_keeps_the_objective() ->
     assert found is not None
     # itl p99 is 1.495 iterations: at most 117 requests.
     assert 117 / CLOSE <= found.point.bound <= 117
-    assert bench.asked[:8] == [1, 2, 4, 8, 16, 32, 64, 128]
-    assert len(bench.asked) < 20
+    assert bench.requested[:8] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert len(bench.requested) < 20
 
 
 def test_the_ascent_stops_where_the_curve_is_flat() -> None:
@@ -67,7 +67,7 @@ def test_the_ascent_stops_where_the_curve_is_flat() -> None:
     ran = sweep(bench, slo=[])
     ran.run()
     assert ran.stopped == "the curve is flat"
-    assert max(bench.asked) == 256
+    assert max(bench.requested) == 256
 
 
 def test_the_ascent_stops_where_memory_is_full() -> None:
@@ -75,7 +75,7 @@ def test_the_ascent_stops_where_memory_is_full() -> None:
     ran = sweep(bench, slo=[])
     ran.run()
     assert ran.stopped == "only 50 requests fit the KV pool"
-    assert max(bench.asked) == 128
+    assert max(bench.requested) == 128
 
 
 def test_when_time_is_up_the_sweep_returns_its_points() -> None:
@@ -88,10 +88,10 @@ def test_when_time_is_up_the_sweep_returns_its_points() -> None:
 def test_a_point_cut_short_is_dropped() -> None:
     bench, kept = MadeUp(), []
     begun = msgspec.structs.replace(curve(), points=())
-    budget = TimeBudget(1e9, stop_requested=lambda: len(bench.asked) == 3)
+    budget = TimeBudget(1e9, stop_requested=lambda: len(bench.requested) == 3)
     ran = Sweep(bench, begun, [], 0.1, "throughput", budget, kept.append)
     assert [p.bound for p in ran.run().points] == [1, 2]
-    assert [[p.bound for p in told.points] for told in kept] == [[1], [1, 2]]
+    assert [[p.bound for p in reported.points] for reported in kept] == [[1], [1, 2]]
     assert ran.stopped == "ended early"
 
 
@@ -99,7 +99,7 @@ def test_known_points_are_not_measured_again() -> None:
     first, second = MadeUp(), MadeUp()
     begun = sweep(first, budget=22.0).run()
     whole = sweep(second, start=begun).run()
-    assert not set(first.asked) & set(second.asked)
+    assert not set(first.requested) & set(second.requested)
     assert whole == sweep(MadeUp()).run()
 
 
@@ -219,8 +219,8 @@ class Nvml:
     def c_nvmlGpmMetricsGet_t(self) -> SimpleNamespace:
         return SimpleNamespace(metrics=[SimpleNamespace(nvmlReturn=0, value=0.0) for _ in range(8)])
 
-    def nvmlGpmMetricsGet(self, asked: SimpleNamespace) -> None:
-        for metric in asked.metrics[: asked.numMetrics]:
+    def nvmlGpmMetricsGet(self, requested: SimpleNamespace) -> None:
+        for metric in requested.metrics[: requested.numMetrics]:
             metric.value = self.percent[metric.metricId]
 
 

@@ -38,12 +38,12 @@ def test_a_bench_compiles_the_engines_kernels_and_stops_with_its_caller(monkeypa
         return Job(done)
 
     monkeypatch.setattr(CompileJob, "begin", begin)
-    told: list[str] = []
+    reported: list[str] = []
     for tokens in (DENSE_BATCH, 1024):
         with pytest.raises(KeyboardInterrupt):
-            compile_first(SPEC, MODEL, tokens, 60.0, told.append)
+            compile_first(SPEC, MODEL, tokens, 60.0, reported.append)
     usual, other = (config for config in done if config != "stopped")
-    assert told == ["compiling kernels, 1 of 2"] * 2
+    assert reported == ["compiling kernels, 1 of 2"] * 2
     assert done.count("stopped") == 2
     options = {"model_preset": "llama-3-70b", "load_format": "dummy", "tensor_parallel_size": 2}
     engine = EngineConfig.model_validate(options).for_measuring()

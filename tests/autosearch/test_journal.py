@@ -36,11 +36,11 @@ class Counted(SyntheticBench):
     def __init__(self, ends: Collection[tuple[str, int]] = ()) -> None:
         """ends: kinds of measurements, and the number of the one that fails."""
         super().__init__(LLAMA_8B)
-        self._ends, self.asked = ends, Counter[str]()
+        self._ends, self.requested = ends, Counter[str]()
 
     def _next(self, what: str) -> None:
-        self.asked[what] += 1
-        if (what, self.asked[what]) in self._ends:
+        self.requested[what] += 1
+        if (what, self.requested[what]) in self._ends:
             raise RankLost("rank 1: gone")
 
     def alone(self, op: NanoOperation, load: Load) -> Timing:

@@ -99,10 +99,10 @@ def test_a_short_time_limit_still_measures_every_operation_alone() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weft.autosearch.profiler.time", Clock)
-        told: list[tuple[str, int, int]] = []
-        profiler = Profiler(bench, LLAMA_8B, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *step: told.append(step))
+        reported: list[tuple[str, int, int]] = []
+        profiler = Profiler(bench, LLAMA_8B, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *step: reported.append(step))
         profile = profiler.run(target_for(LLAMA_8B), 8)
-        assert told[-1] == ("out of time", len(told) - 1, told[0][2])
+        assert reported[-1] == ("out of time", len(reported) - 1, reported[0][2])
         assert {p.operation for p in profile.points} == set(OPERATIONS)
         assert not profile.pairs
         Machine(profile, LLAMA_8B)
@@ -238,11 +238,11 @@ def test_a_model_with_much_kv_is_measured_at_the_capacity_of_its_gpu() -> None:
     room = profiles.kv_capacity(bench.memory, spec)
     assert room is not None
     assert 90 * TYPICAL.context < room < 140 * TYPICAL.context
-    asked: list[Load] = []
+    requested: list[Load] = []
     for name in ("alone", "pair"):
         really = getattr(bench, name)
-        setattr(bench, name, lambda *a, really=really: (asked.append(a[-1]), really(*a))[1])
+        setattr(bench, name, lambda *a, really=really: (requested.append(a[-1]), really(*a))[1])
     profile = recorded(bench)
     assert profile.load.tokens == TYPICAL.tokens
-    assert max(load.kv_tokens for load in asked) == profile.load.kv_tokens <= room
+    assert max(load.kv_tokens for load in requested) == profile.load.kv_tokens <= room
     assert {p.operation for p in profile.points} == set(profile.features)

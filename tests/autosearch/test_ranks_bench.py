@@ -30,8 +30,8 @@ def test_all_ranks_measure_the_same_until_one_ends(tmp_path: Path, monkeypatch: 
     here = Path(__file__).parent
     monkeypatch.setattr(ranks_bench, "MODULE", "follower_of_formulas")
     monkeypatch.setenv("PYTHONPATH", f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    told = tmp_path / "told"
-    monkeypatch.setenv("TOLD", str(told))
+    reported = tmp_path / "told"
+    monkeypatch.setenv("TOLD", str(reported))
     own = Formulas(SPEC)
     bench = RanksBench(
         MODEL, 2, max_tokens=2048, max_context=2048, seconds=0.2, tuning_seconds=0.0, open_own=lambda *_: own
@@ -43,8 +43,8 @@ def test_all_ranks_measure_the_same_until_one_ends(tmp_path: Path, monkeypatch: 
             bench.alone(NanoOperation("gate_up", 0, 2048, 133), TYPICAL)
         bench.seconds = 0.5
         assert bench.period(serial_for(SPEC, TYPICAL, 132), TYPICAL).ms > 0
-        assert until(lambda: read(told).endswith("period 3 0.5\n"))
-        assert read(told).split("\n")[:-1] == [
+        assert until(lambda: read(reported).endswith("period 3 0.5\n"))
+        assert read(reported).split("\n")[:-1] == [
             "alone 1 0.0", "pair 2 0.0", "alone 2 0.0", "seconds 2 0.5", "period 3 0.5"
         ]  # fmt: skip
         bench._followers[1].kill()

@@ -138,9 +138,7 @@ def test_decodes_alone_are_searched_too(recorded: Profile) -> None:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("measured", [True, False])
-def test_a_start_plan_competes(
-    recorded: Profile, plan: Plan, measured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_plan_competes(recorded: Profile, plan: Plan, measured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense_batch, "DENSE_STEPS", 1)
     known = msgspec.structs.replace(plan.periods[0], min_tokens=1, min_kv_tokens=0)
     bad = without_overlap(known, 132)  # the solver found only this one
@@ -206,16 +204,16 @@ def test_the_solver_keeps_to_its_time_and_every_load_gets_a_share(
 
 @pytest.mark.usefixtures("quick")
 def test_a_stopped_search_leaves_the_best_so_far(recorded: Profile) -> None:
-    said: list[str] = []
+    lines: list[str] = []
 
     def note(text: str, _: float | None = None) -> None:
-        said.append(text)
+        lines.append(text)
 
-    budget = TimeBudget(1e6, note, lambda: "1920" in " ".join(said))
+    budget = TimeBudget(1e6, note, lambda: "1920" in " ".join(lines))
     result = search.Search(Machine(recorded, LLAMA_8B), TYPICAL, None, budget, max_num_seqs=1024).run("x")
     assert result.plan.periods
     assert result.plan.made.endswith("ended early")
-    assert not [text for text in said if "decodes" in text and "stage" in text]
+    assert not [text for text in lines if "decodes" in text and "stage" in text]
 
 
 @pytest.mark.usefixtures("quick")

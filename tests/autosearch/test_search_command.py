@@ -214,14 +214,14 @@ def test_show_refuses_a_plan_that_lacks_an_operation_of_its_model(
         lacking.append(msgspec.structs.replace(period, operations=rest, waits=()))
     msgspec.structs.replace(plan, periods=tuple(lacking)).save(file)
     assert plan_show.main([str(file)]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert re.fullmatch(rf"weft plan show: {file} is not a valid plan: a plan must compute down once .*\n", told.err)
+    reported = capsys.readouterr()
+    assert reported.out == ""
+    assert re.fullmatch(
+        rf"weft plan show: {file} is not a valid plan: a plan must compute down once .*\n", reported.err
+    )
 
 
-def test_show_names_an_unknown_model(
-    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_names_an_unknown_model(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, target = tmp_path / "plan.json", plan.target
     plan.save(file)
     assert plan_show.main([str(file), "--model", "demo"]) == 2
@@ -296,20 +296,18 @@ def test_a_model_with_experts_is_refused_in_one_line(
     assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize("asked", [("--predict-only",), ("--gpu", "h200"), ("--tensor-parallel-size", "2")])
+@pytest.mark.parametrize("requested", [("--predict-only",), ("--gpu", "h200"), ("--tensor-parallel-size", "2")])
 def test_fp8_gemms_are_not_modelled(
-    model: Path, tmp_path: Path, asked: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, requested: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ("--quantization", "fp8", "--out", str(tmp_path / "p.json"))
-    assert cli.main(["search", "--model", str(model), *out, *asked]) != 0
+    assert cli.main(["search", "--model", str(model), *out, *requested]) != 0
     error = capsys.readouterr().err.strip()
     assert "FP8 GEMMs must be measured on one GPU" in error
     assert len(error.splitlines()) == 1
 
 
-def test_a_search_models_weight_only_fp8_as_16_bits(
-    model: Path, tmp_path: Path, recorded: Profile
-) -> None:
+def test_a_search_models_weight_only_fp8_as_16_bits(model: Path, tmp_path: Path, recorded: Profile) -> None:
     group = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}, "targets": ["Linear"]}
     alone = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
     (model / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": alone}))

@@ -51,8 +51,8 @@ def _recall(rng: Random) -> Question:
     codes = {name: facts.randrange(1000, 9999) for name in FRUIT}
     text = " ".join(f"The code of {name} is {code}." for name, code in codes.items())
     filler = " ".join("The fox runs over the fence." for _ in range(facts.randrange(10, 40)))
-    asked = rng.choice(FRUIT)
-    content = f"{text} {filler} What is the code of {asked}?"
+    requested = rng.choice(FRUIT)
+    content = f"{text} {filler} What is the code of {requested}?"
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
     return Question(CHAT, body | {"stream": rng.random() < 0.5})
 
@@ -151,10 +151,10 @@ class Customers:
         return True
 
 
-async def references(port: int, asked: Sequence[Question]) -> dict[Question, str]:
+async def references(port: int, requested: Sequence[Question]) -> dict[Question, str]:
     """The answers of an undisturbed daemon, requested in sequence."""
     found = {}
-    for question in asked:
+    for question in requested:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request(question, keep_alive=False))
         status, body = await whole(reader)
@@ -198,7 +198,7 @@ def answer(body: bytes) -> str | None:
     if not body.startswith((b"data:", b":")):
         choices = json.loads(body)["choices"]
         return json.dumps([c.get("text") or c["message"]["content"] for c in choices])
-    said: dict[int, str] = {}
+    output: dict[int, str] = {}
     ended = False
     for event in body.decode().split("\n\n"):
         if not event.startswith("data: "):
@@ -211,7 +211,7 @@ def answer(body: bytes) -> str | None:
             return None
         for choice in message["choices"]:
             text = choice.get("text") or choice.get("delta", {}).get("content") or ""
-            said[choice["index"]] = said.get(choice["index"], "") + text
+            output[choice["index"]] = output.get(choice["index"], "") + text
     if not ended:
         raise Broken("no [DONE]")
-    return json.dumps([said[i] for i in sorted(said)])
+    return json.dumps([output[i] for i in sorted(output)])

@@ -50,18 +50,18 @@ def disagreements(ledger: Ledger, exposition: str, begun: str) -> list[str]:
     """
     name = "weft_requests_total"
     after, before = totals(exposition, name, "endpoint", "status"), totals(begun, name, "endpoint", "status")
-    asked = {key[0] for key in ledger.answered} | set(ledger.broken) | set(ledger.left)
-    counted = Counter({key: after[key] - before[key] for key in after if key[0] in asked})
+    requested = {key[0] for key in ledger.answered} | set(ledger.broken) | set(ledger.left)
+    counted = Counter({key: after[key] - before[key] for key in after if key[0] in requested})
     lost = totals(exposition, "weft_requests_lost_total")[()] - totals(begun, "weft_requests_lost_total")[()]
     found = []
-    for endpoint in sorted(asked):
+    for endpoint in sorted(requested):
         open_ended = ledger.broken[endpoint] + ledger.left[endpoint]
         surplus = 0
         for status in {key[1] for key in (*ledger.answered, *counted) if key[0] == endpoint}:
-            seen, told = ledger.answered[endpoint, status], counted[endpoint, status]
-            if told < seen:
-                found.append(f"{endpoint} {status}: clients saw {seen}, the daemon counted {told}")
-            surplus += max(0, told - seen)
+            seen, reported = ledger.answered[endpoint, status], counted[endpoint, status]
+            if reported < seen:
+                found.append(f"{endpoint} {status}: clients saw {seen}, the daemon counted {reported}")
+            surplus += max(0, reported - seen)
         if surplus > open_ended:
             found.append(
                 f"{endpoint}: {surplus} counted that no client saw, {open_ended} connections broke or were left"

@@ -139,9 +139,9 @@ async def test_of_two_daemons_one_fills_up_drains_and_returns(tmp_path: Path) ->
         assert [a.json()["choices"][0]["text"] for a in await asyncio.gather(*open_ones)] == ["one two three"] * len(
             open_ones
         )
-        asked = len(small.engine.added)
+        requested = len(small.engine.added)
         assert {(await front.ask()).status_code for _ in range(5)} == {200}
-        assert len(small.engine.added) == asked
+        assert len(small.engine.added) == requested
 
         # Both: an immediate 503.
         large.service.phase = Phase.DRAINING

@@ -65,10 +65,10 @@ def test_latency_objectives_lie_on_a_bucket() -> None:
 
 
 def test_availability_covers_every_request_for_a_models_answer() -> None:
-    asked = [rule["expr"] for rule in rules() if rule.get("labels") == {"slo": "availability"}]
-    asked += [query.expr for query in queries() if query.dashboard == "slo.json"]
+    requested = [rule["expr"] for rule in rules() if rule.get("labels") == {"slo": "availability"}]
+    requested += [query.expr for query in queries() if query.dashboard == "slo.json"]
     of_endpoints = re.compile(r'weft_requests_total\{[^}]*endpoint=~"([^"]*)"')
-    (pattern,) = {pattern for expr in asked for pattern in of_endpoints.findall(expr)}
+    (pattern,) = {pattern for expr in requested for pattern in of_endpoints.findall(expr)}
     answering = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"}
     assert {each for each in ENDPOINTS if re.fullmatch(pattern, each)} == {*answering, "/invocations"}
 

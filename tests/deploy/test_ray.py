@@ -42,7 +42,7 @@ def test_a_replica_gets_a_gpu_for_each_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         ({"modle": "demo"}, "modle: Extra inputs"),
         ({"model": "demo", "options": {"max_num_seqs": "many"}}, "options.max_num_seqs"),
@@ -52,10 +52,10 @@ def test_a_replica_gets_a_gpu_for_each_rank() -> None:
         ({"model": "demo", "scaling": {"min_replicas": 3, "max_replicas": 2}}, "min_replicas is more"),
     ],
 )
-def test_a_wrong_setting_is_a_one_line_error(args: dict[str, Any], said: str) -> None:
+def test_a_wrong_setting_is_a_one_line_error(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(args)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 

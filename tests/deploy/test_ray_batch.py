@@ -81,9 +81,9 @@ def test_every_line_is_answered_once_even_if_processes_are_killed(folder: Path) 
     workers = [pid for pid in children(second.pid) if b"MapWorker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert workers
     os.kill(workers[0], signal.SIGKILL)
-    said, _ = second.communicate(timeout=600)
-    assert second.returncode == 0, said.decode()
+    output, _ = second.communicate(timeout=600)
+    assert second.returncode == 0, output.decode()
     answers = [json.loads(line) for line in target.read_text().splitlines()]
     assert sorted(a["custom_id"] for a in answers) == sorted(line["custom_id"] for line in lines)
     assert all(a["response"]["status_code"] == 200 for a in answers)
-    assert f"{LINES} requests: {LINES} answered, 0 failed" in said.decode()
+    assert f"{LINES} requests: {LINES} answered, 0 failed" in output.decode()

@@ -112,10 +112,10 @@ async def test_a_killed_replica_loses_only_its_own_answers(url: str) -> None:
     victim, other = await process_ids(handle)
     streams = [Stream() for _ in range(50)]
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=httpx.Limits(max_connections=None)) as client:
-        asked = [asyncio.create_task(ask(client, f"Tell me {i}", s, **LONG)) for i, s in enumerate(streams)]
+        requested = [asyncio.create_task(ask(client, f"Tell me {i}", s, **LONG)) for i, s in enumerate(streams)]
         await asyncio.to_thread(until, lambda: sum(bool(s.events) for s in streams) >= 12)
         os.kill(victim["worker"], signal.SIGKILL)
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requested)
     assert all(s.exposed for s in streams)
     lost = [s for s in streams if not s.good]
     assert 0 < len(lost) <= 16
@@ -172,11 +172,11 @@ async def test_two_models_in_one_application_one_of_them_on_two_ranks(url: str) 
         assert [m["id"] for m in (await client.get("/v1/models")).json()["data"]] == ["one", "org/two"]
         assert (await client.get("/v1/models/org/two")).json()["id"] == "org/two"
         assert (await client.get("/ready")).json() == {"status": "ready"}
-        said = {}
+        output = {}
         for name in ("one", "org/two"):
             body = {"model": name, "prompt": "One, two,", "temperature": 0, "max_tokens": 8}
-            said[name] = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
-        assert said["one"] == said["org/two"] != ""
+            output[name] = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+        assert output["one"] == output["org/two"] != ""
         assert (await client.post("/v1/completions", json={"model": "three", "prompt": "a"})).status_code == 404
         assert await asyncio.to_thread(figure, f"{url}/llm", "weft_engine_ranks") == 2
     await asyncio.to_thread(serve.delete, "weft")

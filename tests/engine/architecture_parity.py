@@ -33,18 +33,18 @@ class Parity:
         """Its tokens, and the logits that each was taken from."""
         ids = torch.from_numpy(prompt.astype(np.int64))[None]
         with torch.inference_mode():
-            told = self._model.generate(
+            reported = self._model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, min_new_tokens=new,
                 pad_token_id=0, output_logits=True, return_dict_in_generate=True,
             )  # fmt: skip
-        return told.sequences[0, len(prompt) :].tolist(), torch.cat(told.logits).float()
+        return reported.sequences[0, len(prompt) :].tolist(), torch.cat(reported.logits).float()
 
-    def serve(self, harness: Harness, asked: list[np.ndarray], new: int, *, ends: bool = False) -> list[int]:
+    def serve(self, harness: Harness, requested: list[np.ndarray], new: int, *, ends: bool = False) -> list[int]:
         """Serve the prompts together and compare tokens and log-probabilities. Return how many tokens of each were
         cached."""
-        handles = [harness.add(p, max_tokens=new, ignore_eos=not ends, logprobs=3, **GREEDY) for p in asked]
+        handles = [harness.add(p, max_tokens=new, ignore_eos=not ends, logprobs=3, **GREEDY) for p in requested]
         harness.run()
-        for handle, prompt in zip(handles, asked, strict=True):
+        for handle, prompt in zip(handles, requested, strict=True):
             tokens, logits = self._alone(prompt, new)
             got = harness.tokens[handle]
             assert got == tokens[: len(got)]
@@ -89,12 +89,12 @@ class Parity:
         tiers, pool = harness.engine.tiers, harness.engine.scheduler.pool
         assert tiers is not None
         tiers.speeds.worthwhile = lambda entries, *_: len(entries)  # type: ignore[method-assign]
-        asked = prompts(6, 75, 33)
-        self.serve(harness, asked, 8)
+        requested = prompts(6, 75, 33)
+        self.serve(harness, requested, 8)
         tiers.flush(60)
         pool.evict_all()
         harness.poison_pages()
-        cached = self.serve(harness, asked, 8)
+        cached = self.serve(harness, requested, 8)
         # If all layers have windows, pages before them are freed.
         assert cached[1] >= 32 or harness.engine.spec.kv_window is not None
 

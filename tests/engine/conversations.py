@@ -45,5 +45,5 @@ class Conversations:
         """The prompts of the next turn: the conversation so far, and the question again."""
         questions = [re.split(r"[.\n] *", e.messages[-1]["content"])[-1] for e in self.examples]
         turns = [prompt_ids(self.tokenizer, Example("recall", [user(q)], "", ""))[1:] for q in questions]
-        said = zip(self.prompts, answers.tokens, turns, strict=True)
-        self.prompts = [np.concatenate(parts) for parts in said]
+        histories = zip(self.prompts, answers.tokens, turns, strict=True)
+        self.prompts = [np.concatenate(parts) for parts in histories]

@@ -50,15 +50,15 @@ def best_tokens(harness: Harness, questions: int) -> list[tuple[list[int], list[
     """For `questions` questions of each skill: the best token after each one, its margin, and for how many of the last
     positions it is the answer's."""
     tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
-    asked: list[tuple[int, int]] = []
+    requested: list[tuple[int, int]] = []
     for task in (task for task in TASKS if task.skill not in ("recall", "story")):
         for example in task.examples(questions):
             prompt = prompt_ids(tokenizer, example)
             answer = tokenizer.encode(example.answer, add_special_tokens=False).ids + [END_ID] * example.ends
-            asked.append((harness.add(np.array(prompt + answer), max_tokens=0, prompt_logprobs=2), len(answer)))
+            requested.append((harness.add(np.array(prompt + answer), max_tokens=0, prompt_logprobs=2), len(answer)))
     harness.run()
     found = []
-    for handle, answer_tokens in asked:
+    for handle, answer_tokens in requested:
         entries = harness.prompt_logprobs[handle]  # each token's own, then the two best
         ahead = [float(e.values[1] - e.values[2]) for e in entries]
         found.append(([int(e.ids[1]) for e in entries], ahead, answer_tokens))

@@ -34,7 +34,7 @@ from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.sampling import SamplingParams
 
-PAGE, LENGTH, SEATS, TOKENS, SMS, PER_SM = 64, 1024, 256, 2048, 132, 4
+PAGE, LENGTH, SLOTS, TOKENS, SMS, PER_SM = 64, 1024, 256, 2048, 132, 4
 MAX_LEN = 16384
 CHUNKS, CHUNK_TOKENS, CONTEXT = 4, 480, 7680
 WARM_UP = 50
@@ -48,7 +48,7 @@ class Host:
         self.chunks, self.context, self.iterations = chunks, context, iterations
         pages = (decodes + 8 * CHUNKS) * -(-MAX_LEN // PAGE) + 1
         self.scheduler = Scheduler(
-            SlotTable(SEATS, MAX_LEN, PAGE),
+            SlotTable(SLOTS, MAX_LEN, PAGE),
             PagePool(pages, PAGE, PrefixIndex("host")),
             max_num_batched_tokens=TOKENS,
             prefix_caching=True,
@@ -56,12 +56,12 @@ class Host:
         self.rng, self.handle = np.random.default_rng(0), 0
         for _ in range(decodes):
             self._add(LENGTH, MAX_LEN - LENGTH)
-        layout = Layout.of(TOKENS, SEATS, spec.heads_per_kv, prefill_slots=PARTIAL_ROWS // spec.num_kv_heads)
-        self.inputs = DeviceInputs(layout, torch.device("cpu"), SEATS, -(-MAX_LEN // PAGE))
+        layout = Layout.of(TOKENS, SLOTS, spec.heads_per_kv, prefill_slots=PARTIAL_ROWS // spec.num_kv_heads)
+        self.inputs = DeviceInputs(layout, torch.device("cpu"), SLOTS, -(-MAX_LEN // PAGE))
         self.inputs.slab = _Slab()  # type: ignore[assignment]
         self.grid = AttentionGrid(spec.num_kv_heads, spec.heads_per_kv, PER_SM, page_size=PAGE)
         self.pipeline = Pipeline(serial_period(spec, TOKENS, SMS), spec)
-        self.samples = self.rng.integers(2, 1000, SEATS).astype(np.int32)
+        self.samples = self.rng.integers(2, 1000, SLOTS).astype(np.int32)
 
     def _add(self, length: int, output: int) -> None:
         ids = self.rng.integers(0, 1000, length).astype(np.int32)

@@ -58,10 +58,10 @@ class Form:
                 "quant_method": self.method, "format": "pack-quantized", "config_groups": {"group_0": group},
                 "ignore": ["lm_head"],
             }  # fmt: skip
-        said = {"quant_method": self.method, "bits": self.bits, "group_size": self.group}
+        common = {"quant_method": self.method, "bits": self.bits, "group_size": self.group}
         if self.method == "awq":
-            return {**said, "zero_point": True, "version": "gemm", **self.more}
-        return {**said, "desc_act": self.act_order, "sym": self.symmetric, **self.more}
+            return {**common, "zero_point": True, "version": "gemm", **self.more}
+        return {**common, "desc_act": self.act_order, "sym": self.symmetric, **self.more}
 
     def write(self, module: str, weight: Tensor, generator: np.random.Generator) -> tuple[dict[str, Tensor], Tensor]:
         """The tensors of a matrix `[out, in]`, and their float32 values."""

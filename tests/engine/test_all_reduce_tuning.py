@@ -13,11 +13,11 @@ from weft.engine.runner.device.collectives import Collectives, Steps
 
 def test_rank_0s_measurement_is_used_by_all_and_stored(tmp_path: Path) -> None:
     file = file_of(tmp_path, "NVIDIA H200", "0123456789abcdef", 2, "8192")
-    asked: list[tuple[int, int, Steps]] = []
+    requested: list[tuple[int, int, Steps]] = []
 
     def choose(c: Collectives) -> dict[int, int]:
         def microseconds(tokens: int, steps: Steps) -> float:
-            asked.append((c.rank, tokens, steps))
+            requested.append((c.rank, tokens, steps))
             if c.rank:
                 return 1.0  # each rank's clock gives another time
             if steps.pushed:
@@ -29,11 +29,11 @@ def test_rank_0s_measurement_is_used_by_all_and_stored(tmp_path: Path) -> None:
     few, many = Steps(1), Steps(2, 2)
     want = {1: few, 16: few, 32: few, 64: few, 128: Steps(2), 256: many}
     assert on_ranks(2, choose) == [want, want]
-    assert len(asked) == 2 * 4 * 6, "every rank takes part in every measurement"
+    assert len(requested) == 2 * 4 * 6, "every rank takes part in every measurement"
     assert read(file) == want
-    asked.clear()
+    requested.clear()
     assert on_ranks(2, choose) == [want, want]
-    assert not asked
+    assert not requested
 
 
 def test_at_the_power_limit_two_steps_need_not_be_clearly_quicker() -> None:

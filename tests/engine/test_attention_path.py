@@ -122,8 +122,8 @@ def test_an_engine_reads_the_break_evens_of_the_bench(model: str, tmp_path: Path
     with compiling_for(KNOWN["h200"]):
         assert bench_attention._keep(tmp_path, [row], print)
         resolved = resolve(config, spec)
-        table, said = read(resolved.cache_dir, TableKey.here(*resolved.attention_shape(spec)[:4]))
-    assert table is not None, said
+        table, message = read(resolved.cache_dir, TableKey.here(*resolved.attention_shape(spec)[:4]))
+    assert table is not None, message
     assert table.rows == (BreakEven(512, 8192, 32, 8192, "all", 132),)
 
 

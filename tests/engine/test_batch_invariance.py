@@ -29,7 +29,7 @@ def ask(harness: Harness, prompt: np.ndarray, i: int = 0) -> int:
     return harness.add(prompt, max_tokens=6, logprobs=3, ignore_eos=True, **how)
 
 
-def said(harness: Harness, handle: int) -> Said:
+def output(harness: Harness, handle: int) -> Said:
     return harness.tokens[handle], harness.logprobs[handle], harness.prompt_logprobs[handle]
 
 
@@ -48,7 +48,7 @@ def test_twenty_four_requests_in_a_batch_answer_as_each_alone(dtype: str) -> Non
         alone.run()
     handles = [ask(together, prompt, i) for i, prompt in enumerate(prompts)]
     together.run()
-    assert [said(together, h) for h in handles] == [said(alone, h) for h in one_by_one]
+    assert [output(together, h) for h in handles] == [output(alone, h) for h in one_by_one]
 
 
 @pytest.mark.parametrize("family", ["llama2", "qwen2", "qwen3", "qwen3-moe", "gpt-oss", "gemma3", "phi3", "gpt2"])
@@ -65,7 +65,7 @@ def test_it_holds_for_each_kind_of_layer_and_for_scored_prompts(tiny_model: Call
         alone.run()
     handles = [scored(together, prompt) for prompt in prompts]
     together.run()
-    assert [said(together, h) for h in handles] == [said(alone, h) for h in one_by_one]
+    assert [output(together, h) for h in handles] == [output(alone, h) for h in one_by_one]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,16 +79,16 @@ def test_chunks_and_a_cached_prefix_change_nothing(dtype: str) -> None:
     handles = [ask(harness, prompt, 1) for harness in (whole, chunks, cached)]
     for harness in (whole, chunks, cached):
         harness.run()
-    first, *others = (said(harness, handle) for harness, handle in zip((whole, chunks, cached), handles, strict=True))
+    first, *others = (output(harness, handle) for harness, handle in zip((whole, chunks, cached), handles, strict=True))
     assert others == [first, first]
     assert cached.cached[handles[2]] == 192
 
 
 def test_position_dependent_blocks_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe, asked = CpuExecutor._probe, []
+    probe, requested = CpuExecutor._probe, []
 
     def odd(self: CpuExecutor, token_ids: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        asked.append(len(token_ids))
+        requested.append(len(token_ids))
         made = probe(self, token_ids, attended)
         if len(token_ids) > 4:
             made[-1, 0] = torch.nextafter(made[-1, 0], torch.tensor(9e9))
@@ -99,7 +99,7 @@ def test_position_dependent_blocks_are_not_used(monkeypatch: pytest.MonkeyPatch)
     harness.add(range(10, 20), max_tokens=1)
     harness.run()
     assert harness.engine.runner._executor.block_rows == 4
-    assert sorted(set(asked), reverse=True) == [32, 16, 8, 4]
+    assert sorted(set(requested), reverse=True) == [32, 16, 8, 4]
 
 
 def test_without_the_option_all_rows_run_at_once() -> None:

@@ -476,8 +476,8 @@ def test_slots_adapt_to_decodes_and_not_to_prompts_that_fill_the_remainder() -> 
     seen: list[float] = []
     pace = Pace([Objective("itl", 99.0, 0.03)], scheduler.slots, 0.0)
     keeper = SlotLimitKeeper(scheduler, pace, SlotLimitControl(6))
-    told = pace.window
-    pace.window = lambda gaps, *more: seen.extend(gaps.tolist()) or told(gaps, *more)  # type: ignore[method-assign]
+    reported = pace.window
+    pace.window = lambda gaps, *more: seen.extend(gaps.tolist()) or reported(gaps, *more)  # type: ignore[method-assign]
     timed.before_commit = lambda result: keeper.on_result(result, timed.now)
     timed.engine.add([2] * 5, 100)
     timed.iterate()

@@ -144,7 +144,7 @@ def test_iterations_of_half_the_budget_and_more_measure_the_prefill_speed() -> N
         """Tiers that only record the iterations reported to them."""
 
         def __init__(self) -> None:
-            self.speeds, self.told = self, []  # type: ignore[var-annotated]
+            self.speeds, self.reported = self, []  # type: ignore[var-annotated]
 
         def pump(self) -> list[None]:
             return []
@@ -156,14 +156,14 @@ def test_iterations_of_half_the_budget_and_more_measure_the_prefill_speed() -> N
             pass
 
         def computed(self, tokens: int, _seconds: float, full: bool) -> None:
-            self.told.append((tokens, full))
+            self.reported.append((tokens, full))
 
     engine = ListEngine(64, budget=8, prefix_caching=False)
     engine.scheduler.tiers = tiers = Watched()  # type: ignore[assignment]
     for length in (3, 4, 8):
         engine.add([5] * length, 1)
         engine.step()
-    assert tiers.told == [(3, False), (4, True), (8, True)]
+    assert tiers.reported == [(3, False), (4, True), (8, True)]
 
 
 def test_a_prompt_without_requested_output_ends_with_its_last_chunk() -> None:

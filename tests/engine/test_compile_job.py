@@ -147,10 +147,10 @@ def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert select.select([process.stdout], [], [], 240)[0]  # it has started before its time begins
     job = CompileJob(process)
-    told: list[tuple[str, int, int]] = []
-    job.wait(lambda *report: told.append(report))
+    reported: list[tuple[str, int, int]] = []
+    job.wait(lambda *report: reported.append(report))
     job.stop()
-    assert told == [(compile_job.COMPILING, 1, 2)]
+    assert reported == [(compile_job.COMPILING, 1, 2)]
 
 
 def echoing(**options: bool) -> tuple[CompileJob, Callable[[str], None], Callable[[], None]]:
@@ -173,9 +173,9 @@ def outcome_of(job: CompileJob, pipeline: int) -> str | None:
 def test_an_engine_that_does_not_wait_starts_with_the_serial_plan_and_is_notified_of_each_pipeline() -> None:
     job, say, end = echoing(waits_for_plan=False)
     say("0 3\n3 3\nserial\n")
-    told: list[tuple[str, int, int]] = []
-    job.wait(lambda *report: told.append(report))  # its process continues
-    assert told[:2] == [(compile_job.COMPILING, 0, 3), (compile_job.COMPILING, 3, 3)]
+    reported: list[tuple[str, int, int]] = []
+    job.wait(lambda *report: reported.append(report))  # its process continues
+    assert reported[:2] == [(compile_job.COMPILING, 0, 3), (compile_job.COMPILING, 3, 3)]
     assert job.outcome(0) is None
     say("pipeline 1\n1 2\npipeline 0 product_kernel, decode_kernel\npipeline")
     assert outcome_of(job, 0) == "product_kernel, decode_kernel did not compile"
@@ -349,10 +349,10 @@ def test_the_serial_plan_is_compiled_first_and_a_bad_kernel_affects_only_its_pip
     from weft.engine.runner.start.compile_kernels import compile_in_parts
     from weft.kernels.common.gpu import KNOWN
 
-    told: list[str] = []
-    compile_in_parts(config, KNOWN["h200"], 1, told.append)
+    reported: list[str] = []
+    compile_in_parts(config, KNOWN["h200"], 1, reported.append)
     assert parts[1] == ["a", "b", "nice", "c", "bad", "d"]  # each once
-    assert told == ["2 2", "serial", "1 1", "pipeline 0", "2 2", "pipeline 1 bad", "pipeline 2 bad"]
+    assert reported == ["2 2", "serial", "1 1", "pipeline 0", "2 2", "pipeline 1 bad", "pipeline 2 bad"]
     assert is_compiled(config, SERIAL)
     assert not is_compiled(config)
 

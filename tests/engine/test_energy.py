@@ -243,20 +243,20 @@ def metered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_charges_its_requests_through_preemption_and_reports_each(tiny_model: Callable[[str], Path]) -> None:
     harness = Harness(tiny_model("llama2"), num_pages=7, page_size=16, max_model_len=64)
     harness.expect_short_outputs()
-    told: dict[int, list[float]] = {}
+    reported: dict[int, list[float]] = {}
     for handle in range(4):
         harness.add(range(3 + handle, 23 + handle), **GREEDY, max_tokens=40, stop_token_ids=(198,), min_tokens=40)
         harness.engine.scheduler._requests[handle].metered = handle != 3
     while harness.engine.has_work:
         outputs = harness.step()
         for handle, joules in outputs.joules.items() if outputs is not None else ():
-            told.setdefault(handle, []).append(joules)
+            reported.setdefault(handle, []).append(joules)
     assert harness.engine.scheduler.preemptions > 0
-    assert set(told) == {0, 1, 2}
-    assert all(values == sorted(values) and values[-1] > 0 for values in told.values()), "it never falls"
+    assert set(reported) == {0, 1, 2}
+    assert all(values == sorted(values) and values[-1] > 0 for values in reported.values()), "it never falls"
     stats = harness.engine.stats().energy
     assert stats is not None
-    assert sum(values[-1] for values in told.values()) < stats.charged
+    assert sum(values[-1] for values in reported.values()) < stats.charged
     assert harness.engine.describe().energy_source == "test"
     harness.engine.close()
 
@@ -268,11 +268,11 @@ def test_an_idle_engine_reports_its_energy_once_a_second(
     engine = Harness(tiny_model("llama2")).engine
     clock = [1000.0]
     monkeypatch.setattr("weft.engine.engine.time.monotonic", lambda: clock[0])
-    told = []
+    reported = []
     for _ in range(20):
-        told.append(engine.idle() is not None)
+        reported.append(engine.idle() is not None)
         clock[0] += 0.25
-    assert told.count(True) == 5
+    assert reported.count(True) == 5
     engine.close()
 
 

@@ -62,12 +62,12 @@ def test_a_process_that_frees_its_memory_slowly_is_reported_early(
 ) -> None:
     begun = threading.Event()
     monkeypatch.setattr(exiting, "is_exiting", lambda pid: begun.is_set() and pid == child.pid)
-    told = threading.Event()
-    thread = threading.Thread(target=wait_for_end, args=(child, told.set))
+    reported = threading.Event()
+    thread = threading.Thread(target=wait_for_end, args=(child, reported.set))
     thread.start()
-    assert not told.wait(0.5), "it runs"
+    assert not reported.wait(0.5), "it runs"
     begun.set()
-    assert told.wait(240)
+    assert reported.wait(240)
     assert thread.is_alive(), "its memory is not there yet"
     child.kill()
     thread.join(240)
@@ -75,13 +75,13 @@ def test_a_process_that_frees_its_memory_slowly_is_reported_early(
 
 
 def test_a_process_that_exits_at_once_is_reported_once(child: subprocess.Popen[bytes]) -> None:
-    told: list[float] = []
-    thread = threading.Thread(target=wait_for_end, args=(child, lambda: told.append(time.monotonic())))
+    reported: list[float] = []
+    thread = threading.Thread(target=wait_for_end, args=(child, lambda: reported.append(time.monotonic())))
     thread.start()
     child.kill()
     thread.join(240)
     assert not thread.is_alive()
-    assert not told
+    assert not reported
     assert child.wait() == -9
 
 

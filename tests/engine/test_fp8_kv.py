@@ -113,7 +113,7 @@ def test_scales_next_to_a_projection_of_q_k_and_v_are_read(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "said",
+    "quantization",
     [
         {
             "quant_method": "compressed-tensors",
@@ -123,11 +123,11 @@ def test_scales_next_to_a_projection_of_q_k_and_v_are_read(tmp_path: Path) -> No
         {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
     ],
 )
-def test_a_checkpoint_may_have_only_scales_of_k_and_v(tmp_path: Path, said: dict[str, Any]) -> None:
+def test_a_checkpoint_may_have_only_scales_of_k_and_v(tmp_path: Path, quantization: dict[str, Any]) -> None:
     names = [f"model.layers.{i}.self_attn.{plane}_scale" for i in range(7) for plane in "kv"]
     path = with_scales(tmp_path / "m", {name: torch.tensor(0.1) for name in names})
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     assert read_spec(path) == read_spec(MODEL_PATH)
     harness = Harness(path, **FP8)
     handle = harness.add(PROMPT, max_tokens=12, **GREEDY)
@@ -138,8 +138,8 @@ def test_a_checkpoint_may_have_only_scales_of_k_and_v(tmp_path: Path, said: dict
 def test_scales_under_unknown_names_are_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = with_scales(tmp_path / "m", {"model.layers.2.self_attn.kv_cache.k_scale": torch.tensor(0.5)})
     Engine(EngineConfig(model=str(path), **FP8))
-    assert "1 tensor(s) of the checkpoint are not used" in (said := capfd.readouterr().err)
-    assert "model.layers.2.self_attn.kv_cache.k_scale" in said
+    assert "1 tensor(s) of the checkpoint are not used" in (message := capfd.readouterr().err)
+    assert "model.layers.2.self_attn.kv_cache.k_scale" in message
 
 
 def test_invalid_scales_are_named(tmp_path: Path) -> None:
@@ -198,12 +198,12 @@ def test_a_store_of_pages_in_another_format_is_not_read(tmp_path: Path, capfd: p
 
     _, cached, _ = answer("auto")
     assert cached == 0
-    first, cached, said = answer("fp8")
+    first, cached, message = answer("fp8")
     assert cached == 0
-    assert "was reset" in said
-    second, cached, said = answer("fp8")
+    assert "was reset" in message
+    second, cached, message = answer("fp8")
     assert (second, cached) == (first, (len(PROMPT) - 1) // 16 * 16)
-    assert "was reset" not in said
+    assert "was reset" not in message
 
 
 def test_models_that_cannot_use_it_are_refused_in_one_line() -> None:

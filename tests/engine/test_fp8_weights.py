@@ -207,8 +207,8 @@ def test_missing_and_invalid_tensors_are_named(wide: Path, tmp_path: Path) -> No
     there, _ = write_fp8(wide, tmp_path, "compressed-tensors, tensor, static")
     name = "model.layers.1.mlp.down_proj"
     refusal = Refusal(there, name)
-    assert f"{name}.weight is in 8 bits" in (said := refusal(weight_scale=None))
-    assert said.endswith(f"no {name}.weight_scale")
+    assert f"{name}.weight is in 8 bits" in (message := refusal(weight_scale=None))
+    assert message.endswith(f"no {name}.weight_scale")
     assert f"{name}.input_scale" in refusal(input_scale=None)
     assert f"{name}.weight_scale has shape (3,)" in refusal(weight_scale=torch.ones(3))
     assert "not above zero" in refusal(weight_scale=torch.tensor(0.0))
@@ -243,12 +243,12 @@ def test_scales_may_be_powers_of_two_in_their_own_format(wide: Path, tmp_path: P
     there, _ = write_fp8(wide, tmp_path, "fp8, block")
     tensors = load_file(there / "model.safetensors")
     scales = {n: t.log2().round().exp2() for n, t in tensors.items() if n.endswith("scale_inv")}
-    said = []
+    logprobs = []
     for kind in (torch.float32, torch.float8_e8m0fnu):
         made = {**tensors, **{n: t.to(kind) for n, t in scales.items()}}
         save_file(made, there / "model.safetensors", {"format": "pt"})
-        said.append(scores(there, PROMPT))
-    assert torch.equal(*said)
+        logprobs.append(scores(there, PROMPT))
+    assert torch.equal(*logprobs)
 
 
 def test_fp8_without_a_config_entry_is_refused(wide: Path, tmp_path: Path) -> None:
@@ -261,8 +261,11 @@ def test_fp8_without_a_config_entry_is_refused(wide: Path, tmp_path: Path) -> No
 def test_modelopt_may_use_a_separate_file(wide: Path, tmp_path: Path) -> None:
     there, plain = write_fp8(wide, tmp_path, "modelopt")
     shutil.copy(plain / "config.json", there / "config.json")
-    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
-    (there / "hf_quant_config.json").write_text(json.dumps(said))
+    hf_quant_config = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+    }
+    (there / "hf_quant_config.json").write_text(json.dumps(hf_quant_config))
     spec = read_spec(there)
     assert spec.quantization is not None
     assert (spec.quantization.method, spec.quantization.activations) == ("modelopt", "static")

@@ -224,7 +224,7 @@ def test_hits_are_counted_by_the_length_of_the_prompt_and_the_tier() -> None:
     stats = PrefixStats()
     for tokens, hits in ((10, Hits(4, 2, 1)), (1023, Hits()), (1024, Hits(1000)), (70_000, Hits(0, 64_000, 0))):
         stats.add(tokens, hits)
-    told = {name: (of.gpu, of.host, of.ssd, of.missed) for name, of in stats.by_length.items()}
-    assert told == {
+    reported = {name: (of.gpu, of.host, of.ssd, of.missed) for name, of in stats.by_length.items()}
+    assert reported == {
         "1k": (4, 2, 1, 1026), "4k": (1000, 0, 0, 24), "16k": (0,) * 4, "64k": (0,) * 4, "more": (0, 64_000, 0, 6000)
     }  # fmt: skip

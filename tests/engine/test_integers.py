@@ -47,9 +47,9 @@ def test_every_format_has_the_values_of_its_writer(
     spec, plain = read_spec(there), read_spec(meant)
     assert spec.quantization is None
     assert_same(load_weights(spec, there, **CPU), load_weights(plain, meant, **CPU))
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1
-    assert f"in {FORMS[form].bits} bits ({FORMS[form].method}) became" in said
+    message = capfd.readouterr().err
+    assert message.count("\n") == 1
+    assert f"in {FORMS[form].bits} bits ({FORMS[form].method}) became" in message
     own, same = (load_weights(s.shard(1, 2), p, **CPU) for s, p in ((spec, there), (plain, meant)))
     assert_same(own, same)
     assert f"{FORMS[form].bits} bits" in dict(describe(spec))["weights on disk"]

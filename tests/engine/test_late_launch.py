@@ -164,10 +164,10 @@ def seen(harness: Harness, steps: int) -> list[bool]:
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
-    ("seats", "requests", "waits"), [(3, 2, True), (2, 2, False), (2, 5, False)], ids=["room", "seats", "queue"]
+    ("num_slots", "requests", "waits"), [(3, 2, True), (2, 2, False), (2, 5, False)], ids=["room", "seats", "queue"]
 )
-def test_an_engine_does_not_wait_for_requests_without_a_free_slot(seats: int, requests: int, waits: bool) -> None:
-    harness = Harness(MODEL_PATH, page_size=16, num_pages=100, late_launch=True, max_num_seqs=seats)
+def test_an_engine_does_not_wait_for_requests_without_a_free_slot(num_slots: int, requests: int, waits: bool) -> None:
+    harness = Harness(MODEL_PATH, page_size=16, num_pages=100, late_launch=True, max_num_seqs=num_slots)
     for _ in range(requests):
         harness.add(list(range(5, 15)), max_tokens=20, ignore_eos=True, **GREEDY)
     harness.step()
@@ -234,11 +234,11 @@ def test_an_iteration_after_an_idle_period_is_not_late(monkeypatch: pytest.Monke
 
 
 def test_an_engine_without_a_process_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(LateLaunch, "at", lambda *_: asked.append(_) or 0.0)
+    requested: list[object] = []
+    monkeypatch.setattr(LateLaunch, "at", lambda *_: requested.append(_) or 0.0)
     llm = LLM("demo", progress=False, late_launch=True, page_size=16, num_pages=100)
     assert len(llm.generate(["1 2 3"] * 3, progress=False)) == 3
-    assert not asked
+    assert not requested
 
 
 def test_without_launch_ahead_no_launch_is_late() -> None:

@@ -98,10 +98,10 @@ def test_prompts_computed_first_give_time_to_load() -> None:
     copies = CpuCopyEngine(torch.zeros(60, PAGE_BYTES // 4), 4)
     tiers = Tiers(pool, copies, 4, None)
     prefixes = Prefixes(slots, pool, Fences(slots, pool), tiers, enabled=True)
-    asked, parent = request(3 * PAGE_SIZE + 1, 0), None
-    for i, key in enumerate(pool.index.keys(asked.token_ids, PAGE_SIZE, asked.salt)):
-        tokens = asked.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE].tobytes()
-        parent = pool.index.publish(parent, key, tokens, asked.salt)
+    requested, parent = request(3 * PAGE_SIZE + 1, 0), None
+    for i, key in enumerate(pool.index.keys(requested.token_ids, PAGE_SIZE, requested.salt)):
+        tokens = requested.token_ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE].tobytes()
+        parent = pool.index.publish(parent, key, tokens, requested.salt)
         slot = tiers.host.take()
         assert parent is not None
         assert slot is not None
@@ -110,11 +110,11 @@ def test_prompts_computed_first_give_time_to_load() -> None:
         tiers.host.unpin(slot)
     tiers.speeds.moved("host", 1, 1.0)
     tiers.speeds.computed(10 * PAGE_SIZE, 1.0, full=True)
-    assert not prefixes.find(asked).entries
+    assert not prefixes.find(requested).entries
     other = slots.assign(request(30 * PAGE_SIZE, 1), np.zeros(0, np.int32), 0)
-    assert len(prefixes.find(asked).entries) == 3
+    assert len(prefixes.find(requested).entries) == 3
     slots.scheduled[other] = 10 * PAGE_SIZE  # a part of it is computed
-    assert len(prefixes.find(asked).entries) == 2
+    assert len(prefixes.find(requested).entries) == 2
     copies.close()
 
 
@@ -149,11 +149,11 @@ def test_a_model_is_identified_by_its_content(tmp_path: Path) -> None:
     assert made_up != first
     assert identity(a, load_format="dummy", seed=1) != made_up
     assert identity(a, load_format="dummy", dummy_skew=1.0) != made_up
-    said = {first}
+    identities = {first}
     for algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
         (a / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
-        said.add(identity(a))
-    assert len(said) == 3
+        identities.add(identity(a))
+    assert len(identities) == 3
     (a / "hf_quant_config.json").unlink()
     assert identity(a) == first
     weights = next(a.glob("*.safetensors"))

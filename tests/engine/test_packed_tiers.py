@@ -318,15 +318,15 @@ def test_a_page_that_does_not_fit_the_disk_stays_on_the_host(tmp_path: Path) -> 
 
 
 def test_a_store_of_the_other_format_is_not_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    said = []
+    resets = []
     for form in ("raw", "packed", "packed"):
         harness = Harness(
             "demo", dtype="bfloat16", num_pages=8, host_kv_gib=0.02, ssd_kv_path=str(tmp_path), ssd_kv_gib=0.02,
             tier_kv_format=form,
         )  # fmt: skip
         harness.engine.close()
-        said.append("its pages belong to another model, dtype, rope or --tier-kv-format" in capfd.readouterr().err)
-    assert said == [False, True, False]
+        resets.append("its pages belong to another model, dtype, rope or --tier-kv-format" in capfd.readouterr().err)
+    assert resets == [False, True, False]
 
 
 def test_nearly_a_third_more_pages_fit(tmp_path: Path) -> None:

@@ -66,8 +66,8 @@ def test_sends_of_nano_batches_of_a_sum_do_not_overlap(launched: list[dict[str, 
             a = torch.empty(end - begin, 64, dtype=torch.float16)
             assert c.push(a, weight, None, turn=1, begin=begin, among=TOKENS, num_sms=4, space=None, num_tokens=None)
     taken: set[int] = set()
-    for (begin, end), told in zip(cuts, launched, strict=True):
-        inbox, row = told["inbox"], width_of(HIDDEN, c.ranks, told["steps"]) * 2
+    for (begin, end), reported in zip(cuts, launched, strict=True):
+        inbox, row = reported["inbox"], width_of(HIDDEN, c.ranks, reported["steps"]) * 2
         for rank in range(c.ranks):
             first = inbox.partial + rank * inbox.rows * row
             own = set(range(first, first + (end - begin) * row))

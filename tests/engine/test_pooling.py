@@ -48,14 +48,14 @@ def test_they_equal_those_of_transformers_in_a_batch_with_generation(tiny_model,
     path = tiny_model(family)
     harness = Harness(path, max_num_batched_tokens=chunk, page_size=8, num_pages=120)
     harness.poison_pages()
-    asked: dict[int, tuple[tuple[int, ...], str]] = {}
+    requested: dict[int, tuple[tuple[int, ...], str]] = {}
     for prompt in _prompts():
         for pooling in ("last", "mean"):
-            asked[harness.add(prompt, max_tokens=0, pooling=pooling)] = prompt, pooling
+            requested[harness.add(prompt, max_tokens=0, pooling=pooling)] = prompt, pooling
         harness.add(prompt, max_tokens=5, **GREEDY)
     harness.run()
-    assert set(harness.pooled) == set(asked)
-    for handle, (prompt, pooling) in asked.items():
+    assert set(harness.pooled) == set(requested)
+    for handle, (prompt, pooling) in requested.items():
         _near(harness.pooled[handle], _expected(path, prompt)[pooling])
         assert harness.tokens[handle] == []
         assert harness.finish[handle] is Finish.LENGTH

@@ -198,16 +198,16 @@ def test_a_chain_without_copies_is_removed_from_its_end() -> None:
     parent, child = publish(index, 1, 2, 3, 4)
     assert parent is not None
     assert child is not None
-    told: list[PrefixEntry] = []
-    index.on_evictable = told.append
+    reported: list[PrefixEntry] = []
+    index.on_evictable = reported.append
     index.set_page(parent, -1)
     assert index.contains(parent), "its child can still be of use when it is computed again"
     assert match(index, 1, 2, 3, 4) == []
-    assert told == []
+    assert reported == []
     index.check()
     index.set_page(child, -1)
     assert len(index) == 0
-    assert told == [parent]
+    assert reported == [parent]
 
 
 def test_a_tier_is_notified_of_what_it_can_evict_now() -> None:
@@ -215,19 +215,19 @@ def test_a_tier_is_notified_of_what_it_can_evict_now() -> None:
     parent, child = publish(index, 1, 2, 3, 4)
     assert parent is not None
     assert child is not None
-    told: list[PrefixEntry] = []
-    index.on_evictable = told.append
+    reported: list[PrefixEntry] = []
+    index.on_evictable = reported.append
     index.set_host(parent, 0)
     index.set_host(child, 1)
     index.set_extent(child, 0)
     assert (parent.stored, parent.on_ssd) == (1, 1)
-    assert told == [parent, child, child]
+    assert reported == [parent, child, child]
     index.set_host(child, -1)
     assert (parent.stored, parent.on_ssd) == (1, 1), "it is still on the SSD"
-    assert told[3:] == [child]
+    assert reported[3:] == [child]
     index.set_extent(child, -1)
     assert (parent.stored, parent.on_ssd) == (0, 0)
-    assert told[4:] == [parent, child]
+    assert reported[4:] == [parent, child]
     index.check()
 
 
@@ -242,10 +242,10 @@ def test_a_tier_is_notified_of_a_parent_whose_child_left_it(tier: str) -> None:
         index.set_host(child, 0)  # so that it stays in a lower tier
     move(parent, 1)
     move(child, 2)
-    told: list[PrefixEntry] = []
-    index.on_evictable = told.append
+    reported: list[PrefixEntry] = []
+    index.on_evictable = reported.append
     move(child, -1)
-    assert told == [parent, child]
+    assert reported == [parent, child]
     index.check()
 
 

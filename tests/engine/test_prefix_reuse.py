@@ -230,10 +230,10 @@ def test_only_uncomputed_prompts_make_the_processor_busy() -> None:
     assert engine.scheduler.prefixes._busy_tokens() == 7 + 8
 
 
-@pytest.mark.parametrize(("asked", "names"), [(False, {"host"}), (True, {"host", "ssd"})])
-def test_a_requested_tier_that_is_unavailable_is_reported(asked: bool, names: set[str]) -> None:
+@pytest.mark.parametrize(("requested", "names"), [(False, {"host"}), (True, {"host", "ssd"})])
+def test_a_requested_tier_that_is_unavailable_is_reported(requested: bool, names: set[str]) -> None:
     engine = TieredEngine(4)
-    stats = Tiers(engine.pool, engine.copies, 5, None, ssd_configured=asked).stats()
+    stats = Tiers(engine.pool, engine.copies, 5, None, ssd_configured=requested).stats()
     assert set(stats) == names
     assert not any(tier.failures for tier in stats.values())
     assert "ssd" not in stats or not stats["ssd"].up
@@ -329,14 +329,14 @@ def test_a_load_is_timed_under_its_source_tier() -> None:
 def test_the_first_slot_of_a_tier_is_reconsidered_like_any_other() -> None:
     engine = TieredEngine(12, ssd=True)
     (only,) = publish(engine, 1)
-    asked: list[tuple[str, int]] = []
-    engine.tiers.host.reconsider = lambda _, place: asked.append(("host", place))  # type: ignore[method-assign]
-    engine.tiers.ssd.blocks.reconsider = lambda _, place: asked.append(("ssd", place))  # type: ignore[method-assign]
+    requested: list[tuple[str, int]] = []
+    engine.tiers.host.reconsider = lambda _, place: requested.append(("host", place))  # type: ignore[method-assign]
+    engine.tiers.ssd.blocks.reconsider = lambda _, place: requested.append(("ssd", place))  # type: ignore[method-assign]
     engine.tiers._reconsider(only)
-    assert asked == []
+    assert requested == []
     only.host = only.extent = 0
     engine.tiers._reconsider(only)
-    assert asked == [("host", 0), ("ssd", 0)]
+    assert requested == [("host", 0), ("ssd", 0)]
 
 
 def test_waiting_ends_with_the_awaited_copies() -> None:

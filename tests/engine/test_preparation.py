@@ -149,9 +149,9 @@ def test_each_end_is_reported_once() -> None:
     news = 0
     while not preparation.done:
         before = preparation.stats
-        told = preparation.advance(busy=False)
-        assert told == (preparation.stats != before)
-        news += told
+        reported = preparation.advance(busy=False)
+        assert reported == (preparation.stats != before)
+        news += reported
     assert news == 3
     assert not preparation.advance(busy=False)
 
@@ -233,8 +233,8 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(busy=st.booleans(), passed=st.floats(0, 0.5))
     def advance(self, busy: bool, passed: float) -> None:
         before, taken = self.preparation.stats, len(self.pipelines.done)
-        told = self.preparation.advance(busy=busy)
-        assert told == (self.preparation.stats != before)
+        reported = self.preparation.advance(busy=busy)
+        assert reported == (self.preparation.stats != before)
         assert not self.stopped or len(self.pipelines.done) == taken
         self.clock.now += passed
 
@@ -289,8 +289,8 @@ def test_an_engine_runs_it_with_and_without_requests(monkeypatch: pytest.MonkeyP
     assert engine.pause == COMPILER_POLL_SECONDS
     compiler.outcomes[0] = ""
     assert engine.pause == 0.0
-    told: Any = [engine.step() for _ in range(20)]
-    assert [outputs.stats.plan for outputs in told if outputs is not None] == [PlanStats(2, 1, 0)]
+    reported: Any = [engine.step() for _ in range(20)]
+    assert [outputs.stats.plan for outputs in reported if outputs is not None] == [PlanStats(2, 1, 0)]
     compiler.outcomes[1] = "no"
 
     def passes(_: int) -> None:

@@ -75,23 +75,23 @@ def _inspect(*line: str) -> int:
 
 def test_inspect_names_the_parts(tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert _inspect(str(tiny_model("gpt-oss"))) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in ("GptOssForCausalLM", "sinks", "2 of 4 a token", "2 layers see 24, 1 layers see all", "yarn x 4"):
-        assert words in said
-    assert "serves it in float32" in said
+        assert words in output
+    assert "serves it in float32" in output
     assert _inspect(str(tiny_model("mistral")), "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["devices"]["cpu"]["kv_bytes_per_token"] == told["kv_values_per_token"] * 4
-    assert "given back" in told["parts"]["windows"]
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["devices"]["cpu"]["kv_bytes_per_token"] == reported["kv_values_per_token"] * 4
+    assert "given back" in reported["parts"]["windows"]
 
 
 def test_inspect_describes_a_rank(tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
-    told = []
+    reported = []
     for ranks in ("1", "2"):
         assert _inspect(str(tiny_model("qwen3")), "--json", "--tensor-parallel-size", ranks) == 0
-        told.append(json.loads(capsys.readouterr().out))
-    assert told[0]["ranks"] == told[1]["ranks"] == [1, 2, 4]
-    one, two = (t["devices"]["cpu"] for t in told)
+        reported.append(json.loads(capsys.readouterr().out))
+    assert reported[0]["ranks"] == reported[1]["ranks"] == [1, 2, 4]
+    one, two = (t["devices"]["cpu"] for t in reported)
     assert two["kv_bytes_per_token"] * 2 == one["kv_bytes_per_token"]
     assert two["weight_bytes"] < 0.6 * one["weight_bytes"]
     assert _inspect(str(tiny_model("qwen3")), "--tensor-parallel-size", "2") == 0
@@ -102,9 +102,9 @@ def test_inspect_describes_a_rank(tiny_model: Callable[[str], Path], capsys: pyt
 
 def test_inspect_reports_why_a_model_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
     assert _inspect("--model-preset", "llama-2-70b", "--max-model-len", "128") == 0
-    said = capsys.readouterr().out
-    assert "does not serve it: the weights need" in said
-    assert "163,840 values a token, 320.0 KiB in bfloat16" in said
+    output = capsys.readouterr().out
+    assert "does not serve it: the weights need" in output
+    assert "163,840 values a token, 320.0 KiB in bfloat16" in output
     with pytest.raises(ConfigError, match="choose one of"):
         _inspect("--model-preset", "help")
     with pytest.raises(ConfigError, match="not both"):

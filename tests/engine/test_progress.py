@@ -22,8 +22,8 @@ class Clock:
 
 def test_phases_are_timed_from_their_first_report_to_the_next_phase() -> None:
     clock = Clock()
-    told: list[tuple[str, int, int]] = []
-    phases = Phases(lambda *report: told.append(report), clock)
+    reported: list[tuple[str, int, int]] = []
+    phases = Phases(lambda *report: reported.append(report), clock)
     for phase, done, seconds in (("load", 0, 2.0), ("load", 1, 0.5), ("compile", 0, 4.0)):
         phases(phase, done, 2)
         clock.now += seconds
@@ -33,7 +33,7 @@ def test_phases_are_timed_from_their_first_report_to_the_next_phase() -> None:
     clock.now += 1
     phases.end()
     assert phases.seconds == {"load": 2.5, "compile": 4.0, "capture": 1.0}
-    assert told == [("load", 0, 2), ("load", 1, 2), ("compile", 0, 2), ("capture", 0, 1)]
+    assert reported == [("load", 0, 2), ("load", 1, 2), ("compile", 0, 2), ("capture", 0, 1)]
 
 
 def test_a_repeated_phase_is_added_up() -> None:
@@ -73,13 +73,13 @@ def test_bytes_are_reported_in_gib_and_with_their_rate(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_the_engine_reports_every_byte(tiny_model: Callable[[str], Path], load_format: str) -> None:
-    told: list[tuple[str, int, int]] = []
+    reported: list[tuple[str, int, int]] = []
     config = EngineConfig(model=str(tiny_model("yi")), dtype="float32", num_pages=8, load_format=load_format)
-    engine = Engine(config, lambda *report: told.append(report))
+    engine = Engine(config, lambda *report: reported.append(report))
     size = engine.spec.num_parameters * 4
-    assert {phase for phase, _, _ in told} == {LOADING}
-    assert {total for _, _, total in told} == {size}
-    done = [done for _, done, _ in told]
+    assert {phase for phase, _, _ in reported} == {LOADING}
+    assert {total for _, _, total in reported} == {size}
+    done = [done for _, done, _ in reported]
     assert done[0] == 0
     assert done == sorted(done)
     assert done[-1] == size

@@ -183,13 +183,13 @@ def test_an_output_that_cannot_be_written_is_refused_in_one_line(
 
 def test_the_command_shows_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quantize", "demo", str(tmp_path / "one")]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].split() == ["layer", "matrices", "error", "worst"]
-    assert len(said) == read_spec(MODEL_PATH).num_layers + 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["layer", "matrices", "error", "worst"]
+    assert len(lines) == read_spec(MODEL_PATH).num_layers + 3
     assert main(["quantize", "demo", str(tmp_path / "two"), "--json", "--keep", "layers.0"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [row["layer"] for row in told["layers"]] == [1, 2, 3, 4, 5, 6]
-    assert told["bytes_after"] < 0.7 * told["bytes_before"]
+    reported = json.loads(capsys.readouterr().out)
+    assert [row["layer"] for row in reported["layers"]] == [1, 2, 3, 4, 5, 6]
+    assert reported["bytes_after"] < 0.7 * reported["bytes_before"]
     assert main(["quantize", "demo", str(tmp_path / "one")]) == 2
     assert "exists already" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "two"), "--json"]) == 0

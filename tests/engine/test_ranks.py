@@ -97,8 +97,8 @@ def ask(harness: Harness, prompts: list[np.ndarray], **params: Any) -> tuple[lis
 
 def test_processes_give_the_tokens_of_one(one: Harness, two: Harness) -> None:
     for harness in (one, two):
-        for prompt, asked in zip(PROMPTS, ASKED, strict=False):
-            harness.add(prompt, max_tokens=12, **asked)
+        for prompt, requested in zip(PROMPTS, ASKED, strict=False):
+            harness.add(prompt, max_tokens=12, **requested)
         harness.run()
     assert two.tokens == one.tokens
     assert [e.ids for e in two.logprobs[2]] == [e.ids for e in one.logprobs[2]]

@@ -34,8 +34,8 @@ OPTIONS = {"max_num_batched_tokens": 32, "cpu_threads": 1, "num_pages": 64, "pag
 
 def served(path: Path, ranks: int, **options: object) -> Harness:
     harness = of_threads(path, ranks, **{**OPTIONS, **options})
-    for i, asked in enumerate(ASKED):
-        harness.add(PROMPTS[i % len(PROMPTS)], max_tokens=6, **asked)
+    for i, requested in enumerate(ASKED):
+        harness.add(PROMPTS[i % len(PROMPTS)], max_tokens=6, **requested)
     for pooling in ("last", "mean"):
         harness.add(PROMPTS[2], max_tokens=0, pooling=pooling)
     harness.run()

@@ -199,7 +199,7 @@ class RetentionMachine(TierMachine):
         return tiers
 
     @rule(uses=st.sampled_from([99, 3, 0]))
-    def pages_are_idle_after_so_many_uses_of_others(self, uses: int) -> None:
+    def set_the_uses_until_pages_are_idle(self, uses: int) -> None:
         self.idle_after = uses
 
     @rule(handle=SchedulerMachine.requests)

@@ -178,14 +178,14 @@ def test_logprobs_of_requested_tokens_follow_the_best_ones(tiny_model) -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prompt = np.arange(3, 40)
     harness = Harness(path, page_size=8, num_pages=64, max_num_batched_tokens=64)
-    asked = {"a": (7, 150, 7), "b": (), "c": tuple(range(50, 170))}
+    requested = {"a": (7, 150, 7), "b": (), "c": tuple(range(50, 170))}
     options = {"temperature": 1.2, "max_tokens": 4, "ignore_eos": True}
     handles = {
         name: harness.add(prompt, seed=i, logprobs=i, logprob_token_ids=ids, **options)
-        for i, (name, ids) in enumerate(asked.items())
+        for i, (name, ids) in enumerate(requested.items())
     }
     harness.run()
-    for i, (name, wanted) in enumerate(asked.items()):
+    for i, (name, wanted) in enumerate(requested.items()):
         tokens = harness.tokens[handles[name]]
         with torch.inference_mode():
             ids = torch.tensor([*prompt.tolist(), *tokens])[None]

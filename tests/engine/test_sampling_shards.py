@@ -59,12 +59,12 @@ def rows(generator: torch.Generator, spread: float, *, ties: bool) -> tuple[Tens
 @pytest.mark.parametrize(("spread", "ties"), [(3.0, False), (0.05, False), (3.0, True), (0.0, True)])
 def test_tokens_are_those_of_one_rank(ranks: int, spread: float, ties: bool) -> None:
     """Steep and flat distributions (a top-p cut beyond the ranks' first candidates), with and without ties."""
-    logits, asked = rows(torch.Generator().manual_seed(1), spread, ties=ties)
-    want = sampling.sample(logits, **asked)
+    logits, requested = rows(torch.Generator().manual_seed(1), spread, ties=ties)
+    want = sampling.sample(logits, **requested)
 
     def work(collectives: Collectives) -> tuple[Tensor, Tensor]:
         part, own = shard(logits, collectives)
-        return sampling_shards.sample(part, own, **asked)
+        return sampling_shards.sample(part, own, **requested)
 
     for tokens, nonfinite in on_ranks(ranks, work):
         assert tokens.tolist() == want.tolist()
@@ -74,16 +74,16 @@ def test_tokens_are_those_of_one_rank(ranks: int, spread: float, ties: bool) -> 
 def test_a_draw_at_the_ends_of_the_distribution_has_a_token() -> None:
     logits = torch.zeros(2, 8)
     logits[:, 4:] = -torch.inf
-    asked = {"temperature": torch.ones(2), "top_k": torch.zeros(2), "top_p": torch.ones(2), "min_p": torch.zeros(2)}
+    requested = {"temperature": torch.ones(2), "top_k": torch.zeros(2), "top_p": torch.ones(2), "min_p": torch.zeros(2)}
     uniform = torch.tensor([0.0, 1.0])
-    for tokens, _ in on_ranks(2, lambda c: sampling_shards.sample(*shard(logits, c), **asked, uniform=uniform)):
+    for tokens, _ in on_ranks(2, lambda c: sampling_shards.sample(*shard(logits, c), **requested, uniform=uniform)):
         assert tokens.tolist() == [0, 3]
 
 
 def test_non_finite_rows_are_reported_by_every_rank() -> None:
-    logits, asked = rows(torch.Generator().manual_seed(2), 1.0, ties=False)
+    logits, requested = rows(torch.Generator().manual_seed(2), 1.0, ties=False)
     logits[3, 200], logits[17, 5], logits[40] = float("nan"), float("inf"), -torch.inf
-    for tokens, nonfinite in on_ranks(2, lambda c: sampling_shards.sample(*shard(logits, c), **asked)):
+    for tokens, nonfinite in on_ranks(2, lambda c: sampling_shards.sample(*shard(logits, c), **requested)):
         assert torch.nonzero(nonfinite)[:, 0].tolist() == [3, 17, 40]
         assert ((tokens >= 0) & (tokens < VOCABULARY)).all()
 
@@ -167,17 +167,17 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_the_host_waits_only_for_a_top_p_without_top_k(alone: bool) -> None:
-    logits, asked = rows(torch.Generator().manual_seed(1), 3.0, ties=True)
+    logits, requested = rows(torch.Generator().manual_seed(1), 3.0, ties=True)
     if not alone:
-        asked["top_p"] = torch.where(asked["top_k"] > 0, asked["top_p"], 1.0)
-    facts = sampling_shards.SamplingSummary.of(asked["temperature"], asked["top_k"], asked["top_p"])
-    want = sampling.sample(logits, **asked)
+        requested["top_p"] = torch.where(requested["top_k"] > 0, requested["top_p"], 1.0)
+    facts = sampling_shards.SamplingSummary.of(requested["temperature"], requested["top_k"], requested["top_p"])
+    want = sampling.sample(logits, **requested)
 
     def work(collectives: Collectives) -> tuple[Tensor, list[str]]:
         part, own = shard(logits, collectives)
         own = own.with_sizes(part)
         with Waits() as waits:
-            return sampling_shards.sample(part, own, **asked, summary=facts)[0], waits.seen
+            return sampling_shards.sample(part, own, **requested, summary=facts)[0], waits.seen
 
     for tokens, seen in on_ranks(2, work):
         assert torch.equal(tokens, want)
@@ -185,11 +185,11 @@ def test_the_host_waits_only_for_a_top_p_without_top_k(alone: bool) -> None:
 
 
 def test_the_hosts_flags_of_rows_match_their_parameters() -> None:
-    _, asked = rows(torch.Generator().manual_seed(2), 1.0, ties=False)
-    columns = {name: asked[name].numpy() for name in ("temperature", "top_k", "top_p", "min_p")}
+    _, requested = rows(torch.Generator().manual_seed(2), 1.0, ties=False)
+    columns = {name: requested[name].numpy() for name in ("temperature", "top_k", "top_p", "min_p")}
     inputs: Any = SimpleNamespace(columns=columns)
     found = Sampling(torch.device("cpu"), 4, range(10))._summary(inputs)
-    want = sampling_shards.SamplingSummary.of(asked["temperature"], asked["top_k"], asked["top_p"])
+    want = sampling_shards.SamplingSummary.of(requested["temperature"], requested["top_k"], requested["top_p"])
     assert torch.equal(found.rows, want.rows)
     assert torch.equal(found.cut, want.cut)
     assert found[2:] == want[2:]

@@ -67,14 +67,14 @@ def serve(control: SlotLimitControl, plants: list[Plant], seed: int) -> list[Pha
         late = moves = 0
         tokens = 0.0
         for second in range(SECONDS):
-            seats = control.limit
-            running = seats if running < seats else max(seats, running - running / plant.life)
+            num_slots = control.limit
+            running = num_slots if running < num_slots else max(num_slots, running - running / plant.life)
             strain = plant.strain(running) * math.exp(rng.gauss(0, plant.noise))
             tokens += plant.rate(running)
             late += second >= 10 and strain > 1
-            told = plant.rate(running) * math.exp(rng.gauss(0, plant.noise))
-            control.observe(Window(strain, running, told, short=True))
-            moves += second >= SETTLED and control.limit != seats
+            reported = plant.rate(running) * math.exp(rng.gauss(0, plant.noise))
+            control.observe(Window(strain, running, reported, short=True))
+            moves += second >= SETTLED and control.limit != num_slots
         best = plant.best(control.capacity)
         phases.append(Phase(best, late / (SECONDS - 10), tokens / (SECONDS * plant.rate(best)), moves))
     return phases
@@ -120,8 +120,8 @@ def test_without_noise_it_converges() -> None:
 
 def feed(control: SlotLimitControl, count: int, strain: float, rate: float = 100.0, **more: object) -> None:
     for _ in range(count):
-        seats = control.limit
-        control.observe(Window(strain, **{"running": float(seats), "rate": rate, "short": True, **more}))  # type: ignore[arg-type]
+        num_slots = control.limit
+        control.observe(Window(strain, **{"running": float(num_slots), "rate": rate, "short": True, **more}))  # type: ignore[arg-type]
 
 
 def test_the_limit_is_not_raised_while_the_queue_is_empty() -> None:
@@ -155,9 +155,9 @@ def test_lateness_that_fewer_slots_do_not_reduce_is_ignored() -> None:
 def test_a_harmful_raise_is_reverted() -> None:
     control = SlotLimitControl(256, start=32)
     for _ in range(40):
-        seats = control.limit
-        rate = 100.0 if seats <= 64 else 50.0
-        control.observe(Window(0.3 + seats / 1000, float(seats), rate, short=True))
+        num_slots = control.limit
+        rate = 100.0 if num_slots <= 64 else 50.0
+        control.observe(Window(0.3 + num_slots / 1000, float(num_slots), rate, short=True))
     assert control.changes["worse"] == 1
     assert control.limit == 64
 
@@ -165,12 +165,12 @@ def test_a_harmful_raise_is_reverted() -> None:
 def test_a_limit_that_was_late_is_retried_less_and_less_often() -> None:
     control, seen = SlotLimitControl(64, start=40), []
     for _ in range(BACKOFF * 40):
-        seats = control.limit
-        seen.append(seats)
+        num_slots = control.limit
+        seen.append(num_slots)
         # Looks like headroom up to 39, and is late at 40: a line through two points does not predict that.
-        control.observe(Window(0.5 if seats < 40 else 1.04, float(seats), 100.0, short=True))
+        control.observe(Window(0.5 if num_slots < 40 else 1.04, float(num_slots), 100.0, short=True))
     assert sum(a < b for a, b in pairwise(seen)) < 20
-    assert sum(seats >= 40 for seats in seen) < 0.02 * len(seen)
+    assert sum(num_slots >= 40 for num_slots in seen) < 0.02 * len(seen)
 
 
 def test_lowering_the_limit_preempts_no_request_and_slots_are_not_refilled() -> None:

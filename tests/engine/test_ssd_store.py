@@ -373,8 +373,8 @@ def kill_a_writer(path: Path, seed: int) -> None:
         writer.stdout.readline()
         time.sleep(Random(seed).uniform(0.0, 0.1))
         writer.send_signal(signal.SIGKILL)
-        said = [line.split() for line in writer.stdout.read().splitlines()]
-    written = {int(line[0]): line[1] for line in said if len(line) == 2 and len(line[1]) == 32}
+        lines = [line.split() for line in writer.stdout.read().splitlines()]
+    written = {int(line[0]): line[1] for line in lines if len(line) == 2 and len(line[1]) == 32}
     opened = Open(path)
     # All pages reported as written are there, except the extent that was being overwritten at the end.
     lost = [e for e, key in written.items() if e not in opened.found or opened.found[e].key.hex() != key]

@@ -70,10 +70,10 @@ def sleeps(thread: str) -> bool:
 async def test_a_waiting_process_reports_its_threads(last: bool) -> None:
     stacks = Stacks()
     with child(stacks, WAITS) as process:
-        told = await (stacks.final_stacks(process.pid, wake=False) if last else stacks.capture(process.pid))
-        assert "thread MainThread:" in told
-        assert "thread other:" in told
-        assert f"  {process.pid} python" in told
+        reported = await (stacks.final_stacks(process.pid, wake=False) if last else stacks.capture(process.pid))
+        assert "thread MainThread:" in reported
+        assert "thread other:" in reported
+        assert f"  {process.pid} python" in reported
         assert process.poll() is None
 
 
@@ -93,9 +93,9 @@ async def test_a_process_that_holds_pythons_lock_reports_only_its_last_stack() -
     with child(stacks, KEEPS_THE_LOCK) as process:
         while not sleeps(threads(process.pid).splitlines()[0]):
             await asyncio.sleep(0.01)  # before that it does not hold the lock
-        told = await stacks.capture(process.pid)
-        assert "no Python stacks: the process does not answer" in told
-        assert threads(process.pid).split()[0] in told
+        reported = await stacks.capture(process.pid)
+        assert "no Python stacks: the process does not answer" in reported
+        assert threads(process.pid).split()[0] in reported
         assert 'File "<string>", line' in await stacks.final_stacks(process.pid, wake=False)
 
 
@@ -114,8 +114,8 @@ async def test_no_more_is_written_than_is_read() -> None:
     with child(stacks, ENDLESS_NAMES) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
-        told = await stacks.capture(process.pid)
-        assert len(told.encode()) < STACKS_BYTES + 2000
+        reported = await stacks.capture(process.pid)
+        assert len(reported.encode()) < STACKS_BYTES + 2000
         assert os.fstat(stacks.fd).st_size == STACKS_BYTES
 
 

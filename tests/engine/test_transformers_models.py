@@ -54,14 +54,14 @@ def test_a_long_neighbour_changes_no_angles(tmp_path: Path) -> None:
     rope = {**FAMILIES["phi4"][1]["rope_parameters"], "original_max_position_embeddings": 32}
     path = save_tiny("phi4", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
     short, long = (np.random.default_rng(i).integers(3, 199, n) for i, n in enumerate((9, 60)))
-    told = []
+    reported = []
     for impl, prompts in (("transformers", [short]), ("transformers", [long, short]), ("native", [short])):
         harness = Harness(path, **{**OPTIONS, "model_impl": impl})
         handles = [harness.add(prompt, max_tokens=8, logprobs=0, **GREEDY) for prompt in prompts]
         harness.run()
-        told.append([float(entry.values[0]) for entry in harness.logprobs[handles[-1]]])
-    np.testing.assert_allclose(told[0], told[1], atol=1e-4)
-    np.testing.assert_allclose(told[0], told[2], atol=1e-3)
+        reported.append([float(entry.values[0]) for entry in harness.logprobs[handles[-1]]])
+    np.testing.assert_allclose(reported[0], reported[1], atol=1e-4)
+    np.testing.assert_allclose(reported[0], reported[2], atol=1e-3)
 
 
 def test_prompt_logprobs_are_those_of_the_native_path(tiny_model: Made) -> None:
@@ -165,7 +165,7 @@ def test_modelopts_own_file_is_read(tiny_model: Made, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "encoder-decoder"),
         ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "does not generate text"),
@@ -188,10 +188,10 @@ def test_modelopts_own_file_is_read(tiny_model: Made, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_unsupported_models_are_refused_with_one_line(
-    tiny_model: Made, tmp_path: Path, changes: dict[str, Any], said: str
+    tiny_model: Made, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     path = _changed(tiny_model("yi"), tmp_path, **changes)
-    with pytest.raises(ModelError, match=said) as raised:
+    with pytest.raises(ModelError, match=message) as raised:
         choose_spec(EngineConfig(model=str(path)))
     assert "\n" not in str(raised.value)
 
@@ -223,9 +223,9 @@ def test_batch_invariance_needs_native_layers(tiny_model: Made) -> None:
 
 
 def test_inspect_reports_transformers_models(tiny_model: Made) -> None:
-    told = inspect(EngineConfig(model=str(tiny_model("yi")), model_impl="transformers", load_format="dummy"))
-    assert "transformers" in told["implementation"]
-    assert told["devices"]["cpu"]["served"]
+    reported = inspect(EngineConfig(model=str(tiny_model("yi")), model_impl="transformers", load_format="dummy"))
+    assert "transformers" in reported["implementation"]
+    assert reported["devices"]["cpu"]["served"]
 
 
 def test_a_preset_runs_on_either() -> None:

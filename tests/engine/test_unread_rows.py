@@ -50,7 +50,7 @@ class Watched:
         return [{}, scored, {}, {}]
 
     @property
-    def said(self) -> list[Any]:
+    def output(self) -> list[Any]:
         harness = self.harness
         return [(harness.tokens[h], harness.logprobs[h], harness.prompt_logprobs[h]) for h in self.handles]
 
@@ -64,13 +64,13 @@ def test_with_batch_invariance_no_bit_changes(tiny_model: Made, monkeypatch: pyt
     fewer, every = (Watched(monkeypatch, path, keep_all=keep_all, **options) for keep_all in (False, True))
     assert fewer.kept
     assert not every.kept
-    assert fewer.said == every.said
+    assert fewer.output == every.output
 
 
 @pytest.mark.parametrize("family", ["llama2", "gpt-oss", "granite", "opt"])
 def test_tokens_stay_the_same(tiny_model: Made, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     path = tiny_model(family)
-    together, apart = ({"max_num_seqs": seats} for seats in (4, 1))
+    together, apart = ({"max_num_seqs": slots} for slots in (4, 1))
     fewer, every = (Watched(monkeypatch, path, keep_all=keep_all, **together) for keep_all in (False, True))
     same_tokens(fewer, every)
     alone = Watched(monkeypatch, path, keep_all=False, **apart)
@@ -79,7 +79,7 @@ def test_tokens_stay_the_same(tiny_model: Made, monkeypatch: pytest.MonkeyPatch,
 
 
 def same_tokens(fewer: Watched, every: Watched) -> None:
-    for one, other in zip(fewer.said, every.said, strict=True):
+    for one, other in zip(fewer.output, every.output, strict=True):
         assert one[0] == other[0]
         for a, b in zip(one[1], other[1], strict=True):
             np.testing.assert_allclose(a.values, b.values, atol=1e-4)
@@ -87,7 +87,7 @@ def same_tokens(fewer: Watched, every: Watched) -> None:
 
 def test_ranks_drop_the_same_rows(tiny_model: Made) -> None:
     """They add up their partial sums together, so each must drop the same rows."""
-    said = []
+    output = []
     for ranks in (1, 2):
         harness = Harness(
             tiny_model("llama2"), page_size=8, num_pages=60, max_num_batched_tokens=16, tensor_parallel_size=ranks
@@ -95,5 +95,5 @@ def test_ranks_drop_the_same_rows(tiny_model: Made) -> None:
         handles = [harness.add(prompt, max_tokens=4, **GREEDY) for prompt in PROMPTS]
         harness.run()
         harness.engine.close()
-        said.append([harness.tokens[h] for h in handles])
-    assert said[0] == said[1]
+        output.append([harness.tokens[h] for h in handles])
+    assert output[0] == output[1]

@@ -109,11 +109,11 @@ def test_other_surplus_tensors_are_reported_in_one_line(whole: Path, capfd: pyte
 
 
 def test_a_missing_or_wrong_tensor_is_named_before_any_is_read(whole: Path) -> None:
-    told: list[int] = []
+    reported: list[int] = []
     options = {"device": torch.device("cpu"), "dtype": torch.float32, "max_positions": 8}
 
     def load() -> None:
-        load_weights(read_spec(whole), whole, progress=lambda *report: told.append(report[1]), **options)
+        load_weights(read_spec(whole), whole, progress=lambda *report: reported.append(report[1]), **options)
 
     rewrite(whole, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}))
     with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \(3,\)"):
@@ -121,7 +121,7 @@ def test_a_missing_or_wrong_tensor_is_named_before_any_is_read(whole: Path) -> N
     rewrite(whole, lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(ModelError, match=r"no tensor model\.norm\.weight"):
         load()
-    assert told == []
+    assert reported == []
 
 
 def test_staging_gives_the_same_weights(tiny_model: Callable[[str], Path]) -> None:

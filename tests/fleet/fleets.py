@@ -53,5 +53,7 @@ def run(
     workload: Workload, engines: int = 1, *, objectives: str = "", failures: tuple[Failure, ...] = (),
     cores: float | None = None, of: IterationProfile | None = None, engine: EngineOptions = ENGINE, **front: Any,
 ) -> Result:  # fmt: skip
-    asked = slo.parse(objectives) if objectives else []
-    return simulate(Fleet(of or profile(), engine, FrontOptions(engines, **front), cores, failures), workload, asked)
+    requested = slo.parse(objectives) if objectives else []
+    return simulate(
+        Fleet(of or profile(), engine, FrontOptions(engines, **front), cores, failures), workload, requested
+    )

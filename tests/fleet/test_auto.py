@@ -73,9 +73,9 @@ class Endless(Listener):
             SimulatedRequest(self._handles, self._rng.integers(0, 1000, prompt).astype(np.int32), answer, True)
         )
 
-    def _heard(self, heard: SimulatedOutputs) -> None:
-        self._answered += sum(token >= 0 for token in heard.tokens)
-        for _ in filter(None, heard.finish):
+    def _heard(self, received: SimulatedOutputs) -> None:
+        self._answered += sum(token >= 0 for token in received.tokens)
+        for _ in filter(None, received.finish):
             self._ask()
 
     def serve(self, seconds: int) -> list[Second]:

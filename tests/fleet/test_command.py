@@ -29,20 +29,20 @@ def test_every_combination_is_simulated_and_drawn(
         "fleet", "--profile", made, "--engines", "1,3", "--rates", "5,150", "--max-num-seqs", "2,8", *LOAD,
         "--slo", "ttft:p99:100ms", "--json", str(out), "--png", str(png),
     ])  # fmt: skip
-    said = json.loads(out.read_text())
-    keys = [(p["rate"], p["engines"], p["max_num_seqs"]) for p in said["points"]]
+    result = json.loads(out.read_text())
+    keys = [(p["rate"], p["engines"], p["max_num_seqs"]) for p in result["points"]]
     assert keys == [(r, n, s) for r in (5, 150) for s in (2, 8) for n in (1, 3)]
     assert code == 0
-    assert [(b["rate"], b["engines"]) for b in said["best"]] == [(5, 1), (150, 3)]
+    assert [(b["rate"], b["engines"]) for b in result["best"]] == [(5, 1), (150, 3)]
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "ttft:p99:100ms at 150/s: 3 engines, --max-num-seqs 8" in capsys.readouterr().out
 
 
 def test_the_fewest_engines_are_found(made: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["fleet", "--profile", made, "--rate", "200", *LOAD, "--slo", "ttft:p99:100ms"]
-    assert main(asked) == 0
+    requested = ["fleet", "--profile", made, "--rate", "200", *LOAD, "--slo", "ttft:p99:100ms"]
+    assert main(requested) == 0
     assert "3 engines" in capsys.readouterr().out
-    assert main([*asked, "--max-engines", "2"]) == 1
+    assert main([*requested, "--max-engines", "2"]) == 1
     assert "missed, with up to 2 engines" in capsys.readouterr().out
 
 
@@ -95,10 +95,10 @@ def test_a_failure_costs_answers(made: str, tmp_path: Path) -> None:
 )
 def test_bad_input_is_a_one_line_error(flags: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "--quiet", *flags]) == 2
-    said = capsys.readouterr().err.strip()
-    assert said.startswith("weft fleet: ")
-    assert why in said
-    assert "\n" not in said
+    message = capsys.readouterr().err.strip()
+    assert message.startswith("weft fleet: ")
+    assert why in message
+    assert "\n" not in message
 
 
 def test_arrivals_that_end_before_a_steady_load_are_reported(made: str, capsys: pytest.CaptureFixture[str]) -> None:

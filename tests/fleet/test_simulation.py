@@ -53,13 +53,13 @@ def test_iterations_are_those_of_a_real_engine() -> None:
     options = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "num_pages": 40, "page_size": 16, "max_model_len": 256}
     harness = Harness("demo", cpu_threads=1, **options)
     rng = np.random.default_rng(3)
-    asked = [(rng.integers(300, 2000, n).astype(np.int32), out) for n, out in zip(
+    requested = [(rng.integers(300, 2000, n).astype(np.int32), out) for n, out in zip(
         rng.integers(5, 150, 14).tolist(), rng.integers(1, 40, 14).tolist(), strict=True)]  # fmt: skip
-    asked += [(asked[0][0].copy(), 9), (np.concatenate((asked[1][0], asked[0][0][:7])), 5)]
+    requested += [(requested[0][0].copy(), 9), (np.concatenate((requested[1][0], requested[0][0][:7])), 5)]
     real: list[Features] = []
     launch = harness.engine.runner.launch
     harness.engine.runner.launch = lambda batch: (real.append(Features.of(batch)), launch(batch))[1]  # type: ignore[method-assign]
-    for prompt, out in asked:
+    for prompt, out in requested:
         harness.add(prompt, max_tokens=out, temperature=0.0, ignore_eos=True)
     harness.run()
     harness.engine.close()
@@ -70,7 +70,7 @@ def test_iterations_are_those_of_a_real_engine() -> None:
     engine = SimulatedEngine(clock, Processor(clock), made, EngineOptions(**options), lambda _heard: None)
     started = engine.device.launch
     engine.device.launch = lambda batch: (simulated.append(Features.of(batch)), started(batch))[1]  # type: ignore[method-assign]
-    for handle, (prompt, out) in enumerate(asked):
+    for handle, (prompt, out) in enumerate(requested):
         engine.send(SimulatedRequest(handle, prompt, out, known=True))
     clock.run()
     engine.scheduler.check()

@@ -42,8 +42,8 @@ OPTIONS: dict[str, Any] = {
 def served(model: str) -> tuple[dict[int, list[int]], dict[int, list[float]]]:
     """Tokens, and the requested log-probabilities."""
     harness = Harness(model, **OPTIONS)
-    for prompt, asked in zip(PROMPTS, ASKED, strict=True):
-        harness.add(prompt, max_tokens=4, ignore_eos=True, **asked)
+    for prompt, requested in zip(PROMPTS, ASKED, strict=True):
+        harness.add(prompt, max_tokens=4, ignore_eos=True, **requested)
     harness.run()
     harness.engine.close()
     return harness.tokens, {h: [v for e in found for v in e.values] for h, found in harness.logprobs.items()}

@@ -98,7 +98,7 @@ class Reference:
         return wide, eight
 
 
-def told(config: dict[str, Any], prompts: np.ndarray) -> np.ndarray:
+def reported(config: dict[str, Any], prompts: np.ndarray) -> np.ndarray:
     """An engine's best token after each position but the last, `[B, T - 1]`."""
     engine = Engine(EngineConfig(**config))
     for handle, prompt in enumerate(prompts):
@@ -145,7 +145,7 @@ def main() -> None:
     place = None
     if options.learn is None:
         tensor: Given = RealisticDummy(0, device, spec, family_of(spec.architecture).names)
-        asked = {"random": np.random.default_rng(0).integers(0, spec.vocab_size, sizes)}
+        requested = {"random": np.random.default_rng(0).integers(0, spec.vocab_size, sizes)}
     else:
         text = b"".join(path.read_bytes() for path in options.text)[: options.bytes]
         tensor = learned = TrainedLlama(spec, device, dtype)
@@ -156,13 +156,13 @@ def main() -> None:
         )}  # fmt: skip
         place = tempfile.TemporaryDirectory()
         learned.save(model, Path(place.name))
-        asked = {"learned": parts_of(text, *sizes)}
+        requested = {"learned": parts_of(text, *sizes)}
         if options.unseen is not None:
-            asked["unseen"] = parts_of(options.unseen.read_bytes(), *sizes)
+            requested["unseen"] = parts_of(options.unseen.read_bytes(), *sizes)
     best, ahead = {}, {}
     with torch.inference_mode():
         reference = Reference(spec, tensor, device, dtype)
-        for what, prompts in asked.items():
+        for what, prompts in requested.items():
             logits = reference.logits(torch.from_numpy(prompts).to(device))
             for name, x in zip((WIDE, EIGHT), logits, strict=True):
                 top = x.view(*sizes, -1)[:, :-1].topk(2, -1)
@@ -177,7 +177,7 @@ def main() -> None:
         same = got == best[what, of]
         margins, apart = ahead[what, of], ahead[what, of][~same]
         margin = {"median": float(np.median(apart)), "largest": float(apart.max())} if len(apart) else {}
-        right = float((got == asked[what][:, 1:]).mean())
+        right = float((got == requested[what][:, 1:]).mean())
         figures[f"{who} beside {of}, {what}"] = {
             "positions": same.size, "share": float(same.mean()), "ahead where they differ": margin,
             "ahead everywhere, median": float(np.median(margins)), "share that the text has": right,
@@ -189,7 +189,7 @@ def main() -> None:
         if options.json is not None:
             options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
-    for what in asked:
+    for what in requested:
         compare(EIGHT, what, best[what, EIGHT], WIDE)
     where: dict[str, Any] = {"model": str(options.model)} if options.model else {"model_preset": options.model_preset}
     where |= {"load_format": "dummy", "dummy_weights": "realistic"}
@@ -204,9 +204,9 @@ def main() -> None:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        together = np.concatenate(list(asked.values()))
+        together = np.concatenate(list(requested.values()))
         for (what, _), got in zip(
-            asked.items(), np.split(told({**common, **formats}, together), len(asked)), strict=True
+            requested.items(), np.split(reported({**common, **formats}, together), len(requested)), strict=True
         ):
             compare(name, what, got, WIDE)
             if "quantization" in formats:

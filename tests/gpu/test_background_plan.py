@@ -216,9 +216,9 @@ def test_from_an_empty_cache_to_the_whole_plan_no_token_changes(
     watched, used = Watched(harness, monkeypatch), lanes_used(harness)
     before = talk.ask(harness)  # pipelines are compiled for seconds: the serial plan's
     assert used[0] == 1
-    asked = talk.until_done(harness, before)
+    requested = talk.until_done(harness, before)
     watched.tell()
-    print(f"asked {asked} times meanwhile, {used.count(1)} iterations were serial, {used.count(2)} not")
+    print(f"asked {requested} times meanwhile, {used.count(1)} iterations were serial, {used.count(2)} not")
     assert harness.engine.stats().plan == PlanStats(3, 3, 0)
     assert harness.engine.runner.preparation.reasons == {}
     del used[:]
@@ -326,8 +326,8 @@ def test_a_daemon_reports_the_progress_of_its_plan_and_stops_in_the_middle(plan:
         time.sleep(0.1)
     with running(tmp_path, *options) as daemon:
         begun = time.monotonic()
-        while "plan" in (told := ask(f"{daemon.url}/ready")):
-            assert time.monotonic() - begun < TIMEOUT_SECONDS, told
+        while "plan" in (reported := ask(f"{daemon.url}/ready")):
+            assert time.monotonic() - begun < TIMEOUT_SECONDS, reported
             time.sleep(0.1)
         print(f"the plan was whole {time.monotonic() - begun:.1f} s after the engine was ready")
         assert ask(f"{daemon.url}/v1/completions", body)["choices"][0]["text"] == serial

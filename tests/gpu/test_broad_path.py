@@ -39,8 +39,8 @@ def test_tokens_are_as_good_as_those_of_transformers(
     """Its own self-test at the start compares logits; here chunks, decodes and windows of real iterations."""
     path = save_architecture(kind, tmp_path)
     harness = Harness(path, **OPTIONS, dtype="float16")
-    said = capsys.readouterr().err
-    assert "in captured graphs" in said or (kind in EITHER and "eagerly" in said), said
+    message = capsys.readouterr().err
+    assert "in captured graphs" in message or (kind in EITHER and "eagerly" in message), message
     harness.poison_pages()
     handles = [harness.add(p, max_tokens=16, ignore_eos=True, prompt_logprobs=1, **GREEDY) for p in _prompts()]
     harness.run()
@@ -59,14 +59,14 @@ def test_tokens_are_as_good_as_those_of_transformers(
         chosen = exact.gather(1, torch.tensor(answer, device="cuda")[:, None])[:, 0]
         good += int((exact.max(-1).values - chosen <= 4e-2 * exact.std(-1)).sum())
         total += len(answer)
-        told = torch.tensor([float(entry.values[0]) for entry in harness.prompt_logprobs[handle]])
+        reported = torch.tensor([float(entry.values[0]) for entry in harness.prompt_logprobs[handle]])
         known = logits.log_softmax(-1)[: len(prompt) - 1].cpu()
         expected = known.gather(1, torch.from_numpy(prompt[1:].astype(np.int64))[:, None])[:, 0]
         with torch.inference_mode():
             rounded = half(ids, position_ids=torch.arange(ids.shape[1], device="cuda")[None]).logits[0].float()
         rounded = rounded.log_softmax(-1)[: len(prompt) - 1].cpu()
         rounded = rounded.gather(1, torch.from_numpy(prompt[1:].astype(np.int64))[:, None])[:, 0]
-        deviations.append(float((told - expected).abs().median()))
+        deviations.append(float((reported - expected).abs().median()))
         # Experts that are chosen differently in float16 move some models further from float32 than others.
         allowed.append(max(0.05, 1.5 * float((rounded - expected).abs().median())))
     assert all(deviation < bound for deviation, bound in zip(deviations, allowed, strict=True)), (deviations, allowed)

@@ -392,11 +392,11 @@ def test_a_plan_for_layers_of_two_kinds_is_refused() -> None:
 
 def test_a_gemm_sends_its_partial_sums_if_their_sum_is_of_the_same_tokens() -> None:
     spec = _spec(64, 128, 4, 2, 32).shard(0, 2)
-    asked: list[tuple[int, int | None]] = []
+    requested: list[tuple[int, int | None]] = []
 
     def push(*_: Any, turn: int, begin: int | None, among: int | None) -> bool:
         assert among == (None if begin is None else 256)  # all send as an iteration of this many tokens does
-        asked.append((turn, begin))
+        requested.append((turn, begin))
         return True
 
     sums: Any = SimpleNamespace(
@@ -422,7 +422,7 @@ def test_a_gemm_sends_its_partial_sums_if_their_sum_is_of_the_same_tokens() -> N
             ),
         )  # fmt: skip
         pipeline = Pipeline(period, spec)
-        asked.clear()
+        requested.clear()
         for nano, op in pipeline.operations:
             if op.name == "o":
                 launch: Any = SimpleNamespace(
@@ -430,17 +430,17 @@ def test_a_gemm_sends_its_partial_sums_if_their_sum_is_of_the_same_tokens() -> N
                     tokens=slice(nano.begin, nano.end), rows=rows,
                 )  # fmt: skip
                 assert RankSums._try_push(sums, launch, {}) is bool(want)
-        assert asked == want
+        assert requested == want
 
 
 def test_one_launch_of_attention_takes_the_path_of_the_iteration() -> None:
-    asked: list[str] = []
+    requested: list[str] = []
     layers: Any = SimpleNamespace(
         _attend=lambda attend, _: attend(),
         attention=SimpleNamespace(
-            decode=lambda: asked.append("decode"),
-            prefill=lambda: asked.append("prefill"),
-            attend=lambda together: asked.append("together" if together else "lists"),
+            decode=lambda: requested.append("decode"),
+            prefill=lambda: requested.append("prefill"),
+            attend=lambda together: requested.append("together" if together else "lists"),
         ),
     )
     ways: tuple[Fused | None, ...] = (None, "lists", "together", "tiles")
@@ -448,7 +448,7 @@ def test_one_launch_of_attention_takes_the_path_of_the_iteration() -> None:
         launch: Any = SimpleNamespace(fused=way)
         CudaLayers._decode(layers, launch)
         CudaLayers._prefill(layers, launch)
-    assert asked == ["decode", "prefill", "lists", "together", "prefill"]
+    assert requested == ["decode", "prefill", "lists", "together", "prefill"]
 
 
 def test_an_iteration_replays_the_graph_of_its_path() -> None:

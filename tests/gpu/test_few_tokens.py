@@ -20,14 +20,14 @@ def plain(
     tokens: int, monkeypatch: pytest.MonkeyPatch, *, num_sms: int | None = None, page: int = 64, **options: Any
 ) -> bool:
     """Whether an iteration of `tokens` tokens runs its decodes in the plain kernel."""
-    asked = []
-    monkeypatch.setattr(attention_triton, "decode_attention", lambda *_, portable, **__: asked.append(portable))
+    requested = []
+    monkeypatch.setattr(attention_triton, "decode_attention", lambda *_, portable, **__: requested.append(portable))
     shape = AttentionShape(4, 2, 64, page, torch.float16, torch.device("meta"))
     back_end = TritonAttention(shape, SMS, **options)
     nothing: Any = SimpleNamespace()
     step = TritonStep(nothing, {None: DecodeWork(nothing, nothing)}, nothing, nothing, nothing)
     back_end.decode(nothing, nothing, 0, back_end.within(step, tokens), out=nothing, num_sms=num_sms)
-    (found,) = asked
+    (found,) = requested
     return bool(found)
 
 

@@ -218,15 +218,15 @@ def test_many_tokens_whose_stream_is_scaled_by_256_columns(
     prompts = [rng.integers(3, 199, n) for n in (150, 200)]
     options: dict[str, Any] = {"max_num_batched_tokens": 512, "num_pages": 48, **WEIGHTS, **PAGES}
     want, known = served(path, prompts, device="cpu", dtype="float32", **options)
-    asked: list[int] = []
+    requested: list[int] = []
 
     def span(tokens: int, *_: int) -> int:
-        asked.append(256 if tokens > 128 else 128)
-        return asked[-1]
+        requested.append(256 if tokens > 128 else 128)
+        return requested[-1]
 
     monkeypatch.setattr(fp8_projections, "residual_span", span)
     got, mine = served(path, prompts, device="cuda", dtype="float16", tuning_seconds=0, **options)
-    assert set(asked) == {128, 256}
+    assert set(requested) == {128, 256}
     for exact, logged in zip(known, mine, strict=True):
         assert float(logged[0].values[0]) == pytest.approx(float(exact[0].values[0]), abs=0.15)
     assert sum(theirs[0] == ours[0] for theirs, ours in zip(want, got, strict=True)) >= 1

@@ -75,8 +75,8 @@ def test_a_kernel_that_never_ends_is_detected_and_the_engine_replaced(tmp_path: 
         trigger.touch()
         streams = [pool.submit(ask, complete, {**BODY, "stream": True, "max_tokens": 200}) for _ in range(4)]
         print(f"/health told of it after {until(lambda: ask(health)[0] == 503, 60):.1f} s")
-        told = [stream.result() for stream in streams]
-        assert all("engine_dead" in text for _, text in told), told
+        reported = [stream.result() for stream in streams]
+        assert all("engine_dead" in text for _, text in reported), reported
         trigger.unlink()
         print(f"ready again {until(lambda: ask(f'{daemon.url}/ready')[0] == 200, 300):.1f} s after they were told")
         status, after = ask(complete, BODY)

@@ -59,14 +59,17 @@ def test_the_kernels_equal_the_reference(form: PackedPage, device: str) -> None:
         cells = torch.full((4, form.nbytes), 0xA5, dtype=torch.uint8, device=device)
         kernels.pack(form, pool, some, cells)
         for page, cell in zip(some, cells.cpu().numpy(), strict=False):
-            twin = cell_of(form, words[page])
-            assert (twin is not None) == form.holds(cell)
-            if twin is not None:
-                bases, escapes = slice(form.bases_at, form.bases_at + form.blocks * form.width), form.num_escapes(twin)
-                assert np.array_equal(cell[bases], twin[bases])
+            reference = cell_of(form, words[page])
+            assert (reference is not None) == form.holds(cell)
+            if reference is not None:
+                bases, escapes = (
+                    slice(form.bases_at, form.bases_at + form.blocks * form.width),
+                    form.num_escapes(reference),
+                )
+                assert np.array_equal(cell[bases], reference[bases])
                 for part in (slice(form.codes_at, form.codes_at + form.values // 2), slice(form.lows_at, form.values)):
-                    assert np.array_equal(cell[part], twin[part])
-                lists = [c[form.escapes_at :][: 4 * escapes].view(np.uint32) for c in (cell, twin)]
+                    assert np.array_equal(cell[part], reference[part])
+                lists = [c[form.escapes_at :][: 4 * escapes].view(np.uint32) for c in (cell, reference)]
                 assert np.array_equal(*(np.sort(escapes) for escapes in lists)), "the kernel's are in no order"
                 assert np.array_equal(words_of(form, cell), words[page])
     assert there_and_back(form, words, device) >= 4

@@ -36,14 +36,14 @@ def check_first_of_mlp(
     w = random(features, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
     b = random(features, dtype=dtype, device=device) if bias else None
     sumsq = splits_of(x, 2) if normed else None
-    project, twin = (
+    project, expected = (
         (projections.gate_up_project, reference.gate_up_project)
         if gated
         else (projections.linear_project, reference.up_project)
     )
     out = torch.full((tokens, inter), float("nan"), dtype=dtype, device=device)
     project(x, sumsq, w, EPS, activation=activation, bias=b, out=out, **options(device, num_sms, config))
-    want = twin(
+    want = expected(
         x.float(), None if sumsq is None else sumsq.sum(0), w.float(), EPS, activation=activation,
         bias=None if b is None else b.float(),
     )  # fmt: skip

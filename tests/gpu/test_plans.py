@@ -75,12 +75,12 @@ def test_a_batch_invariant_pipeline_gives_the_serial_plans_tokens_and_logprobs(t
         decoding = [harness.add(rng.integers(6, 2000, 20), max_tokens=80, ignore_eos=True, **GREEDY, logprobs=1)
                     for _ in range(50)]  # fmt: skip
         lengths = rng.integers(1, 300, 40)
-        asked = [harness.add(rng.integers(6, 2000, n), max_tokens=20, ignore_eos=True, **GREEDY, logprobs=1)
+        requested = [harness.add(rng.integers(6, 2000, n), max_tokens=20, ignore_eos=True, **GREEDY, logprobs=1)
                  for n in lengths]  # fmt: skip
         harness.run()
         stats = harness.engine.stats()
         assert (stats.iterations_pipelined > 0.3 * stats.iterations) == (way != "serial")
-        found.append([(harness.tokens[h], [c.values for c in harness.logprobs[h]]) for h in decoding + asked])
+        found.append([(harness.tokens[h], [c.values for c in harness.logprobs[h]]) for h in decoding + requested])
         harness.engine.close()
     assert found[0] == found[1]
 

@@ -37,6 +37,6 @@ def test_they_are_those_of_the_cpu(
     monkeypatch.setattr(pipeline, "UNREAD_FROM", 0)
     expected = _pooled(path, device="cpu", model_impl=impl)
     with interpreted_gpu(monkeypatch) if device == "cpu" else contextlib.nullcontext():
-        told = _pooled(path, device="cuda", dtype="float16", model_impl=impl)
-    for got, want in zip(told, expected, strict=True):
+        reported = _pooled(path, device="cuda", dtype="float16", model_impl=impl)
+    for got, want in zip(reported, expected, strict=True):
         assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)

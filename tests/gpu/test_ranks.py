@@ -66,8 +66,8 @@ def several(ranks: int) -> Iterator[Harness]:
 
 def served(harness: Harness) -> list[list[int]]:
     handles = [
-        harness.add(prompt, max_tokens=40, ignore_eos=True, **asked)
-        for prompt, asked in zip(PROMPTS, ASKED, strict=True)
+        harness.add(prompt, max_tokens=40, ignore_eos=True, **requested)
+        for prompt, requested in zip(PROMPTS, ASKED, strict=True)
     ]
     harness.run()
     return [harness.tokens[handle] for handle in handles]
@@ -107,10 +107,10 @@ def test_every_way_to_make_sums_gives_the_same_bits(tmp_path: Path, ranks: int) 
         harness = Harness(model, tensor_parallel_size=ranks, **options)
         rng = np.random.default_rng(1)
         prompts = [rng.integers(3, LAYERS["vocab_size"], n) for n in (700, 800, 500, 40, 300, 64)]
-        asked = [harness.add(p, max_tokens=12, ignore_eos=True, **GREEDY, logprobs=2) for p in prompts]
+        requested = [harness.add(p, max_tokens=12, ignore_eos=True, **GREEDY, logprobs=2) for p in prompts]
         harness.run()
         harness.engine.close()
-        return [(harness.tokens[handle], harness.logprobs[handle]) for handle in asked]
+        return [(harness.tokens[handle], harness.logprobs[handle]) for handle in requested]
 
     first = answers()
     (file,) = cache.glob("sums-*.json")
@@ -169,13 +169,13 @@ def results(harness: Harness, **options: Any) -> list[Any]:
     """Tokens and the requested logprobs of 60 requests. Closes the engine."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(6, 2000, n) for n in rng.integers(1, 300, 60)]
-    asked = [harness.add(prompt, max_tokens=40, ignore_eos=True, **GREEDY, **options) for prompt in prompts]
+    requested = [harness.add(prompt, max_tokens=40, ignore_eos=True, **GREEDY, **options) for prompt in prompts]
     harness.run()
     stats = harness.engine.stats()
     print(f"{stats.iterations_pipelined} of {stats.iterations} iterations in nano-batches")
     assert (stats.iterations_pipelined > 0) == (harness.engine.resolved.plan is not None)
     harness.engine.close()
-    return [(harness.tokens[h], harness.logprobs[h]) if options else harness.tokens[h] for h in asked]
+    return [(harness.tokens[h], harness.logprobs[h]) if options else harness.tokens[h] for h in requested]
 
 
 def two_nano_batches(spec: ModelSpec, tokens: int, sms: int) -> Period:
@@ -208,9 +208,9 @@ def test_pages_leave_and_return_during_iterations_of_a_slow_rank(ranks: int) -> 
             harness.engine.tiers.speeds.worthwhile = lambda entries, *_: len(entries)  # type: ignore[method-assign]
             busy.start()
         for _ in range(3):
-            asked = [harness.add(prompt, max_tokens=8, ignore_eos=True, **GREEDY) for prompt in prompts]
+            requested = [harness.add(prompt, max_tokens=8, ignore_eos=True, **GREEDY) for prompt in prompts]
             harness.run()
-            answers.append([harness.tokens[handle] for handle in asked])
+            answers.append([harness.tokens[handle] for handle in requested])
         if few:
             assert harness.engine.stats().scheduler.tiers["host"].bytes_out > 0
             stop.set()

@@ -187,12 +187,12 @@ def test_models_are_batch_invariant(family: str, formats: dict[str, str], tmp_pa
     prompts = [rng.integers(0, 32000, int(n)).astype(np.int32) for n in rng.integers(5, 300, 24)]
     options = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 32, "max_num_batched_tokens": 512}
     harness = Harness(tmp_path, **options, num_pages=600, prefix_caching=False, batch_invariant=True, **formats)
-    asked = {"max_tokens": 12, "logprobs": 2, "ignore_eos": True, **GREEDY}
+    requested = {"max_tokens": 12, "logprobs": 2, "ignore_eos": True, **GREEDY}
     alone = []
     for prompt in prompts[:6]:
-        alone.append(harness.add(prompt, **asked))
+        alone.append(harness.add(prompt, **requested))
         harness.run()
-    together = [harness.add(prompt, **asked) for prompt in prompts]
+    together = [harness.add(prompt, **requested) for prompt in prompts]
     harness.run()
     for a, b in zip(alone, together[:6], strict=True):
         assert harness.tokens[a] == harness.tokens[b]

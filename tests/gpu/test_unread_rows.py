@@ -48,16 +48,16 @@ def results(path: Path, monkeypatch: pytest.MonkeyPatch, *, unread_from: int, **
             },
         )  # fmt: skip
         harness.poison_pages()
-        asked: list[dict[str, Any]] = [
+        requested: list[dict[str, Any]] = [
             {"max_tokens": 3}, {"max_tokens": 2, "prompt_logprobs": 1}, {"max_tokens": 0, "pooling": "mean"},
             {"max_tokens": 2},
         ]  # fmt: skip
         handles = [
             harness.add(prompt, logprobs=1, ignore_eos=True, **how, **GREEDY)
-            for prompt, how in zip(PROMPTS, asked, strict=True)
+            for prompt, how in zip(PROMPTS, requested, strict=True)
         ]
         harness.run()
-    told = [
+    reported = [
         (
             harness.tokens[h],
             harness.logprobs[h],
@@ -66,7 +66,7 @@ def results(path: Path, monkeypatch: pytest.MonkeyPatch, *, unread_from: int, **
         )
         for h in handles
     ]
-    return told, kept
+    return reported, kept
 
 
 EIGHT = {"quantization": "fp8", "kv_cache_dtype": "fp8"}

@@ -146,11 +146,11 @@ def test_any_iteration_has_an_answer_or_none(chunks: list[tuple[int, int]], leng
 
 
 def said_of(folder: Path, made: TableKey = H200) -> str:
-    table, said = read(folder, made)
+    table, message = read(folder, made)
     assert table is None
-    assert "\n" not in said
-    assert "by rule" in said
-    return said
+    assert "\n" not in message
+    assert "by rule" in message
+    return message
 
 
 ROWS = learn(measured(lambda at: {"pod few": 80.0 if at[0] >= 1024 else 130.0}), 132)
@@ -158,10 +158,10 @@ ROWS = learn(measured(lambda at: {"pod few": 80.0 if at[0] >= 1024 else 130.0}),
 
 def test_a_file_round_trips(tmp_path: Path) -> None:
     file = write(tmp_path / "new" / "folder", H200, ROWS)
-    table, said = read(file.parent, H200)
+    table, message = read(file.parent, H200)
     assert table is not None
     assert list(table.rows) == ROWS
-    assert f"by {len(ROWS)} measured batches" in said
+    assert f"by {len(ROWS)} measured batches" in message
     assert [file] == list(file.parent.iterdir())
 
 
@@ -213,8 +213,8 @@ def test_a_reader_during_two_writes_sees_one_of_the_tables(tmp_path: Path) -> No
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        table, said = read(tmp_path, H200)
-        assert table is not None, said
+        table, message = read(tmp_path, H200)
+        assert table is not None, message
         assert list(table.rows) in tables
     for writer in writers:
         writer.join()
@@ -224,26 +224,26 @@ def test_a_reader_during_two_writes_sees_one_of_the_tables(tmp_path: Path) -> No
 def test_tables_are_kept_by_model_and_failures_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    said: list[str] = []
+    message: list[str] = []
 
     def made(model: str) -> TableKey:
         return H200._replace(kv_heads={"llama-3-8b": 8, "yi-6b": 4}[model])
 
     rows = [*measured(lambda _: {"pod few": 80.0}), row(SIZES[0], {"whole": 1.0}, "yi-6b")]
-    assert not keep(rows, tmp_path, made, said.append)
+    assert not keep(rows, tmp_path, made, message.append)
     assert read(tmp_path, made("llama-3-8b"))[0] is not None
-    assert any(line.startswith("yi-6b: no break-evens") for line in said)
-    assert any(f"{len(SIZES)} few" in line for line in said)
-    assert keep([*rows[:-1], *(row(size, EQUAL, "yi-6b") for size in SIZES)], tmp_path, made, said.append)
+    assert any(line.startswith("yi-6b: no break-evens") for line in message)
+    assert any(f"{len(SIZES)} few" in line for line in message)
+    assert keep([*rows[:-1], *(row(size, EQUAL, "yi-6b") for size in SIZES)], tmp_path, made, message.append)
     assert len(list(tmp_path.iterdir())) == 2
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    said.clear()
+    message.clear()
     monkeypatch.setattr(break_evens.os, "replace", full)
-    assert not keep(rows[:-1], tmp_path, made, said.append)
-    assert "No space left" in said[0]
+    assert not keep(rows[:-1], tmp_path, made, message.append)
+    assert "No space left" in message[0]
     assert len(list(tmp_path.iterdir())) == 2  # no temporary file is left
 
 
@@ -252,10 +252,10 @@ def test_a_shipped_table_is_used_if_none_was_measured(tmp_path: Path, monkeypatc
     here, rows = tmp_path / "here", learn(measured(lambda _: {}), 132)
     assert read(here, H200)[0] is None
     shipped = write(tmp_path / "shipped", H200, rows[:1])
-    table, said = read(here, H200)
+    table, message = read(here, H200)
     assert table is not None
     assert len(table.rows) == 1
-    assert str(shipped) in said
+    assert str(shipped) in message
     assert read(here, H200._replace(kernels="other"))[0] is None
     write(here, H200, rows)
     table, _ = read(here, H200)

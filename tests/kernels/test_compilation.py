@@ -79,11 +79,11 @@ assert "torch._dynamo" not in sys.modules and "_dynamo" not in vars(torch)
 @pytest.mark.slow
 def test_compiled_kernels_are_found_in_the_cache(cache: Path) -> None:
     kernels = launches(17, 32)
-    told: list[tuple[int, int]] = []
-    hashes, failed = compile_all(kernels, 2, lambda done, total: told.append((done, total)))
+    reported: list[tuple[int, int]] = []
+    hashes, failed = compile_all(kernels, 2, lambda done, total: reported.append((done, total)))
     assert len(set(hashes)) == 2
     assert failed == []
-    assert told[-1] == (2, 2)
+    assert reported[-1] == (2, 2)
     machine_code = list(cache.glob("*/*.cubin"))
     assert len(machine_code) == 2
     written = {file: file.stat().st_mtime_ns for file in machine_code}
@@ -113,9 +113,9 @@ def test_a_kernel_that_fails_to_compile_or_kills_its_compiler_affects_no_other(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     refused, deadly = Kernel(_Broken(False), ()), Kernel(_Broken(True), ())
-    told: list[int] = []
-    hashes, failed = compile_all([deadly, refused, deadly, *launches(17)], 1, lambda done, _: told.append(done))
+    reported: list[int] = []
+    hashes, failed = compile_all([deadly, refused, deadly, *launches(17)], 1, lambda done, _: reported.append(done))
     assert failed == [deadly, refused, deadly]
     assert len(hashes) == 1
-    assert told[-1] == 4
+    assert reported[-1] == 4
     assert "no such layout" in capfd.readouterr().err

@@ -185,8 +185,8 @@ def test_a_sweep_writes_break_evens_that_an_engine_can_read(card: Card, tmp_path
     assert not (tmp_path / "none").exists()
     assert swept(batches, 60.0, tmp_path / "kept") == 0
     for model in MODELS:
-        table, said = read(tmp_path / "kept", made(model))
-        assert table is not None, said
+        table, message = read(tmp_path / "kept", made(model))
+        assert table is not None, message
         assert {row.variant for row in table.rows} == {"few"}
     (tmp_path / "file").write_text("")
     assert swept(batches, 1.0, tmp_path / "file") == 1

@@ -41,8 +41,8 @@ def test_no_variant_spills_much(tmp_path: Path) -> None:
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     for name in names:
         command = [ptxas, "-v", "--gpu-name=sm_90a", f"{name}.ptx", "-o", "pod.cubin"]
-        said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=240).stderr
+        output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=240).stderr
         # if both halves share the registers, a tile's partial sums are folded through a few in memory
-        spilled = int(re.findall(r"(\d+) bytes spill stores", said)[0])
-        assert spilled <= (64 if name.startswith("together") else 0), said
-        assert not re.search("C7512|C7514", said), said
+        spilled = int(re.findall(r"(\d+) bytes spill stores", output)[0])
+        assert spilled <= (64 if name.startswith("together") else 0), output
+        assert not re.search("C7512|C7514", output), output

@@ -123,9 +123,9 @@ class Ranks:
 
     def hear(self, rank: int, *what: object) -> Steps:
         for peer in range(self.count):
-            yield self.told(rank, *what, peer)
+            yield self.reported(rank, *what, peer)
 
-    def told(self, rank: int, *flag: object) -> Callable[[], bool]:
+    def reported(self, rank: int, *flag: object) -> Callable[[], bool]:
         own = self.ranks[rank]
         return lambda: own.flags[flag] >= own.number
 
@@ -195,7 +195,7 @@ class Ranks:
             m, tiles = row // TILE_ROWS, range(part * self.features, (part + 1) * self.features)
             for source in range(self.count):
                 for n in tiles:
-                    yield self.told(rank, "tile", index, source, m, n)
+                    yield self.reported(rank, "tile", index, source, m, n)
             came = [own.cells["inbox", place, source, m, n] for source in range(self.count) for n in tiles]
             yield from reading(came, value)
             yield from reading(self.row(rank, row, [part]), value - 1)

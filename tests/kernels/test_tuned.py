@@ -33,11 +33,11 @@ class Lab:
     def __init__(self, ms: Callable[[Shape, int, GemmConfig], float | None], seconds: float = 1.0) -> None:
         self._ms, self._seconds = ms, seconds
         self.now = 50.0
-        self.asked: list[tuple[Shape, int, GemmConfig]] = []
+        self.requested: list[tuple[Shape, int, GemmConfig]] = []
 
     def __call__(self, shape: Shape, bucket: int, config: GemmConfig) -> float | None:
         self.now += self._seconds
-        self.asked.append((shape, bucket, config))
+        self.requested.append((shape, bucket, config))
         return self._ms(shape, bucket, config)
 
     def clock(self) -> float:
@@ -121,7 +121,7 @@ def test_the_fastest_that_runs_wins_and_the_rule_may_be_it() -> None:
     )  # fmt: skip
     assert found == {(2048, 5120, 4000): best, (16, 5120, 4000): RULE._replace(tokens=16)}
     assert reports == [(0, 2), (1, 2), (2, 2)]
-    assert lab.asked[0] == (QKV, 2048, RULE._replace(tokens=2048))
+    assert lab.requested[0] == (QKV, 2048, RULE._replace(tokens=2048))
 
 
 def test_a_shape_that_no_configuration_runs_is_left_to_the_rule() -> None:
@@ -135,7 +135,7 @@ def test_a_search_ends_within_its_budget_and_keeps_whole_buckets_only(budget: fl
     wanted = [(shape, bucket) for bucket in (2048, 64) for shape in (QKV, DOWN)]
     found = search(wanted, lab, rule, special=True, budget_s=budget, clock=lab.clock)
     assert lab.now - 50.0 <= budget + (1.0 if budget < 1 else 0.0)
-    tried = [(s, b) for s, b in wanted if sum((s, b) == a[:2] for a in lab.asked) == 1 + len(candidates(b, True))]
+    tried = [(s, b) for s, b in wanted if sum((s, b) == a[:2] for a in lab.requested) == 1 + len(candidates(b, True))]
     assert list(found) == [(b, s.features, s.depth) for s, b in tried]
 
 
@@ -144,9 +144,9 @@ def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "weft"
     found = find([QKV, DOWN], 64, OTHER, folder, first, rule, budget_s=60)
     assert {k[0] for k in found} == {16, 32, 64}
-    assert first.asked
+    assert first.requested
     assert find([QKV, DOWN], 64, OTHER, folder, second, rule, budget_s=60) == found
-    assert not second.asked
+    assert not second.requested
     assert not [f for f in folder.iterdir() if f.suffix == ".part"]
 
 
@@ -163,7 +163,7 @@ def test_shapes_are_added_to_those_in_the_file(tmp_path: Path) -> None:
     find([QKV], 16, OTHER, tmp_path, Lab(lambda *_: 1.0), rule, budget_s=60)
     lab = Lab(lambda *_: 1.0)
     both = find([QKV, DOWN], 16, OTHER, tmp_path, lab, rule, budget_s=60)
-    assert {shape for shape, _, _ in lab.asked} == {DOWN}
+    assert {shape for shape, _, _ in lab.requested} == {DOWN}
     assert read_cache(tmp_path, OTHER) == both
     assert len(both) == 2
 
@@ -193,7 +193,7 @@ def test_without_time_or_a_writable_folder_nothing_is_measured(
     assert find([QKV], 16, OTHER, tmp_path, lab, rule, budget_s=0) == {}
     (tmp_path / "file").write_text("")
     assert find([QKV], 16, OTHER, tmp_path / "file" / "weft", lab, rule, budget_s=60) == {}
-    assert not lab.asked
+    assert not lab.requested
     assert "cannot be written" in caplog.text
 
 
@@ -237,7 +237,7 @@ def test_a_start_does_not_wait_forever_for_another_one(tmp_path: Path) -> None:
     assert find([QKV], 16, OTHER, tmp_path, lab, rule, budget_s=0.1) == {}
     leave.set()
     holder.join()
-    assert not lab.asked
+    assert not lab.requested
     assert len(find([QKV], 16, OTHER, tmp_path, lab, rule, budget_s=60)) == 1
 
 

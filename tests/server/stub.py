@@ -149,14 +149,14 @@ class Stub(Streams):
         prompt = np.frombuffer(request.prompt_token_ids, np.int32).tolist()
         k = params.prompt_logprobs
         scored = {handle: [logprobs(token, k) for token in prompt[1:]]} if k is not None else {}
-        promised = max((promise.tokens for promise in request.retention), default=0)
-        started = [Started(handle, script.cached_tokens, 0.001, 0.002, promised)]
+        retained = max((retention.tokens for retention in request.retention), default=0)
+        started = [Started(handle, script.cached_tokens, 0.001, 0.002, retained)]
         if params.max_tokens == 0:
             pooled = {handle: state_of(prompt).tobytes()} if params.pooling is not None else {}
-            told: dict[str, Any] = {"started": started, "prompt_logprobs": scored, "pooled": pooled}
+            reported: dict[str, Any] = {"started": started, "prompt_logprobs": scored, "pooled": pooled}
             if script.error:
-                told["errors"] = {handle: script.error}
-            self._deliver_one(handle, [-1], script.finish or Finish.LENGTH, **told)
+                reported["errors"] = {handle: script.error}
+            self._deliver_one(handle, [-1], script.finish or Finish.LENGTH, **reported)
             return
         text = script.text + (f" {handle}" if script.vary else "")
         ids = list(script.ids) if script.ids is not None else self.tokenizer.encode(text, add_special_tokens=False)

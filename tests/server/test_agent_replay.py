@@ -101,8 +101,8 @@ def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
     for number, item in enumerate(done):
         if item["type"] == "function_call":
             kind = "response.function_call_arguments.delta"
-            told = "".join(e["delta"] for e in events if e["type"] == kind and e["output_index"] == number)
-            assert told == item["arguments"]
+            reported = "".join(e["delta"] for e in events if e["type"] == kind and e["output_index"] == number)
+            assert reported == item["arguments"]
     return response
 
 
@@ -200,10 +200,10 @@ def test_earlier_turns_are_found_in_the_cache(daemon: Daemon, dialect: type[Agen
     with httpx.Client(base_url=daemon.url, timeout=240) as http:
         agent = dialect(http, " ".join([dialect.__name__, *length * [FACTS]]))  # each starts its own conversation
         turns = [agent.ask(i) for i in range(count)]
-    told = json.dumps([vars(turn) for turn in turns])
-    assert LEAST_HITS <= share_found(turns) < 1, told
-    assert all(turn.prompt > before.prompt for before, turn in pairwise(turns)), told
-    assert sum(turn.called for turn in turns) >= count / 4, told
+    reported = json.dumps([vars(turn) for turn in turns])
+    assert LEAST_HITS <= share_found(turns) < 1, reported
+    assert all(turn.prompt > before.prompt for before, turn in pairwise(turns)), reported
+    assert sum(turn.called for turn in turns) >= count / 4, reported
 
 
 def value(daemon: Daemon, name: str, tier: str) -> float:
@@ -244,6 +244,6 @@ def test_idle_conversations_outlive_a_killed_daemon(tmp_path: Path) -> None:
     with running(tmp_path, *options, env=env) as daemon, httpx.Client(base_url=daemon.url, timeout=240) as http:
         agents[-1].http = http
         turns.append(agents[-1].ask(3))
-        told = json.dumps([vars(turn) for turn in turns])
-        assert LEAST_HITS <= share_found(turns[-2:]) < 1, told
+        reported = json.dumps([vars(turn) for turn in turns])
+        assert LEAST_HITS <= share_found(turns[-2:]) < 1, reported
         assert value(daemon, "weft_kv_tier_used_pages", "ssd") >= pages, "nothing was lost"

@@ -156,6 +156,6 @@ async def test_keys_are_required_under_every_name() -> None:
         assert (await server.http.post(reset, headers={"x-api-key": "secret"})).status_code == 401
         assert (await server.http.post(reset, headers={"x-api-key": "root"})).status_code == 200
         key = {"x-api-key": "secret"}
-        asked = [("/completions", COMPLETION), ("/invocations", COMPLETION), ("/chat/completions", CHAT)]
-        answers = [(await server.post(path, body, headers=key)).status_code for path, body in asked]
+        requested = [("/completions", COMPLETION), ("/invocations", COMPLETION), ("/chat/completions", CHAT)]
+        answers = [(await server.post(path, body, headers=key)).status_code for path, body in requested]
         assert answers == [200, 200, 429]

@@ -26,11 +26,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 def request(i: int, **body: Any) -> dict[str, Any]:
     if i % 2:
-        asked = {"url": "/v1/completions", "body": {"model": "stub", "prompt": f"number {i}", **body}}
+        requested = {"url": "/v1/completions", "body": {"model": "stub", "prompt": f"number {i}", **body}}
     else:
         messages = [{"role": "user", "content": f"number {i}"}]
-        asked = {"url": "/v1/chat/completions", "body": {"model": "stub", "messages": messages, **body}}
-    return {"custom_id": f"r{i}", "method": "POST", **asked}
+        requested = {"url": "/v1/chat/completions", "body": {"model": "stub", "messages": messages, **body}}
+    return {"custom_id": f"r{i}", "method": "POST", **requested}
 
 
 def write(path: Path, requests: Sequence[Any]) -> Path:
@@ -65,9 +65,9 @@ async def test_a_batch_killed_and_restarted_answers_every_line_once(server: Serv
     # A kill in the middle of a write leaves this.
     out.write_bytes(written + written.splitlines()[3][:50])
     process = await batch(*words)
-    said, complained = await process.communicate()
+    output, complained = await process.communicate()
     assert process.returncode == 1, complained
-    assert b"240 requests: 239 answered, 1 failed" in said
+    assert b"240 requests: 239 answered, 1 failed" in output
     assert b"are answered; resuming" in complained
     found = answers(out)
     assert sorted(a["custom_id"] for a in found) == sorted(r["custom_id"] for r in requests)
@@ -79,10 +79,10 @@ async def test_a_batch_killed_and_restarted_answers_every_line_once(server: Serv
     assert good["request_id"]
     assert by_id["r9"]["response"]["body"]["choices"][0]["text"] == "one two three"
     # The third run has nothing to do.
-    asked = len(server.engine.added)
+    requested = len(server.engine.added)
     again = await batch(*words)
     assert b"0 in this run" in (await again.communicate())[0]
-    assert len(server.engine.added) == asked
+    assert len(server.engine.added) == requested
 
 
 async def ask(url: str, file: Path, out: Path, *, patience: float = 60) -> None:
@@ -257,12 +257,12 @@ async def test_a_batch_may_run_its_own_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_its_own_model_is_served_under_the_name_in_the_lines(tmp_path: Path) -> None:
-    asked = [request(0, model="gpt-9", max_tokens=16, temperature=0)]
-    asked[0]["body"]["messages"][0]["content"] = "What is 123 + 456?"
-    file, out = write(tmp_path / "in", asked), tmp_path / "out"
+    requested = [request(0, model="gpt-9", max_tokens=16, temperature=0)]
+    requested[0]["body"]["messages"][0]["content"] = "What is 123 + 456?"
+    file, out = write(tmp_path / "in", requested), tmp_path / "out"
     process = await batch(file, out, "--model", "demo")
-    said, complained = await process.communicate()
+    output, complained = await process.communicate()
     assert process.returncode == 0, complained
-    assert b"1 requests: 1 answered" in said
+    assert b"1 requests: 1 answered" in output
     body = answers(out)[0]["response"]["body"]
     assert (body["model"], "579" in body["choices"][0]["message"]["content"]) == ("gpt-9", True)

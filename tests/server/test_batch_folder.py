@@ -70,21 +70,21 @@ async def test_a_full_disk_is_waited_out_and_no_request_is_sent_twice(
 ) -> None:
     for name in ("POLL_SECONDS", "SAVE_SECONDS", "RETRY_SECONDS"):
         monkeypatch.setattr(runner_module, name, 0.01)
-    folder, asked, closing = Folder.open(str(tmp_path), 1), list[str](), list[bool]()
+    folder, requested, closing = Folder.open(str(tmp_path), 1), list[str](), list[bool]()
     batch, beside = entered(folder, 40), entered(folder, 1, "other")
     is_full, is_free = asyncio.Event(), asyncio.Event()
 
     async def ask(line: BatchLine, owner: str) -> Reply:
-        asked.append(owner + line.custom_id)
+        requested.append(owner + line.custom_id)
         if owner:  # it runs all the time
             await is_free.wait()
-        elif len(asked) > 12:
+        elif len(requested) > 12:
             await is_full.wait()
         return Reply(200, b"{}", "id", None)
 
     runner = Runner(folder.files, folder.batches, ask, lambda own: 6 - own, lambda: bool(closing))
     running = asyncio.create_task(runner.run())
-    await settle(lambda: len(asked) > 12)
+    await settle(lambda: len(requested) > 12)
     with monkeypatch.context() as full:
         if where != "states":
             full.setattr(AnswerFile, "add", no_space)
@@ -98,16 +98,16 @@ async def test_a_full_disk_is_waited_out_and_no_request_is_sent_twice(
         elif end == "expired":
             work.batch.expires_at = 0
         await asyncio.sleep(0.1)
-        before = len(asked)
+        before = len(requested)
         await asyncio.sleep(0.1)
-        assert len(asked) == before, "nothing more is asked"
+        assert len(requested) == before, "nothing more is asked"
         assert before < 41 or where == "states"
         assert len(list(tmp_path.rglob("*.new"))) == 0, "nothing is left behind"
     is_free.set()
     await settle(lambda: not folder.batches.open())
     closing.append(True)
     await running
-    assert len(asked) == len(set(asked))
+    assert len(requested) == len(set(requested))
     ended, other = folder.batches.get(batch.id, ""), folder.batches.get(beside.id, "other")
     assert ended is not None
     assert other is not None
@@ -115,9 +115,9 @@ async def test_a_full_disk_is_waited_out_and_no_request_is_sent_twice(
     written = [json.loads(line) for id in (ended.output_file_id, ended.error_file_id) if id is not None
                for line in folder.files.content(id).read_bytes().splitlines()]  # fmt: skip
     assert sorted(line["custom_id"] for line in written) == sorted(f"r{i}" for i in range(40))
-    assert sum(line["response"] is not None for line in written) == len(asked) - 1
-    told = [record.message for record in caplog.records if "waits for the disk" in record.message]
-    assert sorted(told) == sorted(set(told)), "once a minute and batch"
+    assert sum(line["response"] is not None for line in written) == len(requested) - 1
+    reported = [record.message for record in caplog.records if "waits for the disk" in record.message]
+    assert sorted(reported) == sorted(set(reported)), "once a minute and batch"
 
 
 async def test_a_batch_that_cannot_start_for_lack_of_space_starts_later(

@@ -27,15 +27,15 @@ def command(*words: str) -> list[str]:
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * PATIENCE)
 def test_ten_thousand_lines_killed_in_the_middle(tmp_path: Path) -> None:
-    asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requested, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     body = {"model": "demo", "max_tokens": 1, "ignore_eos": True}
     rows = [
         {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": {**body, "prompt": [300 + i % 700]}}
         for i in range(LINES)
     ]
-    asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    requested.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with running(tmp_path, "--device", "cpu", "--max-num-seqs", "64", "--max-model-len", "64") as daemon:
-        words = (str(asked), str(answered), "--url", daemon.url)
+        words = (str(requested), str(answered), "--url", daemon.url)
         first = subprocess.Popen(command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         end = time.monotonic() + PATIENCE
         while not answered.exists() or answered.read_bytes().count(b"\n") < KILL_AT:

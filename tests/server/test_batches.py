@@ -129,15 +129,15 @@ async def test_a_file_is_downloaded_under_a_name_without_a_path(
 
 async def test_a_range_outside_of_a_file_is_an_error_with_its_size(kept: Server) -> None:
     path = f"/v1/files/{(await upload(kept, b'in.jsonl'))['id']}/content"
-    for asked in ("bytes=10-", "bytes=99999999999999999999-", "bytes=-0"):
-        response = await kept.http.get(path, headers={"range": asked})
+    for requested in ("bytes=10-", "bytes=99999999999999999999-", "bytes=-0"):
+        response = await kept.http.get(path, headers={"range": requested})
         assert (response.status_code, response.headers["content-range"]) == (416, "bytes */10")
         assert response.json()["error"]["code"] == "range_not_satisfiable"
-    for asked in ("bytes=5-3", "items=0-1", "bytes", "bytes=x", "bytes="):
-        response = await kept.http.get(path, headers={"range": asked})
+    for requested in ("bytes=5-3", "items=0-1", "bytes", "bytes=x", "bytes="):
+        response = await kept.http.get(path, headers={"range": requested})
         assert (response.status_code, response.text) == (200, "0123456789")
-    for asked, part in {"bytes=2-4": "234", "bytes=7-99": "789", "bytes=-3": "789"}.items():
-        response = await kept.http.get(path, headers={"range": asked})
+    for requested, part in {"bytes=2-4": "234", "bytes=7-99": "789", "bytes=-3": "789"}.items():
+        response = await kept.http.get(path, headers={"range": requested})
         assert (response.status_code, response.text) == (206, part)
 
 

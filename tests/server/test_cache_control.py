@@ -30,8 +30,8 @@ TALK = [
 def kept(server: Server) -> list[tuple[str, float]]:
     """The last retention sent to the engine: the end of its text, and seconds."""
     decode = server.engine.tokenizer._backend.decode
-    told = [(promise.tokens, promise.seconds) for promise in server.engine.added[-1].retention]
-    return [(decode(server.engine.prompt()[:n], skip_special_tokens=False)[-30:], seconds) for n, seconds in told]
+    reported = [(retention.tokens, retention.seconds) for retention in server.engine.added[-1].retention]
+    return [(decode(server.engine.prompt()[:n], skip_special_tokens=False)[-30:], seconds) for n, seconds in reported]
 
 
 def marked(i: int, mark: dict[str, Any], *, part: bool = True) -> list[dict[str, Any]]:
@@ -61,8 +61,8 @@ async def test_a_mark_in_chat_retains_everything_before_it(server: Server, part:
     assert text.endswith("first answer")
     assert seconds == 3600
     await chat(server, messages=marked(3, SHORT, part=part))
-    (promise,) = server.engine.added[-1].retention
-    assert (promise.tokens, promise.seconds) == (len(server.engine.prompt()), 300)
+    (retention,) = server.engine.added[-1].retention
+    assert (retention.tokens, retention.seconds) == (len(server.engine.prompt()), 300)
 
 
 async def test_marks_of_messages_retain_their_blocks(server: Server) -> None:
@@ -81,7 +81,7 @@ async def test_marks_of_messages_retain_their_blocks(server: Server) -> None:
     assert "second question" in whole
     assert "cache_control" not in server.engine.tokenizer._backend.decode(server.engine.prompt())
     usage = response.json()["usage"]
-    (until, all_tokens) = (promise.tokens for promise in server.engine.added[-1].retention)
+    (until, all_tokens) = (retention.tokens for retention in server.engine.added[-1].retention)
     assert usage["cache_creation"] == {
         "ephemeral_5m_input_tokens": all_tokens - until, "ephemeral_1h_input_tokens": until
     }  # fmt: skip
@@ -92,7 +92,7 @@ async def test_marks_of_messages_retain_their_blocks(server: Server) -> None:
 async def test_usage_distinguishes_found_and_added_tokens(
     server: Server, cached: int, hour: int, minutes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a prompt, 100 tokens are retained, 60 of them for an hour."""
+    """100 tokens of a prompt are retained, 60 of them for an hour."""
     from weft.engine.wire.messages import Retention
     from weft.server.api import turn
 
@@ -124,8 +124,8 @@ async def test_openais_fields_retain_the_whole_prompt(
     what = {"chat/completions": {"messages": TALK}, "responses": {"input": TALK}, "completions": {"prompt": "one two"}}
     response = await server.post(f"/v1/{path}", {"model": "stub", **what[path], **fields})
     assert response.status_code == 200, response.text
-    (promise,) = server.engine.added[-1].retention
-    assert (promise.tokens, promise.seconds) == (len(server.engine.prompt()), seconds)
+    (retention,) = server.engine.added[-1].retention
+    assert (retention.tokens, retention.seconds) == (len(server.engine.prompt()), seconds)
 
 
 async def test_marks_on_items_of_responses_count(server: Server) -> None:
@@ -177,13 +177,13 @@ async def test_a_mark_is_found_in_the_output_of_every_template(name: str) -> Non
             ("assistant", "4"),
             ("user", "five"),
         ]
-        messages: list[dict[str, Any]] = [{"role": role, "content": said} for role, said in turns]
+        messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in turns]
         messages[i] |= SHORT
         body = ChatBody.model_validate({"messages": messages})
         text = tokenizer.render_chat(body.messages, body.template_arguments())
         ids = tokenizer.encode(text, add_special_tokens=False)
-        (promise,) = retention_of(marks_of(body), body, text, ids, tokenizer)
-        beginning = tokenizer._backend.decode(ids[: promise.tokens], skip_special_tokens=False)
+        (retention,) = retention_of(marks_of(body), body, text, ids, tokenizer)
+        beginning = tokenizer._backend.decode(ids[: retention.tokens], skip_special_tokens=False)
         assert beginning.endswith(content), (name, beginning)
 
 

@@ -342,7 +342,7 @@ async def test_a_turn_as_codex_sends_it(hermes: Server) -> None:
     tool = {"type": "function", "name": "f", "description": "d", "strict": False, "parameters": {"type": "object"}}
     roles = ("developer", "developer", "user", "user")
     items = [{"type": "message", "id": f"msg_{i}", "role": role, "content": [text]} for i, role in enumerate(roles)]
-    asked = {
+    requested = {
         "model": "stub",
         "stream": True,
         "input": items,
@@ -359,7 +359,7 @@ async def test_a_turn_as_codex_sends_it(hermes: Server) -> None:
         "prompt_cache_key": "k",
         "client_metadata": {"session_id": "s", "x-codex-window-id": "s:0"},
     }
-    response = await hermes.post("/v1/responses", asked, headers={"originator": "codex_exec", "session-id": "s"})
+    response = await hermes.post("/v1/responses", requested, headers={"originator": "codex_exec", "session-id": "s"})
     assert response.status_code == 200, response.text
     assert "response.completed" in response.text
 
@@ -370,7 +370,7 @@ async def test_a_turn_as_claude_code_sends_it(hermes: Server) -> None:
     assert (await hermes.http.head("/")).status_code == 200
     mark = {"cache_control": {"type": "ephemeral"}}
     block = {"type": "text", "text": "a"}
-    asked = {
+    requested = {
         "model": "stub",
         "messages": [{"role": "user", "content": [block, {**block, **mark}]}, {"role": "system", "content": "a"}],
         "system": [block, {**block, **mark}, {**block, **mark}],
@@ -387,6 +387,6 @@ async def test_a_turn_as_claude_code_sends_it(hermes: Server) -> None:
         "x-app": "cli",
         "user-agent": "claude-cli/2.1.197 (external, sdk-cli)",
     }
-    response = await hermes.post("/v1/messages?beta=true", asked, headers=headers)
+    response = await hermes.post("/v1/messages?beta=true", requested, headers=headers)
     assert response.status_code == 200, response.text
     assert "message_stop" in response.text

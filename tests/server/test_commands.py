@@ -271,9 +271,9 @@ def test_a_shell_accepts_its_script(shell: str) -> None:
 )
 def test_bash_completes(line: list[str], expected: set[str]) -> None:
     words = " ".join(line)
-    asked = f"COMP_WORDS=({words}); COMP_CWORD={len(line) - 1}; _weft; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    requested = f"COMP_WORDS=({words}); COMP_CWORD={len(line) - 1}; _weft; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     result = subprocess.run(
-        ["bash", "--norc"], input=script(_parser(), "bash") + asked, text=True, capture_output=True, check=True
+        ["bash", "--norc"], input=script(_parser(), "bash") + requested, text=True, capture_output=True, check=True
     )
     assert set(result.stdout.split()) == expected
 

@@ -79,10 +79,10 @@ def test_answers_are_the_same_in_every_shape(daemon: Daemon, api: anthropic.Anth
 
 def test_a_tool_is_called_and_its_result_passed_on(api: anthropic.Anthropic) -> None:
     messages: Any = [{"role": "user", "content": "What's the weather in Paris?"}]
-    asked = api.messages.create(messages=messages, **GREEDY, **TOOLS)
-    (call,) = asked.content
+    requested = api.messages.create(messages=messages, **GREEDY, **TOOLS)
+    (call,) = requested.content
     assert call.type == "tool_use"
-    assert (asked.stop_reason, call.name, call.input) == ("tool_use", "get_weather", {"city": "Paris"})
+    assert (requested.stop_reason, call.name, call.input) == ("tool_use", "get_weather", {"city": "Paris"})
     with api.messages.stream(messages=messages, **GREEDY, **TOOLS) as stream:
         inputs = [event.partial_json for event in stream if event.type == "input_json"]
         (streamed,) = stream.get_final_message().content
@@ -90,7 +90,7 @@ def test_a_tool_is_called_and_its_result_passed_on(api: anthropic.Anthropic) -> 
     assert streamed.input == call.input
     assert len(inputs) > 1
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "It is sunny in Paris."}
-    messages += [{"role": "assistant", "content": asked.content}, {"role": "user", "content": [result]}]
+    messages += [{"role": "assistant", "content": requested.content}, {"role": "user", "content": [result]}]
     answer = api.messages.create(messages=messages, **GREEDY, **TOOLS)
     assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": "It is sunny in Paris."}]
     assert answer.usage.cache_read_input_tokens or answer.usage.input_tokens

@@ -48,10 +48,10 @@ def test_a_client_gets_valid_answers(name: str, daemon: Daemon) -> None:
         "DO_NOT_TRACK": "1",
     }  # otherwise the clients would fetch or send these
     done = subprocess.run(command, cwd=FOLDER, env=env, capture_output=True, text=True, timeout=500)
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
-    assert told, done.stdout + done.stderr
+    reported = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
+    assert reported, done.stdout + done.stderr
     assert done.returncode == 0, done.stderr
-    wrong = [f"{path}, {feature}:\n{why}" for path, feature, why, _ in told if why]
+    wrong = [f"{path}, {feature}:\n{why}" for path, feature, why, _ in reported if why]
     assert not wrong, "\n".join(wrong)
 
 

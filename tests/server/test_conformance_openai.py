@@ -122,7 +122,7 @@ def test_structured_outputs_parse_into_the_model(api: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "pattern"),
+    ("requested", "pattern"),
     [
         ({"regex": "[0-9]{4}-[0-9]{2}"}, "[0-9]{4}-[0-9]{2}"),
         ({"choice": ["red", "green", "büße"]}, "red|green|büße"),
@@ -131,8 +131,8 @@ def test_structured_outputs_parse_into_the_model(api: openai.OpenAI) -> None:
     ],
     ids=["regex", "choice", "grammar", "json"],
 )
-def test_every_constraint_holds_in_every_shape(api: openai.OpenAI, asked: dict[str, Any], pattern: str) -> None:
-    body = {"structured_outputs": asked}
+def test_every_constraint_holds_in_every_shape(api: openai.OpenAI, requested: dict[str, Any], pattern: str) -> None:
+    body = {"structured_outputs": requested}
     common: dict[str, Any] = {"model": "demo", "max_tokens": 200, "temperature": 1.0, "extra_body": body}
     chats = api.chat.completions.create(messages=QUESTION, n=3, **common)
     texts = [choice.message.content for choice in chats.choices if choice.finish_reason == "stop"]

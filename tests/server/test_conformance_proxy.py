@@ -88,64 +88,68 @@ def api(proxy: str) -> Iterator[openai.OpenAI]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_chat(api: openai.OpenAI, way: str) -> None:
-    asked: dict[str, Any] = {"model": way, "temperature": 0, "max_tokens": 60}
-    whole = api.chat.completions.create(messages=QUESTION, **asked).choices[0].message.content
+    requested: dict[str, Any] = {"model": way, "temperature": 0, "max_tokens": 60}
+    whole = api.chat.completions.create(messages=QUESTION, **requested).choices[0].message.content
     assert whole is not None
     assert "42" in whole
-    chunks = list(api.chat.completions.create(messages=QUESTION, stream=True, **asked))
+    chunks = list(api.chat.completions.create(messages=QUESTION, stream=True, **requested))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
     tools: Any = [{"type": "function", "function": {**ADD, "parameters": SCHEMA}}]
-    called = api.chat.completions.create(messages=QUESTION, tools=tools, **asked).choices[0]
+    called = api.chat.completions.create(messages=QUESTION, tools=tools, **requested).choices[0]
     (call,) = called.message.tool_calls or ()
     assert call.type == "function"
     assert (called.finish_reason, call.function.name, json.loads(call.function.arguments)) == ("tool_calls", "add", SUM)
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "42"}
-    said: Any = [*QUESTION, called.message.to_dict(), result]
-    answer = api.chat.completions.create(messages=said, tools=tools, **asked).choices[0].message.content
+    history: Any = [*QUESTION, called.message.to_dict(), result]
+    answer = api.chat.completions.create(messages=history, tools=tools, **requested).choices[0].message.content
     assert answer is not None
     assert "42" in answer
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_responses(api: openai.OpenAI, way: str) -> None:
-    asked: dict[str, Any] = {"model": way, "temperature": 0, "max_output_tokens": 60}
-    whole = api.responses.create(input=QUESTION, **asked)
+    requested: dict[str, Any] = {"model": way, "temperature": 0, "max_output_tokens": 60}
+    whole = api.responses.create(input=QUESTION, **requested)
     assert "42" in whole.output_text
-    events = list(api.responses.create(input=QUESTION, stream=True, **asked))
+    events = list(api.responses.create(input=QUESTION, stream=True, **requested))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
     assert events[-1].type == "response.completed"
     tools: Any = [{"type": "function", **ADD, "parameters": SCHEMA, "strict": False}]
-    made = api.responses.create(input=QUESTION, tools=tools, **asked)
+    made = api.responses.create(input=QUESTION, tools=tools, **requested)
     (call,) = (item for item in made.output if item.type == "function_call")
     assert (call.name, json.loads(call.arguments)) == ("add", SUM)
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
     given: Any = {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments}
-    assert "42" in api.responses.create(input=[*QUESTION, given, result], tools=tools, **asked).output_text
+    assert "42" in api.responses.create(input=[*QUESTION, given, result], tools=tools, **requested).output_text
     if way != "anthropic":  # which has no earlier response to continue
         assert "42" in api.responses.create(
-            input=[result], previous_response_id=made.id, tools=tools, **asked
+            input=[result], previous_response_id=made.id, tools=tools, **requested
         ).output_text  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_messages(proxy: str, way: str) -> None:
-    asked: dict[str, Any] = {"model": way, "max_tokens": 60, "extra_body": {"temperature": 0}}
+    requested: dict[str, Any] = {"model": way, "max_tokens": 60, "extra_body": {"temperature": 0}}
     with anthropic.Anthropic(base_url=proxy, api_key=KEY, max_retries=0, timeout=240) as api:
-        (block,) = api.messages.create(messages=QUESTION, **asked).content
+        (block,) = api.messages.create(messages=QUESTION, **requested).content
         assert block.type == "text"
         assert "42" in block.text
-        with api.messages.stream(messages=QUESTION, **asked) as stream:
+        with api.messages.stream(messages=QUESTION, **requested) as stream:
             assert "".join(stream.text_stream) == block.text
         tools: Any = [{**ADD, "input_schema": SCHEMA}]
-        made = api.messages.create(messages=QUESTION, tools=tools, **asked)
+        made = api.messages.create(messages=QUESTION, tools=tools, **requested)
         (call,) = (each for each in made.content if each.type == "tool_use")
         assert (made.stop_reason, call.name, call.input) == ("tool_use", "add", SUM)
-        with api.messages.stream(messages=QUESTION, tools=tools, **asked) as stream:
+        with api.messages.stream(messages=QUESTION, tools=tools, **requested) as stream:
             streamed = stream.get_final_message()
         assert [each.input for each in streamed.content if each.type == "tool_use"] == [SUM]
         result = {"type": "tool_result", "tool_use_id": call.id, "content": "42"}
-        said: Any = [*QUESTION, {"role": "assistant", "content": made.content}, {"role": "user", "content": [result]}]
-        (answer,) = api.messages.create(messages=said, tools=tools, **asked).content
+        history: Any = [
+            *QUESTION,
+            {"role": "assistant", "content": made.content},
+            {"role": "user", "content": [result]},
+        ]
+        (answer,) = api.messages.create(messages=history, tools=tools, **requested).content
         assert answer.type == "text"
         assert "42" in answer.text
 

@@ -83,13 +83,13 @@ def test_an_answer_is_parsed(api: openai.OpenAI) -> None:
 
 
 def test_a_function_is_called_and_its_result_passed_on(api: openai.OpenAI) -> None:
-    asked: Any = [{"role": "user", "content": "What is 12 plus 30?"}]
-    made = api.responses.create(input=asked, tools=[ADD], **GREEDY)
+    requested: Any = [{"role": "user", "content": "What is 12 plus 30?"}]
+    made = api.responses.create(input=requested, tools=[ADD], **GREEDY)
     (call,) = made.output
     assert call.type == "function_call"
     assert json.loads(call.arguments) == {"a": 12, "b": 30}
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
-    by_hand = api.responses.create(input=[*asked, call, result], tools=[ADD], **GREEDY)
+    by_hand = api.responses.create(input=[*requested, call, result], tools=[ADD], **GREEDY)
     by_id = api.responses.create(input=[result], previous_response_id=made.id, tools=[ADD], **GREEDY)
     assert "42" in by_hand.output_text
     assert by_id.output_text == by_hand.output_text
@@ -136,11 +136,11 @@ def test_a_transcript_of_codex_turn_by_turn(daemon: Daemon) -> None:
     """Each turn sends the whole history. The answers are the model's own; the test requires that every turn is
     accepted, and that earlier items are unchanged in their place."""
     codex = json.loads(CODEX.read_text())
-    said: list[Any] = []
+    history: list[Any] = []
     cached: list[int] = []
     for turn in codex["turns"]:
-        said += turn
-        body = {**codex["request"], "input": said}
+        history += turn
+        body = {**codex["request"], "input": history}
         with httpx.stream("POST", f"{daemon.url}/v1/responses", json=body, timeout=60) as response:
             assert response.status_code == 200, response.read()
             events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: ")]
@@ -150,7 +150,7 @@ def test_a_transcript_of_codex_turn_by_turn(daemon: Daemon) -> None:
         assert done == last["response"]["output"]
         usage = last["response"]["usage"]
         cached.append(usage["input_tokens_details"]["cached_tokens"])
-        said += done
+        history += done
         before = usage["input_tokens"]
     assert cached == sorted(cached)
     assert cached[-1] > before / 2

@@ -214,12 +214,12 @@ def test_every_total_of_the_engine_continues() -> None:
 def test_the_slot_limit_is_exposed_before_the_first_request_and_removed_with_the_engine() -> None:
     metrics = Metrics()
     engine = metrics.engines[0]
-    told = []
+    reported = []
     engine.loaded("m", msgspec.structs.replace(READY, slot_limit=16))
-    told.append(metrics._engine_metrics.text([False]))
+    reported.append(metrics._engine_metrics.text([False]))
     engine.update(EngineStats(scheduler=SchedulerStats(slot_limit=24)))
-    told.append(metrics._engine_metrics.text([False]))
+    reported.append(metrics._engine_metrics.text([False]))
     engine.died()
-    told.append(metrics._engine_metrics.text([False]))
-    assert [b"weft_max_num_seqs_now 16.0" in told[0], b"weft_max_num_seqs_now 24.0" in told[1]] == [True, True]
-    assert b"weft_max_num_seqs_now 0.0" in told[2]
+    reported.append(metrics._engine_metrics.text([False]))
+    assert [b"weft_max_num_seqs_now 16.0" in reported[0], b"weft_max_num_seqs_now 24.0" in reported[1]] == [True, True]
+    assert b"weft_max_num_seqs_now 0.0" in reported[2]

@@ -149,9 +149,9 @@ async def test_the_grammar_is_kept_when_the_model_may_choose(hermes: Server) -> 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_grammar_that_cannot_be_kept_is_reported_if_a_call_is_required(hermes: Server) -> None:
     tools = [_tool("start: <[5]>")]
-    asked = {"messages": [{"role": "user", "content": "a"}], "tools": tools}
-    response = await hermes.post("/v1/chat/completions", {**asked, "tool_choice": "required"})
+    requested = {"messages": [{"role": "user", "content": "a"}], "tools": tools}
+    response = await hermes.post("/v1/chat/completions", {**requested, "tool_choice": "required"})
     assert response.status_code == 400
     assert "inside a call" in response.json()["error"]["message"]
-    assert (await hermes.post("/v1/chat/completions", asked)).status_code == 200
+    assert (await hermes.post("/v1/chat/completions", requested)).status_code == 200
     assert hermes.engine.added[-1].params.grammar is None

@@ -121,9 +121,9 @@ async def test_64_clients_at_once_get_the_answers_they_get_alone(daemon: Daemon)
             return response.json()["choices"][0]["text"]
 
         alone = {question: await ask(question, False) for question in questions}
-        asked = [(questions[i % 16], bool(i // 16 % 2)) for i in range(64)]
-        together = await asyncio.gather(*(ask(*one) for one in asked))
-    assert [alone[question] for question, _ in asked] == together
+        requested = [(questions[i % 16], bool(i // 16 % 2)) for i in range(64)]
+        together = await asyncio.gather(*(ask(*one) for one in requested))
+    assert [alone[question] for question, _ in requested] == together
 
 
 async def test_sequences_differ_and_seeds_repeat(daemon: Daemon) -> None:
@@ -159,10 +159,10 @@ async def test_generated_tokens_score_the_same_as_a_prompt(daemon: Daemon) -> No
     async with httpx.AsyncClient(base_url=daemon.url, timeout=240) as http:
         prompt = (await http.post("/tokenize", json={"prompt": "What is 12 + 30?"})).json()["tokens"]
         base = {"temperature": 0, "logprobs": 1, "return_token_ids": True}
-        asked = {**base, "prompt": prompt, "max_tokens": 8}
-        generated = (await http.post("/v1/completions", json=asked)).json()["choices"][0]
-        asked = {**base, "prompt": prompt + generated["token_ids"], "echo": True, "max_tokens": 0}
-        scored = (await http.post("/v1/completions", json=asked)).json()["choices"][0]
+        requested = {**base, "prompt": prompt, "max_tokens": 8}
+        generated = (await http.post("/v1/completions", json=requested)).json()["choices"][0]
+        requested = {**base, "prompt": prompt + generated["token_ids"], "echo": True, "max_tokens": 0}
+        scored = (await http.post("/v1/completions", json=requested)).json()["choices"][0]
     scores, tail = generated["logprobs"], slice(len(prompt), None)
     assert scored["logprobs"]["tokens"][tail] == scores["tokens"]
     assert scored["logprobs"]["token_logprobs"][tail] == pytest.approx(scores["token_logprobs"], abs=1e-3)

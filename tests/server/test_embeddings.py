@@ -134,7 +134,7 @@ def _describe(path: Path, pooling: dict[str, Any] | None = None, *more: str, **p
 
 
 @pytest.mark.parametrize(
-    ("said", "pooling"),
+    ("config", "pooling"),
     [
         ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, "last"),
         ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
@@ -143,8 +143,8 @@ def _describe(path: Path, pooling: dict[str, Any] | None = None, *more: str, **p
         (None, "last"),
     ],
 )
-async def test_the_directory_sets_the_pooling(tmp_path: Path, said: Any, pooling: str) -> None:
-    found = read_pooler(_describe(tmp_path, said, "Normalize"), "auto")
+async def test_the_directory_sets_the_pooling(tmp_path: Path, config: Any, pooling: str) -> None:
+    found = read_pooler(_describe(tmp_path, config, "Normalize"), "auto")
     assert found is not None
     assert found.pooling == pooling
 
@@ -157,7 +157,7 @@ async def test_the_operators_choice_overrides_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "more", "words"),
+    ("config", "more", "words"),
     [
         ({"pooling_mode_cls_token": True}, (), r"pooling \(cls_token\) is not supported; override it with --pooling"),
         ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, (), "mean_tokens, max_tokens"),
@@ -165,9 +165,9 @@ async def test_the_operators_choice_overrides_it(tmp_path: Path) -> None:
         ({"pooling_mode_lasttoken": True}, ("Dense",), "unsupported step: Dense"),
     ],
 )
-async def test_missing_files_are_named(tmp_path: Path, said: Any, more: Any, words: str) -> None:
+async def test_missing_files_are_named(tmp_path: Path, config: Any, more: Any, words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        read_pooler(_describe(tmp_path, said, *more), "auto")
+        read_pooler(_describe(tmp_path, config, *more), "auto")
 
 
 async def test_broken_files_are_named(tmp_path: Path) -> None:

@@ -128,9 +128,9 @@ def test_a_tokenizer_encodes_conversations_with_it(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(tokenizer_module, "Encoder", counted)
     tokenizer = tokenizer_module.Tokenizer(wrapped(byte_level()))
-    said = conversation(4) + tokenizer.as_text("<|system|>hello") + conversation(4)
-    expected = tokenizer.encode(said, add_special_tokens=False)
-    assert tokenizer.encode(said, add_special_tokens=False, salt="") == expected
-    assert tokenizer.encode(said, add_special_tokens=False, salt="") == expected
+    text = conversation(4) + tokenizer.as_text("<|system|>hello") + conversation(4)
+    expected = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.encode(text, add_special_tokens=False, salt="") == expected
+    assert tokenizer.encode(text, add_special_tokens=False, salt="") == expected
     (encoder,) = made
     assert encoder.num_bytes > len(conversation(4))

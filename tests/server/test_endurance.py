@@ -32,7 +32,7 @@ OVERLOAD_REQUESTS = 100
 """minimum number of requests: a slow machine takes longer to send them"""
 OVERLOAD_REFUSED = 20
 """minimum fraction refused"""
-SEATS, QUEUE = 4, 8
+SLOTS, QUEUE = 4, 8
 TOKENS = 16
 VANISHING = 2000
 
@@ -122,14 +122,14 @@ async def metric(url: str, name: str) -> float:
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    few = ("--max-num-seqs", str(SEATS), "--max-queued-requests", str(QUEUE), "--api-workers", "2")
+    few = ("--max-num-seqs", str(SLOTS), "--max-queued-requests", str(QUEUE), "--api-workers", "2")
     with running(tmp_path_factory.mktemp("daemon"), *few) as daemon:
         yield daemon
 
 
 async def capacity(url: str) -> float:
     """Requests a second when one is always waiting."""
-    count, turns = 32, asyncio.Semaphore(2 * SEATS)
+    count, turns = 32, asyncio.Semaphore(2 * SLOTS)
 
     async def one(i: int) -> None:
         async with turns:
@@ -147,15 +147,15 @@ async def test_of_five_times_the_capacity_the_excess_is_refused_and_the_rest_ans
     able = await capacity(url)
     before = await metric(url, 'weft_rejected_total{reason="queue_full"}')
     begun = time.monotonic()
-    asked: list[asyncio.Task[Reply]] = []
+    requested: list[asyncio.Task[Reply]] = []
     # The capacity was measured on a machine that may have been busier: the load continues until it is too much.
     while (
         (elapsed := time.monotonic() - begun) < OVERLOAD_SECONDS
-        or len(asked) < OVERLOAD_REQUESTS
+        or len(requested) < OVERLOAD_REQUESTS
         or await metric(url, 'weft_rejected_total{reason="queue_full"}') - before < OVERLOAD_REFUSED
     ):
-        while len(asked) < elapsed * able * OVERLOAD:
-            asked.append(asyncio.create_task(ask(url, request(len(asked))[1])))
+        while len(requested) < elapsed * able * OVERLOAD:
+            requested.append(asyncio.create_task(ask(url, request(len(requested))[1])))
         await asyncio.sleep(0.005)
 
     over = time.monotonic()
@@ -165,14 +165,12 @@ async def test_of_five_times_the_capacity_the_excess_is_refused_and_the_rest_ans
         prompt, data = request(0)
         assert (await ask(url, data)).text == alone[prompt]
         recovered = time.monotonic() - over
-        replies = await asyncio.gather(*asked)
+        replies = await asyncio.gather(*requested)
         at_rest = ("weft_requests_running", "weft_requests_waiting", "weft_kv_cache_usage_ratio")
         while any([await metric(url, name) for name in at_rest]):  # either API process is notified at its own time
             await asyncio.sleep(0.02)
     statuses = Counter(reply.status for reply in replies)
-    print(
-        f"able to do {able:.1f} requests/s; {len(asked)} in {over - begun:.1f} s: {dict(statuses)}; {recovered=:.2f} s"
-    )
+    print(f"able {able:.1f} requests/s; {len(requested)} in {over - begun:.1f} s: {dict(statuses)}; {recovered=:.2f} s")
     assert set(statuses) == {200, 503}
     assert statuses[503] >= OVERLOAD_REFUSED
     for i, reply in enumerate(replies):

@@ -47,7 +47,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.processes: list[Held] = []
-        self.told: list[EngineDown] = []
+        self.reported: list[EngineDown] = []
         self.ending = False
         self.heartbeats = Heartbeats(1)
         self.numbers = itertools.count(1)
@@ -66,7 +66,7 @@ class Owner:
     def engine_ready(self, engine: int) -> None: ...
 
     def engine_ended(self, _engine: int, message: EngineDown) -> None:
-        self.told.append(message)
+        self.reported.append(message)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ async def test_no_engine_follows_if_the_daemon_starts_to_exit_while_memory_is_fr
     owner: Any = supervisor._owner
     keeping = asyncio.create_task(supervisor.run())
     await until_it_waits(owner)
-    assert owner.told[0].restarting, "clients have been told already"
+    assert owner.reported[0].restarting, "clients have been told already"
     owner.ending = True
     owner.processes[0].gone.set()
     assert await asyncio.wait_for(keeping, 240) == "the engine ended (signal SIGKILL)"
@@ -129,7 +129,7 @@ async def test_a_hung_engine_stays_given_up_for_probes_while_its_memory_is_held(
     owner: Any = supervisor._owner
     keeping = asyncio.create_task(supervisor.run())
     async with asyncio.timeout(240):
-        while not owner.told:
+        while not owner.reported:
             owner.heartbeats.of(0).condemn()
             await asyncio.sleep(0)
     await asyncio.sleep(0.2)

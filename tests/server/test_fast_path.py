@@ -26,8 +26,8 @@ TEXT = 'héllo "quoted" \\ 😀 wörld\n\x00\u2028 end ' * 8
 
 async def body(server: Server, path: str, **fields: Any) -> list[Any]:
     messages = [{"role": "user", "content": "x"}]
-    asked = {"prompt": "hi", "messages": messages, "stream": True, "max_tokens": 400, **fields}
-    response = await server.post(path, asked, headers={"X-Request-Id": "same"})
+    requested = {"prompt": "hi", "messages": messages, "stream": True, "max_tokens": 400, **fields}
+    response = await server.post(path, requested, headers={"X-Request-Id": "same"})
     lines = response.text.split("\n\n")
     assert lines.pop() == ""
     out = [line if line == "data: [DONE]" else json.loads(line.removeprefix("data: ")) for line in lines]
@@ -129,9 +129,9 @@ async def test_every_api_format_gives_the_same_on_the_fast_path(
     quick = 0
 
     async def events() -> list[str]:
-        asked: dict[str, Any] = {"max_tokens": 400, "max_output_tokens": 400, "stream": True}
-        asked |= {"input": "x"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "x"}]}
-        response = await hermes.post(path, asked | ({"tools": [TOOL_OF[path]]} if offered else {}))
+        requested: dict[str, Any] = {"max_tokens": 400, "max_output_tokens": 400, "stream": True}
+        requested |= {"input": "x"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "x"}]}
+        response = await hermes.post(path, requested | ({"tools": [TOOL_OF[path]]} if offered else {}))
         assert response.status_code == 200, response.text
         text = re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":0', response.text)
         return re.sub(r'"((?:call|msg|fc|resp|rs|toolu|chatcmpl)[_-])[0-9A-Za-z-]+"', r'"\1"', text).split("\n\n")

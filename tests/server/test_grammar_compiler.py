@@ -251,8 +251,8 @@ async def test_a_child_whose_parent_died_before_the_handshake_ends() -> None:
         "os.write(1, b'alive')\n"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-c", script, stdout=asyncio.subprocess.PIPE)
-    said, _ = await asyncio.wait_for(process.communicate(), 240)
-    assert said == b""
+    output, _ = await asyncio.wait_for(process.communicate(), 240)
+    assert output == b""
 
 
 async def test_a_killed_process_is_replaced(compiler: Compiler) -> None:

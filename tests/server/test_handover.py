@@ -32,8 +32,8 @@ def test_no_predecessor_is_not_an_error(path: str) -> None:
 
 async def test_a_successor_gets_the_queues_and_reports_when_it_serves(path: str) -> None:
     ours = listen("127.0.0.1", 0, 2)
-    told = asyncio.Event()
-    first = Handover(path, ours, told.set)
+    reported = asyncio.Event()
+    first = Handover(path, ours, reported.set)
     first.open()
     assert os.stat(path).st_mode & 0o777 == 0o600
     predecessor = await asyncio.to_thread(find, path)
@@ -51,10 +51,10 @@ async def test_a_successor_gets_the_queues_and_reports_when_it_serves(path: str)
         listener.close()
     second = Handover(path, predecessor.listeners, lambda: None)
     second.open()
-    assert not told.is_set()
+    assert not reported.is_set()
     predecessor.replace()
     async with asyncio.timeout(240):
-        await told.wait()
+        await reported.wait()
     first.close()
     count = 0
     for listener in predecessor.listeners:
@@ -82,15 +82,15 @@ def found(path: str) -> Predecessor | None:
 
 async def test_a_failing_successor_leaves_the_port_unchanged(path: str) -> None:
     ours = listen("127.0.0.1", 0, 1)
-    told = asyncio.Event()
-    first = Handover(path, ours, told.set)
+    reported = asyncio.Event()
+    first = Handover(path, ours, reported.set)
     first.open()
     for _ in range(2):
         async with asyncio.timeout(240):
             while (predecessor := await asyncio.to_thread(found, path)) is None:
                 await asyncio.sleep(0.02)  # the first one has not been notified yet of the end of the last one
         predecessor._socket.close()  # it ended while it loaded
-    assert not told.is_set()
+    assert not reported.is_set()
     first.close()
 
 

@@ -111,8 +111,8 @@ async def test_connections_beyond_the_file_limit_are_refused_and_logged(tmp_path
 
 async def test_a_low_file_limit_is_raised_if_the_hard_limit_allows(tmp_path: Path) -> None:
     async with serving(tmp_path, files="-Sn 20") as url, httpx.AsyncClient(base_url=url, timeout=240) as http:
-        asked = [http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2}) for _ in range(8)]
-        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 8
+        requested = [http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2}) for _ in range(8)]
+        assert [answer.status_code for answer in await asyncio.gather(*requested)] == [200] * 8
 
 
 @pytest.mark.parametrize("files", [10, 40])

@@ -121,8 +121,8 @@ async def test_another_server_at_the_address_is_unhealthy() -> None:
 
     async with await asyncio.start_server(answer, "127.0.0.1") as server:
         port = server.sockets[0].getsockname()[1]
-        told = await asyncio.to_thread(health._ask, f"http://127.0.0.1:{port}", "/health")
-    assert told == (0, "responds, but is not weft")
+        reported = await asyncio.to_thread(health._ask, f"http://127.0.0.1:{port}", "/health")
+    assert reported == (0, "responds, but is not weft")
 
 
 @pytest.mark.slow

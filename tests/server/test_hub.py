@@ -129,9 +129,9 @@ def test_ctrl_c_ends_a_download_at_once_and_keeps_complete_files(there: Hub, tmp
         process.send_signal(signal.SIGINT)
         assert process.wait(240) == 130
         assert process.stderr is not None
-        said = process.stderr.read()
-    assert "stopped; complete files are kept" in said
-    assert "Traceback" not in said
+        message = process.stderr.read()
+    assert "stopped; complete files are kept" in message
+    assert "Traceback" not in message
     released.set()
     os.utime(left, (0, 0))
     before = len(there.fetched())
@@ -170,12 +170,12 @@ def test_a_token_is_sent(there: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("refuse", "said"),
+    ("refuse", "message"),
     [((403, "GatedRepo"), "is gated: request access"), ((403, ""), "status 403"), ((503, ""), "status 503")],
 )
-def test_a_refusal_is_a_one_line_error(there: Hub, tmp_path: Path, refuse: tuple[int, str], said: str) -> None:
+def test_a_refusal_is_a_one_line_error(there: Hub, tmp_path: Path, refuse: tuple[int, str], message: str) -> None:
     there.repositories[NAME].refuse = refuse
-    assert said in one_line(weft(tmp_path, there.url, "serve", NAME))
+    assert message in one_line(weft(tmp_path, there.url, "serve", NAME))
 
 
 def test_a_gated_model_is_a_one_line_error_though_its_files_are_listed(there: Hub, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_without_a_network_it_names_the_download_and_the_alternative(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"config.json": b'{"architectures": ["BertModel"]}'}, "BertModel is not supported"),
         ({"config.json": None, "tiny.gguf": None}, "no config.json: its weights are pickled"),
@@ -214,13 +214,13 @@ def test_without_a_network_it_names_the_download_and_the_alternative(tmp_path: P
     ],
 )
 def test_an_unsupported_model_is_refused_before_its_weights_are_downloaded(
-    there: Hub, tmp_path: Path, change: dict[str, bytes | None], said: str
+    there: Hub, tmp_path: Path, change: dict[str, bytes | None], message: str
 ) -> None:
     for name, content in change.items():
         there.repositories[NAME].files.pop(name)
         if content is not None:
             there.repositories[NAME].files[name] = content
-    assert said in one_line(weft(tmp_path, there.url, "pull", NAME))
+    assert message in one_line(weft(tmp_path, there.url, "pull", NAME))
     assert set(there.fetched()) <= {"config.json"}
 
 
@@ -239,8 +239,8 @@ def test_a_gguf_file_of_a_repository_is_pulled_alone(there: Hub, tmp_path: Path)
     assert "It-F16.gguf, It-Q8_0.gguf: give acme/files:FILE" in one_line(
         weft(tmp_path, there.url, "pull", "acme/files")
     )
-    told = one_line(weft(tmp_path, there.url, "inspect", "acme/files:q8_0"))
-    assert "weft pull acme/files:It-Q8_0.gguf first" in told
+    reported = one_line(weft(tmp_path, there.url, "inspect", "acme/files:q8_0"))
+    assert "weft pull acme/files:It-Q8_0.gguf first" in reported
     cache = {"XDG_CACHE_HOME": str(tmp_path)}
     assert there.fetched() == []
     pulled = weft(tmp_path, there.url, "pull", "acme/files:q8_0", **cache)

@@ -186,10 +186,10 @@ def test_a_removed_store_is_logged_once_and_exposed_by_an_idle_daemon(tmp_path: 
 
 
 def test_a_store_of_another_dtype_restarts_empty_and_logs_it(tmp_path: Path) -> None:
-    store, said = tmp_path / "store", "was reset: its pages belong to another model, dtype, rope or --tier-kv-format"
+    store, line = tmp_path / "store", "was reset: its pages belong to another model, dtype, rope or --tier-kv-format"
     with running(tmp_path, *options(store)) as daemon:
         assert "was reset" not in daemon.stderr()
         daemon.process.terminate()
         daemon.process.wait(240)
     with running(tmp_path, *options(store), "--dtype", "bfloat16") as daemon:
-        assert daemon.wait_for_log(said).count(said) == 1
+        assert daemon.wait_for_log(line).count(line) == 1

@@ -55,14 +55,14 @@ async def test_a_line_a_request_with_id_and_tokens_and_no_prompt(
 
 
 @pytest.mark.parametrize(
-    ("said", "client"),
+    ("forwarded", "client"),
     [("1.2.3.4", "1.2.3.4"), ("2001:db8::7", "2001:db8::7"), ("evil status=200", "-"), ("", "127.0.0.1")],
 )
 async def test_the_client_named_by_a_proxy_is_an_address(
-    server: Server, caplog: pytest.LogCaptureFixture, said: str, client: str
+    server: Server, caplog: pytest.LogCaptureFixture, forwarded: str, client: str
 ) -> None:
     caplog.set_level(logging.INFO)
-    await server.post("/v1/completions", {"prompt": "hi"}, headers={"X-Forwarded-For": said})
+    await server.post("/v1/completions", {"prompt": "hi"}, headers={"X-Forwarded-For": forwarded})
     await answered(server, caplog, 1)
     assert [line["client"] for line in fields(caplog)] == [client]
 

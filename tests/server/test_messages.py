@@ -180,8 +180,8 @@ async def test_nonces_of_clients_are_removed_from_the_prompt(server: Server) -> 
         await server.chat(messages=[system, *HI])
         prompts.append(rendered(server))
     assert set(prompts) == {"<|bos|><|system|>be kind<|user|>hi<|assistant|>"}
-    said = [{"role": "user", "content": "x-anthropic-billing-header: what is it?"}]
-    await ask(server, messages=said)
+    conversation = [{"role": "user", "content": "x-anthropic-billing-header: what is it?"}]
+    await ask(server, messages=conversation)
     assert "billing" in rendered(server)
 
 
@@ -322,20 +322,20 @@ async def test_thinking_is_a_block_and_is_passed_back_to_the_template() -> None:
         assert body.as_chat()["enable_thinking"] is False
         assert "enable_thinking" not in CountTokensBody.model_validate({"messages": HI}).as_chat()
         server.engine.script = Script("<think>\nI look.\n</think>\n\nSo.")
-        asked = await both(server)
-        assert [block["type"] for block in asked["content"]] == ["thinking", "text"]
+        requested = await both(server)
+        assert [block["type"] for block in requested["content"]] == ["thinking", "text"]
 
 
 async def test_thinking_and_calls_reach_anthropics_own_client() -> None:
     async with serving(reasoning_parser="qwen3", tool_call_parser="hermes") as server:
         server.engine.script = Script(f"<think>\nI look.\n</think>\n\n{CALLS}", burst=3)
-        asked: Any = {
+        requested: Any = {
             "model": "stub", "max_tokens": 1000, "messages": HI, "tools": [ADD, NOW],
             "thinking": {"type": "enabled", "budget_tokens": 50},
         }  # fmt: skip
         async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as api:
-            whole = await api.messages.create(**asked)
-            async with api.messages.stream(**asked) as stream:
+            whole = await api.messages.create(**requested)
+            async with api.messages.stream(**requested) as stream:
                 assembled = [event.thinking async for event in stream if event.type == "thinking"]
                 streamed = await stream.get_final_message()
         kinds = ["thinking", "text", "tool_use", "tool_use"]
@@ -475,10 +475,10 @@ async def test_tokens_are_counted_as_they_are_used(hermes: Server) -> None:
 
 
 async def test_models_in_anthropics_form_for_its_clients(server: Server) -> None:
-    asked = {"anthropic-version": "2023-06-01"}
-    models = (await server.http.get("/v1/models", headers=asked)).json()
+    requested = {"anthropic-version": "2023-06-01"}
+    models = (await server.http.get("/v1/models", headers=requested)).json()
     assert (models["has_more"], models["first_id"], models["last_id"]) == (False, "stub", "stub")
     (model,) = models["data"]
-    assert model == (await server.http.get("/v1/models/stub", headers=asked)).json()
+    assert model == (await server.http.get("/v1/models/stub", headers=requested)).json()
     assert (model["type"], model["id"], model["max_input_tokens"]) == ("model", "stub", 512)
     assert (await server.http.get("/v1/models")).json()["object"] == "list"

@@ -37,15 +37,15 @@ def test_a_start_with_a_missing_file_is_a_one_line_error(model: Path, tmp_path: 
     if without == "tokenizer":
         for file in model.glob("tokenizer*"):
             file.unlink()
-        said = "has no tokenizer"
+        message = "has no tokenizer"
     else:
         (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
-        said = "is a Git LFS pointer"
+        message = "is a Git LFS pointer"
     daemon = Daemon(tmp_path / "stderr", "--model", str(model))
     try:
         assert daemon.process.wait(timeout=240) != 0
     finally:
         daemon.end()
     (line,) = (line for line in daemon.stderr().splitlines() if line.startswith("weft: "))
-    assert said in line
+    assert message in line
     assert "Traceback" not in daemon.stderr()

@@ -27,7 +27,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
     return found
 
 
-def told(config: ServeConfig) -> list[tuple[str, list[str], Any, bool, float]]:
+def reported(config: ServeConfig) -> list[tuple[str, list[str], Any, bool, float]]:
     return [
         (each.model, each.model_names, each.max_num_seqs, each.prefix_caching, share)
         for each, share in zip(config.each, config.memory_shares, strict=True)
@@ -45,13 +45,13 @@ def test_flag_variable_and_file_give_the_same(
         "max_num_seqs: 9\nmodels:\n  - /m/a memory_share=0.7\n  - model: /m/b\n    served_model_name: [x, y]\n"
         "    max_num_seqs: 3\n    prefix_caching: false\n"
     )
-    assert told(load(ServeConfig, {}, file)) == EXPECTED
+    assert reported(load(ServeConfig, {}, file)) == EXPECTED
     common = ["serve", "--max-num-seqs", "9"]
     assert cli.main([*common, "--model", TWO[0], "--model", TWO[1]]) == 0
     assert cli.main([*common, "--models", *TWO]) == 0
     monkeypatch.setenv("WEFT_MODELS", ", ".join(TWO))
     assert cli.main(common) == 0
-    assert [told(config) for config in served] == [EXPECTED] * 3
+    assert [reported(config) for config in served] == [EXPECTED] * 3
 
 
 def test_one_model_is_given_as_before(monkeypatch: pytest.MonkeyPatch, served: list[ServeConfig]) -> None:
@@ -97,7 +97,7 @@ def test_models_and_model_together_are_a_usage_error(capsys: pytest.CaptureFixtu
 def test_a_worker_with_the_configuration_finds_the_same_models() -> None:
     config = load(ServeConfig, {"models": TWO, "max_num_seqs": "9"}, None)
     again = ServeConfig.model_validate_json(config.model_dump_json())
-    assert told(again) == told(config) == EXPECTED
+    assert reported(again) == reported(config) == EXPECTED
     assert again.engine_numbers == [range(1), range(1, 2)]
 
 

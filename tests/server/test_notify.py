@@ -21,7 +21,7 @@ class Manager:
         self.socket.bind("\0" + address[1:] if address[0] == "@" else address)
         self.environment = {"NOTIFY_SOCKET": address, "HOME": "/"}
 
-    def heard(self) -> list[str]:
+    def received(self) -> list[str]:
         return self.socket.recv(4096).decode().split("\n")
 
 
@@ -37,15 +37,15 @@ def test_the_notifications_of_a_lifetime(manager: Manager) -> None:
     notifier = Notifier(manager.environment)
     assert manager.environment == {"HOME": "/"}  # children must not notify for us
     notifier.status("loading")
-    assert manager.heard() == ["STATUS=loading"]
+    assert manager.received() == ["STATUS=loading"]
     notifier.ready("serving")
-    assert manager.heard() == ["READY=1", "STATUS=serving"]
+    assert manager.received() == ["READY=1", "STATUS=serving"]
     notifier.reloading()
-    reloading, at = manager.heard()
+    reloading, at = manager.received()
     assert reloading == "RELOADING=1"
     assert int(at.removeprefix("MONOTONIC_USEC=")) > 0
     notifier.stopping("draining")
-    assert manager.heard() == ["STOPPING=1", "STATUS=draining"]
+    assert manager.received() == ["STOPPING=1", "STATUS=draining"]
 
 
 async def test_the_watchdog_is_notified_while_healthy(manager: Manager) -> None:
@@ -55,16 +55,16 @@ async def test_the_watchdog_is_notified_while_healthy(manager: Manager) -> None:
     healthy = True
     watch = asyncio.create_task(notifier.watch(lambda: healthy))
     for _ in range(3):
-        assert await asyncio.to_thread(manager.heard) == ["WATCHDOG=1"]
+        assert await asyncio.to_thread(manager.received) == ["WATCHDOG=1"]
     healthy = False
     await asyncio.sleep(0.1)
     manager.socket.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:  # earlier messages
-            manager.heard()
+            manager.received()
     await asyncio.sleep(0.1)
     with pytest.raises(BlockingIOError):
-        manager.heard()
+        manager.received()
     watch.cancel()
 
 

@@ -61,7 +61,7 @@ async def test_ready_waits_until_other_processes_serve_with_an_engine() -> None:
 async def test_ready_reports_a_plan_in_preparation() -> None:
     async with serving() as server:
 
-        async def told(*plan: int) -> object:
+        async def reported(*plan: int) -> object:
             server.engine._deliver(Outputs(stats=EngineStats(plan=PlanStats(*plan))))
             figures = (await server.http.get("/metrics")).text
             left = plan[0] - plan[1] - plan[2]
@@ -70,10 +70,10 @@ async def test_ready_reports_a_plan_in_preparation() -> None:
             assert f'weft_plan_pipelines{{state="left_out"}} {plan[2]}.0' in figures
             return (await server.http.get("/ready")).json()
 
-        assert await told(0, 0, 0) == {"status": "ready"}
-        assert await told(12, 3, 0) == {"status": "ready", "plan": "3 of 12 pipelines"}
-        assert await told(12, 11, 1) == {"status": "ready", "plan": "11 of 12 pipelines, 1 left out"}
-        assert await told(12, 12, 0) == {"status": "ready"}
+        assert await reported(0, 0, 0) == {"status": "ready"}
+        assert await reported(12, 3, 0) == {"status": "ready", "plan": "3 of 12 pipelines"}
+        assert await reported(12, 11, 1) == {"status": "ready", "plan": "11 of 12 pipelines, 1 left out"}
+        assert await reported(12, 12, 0) == {"status": "ready"}
 
 
 async def test_ready_reports_a_plan_before_the_engines_first_message() -> None:
@@ -142,18 +142,18 @@ async def test_a_profile_is_the_engines_file(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(operations, "PROFILE_POLL", 0.01)
     async with serving(admin_api_key="root") as server:
         admin = {"Authorization": "Bearer root"}
-        asked: list[Profile] = []
+        requested: list[Profile] = []
 
         def engine_writes(message: ToEngine) -> None:
             assert isinstance(message, Profile)
-            asked.append(message)
+            requested.append(message)
             Path(message.path).write_text('{"traceEvents": []}')
 
         monkeypatch.setattr(server.engine, "_send", engine_writes)
         response = await server.post("/admin/profile", {"seconds": 0.5}, headers=admin)
         assert response.json() == {"traceEvents": []}
-        assert asked[0].seconds == 0.5
-        assert not Path(asked[0].path).parent.exists()
+        assert requested[0].seconds == 0.5
+        assert not Path(requested[0].path).parent.exists()
         assert (await server.post("/admin/profile", {"seconds": 61}, headers=admin)).status_code == 400
         monkeypatch.setattr(server.engine, "_send", lambda _: server.engine.die())
         assert (await server.post("/admin/profile", {}, headers=admin)).status_code == 503

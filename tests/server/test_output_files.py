@@ -30,9 +30,9 @@ def refused(command: str, file: Path | str, capsys: pytest.CaptureFixture[str]) 
     except SystemExit as stop:
         status = int(stop.code or 0)
     assert status == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    (line,) = [line for line in told.err.splitlines() if not line.startswith(("usage:", " "))]
+    reported = capsys.readouterr()
+    assert reported.out == ""
+    (line,) = [line for line in reported.err.splitlines() if not line.startswith(("usage:", " "))]
     assert line.startswith("weft ")
     return line.split(": ", 1)[1].removeprefix("error: ").removeprefix("argument ")
 

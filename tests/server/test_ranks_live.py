@@ -74,8 +74,8 @@ async def test_a_stopped_rank_is_named_and_killed(tmp_path: Path, ranks: int) ->
             rank = rank_of(daemon, last)
             os.kill(rank, signal.SIGSTOP)
             with stopped(daemon.process.pid):  # or it might have replaced the engine before this test reads the state
-                told = await until_status(http, "/health", 503)
-            assert f"rank {last}" in told.json()["error"]["message"]
+                reported = await until_status(http, "/health", 503)
+            assert f"rank {last}" in reported.json()["error"]["message"]
             await until(lambda: gone(rank))
             daemon.wait_for_log(f"the engine (rank {last}) hangs")
             # another engine is starting, with another rank: neither outlives the daemon
@@ -150,7 +150,7 @@ load.read_weights = read
                 await asyncio.sleep(0.1)
         os.kill(rank, signal.SIGCONT)
         assert await ended(daemon) == 1
-        told = "weft: the engine (rank 1) hung at 'reading, 1 of 2': no progress for "
-        assert daemon.stderr().splitlines()[-1].startswith(told)
+        reported = "weft: the engine (rank 1) hung at 'reading, 1 of 2': no progress for "
+        assert daemon.stderr().splitlines()[-1].startswith(reported)
     finally:
         daemon.end()

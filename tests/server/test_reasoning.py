@@ -206,8 +206,8 @@ async def test_each_template_gets_its_own_option(
 ) -> None:
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}], **fields})
     body.check()
-    told = body.template_arguments(None, template)
-    assert {name: told[name] for name in told if "thinking" in name or "effort" in name} == expected
+    reported = body.template_arguments(None, template)
+    assert {name: reported[name] for name in reported if "thinking" in name or "effort" in name} == expected
 
 
 SHOW = "{% for m in messages %}{{ m.role }}:"

@@ -189,7 +189,7 @@ def converse(engines: int, processes: int, *, pages: int, seed: int, shared: int
     shared_state = SharedState(processes + 1, engines=engines)
     sides = [replicas(engines, shared_state, row + 1) for row in range(processes)]
     caches = [Cache(pages // engines) for _ in range(engines)]
-    free_at, computed, found, asked = [0.0] * engines, [0.0] * engines, 0, 0
+    free_at, computed, found, requested = [0.0] * engines, [0.0] * engines, 0, 0
     order = itertools.count()
     beginning = [rng.randrange(10**6) for _ in range(shared)]
     events: list[Any] = []
@@ -207,7 +207,7 @@ def converse(engines: int, processes: int, *, pages: int, seed: int, shared: int
             engine, wanted = ticket.replica.engine, keys(tokens)
             hits, entered, left = caches[engine].use(wanted[: (len(tokens) - 1) // PAGE])
             work = len(tokens) - hits * PAGE + output
-            found, asked, computed[engine] = found + hits * PAGE, asked + len(tokens), computed[engine] + work
+            found, requested, computed[engine] = found + hits * PAGE, requested + len(tokens), computed[engine] + work
             free_at[engine] = max(now, free_at[engine]) + work / (20000 / engines)
             heapq.heappush(
                 events, (free_at[engine], next(order), "answer", tokens, rounds, output, ticket, entered, left)
@@ -219,10 +219,10 @@ def converse(engines: int, processes: int, *, pages: int, seed: int, shared: int
             ticket.end()
             if rounds > 1:
                 again = now + rng.uniform(0.5, 20)
-                said = tokens + [rng.randrange(10**6) for _ in range(output)]
-                heapq.heappush(events, (again, next(order), "ask", said, rounds - 1))
+                history = tokens + [rng.randrange(10**6) for _ in range(output)]
+                heapq.heappush(events, (again, next(order), "ask", history, rounds - 1))
     assert not shared_state.engine_load.any()
-    return found / asked, computed
+    return found / requested, computed
 
 
 @pytest.mark.parametrize(("seed", "processes", "shared"), [(0, 1, 0), (1, 2, 0), (2, 2, 300)])

@@ -172,8 +172,8 @@ async def test_requests_are_distributed_and_counted(daemon: Daemon, ledger: Ledg
     assert "3 engines with 400 KV pages" in daemon.ready_line
     async with client(daemon) as http:
         assert await states(http) == ["serving"] * 3
-        asked = [{"prompt": f"{i} times two is", "max_tokens": 8, "stream": bool(i % 2)} for i in range(24)]
-        ends = await asyncio.gather(*(ledger.ask(http, **fields) for fields in asked))
+        requested = [{"prompt": f"{i} times two is", "max_tokens": 8, "stream": bool(i % 2)} for i in range(24)]
+        ends = await asyncio.gather(*(ledger.ask(http, **fields) for fields in requested))
         assert set(ends) == {"length"}
         found = await wait_until_all_counted(http, ledger)
         each = [found("engine_generation_tokens_total", str(i)) for i in ENGINES]
@@ -282,23 +282,23 @@ async def restarted(http: httpx.AsyncClient) -> bool:
     return sum(found("engine_restarts_total", str(i)) for i in ENGINES) == 1
 
 
-@pytest.mark.parametrize("asked", [[2], pytest.param([], marks=pytest.mark.nightly)], ids=["one", "all"])
+@pytest.mark.parametrize("requested", [[2], pytest.param([], marks=pytest.mark.nightly)], ids=["one", "all"])
 async def test_engines_are_restarted_one_by_one_without_a_failed_request(
-    daemon: Daemon, ledger: Ledger, asked: list[int]
+    daemon: Daemon, ledger: Ledger, requested: list[int]
 ) -> None:
     async with client(daemon) as http:
         engines = daemon.children("weft.engine.process")
-        logged = daemon.stderr().count("serves again after") + (len(asked) or len(engines))
+        logged = daemon.stderr().count("serves again after") + (len(requested) or len(engines))
         before, had = await figures(http), copy.deepcopy(ledger)
         async with some_load(http, ledger):
-            body = {"engines": asked}
+            body = {"engines": requested}
             twice = (http.post("/admin/engines/restart", json=body, headers=ADMIN) for _ in range(2))
             assert sorted([response.status_code for response in await asyncio.gather(*twice)]) == [202, 409]
             await until(lambda: asyncio.to_thread(lambda: daemon.stderr().count("serves again after") >= logged))
             await until(lambda: all_serve(http))
         assert_one_set_of_weights(daemon)
         kept = set(engines) & set(daemon.children("weft.engine.process"))
-        assert len(kept) == (2 if asked else 0)
+        assert len(kept) == (2 if requested else 0)
         had = ledger - had
         assert set(had.ends) == {"length"}
         assert set(had.statuses) == {200}
@@ -349,8 +349,8 @@ async def test_a_given_up_engine_returns_when_a_restart_is_requested(tmp_path: P
             assert "SIGKILL" in failure["message"]
             assert time.time() - 240 < failure["at"] <= time.time()
             last = (await states(http)).index("serving")
-            for asked, status in (({"engines": [last]}, 409), ({}, 202)):
-                response = await http.post("/admin/engines/restart", json=asked, headers=ADMIN)
+            for requested, status in (({"engines": [last]}, 409), ({}, 202)):
+                response = await http.post("/admin/engines/restart", json=requested, headers=ADMIN)
                 assert response.status_code == status, response.text
             await asyncio.to_thread(daemon.wait_for_log, "serves again after", 2)
             await until(lambda: both_serve(http))

@@ -16,7 +16,7 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "done"}
 
 
-def said(input: Any, instructions: str | None = None) -> list[dict[str, Any]]:
+def messages_of(input: Any, instructions: str | None = None) -> list[dict[str, Any]]:
     messages = to_messages(instructions, read_input(input))
     return [message.model_dump(exclude_none=True) for message in messages]
 
@@ -26,13 +26,13 @@ def user(text: str) -> dict[str, Any]:
 
 
 def test_a_string_is_the_users_message() -> None:
-    assert said("hi", "be kind") == [{"role": "system", "content": "be kind"}, user("hi")]
+    assert messages_of("hi", "be kind") == [{"role": "system", "content": "be kind"}, user("hi")]
 
 
 def test_leading_instructions_are_one_message_and_later_ones_keep_their_position() -> None:
     later = {"role": "developer", "content": "and now"}
     items = [{"role": "developer", "content": "a"}, {"type": "message", "role": "system", "content": "b"}, user("x")]
-    assert said([*items, later, user("y")], "first") == [
+    assert messages_of([*items, later, user("y")], "first") == [
         {"role": "system", "content": "first\n\na\n\nb"}, user("x"), later, user("y"),
     ]  # fmt: skip
 
@@ -41,7 +41,7 @@ def test_a_turn_of_the_assistant_is_one_message() -> None:
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
     spoken = {"role": "assistant", "content": [{"type": "output_text", "text": "I call"}]}
     second = {**CALL, "call_id": "c2", "name": "g"}
-    first, answer, *rest = said([user("x"), thought, spoken, CALL, second, RESULT, {**RESULT, "call_id": "c2"}])
+    first, answer, *rest = messages_of([user("x"), thought, spoken, CALL, second, RESULT, {**RESULT, "call_id": "c2"}])
     assert first == user("x")
     assert (answer["reasoning_content"], answer["content"]) == ("hm", "I call")
     assert [(call["id"], call["function"]["name"]) for call in answer["tool_calls"]] == [("c1", "f"), ("c2", "g")]
@@ -50,7 +50,7 @@ def test_a_turn_of_the_assistant_is_one_message() -> None:
 
 def test_calls_with_a_result_between_are_two_messages() -> None:
     again = {**CALL, "call_id": "c2"}
-    assert [message["role"] for message in said([CALL, RESULT, again, user("x")])] == [
+    assert [message["role"] for message in messages_of([CALL, RESULT, again, user("x")])] == [
         "assistant", "tool", "assistant", "user",
     ]  # fmt: skip
 
@@ -58,7 +58,7 @@ def test_calls_with_a_result_between_are_two_messages() -> None:
 def test_the_call_of_a_custom_tool_is_that_of_a_function_of_one_text() -> None:
     call = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": 'é\n"x"', "namespace": "ns"}
     output = {"type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "ok"}]}
-    made, result = said([call, output])
+    made, result = messages_of([call, output])
     function = made["tool_calls"][0]["function"]
     assert (function["name"], json.loads(function["arguments"])) == ("ns__patch", {"input": 'é\n"x"'})
     assert result["content"] == "ok"
@@ -74,18 +74,20 @@ def test_the_call_of_a_custom_tool_is_that_of_a_function_of_one_text() -> None:
     ],
 )
 def test_reasoning_is_restored_from_the_clients_copy(fields: dict[str, Any], text: str) -> None:
-    (message,) = said([{"type": "reasoning", "id": "rs_1", **fields}])
+    (message,) = messages_of([{"type": "reasoning", "id": "rs_1", **fields}])
     assert message["reasoning_content"] == text
 
 
 def test_the_output_of_other_servers_tools_is_skipped() -> None:
     empty = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}
-    assert said([{"type": "web_search_call", "id": "ws_1", "status": "completed"}, empty, user("x")]) == [user("x")]
+    assert messages_of([{"type": "web_search_call", "id": "ws_1", "status": "completed"}, empty, user("x")]) == [
+        user("x")
+    ]
 
 
 def test_actions_of_a_shell_are_calls() -> None:
     call = {"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls"]}, "status": "completed"}
-    made, result = said([call, {"type": "local_shell_call_output", "call_id": "c", "output": "a b"}])
+    made, result = messages_of([call, {"type": "local_shell_call_output", "call_id": "c", "output": "a b"}])
     assert made["tool_calls"][0]["function"] == {"name": "local_shell", "arguments": '{"command": ["ls"]}'}
     assert result["content"] == "a b"
 

@@ -142,9 +142,9 @@ async def test_thinking_is_an_item_and_is_passed_back_to_the_template() -> None:
         hf = server.engine.tokenizer._hf
         hf.chat_template = hf.chat_template.replace("message.content }}", "(message.reasoning_content or '') + ':' }}")
         server.engine.script = Script("<think>\nHm, so.\n</think>\n\nhello")
-        asked = {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"], "store": False}
-        events = await stream(server, **asked)
-        whole = await respond(server, **asked)
+        requested = {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"], "store": False}
+        events = await stream(server, **requested)
+        whole = await respond(server, **requested)
         assert without_ids(events[-1]["response"]) == without_ids(whole)
         thought, message = whole["output"]
         assert thought["content"] == [{"type": "reasoning_text", "text": "Hm, so."}]
@@ -346,8 +346,8 @@ async def test_a_conversation_object_grows(server: Server) -> None:
     body = await respond(server, "two", conversation={"id": made["id"]})
     assert body["conversation"] == {"id": made["id"]}
     await respond(server, "three", conversation=made["id"])
-    said = "<|bos|><|user|>one<|user|>two<|assistant|>hello world<|user|>three<|assistant|>"
-    assert sent(server) == said
+    rendered = "<|bos|><|user|>one<|user|>two<|assistant|>hello world<|user|>three<|assistant|>"
+    assert sent(server) == rendered
     items = (await server.http.get(f"{url}/items", params={"order": "asc"})).json()["data"]
     assert [item["content"][0]["text"] for item in items] == ["one", "two", "hello world", "three", "hello world"]
     one = f"{url}/items/{items[0]['id']}"

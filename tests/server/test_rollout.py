@@ -59,10 +59,10 @@ async def test_an_engine_that_does_not_return_ends_it_and_the_others_keep_servin
     assert engines.restarted == [1, 2]
 
 
-@pytest.mark.parametrize(("asked", "refused"), [([0], True), ([1], False), ([], False)])
-async def test_the_last_engine_is_not_restarted(asked: list[int], refused: bool) -> None:
+@pytest.mark.parametrize(("requested", "refused"), [([0], True), ([1], False), ([], False)])
+async def test_the_last_engine_is_not_restarted(requested: list[int], refused: bool) -> None:
     engines = Engines(2, given_up={1})
-    assert engines.rollout.begin(asked).startswith("the only engine cannot be restarted") == refused
+    assert engines.rollout.begin(requested).startswith("the only engine cannot be restarted") == refused
 
 
 async def test_it_ends_if_no_other_engine_will_serve() -> None:

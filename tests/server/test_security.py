@@ -54,7 +54,7 @@ async def test_https(certificate: tuple[Path, Path]) -> None:
 GREETED = EngineReady(**{**dict.fromkeys(EngineReady.__struct_fields__, 0), "memory": MemoryBudget()})  # type: ignore[arg-type]
 
 
-async def test_the_greeting_tells_curl_to_accept_a_self_signed_certificate(
+async def test_the_greeting_has_the_curl_option_for_a_self_signed_certificate(
     certificate: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     cert, key = certificate

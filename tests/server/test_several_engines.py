@@ -178,18 +178,18 @@ async def test_administration_reports_the_last_failure_and_its_time() -> None:
 
 async def test_the_restart_of_engines_needs_the_admin_key_and_a_daemon() -> None:
     async with serving(engines=2, admin_api_key="secret") as server:
-        path, asked = "/admin/engines/restart", []
+        path, requested = "/admin/engines/restart", []
         assert (await server.post(path, {})).status_code == 401
         assert (await server.post(path, {}, headers=ADMIN)).status_code == 501
 
         async def restart_engines(engines: Any) -> str:
-            asked.append(engines)
+            requested.append(engines)
             return "" if engines else "engines are already being restarted"
 
         server.service.restart_engines = restart_engines
         assert (await server.post(path, {"engines": [1]}, headers=ADMIN)).status_code == 202
         assert (await server.post(path, {}, headers=ADMIN)).json()["error"]["code"] == "engines_not_restarted"
-        assert asked == [[1], []]
+        assert requested == [[1], []]
     async with serving(engines=2) as server:
         assert (await server.http.get("/admin/engines")).status_code == 404
 

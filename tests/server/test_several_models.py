@@ -44,7 +44,7 @@ class Sleepable:
     def __init__(self, service: Service) -> None:
         self.shared_state: SharedState = service.shared_state
         self.lets = asyncio.Event()
-        self.asked: list[Any] = []
+        self.requested: list[Any] = []
         self.refusal = ""
         service.wake, service.sleep = self.wake, self.sleep
 
@@ -53,14 +53,14 @@ class Sleepable:
             self.shared_state.sleep_states[model] = state
 
     async def wake(self, model: int, operator: bool = False) -> str:
-        self.asked.append((model, "operator") if operator else model)
+        self.requested.append((model, "operator") if operator else model)
         await self.lets.wait()
         if not self.refusal:
             self.set_sleep_state(model, SleepState.AWAKE)
         return self.refusal
 
     async def sleep(self, model: int, level: int, seconds: float | None) -> str:
-        self.asked.append((model, level, seconds))
+        self.requested.append((model, level, seconds))
         if not self.refusal:
             self.set_sleep_state(model, SleepState.ASLEEP if level else SleepState.PAUSED)
         return self.refusal
@@ -96,16 +96,18 @@ async def test_ready_waits_until_other_processes_serve_each_model_for_the_first_
         assert await code() is None, "one model is enough from then on"
 
 
-@pytest.mark.parametrize(("asked", "name"), [("first", "a"), ("b", "b"), (None, "a")])
-async def test_a_request_is_answered_by_the_model_it_names(server: Server, asked: str | None, name: str) -> None:
-    assert await text_of(server, asked) == f"I am {name}"
-    body = {"messages": HI, **({"model": asked} if asked else {})}
+@pytest.mark.parametrize(("requested", "name"), [("first", "a"), ("b", "b"), (None, "a")])
+async def test_a_request_is_answered_by_the_model_it_names(server: Server, requested: str | None, name: str) -> None:
+    assert await text_of(server, requested) == f"I am {name}"
+    body = {"messages": HI, **({"model": requested} if requested else {})}
     chat = (await server.post("/v1/chat/completions", body)).json()
     assert chat["choices"][0]["message"]["content"] == f"I am {name}"
-    assert chat["model"] == (asked or "a")
-    response = (await server.post("/v1/responses", {"input": "hi", **({"model": asked} if asked else {})})).json()
+    assert chat["model"] == (requested or "a")
+    response = (
+        await server.post("/v1/responses", {"input": "hi", **({"model": requested} if requested else {})})
+    ).json()
     assert response["output"][-1]["content"][0]["text"] == f"I am {name}"
-    message = (await server.post("/v1/messages", {**body, "model": asked or "a", "max_tokens": 9})).json()
+    message = (await server.post("/v1/messages", {**body, "model": requested or "a", "max_tokens": 9})).json()
     assert message["content"][0]["text"] == f"I am {name}"
     for path, fields in (
         ("/tokenize", {"prompt": "hi"}),
@@ -116,7 +118,7 @@ async def test_a_request_is_answered_by_the_model_it_names(server: Server, asked
         ("/v1/messages/count_tokens", {"messages": HI, "model": "a"}),
         ("/v1/responses/input_tokens", {"input": "hi"}),
     ):
-        named = {**fields, **({"model": asked} if asked else {})}
+        named = {**fields, **({"model": requested} if requested else {})}
         assert (await server.post(path, named)).status_code == 200, path
         refused = await server.post(path, {**fields, "model": "nobody"})
         assert (refused.status_code, refused.json()["error"]["type"]) in [
@@ -194,7 +196,7 @@ async def test_requests_queue_for_a_sleeping_model_and_wake_it_once(server: Serv
     assert (await server.http.get("/ready")).json()["models"][1] == {"model": "b", "state": "asleep"}
     daemon.lets.set()
     assert await asyncio.gather(*asking) == ["I am b"] * 5
-    assert daemon.asked == [1]
+    assert daemon.requested == [1]
     assert not daemon.shared_state.load[:, 1, ENTERED:].any()
     assert daemon.shared_state.used[1] > 0
 
@@ -248,7 +250,7 @@ async def test_requests_wake_no_model_if_disabled() -> None:
         assert (await server.http.get("/ready")).status_code == 200
         daemon.set_sleep_state(0, SleepState.ASLEEP)
         assert (await server.http.get("/ready")).status_code == 503
-        assert not daemon.asked
+        assert not daemon.requested
 
 
 async def test_a_bad_request_wakes_no_model(server: Server) -> None:
@@ -257,7 +259,7 @@ async def test_a_bad_request_wakes_no_model(server: Server) -> None:
     bad: Sequence[dict[str, Any]] = ({"prompt": "hi", "best_of": 7, "n": 9}, {"prompt": "hi", "temperature": -1})
     for fields in bad:
         assert (await server.post("/v1/completions", {"model": "b", **fields})).status_code == 400
-    assert not daemon.asked
+    assert not daemon.requested
 
 
 async def test_an_operator_moves_models(server: Server) -> None:
@@ -274,11 +276,11 @@ async def test_an_operator_moves_models(server: Server) -> None:
     assert models[0]["names"] == ["a", "first"]
     assert models[1]["memory_share"] == 0.5
     assert (await post("/admin/wake", model="b")).json() == {"model": "b", "state": "awake"}
-    assert daemon.asked == [(1, 2, 1.5), (1, "operator")]
+    assert daemon.requested == [(1, 2, 1.5), (1, "operator")]
     daemon.refusal = "a is waking"
     refused = await post("/admin/sleep")
     assert (refused.status_code, refused.json()["error"]["message"]) == (409, "A is waking.")
-    assert daemon.asked[-1] == (0, 1, None)
+    assert daemon.requested[-1] == (0, 1, None)
     assert (await post("/admin/sleep", model="nobody")).status_code == 404
     assert (await post("/admin/sleep", level=3)).status_code == 400
     assert (await server.post("/admin/sleep", {})).status_code == 401
@@ -304,8 +306,8 @@ async def test_vllms_paths_move_models(server: Server) -> None:
     assert (await post("/wake_up?tags=weights&tags=kv_cache"))["state"] == "awake"
     await post("/sleep?level=2&mode=wait&model=b")
     await post("/wake_up?model=b")
-    assert daemon.asked == [(0, 1, 0.0), (0, "operator"), (1, 2, 86400.0), (1, "operator")]
-    daemon.asked.clear()
+    assert daemon.requested == [(0, 1, 0.0), (0, "operator"), (1, 2, 86400.0), (1, "operator")]
+    daemon.requested.clear()
     assert await post("/pause?model=b&mode=wait") == {"status": "paused", "model": "b", "state": "paused"}
     assert [engine.resets for engine in server.engines] == [0, 1]
     assert await get("/is_paused?model=b") == {"is_paused": True}
@@ -314,7 +316,7 @@ async def test_vllms_paths_move_models(server: Server) -> None:
     await post("/pause?clear_cache=false")
     assert (await server.http.get("/ready")).status_code == 200  # the other model serves
     await post("/resume")
-    assert daemon.asked == [(1, 0, 86400.0), (1, "operator"), (0, 0, 0.0), (0, "operator")]
+    assert daemon.requested == [(1, 0, 86400.0), (1, "operator"), (0, 0, 0.0), (0, "operator")]
     assert [engine.resets for engine in server.engines] == [0, 1]
     await post("/reset_prefix_cache")
     assert [engine.resets for engine in server.engines] == [1, 2]
@@ -363,4 +365,4 @@ async def test_a_draining_daemon_wakes_no_model(server: Server) -> None:
         service.phase = Phase.DRAINING
     refused = await server.post("/v1/completions", {"model": "b", "prompt": "hi"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-    assert not daemon.asked
+    assert not daemon.requested

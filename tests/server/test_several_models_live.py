@@ -102,7 +102,7 @@ def test_an_operator_who_does_not_wait_ends_running_requests(daemon: Daemon, htt
     with http.stream("POST", "/v1/chat/completions", json=body) as stream:
         lines = stream.iter_lines()
         next(lines)
-        os.kill(first, signal.SIGSTOP)  # it does not end before it is told to
+        os.kill(first, signal.SIGSTOP)  # it does not end before the order to end
         with ThreadPoolExecutor(1) as thread:
             order = {"model": "a", "level": 2, "drain_seconds": 0}
             sleeping = thread.submit(httpx.post, f"{daemon.url}/admin/sleep", json=order, headers=ADMIN, timeout=240)

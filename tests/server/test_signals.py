@@ -148,8 +148,8 @@ async def test_other_signals_end_nothing(tmp_path: Path) -> None:
             last = [line async for line in lines if line][-1]
             assert last == "data: [DONE]"
             async with asyncio.timeout(240):
-                for told in ("SIGQUIT: the daemon", "SIGQUIT: the engine", "SIGQUIT: API process 0"):
-                    while told not in daemon.stderr():
+                for reported in ("SIGQUIT: the daemon", "SIGQUIT: the engine", "SIGQUIT: API process 0"):
+                    while reported not in daemon.stderr():
                         await asyncio.sleep(0.05)
             assert (await http.get("/ready")).status_code == 200
         daemon.process.send_signal(signal.SIGTERM)
@@ -161,7 +161,7 @@ async def test_an_engine_that_dumps_its_stacks_while_it_computes_continues(tmp_p
     """Python's own handler, which reads the frames of running threads, killed it after a few."""
     with running(tmp_path) as daemon:
 
-        async def asked() -> None:
+        async def requested() -> None:
             for count in range(1, 21):
                 daemon.process.send_signal(signal.SIGQUIT)
                 await asyncio.to_thread(daemon.wait_for_log, "SIGQUIT: API process 0", count)
@@ -175,7 +175,7 @@ async def test_an_engine_that_dumps_its_stacks_while_it_computes_continues(tmp_p
             return last
 
         async with httpx.AsyncClient(base_url=daemon.url, timeout=240) as http:
-            asking = asyncio.create_task(asked())
+            asking = asyncio.create_task(requested())
             assert set(await asyncio.gather(*(streams(http) for _ in range(4)))) == {"data: [DONE]"}
             await asking
         assert "ended (signal" not in daemon.stderr()

@@ -79,19 +79,21 @@ def prompts(name: str, kind: str, words: Sequence[str]) -> Iterator[tuple[list[i
     tokenizer = tokenizer_of(name)
     tools = [Tool.model_validate({"function": {"name": "look", "parameters": {"type": "object", "properties": {}}}})]
     offered = tools if kind.endswith("calls") else []
-    said: list[dict[str, Any]] = (
+    messages: list[dict[str, Any]] = (
         [{"role": "system", "content": "Be brief."}] if name not in ("mistral", "gemma") else []
     )
     for comes, answer in rounds(kind, words):
-        said = [*said, *comes]
-        before = prompt(tokenizer, said, offered, to_answer=False)
-        said = [*said, *answer]
+        messages = [*messages, *comes]
+        before = prompt(tokenizer, messages, offered, to_answer=False)
+        messages = [*messages, *answer]
         follows: list[dict[str, Any]] = [{"role": "user", "content": "and then?"}]
         if answer[0].get("tool_calls"):
             follows = [{"role": "tool", "tool_call_id": answer[0]["tool_calls"][0]["id"], "content": "found"}]
         yield (
             tokenizer.encode(before, add_special_tokens=False),
-            tokenizer.encode(prompt(tokenizer, [*said, *follows], offered, to_answer=True), add_special_tokens=False),
+            tokenizer.encode(
+                prompt(tokenizer, [*messages, *follows], offered, to_answer=True), add_special_tokens=False
+            ),
         )
 
 

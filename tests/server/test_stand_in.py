@@ -33,8 +33,8 @@ def test_a_shape_is_served_and_logs_that_its_answers_are_meaningless(tmp_path: P
     (tmp_path / "shape").mkdir()
     (tmp_path / "shape" / "config.json").write_text(json.dumps({**config, **shape}))
     with running(tmp_path, str(tmp_path / "shape"), "--load-format", "dummy", "--num-pages", "20") as daemon:
-        asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "ignore_eos": True}
-        answer = httpx.post(f"{daemon.url}/v1/chat/completions", json=asked, timeout=240).json()
+        requested = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "ignore_eos": True}
+        answer = httpx.post(f"{daemon.url}/v1/chat/completions", json=requested, timeout=240).json()
         assert re.search(r"<\d{4,5}>", answer["choices"][0]["message"]["content"])
         assert answer["usage"]["completion_tokens"] == 8
     lines = [line for line in daemon.wait_for_log("are meaningless").splitlines() if "are meaningless" in line]

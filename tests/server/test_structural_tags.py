@@ -102,12 +102,12 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize(("asked", "right", "wrong"), CASES, ids=[json.dumps(case[0])[:70] for case in CASES])
+@pytest.mark.parametrize(("requested", "right", "wrong"), CASES, ids=[json.dumps(case[0])[:70] for case in CASES])
 def test_only_the_requested_text_passes(
-    asked: dict[str, Any], right: list[str], wrong: list[str], special: bool
+    requested: dict[str, Any], right: list[str], wrong: list[str], special: bool
 ) -> None:
     """`special`: marks such as <think> are single tokens."""
-    grammar = structural_tag(asked, marker_of(vocabulary(special)[0]))
+    grammar = structural_tag(requested, marker_of(vocabulary(special)[0]))
     for text in right:
         assert accepts(grammar, text, special), text
     for text in wrong:

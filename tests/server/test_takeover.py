@@ -237,21 +237,21 @@ async def test_a_service_manager_is_notified_of_the_daemons_lifetime(
         daemon = Daemon(tmp_path / "stderr", "--api-key-file", str(keys))
         try:
 
-            async def heard(start: str) -> str:
+            async def received(start: str) -> str:
                 while not (message := (await asyncio.to_thread(manager.recv, 4096)).decode()).startswith(start):
                     pass
                 return message
 
-            await heard("WATCHDOG=1")
-            assert "serving demo" in await heard("READY=1")
+            await received("WATCHDOG=1")
+            assert "serving demo" in await received("READY=1")
             await ready(daemon)
             for pid in daemon.children("weft"):
                 assert b"NOTIFY_SOCKET" not in Path(f"/proc/{pid}/environ").read_bytes()
             daemon.process.send_signal(signal.SIGHUP)
-            await heard("RELOADING=1\nMONOTONIC_USEC=")
-            await heard("READY=1")
+            await received("RELOADING=1\nMONOTONIC_USEC=")
+            await received("READY=1")
             daemon.process.send_signal(signal.SIGTERM)
-            await heard("STOPPING=1")
+            await received("STOPPING=1")
             assert await asyncio.to_thread(daemon.process.wait, 240) == 0
         finally:
             daemon.end()

@@ -135,9 +135,9 @@ def test_null_content_is_distinguished_from_empty_if_the_template_does() -> None
 
 def test_reasoning_has_two_names() -> None:
     tokenizer = Tokenizer(wrapped(byte_level(), chat_template=TEMPLATES["thinking"]))
-    said = {"role": "assistant", "content": "4"}
+    answer = {"role": "assistant", "content": "4"}
     texts = [
-        _rendered(tokenizer, [USER, {**said, field: "2 + 2"}], {"add_generation_prompt": False})
+        _rendered(tokenizer, [USER, {**answer, field: "2 + 2"}], {"add_generation_prompt": False})
         for field in ("reasoning_content", "reasoning")
     ]
     assert texts[0] == texts[1]

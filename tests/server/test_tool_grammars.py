@@ -117,8 +117,8 @@ def test_text_accepted_by_the_grammar_is_a_call_that_follows_its_schema(name: st
         if answer is None:
             continue
         ended += 1
-        said, calls = calls_in(name, answer, SMALL)
-        assert (said, bool(calls)) == ("", True), answer
+        text, calls = calls_in(name, answer, SMALL)
+        assert (text, bool(calls)) == ("", True), answer
         for called, arguments in calls:
             validate(json.loads(arguments), SMALL[called])
     assert ended
@@ -155,8 +155,8 @@ def test_the_grammar_of_an_answer_starts_after_its_thinking(thinks: str, special
     form: ReasoningFormat = REASONING_FORMATS[thinks]  # type: ignore[index]
     marker = marker_of(vocabulary(special)[0])
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    asked = form.final(grammar_text.json_schema(schema), marker)
-    nested = grammar_text.either([asked, asked])
+    requested = form.final(grammar_text.json_schema(schema), marker)
+    nested = grammar_text.either([requested, requested])
     for begun in (False, True):
         inside = begun and not form.channels
         text = form.before(nested, marker, inside=inside)

@@ -241,15 +241,15 @@ async def test_queue_bounds_hold_over_all_processes(tmp_path: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def under_load(
-    daemon: Daemon, http: httpx.AsyncClient, seats: int
+    daemon: Daemon, http: httpx.AsyncClient, slots: int
 ) -> AsyncIterator[tuple[list[asyncio.Task[Any]], list[asyncio.Task[Any]]]]:
     """Streams and plain requests; some of each are running and some wait. None can end within this context."""
-    half = range(seats // 2)
-    async with underway(daemon, http, seats) as begun:
+    half = range(slots // 2)
+    async with underway(daemon, http, slots) as begun:
         streams = [*begun.values(), *(asyncio.create_task(stream(http)) for _ in half)]
         plains = [asyncio.create_task(plain(http)) for _ in half]
         async with asyncio.timeout(240):
-            while await open_sequences(http) < 2 * seats:
+            while await open_sequences(http) < 2 * slots:
                 await asyncio.sleep(0.05)
         yield streams, plains
 
@@ -370,8 +370,8 @@ async def test_no_process_reports_ready_while_another_one_lacks_a_model(tmp_path
             while (await http.get("/ready")).status_code != 200:
                 await asyncio.sleep(0.01)
             bodies = [{**SHORT, "model": model} for model in "ab" * 4]
-            asked = await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
-        assert [answer.status_code for answer in asked] == [200] * 8
+            requested = await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
+        assert [answer.status_code for answer in requested] == [200] * 8
     finally:
         daemon.end()
 

@@ -43,7 +43,7 @@ def test_ways_are_compared_on_ranks_of_a_cpu(tmp_path: Path, capsys: pytest.Capt
         "bench ranks --model demo --device cpu --tensor-parallel-size 2 --tokens 64 --workload 32:16 --seconds 0.01"
     )
     assert cli.main([*command.split(), "--rounds", "1", "--json", str(out)]) == 0
-    told, progress = capsys.readouterr()
+    reported, progress = capsys.readouterr()
     rows = json.loads(out.read_text())["rows"]
     assert [row["way"] for row in rows] == [WAYS[name].label for name in ("none", "vendor", "one", "two")]
     assert all(row["tokens"] == 64 and row["layer_us"] > 0 and row["tokens_per_joule"] is None for row in rows)
@@ -51,7 +51,7 @@ def test_ways_are_compared_on_ranks_of_a_cpu(tmp_path: Path, capsys: pytest.Capt
     for row in rows:  # reported as soon as it is measured
         assert f"64 tokens, {row['way']}: {row['layer_us']:,.1f} us a layer, 0 W, 0 MHz" in progress
     for name in ("sent-one", "sent-two", "nano", "sent-nano"):
-        assert f"left out: {WAYS[name].label}: on a CPU" in told
+        assert f"left out: {WAYS[name].label}: on a CPU" in reported
     assert not torch.distributed.is_initialized()  # another bench in this process would have no gloo
     trace = ["--ways", "sent-one,nano", "--trace", str(tmp_path / "trace")]  # none of them can be left out here
     assert cli.main([*command.split(), "--rounds", "1", *trace]) == 0
@@ -72,21 +72,21 @@ def test_a_variant_is_an_engine_setting_or_a_baseline_that_leaves_the_stream_unc
     pytest.importorskip("triton")
     from weft.tools.papers.sums_of_bench import SumsOfBench
 
-    asked: list[Any] = []
+    requested: list[Any] = []
 
     class Own:
         rank, ranks = 0, 2
         allocate = all_gather = abort_waits = inside = None
 
         def use(self, steps: dict[int, Steps], *, push_nano_batches: bool) -> None:
-            asked.append((steps, push_nano_batches))
+            requested.append((steps, push_nano_batches))
 
         def push(self, *_: Any, **__: Any) -> bool:
-            asked.append("push")
+            requested.append("push")
             return True
 
         def reduce(self, *_: Any, **__: Any) -> torch.Tensor:
-            asked.append("reduce")
+            requested.append("reduce")
             return torch.zeros(2, 4)
 
     own: Any = Own()
@@ -102,16 +102,16 @@ def test_a_variant_is_an_engine_setting_or_a_baseline_that_leaves_the_stream_unc
         ("nano", (2, 0)),
         ("sent-nano", (2, 2)),
     ):
-        asked.clear()
+        requested.clear()
         sums.use(name)
         assert sums.push(a, a, None, **product)
         sums.reduce(a, a, sumsq, **total)
-        assert asked == [({0: Steps(*want)}, name.endswith("nano")), "push", "reduce"]
-    asked.clear()
+        assert requested == [({0: Steps(*want)}, name.endswith("nano")), "push", "reduce"]
+    requested.clear()
     sums.use("none:/a/folder")
     assert not sums.push(a, a, None, **product)
     assert torch.equal(sums.reduce(a, a, sumsq, **total), sumsq[:2])
-    assert not asked
+    assert not requested
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

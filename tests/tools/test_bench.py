@@ -29,7 +29,7 @@ def test_figures_go_into_the_file_and_the_start_adds_up(tmp_path: Path, capsys: 
 
 
 def test_figures_include_number_formats_and_the_source_of_the_weights(tmp_path: Path) -> None:
-    file, told = tmp_path / "figures.json", []
+    file, reported = tmp_path / "figures.json", []
     small = [
         "--quantization",
         "fp8",
@@ -43,8 +43,8 @@ def test_figures_include_number_formats_and_the_source_of_the_weights(tmp_path: 
     for more in ([], small):
         assert main([*SMALL, "--dtype", "float32", *more, "--json", str(file)]) == 0
         figures = json.loads(file.read_text())
-        told.append(tuple(figures[key] for key in ("weights", "weight_format", "kv_cache_dtype")))
-    assert told == [("the checkpoint's", "as dtype", "float32"), ("made up, realistic", "fp8", "float8_e4m3fn")]
+        reported.append(tuple(figures[key] for key in ("weights", "weight_format", "kv_cache_dtype")))
+    assert reported == [("the checkpoint's", "as dtype", "float32"), ("made up, realistic", "fp8", "float8_e4m3fn")]
 
 
 def test_further_workloads_run_in_the_same_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,15 +134,15 @@ def test_answers_are_compared(check: str, answer: Any, right: str, wrong: str) -
 def test_training_uses_no_held_out_wording() -> None:
     """Checks the words around the subject, and that no question is used verbatim."""
     sentences = {question.messages[-1]["content"].lower() for question in questions() if question.group != "tools"}
-    asked = 0
+    requested = 0
     rng = Random(5)
     for skill in ("sums", "multiply", "then", "compare", "count_down", "lists", "letters", "repeat", "told", "unknown"):
         for _ in range(400):
             for message in draw(skill, rng).messages:
                 if message["role"] == "user":
                     assert message["content"].lower() not in sentences
-                    asked += 1
-    assert asked > 4000
+                    requested += 1
+    assert requested > 4000
     for pattern in (*asking.REPEAT, *asking.SORT, *asking.SUM, *asking.FOLLOW["+"], *asking.COUNT_DOWN_TO_ONE):
         for _ in range(30):
             assert is_new(ask_for(rng, pattern))
@@ -153,7 +153,7 @@ def test_training_uses_no_held_out_wording() -> None:
 def test_no_row_uses_a_held_out_wording() -> None:
     """Checks it for any numbers, and where a pattern and its subject form the wording together."""
     corpus = Corpus(TOKENIZER_FILE, seed=3)
-    asked = 0
+    requested = 0
     for index in range(4):
         for row in corpus.batch(index, rows=64, length=512)[0]:
             text = TOKENIZER.decode(list(row), skip_special_tokens=False)
@@ -161,16 +161,16 @@ def test_no_row_uses_a_held_out_wording() -> None:
                 continue  # a question about a function is phrased like one about a sum
             for question in text.split("<|user|>")[1:-1]:
                 assert is_new(re.sub(r"\d+", "_", question.split("<|end|>")[0])), question
-                asked += 1
-    assert asked > 2000
+                requested += 1
+    assert requested > 2000
 
 
 def test_a_pattern_generates_each_of_its_alternatives() -> None:
     rng = Random(0)
     assert {spin(rng, "[a|b [c|d]|] x") for _ in range(200)} == {"a x", "b c x", "b d x", " x"}
-    asked = {ask_for(rng, "! add {a} and {b}", "", 3, 4) for _ in range(300)}
-    assert len(asked) > 60
-    assert all(re.search(r"add 3 and 4", text, re.IGNORECASE) for text in asked)
+    requested = {ask_for(rng, "! add {a} and {b}", "", 3, 4) for _ in range(300)}
+    assert len(requested) > 60
+    assert all(re.search(r"add 3 and 4", text, re.IGNORECASE) for text in requested)
     copied = {ask_for(rng, "! repeat: {}", "One. Two", tight_end=True) for _ in range(300)}
     assert all(text.endswith(": One. Two") for text in copied), "nothing follows what is to be copied"
 
@@ -202,8 +202,8 @@ def test_calls_take_their_arguments_from_the_question() -> None:
             call = json.loads(example.answer.splitlines()[1])
             (function,) = [tool["function"] for tool in example.tools if tool["function"]["name"] == call["name"]]
             assert list(call["arguments"]) == function["parameters"]["required"]
-            asked = example.messages[-1]["content"].lower()
-            assert all(str(value).lower() in asked for value in call["arguments"].values())
+            requested = example.messages[-1]["content"].lower()
+            assert all(str(value).lower() in requested for value in call["arguments"].values())
             calls += 1
     assert calls > 30
 
@@ -233,7 +233,7 @@ def test_rows_begin_a_conversation_and_are_full(length: int) -> None:
 
 def test_no_row_contains_a_held_out_sum() -> None:
     corpus = Corpus(TOKENIZER_FILE, seed=0)
-    asked = 0
+    requested = 0
     for index in range(8):
         for row in corpus.batch(index, rows=64, length=256)[0]:
             for text in TOKENIZER.decode(list(row), skip_special_tokens=False).split("<|user|>"):
@@ -242,9 +242,9 @@ def test_no_row_contains_a_held_out_sum() -> None:
                     continue  # to be copied, or for a function
                 if match := re.fullmatch(r"[^\d:]*?(\d{1,3}) ?([-+]) ?(\d{1,3})[^\d+*/-]*", question):
                     a, b = sorted((int(match[1]), int(match[3])))
-                    asked += 1
+                    requested += 1
                     assert max(a, b) < 20 or not is_held_out(f"{'add' if match[2] == '+' else 'subtract'} {a} {b}")
-    assert asked > 100
+    assert requested > 100
 
 
 # --- tokenizer -----------------------------------------------------------------------------------------------------
@@ -310,11 +310,11 @@ def test_the_chat_template_lists_functions_one_per_line() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-    told = "Tools:\nf(a: integer, b: any): Does it.\ng(): \nh(x: string): "
-    assert text == f"<|begin|><|system|>Be brief.\n\n{told}<|end|><|user|>Hi<|end|>"
-    assert offer(tools) == told
+    reported = "Tools:\nf(a: integer, b: any): Does it.\ng(): \nh(x: string): "
+    assert text == f"<|begin|><|system|>Be brief.\n\n{reported}<|end|><|user|>Hi<|end|>"
+    assert offer(tools) == reported
     without = tokenizer.apply_chat_template(messages[1:], tools=tools, tokenize=False)
-    assert without == f"<|begin|><|system|>{told}<|end|><|user|>Hi<|end|>"
+    assert without == f"<|begin|><|system|>{reported}<|end|><|user|>Hi<|end|>"
     developer = [{"role": "developer", "content": "Be brief."}]
     assert tokenizer.apply_chat_template(developer, tokenize=False) == "<|begin|><|system|>Be brief.<|end|>"
 

@@ -33,17 +33,17 @@ CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 
 class Index(NamedTuple):
     url: str
-    asked: list[str]
+    requested: list[str]
 
 
 @pytest.fixture
 def index() -> Iterator[Index]:
     """A package index that contains only torch."""
-    asked: list[str] = []
+    requested: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
+            requested.append(self.path)
             self.send_response(200 if self.path == "/torch/" else 404)
             self.end_headers()
 
@@ -51,7 +51,7 @@ def index() -> Iterator[Index]:
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield Index(f"http://127.0.0.1:{server.server_port}", asked)
+        yield Index(f"http://127.0.0.1:{server.server_port}", requested)
         server.shutdown()
 
 
@@ -85,7 +85,7 @@ def _choose(url: str, device: str = "auto") -> torch_build.Build:
 def test_without_a_gpu_the_cpu_index_is_used_if_it_answers(index: Index) -> None:
     build = _choose(index.url)
     assert build.pip == ["--no-deps", "--index", index.url, f"torch=={VERSION}"]
-    assert index.asked == ["/torch/"]
+    assert index.requested == ["/torch/"]
     assert "no NVIDIA GPU: the CPU build" in build.why
 
 
@@ -120,7 +120,7 @@ def test_with_a_gpu_the_cuda_build_is_used_and_no_index_queried(
     build = _choose(index.url)
     assert build.pip == [f"torch=={VERSION},!={VERSION}+cpu"]  # a local CPU build would be the higher version
     assert "with CUDA" in build.why
-    assert index.asked == []
+    assert index.requested == []
     assert _choose(index.url, "cpu").pip[0] == "--no-deps"
 
 
@@ -216,8 +216,8 @@ def test_pip_output_is_summarised_in_a_few_lines() -> None:
         "  Using cached c-3-py3-none-any.whl (90.0 MB)",
         "Installing collected packages: c, b, a",
     ]
-    told = [tally.take(line) for line in lines]
-    assert [line for line in told if line] == ["  b-2-py3-none-any.whl  12 MB", "  unpacking 3 packages"]
+    reported = [tally.take(line) for line in lines]
+    assert [line for line in reported if line] == ["  b-2-py3-none-any.whl  12 MB", "  unpacking 3 packages"]
     assert tally.summary(3.2) == "  3 packages, 13 MB downloaded, 3 s"
 
 

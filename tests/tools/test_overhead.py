@@ -32,28 +32,28 @@ async def three(*_address: object) -> int:
 async def watched(*, shared: bool) -> tuple[Observations, Counter[int], list[int]]:
     async with serving(itl=0.001) as stub:
         seen = await overhead._watch(stub.url, shared=shared, lengths=overhead._lengths(LIMITS), seconds=0.0)
-    asked = [body for body in stub.requests if body["max_tokens"] in (FIRST_TOKENS, STREAM_TOKENS)]
-    return seen, Counter(body["max_tokens"] for body in asked), [len(body["prompt"]) for body in asked]
+    requested = [body for body in stub.requests if body["max_tokens"] in (FIRST_TOKENS, STREAM_TOKENS)]
+    return seen, Counter(body["max_tokens"] for body in requested), [len(body["prompt"]) for body in requested]
 
 
 @pytest.mark.usefixtures("hurried")
 def test_engines_that_share_cores_are_watched_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overhead, "_engines", three)
-    seen, asked, lengths = asyncio.run(watched(shared=True))
+    seen, requested, lengths = asyncio.run(watched(shared=True))
     assert ([len(shares) for shares in seen.between], [len(f) for f in seen.firsts]) == ([SHARES] * 3, [3] * 3)
     assert min(*np.mean(seen.between, axis=1), *(s for f in seen.firsts for _, s in f)) > 0
-    assert asked[FIRST_TOKENS] == 3 * 3
+    assert requested[FIRST_TOKENS] == 3 * 3
     # One for each engine, and those that run during prompts.
-    assert asked[STREAM_TOKENS] > 1 + 2 + 3
+    assert requested[STREAM_TOKENS] > 1 + 2 + 3
     assert len(set(lengths)) > 0.9 * len(lengths)
     assert set(seen.silent) == {0}
 
 
 @pytest.mark.usefixtures("hurried")
 def test_for_an_engine_with_its_own_device_only_a_single_stream_is_watched() -> None:
-    seen, asked, _ = asyncio.run(watched(shared=False))
+    seen, requested, _ = asyncio.run(watched(shared=False))
     assert (len(seen.between), len(seen.firsts)) == (1, 1)
-    assert asked == {STREAM_TOKENS: 1, FIRST_TOKENS: 3}
+    assert requested == {STREAM_TOKENS: 1, FIRST_TOKENS: 3}
     assert derive(seen, profile()).side_by_side is None
 
 

@@ -75,9 +75,20 @@ def test_runs_of_longer_prompts_can_be_skipped(tmp_path: Path, monkeypatch: pyte
         return 0, False
 
     monkeypatch.setattr(paper, "_run", stand_in)
-    asked = ["bench", "batching", "--out", str(tmp_path), "--models", "opt-1.3b", "--device", "cpu", "--replicas", "0"]
-    assert main(asked) == 0
-    assert main([*asked, "--no-lengths"]) == 0
+    requested = [
+        "bench",
+        "batching",
+        "--out",
+        str(tmp_path),
+        "--models",
+        "opt-1.3b",
+        "--device",
+        "cpu",
+        "--replicas",
+        "0",
+    ]
+    assert main(requested) == 0
+    assert main([*requested, "--no-lengths"]) == 0
     assert [order["lengthen"] for order in orders] == [True, False]
     assert [order["replicas"] for order in orders] == [0, 0]
 
@@ -92,6 +103,6 @@ def test_an_unwritable_folder_is_reported_before_any_measurement(
 ) -> None:
     monkeypatch.setattr(paper, "_run", lambda *_: pytest.fail("it measures"))
     monkeypatch.setattr(paper.os, "access", lambda *_: False)  # root may write anywhere
-    asked = ["bench", "batching", "--out", str(tmp_path), "--models", "opt-1.3b", "--device", "cpu"]
-    assert main(asked) == 2
+    requested = ["bench", "batching", "--out", str(tmp_path), "--models", "opt-1.3b", "--device", "cpu"]
+    assert main(requested) == 2
     assert f"cannot write in {tmp_path}" in capsys.readouterr().err

@@ -14,8 +14,16 @@ from trial import URL, run, tries
 def aider(model: str, **env: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         quiet = "--no-git --yes-always --no-show-model-warnings --no-check-update --analytics-disable --no-pretty"
-        asked = ("--chat-mode", "ask", "--map-tokens", "0", "--no-show-release-notes", "--message", "What is 12 + 30?")
-        command = [str(Path(sys.executable).parent / "aider"), "--model", model, *quiet.split(), *asked]
+        requested = (
+            "--chat-mode",
+            "ask",
+            "--map-tokens",
+            "0",
+            "--no-show-release-notes",
+            "--message",
+            "What is 12 + 30?",
+        )
+        command = [str(Path(sys.executable).parent / "aider"), "--model", model, *quiet.split(), *requested]
         done = subprocess.run(
             command, cwd=folder, env={**os.environ, "HOME": folder, **env}, capture_output=True, text=True, timeout=240
         )
@@ -24,14 +32,14 @@ def aider(model: str, **env: str) -> str:
 
 @tries("chat", "streamed")
 def chat() -> None:
-    said = aider("openai/demo", OPENAI_API_BASE=f"{URL}/v1", OPENAI_API_KEY="none")
-    assert "Tokens:" in said, said
+    output = aider("openai/demo", OPENAI_API_BASE=f"{URL}/v1", OPENAI_API_KEY="none")
+    assert "Tokens:" in output, output
 
 
 @tries("messages", "streamed")
 def messages() -> None:
-    said = aider("anthropic/demo", ANTHROPIC_API_BASE=URL, ANTHROPIC_API_KEY="none")
-    assert "Tokens:" in said, said
+    output = aider("anthropic/demo", ANTHROPIC_API_BASE=URL, ANTHROPIC_API_KEY="none")
+    assert "Tokens:" in output, output
 
 
 run()

@@ -43,9 +43,9 @@ for path in ("chat", "messages"):
     @tries(path, "tool result")
     def agent(path: str = path) -> None:
         helper = AssistantAgent("helper", client(path), tools=[add], system_message=None)
-        said = asyncio.run(helper.run(task=QUESTION)).messages
-        assert "42" in str(said[-1].content)
-        assert any("ToolCall" in type(message).__name__ for message in said)
+        messages = asyncio.run(helper.run(task=QUESTION)).messages
+        assert "42" in str(messages[-1].content)
+        assert any("ToolCall" in type(message).__name__ for message in messages)
 
 
 run()

@@ -14,7 +14,7 @@ from trial import URL, run, tries
 BASE: dict[str, Any] = {"base_url": f"{URL}/v1", "api_key": "none"}
 
 
-def asked(kind: Any) -> Any:
+def requested(kind: Any) -> Any:
     made = kind("demo", **BASE, echo=False)
     with guidance.user():
         made += "What is 12 + 30?"
@@ -23,7 +23,7 @@ def asked(kind: Any) -> Any:
 
 @tries("chat", "plain")
 def plain() -> None:
-    made = asked(OpenAI)
+    made = requested(OpenAI)
     with guidance.assistant():
         made += guidance.gen("answer", max_tokens=40, temperature=0.0)
     assert "42" in made["answer"]
@@ -31,7 +31,7 @@ def plain() -> None:
 
 @tries("chat", "schema")
 def schema() -> None:
-    made = asked(OpenAI)
+    made = requested(OpenAI)
     form = {
         "type": "object",
         "properties": {"kind": {"enum": ["cat", "dog"]}},
@@ -45,7 +45,7 @@ def schema() -> None:
 
 @tries("chat", "vLLM's grammar")
 def grammar() -> None:
-    made = asked(VLLMModel)
+    made = requested(VLLMModel)
     with guidance.assistant():
         made += guidance.gen("answer", regex="[a-c]{3}")
     assert re.fullmatch("[a-c]{3}", made["answer"])

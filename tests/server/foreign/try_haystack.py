@@ -41,11 +41,11 @@ for path, kind, limit, form in KINDS:
     @tries(path, "tool result")
     def result(kind: Any = kind, options: Any = options) -> None:
         generator = kind(**BASE, generation_kwargs=options, tools=[ADD])
-        asked = generator.run(ASKED)["replies"][0]
-        (call,) = asked.tool_calls
+        requested = generator.run(ASKED)["replies"][0]
+        (call,) = requested.tool_calls
         assert (call.tool_name, call.arguments) == ("add", {"a": 12, "b": 30})
-        told = ChatMessage.from_tool("42", origin=call)
-        assert "42" in generator.run([*ASKED, asked, told])["replies"][0].text
+        reported = ChatMessage.from_tool("42", origin=call)
+        assert "42" in generator.run([*ASKED, requested, reported])["replies"][0].text
 
     @tries(path, "tools, streamed")
     def tools(kind: Any = kind, options: Any = options) -> None:

@@ -23,9 +23,9 @@ for mode in ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"):
     @tries("chat", mode)
     def chat(mode: str = mode) -> None:
         made: Any = instructor.from_openai(api, mode=instructor.Mode[mode])
-        asked = {"model": "demo", "messages": ASKED, "response_model": Pet, "temperature": 0, "max_tokens": 100}
-        assert isinstance(made.create(**asked), Pet)
-        *_, last = made.create_partial(**asked)
+        requested = {"model": "demo", "messages": ASKED, "response_model": Pet, "temperature": 0, "max_tokens": 100}
+        assert isinstance(made.create(**requested), Pet)
+        *_, last = made.create_partial(**requested)
         assert last.kind in ("cat", "dog")
 
 

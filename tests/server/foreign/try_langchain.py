@@ -53,9 +53,9 @@ for path, model in MODELS.items():
 
     @tries(path, "tool result")
     def agent(model: Any = model) -> None:
-        said = create_agent(model, [add]).invoke({"messages": [HumanMessage(QUESTION)]})["messages"]
-        assert [message.type for message in said] == ["human", "ai", "tool", "ai"]
-        assert "42" in said[-1].text
+        messages = create_agent(model, [add]).invoke({"messages": [HumanMessage(QUESTION)]})["messages"]
+        assert [message.type for message in messages] == ["human", "ai", "tool", "ai"]
+        assert "42" in messages[-1].text
 
     @tries(path, "schema")
     def form(model: Any = model) -> None:
