@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import msgspec
+
+from weft.engine.wire.sampling import SamplingParams
 from weft.engine.wire.thinking import Thinking, ThoughtCount
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.service import Service
@@ -55,6 +58,15 @@ def thinking_marks(service: Service, prompt: Sequence[int]) -> ThinkingMarks | N
     tail = tokenizer.tail(prompt)
     begin, end = (tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in (format.begin, format.end))
     return ThinkingMarks(format, format.inside(tail), format.closed(tail), begin, end)
+
+
+def bounded_thinking(
+    params: SamplingParams, thinking: ThinkingMarks | None, budget: int | None, tokenizer: Tokenizer, *, tools: bool
+) -> SamplingParams:
+    """Sampling parameters that end the thinking, if any, after `budget` tokens; None for no limit."""
+    if thinking is None or budget is None:
+        return params
+    return msgspec.structs.replace(params, thinking=thinking.limit(budget, tokenizer, tools=tools))
 
 
 class TurnParser:
@@ -117,7 +129,7 @@ class TurnParser:
             self._count(choice, piece, thinking)
         parts = parser.feed(piece.text)
         if piece.finish_reason is not None:
-            parts += parser.flush()
+            parts += parser.flush(cut=piece.finish_reason != "stop" or isinstance(piece.stop_reason, str))
         return parts
 
     def _join(self, choice: Choice, parts: Sequence[str | Thought | Call], *, ended: bool) -> Parts:

@@ -112,11 +112,11 @@ TOOL_MARKS: tuple[tuple[tuple[str, ...], ToolParserName], ...] = (
 
 
 REASONING_FORMATS: dict[ReasoningParserName, ReasoningFormat] = {
-    "deepseek_r1": ReasoningFormat("<think>", "</think>", cuts=("<｜tool▁calls▁begin｜>",), always=True),
-    "deepseek_v3": ReasoningFormat("<think>", "</think>", cuts=("<｜tool▁calls▁begin｜>",)),
+    "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
+    "deepseek_v3": THINK,
     "qwen3": THINK,
     "glm45": THINK,
-    "kimi_k2": ReasoningFormat("<think>", "</think>", cuts=("<|tool_calls_section_begin|>",)),
+    "kimi_k2": THINK,
     "minimax_m2": THINK,
     "openai_gptoss": HARMONY,
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", forced="[/THINK]"),

@@ -13,6 +13,7 @@ from weft.server.tools.tool_format import Marker, Schema, ToolFormat, Tools, arg
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 _ENDS = (END, CALL, RETURN)
+_STOPS = (*_ENDS, START, CHANNEL)  # Marks after a message; the last two begin the next one.
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTIONS = "functions."
@@ -43,16 +44,21 @@ class HarmonyFormat(ToolFormat):
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient is not None and (recipient[1].startswith(_FUNCTIONS) or recipient[1] in tools):
             reader.call(recipient[1].removeprefix(_FUNCTIONS) or recipient[1])
-            end = yield from reader.until(*_ENDS, START, to=reader.emit_arguments)
+            if (yield from reader.arguments_follow(*_STOPS)):
+                yield from reader.arguments(*_STOPS)
+                yield from reader.space()
+                end = yield from reader.until(*_STOPS, to=reader.emit_text)
+            else:
+                end = yield from reader.until(*_STOPS, to=reader.emit_arguments)
         elif recipient is not None or (channel is not None and channel[1] == "analysis"):
             reader.begin_thought()
-            end = yield from reader.until(*_ENDS, START, to=reader.emit_thought)
+            end = yield from reader.until(*_STOPS, to=reader.emit_thought)
             if end:
                 reader.end_thought()
         else:
-            end = yield from reader.until(*_ENDS, START, to=reader.emit_text)
-        if end == START:  # the next message begins without an end of this one
-            reader.at -= len(START)
+            end = yield from reader.until(*_STOPS, to=reader.emit_text)
+        if end not in _ENDS:  # the next message begins without an end of this one
+            reader.at -= len(end)
 
     def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
         """Return the grammar of one call: a call ends the model's turn, so `several` does not apply."""

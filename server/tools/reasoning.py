@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from weft.engine.wire import grammar_text
 from weft.server.tools import harmony
-from weft.server.tools.stream import Reader, Steps
-from weft.server.tools.tool_format import Marker, through
+from weft.server.tools.stream import Reader, Steps, call_follows
+from weft.server.tools.tool_format import Marker, ToolFormat, Tools, through
 
 WINDOW = 64  # Characters at a prompt's end to search for the start of reasoning.
 
@@ -18,7 +19,6 @@ class ReasoningFormat:
     end: str
     also: tuple[tuple[str, str], ...] = ()  # Alternative spellings of both marks.
     always: bool = False  # Whether answers begin with reasoning even without a mark.
-    cuts: tuple[str, ...] = ()  # Marks that end the reasoning and belong to the text after it.
     wraps: tuple[str, str] = ("", "")  # Marks around the answer after the reasoning.
     forced: str = ""
     """Text that forces the end of reasoning; empty for the end mark on a separate line."""
@@ -36,7 +36,7 @@ class ReasoningFormat:
     def markers(self) -> tuple[str, ...]:
         if self.channels:
             return harmony.HarmonyFormat().markers
-        return (*self.begins, *self.ends, *self.cuts, *filter(None, self.wraps))
+        return (*self.begins, *self.ends, *filter(None, self.wraps))
 
     def ending(self, *, tools: bool) -> str:
         """Return the text that forces the end of reasoning. `tools`: whether calls are allowed."""
@@ -56,17 +56,26 @@ class ReasoningFormat:
         """Return whether the prompt already contains or disables the reasoning."""
         return prompt.rstrip().endswith(self.ends)
 
-    def steps(self, reader: Reader, *, inside: bool) -> Steps[None]:
-        """Read the reasoning, if any, and the marks around it."""
+    def steps(self, reader: Reader, form: ToolFormat | None, tools: Tools, *, inside: bool) -> Steps[None]:
+        """Read the reasoning, if any, and the marks around it. A call of an offered tool ends it too, if the call is
+        complete or the answer ends without a closing mark. `form`: None if calls are not allowed."""
         reader.attempt()
         yield from reader.space()
         if not (yield from reader.take(*self.begins)) and not inside:
             reader.back()
             return
         reader.accept()
-        mark = yield from reader.until(*self.ends, *self.cuts, to=reader.emit_thought)
-        if mark in self.cuts:
+        opens = () if form is None else form.opens
+        while mark := (yield from reader.until(*self.ends, *opens, to=reader.emit_thought)):
+            if form is None or mark in self.ends:
+                break
             reader.at -= len(mark)
+            steps = partial(_steps, form, tools)
+            if (yield from call_follows(reader, steps, tools, self.ends, marked=form.marked)):
+                reader.strays = self.ends
+                break
+            reader.emit_thought(mark)
+            reader.at += len(mark)
         if mark:
             reader.end_thought()
         if self.wraps[0]:
@@ -98,6 +107,10 @@ class ReasoningFormat:
             return text
         head = f'start: {marker(harmony.CHANNEL)} "final" {marker(harmony.MESSAGE)} @weft_rest'
         return grammar_text.within(head, text)
+
+
+def _steps(form: ToolFormat, tools: Tools, reader: Reader) -> Steps[None]:
+    return form.steps(reader, tools)
 
 
 THINK = ReasoningFormat("<think>", "</think>")

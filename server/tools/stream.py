@@ -12,12 +12,12 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Container, Generator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
-from weft.server.tools.tool_json import CallReader, JsonValue
+from weft.server.tools.tool_json import CallReader, JsonValue, as_arguments
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -26,6 +26,8 @@ Steps = Generator[None, None, T]
 SPACE = " \t\r\n"
 _HELD = frozenset(SPACE)
 MAX_NAME = 256  # Maximum characters of a name.
+MAX_LOOKED = 20_000
+"""Marks of an answer that are looked at before it is known what they are: limits the work for marks without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,13 @@ class Reader:
         self.text = ""
         self.at = 0
         self.ended = False
+        self.cut = False
+        """Whether the answer was cut off, so that calls stay incomplete. Otherwise missing brackets are added."""
+        self.broken = False  # Whether something that is no part of a call interrupted one.
+        self.strays: tuple[str, ...] = ()
+        """Marks to drop once from the text: ends of reasoning that a call interrupted."""
         self.calls = 0
+        self.looked = 0  # Marks that were looked at before it was known what they are.
         self._new_id = new_id
         self._parts: list[Part] = []
         self._tried: int | None = None  # Start of a tentative call; None if there is none.
@@ -144,8 +152,9 @@ class Reader:
             if not (yield from self.more()):
                 return ""
 
-    def name(self, *marks: str) -> Steps[tuple[str, str]]:
-        """Skip and return a name and the mark after it; ("", "") without skipping if there is none."""
+    def name(self, *marks: str, names: Container[str] = ()) -> Steps[tuple[str, str]]:
+        """Skip and return a name and the mark after it; ("", "") without skipping if there is none. `names`: names that
+        the end of the answer may also end."""
         while True:
             at, mark, waits = _find(self.text, self.at, marks, final=self.ended)
             if at - self.at > MAX_NAME:
@@ -155,7 +164,10 @@ class Reader:
                 self.at = at + len(mark)
                 return name, mark
             if not (yield from self.more()):
-                return "", ""
+                if self.cut or (name := self.text[self.at :].strip()) not in names:
+                    return "", ""
+                self.at = len(self.text)
+                return name, ""
 
     def match(self, pattern: re.Pattern[str]) -> Steps[re.Match[str] | None]:
         """Return the match at this position without skipping it. Waits while it could become longer."""
@@ -166,39 +178,69 @@ class Reader:
             if not (yield from self.more()):
                 return found
 
-    def json(self, to: Sink) -> Steps[bool]:
-        """Send a JSON value to `to`. Returns False if the answer ended first."""
-        value = JsonValue()
-        while True:
-            end = value.feed(self.text, self.at)
-            if end > self.at:
-                to(self.text[self.at : end])
-                self.at = end
-            if value.complete:
-                return True
-            if not (yield from self.more()):
-                return False
+    def json(self, to: Sink, *stops: str) -> Steps[None]:
+        """Send a JSON value, repaired, to `to`. `stops`: marks that end it even if brackets are missing."""
+        value = JsonValue(*stops)
+        while not value.complete:
+            self.at = value.feed(self.text, self.at, final=self.ended)
+            self.broken |= value.broken
+            to(value.take())
+            if not value.complete and not (yield from self.more()):
+                to("" if self.cut else value.close())
+                return
 
-    def object_call(self, names: frozenset[str] | None = None) -> Steps[bool]:
-        """Read a call as an object with a name and arguments. Returns whether it was, or began as, a call. `names`:
-        names that count as calls; None for all."""
-        reader, named = CallReader(), False
+    def arguments_follow(self, *stops: str) -> Steps[bool]:
+        """Return whether arguments come next, which may be null or absent. Skips white space."""
+        yield from self.space()
+        if not (yield from self.peek()):
+            return not self.cut
+        mark = yield from self.take("{", '"', "[]", "null", "None", *stops)
+        self.at -= len(mark)
+        return bool(mark)
+
+    def arguments(self, *stops: str) -> Steps[None]:
+        """Emit the arguments of a call: a JSON object, a string of JSON, or nothing. `stops`: marks that end them."""
+        if (yield from self.peek()) == "{":
+            yield from self.json(self.emit_arguments, *stops)
+            return
+        found: list[str] = []
+        if mark := (yield from self.take(*stops)):
+            self.at -= len(mark)
+        elif (yield from self.peek()):
+            yield from self.json(found.append, *stops)
+        if found or not (self.cut and self.at == len(self.text)):
+            self.emit_arguments(as_arguments("".join(found)))
+
+    def object_call(self, *stops: str, names: frozenset[str] | None = None) -> Steps[bool]:
+        """Read a call as an object with a name and arguments. Returns whether it was, or began as, a call. `stops`:
+        marks that end it even if brackets are missing. `names`: names that count as calls; None for all."""
+        reader, named = CallReader(*stops), False
         while True:
-            self.at += reader.feed(self.text, self.at)
+            self.at += reader.feed(self.text, self.at, final=self.ended)
             if reader.name is not None and not named:
                 if names is not None and reader.name not in names:
                     return False
                 self.call(reader.name)
                 named = True
             self.emit_arguments(reader.take_arguments())
-            if reader.done or reader.failed or not (yield from self.more()):
+            self.broken |= reader.broken
+            if reader.done or reader.failed:
+                return named
+            if not (yield from self.more()):
+                if named and not self.cut:
+                    reader.close()
+                    self.emit_arguments(reader.take_arguments())
                 return named
 
     # -- output
 
     def text_until(self, *marks: str) -> Steps[str]:
         """Emit text up to one of these marks, which tentatively starts a call. Returns it; empty at the end."""
-        mark = yield from self.until(*marks, to=self.emit_text)
+        mark = yield from self.until(*marks, *self.strays, to=self.emit_text)
+        while mark and mark in self.strays:
+            self.end_thought()
+            self.strays = ()
+            mark = yield from self.until(*marks, to=self.emit_text)
         self._tried = self.at - len(mark) if mark else None
         return mark
 
@@ -221,6 +263,22 @@ class Reader:
         text, self._tried = self.text[self._tried : self.at], None
         if text.strip(forget or None) or not forget:
             self.emit_text(text)
+
+    @property
+    def trying(self) -> bool:
+        """Whether a tentative call has started."""
+        return self._tried is not None
+
+    @property
+    def tried_length(self) -> int:
+        """Characters read since the start of a tentative call."""
+        assert self._tried is not None
+        return self.at - self._tried
+
+    @tried_length.setter
+    def tried_length(self, length: int) -> None:
+        assert self._tried is not None
+        self.at = self._tried + length
 
     def back(self) -> None:
         """Rewind to the start of a tentative call."""
@@ -309,13 +367,18 @@ class StreamParser:
         self._resume()
         return self._reader.take_parts()
 
+    @property
+    def broken(self) -> bool:
+        """Whether something that is no part of a call interrupted one."""
+        return self._reader.broken
+
     def passes(self, text: str) -> bool:
         """Return whether this text can bypass `feed`, because it would be emitted unchanged."""
         return self._over or self._reader.passes(text)
 
-    def flush(self) -> list[Part]:
-        """End the answer and return the output held back."""
-        self._reader.ended = True
+    def flush(self, *, cut: bool = False) -> list[Part]:
+        """End the answer and return the output held back. `cut`: it was cut off before the model ended it."""
+        self._reader.ended, self._reader.cut = True, cut
         while not self._over:
             self._resume()
         self._reader.end()
@@ -326,6 +389,46 @@ class StreamParser:
             next(self._steps)
         except StopIteration:
             self._over = True
+
+
+def call_follows(
+    reader: Reader,
+    steps: Callable[[Reader], Steps[None]],
+    names: Container[str],
+    ends: tuple[str, ...],
+    *,
+    marked: bool,
+) -> Steps[bool]:
+    """Return whether a call begins here, inside reasoning: a call of one of these tools that is complete, or that the
+    answer ends with. Skips nothing. `steps`: reads the call. `ends`: marks after the reasoning. `marked`: False if no
+    mark starts a call, so that it must be the end of the answer."""
+    reader.attempt()
+    trial, arguments = StreamParser(steps), JsonValue()
+    result, found, over = None, False, False
+    while result is None:
+        at, mark, waits = _find(reader.text, reader.at, ends, final=reader.ended)
+        parts, reader.at = trial.feed(reader.text[reader.at : at]), at
+        closed = bool(mark) and not waits
+        if over := closed or reader.ended:
+            parts += trial.flush(cut=closed or reader.cut)
+        for part in parts:
+            if not isinstance(part, Call):
+                result = False if not (found and marked) and str(part).strip() else None
+            elif part.name is not None and part.name not in names:
+                result = False
+            else:
+                found = True
+                arguments.feed(part.arguments)
+                result = True if arguments.complete and marked and not trial.broken else None
+            if result is not None:
+                break
+        else:
+            if over:
+                result = found and not closed
+            else:
+                yield from reader.more()
+    reader.back()
+    return result
 
 
 def _find(text: str, at: int, marks: tuple[str, ...], *, final: bool) -> tuple[int, str, bool]:
@@ -350,6 +453,10 @@ def _beginnings(marks: tuple[str, ...]) -> re.Pattern[str]:
 @lru_cache(256)
 def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(filter(None, marks), key=len, reverse=True))) or r"(?!)")
+
+
+def drop(_: str) -> None:
+    """Ignore text that is only looked at."""
 
 
 def quoted(text: str) -> str:

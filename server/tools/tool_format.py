@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,16 @@ class ToolFormat(ABC):
         """Special tokens that the parser must see."""
 
     @property
+    def opens(self) -> tuple[str, ...]:
+        """Marks that may start a call."""
+        return ()
+
+    @property
+    def marked(self) -> bool:
+        """Whether only a mark starts a call, so that calls are recognized anywhere in an answer."""
+        return True
+
+    @property
     def markup(self) -> tuple[str, str | None] | None:
         """Marks around calls: those of each call, or one mark before all calls. None if there are none."""
         return None
@@ -44,6 +55,18 @@ class ToolFormat(ABC):
     @abstractmethod
     def write(self, name: str, arguments: str) -> str:
         """Return a call in the model's format. `arguments`: a JSON object."""
+
+
+def either_number(*marks: str) -> tuple[str, ...]:
+    """Return marks with the spellings in the other number, such as `<tool_calls>` for `<tool_call>`: models mix them
+    up."""
+    other = (
+        _CALL.sub(lambda found: found[1] + ("" if found[2] else "s" if found[1].islower() else "S"), m) for m in marks
+    )
+    return tuple(dict.fromkeys(filter(None, (*marks, *other))))
+
+
+_CALL = re.compile(r"(call)(s?)(?![a-z])", re.IGNORECASE)
 
 
 # -- Lark

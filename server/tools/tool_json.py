@@ -1,79 +1,263 @@
-"""Streaming readers of tool calls as JSON objects: `{"name": …, "arguments": …}`."""
+"""Streaming readers of JSON: `JsonValue` repairs a value, `CallReader` reads a call, `{"name": …, "arguments": …}`."""
 
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
 from typing import Any
 
 _ARGUMENTS = ("arguments", "parameters")
 _FIRST = frozenset({"name", "id", "type", "index", *_ARGUMENTS})
 """First keys of a call. An object with another first key is no call and is not held back."""
 _SPACE = " \t\r\n"
+_CLOSERS = {"{": "}", "[": "]"}
+_RUN = re.compile(r"[^\"'\\\x00-\x1f]+")  # Text that needs no attention inside a string.
+_ESCAPE = re.compile(r"\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4})")
+_PART = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")  # Start of an escape.
+_DIGITS = re.compile(r"[0-9.eE+-]+")
+_WORD = re.compile(r"[^\s,:\[\]{}\"'<`]+")
+WORDS = {"True": "true", "False": "false", "None": "null"}
+_WORDS = WORDS | {"NaN": "null", "Infinity": "null", "undefined": "null"}
+_KNOWN = frozenset({"true", "false", "null"})
 
 
 class JsonValue:
-    """Finds the end of a JSON value in streamed text. `complete` is set once the end was seen."""
+    """Reads a JSON value from streamed text and passes it on as valid JSON.
 
-    def __init__(self) -> None:
-        self.complete = False
-        self._depth = 0
-        self._kind = ""
-        self._in_string = False
-        self._escaped = False
+    Valid JSON is passed on unchanged. The following is repaired: raw control characters and invalid escapes in strings,
+    strings in single quotes, Python's words, missing and surplus commas, missing brackets. `complete` is set once the
+    end was seen, `broken` if something had to be made up or left out. `stops`: marks that end the value outside
+    strings, even if brackets are missing."""
 
-    def feed(self, text: str, at: int) -> int:
-        """Continue the value at `at`. Returns the index after its end, or the end of the text."""
-        for i in range(at, len(text)):
-            char = text[i]
-            if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif char == "\\":
-                    self._escaped = True
-                elif char == '"':
-                    self._in_string = False
-                    self.complete = self._depth == 0
-            elif char == '"':
-                self._in_string, self._kind = True, self._kind or char
-            elif char in "{[":
-                self._depth, self._kind = self._depth + 1, self._kind or char
-            elif char in "}]" and self._depth:
-                self._depth -= 1
-                self.complete = self._depth == 0
-            elif self._depth == 0:
-                if char in ",}]" or (self._kind and char in _SPACE):
-                    self.complete = True  # a number or a word ends before the next character
-                    return i
-                if char not in _SPACE:
-                    self._kind = char
-            if self.complete:
-                return i + 1
-        return len(text)
+    def __init__(self, *stops: str) -> None:
+        self.complete = self.broken = False
+        self._stops = tuple(filter(None, stops))
+        self._out: list[str] = []
+        self._brackets: list[str] = []  # Missing closing brackets.
+        self._state = "value"  # What comes next: "key", "colon", "value", or "next" after a value.
+        self._quote = ""  # Quote of the current string.
+        self._escape = ""  # Unfinished escape in a string.
+        self._word = ""  # Current word or number.
+        self._held = ""  # Comma and white space after it; dropped before a closing bracket.
+
+    def feed(self, text: str, at: int = 0, *, final: bool = False) -> int:
+        """Continue the value at `at`. Returns the index after the text read. `final`: no more text follows."""
+        while at < len(text) and not self.complete:
+            if self._quote:
+                at = self._read_string(text, at)
+            elif self._word:
+                at = self._read_word(text, at)
+            else:
+                rest = len(text) - at
+                if any(text.startswith(stop, at) for stop in self._stops):
+                    self._out.append(self.close())
+                    break
+                if not final and any(len(stop) > rest and stop.startswith(text[at:]) for stop in self._stops):
+                    break
+                at += self._step(text[at])
+        return at
+
+    def take(self) -> str:
+        """Return new output."""
+        out, self._out = "".join(self._out), []
+        return out
+
+    def close(self) -> str:
+        """End the value here. Returns what completes the output."""
+        out = ""
+        if self._quote:
+            out = self._escape.replace("\\", "\\\\") + '"'
+            self._state = "colon" if self._state == "key" else "next"
+        elif self._word:
+            out = self._end_word()
+        if self._state == "colon":
+            out += ": null"
+        elif self._state == "value" and self._brackets[-1:] != ["]"]:
+            out += "null"
+        out += "".join(reversed(self._brackets))
+        self.complete, self._quote, self._word, self._brackets = True, "", "", []
+        return out
+
+    def _step(self, char: str) -> int:
+        """Read a character between strings and words. Returns 1, or 0 if it is to be read again."""
+        if char in _SPACE:
+            if self._held:
+                self._held += char
+            elif self._brackets:
+                self._out.append(char)
+        elif char in "}]":
+            if not self._brackets:
+                self.complete = True
+                return 0
+            if char in self._brackets:
+                self._close_bracket(char)
+        elif self._state == "next":
+            self._held, self._state = ",", "key" if self._brackets[-1] == "}" else "value"
+            if char in "\"'{[":  # a missing comma
+                self._held = ", "
+                return 0
+            if char != ",":  # anything else is lost
+                self._held, self._state, self.broken = "", "next", True
+        elif self._state == "colon":
+            self._out.append(":")
+            self._state = "value"
+            return char == ":"
+        elif char == ",":
+            if not self._brackets:
+                self.complete = True
+                return 0
+            if self._state == "value" and self._brackets[-1] == "}":
+                self._out.append("null")
+                self._held, self._state, self.broken = ",", "key", True
+        else:
+            return self._begin(char)
+        return 1
+
+    def _begin(self, char: str) -> int:
+        """Begin a key or a value."""
+        opens = char in _CLOSERS and self._state == "value"
+        if not (opens or char in "\"'" or _WORD.match(char)):
+            self.broken = True
+            return 1
+        self._out.append(self._held)
+        self._held = ""
+        if opens:
+            self._out.append(char)
+            self._brackets.append(_CLOSERS[char])
+            self._state = "key" if char == "{" else "value"
+        elif char in "\"'":
+            self._out.append('"')
+            self._quote = char
+        else:
+            self._word = char
+            if self._streams():
+                self._out.append(char)
+        return 1
+
+    def _streams(self) -> bool:
+        """Whether the current word is a number, which is passed on piece by piece."""
+        return self._state == "value" and self._word[0] in "-0123456789"
+
+    def _read_string(self, text: str, at: int) -> int:
+        if self._escape:
+            self._escape += text[at]
+            if _ESCAPE.fullmatch(self._escape):
+                self._out.append(self._escape)
+            elif _PART.fullmatch(self._escape):
+                return at + 1
+            elif self._escape == "\\'":
+                self._out.append("'")
+            else:  # no escape: its backslash is part of the text
+                self._out.append("\\" + self._escape[:-1])
+                self._escape = ""
+                return at
+            self._escape = ""
+            return at + 1
+        if (found := _RUN.match(text, at)) is not None:
+            self._out.append(found.group())
+            return found.end()
+        char = text[at]
+        if char == self._quote:
+            self._out.append('"')
+            self._quote = ""
+            self._after()
+        elif char == "\\":
+            self._escape = char
+        else:
+            self._out.append(char if char == "'" else json.dumps(char)[1:-1])
+        return at + 1
+
+    def _read_word(self, text: str, at: int) -> int:
+        found = (_DIGITS if self._streams() else _WORD).match(text, at)
+        if found is None:
+            self._out.append(self._end_word())
+            return at
+        if self._streams():
+            self._out.append(found.group())
+        self._word += found.group()
+        return found.end()
+
+    def _end_word(self) -> str:
+        """End the current word. Returns what is missing of it."""
+        word, out = self._word, ""
+        if self._streams():
+            out = "0" if word[-1] in "-+.eE" else ""
+        else:
+            out = word = _WORDS.get(word, word) if self._state == "value" else word
+            if self._state == "key" or word not in _KNOWN:
+                self.broken = True
+                out = json.dumps(word, ensure_ascii=False)
+        self._word = ""
+        self._after()
+        return out
+
+    def _after(self) -> None:
+        """A key or a value has ended."""
+        self._state = "colon" if self._state == "key" else "next"
+        self.complete = self._state == "next" and not self._brackets
+
+    def _close_bracket(self, char: str) -> None:
+        if self._state == "colon" or (self._state == "value" and self._brackets[-1] == "}"):
+            self._out.append(": null" if self._state == "colon" else "null")
+            self.broken = True
+        self._out.append(self._held[1:])
+        self._held, self._state = "", "value"
+        while (bracket := self._brackets.pop()) != char:
+            self._out.append(bracket)
+        self._out.append(char)
+        self._after()
+
+
+def repaired(text: str) -> str:
+    """Return a JSON value as valid JSON (see `JsonValue`)."""
+    value = JsonValue()
+    value.feed(text, final=True)
+    return value.take() + ("" if value.complete else value.close())
+
+
+def as_arguments(text: str) -> str:
+    """Return arguments that are not an object as JSON: "{}" for null and other spellings of none; a string's content,
+    which is JSON in OpenAI's style. `text`: a JSON value; empty for none."""
+    value: Any = None
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text, strict=False) if text else None
+    if isinstance(value, str):
+        inner = value.encode("utf-8", "replace").decode().strip()
+        if inner.startswith("{"):
+            return repaired(inner)
+        value = None if inner in ("", "null", "None") else value
+    return "{}" if value is None or value == [] else text
 
 
 class CallReader:
     """Reads the object of one call. Arguments are available as soon as the name is known. `name`: None until it is
-    known. `done`: the object has ended. `failed`: this is not a call."""
+    known. `done`: the object has ended. `failed`: this is not a call, or it broke off. `broken`: so did the arguments.
+    `stops`: marks that end the call even if brackets are missing."""
 
-    def __init__(self) -> None:
+    def __init__(self, *stops: str) -> None:
         self.name: str | None = None
-        self.done = False
-        self.failed = False
+        self.done = self.failed = self.broken = False
+        self._stops = stops
         self._state = "open"
         self._value = JsonValue()
-        self._text = ""  # Text of the current key or value.
+        self._text: list[str] = []  # Text of the current key or value; not that of arguments which are an object.
         self._key = ""
         self._arguments = ""  # Arguments that were not taken yet.
-        self._any_arguments = False
-        self._given = False  # Whether the arguments are complete.
+        self._given = False  # Whether arguments were found.
+        self._streams = False  # Whether the current value is the object of the arguments.
         self._first = True
 
-    def feed(self, text: str, at: int = 0) -> int:
-        """Read `text` from `at`. Returns the number of characters that belong to the object."""
+    def feed(self, text: str, at: int = 0, *, final: bool = False) -> int:
+        """Read `text` from `at`. Returns the number of characters that belong to the object. `final`: no more text
+        follows."""
         begin = at
         while at < len(text) and not (self.done or self.failed):
             if self._state in ("key", "value"):
-                at = self._read_string(text, at)
+                end = self._read(text, at, final=final)
+                if end == at and not self._value.complete:
+                    break
+                at = end
             else:
                 self._step(text[at])
                 at += not self.failed
@@ -83,11 +267,17 @@ class CallReader:
         """Return new argument text; empty before the name is known."""
         if self.name is None:
             return ""
-        if self.done and not self._any_arguments:
-            self._any_arguments = True
+        if (self.done or self.failed) and not self._given:
+            self._given, self.broken = True, self.failed
             return "{}"
         out, self._arguments = self._arguments, ""
         return out
+
+    def close(self) -> None:
+        """End the call here: complete its arguments."""
+        if self._streams and not self._value.complete:
+            self._arguments += self._value.close()
+        self.failed = True
 
     def _step(self, char: str) -> None:
         """Read a character between keys and values."""
@@ -97,8 +287,7 @@ class CallReader:
             self._state = "next"
         elif self._state == "next" and char == '"':
             self._begin("key")
-            self._value.feed(char, 0)
-            self._text = char
+            self._value.feed(char)
         elif self._state == "next" and char == "}":
             self.done = True
             self.failed = self.name is None
@@ -108,28 +297,26 @@ class CallReader:
             self.failed = True
 
     def _begin(self, state: str) -> None:
-        self._state, self._value, self._text = state, JsonValue(), ""
+        self._state, self._value, self._text, self._streams = state, JsonValue(*self._stops), [], False
 
-    def _read_string(self, text: str, at: int) -> int:
-        end = self._value.feed(text, at)
-        new = text[at:end]
-        if not self._text:
-            new = new.lstrip(_SPACE)
-        self._text += new
-        arguments = self._key in _ARGUMENTS and not self._given
-        if self._state == "value" and arguments and self._text and self._text[0] != '"':
+    def _read(self, text: str, at: int, *, final: bool) -> int:
+        end = self._value.feed(text, at, final=final)
+        new = self._value.take()
+        if new and not self._text and not self._streams and self._state == "value" and not self._given:
+            self._streams = self._given = new[0] == "{" and self._key in _ARGUMENTS
+        if self._streams:
             self._arguments += new
-            self._any_arguments = True
+            self.broken = self._value.broken
+        elif new:
+            self._text.append(new)
         if self._value.complete:
             self._end()
         return end
 
     def _end(self) -> None:
-        try:
-            value: Any = json.loads(self._text, strict=False)
-        except (ValueError, RecursionError):  # invalid JSON, or nested too deeply for Python's parser
-            self.failed = self._state == "key" or self._key == "name"
-            value = None
+        text, value = "".join(self._text), None
+        with suppress(ValueError, RecursionError):  # nested too deeply for Python's parser
+            value = json.loads(text) if text else None
         if self._state == "key":
             self._key, self._state = value, "colon"
             self.failed |= self._first and value not in _FIRST
@@ -141,9 +328,7 @@ class CallReader:
             self.failed = self.name is None
         elif self._key in _ARGUMENTS and not self._given:
             self._given = True
-            if isinstance(value, str):  # arguments as a string of JSON, in OpenAI's style
-                self._arguments += value.encode("utf-8", "replace").decode()
-                self._any_arguments = True
+            self._arguments += as_arguments(text)
 
 
 def _is_unicode(text: str) -> bool:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import orjson
 
 from weft.server.bodies import parse_json
-from weft.server.tools.stream import SPACE, Reader, Sink, Steps, quoted
+from weft.server.tools.stream import MAX_LOOKED, SPACE, Reader, Sink, Steps, drop, quoted
+from weft.server.tools.tool_json import WORDS
 
 MAX_DEPTH = 64  # Maximum nesting of values.
 MAX_KEY = 1024  # Maximum characters of a key.
@@ -18,9 +19,9 @@ MAX_KEY = 1024  # Maximum characters of a key.
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\\": "\\", "'": "'", '"': '"'}
 _ESCAPES |= {"/": "/", "\n": ""}
 _HEX = {"x": 2, "u": 4, "U": 8}
-_WORDS = {"True": "true", "False": "false", "None": "null"}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _KEY = re.compile(rf"""[^\s,:={{}}()\[\]"'<>]{{1,{MAX_KEY + 1}}}""")
+_PREFIX = re.compile(r"[rRuUbBfF]{0,2}")
 _NUMBER = re.compile(r"[+-]?(?:0[xXoObB][0-9a-fA-F_]+|[0-9][0-9_]*)")
 
 
@@ -30,14 +31,17 @@ class Literals:
 
     quotes: tuple[str, ...] = ('"""', "'''", '"', "'")  # Quotes around texts with backslash escapes.
     raw: str = ""  # Quotes around texts without escapes.
+    stop: str = ""  # Mark that ends everything, even if brackets or quotes are missing.
 
     def value(self, reader: Reader, depth: int = 0) -> Steps[bool]:
         """Emit a value. Returns False if the answer ended first."""
         yield from reader.space()
+        prefix = "" if self.raw else (yield from self._prefix(reader))
         quote = yield from reader.take(*self.quotes, self.raw)
         if quote:
             reader.emit_arguments('"')
-            if closed := (yield from self._scan(reader, quote, reader.emit_arguments)):
+            closed = yield from self._scan(reader, quote, reader.emit_arguments, escapes="r" not in prefix)
+            if closed or not reader.cut:
                 reader.emit_arguments('"')
             return closed
         char = yield from reader.peek()
@@ -70,18 +74,32 @@ class Literals:
                 reader.emit_arguments(brackets[1] if count else brackets)
                 return True
             if not (yield from reader.peek()):
-                return False
+                break
             before = yield from head(count)
             reader.emit_arguments(f"{', ' if count else brackets[0]}{before}")
             count += 1
             if not (yield from self.value(reader, depth)):
-                return False
+                break
             yield from reader.space()
             if not (char := (yield from reader.peek())):
-                return False
+                break
             if char not in (",", end):  # lost: close the collection
                 reader.emit_arguments(brackets[1])
                 return True
+        if not reader.cut:
+            reader.emit_arguments(brackets[1] if count else brackets)
+        return False
+
+    def _prefix(self, reader: Reader) -> Steps[str]:
+        """Skip and return the prefix of a Python string, in lower case."""
+        reader.attempt()
+        found = yield from reader.match(_PREFIX)
+        reader.at = found.end() if found is not None else reader.at
+        if found is None or not (yield from reader.peek()) or reader.text[reader.at] not in "\"'":
+            reader.back()
+            return ""
+        reader.accept()
+        return found.group().lower()
 
     def _key(self, reader: Reader, equals: str) -> Steps[str | None]:
         """Skip and return a key and its separator; None without skipping if there is none."""
@@ -110,16 +128,60 @@ class Literals:
         yield from reader.take(equals)
         return key
 
-    def _scan(self, reader: Reader, quote: str, to: Sink) -> Steps[bool]:
-        """Read a text up to its closing quote, escaped for a JSON string."""
+    def _scan(self, reader: Reader, quote: str, to: Sink, *, escapes: bool = True) -> Steps[bool]:
+        """Read a text up to its closing quote, escaped for a JSON string. A quote before other text is part of the text
+        if another quote closes it. `escapes`: whether a backslash begins an escape, not text."""
+        lost = f"}}{self.stop}" if quote == self.raw else ""  # a missing quote
+        marks = (quote, lost) if quote == self.raw else (quote, "\\")
         while True:
-            marks = (quote,) if quote == self.raw else (quote, "\\")
             mark = yield from reader.until(*marks, to=lambda text: to(quoted(text)))
             if not mark:
                 return False
-            if mark == quote:
-                return True
-            to((yield from _escape(reader)))
+            if mark == lost:
+                if not (yield from self._closes_later(reader, quote, (quote,), most=1)):
+                    reader.at -= len(mark)
+                    return True
+                to(quoted(mark))
+            elif mark == quote:
+                if (yield from self._closes(reader)) or not (yield from self._closes_later(reader, quote, marks)):
+                    return True
+                to(quoted(mark))
+            elif escapes:
+                to((yield from _escape(reader)))
+            else:
+                char = yield from reader.peek()
+                to(quoted(mark + char))
+                reader.at += len(char)
+
+    def _closes(self, reader: Reader) -> Steps[bool]:
+        """Return whether a text may end here: at a comma, a colon, a closing bracket or the end of the answer."""
+        at = reader.tried_length if (nested := reader.trying) else 0
+        if not nested:
+            reader.attempt()
+        yield from reader.space()
+        char = yield from reader.peek()
+        if nested:
+            reader.tried_length = at
+        else:
+            reader.back()
+        return char in ("", ",", ":", ")", "]", "}")
+
+    def _closes_later(self, reader: Reader, quote: str, marks: tuple[str, ...], most: int = MAX_LOOKED) -> Steps[bool]:
+        """Return whether one of the next quotes, at most `most`, closes the text."""
+        if reader.trying:  # a key, which is short
+            return False
+        reader.attempt()
+        found, most = False, min(most, MAX_LOOKED - reader.looked)
+        while not found and most > 0 and (mark := (yield from reader.until(*marks, to=drop))):
+            reader.looked, most = reader.looked + 1, most - 1
+            if mark == "\\":
+                reader.at += len((yield from reader.peek()))
+            elif mark != quote:
+                break
+            else:
+                found = yield from self._closes(reader)
+        reader.back()
+        return found
 
     def _bare(self, reader: Reader) -> Steps[bool]:
         """Read a number, a word or other text up to a comma or a closing bracket."""
@@ -136,9 +198,12 @@ class Literals:
                 depth -= 1
             elif not depth and char == ",":
                 break
+            elif self.stop.startswith(char) and (yield from reader.take(self.stop)):
+                reader.at -= len(self.stop)
+                break
             text += char
             reader.at += 1
-        if char:
+        if char or not reader.cut:
             reader.emit_arguments(_bare_json(text.strip(SPACE)))
         return bool(char)
 
@@ -149,7 +214,7 @@ def _no_head(_: int) -> Steps[str]:
 
 
 def _bare_json(text: str) -> str:
-    text = _WORDS.get(text, text)
+    text = WORDS.get(text, text)
     with suppress(ValueError):
         if not isinstance(parse_json(text), str):
             return text

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weft.engine.wire.grammar_text import literal
 from weft.server.tools.stream import SPACE, Reader, Steps, short_id
-from weft.server.tools.tool_format import Marker, Schema, ToolFormat, Tools, after_mark, argument_rules
+from weft.server.tools.tool_format import Marker, Schema, ToolFormat, Tools, after_mark, argument_rules, either_number
 from weft.server.tools.tool_objects import ObjectFormat, read_objects
 
 
@@ -32,48 +32,51 @@ class NamedFormat(ToolFormat):
     def markup(self) -> tuple[str, str | None] | None:
         return self.section if self.section[0] else (self.begin, self.end or None)
 
-    def steps(self, reader: Reader, _: Tools) -> Steps[None]:
-        opens, closes = tuple(filter(None, (self.section[0], self.begin))), tuple(filter(None, self._closes()))
+    @property
+    def opens(self) -> tuple[str, ...]:
+        return (*either_number(self.section[0]), self.begin)
+
+    @property
+    def _closes(self) -> tuple[str, ...]:
+        return (*either_number(self.section[1]), self.end)
+
+    def steps(self, reader: Reader, tools: Tools) -> Steps[None]:
+        opens, closes = self.opens, self._closes
         open = False
         while mark := (yield from reader.text_until(*opens, *(closes if open else ()))):
             if mark in closes:
                 reader.accept()
-                open = mark != self.section[1] and bool(self.section[1])
+                open = mark == self.end and bool(self.section[1])
                 continue
-            if mark == self.section[0]:
-                yield from reader.space()
-                yield from reader.take(self.begin)
-            open |= yield from self._call(reader)
+            yield from reader.space()
+            yield from reader.take(self.begin)
+            open |= yield from self._call(reader, tools)
             while open and (yield from reader.attempt_after_space(self.begin)):  # anything else is text
-                yield from self._call(reader)
+                yield from self._call(reader, tools)
 
-    def _closes(self) -> tuple[str, str]:
-        return self.section[1], self.end
-
-    def _call(self, reader: Reader) -> Steps[bool]:
+    def _call(self, reader: Reader, tools: Tools) -> Steps[bool]:
         """Read a call from its name on. Returns False if it is text."""
         yield from reader.space()
         yield from reader.take(self.prefix)
-        name, mark = yield from reader.name(self.name_end, "{")
-        if mark == "{":
-            reader.at -= 1
+        stops = (*self._closes, *self.opens)
+        name, mark = yield from reader.name(self.name_end, "{", *stops, names=tools)
+        if mark != self.name_end:
+            reader.at -= len(mark)
         id, name = name.strip(), name.strip()
         if self.numbered:
             name = _NUMBER.sub("", id).removeprefix("functions.")
-        yield from reader.space()
         if self.fence[0]:
-            yield from reader.take(self.fence[0].strip())
             yield from reader.space()
-        if not name or any(char in name for char in SPACE) or (yield from reader.peek()) != "{":
+            yield from reader.take(self.fence[0].strip(), self.fence[1].strip())
+            stops = (*stops, self.fence[1].strip())
+        if not name or any(char in name for char in SPACE) or not (yield from reader.arguments_follow(*stops)):
             reader.give_up()
             return False
         reader.call(name, id if self.numbered and id != name else None)
-        if (yield from reader.json(reader.emit_arguments)):
+        yield from reader.arguments(*stops)
+        for mark in (self.fence[1].strip(), self.end):
             yield from reader.space()
-            if self.fence[1]:
-                yield from reader.take(self.fence[1].strip())
-                yield from reader.space()
-            yield from reader.take(self.end)
+            yield from reader.take(mark)
         return True
 
     def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
@@ -130,31 +133,34 @@ class MistralFormat(ToolFormat):
     markers: tuple[str, ...] = (BEGIN, ARGS, CALL_ID)
     markup: tuple[str, str | None] | None = (BEGIN, None)
 
+    @property
+    def opens(self) -> tuple[str, ...]:
+        return either_number(BEGIN)
+
     def new_id(self) -> str:
         return short_id(9, "")  # Mistral's templates require nine characters
 
-    def steps(self, reader: Reader, _: Tools) -> Steps[None]:
-        while (yield from reader.text_until(BEGIN)):
+    def steps(self, reader: Reader, tools: Tools) -> Steps[None]:
+        while (yield from reader.text_until(*self.opens)):
             yield from reader.space()
-            if (yield from reader.peek()) == "[":
-                yield from read_objects(reader, "")
+            if (yield from reader.peek()) in ("[", "{"):
+                yield from read_objects(reader, (), self.opens)
             else:
-                yield from self._named(reader)
+                yield from self._named(reader, tools)
 
-    def _named(self, reader: Reader) -> Steps[None]:
+    def _named(self, reader: Reader, tools: Tools) -> Steps[None]:
         """Read a call. The model's own ID, if any, is ignored."""
-        name, mark = yield from reader.name(ARGS, CALL_ID, "{")
+        name, mark = yield from reader.name(ARGS, CALL_ID, "{", *self.opens, names=tools)
         if mark == CALL_ID:
-            _, mark = yield from reader.name(ARGS, "{")
-        if mark == "{":
-            reader.at -= 1
-        yield from reader.space()
+            _, mark = yield from reader.name(ARGS, "{", *self.opens)
+        if mark != ARGS:
+            reader.at -= len(mark)
         name = name.strip()
-        if not name or any(char in name for char in SPACE) or (yield from reader.peek()) != "{":
+        if not name or any(char in name for char in SPACE) or not (yield from reader.arguments_follow(*self.opens)):
             reader.give_up()
             return
         reader.call(name)
-        yield from reader.json(reader.emit_arguments)
+        yield from reader.arguments(*self.opens)
 
     def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
         form = _NAMED if self.has_args else _LIST

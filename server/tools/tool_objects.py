@@ -9,7 +9,16 @@ from dataclasses import dataclass
 import orjson
 
 from weft.server.tools.stream import SPACE, Reader, Steps
-from weft.server.tools.tool_format import Marker, Schema, ToolFormat, Tools, after_mark, at_start, call_rules
+from weft.server.tools.tool_format import (
+    Marker,
+    Schema,
+    ToolFormat,
+    Tools,
+    after_mark,
+    at_start,
+    call_rules,
+    either_number,
+)
 
 
 @dataclass(frozen=True)
@@ -25,18 +34,26 @@ class ObjectFormat(ToolFormat):
         return tuple(filter(None, (self.begin, self.end, *self.also)))
 
     @property
+    def opens(self) -> tuple[str, ...]:
+        return either_number(self.begin, *self.also)
+
+    @property
     def markup(self) -> tuple[str, str | None] | None:
         return self.begin, self.end or None
 
     def steps(self, reader: Reader, _: Tools) -> Steps[None]:
-        begins: tuple[str, ...] = (self.begin, *self.also)
+        begins, all_ends = self.opens, either_number(self.end)
         ends: tuple[str, ...] = ()
+        wrapped = False  # Whether a mark surrounds all calls, in addition to those of each call.
         while mark := (yield from reader.text_until(*begins, *ends)):
             if mark in ends:
                 reader.accept()
-                ends = ()
-            elif (yield from read_objects(reader, self.end)):
-                ends = (self.end,) if self.end else ()
+                ends, wrapped = (), False
+                continue
+            yield from reader.space()
+            wrapped |= bool((yield from reader.take(*begins)))
+            if (yield from read_objects(reader, all_ends, begins)) or wrapped:
+                ends = all_ends
 
     def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
         pad = f" {_text(self.pad)} " if self.pad else " "
@@ -54,8 +71,8 @@ class ObjectFormat(ToolFormat):
         return f"{self.begin}{self.pad}{f'[{call}]' if self.listed else call}{self.pad}{self.end}"
 
 
-def read_objects(reader: Reader, end: str) -> Steps[bool]:
-    """Read an object, or a list of objects, after a mark. Returns whether the mark `end` is still missing."""
+def read_objects(reader: Reader, ends: Sequence[str], begins: Sequence[str]) -> Steps[bool]:
+    """Read an object, or a list of objects, after a mark. Returns whether one of the marks `ends` is still missing."""
     yield from reader.space()
     listed = yield from reader.take("[")
     found = False
@@ -65,9 +82,9 @@ def read_objects(reader: Reader, end: str) -> Steps[bool]:
         yield from reader.space(SPACE + "," if listed else SPACE)
         if (yield from reader.peek()) != "{":
             break
-        if not (yield from reader.object_call()):
+        if not (yield from reader.object_call(*ends, *begins)):
             reader.give_up()
-            return found and bool(end)
+            return found and bool(ends)
         found = True
         if not listed:
             break
@@ -78,9 +95,9 @@ def read_objects(reader: Reader, end: str) -> Steps[bool]:
         reader.back()
         yield from reader.space()
         yield from reader.take("]")
-    if end:
+    if ends:
         yield from reader.space()
-    return bool(end) and not (yield from reader.take(end))
+    return bool(ends) and not (yield from reader.take(*ends))
 
 
 def _call_object(name: str, arguments: str, key: str) -> str:
@@ -103,6 +120,14 @@ class BareObjects(ToolFormat):
     def markers(self) -> tuple[str, ...]:
         return (self.tag,)
 
+    @property
+    def opens(self) -> tuple[str, ...]:
+        return self.tag, "{"
+
+    @property
+    def marked(self) -> bool:
+        return False
+
     def steps(self, reader: Reader, tools: Tools) -> Steps[None]:
         between = SPACE
         while True:
@@ -110,7 +135,7 @@ class BareObjects(ToolFormat):
             yield from reader.space(between)
             yield from reader.take(self.tag)
             yield from reader.space()
-            if (yield from reader.peek()) != "{" or not (yield from reader.object_call(frozenset(tools))):
+            if (yield from reader.peek()) != "{" or not (yield from reader.object_call(names=frozenset(tools))):
                 break
             between = SPACE + ";"
         at_end = not (yield from reader.peek())

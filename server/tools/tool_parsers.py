@@ -55,7 +55,7 @@ def answer_parser(
             yield from TOOL_FORMATS["openai"].steps(reader, tools if form is not None else {})
             return
         if reasoning is not None:
-            yield from reasoning.steps(reader, inside=inside)
+            yield from reasoning.steps(reader, form, tools, inside=inside)
         if form is not None:
             yield from form.steps(reader, tools)
         yield from reader.text_to_end()

@@ -12,10 +12,20 @@ import orjson
 
 from weft.engine.wire.grammar_text import literal
 from weft.server.bodies import parse_json
+from weft.server.tools.parameter_types import choices, kinds
 from weft.server.tools.stream import MAX_NAME, SPACE, Reader, Steps
-from weft.server.tools.tool_format import Marker, Schema, ToolFormat, Tools, after_mark, at_start, json_value, through
+from weft.server.tools.tool_format import (
+    Marker,
+    Schema,
+    ToolFormat,
+    Tools,
+    after_mark,
+    at_start,
+    either_number,
+    json_value,
+    through,
+)
 from weft.server.tools.tool_literal import Literals
-from weft.server.tools.tool_xml import choices, kinds
 
 _NAME = re.compile(rf"[\w.:/-]{{0,{MAX_NAME + 1}}}")
 _PYTHON = Literals()
@@ -31,6 +41,14 @@ class PythonFormat(ToolFormat):
     @property
     def markers(self) -> tuple[str, ...]:
         return tuple(filter(None, (self.begin, self.end)))
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        return (self.begin or "[",)
+
+    @property
+    def marked(self) -> bool:
+        return bool(self.begin)
 
     @property
     def markup(self) -> tuple[str, str | None] | None:
@@ -83,12 +101,27 @@ class PythonFormat(ToolFormat):
                 return found_call
             reader.call(name)
             found_call = True
+            if (yield from self._is_empty(reader)):
+                reader.emit_arguments("{}")
+                continue
             order = tools[name].get("properties")
             if not (yield from _PYTHON.pairs(reader, "=", ")", keys=tuple(order) if isinstance(order, dict) else ())):
                 return True
             if wrapped:
                 yield from reader.space()
                 yield from reader.take(")")
+
+    def _is_empty(self, reader: Reader) -> Steps[bool]:
+        """Skip a single argument that stands for none, and the bracket after it. Returns whether there was one."""
+        reader.attempt()
+        yield from reader.space()
+        if (yield from reader.take("None", "null", "{}", '""', "''")):
+            yield from reader.space()
+            if (yield from reader.take(")")):
+                reader.accept()
+                return True
+        reader.back()
+        return False
 
     def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
@@ -109,7 +142,7 @@ class PythonFormat(ToolFormat):
 
 def _py(rule: str, schema: Schema) -> list[str]:
     """Return Lark rules of a value in Python syntax, or in JSON for complex values. Both are read."""
-    kind = kinds(schema)
+    kind = kinds(schema, schema)
     if kind == {"boolean"} and "enum" not in schema:
         return [f'{rule}: "True" | "False"']
     return [f"{rule}: " + ('"None"' if kind == {"null"} else json_value(schema))]
@@ -157,7 +190,7 @@ class CallFormat(ToolFormat):
     literals: Literals = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "literals", Literals(quotes=('"',), raw=self.quote))
+        object.__setattr__(self, "literals", Literals(quotes=('"',), raw=self.quote, stop=self.end))
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -167,32 +200,41 @@ class CallFormat(ToolFormat):
     def markup(self) -> tuple[str, str | None] | None:
         return self.begin, self.end
 
-    def steps(self, reader: Reader, _: Tools) -> Steps[None]:
+    @property
+    def opens(self) -> tuple[str, ...]:
+        return either_number(self.begin)
+
+    def steps(self, reader: Reader, tools: Tools) -> Steps[None]:
+        all_ends = either_number(self.end)
         ends: tuple[str, ...] = ()
-        while mark := (yield from reader.text_until(self.begin, *ends)):
+        while mark := (yield from reader.text_until(*self.opens, *ends)):
             if mark in ends:
                 reader.accept()
                 ends = ()
                 continue
             yield from reader.space()
             yield from reader.take(self.head)
-            name, mark = yield from reader.name("{")
+            name, mark = yield from reader.name("{", *all_ends, *self.opens, names=tools)
             name = name.strip()
             if not name or not _NAME.fullmatch(name):
                 reader.give_up()
                 continue
             reader.call(name)
-            if (yield from self.literals.pairs(reader, ":", "}")):
-                yield from reader.space()
-                ends = () if (yield from reader.take(self.end)) else (self.end,)
+            if mark != "{":  # without arguments
+                reader.at -= len(mark)
+                reader.emit_arguments("{}")
+            else:
+                yield from self.literals.pairs(reader, ":", "}")
+            yield from reader.space()
+            ends = () if (yield from reader.take(*all_ends)) else all_ends
 
     def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
         quote = marker(self.quote)
 
         def value(rule: str, schema: Schema) -> list[str]:
-            if kinds(schema) != {"string"}:
+            if kinds(schema, schema) != {"string"}:
                 return [f"{rule}: {json_value(schema)}"]
-            if given := choices(schema):
+            if given := choices(schema, schema):
                 return [f"{rule}: {quote} ({' | '.join(map(literal, given))}) {quote}"]
             return [f"{rule}: {quote} {rule}_text", *through(f"{rule}_text", self.quote, marker)]
 

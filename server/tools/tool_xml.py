@@ -3,6 +3,7 @@ MiniMax, DeepSeek since V3.2."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,18 @@ import orjson
 
 from weft.engine.wire.grammar_text import literal
 from weft.server.bodies import parse_json
-from weft.server.tools.stream import SPACE, Reader, Steps, quoted
-from weft.server.tools.tool_format import Marker, Schema, ToolFormat, Tools, after_mark, json_value, through
+from weft.server.tools.parameter_types import KINDS, as_json, choices, kinds, parameter
+from weft.server.tools.stream import MAX_LOOKED, SPACE, Reader, Steps, drop, quoted
+from weft.server.tools.tool_format import (
+    Marker,
+    Schema,
+    ToolFormat,
+    Tools,
+    after_mark,
+    either_number,
+    json_value,
+    through,
+)
 
 
 @dataclass(frozen=True)
@@ -33,104 +44,112 @@ class TagFormat(ToolFormat):
         return tuple(filter(None, (*self.section, *self.call, *self.key, *self.value, *self.tokens)))
 
     @property
+    def opens(self) -> tuple[str, ...]:
+        return (*either_number(self.section[0]), *self._own(self.call[0]))
+
+    @property
+    def _closes(self) -> tuple[str, ...]:
+        """Marks that end a call."""
+        return (*either_number(self.section[1]), *self._own(self.call[1]))
+
+    def _own(self, mark: str) -> tuple[str, ...]:
+        """Return the spellings of a mark of a call; a section's mark differs from it in number."""
+        return (mark,) if self.section[0] else either_number(mark)
+
+    @property
     def markup(self) -> tuple[str, str | None] | None:
         return self.section if self.section[0] else self.call
 
     # -- reading
 
     def steps(self, reader: Reader, tools: Tools) -> Steps[None]:
-        opens = tuple(filter(None, (self.section[0], self.call[0])))
-        closes = (self.section[1],) if self.section[1] else ()
+        opens, closes = self.opens, self._closes
         open = False
         while mark := (yield from reader.text_until(*opens, *(closes if open else ()))):
             if mark in closes:
                 reader.accept()
-                open = False
+                open = mark == self.call[1] and bool(self.section[1])
                 continue
-            if mark == self.section[0]:
+            if mark != self.call[0]:
                 yield from reader.space()
-                if not (yield from reader.take(self.call[0])):
+                if not (yield from reader.take(self.call[0])) and self.section[0]:
                     reader.give_up()
                     continue
-            open |= yield from self._call(reader, tools, bare=mark != opens[0])
-            while open and closes and (yield from reader.attempt_after_space(self.call[0])):
+            bare = bool(self.section[0]) and mark == self.call[0]
+            open |= yield from self._call(reader, tools, bare=bare)
+            while open and self.section[1] and (yield from reader.attempt_after_space(self.call[0])):
                 yield from self._call(reader, tools, bare=False)
 
     def _call(self, reader: Reader, tools: Tools, *, bare: bool) -> Steps[bool]:
         """Read a call from its name on. Returns False if it is text. `bare`: outside its section, where it only counts
         if its tool was offered."""
-        if self.name_end:
-            name, _ = yield from reader.name(self.name_end)
-        else:
-            name, mark = yield from reader.name(self.key[0], self.call[1])
-            reader.at -= len(mark)
-        name = name.strip()
-        if not name or any(char in name for char in SPACE + '<>{}"') or (bare and name not in tools):
+        name, mark = yield from self._name(reader, tools)
+        if not name or (bare and name not in tools):
             reader.give_up()
             return False
         reader.call(name)
         schema = tools.get(name) or {}
-        count, closed = 0, False
-        while not closed:
-            reader.attempt()
+        keys = set[str]()
+        if mark.endswith("/>"):
+            reader.emit_arguments("{}")
+            return True
+        reader.attempt()
+        yield from reader.space()
+        if (yield from reader.take("{", "null", "None", '""')):  # JSON instead of tags
+            reader.back()
+            reader.accept()
             yield from reader.space()
-            mark = yield from reader.take(self.key[0], self.call[1])
-            if mark != self.key[0]:
-                closed = mark == self.call[1]
-                break
-            key, _ = yield from reader.name(self.key[1])
+            yield from reader.arguments(*self._closes, *self.opens)
+            yield from reader.space()
+            yield from reader.take(*self._own(self.call[1]))
+            return True
+        reader.back()
+        while (yield from reader.attempt_after_space(self.key[0])):
+            key, mark = yield from reader.name(self.key[1], *filter(None, self.value[:1]))
             if not key:
+                reader.back()
                 break
+            reader.at -= 0 if mark == self.key[1] else len(mark)
             key, is_text = self._hint(key.strip())
             if self.value[0]:
                 yield from reader.space()
                 yield from reader.take(self.value[0])
             reader.accept()
-            reader.emit_arguments(f"{', ' if count else '{'}{orjson.dumps(key).decode()}: ")
-            count += 1
-            kind = _of(schema, key) if is_text is None else {"type": "string"} if is_text else {}
-            if not (yield from self._value(reader, kind)):
-                return True  # cut off
-        if closed:
+            reader.emit_arguments(f"{', ' if keys else '{'}{orjson.dumps(key).decode()}: ")
+            keys.add(key)
+            kind = parameter(schema, key) if is_text is None else {"type": "string"} if is_text else {}
+            yield from _Value(self, reader, tools, schema, keys).read(kind)
+            if reader.cut and reader.at == len(reader.text):
+                return True
+        reader.attempt()
+        yield from reader.space()
+        if (yield from reader.take(*self._own(self.call[1]))) or (not reader.cut and not (yield from reader.peek())):
             reader.accept()
-        elif (yield from reader.peek()):
-            reader.give_up()
+        elif not (yield from reader.peek()):
+            return True
         else:
-            reader.accept()
-            return True  # cut off
-        reader.emit_arguments("}" if count else "{}")
+            following = yield from reader.take(*self._closes, *self.opens)
+            reader.broken |= not following
+            reader.back()
+        reader.emit_arguments("}" if keys else "{}")
         return True
+
+    def _name(self, reader: Reader, tools: Tools) -> Steps[tuple[str, str]]:
+        """Skip and return the name of a call and the mark that ends it; a mark that begins what follows is not
+        skipped. The name is empty if there is none."""
+        own = [self.name_end, f"{self.name_end[:-1]}/>", f"{self.name_end[:-1]} />"] if self.name_end else ["\n"]
+        yield from reader.space()
+        name, mark = yield from reader.name(*own, self.key[0], *self._closes, names=tools)
+        if mark not in own:
+            reader.at -= len(mark)
+        name = name.strip()
+        return "" if any(char in name for char in SPACE + '<>{}"') else name, mark
 
     def _hint(self, key: str) -> tuple[str, bool | None]:
         if not self.hint:
             return key, None
         name, found, flag = key.partition(self.hint)
         return name.rstrip('" '), flag.startswith("true") if found else None
-
-    def _value(self, reader: Reader, schema: Schema) -> Steps[bool]:
-        """Emit a value and skip the mark after it. Returns False if the answer ended first."""
-        held = ""
-        streams = kinds(schema) == {"string"}
-        opened = False
-
-        def take(text: str) -> None:
-            nonlocal held, opened
-            held += text
-            if self.padded and not opened:
-                held, opened = held.removeprefix("\n"), True
-            if streams:
-                keep = 1 if self.padded and held.endswith("\n") else 0
-                reader.emit_arguments(quoted(held[: len(held) - keep]))
-                held = held[len(held) - keep :]
-
-        if streams:
-            reader.emit_arguments('"')
-        found = yield from reader.until(self.value[1], to=take)
-        if streams:
-            reader.emit_arguments('"' if found else quoted(held))
-        elif found:
-            reader.emit_arguments(as_json(held.removesuffix("\n") if self.padded else held, schema))
-        return bool(found)
 
     # -- writing
 
@@ -163,7 +182,8 @@ class TagFormat(ToolFormat):
         shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         parts, rules = [], []
         for i, (key, given) in enumerate(properties.items()):
-            value, text = f"{rule}_{i}", "string" in kinds(given)
+            value, types = f"{rule}_{i}", kinds(given, schema)
+            text = "string" in types and types != KINDS
             rules += self._written(value, {**given, **shared}, marker, text=text)
             part = f"{self._open(literal(key), 'true' if text else 'false', marker)} {value} {line}"
             parts.append(part if key in schema.get("required", ()) else f"({part})?")
@@ -179,7 +199,7 @@ class TagFormat(ToolFormat):
         pad = literal("\n") if self.padded else ""
         end = marker(self.value[1])
         if text:
-            if not (values := choices(schema)):
+            if not (values := choices(schema, schema)):
                 return self._text_value(rule, marker)
             return [f"{rule}: {pad} ({' | '.join(map(literal, values))}) {pad} {end}"]
         return [f"{rule}: {pad} {rule}_json {pad} {end}", f"{rule}_json: {json_value(schema)}"]
@@ -206,68 +226,129 @@ class TagFormat(ToolFormat):
         return out + self.call[1] + (self.line + self.section[1] if self.section[0] else "")
 
 
+@dataclass
+class _Value:
+    """Reads the value of one parameter. Its text may contain marks of its own format, and its closing mark may be
+    missing. So a closing mark counts where a parameter, the end of the call or the end of the answer follows. At any
+    other mark the text is held back: if such a closing mark comes later, outside parameters that the text spells out,
+    the marks before it are text. If none comes, the value ends at the first mark that may end it."""
+
+    form: TagFormat
+    reader: Reader
+    tools: Tools
+    schema: Schema  # Schema of the tool.
+    keys: set[str]  # Parameters up to this one.
+    held: str = ""  # Text that was not emitted yet.
+    streams: bool = False
+    opened: bool = False  # Whether the line break at the start was removed.
+
+    def read(self, schema: Schema) -> Steps[None]:
+        """Emit a value of this schema and skip the mark after it."""
+        form, reader = self.form, self.reader
+        self.streams = kinds(schema, self.schema) == {"string"}
+        if self.streams:
+            reader.emit_arguments('"')
+        marks = (form.value[1], form.key[0], *form.opens, *form._closes)
+        ahead = None
+        while mark := (yield from reader.until(*marks, to=self._take)):
+            reader.at -= len(mark)
+            ahead = yield from self._end(mark)
+            if ahead is not None:
+                self._take(reader.text[reader.at : reader.at + ahead])
+                reader.at += ahead + len(form.value[1])
+                break
+            if mark == form.value[1]:
+                reader.at += len(mark)
+                break
+            if (yield from self._may_end(mark)):
+                break
+            self._take(mark)
+            reader.at += len(mark)
+        if not mark and reader.cut:
+            reader.emit_arguments(quoted(self.held) if self.streams else "")
+            return
+        if mark != form.value[1] and ahead is None:
+            text = self.held.rstrip("\n")
+        else:
+            text = self.held.removesuffix("\n") if form.padded else self.held
+        reader.emit_arguments(f'{quoted(text)}"' if self.streams else as_json(text, schema, self.schema))
+
+    def _take(self, text: str) -> None:
+        self.held += text
+        if self.form.padded and not self.opened and self.held:
+            self.held, self.opened = self.held.removeprefix("\n"), True
+        if self.streams:
+            shown = self.held.rstrip("\n")
+            self.reader.emit_arguments(quoted(shown))
+            self.held = self.held[len(shown) :]
+
+    def _end(self, mark: str) -> Steps[int | None]:
+        """Return the number of characters up to the closing mark; None if there is none that counts. `mark` comes
+        next. Skips nothing."""
+        form, reader = self.form, self.reader
+        marks = (form.value[1], form.key[0], *form._closes)
+        reader.attempt()
+        found, depth, left = None, 0, False
+        while found is None and (mark := (yield from reader.until(*marks, to=drop))):
+            at, reader.looked = reader.tried_length, reader.looked + 1
+            if mark == form.key[0]:
+                depth += 1
+            elif mark != form.value[1]:
+                left |= not depth
+            elif depth:
+                depth -= 1
+            elif (yield from self._counts(left=left)):
+                found = at - len(mark)
+            if reader.looked > MAX_LOOKED:
+                break
+            reader.tried_length = at
+        reader.back()
+        return found
+
+    def _counts(self, *, left: bool) -> Steps[bool]:
+        """Return whether the closing mark before this position ends the value. `left`: after the end of the call."""
+        form, reader = self.form, self.reader
+        opens, sections = form.opens, either_number(form.section[1])
+        yield from reader.space()
+        mark = yield from reader.take(form.key[0], *opens, *form._closes)
+        if mark == form.call[1] and sections:
+            yield from reader.space()
+            mark = (yield from reader.take(*opens, *sections)) or mark
+            if mark == form.call[1]:
+                return not (yield from reader.peek())
+        if mark in form._closes:  # the end of the answer or another call must follow
+            yield from reader.space()
+            return bool((yield from reader.take(*opens))) or not (yield from reader.peek())
+        return bool(mark) or not (left or (yield from reader.peek()))
+
+    def _may_end(self, mark: str) -> Steps[bool]:
+        """Return whether the value may end before this mark, because its closing mark is missing. Skips nothing."""
+        form, reader = self.form, self.reader
+        if mark in form._closes:
+            return True
+        reader.attempt()
+        reader.at += len(mark)
+        if mark == form.key[0]:
+            key, end = yield from reader.name(form.key[1], *filter(None, form.value[:1]))
+            key = form._hint(key.strip())[0]
+            alone = not form.padded or self.held.endswith("\n") or (yield from reader.peek()) == "\n"
+            names = self.schema.get("properties")
+            known = key in names if isinstance(names, dict) and names else bool(_IDENTIFIER.fullmatch(key))
+            found = bool(end) and known and alone and key not in self.keys
+        else:
+            yield from reader.space()
+            yield from reader.take(form.call[0])
+            name, _ = yield from form._name(reader, self.tools)
+            found = name in self.tools
+        reader.back()
+        return found
+
+
+_IDENTIFIER = re.compile(r"[\w.-]+")
+
+
 def _mark(text: str, marker: Marker) -> str:
     return marker(text) if text else ""
-
-
-def _of(schema: Schema, key: str) -> Schema:
-    """Return the schema of a parameter, with references resolved."""
-    properties = schema.get("properties")
-    found = properties.get(key) if isinstance(properties, dict) else None
-    for _ in range(8):
-        if not isinstance(found, dict) or not isinstance(path := found.get("$ref"), str):
-            break
-        _, _, place = path.partition("#/")
-        target: Any = schema
-        for step in place.split("/"):
-            target = target.get(step) if isinstance(target, dict) else None
-        found = target
-    return found if isinstance(found, dict) else {}
-
-
-def kinds(schema: Schema) -> set[str]:
-    """Return the JSON types that a schema allows; empty if it does not specify any."""
-    given = schema.get("type")
-    if isinstance(given, str):
-        return {given}
-    if isinstance(given, list):
-        return {kind for kind in given if isinstance(kind, str)}
-    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
-        return {_kind(value) for value in values}
-    for key in ("anyOf", "oneOf"):
-        if isinstance(options := schema.get(key), list):
-            found = [kinds(option) if isinstance(option, dict) else set[str]() for option in options]
-            return set().union(*found) if all(found) else set()
-    return set()
-
-
-def choices(schema: Schema) -> list[str]:
-    """Return the texts that a value is restricted to; empty for no restriction."""
-    given = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
-
-
-def _kind(value: Any) -> str:
-    names: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
-    return "null" if value is None else names.get(type(value), "object")
-
-
-_WORDS = {"True": "true", "False": "false", "None": "null"}
-
-
-def as_json(text: str, schema: Schema) -> str:
-    """Convert text between tags to JSON of one of the schema's types."""
-    allowed = kinds(schema)
-    bare = text.strip(SPACE)
-    bare = _WORDS.get(bare, bare)
-    try:
-        kind = _kind(parse_json(bare))
-    except ValueError:
-        return f'"{quoted(text)}"'
-    fits = not allowed or kind in allowed or (kind == "integer" and "number" in allowed)
-    if kind == "string" and allowed and "string" in allowed:
-        return f'"{quoted(text)}"'  # the quotes are part of the text
-    return bare if fits or "string" not in allowed else f'"{quoted(text)}"'
 
 
 def _plain(properties: dict[str, Any]) -> bool:
