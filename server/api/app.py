@@ -30,6 +30,7 @@ from weft.server.api import (
 )
 from weft.server.api.middleware import Authorise, BodyLimit, Cors, Trace
 from weft.server.api.protocol import ErrorBody
+from weft.server.api.browsers import BrowserChecks
 from weft.server.api.responses import conversations
 from weft.server.api.responses import endpoints as responses
 from weft.server.api.responses.background import Background
@@ -75,7 +76,11 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(BodyLimit, bounds=lambda: service.body_bounds, uploads=uploads)
     admin_key = digest(config.admin_api_key) if config.admin_api_key is not None else None
     salted = len(service.keys) > 1 if config.salt_per_key is None else config.salt_per_key
-    app.add_middleware(Authorise, keys=service.keys, admin_key=admin_key, limits=service.limits, salted=salted)
+    app.state.browsers = BrowserChecks(config.allowed_host, config.cors_origin)
+    app.add_middleware(
+        Authorise, keys=service.keys, admin_key=admin_key, limits=service.limits, browsers=app.state.browsers,
+        salted=salted,
+    )  # fmt: skip
     spans = Spans.to(config.otlp_endpoint) if config.otlp_endpoint is not None else None
     app.add_middleware(Trace, metrics=service.metrics, log=config.access_log, spans=spans, root_path=config.root_path)
     app.state.spans = spans

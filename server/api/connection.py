@@ -9,13 +9,14 @@ import asyncio
 import fcntl
 import struct
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from weft.server.api.browsers import BrowserChecks
 from weft.server.api.fast_path import EXTENSION, RawWriter
 from weft.server.api.service import Service
 from weft.server.errors import ApiError
@@ -104,13 +105,15 @@ _NO_SHORTCUT_HEADERS = frozenset(
 
 class Connection(HttpToolsProtocol):
     def __init__(
-        self, *args: Any, service: Service, shortcuts: dict[bytes, Callable[[], bytes]], **kwargs: Any
-    ) -> None:
+        self, *args: Any, service: Service, shortcuts: dict[bytes, Callable[[], bytes]], browsers: BrowserChecks,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
         """`shortcuts`: functions that make the raw response to a plain GET of a URL. They bypass the application, whose
         overhead exceeds the cost of a scrape."""
         super().__init__(*args, **kwargs)
         self._service = service
         self._shortcuts = shortcuts
+        self._browsers = browsers
         self._shortcut: Callable[[], bytes] | None = None  # the shortcut of the request being read
         self._header_bytes = 0
         self._in_headers = True
@@ -170,17 +173,18 @@ class Connection(HttpToolsProtocol):
         self._in_headers = False
         self._header_bytes = 0
         self._stop_timer()
-        hosts, size = 0, len(self.url)
+        hosts, size = [], len(self.url)
         for name, value in self.headers:
             size += len(name) + len(value) + 4
-            hosts += name == b"host"
+            if name == b"host":
+                hosts.append(value.decode("latin-1"))
         if size > MAX_HEADER_BYTES:
             self._refuse_size()
-        elif hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+        elif len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             self._refuse(ApiError(400, "The request must have exactly one Host header.", code="invalid_http"))
         elif (refusal := self._unsupported()) is not None:
             self._refuse(refusal)
-        elif self._is_plain_get() and (shortcut := self._shortcuts.get(self.url)) is not None:
+        elif self._is_plain_get(hosts) and (shortcut := self._shortcuts.get(self.url)) is not None:
             self._shortcut = shortcut
         else:
             super().on_headers_complete()
@@ -262,7 +266,7 @@ class Connection(HttpToolsProtocol):
             return ApiError(501, what, code="unsupported_transfer_encoding")
         return None
 
-    def _is_plain_get(self) -> bool:
+    def _is_plain_get(self, hosts: Sequence[str]) -> bool:
         """A request without a body or special headers, on a connection with no other answer in progress."""
         return (
             self.parser.get_method() == b"GET"
@@ -272,6 +276,7 @@ class Connection(HttpToolsProtocol):
             and not self.flow.write_paused
             and not self._service.closing
             and not any(name in _NO_SHORTCUT_HEADERS for name, _ in self.headers)
+            and all(map(self._browsers.allows, hosts))
         )
 
     def send_400_response(self, msg: str) -> None:

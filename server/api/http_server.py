@@ -83,10 +83,12 @@ class Server(uvicorn.Server):
 def make_server(service: Service) -> Server:
     config = service.config
     logging.getLogger("uvicorn.access").propagate = False  # uvicorn checks whether the logger has handlers
-    protocol = partial(Connection, service=service, shortcuts={b"/metrics": service.metrics.scrape})
+    app = create_app(service)
+    shortcuts = {b"/metrics": service.metrics.scrape}
+    protocol = partial(Connection, service=service, shortcuts=shortcuts, browsers=app.state.browsers)
     return Server(
         uvicorn.Config(
-            create_app(service),
+            app,
             http=protocol,  # type: ignore[arg-type]
             ws="none",
             log_config=None,

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.server.api import docs, ui
 from weft.server.api.aliases import ADMIN_ALIASES, INVOCATIONS, canonical
+from weft.server.api.browsers import BrowserChecks
 from weft.server.api.operations import FAVICON
 from weft.server.api.protocol import REQUEST_ID
 from weft.server.api.service import Service
@@ -134,20 +135,22 @@ class Trace:
 
 
 class Authorise:
-    """Checks API keys and rate limits by `scope["path"]`, and denies by default.
+    """Checks what browsers send, and API keys and rate limits by `scope["path"]`. It denies by default.
 
     Sets `scope["weft.charge"]` (charges tokens to the key), `["weft.key"]` (the key's number, 0 without keys),
     `["weft.client"]` (key or host) and `["weft.salt"]` (prefix of the request's cache salt). Paths below /admin/ need
     the admin key; without one they do not exist."""
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[bytes], admin_key: bytes | None, limits: RateLimits, *, salted: bool = False
-    ) -> None:
+        self, app: ASGIApp, keys: Sequence[bytes], admin_key: bytes | None, limits: RateLimits, browsers: BrowserChecks,
+        *, salted: bool = False,
+    ) -> None:  # fmt: skip
         """`keys`, `admin_key`: digests. `salted`: keys do not share cached prefixes."""
         self._app = app
         self._keys = keys
         self._admin_keys = [admin_key] if admin_key is not None else []
         self._limits = limits
+        self._browsers = browsers
         self._salted = salted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -158,6 +161,7 @@ class Authorise:
         scope["weft.key"] = key
         scope["weft.charge"] = partial(self._limits.charge, key)
         scope["weft.salt"] = f"{self._keys[key].hex()[:32]}:" if self._salted and self._keys else ""
+        error = self._browsers.refusal(scope) or error
         scope["weft.client"] = f"key {key}" if self._keys else (scope.get("client") or ("",))[0]
         limited = scope["path"] in LIMITED_PATHS and scope["method"] == "POST"
         if error is None and limited:

@@ -7,6 +7,7 @@ import os
 import socket
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
+from ipaddress import ip_address
 from typing import NamedTuple
 
 from weft.engine.wire.child import command, stacks_signal_blocked
@@ -50,7 +51,10 @@ class ApiProcess:
         row, shared_state, heartbeats, heartbeat_row, engine_fds = place
         fds = [listener.fileno() for listener in listeners]
         tls_fds = [] if certificate is None else [certificate.fd]
-        tls = {} if certificate is None else {"tls_cert": certificate.path, "tls_key": None}
+        # Keys stay in the daemon; only their digests are sent.
+        own = {"api_key": [], "api_key_file": None, "allowed_host": _allowed_hosts(config, keys, listeners)}
+        if certificate is not None:
+            own |= {"tls_cert": certificate.path, "tls_key": None}
         stacks = Stacks()
         heartbeats.of(heartbeat_row).begin("starting", START_SECONDS)
         ours, theirs = socket.socketpair()
@@ -66,8 +70,7 @@ class ApiProcess:
         channel = await Channel.of_daemon(ours)
         channel.send(
             Start(
-                # Keys stay in the daemon; only their digests are sent.
-                config=config.model_copy(update={"api_key": [], "api_key_file": None, **tls}).model_dump_json(),
+                config=config.model_copy(update=own).model_dump_json(),
                 keys=[key.hex() for key in keys],
                 row=row,
                 rows=shared_state.rows,
@@ -122,3 +125,19 @@ class ApiProcess:
         except TimeoutError:
             self.kill()
             await self.wait()
+
+
+def _allowed_hosts(config: ServeConfig, keys: Sequence[bytes], listeners: Sequence[socket.socket]) -> list[str]:
+    """`--allowed-host`. Where only programs of this machine connect, and without keys, it is localhost by default: a
+    web page must not become such a program by DNS rebinding."""
+    if config.allowed_host or keys or not all(map(_is_loopback, listeners)):
+        return config.allowed_host
+    return ["localhost"]
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    name = listener.getsockname()
+    if isinstance(name, str):  # a Unix socket, which browsers cannot reach
+        return False
+    address = ip_address(name[0].partition("%")[0])
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

@@ -32,8 +32,8 @@ ENDPOINTS = (
 )  # fmt: skip
 _CAUSES = ["disconnect", "stall", "timeout", "drain", "engine", "error", "crash", "sleep"]
 _STATUSES = [
-    "200", "400", "401", "404", "405", "408", "413", "415", "429", "431", "499", "500", "501", "503", "504", "505",
-    "529",
+    "200", "400", "401", "403", "404", "405", "408", "413", "415", "429", "431", "499", "500", "501", "503", "504",
+    "505", "529",
 ]  # fmt: skip
 _REFUSALS = [
     "loading", "draining", "dead", "queue_full", "queue_tokens_full", "rate_limit_exceeded",
