@@ -24,6 +24,7 @@ ReasoningParserName = Literal[
 
 ANY_NAME = "*"  # the served name that stands for all others
 _ROOT_PATH = re.compile(r"(?:/[\w.~-]+)+", re.ASCII)
+_HOST = re.compile(r"\*|(?:\*?\.)?[\w-]+(?:\.[\w-]+)*", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*\s]*")
 ENGINE_OPTIONS = frozenset(
     name for name, field in EngineConfig.model_fields.items() if field.json_schema_extra != NO_OPTION
@@ -55,8 +56,8 @@ class ServeConfig(EngineConfig):
                 "network",
                 ("host", "port", "tls_cert", "tls_key", "api_workers"),
                 (
-                    "uds", "root_path", "cors_origin", "max_body_mib", "request_timeout", "client_stall_timeout", "ui",
-                    "handover",
+                    "uds", "root_path", "cors_origin", "allowed_host", "max_body_mib", "strict_fields",
+                    "request_timeout", "client_stall_timeout", "ui", "handover",
                 ),
             ),
             OptionGroup(option_groups.MEMORY),
@@ -107,6 +108,9 @@ class ServeConfig(EngineConfig):
     """serve a status page with a prompt box at /"""
     cors_origin: list[str] = Field([])
     """origins allowed to call from web pages; '*' for all [none]"""
+    allowed_host: list[str] = Field([])
+    """names in URLs of this server, such as llm.example.org or *.example.org, in addition to localhost and addresses;
+    '*' for all [only localhost and addresses on loopback without API keys, else all]"""
     api_key: list[str] = Field([], repr=False)
     """API keys that clients may use, or their sha256:HEX digests [no key needed]"""
     api_key_file: str | None = Field(None, min_length=1)
@@ -129,6 +133,8 @@ class ServeConfig(EngineConfig):
     """seconds for open requests to finish after SIGTERM"""
     client_stall_timeout: float = Field(300.0, ge=0)
     """seconds before a client that does not read its data is disconnected; 0 for never"""
+    strict_fields: bool = False
+    """refuse requests with unknown fields, which are otherwise ignored and reported in x-weft-ignored-fields"""
     max_body_mib: float | None = Field(None, gt=0)
     """maximum size of a request body in MiB [1, plus 1 per 1024 tokens of context, up to 32]"""
     allow_special_tokens: bool = False
@@ -201,7 +207,7 @@ class ServeConfig(EngineConfig):
             raise ValueError("must not be blank")
         return value
 
-    @field_validator("served_model_name", "api_key", "cors_origin")
+    @field_validator("served_model_name", "api_key", "cors_origin", "allowed_host")
     @classmethod
     def _no_empty_entries(cls, value: list[str]) -> list[str]:
         if any(not entry.strip() for entry in value):
@@ -223,6 +229,14 @@ class ServeConfig(EngineConfig):
         if odd := [origin for origin in value if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin)]:
             like = "https://example.org (no trailing slash, no wildcard; '*' alone allows all)"
             raise ValueError(f"{odd[0]!r} is not an origin such as {like}")
+        return value
+
+    @field_validator("allowed_host")
+    @classmethod
+    def _hosts_as_browsers_send_them(cls, value: list[str]) -> list[str]:
+        value = [host.lower().removesuffix(".") for host in value]
+        if odd := [host for host in value if not _HOST.fullmatch(host)]:
+            raise ValueError(f"{odd[0]!r} is not a host such as llm.example.org or *.example.org, without a port")
         return value
 
     @field_validator("models", mode="before")
