@@ -67,6 +67,12 @@ COMMANDS = (
         f"{_OPTIONS}:add_scheduler_flags",
     ),
     Command(
+        "bench gguf",
+        "speed of converting GGUF weights on a CPU, by type and threads",
+        "weft.tools.bench.gguf:run",
+        f"{_OPTIONS}:add_gguf_flags",
+    ),
+    Command(
         "bench server",
         "CPU time of an API process per streamed token, without a model",
         "weft.tools.bench.server.server:run",

@@ -72,7 +72,7 @@ class Conversion:
 
     def _convert(self, name: str, stored: Stored, raw: Tensor, target: Tensor) -> None:
         values = raw if stored.decode is None else stored.decode(raw, target.dtype)
-        target.copy_(values.view(target.shape))
+        target.copy_(values.reshape(target.shape))
         if target.dtype.is_floating_point:
             self._finite.add(name, target)
 

@@ -7,6 +7,7 @@ reason of a failure to its `State` for rank 0.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -68,6 +69,8 @@ def _serve(config: EngineConfig, links: Links, heartbeat: Heartbeat, start_timeo
 
 
 def main() -> int:
+    gc.enable()
+    gc.freeze()  # later collections skip everything imported
     install()
     logging.getLogger("weft.engine").setLevel(logging.ERROR)  # rank 0 logs how options and plan resolve
     rank, heartbeats_fd, row, stacks_fd = map(int, sys.argv[1:5])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import runpy
 import signal
@@ -85,6 +86,7 @@ def has_ended(pid: int) -> bool:
 
 
 def main() -> None:
+    gc.disable()  # Imports create no garbage; the modules enable it afterwards.
     parent, module, *arguments = sys.argv[1:]
     settle(int(parent) or None)
     sys.argv = [module, *arguments]

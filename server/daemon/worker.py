@@ -266,6 +266,8 @@ async def _run(sock: socket.socket) -> None:
 
 
 def main() -> None:
+    gc.enable()
+    gc.freeze()  # Later collections skip everything imported.
     write_stacks_to(int(sys.argv[1]))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(socket.socket(fileno=0)))

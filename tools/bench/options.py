@@ -78,3 +78,11 @@ def add_agent_flags(parser: argparse.ArgumentParser) -> None:
         "--restores", metavar="N", type=int, default=3, help="further turns with the prefix in each lower tier [3]"
     )
     group.add_argument("--json", metavar="FILE", type=output_file, help="also write the figures to this file")
+
+
+def add_gguf_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kinds", metavar="TYPE", nargs="*", help="storage types such as Q4_K [the common ones]")
+    parser.add_argument(
+        "--threads", metavar="N", type=int, action="append", default=[],
+        help="threads to convert with; may be repeated [1, 2 and one per core]",
+    )  # fmt: skip

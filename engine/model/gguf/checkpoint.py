@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ class GgufCheckpoint:
         begin = first // per_block
         raw = raw[(*rows, slice(begin * size, -(-last // per_block) * size))]
         own = slice(first - begin * per_block, last - begin * per_block)
-        return Stored(raw, partial(_dequantize, kind, own), by_rows=True)
+        return Stored(raw, dequantized(kind, own), by_rows=True)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of an existing tensor."""
@@ -115,8 +114,9 @@ def _less_one(raw: Tensor, dtype: torch.dtype) -> Tensor:
     return (raw.float() - 1.0).to(dtype)
 
 
-def _dequantize(kind: str, columns: slice, raw: Tensor, dtype: torch.dtype) -> Tensor:
-    return blocks.dequantize(raw, kind, dtype)[..., columns]
+def dequantized(kind: str, columns: slice = slice(None)) -> Callable[[Tensor, torch.dtype], Tensor]:
+    """Return a function from rows of blocks to these columns of their values."""
+    return lambda raw, dtype: blocks.dequantize(raw, kind, dtype)[..., columns]
 
 
 def _map(file: Path) -> Tensor:

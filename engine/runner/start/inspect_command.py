@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -127,6 +128,7 @@ def _weights_status(config: EngineConfig) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command. Raises `WeftError`, one line."""
+    gc.disable()  # imports create no garbage, and the process ends soon
     config = _config(arguments)
     facts = {**inspect(config), "weights": _weights_status(config)}
     if arguments.json:
