@@ -94,8 +94,8 @@ class SyntheticBench:
 
     def _duration(self, op: NanoOperation, work: float) -> float:
         ms = self.ms(self._operations[op.operation], work, op.sms)
-        beside = op.sms < self.num_sms
-        return ms * (self._slow[self._operations[op.operation].resource is Resource.COMPUTE] if beside else 1.0)
+        overlapped = op.sms < self.num_sms
+        return ms * (self._slow[self._operations[op.operation].resource is Resource.COMPUTE] if overlapped else 1.0)
 
     def _works(self, period: Period, load: Load) -> list[float]:
         ranges = period.nano_batches(self.spec)

@@ -224,10 +224,10 @@ def test_a_gpu_profile_and_plan_have_the_operations_of_the_engine() -> None:
     assert {p.guest for p in found.pairs} == {"decode", "down_reduce"}
     # the largest GEMM during attention and during a sum, before more of what is measured alone
     texts = [text for text, _ in profiler.tasks()]
-    beside = [text for text in texts if text.startswith("gate_up next to")]
-    assert {text.split()[3] for text in beside[:8]} == {"decode", "down_reduce"}
+    overlapped = [text for text in texts if text.startswith("gate_up next to")]
+    assert {text.split()[3] for text in overlapped[:8]} == {"decode", "down_reduce"}
     alone = max(i for i, text in enumerate(texts) if text == "down alone")
-    assert max(texts.index(text) for text in beside[:8]) < alone
+    assert max(texts.index(text) for text in overlapped[:8]) < alone
     variants = two_stage_search.compare_collectives(spec, found, LOAD, {}, lambda *_: None, 1.0, lambda: False)
     assert [v.spec.sums for v in variants] == [()]
 
@@ -239,11 +239,11 @@ def test_a_gemm_is_modelled_to_take_half_as_long_again_during_a_collective() -> 
     own = 132 - 16
     assert interference.slowdown(Resource.COMPUTE, own) * interference.drag(Resource.COMPUTE, own) == pytest.approx(1.5)
 
-    beside = {Resource.COMPUTE: own, Resource.MEMORY: 16, Resource.NETWORK: 16}
+    sms_of = {Resource.COMPUTE: own, Resource.MEMORY: 16, Resource.NETWORK: 16}
     structure = next(first_structures(FOUR))
     machine, period = Machine(found, FOUR), structure_search.solve(Machine(found, FOUR), LOAD, structure, 132, 0.2)
     assert period is not None
-    shared = resource_assignment.with_sms(period.period, [beside[kinds[o.operation]] for o in period.period.operations])
+    shared = resource_assignment.with_sms(period.period, [sms_of[kinds[o.operation]] for o in period.period.operations])
     _, lasts = machine.timeline(shared, LOAD)
     stretched = [
         last / ms

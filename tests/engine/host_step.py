@@ -1,10 +1,10 @@
-"""What an iteration costs the host of a GPU, and what of it goes into the work lists of attention, without a GPU.
+"""Measures the host's cost of an iteration on a GPU, and the share of attention's work lists, without a GPU.
 
     python -P tests/engine/host_step.py [--iterations 400]
 
-A step here is schedule, build, commit, and what `DeviceInputs.send` writes, its transfer left out: less than the whole
-step, which launches as well, so that shares are rather too large. Batches of a Llama-3-8B on an H200: 256 decodes of
-1,024 tokens; 64 such decodes and 4 chunks of 480 tokens, at the beginning of their prompts and behind 7,680 tokens.
+A step here is schedule, build, commit, and the writes of `DeviceInputs.send` without its transfer. The whole step also
+launches, so the shares are slightly too large. Batches of a Llama-3-8B on an H200: 256 decodes of 1,024 tokens; 64 such
+decodes and 4 chunks of 480 tokens, at the beginning of their prompts and after 7,680 tokens.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Host:
         emptied."""
         parts: dict[str, list[float]] = {"step": [], "send": [], "attention lists": []}
         pending: Batch | None = None
-        step = behind = 0
+        step = pending = 0
         while len(parts["step"]) < self.iterations + WARM_UP:
             step += 1
             waiting = self.chunks and not self.scheduler.num_waiting
@@ -107,7 +107,7 @@ class Host:
                 parts["step"].append(between - begin + end - before)
                 parts["send"].append(end - before)
                 parts["attention lists"].append(sum(lists))
-            elif (behind := behind + 1) > 1000:
+            elif (pending := pending + 1) > 1000:
                 raise RuntimeError("the wanted batch does not come about")
         return {name: 1e6 * float(np.median(times[WARM_UP:])) for name, times in parts.items()}
 
@@ -153,7 +153,7 @@ def main() -> None:
     undo = clocked(lists)
     for decodes, chunks, context in ((256, 0, 0), (64, CHUNKS, 0), (64, CHUNKS, CONTEXT)):
         of = Host(decodes, chunks, context, options.iterations).run(lists)
-        name = f"{decodes} decodes" + (f", {chunks} chunks behind {context} tokens" if chunks else "")
+        name = f"{decodes} decodes" + (f", {chunks} chunks after {context} tokens" if chunks else "")
         share = of["attention lists"] / of["step"]
         print(f"{name:40} {of['step']:8.0f} {of['send']:8.0f} {of['attention lists']:8.0f} {share:7.1%}", flush=True)
     undo()

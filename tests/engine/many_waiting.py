@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
 CASES = {
     "tokens": Case(256, 20_000, 900, (20, 1900)),
-    "seats": Case(32, 20_000, 40, (20, 60)),
+    "slots": Case(32, 20_000, 40, (20, 60)),
     "pages": Case(256, 400, 900, (20, 1900)),
 }
 """by the scarce resource; 512 tokens an iteration, pages of 64"""

@@ -104,8 +104,8 @@ def test_limited_chunks_keep_the_objective_that_slots_alone_miss() -> None:
     kept = [phase.kept for phase, _ in phases]
     assert np.mean(kept) >= 0.97, phases
     assert min(kept) >= 0.9, phases
-    assert np.mean([seats.kept for _, seats in phases]) < 0.9, "this device would not have shown the fault"
-    assert all(phase.rate > seats.rate for phase, seats in phases), phases
+    assert np.mean([slots_alone.kept for _, slots_alone in phases]) < 0.9, "this device would not have shown the fault"
+    assert all(phase.rate > slots_alone.rate for phase, slots_alone in phases), phases
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from weft.engine.runner.cpu.cpu_executor import CpuExecutor
 from weft.engine.wire.messages import TokenLogprobs
 
 DTYPES = ("float32", "bfloat16")
-Said = tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]
+Output = tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]
 
 
 def engine(model: Any, dtype: str, **options: Any) -> Harness:
@@ -29,7 +29,7 @@ def ask(harness: Harness, prompt: np.ndarray, i: int = 0) -> int:
     return harness.add(prompt, max_tokens=6, logprobs=3, ignore_eos=True, **how)
 
 
-def output(harness: Harness, handle: int) -> Said:
+def output(harness: Harness, handle: int) -> Output:
     return harness.tokens[handle], harness.logprobs[handle], harness.prompt_logprobs[handle]
 
 

@@ -171,17 +171,17 @@ def outcome_of(job: CompileJob, pipeline: int) -> str | None:
 
 
 def test_an_engine_that_does_not_wait_starts_with_the_serial_plan_and_is_notified_of_each_pipeline() -> None:
-    job, say, end = echoing(waits_for_plan=False)
-    say("0 3\n3 3\nserial\n")
+    job, send_line, end = echoing(waits_for_plan=False)
+    send_line("0 3\n3 3\nserial\n")
     reported: list[tuple[str, int, int]] = []
     job.wait(lambda *report: reported.append(report))  # its process continues
     assert reported[:2] == [(compile_job.COMPILING, 0, 3), (compile_job.COMPILING, 3, 3)]
     assert job.outcome(0) is None
-    say("pipeline 1\n1 2\npipeline 0 product_kernel, decode_kernel\npipeline")
+    send_line("pipeline 1\n1 2\npipeline 0 product_kernel, decode_kernel\npipeline")
     assert outcome_of(job, 0) == "product_kernel, decode_kernel did not compile"
     assert job.outcome(1) == ""
     assert job.outcome(2) is None
-    say(" 2\n")
+    send_line(" 2\n")
     assert outcome_of(job, 2) == ""
     assert job.outcome(3) is None
     end()
@@ -191,8 +191,8 @@ def test_an_engine_that_does_not_wait_starts_with_the_serial_plan_and_is_notifie
 
 
 def test_an_engine_that_waits_waits_for_all() -> None:
-    job, say, end = echoing(waits_for_plan=True)
-    say("1 1\nserial\npipeline 0\n")
+    job, send_line, end = echoing(waits_for_plan=True)
+    send_line("1 1\nserial\npipeline 0\n")
     end()
     job.wait()
     assert job.outcome(0) == ""
@@ -200,9 +200,9 @@ def test_an_engine_that_waits_waits_for_all() -> None:
 
 
 def test_a_serial_plan_in_the_cache_is_not_waited_for() -> None:
-    job, say, _ = echoing(waits_for_plan=False, serial=True)
+    job, send_line, _ = echoing(waits_for_plan=False, serial=True)
     job.wait()  # it has reported nothing
-    say("pipeline 0\n")
+    send_line("pipeline 0\n")
     assert outcome_of(job, 0) == ""
     job.stop()
     assert job.outcome(1) == "the compiling process has ended"
@@ -246,7 +246,7 @@ def test_compilers_end_with_their_engine() -> None:
         time.sleep(0.01)
 
 
-COMPILES_WHEN_TOLD = """
+COMPILES_ON_COMMAND = """
 import sys, time
 from pathlib import Path
 from weft.engine.runner.start import compile_kernels
@@ -270,7 +270,7 @@ def test_engines_that_start_together_compile_once(config: EngineConfig, tmp_path
 
     def begin() -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            (sys.executable, "-P", "-c", COMPILES_WHEN_TOLD, str(tmp_path / "go")), stdin=subprocess.PIPE,
+            (sys.executable, "-P", "-c", COMPILES_ON_COMMAND, str(tmp_path / "go")), stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert process.stdin is not None

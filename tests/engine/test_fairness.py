@@ -27,10 +27,12 @@ from weft.engine.wire.sampling import SamplingParams
 class Clock:
     """A scheduler without a device. Time is counted in iterations and in computed tokens."""
 
-    def __init__(self, share: float, *, budget: int = 512, slots: int = 64, pages: int = 2000) -> None:
+    def __init__(
+        self, share: float, *, budget: int = 512, slots: int = 64, pages: int = 2000, prefix_caching: bool = False
+    ) -> None:
         self.scheduler = Scheduler(
             SlotTable(slots, 2048, 16), PagePool(pages, 16, PrefixIndex("m")), max_num_batched_tokens=budget,
-            prefix_caching=False, fairness=Fairness(share),
+            prefix_caching=prefix_caching, fairness=Fairness(share),
         )  # fmt: skip
         self.budget = budget
         self.scheduler.output_lengths = OutputLengths(mean=0.0, weight=1e30)
@@ -41,12 +43,13 @@ class Clock:
         self.computed: dict[int, int] = {}
         """prompt tokens of the last iteration, by handle"""
 
-    def add(self, prompt: int, output: int, priority: int = 0, tenant: int = 0) -> Request:
+    def add(self, prompt: int, output: int, priority: int = 0, tenant: int = 0, precedence: int = 0) -> Request:
         handle = len(self.requests)
         request = Request(
             handle=handle, token_ids=np.zeros(prompt, np.int32), prompt_len=prompt,
             params=SamplingParams(max_tokens=output), max_total_tokens=prompt + output, priority=priority,
             order=handle, arrival=0.0, salt="", stop_ids=(1,), seed=0, tenant=tenant,
+            precedence=precedence,
         )  # fmt: skip
         self.requests.append(request)
         self.scheduler.add(request)
@@ -351,12 +354,23 @@ def test_output_beyond_the_expected_length_is_charged() -> None:
     assert tenants.count(1) in (3, 4)
 
 
-def test_priorities_are_served_in_order_for_any_tenant() -> None:
+def test_precedences_are_served_in_order_for_any_tenant_and_priority() -> None:
     clock = Clock(0.25, slots=1)
-    for priority, tenant in ((2, 1), (1, 1), (1, 2), (0, 1), (1, 1), (2, 2)):
-        clock.add(20, 2, priority=priority, tenant=tenant)
+    for precedence, tenant in ((2, 1), (1, 1), (1, 2), (0, 1), (1, 1), (2, 2)):
+        clock.add(20, 2, priority=-precedence, tenant=tenant, precedence=precedence)
     clock.run()
-    assert [clock.requests[h].priority for h in clock.first] == [0, 1, 1, 1, 2, 2]
+    assert [clock.requests[h].precedence for h in clock.first] == [0, 1, 1, 1, 2, 2]
+
+
+def test_priorities_order_only_the_requests_of_their_tenant() -> None:
+    clock = Clock(0.0, slots=1)
+    for priority in (3, 1, 2, 0):
+        clock.add(20, 2, priority=priority, tenant=1)
+    for _ in range(4):
+        clock.add(20, 2, priority=9, tenant=2)
+    clock.run()
+    order = [(clock.requests[h].tenant, clock.requests[h].priority) for h in clock.first]
+    assert order == [(1, 0), (2, 9), (1, 1), (2, 9), (1, 2), (2, 9), (1, 3), (2, 9)]
 
 
 def test_a_long_prompt_gets_its_turn_despite_short_ones_of_its_tenant_out_of_turn() -> None:

@@ -87,10 +87,10 @@ def test_answers_follow_the_grammar_through_preemption() -> None:
 def test_neighbours_get_the_same_tokens_as_alone(demo: Harness) -> None:
     alone = demo.add(PROMPT, max_tokens=12, ignore_eos=True, **GREEDY)
     demo.run()
-    beside = demo.add(PROMPT, max_tokens=12, ignore_eos=True, **GREEDY)
+    together = demo.add(PROMPT, max_tokens=12, ignore_eos=True, **GREEDY)
     demo.add(PROMPT, grammar=KINDS["schema"][0], max_tokens=30, **GREEDY)
     demo.run()
-    assert demo.tokens[beside] == demo.tokens[alone]
+    assert demo.tokens[together] == demo.tokens[alone]
 
 
 def test_no_request_waits_for_the_mask_of_another(demo: Harness) -> None:

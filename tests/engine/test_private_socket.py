@@ -23,7 +23,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     context.destroy(0)
 
 
-def says_hello(context: zmq.Context[zmq.Socket[bytes]], address: str, number: int) -> None:
+def sends_hello(context: zmq.Context[zmq.Socket[bytes]], address: str, number: int) -> None:
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.ROUTING_ID, identity(number))
     dealer.connect(address)
@@ -41,7 +41,7 @@ def test_nothing_stays_on_the_disk_and_a_path_may_be_long(
     assert list(folder.iterdir()) == []
     folder.rmdir()
     clients = Clients(context, os.dup(socket.fd))  # which zmq closes
-    says_hello(context, socket.address, 3)
+    sends_hello(context, socket.address, 3)
     assert clients.receive(10_000) == [(3, Hello())]
     clients.close()
     socket.close()
@@ -50,7 +50,7 @@ def test_nothing_stays_on_the_disk_and_a_path_may_be_long(
 def test_an_engines_successor_listens_at_the_same_address(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     socket = PrivateSocket()
     for number in (1, 2):
-        says_hello(context, socket.address, number)  # before any process accepts connections
+        sends_hello(context, socket.address, number)  # before any process accepts connections
         clients = Clients(context, os.dup(socket.fd))
         assert (number, Hello()) in clients.receive(10_000)
         clients.close()

@@ -45,7 +45,7 @@ OPTIONS: dict[str, Any] = {
     "page_size": PAGE, "num_pages": PAGES, "max_num_batched_tokens": 48, "cpu_threads": 1, "host_kv_gib": 0.005,
 }  # fmt: skip
 """prompts come in chunks, and not all requests fit"""
-ASKED: tuple[dict[str, Any], ...] = (
+PARAMS: tuple[dict[str, Any], ...] = (
     GREEDY,
     {"temperature": 1.0, "seed": 1, "top_k": 7, "top_p": 0.9},
     {"temperature": 0.0, "repetition_penalty": 1.3, "logit_bias": {9: 4.0}, "logprobs": 2},
@@ -97,7 +97,7 @@ def ask(harness: Harness, prompts: list[np.ndarray], **params: Any) -> tuple[lis
 
 def test_processes_give_the_tokens_of_one(one: Harness, two: Harness) -> None:
     for harness in (one, two):
-        for prompt, requested in zip(PROMPTS, ASKED, strict=False):
+        for prompt, requested in zip(PROMPTS, PARAMS, strict=False):
             harness.add(prompt, max_tokens=12, **requested)
         harness.run()
     assert two.tokens == one.tokens

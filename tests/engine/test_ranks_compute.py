@@ -20,7 +20,7 @@ from weft.engine.model.weights import load_weights
 
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(3, 120, n) for n in (3, 17, 40)]
-ASKED = (
+PARAMS = (
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 3, "repetition_penalty": 1.3, "logit_bias": {5: 2.0, 100: 3.0}},
     {"temperature": 0.0, "logprobs": 1, "logprob_token_ids": (9, 150, 9)},
@@ -34,7 +34,7 @@ OPTIONS = {"max_num_batched_tokens": 32, "cpu_threads": 1, "num_pages": 64, "pag
 
 def served(path: Path, ranks: int, **options: object) -> Harness:
     harness = of_threads(path, ranks, **{**OPTIONS, **options})
-    for i, requested in enumerate(ASKED):
+    for i, requested in enumerate(PARAMS):
         harness.add(PROMPTS[i % len(PROMPTS)], max_tokens=6, **requested)
     for pooling in ("last", "mean"):
         harness.add(PROMPTS[2], max_tokens=0, pooling=pooling)
@@ -81,7 +81,7 @@ def test_batch_invariance_holds_on_ranks(tiny_model: Callable[[str], Path]) -> N
     path, options = tiny_model("llama2"), {"batch_invariant": True, "max_num_batched_tokens": 128}
     both = served(path, 2, **options)
     alone = of_threads(path, 2, **{**OPTIONS, **options})
-    alone.add(PROMPTS[1], max_tokens=6, **ASKED[1])
+    alone.add(PROMPTS[1], max_tokens=6, **PARAMS[1])
     alone.run()
     alone.engine.close()
     assert alone.logprobs[0] == both.logprobs[1]

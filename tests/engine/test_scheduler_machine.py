@@ -23,7 +23,7 @@ from weft.engine.runner.iteration.batch import Batch, StepResult
 from weft.engine.scheduling.admission import OutputLengths
 from weft.engine.scheduling.build import Chunk
 from weft.engine.scheduling.events import Events
-from weft.engine.scheduling.fairness import MAX_OVERTAKEN, MAX_PREEMPTED
+from weft.engine.scheduling.fairness import MAX_OVERTAKEN, MAX_PREEMPTED, Fairness
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
@@ -53,8 +53,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool = PagePool(NUM_PAGES, PAGE_SIZE, self.make_index())
         slots = SlotTable(NUM_SLOTS, MAX_LEN, PAGE_SIZE, self.window)
         self.scheduler = Scheduler(
-            slots, pool, max_num_batched_tokens=6, prefix_caching=True, tiers=self.make_tiers(pool)
-        )
+            slots, pool, max_num_batched_tokens=6, prefix_caching=True, tiers=self.make_tiers(pool),
+            fairness=Fairness(patience=2),
+        )  # fmt: skip
         self.prefills = self.scheduler._prefills
         self.scheduler._prefills = SimpleNamespace(schedule=self._schedule_prefills)  # type: ignore[assignment]
         # Expect short outputs: admission errs, memory runs out, requests are preempted.
@@ -76,9 +77,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "t"]),
         stops=st.booleans(),
         tenant=st.integers(0, 2),
+        precedence=st.sampled_from([0, 0, 1]),
     )
-    def submit(self, prompt: list[int], max_tokens: int, priority: int, salt: str, stops: bool, tenant: int = 0) -> int:
-        return self._submit(prompt, max_tokens, priority, salt, stops, tenant=tenant)
+    def submit(
+        self, prompt: list[int], max_tokens: int, priority: int, salt: str, stops: bool, tenant: int = 0,
+        precedence: int = 0,
+    ) -> int:  # fmt: skip
+        return self._submit(prompt, max_tokens, priority, salt, stops, tenant=tenant, precedence=precedence)
 
     @rule(target=requests, leader=requests, max_tokens=st.integers(1, 12), priority=st.integers(0, 1))
     def submit_sibling(self, leader: int, max_tokens: int, priority: int) -> int:
@@ -95,6 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         leader: int = -1,
         tenant: int = 0,
         retention: tuple[Retention, ...] = (),
+        precedence: int = 0,
     ) -> int:
         handle = len(self.prompts)
         self.prompts[handle] = (prompt, max_tokens, END if stops else -1)
@@ -114,6 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             seed=handle,
             leader=leader,
             tenant=tenant,
+            precedence=precedence,
             retention=retention,
             names=(str(handle).encode(),),
         )
@@ -152,7 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if head is not None and s.num_open:
             assert scheduler._find_if_fits(head) is None, "the first in line waits beside room for it"
             if head.overtaken < MAX_OVERTAKEN:
-                for request in queue.shortest_by_priority():
+                for request in queue.overtaking(head):
                     assert scheduler._find_if_fits(request) is None, "one that fits waits beside room for it"
         return chunks
 
@@ -273,9 +280,9 @@ class WindowMachine(SchedulerMachine):
     def no_page_is_freed_too_early(self) -> None:
         s = self.scheduler.slots
         running = s.running()
-        behind = np.maximum(s.confirmed[running] + 1 - 3, 0) // PAGE_SIZE
+        passed = np.maximum(s.confirmed[running] + 1 - 3, 0) // PAGE_SIZE
         # cached pages of the prefix are freed with the first commit
-        assert (s.given_back[running] <= behind).all()
+        assert (s.given_back[running] <= passed).all()
         type(self).given_back += int(s.given_back[running].sum())
 
 

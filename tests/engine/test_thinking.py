@@ -40,13 +40,13 @@ def run(harness: Harness, thinking: Thinking | None = None, **params: object) ->
 @pytest.mark.parametrize("budget", [0, 1, 2, 9])
 def test_the_end_is_forced_after_the_budget(demo: Harness, free: list[int], budget: int) -> None:
     bounded = demo.add(PROMPT, thinking=Thinking(budget, (), (NEVER,), END), **PLAIN)
-    beside = demo.add(PROMPT, **PLAIN)
+    together = demo.add(PROMPT, **PLAIN)
     demo.run()
     tokens = demo.tokens[bounded]
     assert tokens[:budget] == free[:budget]
     assert tokens[budget : budget + 3] == [*END]
     assert len(tokens) == 24
-    assert demo.tokens[beside] == free
+    assert demo.tokens[together] == free
     # The model's own continuation follows.
     again = demo.add([*PROMPT, *tokens[: budget + 3]], **{**PLAIN, "max_tokens": 21 - budget})
     demo.run()

@@ -149,8 +149,8 @@ def test_recorded_overheads_of_a_daemon_appear_in_its_simulation() -> None:
 
 
 def test_times_that_vary_with_other_engines_do_so_and_repeat_with_the_same_seed() -> None:
-    beside = SideBySide(2, (1.0, 2.0), (1.0, 3.0), ((1.0,), (0.5, 1.5)), ((1.0,), (0.5, 0.5, 0.5, 2.5)))
-    made = profile(threads=1, side_by_side=beside)
+    contention = SideBySide(2, (1.0, 2.0), (1.0, 3.0), ((1.0,), (0.5, 1.5)), ((1.0,), (0.5, 0.5, 0.5, 2.5)))
+    made = profile(threads=1, side_by_side=contention)
     load = at([0.0, 0.0, 5.0], 20, [200, 200, 50])
     found, again = (run(load, 2, cores=2.0, of=made).everything.records for _ in range(2))
     assert [r.times for r in found] == [r.times for r in again]

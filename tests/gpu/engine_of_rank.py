@@ -29,7 +29,7 @@ from weft.kernels.collectives import peer as kernels
 
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(3, 90, n) for n in (5, 11)]
-ASKED: tuple[dict[str, Any], ...] = (
+PARAMS: tuple[dict[str, Any], ...] = (
     GREEDY,
     {"temperature": 0.9, "seed": 1, "top_k": 7, "top_p": 0.9, "logprobs": 2, "frequency_penalty": 0.5},
 )
@@ -42,7 +42,7 @@ OPTIONS: dict[str, Any] = {
 def served(model: str) -> tuple[dict[int, list[int]], dict[int, list[float]]]:
     """Tokens, and the requested log-probabilities."""
     harness = Harness(model, **OPTIONS)
-    for prompt, requested in zip(PROMPTS, ASKED, strict=True):
+    for prompt, requested in zip(PROMPTS, PARAMS, strict=True):
         harness.add(prompt, max_tokens=4, ignore_eos=True, **requested)
     harness.run()
     harness.engine.close()

@@ -1,12 +1,12 @@
 """Counts how often an engine's best token is that of float32, over weights made up like trained ones, or learned.
 
-python tests/gpu/fp8_argmax.py --model-preset llama-3-8b --json argmax.json python tests/gpu/fp8_argmax.py
---model-preset llama-3-8b --learn 240 --text docs/*.md --unseen README.md
+    python tests/gpu/fp8_argmax.py --model-preset llama-3-8b --json argmax.json
+    python tests/gpu/fp8_argmax.py --model-preset llama-3-8b --learn 240 --text docs/*.md --unseen README.md
 
-The float32 model is written out here, in plain torch, over the same tensors: as they are in 16 bits, and as `fp8`
-rounds them, computed side by side, a layer at a time. Engines in 16 bits, with FP8 weights, with FP8 pages and with
-both answer the same prompts, each position's best token as prompt log-probabilities tell it: random tokens, or, with
-`--learn`, parts of a text that a model of this shape first learns (`trained_llama`), and of one that it has not seen.
+The float32 model is plain torch over the same tensors: in 16 bits, and rounded by `fp8`, computed side by side, a layer
+at a time. Engines in 16 bits, with FP8 weights, with FP8 pages and with both answer the same prompts. Prompt
+log-probabilities give the best token of each position. The prompts are random tokens or, with `--learn`, parts of a
+text that a model of this shape first learns (`trained_llama`) and of one that it has not seen.
 """
 
 from __future__ import annotations
@@ -173,17 +173,17 @@ def main() -> None:
     if options.learn is not None:
         del learned
 
-    def compare(who: str, what: str, got: np.ndarray, of: str) -> None:
+    def compare(label: str, what: str, got: np.ndarray, of: str) -> None:
         same = got == best[what, of]
         margins, apart = ahead[what, of], ahead[what, of][~same]
         margin = {"median": float(np.median(apart)), "largest": float(apart.max())} if len(apart) else {}
         right = float((got == requested[what][:, 1:]).mean())
-        figures[f"{who} beside {of}, {what}"] = {
+        figures[f"{label} vs {of}, {what}"] = {
             "positions": same.size, "share": float(same.mean()), "ahead where they differ": margin,
             "ahead everywhere, median": float(np.median(margins)), "share that the text has": right,
         }  # fmt: skip
         print(
-            f"{what}: {who} beside {of}: {same.mean():.2%} of {same.size} (text's: {right:.2%}); float32's best is "
+            f"{what}: {label} vs {of}: {same.mean():.2%} of {same.size} (text's: {right:.2%}); float32's best is "
             f"ahead of its second by {np.median(margins):.3f} (median), where they differ by {margin}", flush=True,
         )  # fmt: skip
         if options.json is not None:

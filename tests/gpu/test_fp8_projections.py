@@ -472,8 +472,8 @@ def test_a_pass_over_rows_quantises_them_to_the_bit(
     count = torch.tensor([tokens], dtype=torch.int32, device=device)
     got = fp8_rows.quantize_rows(x, weight, out=poisoned(tokens + 1, width, device, span), num_tokens=count)
     assert bool(got.values[tokens].float().isnan().all())
-    beside = span // 128  # blocks that share no scale with the NaN
-    assert torch.equal(got.scale[beside:, :tokens], want.scale[beside:])
+    other_blocks = span // 128  # blocks that share no scale with the NaN
+    assert torch.equal(got.scale[other_blocks:, :tokens], want.scale[other_blocks:])
     assert torch.equal(got.scale[:, 1:tokens], want.scale[:, 1:])
     assert torch.equal(got.values[1:tokens].view(torch.uint8), want.values[1:].view(torch.uint8))
     assert bool(row_values(Fp8Rows(got.values[:1], got.scale[:, :1]))[0, 5].isnan())

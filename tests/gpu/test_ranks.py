@@ -35,7 +35,7 @@ OPTIONS = {
 }  # fmt: skip
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(3, 400, n) for n in (5, 40, 130, 300, 17)]
-ASKED = (
+PARAMS = (
     GREEDY,
     {"temperature": 0.8, "seed": 3, "top_p": 0.9},
     {"temperature": 0.0, "logprobs": 3, "repetition_penalty": 1.2},
@@ -67,7 +67,7 @@ def several(ranks: int) -> Iterator[Harness]:
 def served(harness: Harness) -> list[list[int]]:
     handles = [
         harness.add(prompt, max_tokens=40, ignore_eos=True, **requested)
-        for prompt, requested in zip(PROMPTS, ASKED, strict=True)
+        for prompt, requested in zip(PROMPTS, PARAMS, strict=True)
     ]
     harness.run()
     return [harness.tokens[handle] for handle in handles]

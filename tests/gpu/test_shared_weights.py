@@ -37,7 +37,7 @@ exchange.put("sevens", fd, fd)
 os._exit(0)
 """
 
-BESIDE = """
+ENGINE = """
 import json, sys
 import numpy as np
 from weft.engine.config import EngineConfig
@@ -76,7 +76,7 @@ class EngineProcess:
         share = {"engine": number, "sharers": 2, "weight_sharers": 2}
         order = json.dumps([{**options, "share": share}, requests, exchange.fds])
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", BESIDE, order], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-P", "-c", ENGINE, order], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             pass_fds=exchange.fds,
         )  # fmt: skip
         self.last = 0.0

@@ -30,14 +30,14 @@ PROMPTS = [np.random.default_rng(seed).integers(3, 190, length) for seed, length
 def results(path: Path, monkeypatch: pytest.MonkeyPatch, *, unread_from: int, **options: Any) -> tuple[list[Any], set]:
     """All results of requests of four kinds, and how many rows the last layer kept."""
     kept: set[int] = set()
-    behind = CudaExecutor._after_drop
+    after_drop = CudaExecutor._after_drop
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "UNREAD_FROM", unread_from)
 
         def noted(executor: CudaExecutor, of: pipeline.Pipeline, *rest: Any) -> Any:
             if of.after_drop:
                 kept.add(int(executor.inputs.count["kept"]))
-            return behind(executor, of, *rest)
+            return after_drop(executor, of, *rest)
 
         if not torch.cuda.is_available():  # if a graph is captured once
             patch.setattr(CudaExecutor, "_after_drop", noted)

@@ -65,9 +65,9 @@ def test_torch_attends_with_every_part_as_defined(heads: int, kv_heads: int, par
     window, sinks = parts.get("window"), torch.randn(heads) if parts.pop("sinks", False) else None
     if window:  # pages that no query sees any more may belong to another request
         for row, (queries, length) in enumerate(zip(it.requests.query_len, it.requests.kv_len, strict=True)):
-            behind = max(0, length - queries - window + 1) // 16
-            it.kv[it.requests.page_table[row, :behind]] = float("nan")
-            it.requests.page_table[row, :behind] = 0
+            unseen = max(0, length - queries - window + 1) // 16
+            it.kv[it.requests.page_table[row, :unseen]] = float("nan")
+            it.requests.page_table[row, :unseen] = 0
     named = {"windows": (None, window), **{k: v for k, v in parts.items() if k != "window"}, "sinks": sinks is not None}
     backend = TorchAttention(shape_of(it)._replace(**named))
     step = backend.prepare(it.requests)

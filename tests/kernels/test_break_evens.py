@@ -145,7 +145,7 @@ def test_any_iteration_has_an_answer_or_none(chunks: list[tuple[int, int]], leng
     assert found is None or (tokens.sum() and lengths and 0 <= found.programs <= 132)
 
 
-def said_of(folder: Path, made: TableKey = H200) -> str:
+def log_line_of(folder: Path, made: TableKey = H200) -> str:
     table, message = read(folder, made)
     assert table is None
     assert "\n" not in message
@@ -166,14 +166,14 @@ def test_a_file_round_trips(tmp_path: Path) -> None:
 
 
 def test_a_missing_stale_or_foreign_file_logs_a_line_and_uses_the_rule(tmp_path: Path) -> None:
-    assert "no break-evens were measured here" in said_of(tmp_path)
-    assert "no break-evens were measured here" in said_of(tmp_path / "none")
+    assert "no break-evens were measured here" in log_line_of(tmp_path)
+    assert "no break-evens were measured here" in log_line_of(tmp_path / "none")
     file = write(tmp_path, H200, ROWS)
     newer, other = H200._replace(kernels="def"), H200._replace(kv_heads=4)
-    assert "other kernels" in said_of(tmp_path, newer)
-    assert "no break-evens were measured here" in said_of(tmp_path, other)
+    assert "other kernels" in log_line_of(tmp_path, newer)
+    assert "no break-evens were measured here" in log_line_of(tmp_path, other)
     file_of(tmp_path, other).write_bytes(file.read_bytes())  # under a name that is not its own
-    assert "another GPU" in said_of(tmp_path, other)
+    assert "another GPU" in log_line_of(tmp_path, other)
 
 
 BROKEN = [
@@ -193,12 +193,12 @@ BROKEN = [
 @pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
 def test_a_broken_file_logs_a_line_and_uses_the_rule(tmp_path: Path, text: str) -> None:
     file_of(tmp_path, H200).write_text(text, encoding="latin-1")
-    assert "is not used" in said_of(tmp_path)
+    assert "is not used" in log_line_of(tmp_path)
 
 
 def test_a_folder_in_place_of_the_file_logs_a_line_and_uses_the_rule(tmp_path: Path) -> None:
     file_of(tmp_path, H200).mkdir()
-    assert "Is a directory" in said_of(tmp_path)
+    assert "Is a directory" in log_line_of(tmp_path)
 
 
 def test_a_reader_during_two_writes_sees_one_of_the_tables(tmp_path: Path) -> None:

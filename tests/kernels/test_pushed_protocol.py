@@ -116,16 +116,16 @@ class Ranks:
 
     # -- kernels
 
-    def tell(self, rank: int, *what: object) -> Steps:
+    def send_flags(self, rank: int, *what: object) -> Steps:
         for peer in self.ranks:
             peer.flags[(*what, rank)] = self.ranks[rank].number
             yield now
 
-    def hear(self, rank: int, *what: object) -> Steps:
+    def await_flags(self, rank: int, *what: object) -> Steps:
         for peer in range(self.count):
-            yield self.reported(rank, *what, peer)
+            yield self.has_flags(rank, *what, peer)
 
-    def reported(self, rank: int, *flag: object) -> Callable[[], bool]:
+    def has_flags(self, rank: int, *flag: object) -> Callable[[], bool]:
         own = self.ranks[rank]
         return lambda: own.flags[flag] >= own.number
 
@@ -178,9 +178,9 @@ class Ranks:
                 rows = range(m * TILE_ROWS, min(live, (m + 1) * TILE_ROWS))
                 yield from reading([self.ranks[rank].cells["a", row] for row in rows], value)
                 to = [self.ranks[n // self.features]] if steps == 2 else self.ranks
-                for tells in (True, False) if self.broken == "flags first" else (False, True):
+                for sets_flags in (True, False) if self.broken == "flags first" else (False, True):
                     for peer in to:
-                        if tells:
+                        if sets_flags:
                             peer.flags["tile", index, rank, m, n] = self.ranks[rank].number
                         else:
                             peer.cells["inbox", place, rank, m, n].write(value)
@@ -195,7 +195,7 @@ class Ranks:
             m, tiles = row // TILE_ROWS, range(part * self.features, (part + 1) * self.features)
             for source in range(self.count):
                 for n in tiles:
-                    yield self.reported(rank, "tile", index, source, m, n)
+                    yield self.has_flags(rank, "tile", index, source, m, n)
             came = [own.cells["inbox", place, source, m, n] for source in range(self.count) for n in tiles]
             yield from reading(came, value)
             yield from reading(self.row(rank, row, [part]), value - 1)
@@ -236,8 +236,8 @@ class Ranks:
             yield from kernel.wait()
             kernel.released.add(program)
             if program == 0:
-                yield from self.tell(rank, "sum", sum_)
-            yield from self.hear(rank, "sum", sum_)
+                yield from self.send_flags(rank, "sum", sum_)
+            yield from self.await_flags(rank, "sum", sum_)
             items = live if shots == 2 else live * self.count
             for item in range(program, items, kernel.programs):
                 row, part = (item, rank) if shots == 2 else divmod(item, self.count)
@@ -255,9 +255,9 @@ class Ranks:
             yield from kernel.wait()
             if sent and self.broken != "no reset":
                 self.ranks[rank].ticket = 0
-            yield from self.tell(rank, "meet", sum_)
+            yield from self.send_flags(rank, "meet", sum_)
             if self.broken != "deaf":
-                yield from self.hear(rank, "meet", sum_)
+                yield from self.await_flags(rank, "meet", sum_)
             kernel.released.add(program)
 
         return Kernel(play)
@@ -268,8 +268,8 @@ class Ranks:
         def play(kernel: Kernel, program: int) -> Steps:
             yield from kernel.wait()
             kernel.released.add(program)
-            yield from self.tell(rank, "samples")
-            yield from self.hear(rank, "samples")
+            yield from self.send_flags(rank, "samples")
+            yield from self.await_flags(rank, "samples")
 
         return Kernel(play)
 

@@ -96,13 +96,13 @@ LoadSpeeds.worthwhile = lambda self, entries, *_: len(entries)
 """for `patched`: pages are loaded even if this machine's disk is slow compared with its processor"""
 
 
-TELLS_OF_MODELS = """
+LOGS_MODELS = """
 from weft.server.api.service import Service
 attach = Service.attach
-def told(self, *args, **others):
+def logged(self, *args, **others):
     attach(self, *args, **others)
     print(f"serves {self.config.model_names[0]}", file=sys.stderr, flush=True)
-Service.attach = told
+Service.attach = logged
 """
 """for `patched`: an API process logs which model it serves from now on"""
 

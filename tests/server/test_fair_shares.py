@@ -77,10 +77,10 @@ async def test_a_preemption_by_a_higher_priority_is_counted(daemon: Daemon) -> N
 async def test_short_prompts_that_overtake_the_head_are_counted(daemon: Daemon) -> None:
     async with httpx.AsyncClient(base_url=daemon.url, timeout=240) as http:
         before = await metric(http, "weft_overtaken_total")
-        async with with_slot_taken(daemon, http) as seat:
+        async with with_slot_taken(daemon, http) as request:
             long = [asyncio.create_task(complete(http, f"{k} " * 50, 2)) for k in range(8)]
             await until_open(http, 9)
             short = [asyncio.create_task(complete(http, str(k), 2)) for k in range(4)]
             await until_open(http, 13)
-        assert await asyncio.gather(seat, *long, *short) == [250] + [2] * 12
+        assert await asyncio.gather(request, *long, *short) == [250] + [2] * 12
         await until(http, "weft_overtaken_total", before + 1)

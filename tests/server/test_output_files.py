@@ -19,7 +19,7 @@ COMMANDS = [
     "bench server --json", "bench iterations --out", "bench kernels --json", "bench kernels --tune",
     "demo evaluate --json", f"batch {SHIPPED}",
 ]  # fmt: skip
-BESIDE = ("search --model demo --out", "search --model demo --out x --stages", "advise --points")
+NEXT_TO = ("search --model demo --out", "search --model demo --out x --stages", "advise --points")
 """these write another file in the folder, which replaces the named one"""
 
 
@@ -51,7 +51,7 @@ def test_an_unwritable_file_is_reported_before_the_work(
     monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
     of_folder = f"no permission to write in the folder {tmp_path}"
     assert refused(command, tmp_path / "new", capsys) == f"{name}: cannot write {tmp_path}/new: {of_folder}"
-    if command in BESIDE:
+    if command in NEXT_TO:
         assert refused(command, file, capsys) == f"{name}: cannot write {file}: {of_folder}"
 
 

@@ -11,7 +11,7 @@ from stub import Script, Server, serving
 
 from weft.engine.wire.messages import Finish
 from weft.server.api import connection
-from weft.server.api.responses import records as records_module
+from weft.server.api.responses import store as store_module
 from weft.server.api.responses.records import STALE_SECONDS
 from weft.server.errors import ApiError
 
@@ -468,8 +468,8 @@ async def test_a_response_whose_process_has_ended_has_failed(server: Server, mon
     server.engine.script = Script(gate=asyncio.Event())
     made = await respond(server, background=True)
     assert (await server.http.get(f"{PATH}/{made['id']}")).json()["status"] == "in_progress"
-    now = records_module.time.time()
-    monkeypatch.setattr(records_module.time, "time", lambda: now + 2 * STALE_SECONDS)
+    now = store_module.boottime()
+    monkeypatch.setattr(store_module, "boottime", lambda: now + 2 * STALE_SECONDS)
     body = (await server.http.get(f"{PATH}/{made['id']}")).json()
     assert (body["status"], body["error"]["code"]) == ("failed", "server_error")
     monkeypatch.undo()

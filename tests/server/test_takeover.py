@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from free_port import free_port
-from live import TELLS_OF_MODELS, Daemon, patched, stop
+from live import LOGS_MODELS, Daemon, patched, stop
 
 pytestmark = pytest.mark.slow
 
@@ -140,7 +140,7 @@ async def test_a_successor_takes_connections_once_it_serves_all_models(tmp_path:
     old, new = Daemon(tmp_path / "old", *options), None
     try:
         await ready(old)
-        site = patched(tmp_path / "site", TELLS_OF_MODELS, of="weft.server.daemon.worker")
+        site = patched(tmp_path / "site", LOGS_MODELS, of="weft.server.daemon.worker")
         new = Daemon(tmp_path / "new", *options, env=site)
         while len(engines := new.children("weft.engine.process")) < 2:
             assert new.process.poll() is None

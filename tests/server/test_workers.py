@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from free_port import free_port
-from live import TELLS_OF_MODELS, Daemon, command_line, patched, running, stop, stopped
+from live import LOGS_MODELS, Daemon, command_line, patched, running, stop, stopped
 
 from weft.engine.demo import MODEL_PATH
 from weft.server.daemon.control import Channel, Drain, Idle
@@ -378,7 +378,7 @@ async def test_no_process_reports_ready_while_another_one_lacks_a_model(tmp_path
 
 async def test_a_successor_process_serves_all_its_models_before_it_accepts_connections(tmp_path: Path) -> None:
     models = ("--model", "demo served_model_name=a", "--model", "demo served_model_name=b")
-    site = patched(tmp_path / "site", TELLS_OF_MODELS, of="weft.server.daemon.worker")
+    site = patched(tmp_path / "site", LOGS_MODELS, of="weft.server.daemon.worker")
     body = {**SHORT, "model": "b"}
     with running(tmp_path, "--device", "cpu", "--cpu-threads", "1", *models, env=site) as daemon:
         (worker,) = daemon.children("weft.server.daemon.worker")

@@ -109,13 +109,16 @@ def test_more_engines_are_never_quicker() -> None:
     assert [len(firsts) for firsts in both.firsts] == [4, 4, 4]
     found = derive(both, made)
     assert found.gap_ms + found.request_ms + found.answer_ms + alone == pytest.approx(30.0)
-    beside = found.side_by_side
-    assert beside is not None
-    assert beside.decodes == pytest.approx((1, 1, 1.5))
-    assert beside.prompts == pytest.approx((1, 1.5, 5 / 3))
-    for slower, spread in ((beside.decodes, beside.decodes_spread), (beside.prompts, beside.prompts_spread)):
+    contention = found.side_by_side
+    assert contention is not None
+    assert contention.decodes == pytest.approx((1, 1, 1.5))
+    assert contention.prompts == pytest.approx((1, 1.5, 5 / 3))
+    for slower, spread in (
+        (contention.decodes, contention.decodes_spread),
+        (contention.prompts, contention.prompts_spread),
+    ):
         assert np.mean(spread, axis=1) == pytest.approx([1.0] * 3)
         # None is quicker than on its own.
         assert np.array(slower)[:, None] * spread == pytest.approx(np.maximum(np.array(slower)[:, None] * spread, 1.0))
-    assert beside.prompts_spread[0] == pytest.approx([1.0] * SHARES)
-    assert beside.prompts_spread[1][-1] > 1.2
+    assert contention.prompts_spread[0] == pytest.approx([1.0] * SHARES)
+    assert contention.prompts_spread[1][-1] > 1.2

@@ -14,7 +14,7 @@ from trial import QUESTION, URL, add, run, tries
 INFO: Any = {
     "vision": False, "function_calling": True, "json_output": True, "family": "unknown", "structured_output": True,
 }  # fmt: skip
-ASKED = [UserMessage(content="What is 12 + 30?", source="user")]
+MESSAGES = [UserMessage(content="What is 12 + 30?", source="user")]
 
 
 def client(path: str) -> Any:
@@ -31,12 +31,12 @@ for path in ("chat", "messages"):
 
     @tries(path, "plain")
     def plain(path: str = path) -> None:
-        assert "42" in str(asyncio.run(client(path).create(ASKED)).content)
+        assert "42" in str(asyncio.run(client(path).create(MESSAGES)).content)
 
     @tries(path, "streamed")
     def streamed(path: str = path) -> None:
         async def go() -> str:
-            return "".join([piece async for piece in client(path).create_stream(ASKED) if isinstance(piece, str)])
+            return "".join([piece async for piece in client(path).create_stream(MESSAGES) if isinstance(piece, str)])
 
         assert "42" in asyncio.run(go())
 

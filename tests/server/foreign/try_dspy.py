@@ -1,4 +1,4 @@
-"""dspy: chat, responses and completions behind litellm."""
+"""dspy: chat, responses and completions through litellm."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from haystack.utils import Secret
 from trial import QUESTION, SCHEMA, URL, add, run, tries
 
 BASE: dict[str, Any] = {"api_key": Secret.from_token("none"), "api_base_url": f"{URL}/v1", "model": "demo"}
-ASKED = [ChatMessage.from_user(QUESTION)]
+MESSAGES = [ChatMessage.from_user(QUESTION)]
 ADD = Tool(name="add", description="Add two numbers.", parameters=SCHEMA, function=add)
 FORM = {
     "type": "object", "properties": {"kind": {"enum": ["cat", "dog"]}}, "required": ["kind"],
@@ -30,31 +30,31 @@ for path, kind, limit, form in KINDS:
 
     @tries(path, "plain")
     def plain(kind: Any = kind, options: Any = options) -> None:
-        assert "42" in kind(**BASE, generation_kwargs=options).run(ASKED)["replies"][0].text
+        assert "42" in kind(**BASE, generation_kwargs=options).run(MESSAGES)["replies"][0].text
 
     @tries(path, "streamed")
     def streamed(kind: Any = kind, options: Any = options) -> None:
         pieces: list[StreamingChunk] = []
-        reply = kind(**BASE, generation_kwargs=options, streaming_callback=pieces.append).run(ASKED)["replies"][0]
+        reply = kind(**BASE, generation_kwargs=options, streaming_callback=pieces.append).run(MESSAGES)["replies"][0]
         assert "".join(piece.content for piece in pieces) == reply.text
 
     @tries(path, "tool result")
     def result(kind: Any = kind, options: Any = options) -> None:
         generator = kind(**BASE, generation_kwargs=options, tools=[ADD])
-        requested = generator.run(ASKED)["replies"][0]
-        (call,) = requested.tool_calls
+        reply = generator.run(MESSAGES)["replies"][0]
+        (call,) = reply.tool_calls
         assert (call.tool_name, call.arguments) == ("add", {"a": 12, "b": 30})
-        reported = ChatMessage.from_tool("42", origin=call)
-        assert "42" in generator.run([*ASKED, requested, reported])["replies"][0].text
+        result = ChatMessage.from_tool("42", origin=call)
+        assert "42" in generator.run([*MESSAGES, reply, result])["replies"][0].text
 
     @tries(path, "tools, streamed")
     def tools(kind: Any = kind, options: Any = options) -> None:
-        reply = kind(**BASE, generation_kwargs=options, tools=[ADD], streaming_callback=lambda _: None).run(ASKED)
+        reply = kind(**BASE, generation_kwargs=options, tools=[ADD], streaming_callback=lambda _: None).run(MESSAGES)
         assert reply["replies"][0].tool_calls[0].arguments == {"a": 12, "b": 30}
 
     @tries(path, "schema")
     def schema(kind: Any = kind, options: Any = options, form: Any = form) -> None:
-        assert '"kind"' in kind(**BASE, generation_kwargs={**options, **form}).run(ASKED)["replies"][0].text
+        assert '"kind"' in kind(**BASE, generation_kwargs={**options, **form}).run(MESSAGES)["replies"][0].text
 
 
 @tries("embeddings", "plain")

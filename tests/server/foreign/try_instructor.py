@@ -10,7 +10,7 @@ import openai
 import pydantic
 from trial import URL, run, tries
 
-ASKED: Any = [{"role": "user", "content": "A pet?"}]
+MESSAGES: Any = [{"role": "user", "content": "A pet?"}]
 api = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=60)
 
 
@@ -23,7 +23,7 @@ for mode in ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"):
     @tries("chat", mode)
     def chat(mode: str = mode) -> None:
         made: Any = instructor.from_openai(api, mode=instructor.Mode[mode])
-        requested = {"model": "demo", "messages": ASKED, "response_model": Pet, "temperature": 0, "max_tokens": 100}
+        requested = {"model": "demo", "messages": MESSAGES, "response_model": Pet, "temperature": 0, "max_tokens": 100}
         assert isinstance(made.create(**requested), Pet)
         *_, last = made.create_partial(**requested)
         assert last.kind in ("cat", "dog")
@@ -40,7 +40,7 @@ def responses() -> None:
 def messages() -> None:
     plain = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
     made: Any = instructor.from_anthropic(plain, mode=instructor.Mode.ANTHROPIC_TOOLS)
-    assert isinstance(made.create(model="demo", messages=ASKED, response_model=Pet, max_tokens=100), Pet)
+    assert isinstance(made.create(model="demo", messages=MESSAGES, response_model=Pet, max_tokens=100), Pet)
 
 
 run()

@@ -63,7 +63,7 @@ for path, model in MODELS.items():
 
     if path != "messages":
 
-        @tries(path, "schema beside tools")
+        @tries(path, "schema with tools")
         def agent_form(model: Any = model) -> None:
             made = create_agent(model, [add], response_format=ProviderStrategy(Pet)).invoke(
                 {"messages": [HumanMessage(QUESTION)]}

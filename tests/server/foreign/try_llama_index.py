@@ -15,7 +15,7 @@ from trial import QUESTION, URL, add, run, tries
 BASE: dict[str, Any] = {"model": "demo", "api_base": f"{URL}/v1", "api_key": "none", "temperature": 0}
 chat = OpenAILike(**BASE, is_chat_model=True, is_function_calling_model=True, max_tokens=60, context_window=2048)
 answers = OpenAIResponses(**BASE, max_output_tokens=60, context_window=2048)
-ASKED = [ChatMessage(role="user", content=QUESTION)]
+MESSAGES = [ChatMessage(role="user", content=QUESTION)]
 adder = FunctionTool.from_defaults(add)
 
 
@@ -29,15 +29,15 @@ for path, llm in (("chat", chat), ("responses", answers)):
 
     @tries(path, "plain")
     def plain(llm: Any = llm) -> None:
-        assert "42" in str(llm.chat(ASKED))
+        assert "42" in str(llm.chat(MESSAGES))
 
     @tries(path, "streamed")
     def streamed(llm: Any = llm) -> None:
-        assert "42" in "".join(piece.delta or "" for piece in llm.stream_chat(ASKED))
+        assert "42" in "".join(piece.delta or "" for piece in llm.stream_chat(MESSAGES))
 
     @tries(path, "tools")
     def tools(llm: Any = llm) -> None:
-        answer = llm.chat_with_tools([adder], chat_history=ASKED)
+        answer = llm.chat_with_tools([adder], chat_history=MESSAGES)
         (call,) = llm.get_tool_calls_from_response(answer)
         assert (call.tool_name, call.tool_kwargs) == ("add", {"a": 12, "b": 30})
 
@@ -47,7 +47,7 @@ for path, llm in (("chat", chat), ("responses", answers)):
 
     @tries(path, "schema")
     def form(llm: Any = llm) -> None:
-        assert isinstance(llm.as_structured_llm(Pet).chat(ASKED).raw, Pet)
+        assert isinstance(llm.as_structured_llm(Pet).chat(MESSAGES).raw, Pet)
 
 
 @tries("completions", "plain")

@@ -51,7 +51,7 @@ for path, model in (("responses", agents.OpenAIResponsesModel), ("chat", agents.
         again = [*first.to_input_list(), {"role": "user", "content": "What is 5 plus 7?"}]
         assert isinstance(agents.Runner.run_sync(helper, again).final_output, str)
 
-    @tries(path, "schema beside tools")
+    @tries(path, "schema with tools")
     def form(model: Any = model) -> None:
         helper = agent(model, tools=[agents.function_tool(add)], output_type=Pet)
         assert isinstance(agents.Runner.run_sync(helper, QUESTION, max_turns=4).final_output, Pet)

@@ -9,7 +9,7 @@ from smolagents.models import ChatMessage, MessageRole
 from trial import QUESTION, URL, run, tries
 
 model = OpenAIModel(model_id="demo", api_base=f"{URL}/v1", api_key="none", temperature=0, max_tokens=60)
-ASKED: Any = [ChatMessage(role=MessageRole.USER, content=[{"type": "text", "text": QUESTION}])]
+MESSAGES: Any = [ChatMessage(role=MessageRole.USER, content=[{"type": "text", "text": QUESTION}])]
 
 
 @tool
@@ -25,17 +25,17 @@ def add(a: float, b: float) -> float:
 
 @tries("chat", "plain")
 def plain() -> None:
-    assert "42" in model.generate(ASKED).content
+    assert "42" in model.generate(MESSAGES).content
 
 
 @tries("chat", "streamed")
 def streamed() -> None:
-    assert "42" in "".join(piece.content or "" for piece in model.generate_stream(ASKED))
+    assert "42" in "".join(piece.content or "" for piece in model.generate_stream(MESSAGES))
 
 
 @tries("chat", "tools")
 def tools() -> None:
-    (call,) = model.generate(ASKED, tools_to_call_from=[add]).tool_calls
+    (call,) = model.generate(MESSAGES, tools_to_call_from=[add]).tool_calls
     assert call.function.name == "add"
 
 
