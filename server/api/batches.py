@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from contextlib import suppress
 from typing import Any, Literal
@@ -64,7 +63,7 @@ async def create_batch(body: BatchBody, folder: FolderOf, owner: OwnerOf) -> dic
     file = await asyncio.to_thread(folder.files.get, body.input_file_id, owner)
     if file is None or file.purpose != "batch":
         raise bad_request(f"There is no batch input file '{clip(body.input_file_id)}'.", "input_file_id", "not_found")
-    now = int(time.time())
+    now = int(folder.batches.clock.latest())
     batch = Batch(
         id=folder.batches.new_id(),
         endpoint=body.endpoint,

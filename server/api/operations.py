@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -217,7 +218,9 @@ async def list_model_states(service: ServiceOf) -> dict[str, Any]:
                 **({"level": each.sleep_level} if each.sleep_level else {}),
                 "memory_share": each.memory_share,
                 "open_requests": int(shared_state.load[:, each.model, ENTERED].sum()),
-                "last_used": shared_state.used[each.model] or None,
+                "last_used": time.time() - (time.monotonic() - used)
+                if (used := shared_state.used[each.model])
+                else None,
                 "engines": each.engine_states(failures=True),
             }
             for each in service.models

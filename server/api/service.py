@@ -281,7 +281,7 @@ class Service:
             if self.shared_state.sleep_states[self.model] not in (SleepState.AWAKE, SleepState.DEAD):
                 return False
             self.shared_state.load[self._row, self.model, ENTERED] += 1
-            self.shared_state.used[self.model] = time.time()
+            self.shared_state.used[self.model] = time.monotonic()
             return True
 
     async def _wake(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import time
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+
+from weft.server.observe.steady_clock import SteadyClock
 
 DAY = 86400
 KEPT_SECONDS = 30 * DAY  # default and maximum lifetime of a file
@@ -110,6 +111,7 @@ class Files:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(self._root, os.W_OK | os.X_OK):
             raise PermissionError(f"{self._root} is not writable")
+        self.clock = SteadyClock(root / "clock.json")
 
     def begin(self) -> Upload:
         """Begin an upload. Raises `StoreFull` and `OSError`."""
@@ -128,7 +130,7 @@ class Files:
             content = self.content(name)
             if id is None or path.exists():
                 path.replace(content)
-            size, now = content.stat().st_size, int(time.time())
+            size, now = content.stat().st_size, int(self.clock.latest())
             about = {"filename": filename, "purpose": purpose, "owner": owner}
             file = StoredFile(id=name, bytes=size, created_at=now, expires_at=now + kept, **about)
             replace(self._description(name), msgspec.json.encode(file), by=self._partial / uuid.uuid4().hex)
@@ -137,7 +139,7 @@ class Files:
     def get(self, id: str, owner: str) -> StoredFile | None:
         """A file; None if it is missing, expired or belongs to another owner."""
         file = read(self._description(id), StoredFile) if _ID.fullmatch(id) else None
-        if file is None or file.owner != owner or file.expires_at <= time.time():
+        if file is None or file.owner != owner or file.expires_at <= self.clock.earliest():
             return None
         return file
 
@@ -154,7 +156,8 @@ class Files:
 
     def sweep(self) -> None:
         """Remove expired files and leftovers of killed processes."""
-        now = time.time()
+        self.clock.save()
+        now = self.clock.earliest()
         for path in self._root.glob("*.json"):
             if (file := read(path, StoredFile)) is not None and file.expires_at <= now:
                 self.remove(path.stem)

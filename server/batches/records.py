@@ -18,6 +18,7 @@ import msgspec
 from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
 from weft.server.batches.files import KEPT_SECONDS, Files, oldest_first, read, replace
+from weft.server.observe.steady_clock import SteadyClock
 
 MAX_OPEN = 1000  # unfinished batches of all owners
 RUNNING = ("validating", "in_progress", "finalizing")  # statuses of unfinished batches
@@ -95,6 +96,7 @@ class Batches:
         """Raises `OSError` if the folder cannot be used."""
         self.root = root / "batches"
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.clock = SteadyClock(root / "clock.json")
         self._ended: set[str] = set()  # ids of finished batches, which no longer change
 
     def try_own(self) -> int | None:
@@ -163,7 +165,7 @@ class Batches:
 
     def sweep(self) -> None:
         """Remove batches that ended long ago and leftovers of killed processes."""
-        past = time.time() - KEPT_SECONDS
+        past = self.clock.earliest() - KEPT_SECONDS
         for path in self.root.iterdir():
             batch = self._read(path.name.split(".")[0])
             old = batch is None or (batch.ended and batch.created_at < past)

@@ -123,7 +123,7 @@ class Runner:
         """Write, save or end a batch. Repeatable if it raises `OSError`."""
         work.write()
         cancelled = self._batches.cancelled(work.batch.id) is not None
-        if cancelled or work.batch.expires_at <= time.time():
+        if cancelled or work.batch.expires_at <= self._batches.clock.earliest():
             await self._end_early(work, "cancelled" if cancelled else "expired")
         elif work.exhausted and not work.open:
             await self._finish(work, "completed")

@@ -209,7 +209,7 @@ class SleepManager:
             logger.error("%s could not be woken", name)
             self._resolve(self._waking, model, f"{name} could not be woken")
             return
-        self._shared_state.used[model] = time.time()
+        self._shared_state.used[model] = time.monotonic()
         self.policy.woke(model)
         self._publish(model)
         seconds = time.monotonic() - begun

@@ -45,7 +45,7 @@ class SharedState:
             requests (ENTERED), requests WAITING for the model to wake.
         http: [rows] int64, open HTTP requests.
         sleep_states: [models] int64, `SleepState`; change it, and admit requests, under `lock()`.
-        used: [models] float64, time of the last admitted request, as `time.time()`.
+        used: [models] float64, time of the last admitted request, as `time.monotonic()`.
         engine_load: [rows, engines] int64, tokens of a process's requests that an engine has not computed yet.
         closed: [engines] int64, 1 for an engine that gets no new requests; change it under `lock()`.
         given: [engines, 2] float64, (tokens, requests) recently routed to an engine; change them under `lock()`.

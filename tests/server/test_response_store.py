@@ -56,7 +56,7 @@ async def test_unused_responses_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(max_seconds=100)
     await store.run(store.put, "old", "", {})
     now = time.time()
-    monkeypatch.setattr(store_module.time, "time", lambda: now + 200)
+    monkeypatch.setattr(time, "time", lambda: now + 200)
     await store.run(store.put, "new", "", {})
     assert await ids(store) == ["new"]
     store.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -141,7 +140,7 @@ def _checked(found: Stored) -> dict[str, Any]:
     """A record, marked as failed if its process abandoned it."""
     record = found.body
     response = record["response"]
-    if response["status"] in OPEN and time.time() - found.heartbeat > STALE_SECONDS:
+    if response["status"] in OPEN and found.idle > STALE_SECONDS:
         why = {"code": "server_error", "message": "The process that worked on this response has ended."}
         response |= {"status": "failed", "error": why}
     return record

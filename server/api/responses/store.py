@@ -6,8 +6,8 @@ Documents expire, and the least recently used are deleted if there are too many 
 from __future__ import annotations
 
 import asyncio
+import math
 import sqlite3
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,11 +19,13 @@ from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
 from weft.server.errors import ApiError
+from weft.server.observe.steady_clock import SteadyClock, boottime
 
 T = TypeVar("T")
 
 MAX_COUNT = 100_000  # documents in the store
 FILE = "responses.sqlite"
+CLOCK_FILE = "clock.json"
 WAIT_SECONDS = 10.0  # seconds to wait for another process's transaction
 
 _SCHEMA = """
@@ -50,7 +52,7 @@ create trigger if not exists removed after delete on documents begin
 
 class Stored(NamedTuple):
     body: dict[str, Any]
-    heartbeat: float  # unix time at which a process last worked on it
+    idle: float  # seconds since a process last worked on it; infinite if that was before the machine started
 
 
 class Store:
@@ -62,12 +64,14 @@ class Store:
         self.max_bytes = max_bytes
         self._max_seconds = max_seconds
         path = ":memory:"
+        file: Path | None = None
         try:
             if folder is not None:
                 root = expanded(folder)
                 root.mkdir(mode=0o700, parents=True, exist_ok=True)
                 path = str(root / FILE)
                 Path(path).touch(mode=0o600)
+                file = root / CLOCK_FILE
             self._db = sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False)
             self._db.execute("pragma foreign_keys = on")
             self._db.execute("pragma journal_mode = wal")
@@ -75,6 +79,7 @@ class Store:
             self._db.executescript(_SCHEMA)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"--responses-dir {folder} cannot be used: {error}") from None
+        self._clock = SteadyClock(file)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
 
     @classmethod
@@ -109,12 +114,12 @@ class Store:
 
     def put(self, id: str, owner: str, body: dict[str, Any]) -> bool:
         """Add a document. Returns False if it is larger than the store."""
-        data, now = orjson.dumps(body), time.time()
+        data = orjson.dumps(body)
         if len(data) > self.max_bytes:
             return False
         self._db.execute(
             "insert into documents(id, owner, body, size, used, beat) values(?, ?, ?, ?, ?, ?)",
-            (id, owner, data, len(data), now, now),
+            (id, owner, data, len(data), self._clock.latest(), boottime()),
         )
         self._evict()
         return True
@@ -126,8 +131,8 @@ class Store:
         if before is None:
             return False
         self._db.execute(
-            "update documents set body = ?, size = size + ?, used = ? where id = ?",
-            (data, len(data) - before, time.time(), id),
+            "update documents set body = ?, size = size + ?, used = max(used, ?) where id = ?",
+            (data, len(data) - before, self._clock.latest(), id),
         )
         self._evict()
         return True
@@ -137,14 +142,16 @@ class Store:
         row = self._db.execute("select body, beat from documents where id = ? and owner = ?", (id, owner)).fetchone()
         if row is None:
             return None
-        self._db.execute("update documents set used = ? where id = ?", (time.time(), id))
-        return Stored(orjson.loads(row[0]), row[1])
+        self._db.execute("update documents set used = max(used, ?) where id = ?", (self._clock.latest(), id))
+        idle = boottime() - row[1]
+        return Stored(orjson.loads(row[0]), idle if idle >= 0 else math.inf)
 
     def delete(self, id: str, owner: str) -> bool:
         return self._db.execute("delete from documents where id = ? and owner = ?", (id, owner)).rowcount > 0
 
     def _evict(self) -> None:
-        self._db.execute("delete from documents where used < ?", (time.time() - self._max_seconds,))
+        self._clock.save()
+        self._db.execute("delete from documents where used < ?", (self._clock.earliest() - self._max_seconds,))
         while True:
             count, size = self._db.execute("select count, bytes from totals").fetchone()
             if count <= MAX_COUNT and size <= self.max_bytes:
@@ -183,7 +190,8 @@ class Store:
 
     def _grow(self, id: str, num_bytes: int) -> bool:
         changed = self._db.execute(
-            "update documents set size = size + ?, used = ? where id = ?", (num_bytes, time.time(), id)
+            "update documents set size = size + ?, used = max(used, ?) where id = ?",
+            (num_bytes, self._clock.latest(), id),
         )
         return changed.rowcount > 0
 
@@ -194,7 +202,7 @@ class Store:
         row = self._db.execute("select cancelled from documents where id = ?", (id,)).fetchone()
         if row is None or row[0]:
             return False
-        self._db.execute("update documents set beat = ? where id = ?", (time.time(), id))
+        self._db.execute("update documents set beat = ? where id = ?", (boottime(), id))
         self.add_events(id, events)
         return True
 

@@ -1,0 +1,141 @@
+"""A system clock that is wrong for a while, in either direction, deletes nothing and ages nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from weft.server.api.responses.store import Store
+from weft.server.batches.files import DAY, LEFT_OVER_SECONDS
+from weft.server.batches.records import Batch, Folder
+from weft.server.observe import steady_clock
+from weft.server.observe.steady_clock import LASTING, STEP, SteadyClock
+
+YEAR = 365 * DAY
+WRONG = [-30 * YEAR, -2 * STEP, 2 * STEP, DAY, 31 * YEAR]
+
+
+class Clocks:
+    """The system clock and the time since the machine started, in seconds after their real values."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.wall, self.up, self.machine = 0.0, 0.0, "one"
+        begun, up = time.time(), steady_clock.boottime()
+        monkeypatch.setattr(time, "time", lambda: begun + self.wall)
+        monkeypatch.setattr(steady_clock, "boottime", lambda: up + self.up)
+        monkeypatch.setattr(steady_clock, "_machine", lambda: self.machine)
+
+    def passes(self, seconds: float) -> None:
+        self.wall += seconds
+        self.up += seconds
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    return Clocks(monkeypatch)
+
+
+def stored(store: Store, id: str) -> bool:
+    return store._db.execute("select 1 from documents where id = ?", (id,)).fetchone() is not None
+
+
+def opened(folder: Path | None) -> Store:
+    return Store(None if folder is None else str(folder), max_bytes=2**20, max_seconds=30 * DAY)
+
+
+@pytest.mark.parametrize("jump", WRONG)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_response_outlives_a_wrong_clock(tmp_path: Path, clocks: Clocks, jump: float, restarted: bool) -> None:
+    store = opened(tmp_path)
+    store.put("old", "", {})
+    clocks.wall += jump
+    if restarted:  # an API process that starts while the clock is wrong
+        store.close()
+        store = opened(tmp_path)
+    assert store.get("old", "") is not None
+    store.put("meanwhile", "", {})
+    store.add_items("meanwhile", [{"id": "a"}], 9)
+    clocks.wall -= jump
+    clocks.passes(10)
+    store.put("new", "", {})
+    assert [stored(store, id) for id in ("old", "meanwhile", "new")] == [True] * 3
+    clocks.passes(20 * DAY)
+    assert store.get("old", "") is not None
+    clocks.passes(20 * DAY)
+    store.put("last", "", {})
+    assert stored(store, "old")
+    clocks.passes(31 * DAY)
+    store.put("later", "", {})
+    assert stored(store, "old") == (jump > YEAR)  # by the clock that was wrong, it was used later
+    store.close()
+
+
+@pytest.mark.parametrize("jump", WRONG)
+def test_files_and_batches_outlive_a_wrong_clock(tmp_path: Path, clocks: Clocks, jump: float) -> None:
+    folder = Folder.open(str(tmp_path), 1)
+
+    def add() -> str:
+        upload = folder.files.begin()
+        upload.path.write_bytes(b"{}")
+        return folder.files.take(upload.path, filename="f", purpose="batch", owner="").id
+
+    now = int(time.time())
+    about = {"endpoint": "/v1/completions", "completion_window": "24h", "owner": "", "status": "completed"}
+    batch = Batch(id=folder.batches.new_id(), input_file_id="", created_at=now, expires_at=now + DAY, **about)
+    folder.batches.save(batch)
+    old = add()
+    clocks.wall += jump
+    folder = Folder.open(str(tmp_path), 1)
+    during, uploading = add(), folder.files.begin()
+    for _ in range(2):
+        folder.files.sweep()
+        folder.batches.sweep()
+        assert folder.files.get(old, "") is not None
+        assert folder.files.get(during, "") is not None
+        assert folder.batches.get(batch.id, "") is not None
+        assert uploading.path.exists()
+        clocks.wall -= jump
+        jump = 0.0
+    uploading.close()
+    clocks.passes(31 * DAY)
+    folder.files.sweep()
+    assert folder.files.get(old, "") is None
+    assert LEFT_OVER_SECONDS < 31 * DAY
+
+
+def test_a_clock_follows_small_steps_at_once_and_others_once_they_last(clocks: Clocks) -> None:
+    clock = SteadyClock()
+    clocks.wall += STEP - 1
+    assert clock.latest() == clock.earliest() == time.time()
+    clocks.wall += YEAR
+    before = clock.earliest()
+    assert clock.latest() == time.time()
+    clocks.passes(LASTING - 1)
+    assert clock.earliest() == pytest.approx(before + LASTING - 1)
+    clocks.passes(1)
+    assert clock.latest() == clock.earliest() == time.time()
+
+
+def test_two_wrong_clocks_are_not_one_that_lasts(clocks: Clocks) -> None:
+    clock = SteadyClock()
+    before = clock.earliest()
+    for _ in range(4):
+        clocks.wall += YEAR
+        clock.earliest()
+        clocks.passes(LASTING / 2)
+        assert clock.earliest() <= before + 4 * LASTING
+
+
+def test_the_time_is_kept_over_a_restart_of_process_and_machine(tmp_path: Path, clocks: Clocks) -> None:
+    file = tmp_path / "clock.json"
+    begun = SteadyClock(file).earliest()
+    clocks.wall += YEAR
+    clocks.up += 100
+    assert SteadyClock(file).earliest() == pytest.approx(begun + 100)
+    clocks.machine, clocks.up = "two", -1e6
+    assert SteadyClock(file).earliest() == pytest.approx(begun, abs=101)
+    file.write_bytes(b"\0")
+    assert SteadyClock(file).earliest() == time.time()
+    SteadyClock(tmp_path / "missing" / "clock.json").save()
