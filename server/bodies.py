@@ -6,9 +6,11 @@ import typing
 from typing import Any, ClassVar, NamedTuple
 
 import orjson
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 
+EXACT = 2**53  # Larger whole floats stand for several integers.
 MAX_NESTING = 128  # levels of a JSON document, limited because later processing recurses
 
 _CONTAINERS = frozenset({dict, list})
@@ -61,17 +63,23 @@ def _children(node: Any) -> list[Any]:
 
 
 class Body(BaseModel):
-    """The base of body models: strict types, finite numbers, null counts as absent, unknown fields are ignored. Integer
-    fields accept whole floats such as 1.0, because some clients have no integer type."""
+    """The base of body models: strict types, finite numbers, null counts as absent, unknown fields are ignored (and
+    reported, see `api.other_fields`). Integer fields accept whole floats such as 1.0, because some clients have no
+    integer type."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
+    endpoint_path: ClassVar[str] = ""
+    """The path of the endpoint that computes answers to this body, if any."""
+    keeps_unknown: ClassVar[bool] = False  # unknown fields are used, or belong to a conversation, and are not reported
+    attributes: ClassVar[dict[str, str]] = {}  # the attribute of each accepted name
     _integers: ClassVar[frozenset[str]] = frozenset()  # the names of integer fields
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        fields = cls.model_fields.items()
-        cls._integers = frozenset(field.alias or name for name, field in fields if _is_integer(field.annotation))
+        cls.attributes = {key: name for name, field in cls.model_fields.items() for key in _accepted(name, field)}
+        integers = {name for name, field in cls.model_fields.items() if _is_integer(field.annotation)}
+        cls._integers = frozenset(key for key, name in cls.attributes.items() if name in integers)
 
     @model_validator(mode="before")
     @classmethod
@@ -80,7 +88,7 @@ class Body(BaseModel):
             return data
         given = {key: value for key, value in data.items() if value is not None}
         for name in cls._integers.intersection(given):
-            if type(given[name]) is float and given[name].is_integer():
+            if type(given[name]) is float and given[name].is_integer() and abs(given[name]) <= EXACT:
                 given[name] = int(given[name])
         return given
 
@@ -92,6 +100,13 @@ class Body(BaseModel):
             if name not in model.get("required", ()):
                 model["properties"][name] = _or_null(field)
         return schema
+
+
+def _accepted(name: str, field: FieldInfo) -> list[str]:
+    """The names under which a request may give a field."""
+    if isinstance(field.validation_alias, AliasChoices):
+        return [str(choice) for choice in field.validation_alias.choices]
+    return [field.alias or name]
 
 
 def _is_integer(annotation: Any) -> bool:

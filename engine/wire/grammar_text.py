@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from weft.engine.errors import RequestError
+from weft.engine.wire.json_schemas import check_counts, without_nulls
 from weft.engine.wire.number_bounds import kept_bounds
 
 MAX_GRAMMAR_CHARS = 64 * 1024
@@ -32,19 +33,24 @@ LIMITS = LLParserLimits(initial_lexer_fuel=500_000, max_lexer_states=20_000, ver
 _stack_size_lock = threading.Lock()
 
 
-def json_schema(schema: dict[str, Any] | bool, *, lenient: bool = False) -> str:
+def json_schema(schema: dict[str, Any] | bool, *, lenient: bool = False, whitespace: str = WHITESPACE) -> str:
     """Return the grammar of a JSON schema. With `lenient`, keywords that cannot be enforced are ignored, not refused.
-    Raises `RequestError` if the schema allows no value, or has bounds that cannot be enforced."""
+    `whitespace`: the pattern of whitespace between tokens. Raises `RequestError` if the schema allows no value, or has
+    bounds that cannot be enforced."""
     if schema is False or schema == {"not": {}} or schema == {"not": True}:
         raise RequestError("the schema allows no value", "grammar")
-    return json.dumps({"grammars": [{"json_schema": json_options(schema, lenient=lenient)}]})
+    return json.dumps({"grammars": [{"json_schema": json_options(schema, lenient=lenient, whitespace=whitespace)}]})
 
 
-def json_options(schema: dict[str, Any] | bool, *, lenient: bool) -> dict[str, Any]:
-    """Return the schema with this server's rules for whitespace and unknown keywords, and with enforceable bounds.
-    Raises `RequestError`."""
-    base = kept_bounds(schema) if isinstance(schema, dict) else {} if schema else {"not": {}}
-    return {**base, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
+def json_options(schema: dict[str, Any] | bool, *, lenient: bool, whitespace: str = WHITESPACE) -> dict[str, Any]:
+    """Return the schema with this server's rules for whitespace and unknown keywords, without nulls, and with
+    enforceable bounds. Raises `RequestError`."""
+    base: dict[str, Any] = {} if schema else {"not": {}}
+    if isinstance(schema, dict):
+        base = kept_bounds(without_nulls(schema))
+        if not lenient:
+            check_counts(base)
+    return {**base, "x-guidance": {"whitespace_pattern": whitespace, "lenient": lenient}}
 
 
 def regex(pattern: str) -> str:

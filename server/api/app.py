@@ -23,14 +23,17 @@ from weft.server.api import (
     docs,
     embeddings,
     files,
+    llama_cpp,
     messages,
+    ollama,
     operations,
     tokens,
     ui,
 )
-from weft.server.api.middleware import Authorise, BodyLimit, Cors, Trace
-from weft.server.api.protocol import ErrorBody
 from weft.server.api.browsers import BrowserChecks
+from weft.server.api.middleware import Authorise, BodyLimit, Cors, Trace
+from weft.server.api.other_fields import IGNORED_HEADER
+from weft.server.api.protocol import ErrorBody
 from weft.server.api.responses import conversations
 from weft.server.api.responses import endpoints as responses
 from weft.server.api.responses.background import Background
@@ -60,7 +63,9 @@ def create_app(service: Service) -> FastAPI:
     app.state.responses = Store.open(config)
     app.state.background = Background()
     stateful = (responses, conversations)
-    common = (completions, chat, embeddings, messages, *stateful, tokens, operations, aliases, docs)
+    common = (
+        completions, chat, embeddings, messages, *stateful, tokens, operations, ollama, llama_cpp, aliases, docs,
+    )  # fmt: skip
     for module in (*common, *([ui] if config.ui else [])):
         app.include_router(module.router)
     for kind in (ApiError, WeftError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
@@ -90,7 +95,7 @@ def create_app(service: Service) -> FastAPI:
             allow_origins=config.cors_origin,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", IGNORED_HEADER],
         )
     return app
 

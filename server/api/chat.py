@@ -102,8 +102,13 @@ class ChatChoices(Choices):
             "stop_reason": piece.stop_reason,
         }
         if self._body.logprobs:
-            data, top = self._tokenizer.token_bytes, self._body.top_logprobs or 0
-            out["logprobs"] = chat_logprobs(self._token_name, data, piece.logprobs, top)
+            out["logprobs"] = chat_logprobs(
+                self._token_name,
+                self._tokenizer.token_bytes,
+                piece.logprobs,
+                self._body.shown_logprobs(self._body.top_logprobs),
+                own=bool(self._body.logprob_token_ids),
+            )
         if self._body.return_token_ids:
             out["token_ids"] = piece.token_ids
         return out

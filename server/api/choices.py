@@ -90,7 +90,8 @@ class Choices(Dialect):
         if choice.index not in self._opened:
             self._opened.add(choice.index)
             extras = orjson.dumps(self._extras())[1:-1]
-            first = b"".join(self._event(chunk, extras) for chunk in self._first_chunks(choice))
+            before = len(piece.token_ids)
+            first = b"".join(self._event(chunk, extras, before) for chunk in self._first_chunks(choice))
         chunk = self._chunk(choice, piece)
         return first if chunk is None else first + self._event(chunk)
 
@@ -109,11 +110,15 @@ class Choices(Dialect):
         usage = self._before + b"]" + self._usage_field(final=True) + b"}\n\n" if self._usage else b""
         return usage + event(b"[DONE]")
 
-    def _event(self, chunk: dict[str, Any], extras: bytes = b"") -> bytes:
+    def _event(self, chunk: dict[str, Any], extras: bytes = b"", unsent: int = 0) -> bytes:
         more = b"," + extras if extras else b""
-        return self._before + orjson.dumps(chunk) + b"]" + more + self._usage_field() + b"}\n\n"
+        return self._before + orjson.dumps(chunk) + b"]" + more + self._usage_field(unsent) + b"}\n\n"
 
-    def _usage_field(self, *, final: bool = False) -> bytes:
+    def _usage_field(self, unsent: int = 0, *, final: bool = False) -> bytes:
+        """`unsent`: output tokens that later chunks count."""
         if final or self._continuous:
-            return b',"usage":' + orjson.dumps(self._generation.usage())
+            usage = self._generation.usage()
+            for name in ("completion_tokens", "total_tokens"):
+                usage[name] -= unsent
+            return b',"usage":' + orjson.dumps(usage)
         return b',"usage":null' if self._usage else b""

@@ -16,6 +16,7 @@ from weft.server.api.generate import Generation, Prompt, output_limit
 from weft.server.api.protocol import CompletionBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.api.service import Service
+from weft.server.api.turn_parser import bounded_thinking, thinking_marks
 from weft.server.text.logprobs import completion_logprobs, prompt_logprobs
 from weft.server.tools.tools import marker_of
 
@@ -44,11 +45,17 @@ async def begin_completion(
     asked = [k for k in (scored, body.prompt_logprobs, 0 if body.max_tokens == 0 else None) if k is not None]
     grammar = await compile_grammar(body.constraint(marker_of(loaded.tokenizer)), request, service)
     params = [
-        body.sampling(
-            max_tokens=output_limit(service, body.max_tokens, default_limit, len(prompt.token_ids), "prompt"),
-            logprobs=body.logprobs,
-            prompt_logprobs=max(asked, default=None),
-            grammar=grammar,
+        bounded_thinking(
+            body.sampling(
+                max_tokens=output_limit(service, body.max_tokens, default_limit, len(prompt.token_ids), "prompt"),
+                logprobs=body.logprobs,
+                prompt_logprobs=max(asked, default=None),
+                grammar=grammar,
+            ),
+            thinking_marks(service, prompt.token_ids) if body.max_thinking_tokens is not None else None,
+            body.max_thinking_tokens,
+            loaded.tokenizer,
+            tools=False,
         )
         for prompt in prompts
     ]
@@ -126,4 +133,4 @@ class CompletionChoices(Choices):
         base = self._echo_length[choice.index]
         parallel = zip(piece.token_ids, piece.logprobs, piece.offsets, strict=True)
         tokens += [(token_id, entry, base + at) for token_id, entry, at in parallel]
-        return completion_logprobs(self._name, tokens, self._body.logprobs or 0)
+        return completion_logprobs(self._name, tokens, self._body.shown_logprobs(self._body.logprobs))

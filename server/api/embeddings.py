@@ -8,46 +8,68 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from weft.engine.errors import ModelError
 from weft.engine.wire.sampling import Pooling, SamplingParams
 from weft.server.api.answer import Answer
+from weft.server.api.chat_message import Messages
+from weft.server.api.chat_prompt import template_input
 from weft.server.api.choice import Piece
 from weft.server.api.events import Dialect
-from weft.server.api.field_types import INT32, CacheKey, CacheSalt, Inputs, Priority
+from weft.server.api.field_types import INT32, CacheKey, CacheSalt, Inputs, Priority, given
 from weft.server.api.generate import Generation, Prompt
 from weft.server.api.model_text import too_long
 from weft.server.api.protocol import REQUEST_ID, GenerationBody
 from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.api.service import Service
-from weft.server.bodies import Body
 from weft.server.errors import ApiError, bad_request, clip
+from weft.server.text.tokenizer import Side, Truncation
+from weft.server.tools.template import TemplateBody
 
 router = APIRouter(route_class=JsonRoute)
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(TemplateBody):
+    """Either `input`, or `messages`, which the chat template makes one input."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [given("input"), given("messages")]})
+    endpoint_path: ClassVar[str] = "/v1/embeddings"
+
     model: str | None = None
-    input: Inputs
+    input: Inputs | None = None
+    messages: Messages | None = None
+    add_generation_prompt: bool = False
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, le=INT32)
     """Truncate embeddings to this many numbers and normalize them again, for models trained for it."""
     prompt_name: str | None = Field(None, max_length=256)
     """The model's prompt (`config_sentence_transformers.json`) to put before the texts."""
-    add_special_tokens: bool = True
+    normalize: bool = True
+    """Scale embeddings to length 1."""
+    add_special_tokens: bool | None = None
+    """Default: true for `input`, false for messages, whose template adds its own."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32)
+    """Truncate inputs to this many tokens; -1: to the context."""
+    truncation_side: Side = "right"  # the side that is cut
     priority: Priority = 0
     cache_salt: CacheSalt = ""
     prompt_cache_key: CacheKey | None = None
     user: str | None = None
     request_id: str | None = Field(None, pattern=REQUEST_ID)
     include_energy: bool = False  # see `GenerationBody`
+
+    def check(self) -> None:
+        """Raises `ApiError`."""
+        if (self.input is None) == (self.messages is None):
+            raise bad_request("Give either input or messages.", "input")
+        self.check_template()
 
 
 @router.post("/v1/embeddings", summary="Embed texts: the model's hidden states, pooled")
@@ -59,7 +81,7 @@ async def begin_embeddings(
     body: EmbeddingBody, request: Request, service: Service, dialect: type[Embeddings], model: str | None = None
 ) -> Answer:
     """The answer to a request, in a dialect. `model`: its name in the answer, instead of the body's."""
-    service = await service.enter(body.model, request.scope)
+    service = await service.enter(body.model, request.scope, body.check)
     width = service.loaded.ready.hidden_size
     model = service.name(model or body.model)
     pooler = await _pooler(service)
@@ -88,19 +110,30 @@ async def _pooler(service: Service) -> Pooler:
 
 async def _prompts(service: Service, body: EmbeddingBody, pooler: Pooler) -> list[Prompt]:
     limit = service.loaded.ready.max_model_len
-    given, before = body.input, pooler.default
+    before, text = pooler.default, service.loaded.text
+    asked = limit if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+    truncation = None if asked is None else Truncation(asked, body.truncation_side)
     if (name := body.prompt_name) is not None:
         if name not in pooler.prompts:
             known = ", ".join(map(repr, pooler.prompts)) or "none"
             raise bad_request(f"prompt_name: there is no prompt {clip(name)!r}; known prompts: {known}.", "prompt_name")
-        if not isinstance(given[0], str):
-            raise bad_request("prompt_name needs texts; the input has token ids.", "prompt_name")
+        if body.input is None or not isinstance(body.input[0], str):
+            raise bad_request("prompt_name needs texts, not token ids or messages.", "prompt_name")
         before = pooler.prompts[name]
-    inputs = [before + part if isinstance(part, str) else part for part in given]
-    found = await service.loaded.text.encode_inputs(inputs, add_special_tokens=body.add_special_tokens, param="input")
+    if body.input is not None:
+        param, special = "input", body.add_special_tokens is not False
+        inputs = [before + part if isinstance(part, str) else part for part in body.input]
+        found = await text.encode_inputs(inputs, add_special_tokens=special, param=param, truncation=truncation)
+    else:
+        param = "messages"
+        rendered = template_input(body, body.messages or [], body.tools, service)
+        special = bool(body.add_special_tokens)
+        found = [(await text.encode_chat(*rendered, add_special_tokens=special, truncation=truncation)).ids]
+        if not found[0]:
+            raise bad_request("messages: must have at least one token.", param)
     for i, ids in enumerate(found):
         if len(ids) > limit:
-            raise too_long(limit, f"input {i} has {len(ids)} tokens", "input")
+            raise too_long(limit, f"input {i} has {len(ids)} tokens", param)
     return [Prompt(ids) for ids in found]
 
 
@@ -117,7 +150,11 @@ class Embeddings(Dialect):
         body = self._body
         states = [choice.pooled for choice in self._generation.choices]
         assert all(state is not None for state in states)
-        vectors = (self._pooler.finish(state, body.dimensions) for state in states if state is not None)
+        vectors = (
+            self._pooler.finish(state, body.dimensions, normalize=body.normalize)
+            for state in states
+            if state is not None
+        )
         code: Any = _base64 if body.encoding_format == "base64" else np.ascontiguousarray
         return orjson.dumps(self._answer([code(vector) for vector in vectors]), option=orjson.OPT_SERIALIZE_NUMPY)
 
@@ -146,8 +183,10 @@ class Pooler:
     prompts: dict[str, str] = field(default_factory=dict)  # text prefixes by name
     default: str = ""  # the prefix for requests that name none
 
-    def finish(self, state: bytes, dimensions: int | None) -> npt.NDArray[np.float32]:
-        """The normalized embedding `[dimensions]` of a pooled float32 hidden state. None keeps all dimensions."""
+    def finish(self, state: bytes, dimensions: int | None, *, normalize: bool = True) -> npt.NDArray[np.float32]:
+        """The embedding `[dimensions]` of a pooled float32 hidden state. None keeps all dimensions."""
+        if not normalize:
+            return np.frombuffer(state, np.float32)[:dimensions]
         vector = np.frombuffer(state, np.float32)[:dimensions].astype(np.float64)
         length = float(np.linalg.norm(vector))
         return (vector / (length or 1.0)).astype(np.float32)

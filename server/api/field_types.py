@@ -9,10 +9,11 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 
 from weft.engine.wire.sampling import BOUNDS, MAX_LOGIT_BIAS
 from weft.server.errors import clip
+from weft.server.text.stop_regex import StopPatterns
 
 MAX_PROMPTS = 1024
 MAX_INPUTS = 2048  # inputs per embeddings request, as at OpenAI
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_PARTS = 8192  # content parts per message
 INT32 = 2**31 - 1
@@ -55,6 +56,12 @@ def _parse_stop(value: Any) -> list[str]:
     return stops
 
 
+def _parse_stop_regex(value: Any) -> StopPatterns | None:
+    if isinstance(value, StopPatterns):
+        return value
+    return StopPatterns(patterns) if (patterns := _parse_stop(value)) else None
+
+
 def _parse_logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise ValueError("must be an object of token ids and numbers")
@@ -62,7 +69,7 @@ def _parse_logit_bias(value: Any) -> dict[int, float]:
         raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries")
     bias: dict[int, float] = {}
     for key, number in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
+        if not (type(key) is int or (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10)):
             raise ValueError(f"keys must be token ids, not {clip(key)!r}")
         if type(number) not in (int, float) or not _BIAS.hold(number):
             raise ValueError(f"values must be numbers {_BIAS.rule}")
@@ -132,11 +139,9 @@ Prompts = Annotated[list[str] | list[list[int]], PlainValidator(_parse_prompts),
 Inputs = Annotated[
     list[str] | list[list[int]], PlainValidator(partial(_parse_prompts, most=MAX_INPUTS)), _prompt_schema(MAX_INPUTS)
 ]
-Stop = Annotated[
-    list[str],
-    PlainValidator(_parse_stop),
-    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]}),
-]
+_STOP_SCHEMA = WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]})
+Stop = Annotated[list[str], PlainValidator(_parse_stop), _STOP_SCHEMA]
+StopRegex = Annotated[StopPatterns | None, PlainValidator(_parse_stop_regex), _STOP_SCHEMA]
 LogitBias = Annotated[
     dict[int, float],
     PlainValidator(_parse_logit_bias),

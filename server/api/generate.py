@@ -44,13 +44,13 @@ class Generation:
     def __init__(
         self, service: Service, body: GenerationBody, prompts: Sequence[Prompt], params: Sequence[SamplingParams],
         scope: Scope, *, show: frozenset[int] = frozenset(), grammar: Grammar | None = None,
-        stops: Sequence[str] | None = None, markup: tuple[str, str | None] | None = None,
+        stop: bool = True, markup: tuple[str, str | None] | None = None,
         names: tuple[bytes, ...] = (),
     ) -> None:  # fmt: skip
         """`params`: one per prompt. `scope`: the request's, with the entries that `middleware` adds.
 
-        `show`: special tokens to keep in the text. `stops`: replaces the body's stop strings. `markup`: marks between
-        which stop strings are ignored. `names`: the conversation's names."""
+        `show`: special tokens to keep in the text. `stop`: the body's stop strings and patterns end the text. `markup`:
+        marks between which they are ignored. `names`: the conversation's names."""
         if body.request_id is not None and not scope["weft.named"]:
             scope["weft.request_id"] = body.request_id
         self.service, self.body, self.prompts = service, body, prompts
@@ -58,7 +58,7 @@ class Generation:
         self.arrival: float = scope["weft.arrival"]  # `time.perf_counter()` when the request arrived
         self.choices: list[Choice] = []
         self._params = params
-        self._stops = body.stop if stops is None else stops
+        self._stops, self._patterns = (body.stop, body.stop_regex) if stop else ((), None)
         self._markup = markup
         self._names = names
         self._salt: str = scope["weft.salt"]
@@ -125,8 +125,8 @@ class Generation:
             i,
             stream,
             loaded.tokenizer.detokenizer(prompt.token_ids, show=self._show),
-            StopStrings(self._stops, include=body.include_stop_str_in_output, markup=self._markup)
-            if self._stops
+            StopStrings(self._stops, self._patterns, include=body.include_stop_str_in_output, markup=self._markup)
+            if self._stops or self._patterns is not None
             else None,
             self._ends,
             self._constraint,

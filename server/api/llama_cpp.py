@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import orjson
 from fastapi import APIRouter, Request, Response
@@ -103,6 +103,8 @@ _BIAS: dict[str, Any] = {"anyOf": [{"type": "object"}, {"type": "array"}]}
 
 
 class LlamaBody(LlamaSampling):
+    endpoint_path: ClassVar[str] = "/completion"
+
     prompt: Annotated[list[_Text], PlainValidator(_parse_prompt), WithJsonSchema(_PROMPT)]
     model: str | None = None
     min_p: float = bounded("min_p", 0.05)

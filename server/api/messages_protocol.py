@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import or_
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
 from pydantic import (
@@ -18,17 +18,24 @@ from pydantic import (
     Tag,
     model_validator,
 )
-from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import CoreSchema
 
 from weft.server.api.chat_message import MAX_MESSAGES
-from weft.server.api.field_types import INT32, MAX_PARTS, MAX_STOP_CHARS, CacheKey, CacheSalt, Priority, bounded
+from weft.server.api.field_types import (
+    INT32,
+    MAX_PARTS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    CacheKey,
+    CacheSalt,
+    Priority,
+    bounded,
+)
 from weft.server.bodies import Body
 from weft.server.errors import bad_request, clip
 from weft.server.tools.cache_control import CacheControl
+from weft.server.tools.template import MAX_VARIABLES
 from weft.server.tools.tools import MAX_TOOLS, FunctionName
-
-MAX_STOP_SEQUENCES = 16
 
 
 class MessagesError(BaseModel, extra="forbid"):
@@ -155,6 +162,8 @@ Block = _one_of(*_SHOWN, ToolUseBlock, ToolResultBlock, ThinkingBlock, RedactedT
 
 
 class Message(Body):
+    keeps_unknown: ClassVar[bool] = True
+
     role: Literal["user", "assistant", "system"]
     """`system`: an instruction that applies from here on; it keeps its position."""
     content: _text_or(Block)  # type: ignore[valid-type]
@@ -230,19 +239,19 @@ class CountTokensBody(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    mcp_servers: SkipJsonSchema[Any] = None
+    chat_template_kwargs: dict[str, Any] = Field({}, max_length=MAX_VARIABLES)
+    """Template variables, such as `enable_thinking`."""
     cache_control: CacheControl | None = None  # retain the full prompt in the cache
 
     def as_chat(self) -> dict[str, Any]:
         """The fields of the equivalent `ChatBody`. Raises `ApiError`."""
-        if self.mcp_servers:
-            raise bad_request("mcp_servers is not supported; call MCP servers from the client.", "mcp_servers")
         messages = list(_chat_messages(self.messages))
         if system := _text(self.system):
             messages.insert(0, {"role": "system", "content": system, **_mark(self.system)})
         if not messages:
             raise bad_request("messages: must have content.", "messages")
-        fields: dict[str, Any] = {"model": self.model, "messages": messages, "cache_control": self.cache_control}
+        names = ("model", "cache_control", "chat_template_kwargs")
+        fields: dict[str, Any] = {"messages": messages, **{name: getattr(self, name) for name in names}}
         if messages[-1]["role"] == "assistant":  # the answer continues it
             fields |= {"add_generation_prompt": False, "continue_final_message": True}
         if self.tools:
@@ -278,10 +287,12 @@ class CountTokensBody(Body):
 
 
 class MessagesBody(CountTokensBody):
+    endpoint_path: ClassVar[str] = "/v1/messages"
+
     max_tokens: int = bounded("max_tokens", le=INT32)
     """0 computes and caches the prompt without an answer. Larger values are clamped to the context."""
     stop_sequences: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] = Field(
-        [], max_length=MAX_STOP_SEQUENCES
+        [], max_length=MAX_STOP_STRINGS
     )
     stream: bool = False
     temperature: float = bounded("temperature", 1.0)

@@ -22,6 +22,7 @@ from weft.server.api import docs, ui
 from weft.server.api.aliases import ADMIN_ALIASES, INVOCATIONS, canonical
 from weft.server.api.browsers import BrowserChecks
 from weft.server.api.operations import FAVICON
+from weft.server.api.other_fields import IGNORED_HEADER
 from weft.server.api.protocol import REQUEST_ID
 from weft.server.api.service import Service
 from weft.server.batches.files import MAX_FILE_BYTES
@@ -56,7 +57,7 @@ class Trace:
     canonical, counts its status, logs it, and records a span.
 
     `scope["weft.named"]`: the client set the id; otherwise it may still change. `scope["weft.generation"]`: set by
-    `Answer`; its `usage()` is logged.
+    `Answer`; its `usage()` is logged. `scope["weft.ignored"]`: set by `JsonRequest`, the value of `IGNORED_HEADER`.
     """
 
     def __init__(
@@ -89,6 +90,8 @@ class Trace:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [*message.get("headers", ()), (b"x-request-id", scope["weft.request_id"].encode())]
+                if ignored := scope.get("weft.ignored"):
+                    headers.append((IGNORED_HEADER.encode(), ignored.encode()))
                 if scope["weft.anthropic"]:
                     headers.append((b"request-id", scope["weft.request_id"].encode()))
                 if context is not None:
@@ -147,10 +150,10 @@ class Authorise:
     ) -> None:  # fmt: skip
         """`keys`, `admin_key`: digests. `salted`: keys do not share cached prefixes."""
         self._app = app
+        self._browsers = browsers
         self._keys = keys
         self._admin_keys = [admin_key] if admin_key is not None else []
         self._limits = limits
-        self._browsers = browsers
         self._salted = salted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -158,10 +161,10 @@ class Authorise:
             await self._app(scope, receive, send)
             return
         key, error = self._key(scope)
+        error = self._browsers.refusal(scope) or error
         scope["weft.key"] = key
         scope["weft.charge"] = partial(self._limits.charge, key)
         scope["weft.salt"] = f"{self._keys[key].hex()[:32]}:" if self._salted and self._keys else ""
-        error = self._browsers.refusal(scope) or error
         scope["weft.client"] = f"key {key}" if self._keys else (scope.get("client") or ("",))[0]
         limited = scope["path"] in LIMITED_PATHS and scope["method"] == "POST"
         if error is None and limited:

@@ -45,7 +45,9 @@ class ModelText:
         )
         if truncation is None:
             return ids
-        return [truncation.ids(i, self._tokenizer.bos_token_id if add_special_tokens else None) for i in ids]
+        bos = self._tokenizer.bos_token_id if add_special_tokens else None
+        ending = [i for i in encode("", add_special_tokens=True) if i != bos] if add_special_tokens else []
+        return [truncation.ids(i, bos, ending) for i in ids]
 
     async def encode_inputs(
         self, inputs: Sequence[Any], *, add_special_tokens: bool, param: str, truncation: Truncation | None = None
@@ -116,6 +118,7 @@ class ModelText:
         """Check the token ids in a body's sampling fields. Raises `ApiError`."""
         self.check_ids(body.stop_token_ids, "stop_token_ids")
         self.check_ids(list(body.logit_bias), "logit_bias")
+        self.check_ids(body.logprob_token_ids, "logprob_token_ids")
         self.check_ids(body.allowed_token_ids or [], "allowed_token_ids", at_most=self._ready.vocab_size)
 
     def check_ids(self, ids: Sequence[int], param: str, *, at_most: int | None = None) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from weft.engine.wire.grammar_text import literal
-from weft.engine.wire.sampling import MAX_STOP_TOKENS, SamplingParams
+from weft.engine.wire.sampling import MAX_LOGPROB_IDS, MAX_STOP_TOKENS, SamplingParams
 from weft.server.api.chat_message import Messages
 from weft.server.api.field_types import (
     INT32,
@@ -20,6 +20,7 @@ from weft.server.api.field_types import (
     Priority,
     Prompts,
     Stop,
+    StopRegex,
     TokenId,
     TokenIds,
     bounded,
@@ -30,6 +31,7 @@ from weft.server.errors import bad_request
 from weft.server.text.tokenizer import Side, Tokenizer, Truncation
 from weft.server.tools.cache_control import MINUTES, CacheControl
 from weft.server.tools.structured import (
+    PLAIN,
     Grammar,
     LegacyConstraints,
     ResponseFormat,
@@ -39,7 +41,7 @@ from weft.server.tools.structured import (
     of_response_format,
     of_structured_outputs,
 )
-from weft.server.tools.template import TemplateBody
+from weft.server.tools.template import TemplateBody, ThinkingSwitch
 from weft.server.tools.tool_format import Marker
 from weft.server.tools.tools import AllowedTools, NamedToolChoice, ToolChoice, names_of
 
@@ -66,8 +68,8 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class SamplingFields(Body):
-    """Sampling and scheduling fields of all generating endpoints."""
+class SamplingFields(LegacyConstraints):
+    """Sampling, output and scheduling fields of all endpoints of OpenAI's that generate."""
 
     min_tokens: int = bounded("min_tokens", 0, le=INT32)
     temperature: float = bounded("temperature", 1.0)
@@ -79,9 +81,22 @@ class SamplingFields(Body):
     frequency_penalty: float = bounded("frequency_penalty", 0.0)
     repetition_penalty: float = bounded("repetition_penalty", 1.0)
     logit_bias: LogitBias = Field({})
+    logprob_token_ids: TokenIds = Field([], max_length=MAX_LOGPROB_IDS)
+    """Tokens whose log-probabilities to return besides the sampled token's, instead of the most likely ones."""
     stop: Stop = Field([])
+    stop_regex: StopRegex = None
+    """Patterns that end the output like stop strings, see `text.stop_regex`."""
     stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_TOKENS)
+    include_stop_str_in_output: bool = False
+    no_stop_trim: SkipJsonSchema[bool] = False  # SGLang's `include_stop_str_in_output`
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1)
+    bad_words: Words = Field([])
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    max_thinking_tokens: int | None = Field(None, ge=0, le=INT32)
+    """Tokens after which thinking is ended."""
     priority: Priority = 0
     cache_salt: CacheSalt = ""
     prompt_cache_key: CacheKey | None = None
@@ -100,14 +115,13 @@ class SamplingFields(Body):
         return MINUTES if self.prompt_cache_retention is not None or self.prompt_cache_key is not None else 0.0
 
 
-class GenerationBody(SamplingFields, LegacyConstraints):
+class GenerationBody(SamplingFields):
     """Fields shared by completions and chat."""
 
     model: str | None = None
     max_tokens: int | None = bounded("max_tokens", None, le=INT32)
     n: int = Field(1, ge=1, le=128)
     best_of: int | None = Field(None, ge=1, le=128)
-    include_stop_str_in_output: bool = False
     prompt_logprobs: int | None = bounded("prompt_logprobs", None)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -117,27 +131,13 @@ class GenerationBody(SamplingFields, LegacyConstraints):
     """Default: true for prompts, false for messages, whose template adds its own."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32)  # -1: the context minus the output
     truncation_side: Side = "left"
-    skip_special_tokens: bool = True
     return_tokens_as_token_ids: bool = False
     return_token_ids: bool = False
-    allowed_token_ids: TokenIds | None = Field(None, min_length=1)
-    bad_words: Words = Field([])
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     n_predict: SkipJsonSchema[int | None] = Field(None, ge=-1, le=INT32)
     """llama.cpp's `max_tokens`; -1: the rest of the context."""
-    no_stop_trim: SkipJsonSchema[bool] = False  # SGLang's `include_stop_str_in_output`
-    use_beam_search: SkipJsonSchema[Any] = None
-    logits_processors: SkipJsonSchema[Any] = None
-    prompt_embeds: SkipJsonSchema[Any] = None
-    kv_transfer_params: SkipJsonSchema[Any] = None
-    """Fields of other servers that are rejected, because ignoring them would change the answer."""
 
     def check(self) -> None:
-        """Check rules between fields and reject unsupported ones. Raises `ApiError`."""
-        for name in ("use_beam_search", "logits_processors", "prompt_embeds", "kv_transfer_params"):
-            if getattr(self, name):
-                raise bad_request(f"{name} is not supported.", name)
+        """Check rules between fields. Raises `ApiError`."""
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options requires stream: true.", "stream_options")
         if self.best_of not in (None, 1, self.n):
@@ -145,6 +145,16 @@ class GenerationBody(SamplingFields, LegacyConstraints):
         if self.max_tokens is None and self.n_predict is not None and self.n_predict >= 0:
             self.max_tokens = self.n_predict
         self.include_stop_str_in_output |= self.no_stop_trim
+        has_json = (
+            (self.response_format is not None and "json" in self.response_format.type)
+            or (self.structured_outputs is not None and self.structured_outputs.is_json)
+            or self.guided_json is not None
+            or self.json_schema is not None
+        )
+        styles = {"structured_outputs": self.structured_outputs, "guided_whitespace_pattern": self}
+        for name, styled in styles.items():
+            if not has_json and styled is not None and styled.json_style not in (None, PLAIN):
+                raise bad_request(f"{name}: whitespace and additional properties need a constraint to JSON.", name)
         if self.stream and self.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs cannot be streamed.", "prompt_logprobs")
         if len(asked := self._writers(literal)) > 1:
@@ -167,15 +177,29 @@ class GenerationBody(SamplingFields, LegacyConstraints):
         left = max_model_len - (1 if output is None else output)
         return Truncation(max(0, left) if limit < 0 else limit, self.truncation_side)
 
+    def _requested_logprobs(self, top: int | None, field: str) -> int | None:
+        """The number of most likely tokens to return: none besides `logprob_token_ids`. Raises `ApiError`."""
+        if not self.logprob_token_ids:
+            return top
+        if top and top != len(self.logprob_token_ids):
+            raise bad_request(f"Give either {field} or logprob_token_ids.", "logprob_token_ids")
+        return 0
+
+    def shown_logprobs(self, top: int | None) -> int:
+        """The number of log-probabilities to show per token. `top`: the number of most likely ones."""
+        return len(dict.fromkeys(self.logprob_token_ids)) or top or 0
+
     def namer(self, tokenizer: Tokenizer) -> Callable[[int], str]:
         """How log-probabilities name tokens."""
         return "token_id:{}".format if self.return_tokens_as_token_ids else tokenizer.token_text
 
     def _writers(self, marker: Marker) -> list[Writer]:
-        asked = [of_response_format(self.response_format, marker)] if self.response_format is not None else []
-        if self.structured_outputs is not None:
-            asked.append(of_structured_outputs(self.structured_outputs, marker))
-        return [writer for writer in asked if writer is not None] or self.legacy_writers()
+        given = self.structured_outputs
+        json = self.json_style if given is None or given.json_style is None else given.json_style
+        asked = [] if self.response_format is None else [of_response_format(self.response_format, marker, json)]
+        if given is not None:
+            asked.append(of_structured_outputs(given, marker, json))
+        return [writer for writer in asked if writer is not None] or self.legacy_writers(json)
 
     def sampling(
         self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None, grammar: Grammar | None = None
@@ -185,6 +209,7 @@ class GenerationBody(SamplingFields, LegacyConstraints):
             **{name: getattr(self, name) for name in _SAMPLING_FIELDS},
             max_tokens=max_tokens,
             stop_token_ids=tuple(self.stop_token_ids),
+            logprob_token_ids=tuple(dict.fromkeys(self.logprob_token_ids)) if logprobs is not None else (),
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(dict.fromkeys(self.allowed_token_ids)),
             bad_words=tuple(self.bad_words),
             logprobs=logprobs,
@@ -194,21 +219,29 @@ class GenerationBody(SamplingFields, LegacyConstraints):
         )
 
 
-_CONVERTED = {"max_tokens", "stop_token_ids", "prompt_logprobs", "allowed_token_ids", "bad_words", "grammar"}
+_CONVERTED = {
+    "max_tokens",
+    "stop_token_ids",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "allowed_token_ids",
+    "bad_words",
+    "grammar",
+}
 _SAMPLING_FIELDS = (set(SamplingParams.__struct_fields__) & set(GenerationBody.model_fields)) - _CONVERTED
 """Fields that are passed to the engine unchanged under the same name."""
 
 
 class CompletionBody(GenerationBody):
+    endpoint_path: ClassVar[str] = "/v1/completions"
+
     prompt: Prompts
-    suffix: str | None = None
     echo: bool = False
     logprobs: int | None = bounded("logprobs", None)
 
     def check(self) -> None:
         super().check()
-        if self.suffix:
-            raise bad_request("suffix is not supported by this model.", "suffix")
+        self.logprobs = self._requested_logprobs(self.logprobs, "logprobs")
         if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
             raise bad_request("max_tokens must be at least 1; 0 requires echo, to score a prompt.", "max_tokens")
         if self.n * len(self.prompt) > MAX_SEQUENCES:
@@ -225,13 +258,11 @@ class Reasoning(Body):
 
 
 class ChatBody(GenerationBody, TemplateBody):
+    endpoint_path: ClassVar[str] = "/v1/chat/completions"
+
     messages: Messages
     cache_control: CacheControl | None = None  # retain the full prompt in the cache
     include_reasoning: bool = True  # include the model's thinking in the answer
-    max_thinking_tokens: int | None = Field(
-        None, ge=0, le=INT32, validation_alias=AliasChoices("max_thinking_tokens", "thinking_token_budget")
-    )
-    """Tokens after which thinking is ended."""
     reasoning: Reasoning | None = None
     max_completion_tokens: int | None = bounded("max_tokens", None, le=INT32)
     logprobs: bool = False
@@ -239,12 +270,6 @@ class ChatBody(GenerationBody, TemplateBody):
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     echo: bool = False  # start the answer with the last message if it is the assistant's
-    functions: SkipJsonSchema[Any] = None
-    function_call: SkipJsonSchema[Any] = None  # the oldest form of tools, rejected
-    modalities: SkipJsonSchema[list[str] | None] = None
-    audio: SkipJsonSchema[Any] = None
-    web_search_options: SkipJsonSchema[Any] = None
-    """Fields of other servers that are rejected unless they ask for text."""
 
     @property
     def output_limit(self) -> int | None:
@@ -256,16 +281,10 @@ class ChatBody(GenerationBody, TemplateBody):
             raise bad_request("max_tokens must be at least 1.", "max_tokens")
         self._drop_disallowed_tools()
         self._apply_reasoning()
-        if self.top_logprobs and not self.logprobs:
-            raise bad_request("top_logprobs requires logprobs: true.", "top_logprobs")
-        for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
-            if getattr(self, name):
-                raise bad_request(f"{name} is not supported; use {instead}.", name)
-        if set(self.modalities or ()) - {"text"}:
-            raise bad_request("modalities: only text is supported.", "modalities")
-        for name in ("audio", "web_search_options"):
-            if getattr(self, name) is not None:
-                raise bad_request(f"{name} is not supported.", name)
+        for name in ("top_logprobs", "logprob_token_ids"):
+            if getattr(self, name) and not self.logprobs:
+                raise bad_request(f"{name} requires logprobs: true.", name)
+        self.top_logprobs = self._requested_logprobs(self.top_logprobs, "top_logprobs")
         if self.tool_choice not in ("none", "auto") and not self.tools:
             raise bad_request("tool_choice requires tools.", "tool_choice")
         if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names_of(self.tools):
@@ -273,7 +292,9 @@ class ChatBody(GenerationBody, TemplateBody):
         self.check_template()
 
     def _apply_reasoning(self) -> None:
-        """Copy the options of `reasoning` to their own fields."""
+        """Copy the options of `thinking` and `reasoning` to their own fields."""
+        if isinstance(self.thinking, ThinkingSwitch) and self.max_thinking_tokens is None:
+            self.max_thinking_tokens = self.thinking.budget_tokens
         if (asked := self.reasoning) is None:
             return
         self.include_reasoning &= not asked.exclude
@@ -309,6 +330,7 @@ class TokenizeBody(TemplateBody):
     model: str | None = None
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
     messages: Messages | None = None
+    tool_choice: ToolChoice = "auto"  # none leaves the tools out
     add_special_tokens: bool | None = None
     """Default: true for prompts, false for messages, whose template adds its own."""
     return_token_strs: bool = False

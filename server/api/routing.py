@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
+from weft.server.api.other_fields import report, translated, unknown_fields
 from weft.server.api.service import Service
 from weft.server.bodies import Body, parse_json
 from weft.server.errors import ApiError, bad_request, clip
@@ -44,20 +45,30 @@ class JsonRequest(Request):
         return self._parsed
 
     def _read(self, data: bytes) -> Any:
-        """The parsed JSON; for a large body the validated model, which FastAPI accepts as is."""
+        """The validated model, which FastAPI accepts as is; JSON that is no object as it is. Reports unknown fields."""
         service: Service = self.app.state.service
         try:
             service.body_bounds.check(data)
             value = parse_json(data)
         except ValueError as error:
             raise bad_request(f"The body is not valid JSON: {clip(str(error))}", code="invalid_json") from None
-        if len(data) <= LARGE_BODY or self.model is None:
+        if self.model is None or not isinstance(value, dict):
             return value
+        fields, aliases = translated(self.model, value)
         try:
-            return self.model.model_validate(value)
+            body = self.model.model_validate(fields)
         except ValidationError as error:
-            errors = [{**e, "loc": ("body", *e["loc"])} for e in error.errors()]
+            errors = [{**e, "loc": ("body", *_as_sent(e["loc"], aliases))} for e in error.errors()]
             raise RequestValidationError(errors, body=value) from None
+        if unknown := list(unknown_fields(body, value)):
+            path = self.scope["path"]
+            self.scope["weft.ignored"] = report(path, unknown, strict=service.config.strict_fields)
+        return body
+
+
+def _as_sent(path: tuple[int | str, ...], aliases: dict[str, str]) -> tuple[int | str, ...]:
+    """The path of a field under the name that the client used."""
+    return (aliases.get(path[0], path[0]), *path[1:]) if path and isinstance(path[0], str) else path
 
 
 class JsonRoute(APIRoute):

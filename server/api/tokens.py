@@ -42,8 +42,9 @@ async def tokenize(body: TokenizeBody, request: Request, service: ServiceOf) -> 
         return await tokenize_content(body, service)
     loaded, prompts = service.loaded, body.prompt
     if body.messages is not None and prompts is None:
+        tools = [] if body.tool_choice == "none" else body.tools
         ids, _ = await loaded.text.encode_chat(
-            *template_input(body, body.messages, body.tools, service), add_special_tokens=bool(body.add_special_tokens)
+            *template_input(body, body.messages, tools, service), add_special_tokens=bool(body.add_special_tokens)
         )
         all_ids = [ids]
     elif prompts is not None and body.messages is None:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
 from starlette.requests import Request
 
 from weft.engine.wire.messages import Retention
@@ -20,7 +19,7 @@ from weft.server.api.constraint import constrain_answer
 from weft.server.api.generate import Generation, Prompt, output_limit
 from weft.server.api.protocol import ChatBody
 from weft.server.api.service import Service
-from weft.server.api.turn_parser import TurnParser
+from weft.server.api.turn_parser import TurnParser, bounded_thinking
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.tools import NamedToolChoice
 
@@ -53,9 +52,7 @@ async def begin_turn(
         prompt_logprobs=body.prompt_logprobs,
         grammar=grammar,
     )
-    if thinking is not None and (budget := body.max_thinking_tokens) is not None:
-        limit = thinking.limit(budget, tokenizer, tools=form is not None)
-        params = msgspec.structs.replace(params, thinking=limit)
+    params = bounded_thinking(params, thinking, body.max_thinking_tokens, tokenizer, tools=form is not None)
     retention: tuple[Retention, ...] = ()
     if marks := marks_of(body, by_key=retain_by_key):
         retention = await service.offload(lambda: retention_of(marks, body, prompt.text, prompt.ids, tokenizer))
@@ -70,7 +67,7 @@ async def begin_turn(
         show=frozenset(token_id for token_id in marker_ids if token_id is not None),
         grammar=grammar,
         # A forced call is markup only, so stop strings have no text to end.
-        stops=() if chat.must_call else body.stop,
+        stop=not chat.must_call,
         markup=form.markup if form is not None else None,
         names=chat.names,
     )

@@ -12,12 +12,12 @@ Name = Callable[[int], str]  # names a token
 FLOOR = -9999.0  # stands for minus infinity, which JSON lacks
 
 
-def _best(entry: TokenLogprobs, top: int) -> list[tuple[int, float]]:
-    """The `top` best tokens, best first, followed by the token itself if it is not among them."""
+def _best(entry: TokenLogprobs, top: int, *, own: bool = True) -> list[tuple[int, float]]:
+    """The `top` best (or requested) tokens, best first; with `own`, followed by the token if it is not among them."""
     ids, values = entry.ids, entry.values
     best = ids[1 : 1 + top]
     pairs = [*zip(best, values[1:], strict=False)]
-    if ids[0] not in best:
+    if own and ids[0] not in best:
         pairs.append((ids[0], values[0]))
     return pairs if min(values) >= FLOOR else [(token_id, max(value, FLOOR)) for token_id, value in pairs]
 
@@ -40,16 +40,17 @@ def completion_logprobs(
 
 
 def chat_logprobs(
-    name: Name, data: Callable[[int], bytes], entries: Sequence[TokenLogprobs], top: int
+    name: Name, data: Callable[[int], bytes], entries: Sequence[TokenLogprobs], top: int, *, own: bool = False
 ) -> dict[str, Any]:
-    """The `logprobs` object of a chat choice, with `top` alternatives per token. `data`: the bytes of a token."""
+    """The `logprobs` object of a chat choice, with at most `top` alternatives per token. `data`: the bytes of a token.
+    `own`: the token itself is always among them."""
 
     def shown(token_id: int, value: float) -> dict[str, Any]:
         return {"token": name(token_id), "logprob": value, "bytes": list(data(token_id))}
 
     content = []
     for entry in entries:
-        others = [shown(token_id, value) for token_id, value in _best(entry, top)] if top else []
+        others = [shown(token_id, value) for token_id, value in _best(entry, top, own=own)] if top else []
         content.append({**shown(entry.ids[0], max(entry.values[0], FLOOR)), "top_logprobs": others})
     return {"content": content, "refusal": None}
 

@@ -1,22 +1,27 @@
-"""Stop strings in text that arrives in pieces, independent of token boundaries."""
+"""Stop strings and patterns in text that arrives in pieces, independent of token boundaries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from weft.server.text.stop_regex import PatternSearch, StopPatterns
+
 
 class StopStrings:
-    """Cuts a text at the stop string that completes first.
+    """Cuts a text at the stop string or match of a pattern that completes first.
 
-    Text that could begin a stop string is held back: at most `max(len(stop)) - 1` characters. `matched` is the stop
-    string found; nothing is emitted after it. With `include` it is part of the text. Stop strings are ignored inside
-    `markup`, from its first mark to its second, or to the end if there is no second.
+    Text that could begin one is held back: at most `max(len(stop)) - 1` characters, `MAX_MATCH_CHARS` with patterns.
+    `matched` is the stop string or pattern found; nothing is emitted after it. With `include` the text found is part of
+    the text. Both are ignored inside `markup`, from its first mark to its second, or to the end if there is no second.
     """
 
     def __init__(
-        self, stops: Sequence[str], *, include: bool = False, markup: tuple[str, str | None] | None = None
-    ) -> None:
+        self, stops: Sequence[str], patterns: StopPatterns | None = None, *, include: bool = False,
+        markup: tuple[str, str | None] | None = None,
+    ) -> None:  # fmt: skip
         self._stops = tuple(stops)
+        self._search = None if patterns is None else PatternSearch(patterns)
+        self._searched = 0  # characters of `_held` that `_search` has read
         self._include = include
         self._markup = markup
         self._inside = False  # the text is inside markup
@@ -25,7 +30,7 @@ class StopStrings:
 
     def feed(self, text: str) -> str:
         """The text that is safe to show so far."""
-        if not self._stops:
+        if not self._stops and self._search is None:
             return text
         if self.matched is not None or not text:
             return ""
@@ -44,10 +49,15 @@ class StopStrings:
     def _read(self, buffer: str) -> str:
         """The part of plain text that can be shown; the rest is held back."""
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        held = self._possible_start(buffer)
+        if self._search is not None:
+            if (match := self._search.feed(buffer[self._searched :])) is not None:
+                before, after, pattern = match
+                found.append((len(buffer) - after, len(buffer) - before, pattern))
+            held = self._searched = max(held, self._search.held)
         if found:
             end, at, self.matched = min(found)
             return buffer[: end if self._include else at]
-        held = self._possible_start(buffer)
         self._held = buffer[len(buffer) - held :]
         return buffer[: len(buffer) - held]
 
@@ -67,7 +77,9 @@ class StopStrings:
                 break
             if self.matched is None:
                 shown += self._held + mark  # stop strings do not extend into markup
-                self._held = ""
+                self._held, self._searched = "", 0
+                if self._search is not None:
+                    self._search.reset()
             self._inside, buffer = not self._inside, rest
         return shown
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 from pydantic import BaseModel
 
 from weft.engine.config import TOKENIZER_FILES
@@ -208,8 +208,23 @@ class Tokenizer:
         try:
             return self._render(conversation, arguments)
         except (TemplateError, TypeError, ValueError, LookupError) as error:  # templates raise them for odd messages
-            reason = clip(self.without_seams(str(error)))
+            self._blame_tool(conversation, arguments)
+            # the template's own words, or those of Python, which say nothing to a client
+            own = isinstance(error, TemplateError) and not isinstance(error, UndefinedError)
+            reason = clip(self.without_seams(str(error))) if own else "a field has a value that it does not expect."
             raise bad_request(f"The chat template rejects these messages: {reason}", "messages") from error
+
+    def _blame_tool(self, conversation: list[dict[str, Any]], arguments: Mapping[str, Any]) -> None:
+        """Raises `ApiError` if the conversation can be rendered, but not with one of the tools."""
+        for i, tool in enumerate([None, *(arguments.get("tools") or ())]):
+            try:
+                self._render(conversation, {**arguments, "tools": tool and [tool]})
+            except (TemplateError, TypeError, ValueError, LookupError) as error:
+                if tool is None:
+                    return
+                what = f"tools[{i - 1}].function.parameters"
+                why = "the chat template cannot render this schema; a value has a type that it does not expect"
+                raise bad_request(f"{what}: {why}", what) from error
 
     def _render(self, conversation: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
         if all(message["content"] is not None for message in conversation):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
@@ -100,8 +101,42 @@ StructuralTag = Annotated[
 ]
 
 
+class JsonStyle(NamedTuple):
+    """How JSON is written."""
+
+    whitespace: str | None = None  # pattern of whitespace between tokens; empty for none; None for the server's
+    closed: bool = False  # objects have no properties besides those of the schema
+
+    def grammar(self, schema: dict[str, Any] | bool, *, lenient: bool = False) -> str:
+        schema = closed(schema) if self.closed else schema
+        space = grammar_text.WHITESPACE if self.whitespace is None else self.whitespace
+        return grammar_text.json_schema(schema, lenient=lenient, whitespace=space)
+
+
+PLAIN = JsonStyle()
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("enum", "const", "default", "examples")
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects with `properties` have no others, unless it says so."""
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {
+        key: value
+        if key in _VALUES
+        else {name: closed(inner) for name, inner in value.items()}
+        if key in _MAPS and isinstance(value, dict)
+        else closed(value)
+        for key, value in schema.items()
+    }
+    return {"additionalProperties": False, **out} if {"properties", "patternProperties"} & out.keys() else out
+
+
 class StructuredOutputs(Body):
-    """Exactly one constraint."""
+    """One constraint. The switches of JSON may also stand alone and apply to `response_format`."""
 
     json_: Schema | None = Field(None, alias="json")
     json_object: bool = False
@@ -109,18 +144,33 @@ class StructuredOutputs(Body):
     choice: Choices | None = None
     grammar: GrammarText | None = None
     structural_tag: StructuralTag | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: MaybeGrammarText | None = None
+    """Regular expression of the whitespace between tokens of JSON."""
+    disable_additional_properties: bool = False
+    """Objects have only the properties that the schema names, unless it has `additionalProperties`."""
+
+    @property
+    def json_style(self) -> JsonStyle | None:
+        space = "" if self.disable_any_whitespace else self.whitespace_pattern or None
+        style = JsonStyle(space, self.disable_additional_properties)
+        return None if style == PLAIN else style
+
+    @property
+    def is_json(self) -> bool:
+        return self.json_ is not None or self.json_object
 
     @model_validator(mode="after")
     def _is_one(self) -> StructuredOutputs:
-        if len(self.given(literal)) != 1:
+        if len(given := self.given(literal)) != 1 and (given or self.json_style is None):
             raise ValueError("give exactly one of json, json_object, regex, choice, grammar and structural_tag")
         return self
 
-    def given(self, marker: Marker) -> list[Callable[[], str]]:
-        """Return a function that writes the grammar for each given constraint."""
+    def given(self, marker: Marker, json: JsonStyle = PLAIN) -> list[Callable[[], str]]:
+        """Return a function that writes the grammar for each given constraint. `json`: how to write JSON."""
         given: tuple[tuple[Any, Callable[..., str]], ...] = (
-            (self.json_, grammar_text.json_schema),
-            ({"type": "object"} if self.json_object else None, grammar_text.json_schema),
+            (self.json_, json.grammar),
+            ({"type": "object"} if self.json_object else None, json.grammar),
             (self.regex, grammar_text.regex),
             (self.choice, grammar_text.choice),
             (self.grammar, grammar_text.grammar),
@@ -134,21 +184,22 @@ class StructuredOutputs(Body):
 Writer = tuple[str, Callable[[], str]]  # (field of the request, function that writes its grammar).
 
 
-def of_response_format(asked: ResponseFormat, marker: Marker) -> Writer | None:
-    """Return the writer of a `response_format`; None for plain text. `marker`: writes marks for the model."""
+def of_response_format(asked: ResponseFormat, marker: Marker, json: JsonStyle = PLAIN) -> Writer | None:
+    """Return the writer of a `response_format`; None for plain text. `marker`: writes marks for the model. `json`: how
+    to write JSON."""
     if asked.type == "text":
         return None
     if asked.type == "structural_tag":
         return "response_format", lambda: structural_tag(asked.structural_tag, marker)
     if (given := asked.json_schema) is not None:
-        return "response_format", lambda: grammar_text.json_schema(given.schema_, lenient=not given.strict)
+        return "response_format", lambda: json.grammar(given.schema_, lenient=not given.strict)
     schema: dict[str, Any] | bool = {"type": "object"} if asked.schema_ is None else asked.schema_
-    return "response_format", lambda: grammar_text.json_schema(schema, lenient=True)
+    return "response_format", lambda: json.grammar(schema, lenient=True)
 
 
-def of_structured_outputs(asked: StructuredOutputs, marker: Marker) -> Writer:
-    (write,) = asked.given(marker)
-    return "structured_outputs", write
+def of_structured_outputs(asked: StructuredOutputs, marker: Marker, json: JsonStyle = PLAIN) -> Writer | None:
+    """Return the writer of `structured_outputs`; None if they only have switches."""
+    return next((("structured_outputs", write) for write in asked.given(marker, json)), None)
 
 
 class LegacyConstraints(Body):
@@ -163,22 +214,29 @@ class LegacyConstraints(Body):
     regex: MaybeGrammarText | None = None
     ebnf: MaybeGrammarText | None = None
     grammar: MaybeGrammarText | None = None
+    guided_whitespace_pattern: MaybeGrammarText | None = None
 
-    def legacy_writers(self) -> list[Writer]:
-        """Return a writer for each given constraint."""
+    @property
+    def json_style(self) -> JsonStyle:
+        return JsonStyle(self.guided_whitespace_pattern or None)
+
+    def legacy_writers(self, json: JsonStyle) -> list[Writer]:
+        """Return a writer for each given constraint. `json`: how to write JSON."""
         out: list[Writer] = []
-        for name in LegacyConstraints.model_fields:
+        for name, write in _LEGACY.items():
             if (value := getattr(self, name)) is not None and value != "":
-                write, lenient = _LEGACY[name.removeprefix("guided_")], name == "json_schema"
-                out.append((name, partial(write, value, lenient=lenient) if "json" in name else partial(write, value)))
+                out.append((name, partial(write, value)))
+        for name in ("guided_json", "json_schema"):
+            if (value := getattr(self, name)) is not None:
+                out.append((name, partial(json.grammar, value, lenient=name == "json_schema")))
         return out
 
 
 _LEGACY: dict[str, Callable[..., str]] = {
-    "json": grammar_text.json_schema,
-    "json_schema": grammar_text.json_schema,
+    "guided_regex": grammar_text.regex,
+    "guided_choice": grammar_text.choice,
+    "guided_grammar": grammar_text.grammar,
     "regex": grammar_text.regex,
-    "choice": grammar_text.choice,
     "grammar": grammar_text.grammar,
     "ebnf": grammar_text.grammar,
 }
@@ -222,6 +280,8 @@ _EXPLAINED = (
     ("too many states", "it is too complex"),
 )
 """Messages of the library, and explanations."""
+_IN_TOOLS = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: (.*?)(?:\s+\d+ \| .*)?$", re.DOTALL)
+"""The library's error for a schema inside a grammar of this server, which the client did not write."""
 
 
 def explain(reason: str) -> str:
@@ -229,4 +289,4 @@ def explain(reason: str) -> str:
     for part, meaning in _EXPLAINED:
         if part in reason:
             return meaning
-    return reason.replace(" <non-verbose/>", "")
+    return _IN_TOOLS.sub(r"\1", reason.replace(" <non-verbose/>", ""))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -30,6 +30,13 @@ _EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 Documents = Annotated[list[dict[str, str]], Field(max_length=MAX_DOCUMENTS)]
 
 
+class ThinkingSwitch(Body):
+    """Anthropic's, DeepSeek's and GLM's form of `enable_thinking`. `adaptive` and `auto` leave it to the template."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: int | None = Field(None, ge=0, le=2**31 - 1)  # `max_thinking_tokens` of a chat
+
+
 class TemplateBody(Body):
     tools: Tools = Field([])
     documents: Documents = Field([])
@@ -40,20 +47,30 @@ class TemplateBody(Body):
     """A template variable; templates without it ignore it."""
     enable_thinking: bool | None = None
     """Whether the model reasons before it answers, if its template supports the switch."""
+    thinking: bool | ThinkingSwitch | None = None
+    """Another form of `enable_thinking`."""
     chat_template_kwargs: dict[str, Any] = Field({}, max_length=MAX_VARIABLES)
     """Template variables, such as `enable_thinking`."""
+
+    @property
+    def thinks(self) -> bool | None:
+        """`enable_thinking`, in any of its forms."""
+        switch = self.thinking
+        if isinstance(switch, ThinkingSwitch):
+            switch = {"enabled": True, "disabled": False}.get(switch.type)
+        return switch if self.enable_thinking is None else self.enable_thinking
 
     def _thinking(self, template: str) -> dict[str, Any]:
         """Return the template variables that control reasoning."""
         given, effort = self.chat_template_kwargs, self.reasoning_effort
-        on = self.enable_thinking
+        on = asked_for = self.thinks
         if on is None:
             on = next((given[name] for name in _SWITCHES if isinstance(given.get(name), bool)), None)
         if on is None and effort is not None:
             on = effort != "none"
         out: dict[str, Any] = {}
         if on is not None:
-            asked = self.enable_thinking is not None
+            asked = asked_for is not None
             known = [name for name in _SWITCHES if re.search(rf"\b{name}\b", template)]
             out = {name: on for name in known if asked or name not in given}
         if effort is not None:
@@ -63,7 +80,12 @@ class TemplateBody(Body):
     def check_template(self) -> None:
         """Raises `ApiError`."""
         if self.continue_final_message and self.add_generation_prompt:
-            raise bad_request("continue_final_message needs add_generation_prompt: false.", "continue_final_message")
+            if "add_generation_prompt" in self.model_fields_set:
+                what = "continue_final_message needs add_generation_prompt: false."
+                raise bad_request(what, "continue_final_message")
+            self.add_generation_prompt = False
+        if isinstance(self.thinking, bool) and self.enable_thinking not in (None, self.thinking):
+            raise bad_request("thinking and enable_thinking contradict each other.", "thinking")
         if taken := _NO_VARIABLES.intersection(self.chat_template_kwargs):
             raise bad_request(f"chat_template_kwargs must not set {clip(min(taken))!r}.", "chat_template_kwargs")
 

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, ModelWrapValidatorHandler, PlainValidator, ValidationError, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.json_schema import SkipJsonSchema
 
 from weft.engine.wire import grammar_text
+from weft.engine.wire.json_schemas import check_counts, without_nulls
 from weft.server.bodies import Body
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.cache_control import CacheControl, longest_mark
 from weft.server.tools.lark_in_json import in_json_string
 from weft.server.tools.structured import Writer
-from weft.server.tools.tool_format import INPUT_GRAMMAR, Marker, ToolFormat
+from weft.server.tools.tool_format import INPUT_GRAMMAR, STRICT, Marker, ToolFormat
 
 MAX_TOOLS = 128
 
@@ -36,7 +45,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[^\x00-\x20\x7f\"\\{}\[\]<>]{1,25
 class Function(Body):
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(without_nulls)] | None = None
     strict: bool | None = None
 
     @property
@@ -46,6 +55,8 @@ class Function(Body):
 
 class Tool(Body):
     """A function. A custom tool (`{"type": "custom", "custom": {"name": …}}`) is a function of one text, `input`."""
+
+    keeps_unknown: ClassVar[bool] = True  # the template shows them
 
     type: Literal["function"] = "function"
     function: Function
@@ -60,7 +71,10 @@ class Tool(Body):
         sent = self._sent
         if sent is None or not isinstance(sent.get("function"), dict):
             return self.model_dump(exclude_none=True)
-        return {"type": self.type, **_shown(sent)} | {"function": _shown(sent["function"])}
+        function = _shown(sent["function"])
+        if self.function.parameters is not None:
+            function["parameters"] = self.function.parameters
+        return {"type": self.type, **_shown(sent)} | {"function": function}
 
     @property
     def strict(self) -> bool:
@@ -215,6 +229,9 @@ def call_of(
             if tool.grammar is not None:
                 inputs[name := f"weft_input_{len(inputs)}"] = tool.grammar
                 schema = {**schema, INPUT_GRAMMAR: name}
+            elif tool.function.strict:
+                check_counts(schema)
+                schema = schema if free else {**schema, STRICT: True}
             schemas.append((tool.function.name, schema))
         lark = form.grammar(schemas, marker, several=parallel, free=free)
         # formats with tags or Python literals do not use it

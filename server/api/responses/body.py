@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field, PlainValidator, ValidationError, WithJsonSchema
@@ -15,6 +15,7 @@ from weft.server.api.responses.items import Item, full_name, to_messages
 from weft.server.bodies import Body
 from weft.server.errors import bad_request, clip
 from weft.server.tools.structured import Schema
+from weft.server.tools.template import ThinkingSwitch
 from weft.server.tools.tools import MAX_TOOLS
 
 MAX_METADATA = 16
@@ -116,7 +117,13 @@ class Reasoning(Body):
     """The older name of `summary`."""
 
 
+class ResponseStreamOptions(Body):
+    include_obfuscation: bool = False  # padding against observers, which this server never adds
+
+
 class ResponseBody(SamplingFields):
+    endpoint_path: ClassVar[str] = "/v1/responses"
+
     model: str | None = None
     input: Input = Field([])
     instructions: str | None = None  # placed before the conversation, for this response only
@@ -141,18 +148,20 @@ class ResponseBody(SamplingFields):
     store: bool = True
     background: bool = False
     stream: bool = False
-    stream_options: dict[str, Any] | None = None
+    stream_options: ResponseStreamOptions | None = None
     metadata: Metadata = Field({})
     service_tier: str | None = Field(None, max_length=64)
     safety_identifier: str | None = Field(None, max_length=512)
     chat_template_kwargs: dict[str, Any] = Field({}, max_length=64)
     """Template variables, such as `enable_thinking`."""
-    prompt: SkipJsonSchema[Any] = None  # a prompt stored at OpenAI, rejected
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingSwitch | None = None  # these three as in `ChatBody`
+    include_reasoning: bool = True
 
     def check(self) -> None:
         """Check rules between fields. Raises `ApiError`."""
-        if self.prompt is not None:
-            raise bad_request("prompt: stored prompts are not supported; send instructions and input.", "prompt")
+        if self.response_format is not None and self.text.format.type != "text":
+            raise bad_request("Give either text.format or response_format.", "response_format")
         if self.previous_response_id is not None and self.conversation is not None:
             what = "Give either previous_response_id or conversation, not both."
             raise bad_request(what, "previous_response_id")
@@ -163,7 +172,7 @@ class ResponseBody(SamplingFields):
 
     @property
     def wants_logprobs(self) -> bool:
-        return LOGPROBS in self.include or self.top_logprobs > 0
+        return LOGPROBS in self.include or self.top_logprobs > 0 or bool(self.logprob_token_ids)
 
     @property
     def as_summary(self) -> bool:
@@ -184,13 +193,13 @@ class ResponseBody(SamplingFields):
             "tools": tools.as_chat,
             "tool_choice": _choice_of(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": _format_of(self.text.format),
+            "response_format": self.response_format or _format_of(self.text.format),
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
             "max_completion_tokens": self.max_output_tokens,
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
             "stream": self.stream,
-            "chat_template_kwargs": self.chat_template_kwargs,
+            **{name: getattr(self, name) for name in _OF_CHAT},
         }
         try:
             return ChatBody.model_validate(fields)
@@ -198,6 +207,9 @@ class ResponseBody(SamplingFields):
             errors = [{**e, "loc": ("body", *e["loc"])} for e in error.errors()]
             asked = {name: getattr(self, name) for name in self.model_fields_set}
             raise RequestValidationError(errors, body=asked) from None
+
+
+_OF_CHAT = ("chat_template_kwargs", "enable_thinking", "thinking", "include_reasoning")
 
 
 class OfferedTools(NamedTuple):

@@ -95,8 +95,10 @@ class ResponseDialect(Dialect):
         runs = turn.parser.runs(choice, piece)
         logprobs: list[dict[str, Any]] = []
         if piece.logprobs:
-            name, top = turn.tokenizer.token_text, turn.body.top_logprobs or 0
-            logprobs = chat_logprobs(name, turn.tokenizer.token_bytes, piece.logprobs, top)["content"]
+            tokenizer, body = turn.tokenizer, turn.body
+            top, own = body.shown_logprobs(body.top_logprobs), bool(body.logprob_token_ids)
+            found = chat_logprobs(tokenizer.token_text, tokenizer.token_bytes, piece.logprobs, top, own=own)
+            logprobs = found["content"]
         out = b"".join(self._output.feed(parts, [] if i else logprobs) for i, parts in enumerate(runs))
         if piece.finish_reason is not None:
             self._finish_reason = piece.finish_reason

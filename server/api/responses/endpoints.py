@@ -154,7 +154,7 @@ async def _begin_turn(
         return await _begin_truncated(body, items, tools, request, service)
     except ApiError as error:
         for theirs, ours in (("messages", "input"), ("response_format", "text.format")):
-            if (error.param or "").startswith(theirs):
+            if (error.param or "").startswith(theirs) and theirs not in body.model_fields_set:
                 message = error.message.replace(theirs, ours)
                 raise ApiError(error.status, message, param=ours, code=error.code) from None
         raise
