@@ -8,22 +8,16 @@ stricter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, TypeGuard
 
 from weft.engine.errors import RequestError
+from weft.engine.wire.json_schemas import Schema, mapped
 
 MOST = 2**63 - 1024  # the largest whole number that is both a double and a signed 64-bit integer
 EXACT = 2**53  # above this, not every whole number is a double
 TINY = 1e-60  # replaces an excluded 0
 DIGITS = 15  # digits of a decimal that all parsers of doubles read alike
-
-_DATA = frozenset({"const", "default", "enum", "example", "examples"})  # keywords whose values are not schemas
-_NAMES = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
-"""Keywords whose keys are names, not keywords."""
-
-Schema = dict[str, Any]
 
 
 def kept_bounds(schema: Schema) -> Schema:
@@ -39,30 +33,18 @@ def kept_bounds(schema: Schema) -> Schema:
                     near[-sign].add(-sign * math.trunc(value))
         return part
 
-    _mapped(schema, collect)
+    mapped(schema, collect)
 
     def change(part: Schema) -> Schema:
         for sign in _SIDES:
             part = _inside(part, sign, near[sign])
         return part
 
-    changed: Schema = _mapped(schema, change)
+    changed: Schema = mapped(schema, change)
     return changed
 
 
 _SIDES = {1: ("minimum", "exclusiveMinimum"), -1: ("maximum", "exclusiveMaximum")}
-
-
-def _mapped(node: Any, change: Callable[[Schema], Schema], names: bool = False) -> Any:
-    """Apply `change` to every schema inside. With `names`, the node's keys are names of schemas."""
-    if isinstance(node, list):
-        return [_mapped(item, change) for item in node]
-    if not isinstance(node, dict):
-        return node
-    if names:
-        return {key: _mapped(value, change) for key, value in node.items()}
-    inner = {k: v if k in _DATA else _mapped(v, change, k in _NAMES) for k, v in node.items()}
-    return change(inner)
 
 
 def _inside(part: Schema, sign: int, near: set[int]) -> Schema:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from starlette.requests import ClientDisconnect, Request
 
+from weft.engine.errors import RequestError
+from weft.engine.wire.grammar_text import json_schema
 from weft.server.api.chat_prompt import ParsedChat, RenderedPrompt
 from weft.server.api.generate import wait_for_disconnect
 from weft.server.api.service import Service
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, bad_request
 from weft.server.tools.structured import Grammar, Writer, either, write_grammar
 from weft.server.tools.tools import call_of, marker_of, required_call
 
@@ -22,10 +25,31 @@ async def constrain_answer(chat: ParsedChat, prompt: RenderedPrompt, request: Re
     try:
         return await compile_grammar(_writer(chat, prompt), request, chat.service)
     except ApiError as error:
+        if error.code != "invalid_grammar":
+            raise
         required = chat.must_call or chat.tool_format is None or chat.body.asks_for_structure
-        if required or error.code != "invalid_grammar":
+        if chat.tool_format is not None:
+            await _check_tools(chat, request, required=required)
+        if required:
             raise
         return None
+
+
+async def _check_tools(chat: ParsedChat, request: Request, *, required: bool) -> None:
+    """Raises `ApiError`, with the tool's name, for a tool with an unusable schema. `required`: a call or structure is
+    required; else only schemas that no grammar can keep are errors."""
+    for tool in chat.tools:
+        if tool.custom or not (required or tool.strict):
+            continue
+        field = f"tools[{chat.body.tools.index(tool)}].function.parameters"
+        write = partial(json_schema, tool.function.schema_, lenient=not tool.strict)
+        if required:
+            await compile_grammar((field, write), request, chat.service)
+        else:
+            try:
+                write()
+            except RequestError as error:
+                raise bad_request(f"{field}: {error}", field, "invalid_grammar") from None
 
 
 async def compile_grammar(writer: Writer | None, request: Request, service: Service) -> Grammar | None:

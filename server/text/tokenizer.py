@@ -218,7 +218,7 @@ class Tokenizer:
         """Raises `ApiError` if the conversation can be rendered, but not with one of the tools."""
         for i, tool in enumerate([None, *(arguments.get("tools") or ())]):
             try:
-                self._render(conversation, {**arguments, "tools": tool and [tool]})
+                self._render(conversation, {**arguments, "tools": [tool] if tool else []})
             except (TemplateError, TypeError, ValueError, LookupError) as error:
                 if tool is None:
                     return

@@ -127,7 +127,20 @@ INPUT_GRAMMAR = "x-weft-input-grammar"
 """Key in the schema of a custom tool: the name of the grammar of its text `input`, inside a JSON string."""
 
 
+STRICT = "x-weft-strict"
+"""Key in the schema of a strict tool: keywords that cannot be enforced are refused."""
+
+ROOT_KEYS = ("$defs", "definitions", STRICT)  # Keys of a tool's schema that its parameters' schemas need.
+
+
+def required_of(schema: Schema) -> frozenset[str]:
+    """Return the names of a tool's required parameters."""
+    required = schema.get("required")
+    return frozenset(name for name in required if isinstance(name, str)) if isinstance(required, list) else frozenset()
+
+
 def json_value(schema: Schema) -> str:
     if (name := schema.get(INPUT_GRAMMAR)) is not None:
         return f'/\\{{[ \\n]{{0,8}}"input"[ \\n]{{0,8}}:[ \\n]{{0,8}}"/ @{name} /"[ \\n]{{0,8}}\\}}/'
-    return f"%json {orjson.dumps(json_options(schema, lenient=True)).decode()}"
+    given = {key: value for key, value in schema.items() if key != STRICT}
+    return f"%json {orjson.dumps(json_options(given, lenient=STRICT not in schema)).decode()}"

@@ -15,6 +15,7 @@ from weft.server.bodies import parse_json
 from weft.server.tools.parameter_types import choices, kinds
 from weft.server.tools.stream import MAX_NAME, SPACE, Reader, Steps
 from weft.server.tools.tool_format import (
+    ROOT_KEYS,
     Marker,
     Schema,
     ToolFormat,
@@ -23,6 +24,7 @@ from weft.server.tools.tool_format import (
     at_start,
     either_number,
     json_value,
+    required_of,
     through,
 )
 from weft.server.tools.tool_literal import Literals
@@ -166,9 +168,10 @@ def _arguments(
     parameters, after a key, between parameters and after all."""
     head, equals, between, close = marks
     properties = schema.get("properties")
-    given = [(key, one if isinstance(one, dict) else {}) for key, one in (properties or {}).items()]
-    required = set(schema.get("required", ()))
-    shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    properties = properties if isinstance(properties, dict) else {}
+    given = [(key, one if isinstance(one, dict) else {}) for key, one in properties.items()]
+    required = required_of(schema)
+    shared: Schema = {key: schema[key] for key in ROOT_KEYS if key in schema}
     rules = [f"{rule}: {literal(head)} {rule}_f0 {literal(close)}"]
     for i, (key, one) in enumerate(given):
         # `_a`: the parameters that may follow another one; `_f`: those that may come first.

@@ -15,6 +15,7 @@ from weft.server.bodies import parse_json
 from weft.server.tools.parameter_types import KINDS, as_json, choices, kinds, parameter
 from weft.server.tools.stream import MAX_LOOKED, SPACE, Reader, Steps, drop, quoted
 from weft.server.tools.tool_format import (
+    ROOT_KEYS,
     Marker,
     Schema,
     ToolFormat,
@@ -22,6 +23,7 @@ from weft.server.tools.tool_format import (
     after_mark,
     either_number,
     json_value,
+    required_of,
     through,
 )
 
@@ -179,14 +181,14 @@ class TagFormat(ToolFormat):
         if not isinstance(properties, dict) or not _plain(properties):
             opened = self._open(r"/[^<>\s\"]{1,64}/", "true", marker)
             return [f"{rule}: ({opened} {rule}_value {line})*", *self._text_value(f"{rule}_value", marker)]
-        shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        parts, rules = [], []
+        shared: Schema = {key: schema[key] for key in ROOT_KEYS if key in schema}
+        parts, rules, required = [], [], required_of(schema)
         for i, (key, given) in enumerate(properties.items()):
             value, types = f"{rule}_{i}", kinds(given, schema)
             text = "string" in types and types != KINDS
             rules += self._written(value, {**given, **shared}, marker, text=text)
             part = f"{self._open(literal(key), 'true' if text else 'false', marker)} {value} {line}"
-            parts.append(part if key in schema.get("required", ()) else f"({part})?")
+            parts.append(part if key in required else f"({part})?")
         return [f"{rule}: {' '.join(parts) or literal('')}", *rules]
 
     def _open(self, key: str, is_text: str, marker: Marker) -> str:

@@ -117,8 +117,8 @@ def test_text_accepted_by_the_grammar_is_a_call_that_follows_its_schema(name: st
         if answer is None:
             continue
         ended += 1
-        text, calls = calls_in(name, answer, SMALL)
-        assert (text, bool(calls)) == ("", True), answer
+        content, calls = calls_in(name, answer, SMALL)
+        assert (content, bool(calls)) == ("", True), answer
         for called, arguments in calls:
             validate(json.loads(arguments), SMALL[called])
     assert ended
