@@ -8,9 +8,9 @@ Never: reads a model or a device.
 from weft.engine.config.engine_config import MAX_BATCHED_TOKENS, NO_OPTION, EngineConfig, ModelImpl, Pod, Share
 from weft.engine.config.objectives import Objective, itl_objective, kept_percentiles
 from weft.engine.config.option_groups import OptionGroup
-from weft.engine.config.paths import PRESETS, TOKENIZER_FILES, cache_home, expanded
+from weft.engine.config.paths import GGUF_INDEX, PRESETS, TOKENIZER_FILES, cache_home, expanded
 
 __all__ = [
-    "MAX_BATCHED_TOKENS", "NO_OPTION", "PRESETS", "TOKENIZER_FILES", "EngineConfig", "ModelImpl", "Objective",
-    "OptionGroup", "Pod", "Share", "cache_home", "expanded", "itl_objective", "kept_percentiles",
+    "GGUF_INDEX", "MAX_BATCHED_TOKENS", "NO_OPTION", "PRESETS", "TOKENIZER_FILES", "EngineConfig", "ModelImpl",
+    "Objective", "OptionGroup", "Pod", "Share", "cache_home", "expanded", "itl_objective", "kept_percentiles",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from weft.engine.errors import ConfigError
 
 PRESETS = Path(__file__).parent.parent / "model" / "presets"
 """Configurations of well-known models, one folder each."""
+GGUF_INDEX = "gguf.json"  # file in the model directory of a GGUF file, which weft makes
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
 )  # fmt: skip

@@ -17,10 +17,9 @@ import numpy.typing as npt
 from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 from pydantic import BaseModel
 
-from weft.engine.config import TOKENIZER_FILES
+from weft.engine.config import GGUF_INDEX, TOKENIZER_FILES
 from weft.engine.config.tokenizer import load_tokenizer
 from weft.engine.errors import ModelError, refuse_pointer
-from weft.engine.model.gguf.file import INDEX
 from weft.server.bodies import parse_json
 from weft.server.errors import ApiError, bad_request, clip
 from weft.server.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -78,7 +77,7 @@ class Tokenizer:
             raise ModelError(f"{path} has no tokenizer: it needs {TOKENIZER_FILES[0]} or {TOKENIZER_FILES[1]}")
         for file in files:
             refuse_pointer(file)
-        hf = GgufTokenizer(path) if (path / INDEX).is_file() else load_tokenizer(path)
+        hf = GgufTokenizer(path) if (path / GGUF_INDEX).is_file() else load_tokenizer(path)
         if chat_template is not None:
             hf.chat_template = chat_template
         return cls(hf)

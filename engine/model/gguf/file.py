@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from weft.engine.config import GGUF_INDEX
 from weft.engine.errors import ModelError, refuse_pointer
 
-INDEX = "gguf.json"  # File in the model directory that lists the GGUF files and their tensors.
+INDEX = GGUF_INDEX  # File in the model directory that lists the GGUF files and their tensors.
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
 LISTED = 8  # Number of files that an error lists.
 VERSIONS = (2, 3)
