@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator, Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +31,18 @@ class Background:
 
     def __init__(self) -> None:
         self._runs: dict[asyncio.Task[None], Answer] = {}
+        self._reserved = 0  # runs that have not begun yet
 
-    def check_capacity(self) -> None:
-        """Raises `ApiError` 503."""
-        if len(self._runs) >= MAX_RUNS:
+    @contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Count a run from now on; `begin` it inside. Raises `ApiError` 503."""
+        if len(self._runs) + self._reserved >= MAX_RUNS:
             raise unavailable("Too many background responses are running.", "background_full", 10)
+        self._reserved += 1
+        try:
+            yield
+        finally:
+            self._reserved -= 1
 
     async def begin(self, run: Run, scope: MutableMapping[str, Any]) -> None:
         """Store a queued response and start working on it. Raises `ApiError` if it cannot be stored."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Annotated, Any
 
 import orjson
@@ -54,30 +54,29 @@ async def create_response(body: ResponseBody, request: Request, service: Service
     context = await records.context(body.previous_response_id, body.conversation, new)
     new = context[len(context) - len(new) :]
     tools = OfferedTools.of(body.tools)
-    if body.background:
-        background.check_capacity()
-    turn = await _begin_turn(body, context, tools, request, service)
-    record: dict[str, Any] = {"input": new, "previous": body.previous_response_id, "streams": body.stream}
+    with background.reserved() if body.background else nullcontext():
+        turn = await _begin_turn(body, context, tools, request, service)
+        record: dict[str, Any] = {"input": new, "previous": body.previous_response_id, "streams": body.stream}
 
-    async def keep(response: dict[str, Any]) -> None:
-        record["response"] = response
-        try:
-            if body.store and not body.background:
-                await records.add(response["id"], record)
-            if body.conversation is not None and response["status"] in ("completed", "incomplete"):
-                await records.append(body.conversation, [*new, *response["output"]])
-        except ApiError as error:  # the client still gets the answer
-            logger.error("request %s: %s", turn.generation.id, error.message)
+        async def keep(response: dict[str, Any]) -> None:
+            record["response"] = response
+            try:
+                if body.store and not body.background:
+                    await records.add(response["id"], record)
+                if body.conversation is not None and response["status"] in ("completed", "incomplete"):
+                    await records.append(body.conversation, [*new, *response["output"]])
+            except ApiError as error:  # the client still gets the answer
+                logger.error("request %s: %s", turn.generation.id, error.message)
 
-    dialect = ResponseDialect(turn, body, tools, hex_id, keep)
-    answer = Answer(turn.generation, dialect)
-    if not body.background:
-        return answer
-    record["response"] = dialect.response
-    await background.begin(Run(answer, dialect, records, record), request.scope)
-    if body.stream:
-        return _followed(records, dialect.response["id"], -1)
-    return _json({**dialect.response, "status": "queued"})
+        dialect = ResponseDialect(turn, body, tools, hex_id, keep)
+        answer = Answer(turn.generation, dialect)
+        if not body.background:
+            return answer
+        record["response"] = dialect.response
+        await background.begin(Run(answer, dialect, records, record), request.scope)
+        if body.stream:
+            return _followed(records, dialect.response["id"], -1)
+        return _json({**dialect.response, "status": "queued"})
 
 
 @router.post(f"{PATH}/input_tokens", summary="Count the input tokens of a response")
