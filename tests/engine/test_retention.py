@@ -199,7 +199,7 @@ class RetentionMachine(TierMachine):
         return tiers
 
     @rule(uses=st.sampled_from([99, 3, 0]))
-    def set_the_uses_until_pages_are_idle(self, uses: int) -> None:
+    def pages_are_idle_after_some_uses_of_others(self, uses: int) -> None:
         self.idle_after = uses
 
     @rule(handle=SchedulerMachine.requests)
@@ -225,7 +225,7 @@ class RetentionMachine(TierMachine):
         return self._submit(history, 3, 0, self.salts[handle], False, retention=(Retention(len(history), FOR_EVER),))
 
     @rule(far=st.booleans())
-    def retentions_end(self, far: bool) -> None:
+    def retention_ends(self, far: bool) -> None:
         self.scheduler.pool.retention.expire(1e12 if far else time.monotonic())
 
     @rule()
