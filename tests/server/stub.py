@@ -183,7 +183,7 @@ class Stub(Streams):
                 continue
             for i, token in enumerate(burst):
                 end = finish if last and i == len(burst) - 1 else Finish.RUNNING
-                scores = {handle: logprobs(token, params.logprobs)}
+                scores = {handle: logprobs(token, params.logprobs, params.logprob_token_ids)}
                 self._deliver_one(handle, [token], end, logprobs=scores, **more)
                 more = {}
 
@@ -193,11 +193,11 @@ def state_of(prompt: Sequence[int]) -> np.ndarray:
     return np.random.default_rng(list(prompt)).normal(size=HIDDEN).astype(np.float32)
 
 
-def logprobs(token: int, k: int) -> TokenLogprobs:
+def logprobs(token: int, k: int, requested: Sequence[int] = ()) -> TokenLogprobs:
     """The token is the second best; the best is the id before it."""
     best = [token - 1 if token else 1, token, *(token + i for i in range(1, k))][:k]
     values = [-0.5, -1.0, *(-2.0 - i for i in range(1, k))][:k]
-    return TokenLogprobs(2, (token, *best), (-1.0, *values))
+    return TokenLogprobs(2, (token, *best, *requested), (-1.0, *values, *(-3.0 for _ in requested)))
 
 
 @dataclass

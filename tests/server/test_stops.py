@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from weft.server.text.stop_regex import MAX_MATCH_CHARS, PatternSearch, StopPatterns
 from weft.server.text.stops import StopStrings
 
 TEXTS = st.text("abc", max_size=30)
@@ -99,3 +101,77 @@ def test_no_stop_string_is_found_in_markup(
             cut, matched = expected(part, stops, include)
             wanted += cut
     assert (shown, matcher.matched) == (wanted, matched)
+
+
+QUANTIFIERS = ["*", "+", "?", "{2}", "{1,3}", "{0,2}", "{2,}"]
+PATTERNS = st.recursive(
+    st.sampled_from(["a", "b", "c", ".", "[ab]", "[^a]", r"\w"]),
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map("".join),
+        st.lists(inner, min_size=1, max_size=3).map(lambda parts: f"(?:{'|'.join(parts)})"),
+        st.tuples(inner, st.sampled_from(QUANTIFIERS)).map(lambda parts: f"(?:{parts[0]}){parts[1]}"),
+    ),
+    max_leaves=6,
+)
+
+
+def first_match(text: str, pattern: str) -> tuple[int, int] | None:
+    """The match that ends first, from its earliest beginning, by trying all."""
+    compiled = re.compile(pattern)
+    spans = ((start, end) for end in range(1, len(text) + 1) for start in range(end))
+    return next((span for span in spans if compiled.fullmatch(text, *span)), None)
+
+
+@given(st.text("abc\n", max_size=12), PATTERNS, st.lists(st.integers(0, 12)), st.booleans())
+@settings(max_examples=400)
+def test_text_is_cut_at_the_first_match_of_a_pattern(text: str, pattern: str, cuts: list[int], include: bool) -> None:
+    assume(not re.compile(pattern).fullmatch(""))
+    borders = sorted({0, len(text), *(cut for cut in cuts if cut <= len(text))})
+    matcher, shown = StopStrings([], StopPatterns([pattern]), include=include), ""
+    for start, end in pairwise(borders):
+        shown += matcher.feed(text[start:end])
+    if matcher.matched is None:
+        shown += matcher.flush()
+    found = first_match(text, pattern)
+    assert (shown, matcher.matched) == ((text, None) if found is None else (text[: found[include]], pattern))
+
+
+@given(st.text("ab<>", max_size=20), st.lists(st.integers(0, 20)))
+def test_patterns_and_strings_together_stop_like_the_first_and_not_in_markup(text: str, cuts: list[int]) -> None:
+    borders = sorted({0, len(text), *(cut for cut in cuts if cut <= len(text))})
+    matcher, shown = StopStrings(["aab"], StopPatterns(["b[ab]a"]), markup=("<", ">")), ""
+    for start, end in pairwise(borders):
+        shown += matcher.feed(text[start:end])
+    shown += matcher.flush() if matcher.matched is None else ""
+    for found in re.finditer(r"<[^>]*(?:>|$)|[^<]+", text):
+        plain = found[0]
+        spans = [
+            s for s in (first_match(plain, "b[ab]a"), first_match(plain, "aab")) if s and not plain.startswith("<")
+        ]
+        if spans:
+            start, _ = min(spans, key=lambda span: (span[1], span[0]))
+            assert shown == text[: found.start() + start]
+            return
+    assert shown == text
+
+
+def test_a_pattern_costs_a_bounded_number_of_steps_per_character() -> None:
+    """`re` would take longer than the universe exists."""
+    for pattern in ("(a|a)*(a|b)*c", "(a*)*(a*)*b", "(a?){30}a{30}b", ".*.*.*x"):
+        matcher = StopStrings([], StopPatterns([pattern]))
+        assert not matcher.feed("a" * 3000).strip("a")
+        assert matcher.matched is None
+        assert len(matcher.flush()) <= MAX_MATCH_CHARS
+
+
+def test_text_that_may_belong_to_a_long_match_is_held_back_up_to_a_limit() -> None:
+    matcher = StopStrings([], StopPatterns(["<.*>"]))
+    assert matcher.feed("a<" + "b" * (MAX_MATCH_CHARS - 1)) == "a"
+    assert matcher.feed("bb") == "<" + "b" * (MAX_MATCH_CHARS + 1)
+    assert matcher.feed("b>") == "b>"
+
+
+@pytest.mark.parametrize("pattern", ["(?i)straße", "(?i:ST)RASSE", r"\d\s\D", r"[^\W\d_]9", "[a-cx]y", "(?s).x", "é"])
+def test_classes_and_flags_are_those_of_re(pattern: str) -> None:
+    for text in ("STRASSE", "Straße", "5 a", "a9", "_9", "xy", "by", "dy", "\nx", "É", "é", "٣ x"):
+        assert (PatternSearch(StopPatterns([pattern])).feed(text) is not None) == bool(re.search(pattern, text))
