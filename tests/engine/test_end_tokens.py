@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from weft.engine.model.directory import ends_of, eos_ids
+from weft.engine.model.gguf.tokenizer import end_tokens
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -159,3 +161,30 @@ def test_ids_outside_the_vocabulary_are_left_out_and_reported(tmp_path: Path) ->
         "ignored, outside the vocabulary: 99 (generation_config.json)"
     )
     assert str(ends_of(tmp_path, {}, 5)).startswith("no end tokens: answers end at max_tokens or a stop string; ignor")
+
+
+CONTROL, NORMAL, USER = 3, 1, 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "types", "named", "ends"),
+    [
+        (("a", "</s>", "<|im_end|>"), (NORMAL, CONTROL, CONTROL), {}, [1, 2]),
+        (("a", "</s>", "<|im_end|>"), (NORMAL, NORMAL, NORMAL), {}, [2]),
+        (("a", "</s>", "<end_of_turn>"), (NORMAL, USER, USER), {"eos": 0}, [0, 2]),
+        (("a", "b", "c"), (NORMAL,) * 3, {"eos": 1, "eot": 2, "eom": 99}, [1, 2]),
+        (("a", "b"), (NORMAL,) * 2, {"eos": 4294967295, "eot": -1}, []),
+        (("<|end|>", "<|return|>", "<|call|>"), (CONTROL,) * 3, {"eos": 1}, [1, 2]),
+        (("<|end|>", "<|calls|>", "<|flush|>"), (CONTROL,) * 3, {"eos": 2}, [2, 1]),
+        (("<|end|>", "<|endoftext|>"), (CONTROL,) * 2, {"eos": 1}, [1, 0]),
+    ],
+)
+def test_a_gguf_file_names_ends_in_its_metadata_and_its_vocabulary(
+    tokens: tuple[str, ...], types: tuple[int, ...], named: dict[str, int], ends: list[int]
+) -> None:
+    metadata: dict[str, Any] = {f"{name}_token_id": token for name, token in named.items()}
+    metadata |= {"model": "gpt2", "tokens": list(tokens), "token_type": list(types)}
+    file: Any = SimpleNamespace(
+        get=lambda key, default=None: metadata.get(key.removeprefix("tokenizer.ggml."), default)
+    )
+    assert end_tokens(file) == ends

@@ -14,21 +14,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from weft.engine.errors import ModelError
+from weft.engine.model.ends import turn_ends
 from weft.engine.model.gguf.file import GgufFile
 from weft.engine.model.gguf.splits import DEFAULT, SPLITS, Split, pre_tokenizer
 from weft.engine.progress import notice
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Types of tokens."""
-ENDS = frozenset((
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
-    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
-    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
-))  # fmt: skip
-"""Tokens that end an answer, for any model; metadata name only one."""
-_ORDINARY_ELSEWHERE = ("</s>", "<eos>")  # In some vocabularies these are text, such as HTML tags.
-_CONTINUES = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
-"""Vocabularies in which <|end|> ends a message, not an answer."""
+_ENDS = ("</s>", "<eos>", "[EOS]")  # End an answer if they are control tokens. Elsewhere they are text, such as HTML.
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
 _DEFAULTS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "t5": {"eos": 1, "unknown": 2, "padding": 0}}
 """Ids of special tokens in files that name none, by the vocabulary's model."""
@@ -80,14 +73,10 @@ def end_tokens(file: GgufFile) -> list[int]:
         return list(dict.fromkeys(token for token in named if isinstance(token, int)))
     vocabulary = _read(file)
     named = (vocabulary.special(name) for name in ("eos", "eot", "eom"))
-    there = {
-        token: i
-        for i, token in enumerate(vocabulary.tokens)
-        if token in ENDS and (vocabulary.types[i] == CONTROL or token not in _ORDINARY_ELSEWHERE)
-    }
-    if any(both <= there.keys() for both in _CONTINUES):
-        there.pop("<|end|>", None)
-    return list(dict.fromkeys((*(token for token in named if token is not None), *there.values())))
+    there = turn_ends(set(vocabulary.tokens))
+    there |= {t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=False) if kind == CONTROL and t in _ENDS}
+    known = (i for i, token in enumerate(vocabulary.tokens) if token in there)
+    return list(dict.fromkeys((*(token for token in named if token is not None), *known)))
 
 
 def write_tokenizer(file: GgufFile, ends: Iterable[int], to: Path) -> None:
