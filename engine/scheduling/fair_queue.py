@@ -5,12 +5,14 @@ that moment, and the lowest tag is next. A tag never rises: service out of turn 
 requests. A tenant that returns from a pause starts level with those that waited, so that pauses earn nothing. Paused
 tenants that are not ahead are dropped.
 
-The bound: between two turns of a tenant, each other tenant receives at most `MAX_AHEAD` tokens and two requests.
+The bound: between two turns of a tenant, each other tenant receives at most `MAX_AHEAD` tokens and two requests, and
+what it is promoted for.
 """
 
 from __future__ import annotations
 
 import heapq
+from math import inf
 
 MAX_AHEAD = 65_536  # maximum tokens of service out of turn that count against a tenant
 MAX_PAUSED = 1024  # maximum paused tenants that are kept because they are ahead
@@ -18,7 +20,7 @@ KEPT_PAUSED = MAX_PAUSED // 2  # paused tenants to keep, furthest ahead first, w
 
 
 class FairQueue:
-    """The accounts and tags of the tenants of one priority."""
+    """The accounts and tags of the tenants of one precedence."""
 
     def __init__(self) -> None:
         self._now = 0.0  # tag of the tenant that was last served in turn
@@ -53,6 +55,11 @@ class FairQueue:
             self.charge(tenant, cost)
         self.join(tenant, order)
 
+    def promote(self, tenant: int) -> None:
+        """Make a waiting tenant the next one, in front of its turn. It is charged as in its turn."""
+        if self._tags[tenant][0] > -inf:
+            self._tag(tenant, -inf, self._tags[tenant][1])
+
     def charge(self, tenant: int, cost: float) -> None:
         """Charge service out of turn, or a correction of an earlier charge. Unknown tenants are ignored."""
         account = self._accounts.get(tenant)
@@ -65,6 +72,9 @@ class FairQueue:
     def join(self, tenant: int, order: int) -> None:
         """Add a tenant that starts to wait, or tag its next request."""
         tag = self._accounts[tenant] = max(self._accounts.get(tenant, 0.0), self._now)
+        self._tag(tenant, tag, order)
+
+    def _tag(self, tenant: int, tag: float, order: int) -> None:
         self._tags[tenant] = tag, order
         heapq.heappush(self._heap, (tag, order, tenant))
         if len(self._heap) > 2 * len(self._tags) + 64:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import attrgetter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
 
 from weft.engine.scheduling.build import Chunk
 from weft.engine.scheduling.chunk_keeper import Cut
@@ -12,7 +14,33 @@ from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.scheduling.waiting import WaitingQueue
 
-SORT_KEY = attrgetter("sort_key")
+
+class _Ranked(NamedTuple):
+    """A prompt in progress, as the share for the shortest prompts ranks it."""
+
+    precedence: int
+    level: int  # how many better priorities its tenant has in progress
+    left: int  # tokens
+    order: int
+    slot: int
+
+
+def _levels(going: list[Request]) -> Iterator[tuple[int, Request]]:
+    """Yield each request with the number of better priorities that its tenant has among them."""
+    priorities: dict[tuple[int, int], set[int]] = {}
+    for r in going:
+        priorities.setdefault((r.precedence, r.tenant), set()).add(r.priority)
+    for r in going:
+        yield sum(priority < r.priority for priority in priorities[r.precedence, r.tenant]), r
+
+
+def _shorter(ranked: _Ranked, going: Request, waiting: Request) -> bool:
+    """Return whether a prompt in progress has the share before the shortest waiting one."""
+    if going.precedence != waiting.precedence:
+        return going.precedence < waiting.precedence
+    if going.tenant != waiting.tenant:
+        return not ranked.level and ranked.left <= len(waiting.token_ids)
+    return (going.priority, ranked.left) <= (waiting.priority, len(waiting.token_ids))
 
 
 class Prefills:
@@ -28,9 +56,9 @@ class Prefills:
 
     def in_turn(self) -> list[Request]:
         """Return the prompts in progress, in order. Prompts that started early are left out until their turn."""
-        going = sorted(map(self._slots.of, self._slots.prefilling().tolist()), key=SORT_KEY)
-        head = self._waiting.head()
-        return [r for r in going if not r.early] or [r for r in going if head is None or r.sort_key < head.sort_key]
+        s, head = self._slots, self._waiting.head()
+        going = [s.of(slot) for slot in s.in_order(s.prefilling()).tolist()]
+        return [r for r in going if not r.early] or [r for r in going if head is None or r.goes_before(head)]
 
     def schedule(self, budget: int, cut: Cut | None = None) -> list[Chunk]:
         """Return (slot, tokens) chunks until `budget` is used up or `cut` allows no more. A share goes to the shortest
@@ -46,7 +74,7 @@ class Prefills:
             if cut is not None:
                 cut.early = False
         early: list[Request] = []
-        for request in sorted(map(s.of, going), key=SORT_KEY):
+        for request in map(s.of, s.in_order(np.array(going, np.intp)).tolist()):
             if request.early:
                 early.append(request)
             else:
@@ -54,7 +82,7 @@ class Prefills:
         stuck = False
         while budget > 0 and (cut is None or not cut.bound):
             head = queue.head() if s.num_open and not stuck else None
-            if early and (head is None or early[0].sort_key < head.sort_key):
+            if early and (head is None or early[0].goes_before(head)):
                 budget -= self._take(early.pop(0).slot, budget)
                 continue
             if head is None:
@@ -69,17 +97,17 @@ class Prefills:
         return list(self._chunks.items())
 
     def _shortest_first(self, going: list[int], share: int) -> int:
-        """Give at most `share` tokens to the shortest prompts of the highest priority, and return how many. Adds newly
-        admitted slots to `going`."""
+        """Give at most `share` tokens to the shortest prompts, and return how many: those of the first precedence, and
+        of the highest priority within each tenant. Adds newly admitted slots to `going`."""
         s, left = self._slots, share
         if share <= 0:
             return 0
-        ranked = iter(sorted((r.priority, self._left(r.slot), r.order, r.slot) for r in map(s.of, going)))
+        ranked = iter(sorted(map(self._ranked, _levels([s.of(slot) for slot in going]))))
         running, joining = next(ranked, None), True
         while left > 0:
             request = self._waiting.shortest() if joining and s.num_open else None
-            if running is not None and (request is None or running[:2] <= (request.priority, len(request.token_ids))):
-                slot, running = running[3], next(ranked, None)
+            if running is not None and (request is None or _shorter(running, s.of(running.slot), request)):
+                slot, running = running.slot, next(ranked, None)
             elif request is None:
                 break
             elif len(request.token_ids) > left < self._chunk_step or not self._admit_early(request):
@@ -95,8 +123,10 @@ class Prefills:
             left -= length
         return share - left
 
-    def _left(self, slot: int) -> int:
-        return int(self._slots.target[slot]) - int(self._slots.scheduled[slot])
+    def _ranked(self, leveled: tuple[int, Request]) -> _Ranked:
+        (level, request), s = leveled, self._slots
+        left = int(s.target[request.slot]) - int(s.scheduled[request.slot])
+        return _Ranked(request.precedence, level, left, request.order, request.slot)
 
     def _admit_early(self, request: Request) -> bool:
         head, blocked = self._waiting.head(), self._waiting.blocked
@@ -119,7 +149,7 @@ class Prefills:
 
     def _overtake(self, head: Request) -> Request | None:
         """Admit a request that fits the free pages, while the head does not."""
-        for request in self._waiting.shortest_by_priority():
+        for request in self._waiting.overtaking(head):
             if request is head or not self._fairness.may_overtake(head, "pages") or self._admit(request) is None:
                 continue
             self._fairness.overtakes(head, "pages")

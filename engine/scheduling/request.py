@@ -33,19 +33,21 @@ class Request:
     prompt_len: int
     params: SamplingParams
     max_total_tokens: int  # maximum tokens of prompt and output, at which it ends with `length`
-    priority: int
+    priority: int  # orders the requests of its tenant and precedence, lowest first
     order: int  # arrival number: equal priorities are served in this order, also after a preemption
     arrival: float  # arrival in monotonic seconds
     salt: str
     stop_ids: tuple[int, ...]
     seed: int
     leader: int = -1  # handle of the request whose pages it waits for; -1 for none
-    tenant: int = 0  # Number of the tenant. Tenants of one priority share the engine fairly.
+    tenant: int = 0  # Number of the tenant. Tenants of one precedence share the engine fairly.
+    precedence: int = 0  # lower ones go first, whatever their tenant
     ticket: int = 0  # ticket in the waiting queue; 0 if it is not queued
     charged: float = 0.0  # tokens charged to its tenant when it first got a slot
     overtaken: int = 0  # requests admitted ahead of it while it was first in line
     early: bool = False  # it got its slot before its turn
     preempted: int = 0  # times it lost its slot to a higher priority
+    yielded: int = 0  # times it lost its slot to a tenant without one
     siblings: list[Request] = field(default_factory=list)
     """Requests that wait for this one's prompt; empty once it has begun."""
     metered: bool = False  # report the energy charged
@@ -96,9 +98,13 @@ class Request:
     def waiting(self) -> bool:
         return self.slot < 0 and not self.ended
 
-    @property
-    def sort_key(self) -> tuple[int, int]:
-        return self.priority, self.order
+    def goes_before(self, other: Request) -> bool:
+        """Return whether it is computed first if both have a slot. Priorities count within a tenant only."""
+        if self.precedence != other.precedence:
+            return self.precedence < other.precedence
+        if self.tenant == other.tenant and self.priority != other.priority:
+            return self.priority < other.priority
+        return self.order < other.order
 
 
 def check_request(
@@ -169,8 +175,8 @@ class Arrivals:
             handle=message.handle, token_ids=token_ids, prompt_len=len(token_ids), params=params,
             max_total_tokens=max_total_tokens, priority=message.priority, order=self._count, arrival=time.monotonic(),
             salt=message.cache_salt, stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))), seed=seed % 2**64,
-            leader=message.leader, tenant=message.tenant, metered=message.metered, retention=message.retention,
-            names=message.names,
+            leader=message.leader, tenant=message.tenant, precedence=message.precedence, metered=message.metered,
+            retention=message.retention, names=message.names,
         )  # fmt: skip
         if params.allowed_token_ids is not None:
             request.allowed = only(params.allowed_token_ids, self._vocab_size)

@@ -19,7 +19,7 @@ from weft.engine.scheduling import constraints, events
 from weft.engine.scheduling.admission import OutputLengths, fits
 from weft.engine.scheduling.build import build_batch
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
-from weft.engine.scheduling.fairness import Fairness
+from weft.engine.scheduling.fairness import MAX_OVERTAKEN, Fairness
 from weft.engine.scheduling.fences import Fences
 from weft.engine.scheduling.prefills import Prefills
 from weft.engine.scheduling.prefix_reuse import Found, Prefixes, chain_of
@@ -126,6 +126,7 @@ class Scheduler:
 
     def schedule(self, step: int) -> Batch | None:
         """Return the batch of iteration `step`, or None if nothing can run now."""
+        self._waiting.step = step
         self._take_loaded()
         self.pool.retention.expire(time.monotonic())
         self._free_slots()
@@ -155,16 +156,12 @@ class Scheduler:
         ready = s.decoding().astype(np.int32)
         ready = ready[constraints.may_decode(s, ready)]
         if len(ready) > self.max_num_batched_tokens:
-            first = np.lexsort((s.order[ready], s.priority[ready]))[: self.max_num_batched_tokens]
-            ready = ready[np.sort(first)]
+            ready = ready[np.isin(ready, s.in_order(ready)[: self.max_num_batched_tokens])]
         needs = s.scheduled.take(ready) >= s.num_pages.take(ready) * page_size
         while (short := int(needs.sum()) - self.pool.num_available) > 0:
             if short <= self._num_coming():
                 # Enough pages are about to be freed: the youngest wait one iteration, and no more are preempted.
-                growing = np.flatnonzero(needs)
-                youngest = np.lexsort((s.order[ready[growing]], s.priority[ready[growing]]))[-short:]
-                keep = np.ones(len(ready), np.bool_)
-                keep[growing[youngest]] = False
+                keep = ~np.isin(ready, s.in_order(ready[needs])[-short:])
             else:
                 victim = self._preempt_one()
                 keep = ready != victim
@@ -176,10 +173,8 @@ class Scheduler:
         return ready
 
     def _preempt_one(self) -> int:
-        """Preempt the youngest running request of the lowest priority, and return its slot."""
-        s = self.slots
-        running = s.running()
-        return self._preempt(int(running[np.lexsort((s.order[running], s.priority[running]))[-1]]))
+        """Preempt the request that loses its memory first, and return its slot."""
+        return self._preempt(self.fairness.last(self.slots))
 
     def _preempt(self, victim: int) -> int:
         """Return the request in this slot to the queue."""
@@ -193,10 +188,11 @@ class Scheduler:
         return victim
 
     def _free_slots(self) -> None:
-        """Free slots of lower priorities for a waiting higher one, if all slots are in use."""
+        """Free slots for waiting requests that may have them: of a tenant without a slot, or of a higher priority."""
+        self._free_for_tenant_without_slot()
         if self.slots.num_open or (head := self._waiting.head()) is None:
             return
-        wanted = self.fairness.slots_wanted(self._waiting.num_of_priority(head))
+        wanted = self.fairness.slots_wanted(self._waiting.num_like(head))
         # More requests may run than the current limit allows. Then no slot is freed, as none could be used.
         while 0 <= self.slots.limit - self.num_running < wanted:
             victim = self.fairness.victim(self.slots, head)
@@ -205,6 +201,23 @@ class Scheduler:
             request = self.slots.of(victim)
             self.fairness.preempts(head, request)
             self._preempt(victim)
+
+    def _free_for_tenant_without_slot(self) -> None:
+        """Let a tenant with several slots yield one, if another has waited long without a slot for lack of slots or
+        pages. That one is next. No request is preempted while freed slots or pages are about to be available."""
+        s, queue, fairness = self.slots, self._waiting, self.fairness
+        if (s.num_open and queue.blocked != "pages") or (longest := queue.longest_without_slot()) is None:
+            return
+        request, since = longest
+        own = fairness.donor(s, request, queue.step - since, self.max_num_batched_tokens)
+        if not len(own):
+            return
+        queue.promote(request)
+        request.overtaken = MAX_OVERTAKEN
+        coming = self._num_coming() > 0 if s.num_open else self.num_running != s.limit
+        if not coming and (slot := fairness.yielding(s, own, queue.step)) is not None:
+            fairness.yields(s, slot, queue.step)
+            self._preempt(slot)
 
     def _num_coming(self) -> int:
         """Return the pages about to be freed: those that only fences and transfers hold."""
@@ -227,6 +240,7 @@ class Scheduler:
         request.charged += expected
         self._waiting.take(request, expected)
         slot = self.prefixes.attach(request, found)
+        self.slots.since[slot] = self._waiting.step
         if request.params.needs_counts:
             prompt, output = request.token_ids[: request.prompt_len], request.token_ids[request.prompt_len :]
             self._count_resets.append(CountReset(slot, prompt, output))
@@ -410,6 +424,7 @@ class Scheduler:
     def _retire(self, slot: int) -> None:
         request = self.slots.of(slot)
         request.slot = -1
+        self._waiting.freed(request.tenant)
         if request.loading is not None:
             # Loads continue: the transfers hold references to their pages.
             request.loading.slot, request.loading = -1, None
@@ -431,7 +446,8 @@ class Scheduler:
             retained_pages=len(pool.retention), retentions_displaced=pool.retention.displaced,
             prefix_queried_tokens=self.prefixes.stats.queried, prefix_hit_tokens=sum(self.prefixes.stats.hits),
             prefix_lengths=self.prefixes.stats.by_length, tiers=self.prefixes.stats.tiers(pool, self.tiers),
-            preemptions=self.preemptions, displaced=self.fairness.preempted, attention=dict(self.attention.iterations),
+            preemptions=self.preemptions, displaced=self.fairness.preempted, yielded=self.fairness.yielded,
+            attention=dict(self.attention.iterations),
             chunks_cut=dict(self.chunk_keeper.bounds) if self.chunk_keeper is not None else {},
             chunks_late=self.chunk_keeper.limit.late if self.chunk_keeper is not None else 0,
             overtaken=self.fairness.overtaken, prompt_tokens=self.prompt_tokens,

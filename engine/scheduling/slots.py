@@ -44,6 +44,8 @@ class SlotTable:
         self.handle = np.zeros(n, np.int64)
         self.epoch = np.zeros(n, np.int32)
         """Incremented when the row's request ends or is preempted: results of an older epoch are stale."""
+        self.precedence = np.zeros(n, np.int64)
+        self.tenant = np.zeros(n, np.int64)
         self.priority = np.zeros(n, np.int64)
         self.order = np.zeros(n, np.int64)
         self.prompt_len = np.zeros(n, np.int32)
@@ -55,6 +57,7 @@ class SlotTable:
         self.confirmed = np.zeros(n, np.int32)
         self.published = np.zeros(n, np.int32)  # pages of the row that are in the prefix index
         self.last_step = np.zeros(n, np.int64)
+        self.since = np.zeros(n, np.int64)  # the step in which the request got the row
         # Zero pages are mapped on first write, so unused rows take no memory.
         self.token_ids = np.zeros((n, max_model_len), np.int32)
         self.page_table = np.zeros((n, max_pages), np.int32)
@@ -106,6 +109,18 @@ class SlotTable:
         are enough at the limit."""
         return np.flatnonzero((self.phase == Phase.DECODE) & (self.scheduled + 1 < self.max_total_tokens))
 
+    def in_order(self, slots: np.ndarray) -> np.ndarray:
+        """Return these slots by precedence, then by arrival, except that each tenant's priorities order its own places:
+        they move no other tenant's request."""
+        precedence, tenant, priority, order = (
+            column.take(slots) for column in (self.precedence, self.tenant, self.priority, self.order)
+        )
+        if len(slots) < 2 or not ((precedence != precedence[0]) | (priority != priority[0])).any():
+            return slots[np.argsort(order)]
+        own = np.lexsort((order, priority, tenant, precedence))
+        places = order[np.lexsort((order, tenant, precedence))]
+        return slots[own[np.lexsort((places, precedence[own]))]]
+
     def assign(self, request: Request, cached_pages: np.ndarray, cached_tokens: int) -> int:
         """Give the request a row and return it. Its first `cached_tokens` positions are already confirmed."""
         slot = self._free.pop()
@@ -114,7 +129,8 @@ class SlotTable:
         self.request[slot] = request
         self.phase[slot] = Phase.PREFILL
         self.handle[slot] = request.handle
-        self.priority[slot], self.order[slot] = request.sort_key
+        self.precedence[slot], self.tenant[slot] = request.precedence, request.tenant
+        self.priority[slot], self.order[slot] = request.priority, request.order
         self.prompt_len[slot] = request.prompt_len
         self.target[slot] = self.known[slot] = known
         self.max_total_tokens[slot] = request.max_total_tokens

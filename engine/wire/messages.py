@@ -63,11 +63,14 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     """int32."""
     params: SamplingParams
     priority: int = 0
+    """Orders the requests of its tenant and precedence; lower ones go first."""
     cache_salt: str = ""
     leader: int = -1
     """Handle of an earlier request with the same prompt, whose pages this one waits for; -1 for none."""
     tenant: int = 0
-    """Number of the request's API key. Tenants of one priority share the engine fairly."""
+    """Number of the request's API key. Tenants of one precedence share the engine fairly."""
+    precedence: int = 0
+    """Requests with a lower one go first, whatever their tenant."""
     metered: bool = False
     """Report the energy charged (`Outputs.joules`)."""
     retention: tuple[Retention, ...] = ()
@@ -242,6 +245,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     displaced: int = 0
     """Preemptions that gave a slot to a higher priority."""
+    yielded: int = 0
+    """Preemptions that gave a slot to a tenant that had none."""
     overtaken: int = 0
     """Requests admitted ahead of the first in line, which lacked pages or a slot."""
     prompt_tokens: int = 0

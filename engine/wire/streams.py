@@ -115,7 +115,7 @@ class Streams:
 
     def submit(
         self, prompt_token_ids: Sequence[int] | npt.NDArray[np.int32], params: SamplingParams, *, priority: int = 0,
-        cache_salt: str = "", leader: int = -1, tenant: int = 0, metered: bool = False,
+        cache_salt: str = "", leader: int = -1, tenant: int = 0, precedence: int = 0, metered: bool = False,
         retention: tuple[messages.Retention, ...] = (), names: tuple[bytes, ...] = (),
     ) -> TokenStream:  # fmt: skip
         """Queue one sequence. Options are as in `AddRequest`. Raises `EngineDead` if the engine has ended."""
@@ -128,7 +128,7 @@ class Streams:
         prompt = np.asarray(prompt_token_ids, np.int32).tobytes()
         request = messages.AddRequest(
             handle=handle, prompt_token_ids=prompt, params=params, priority=priority, cache_salt=cache_salt,
-            leader=leader, tenant=tenant, metered=metered, retention=retention, names=names,
+            leader=leader, tenant=tenant, precedence=precedence, metered=metered, retention=retention, names=names,
         )  # fmt: skip
         self._send(request)
         self._report_open()

@@ -339,7 +339,7 @@ class QueueMachine(RuleBasedStateMachine):
         head, shortest = queue.head(), queue.shortest()
         if not plain.waiting:
             assert head is shortest is None
-            assert list(queue.without_slot()) == []
+            assert queue.longest_without_slot() is None
             return
         assert head is plain.head()
         assert shortest is not None
@@ -356,12 +356,11 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _without_slot_is_the_same(self, head: Request) -> None:
         since = {t: step for (precedence, t), step in self.plain.since.items() if precedence == head.precedence}
-        found = list(self.queue.without_slot())
-        assert [f for f in found if f[2]] == ([(head, since[head.tenant], True)] if head.tenant in since else [])
-        if since:
-            assert min(step for _, step, _ in found) == min(since.values())
-        for waiting, step, _ in found:
-            assert since[waiting.tenant] == step
+        found = self.queue.longest_without_slot()
+        assert (found is None) == (not since)
+        if found is not None:
+            waiting, step = found
+            assert since[waiting.tenant] == step == min(since.values())
             assert waiting is self.plain.of(head.precedence, waiting.tenant)[0]
 
 

@@ -74,7 +74,7 @@ class Clock:
         queue, s = scheduler._waiting, scheduler.slots
         if num_tokens < self.budget:
             assert not len(s.prefilling()), "a prompt waits beside room for it"
-            assert not len(queue) or not s.num_free or queue.blocked == "pages"
+            assert not len(queue) or not s.num_open or queue.blocked == "pages"
 
     def run(self, until: Request | None = None, limit: int = 5000) -> None:
         for _ in range(limit):

@@ -1,0 +1,300 @@
+"""No tenant holds every slot, or all memory, for longer than a bound while another one waits. Time is counted in
+iterations."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from list_device import ListEngine
+from test_fairness import Clock
+
+from weft.engine.scheduling.fairness import MOST, PATIENCE, Fairness
+from weft.engine.scheduling.request import Request
+
+FENCES = 3  # iterations until a slot that was yielded is in use
+
+
+def waited(clock: Clock, request: Request, most: int) -> int:
+    """Run until the first token. Returns the iterations until then."""
+    begin = clock.iterations
+    while request.handle not in clock.first:
+        assert clock.iterations - begin <= most, "it waits for longer than the bound"
+        assert clock.step()
+    return clock.iterations - begin
+
+
+def running(clock: Clock) -> Counter[int]:
+    s = clock.scheduler.slots
+    return Counter(s.tenant[s.running()].tolist())
+
+
+def flooded(slots: int, requests: int, output: int, *, pages: int = 20_000, prefix_caching: bool = True) -> Clock:
+    """Tenant 1 holds every slot and has more requests in the queue."""
+    clock = Clock(0.25, slots=slots, pages=pages, prefix_caching=prefix_caching)
+    for _ in range(requests):
+        clock.add(20, output, tenant=1)
+    for _ in range(PATIENCE + 8):
+        clock.step()
+    assert running(clock) == {1: slots}
+    return clock
+
+
+def test_a_tenant_without_a_slot_gets_one_from_a_tenant_with_all() -> None:
+    clock = flooded(16, 32, 1800)
+    other = clock.add(20, 30, tenant=2)
+    assert waited(clock, other, PATIENCE + FENCES) >= PATIENCE
+    assert clock.scheduler.fairness.yielded == 1
+    assert running(clock) == {1: 15, 2: 1}
+    clock.run()
+
+
+@pytest.mark.parametrize("priority", [-1, -1000, 5])
+def test_priorities_of_a_tenant_take_no_turn_from_another(priority: int) -> None:
+    clock = Clock(0.25, slots=8)
+    for _ in range(32):
+        clock.add(10, 60, priority=priority, tenant=1)
+    clock.step()
+    others = [clock.add(10, 5, tenant=2) for _ in range(8)]
+    for _ in range(200):
+        if all(r.ended for r in others):
+            return
+        for _ in range(32 - clock.scheduler.num_requests):
+            clock.add(10, 60, priority=priority, tenant=1)
+        clock.step()
+    raise AssertionError("they starve")
+
+
+def test_a_better_precedence_keeps_its_slots() -> None:
+    clock = Clock(0.25, slots=4)
+    for _ in range(4):
+        clock.add(20, 300, tenant=1, precedence=-1)
+    clock.step()
+    other = clock.add(20, 5, tenant=2)
+    for _ in range(290):
+        clock.step()
+    assert (other.waiting, clock.scheduler.preemptions) == (True, 0)
+    clock.run()
+
+
+def test_a_worse_precedence_yields_no_slot_to_its_like_while_a_better_one_waits() -> None:
+    clock = Clock(0.25, slots=2)
+    for _ in range(2):
+        clock.add(20, 300, tenant=1, precedence=9)
+    clock.step()
+    worse = clock.add(20, 5, tenant=2, precedence=9)
+    better = clock.add(20, 5, tenant=3)
+    clock.run(until=better)
+    assert worse.waiting
+    waited(clock, worse, PATIENCE + FENCES)
+    clock.run()
+
+
+def test_a_tenant_alone_yields_nothing() -> None:
+    alone, both = Clock(0.25, slots=4), Clock(0.25, slots=4)
+    for clock in (alone, both):
+        for k in range(40):
+            clock.add(20, 100 + k, tenant=1, priority=k % 3)
+    alone.run()
+    assert alone.scheduler.fairness.yielded == 0
+    assert alone.scheduler.preemptions == 0
+    both.scheduler.fairness.patience = 10**9
+    both.run()
+    assert (alone.iterations, alone.tokens) == (both.iterations, both.tokens)
+
+
+def test_tenants_with_one_slot_each_keep_it() -> None:
+    clock = Clock(0.25, slots=4)
+    for tenant in range(4):
+        clock.add(20, 1500, tenant=tenant)
+    clock.step()
+    late = [clock.add(20, 5, tenant=tenant) for tenant in range(4, 12)]
+    for _ in range(1000):
+        clock.step()
+    assert clock.scheduler.preemptions == 0
+    clock.run()
+    assert all(r.ended for r in late)
+
+
+def test_with_more_tenants_than_slots_each_gets_one_in_its_turn() -> None:
+    clock = flooded(4, 12, 1800)
+    others = [clock.add(20, 40, tenant=2 + k) for k in range(12)]
+    for request in others:
+        waited(clock, request, 2 * PATIENCE + 12 // 3 * (40 + FENCES))
+    assert clock.scheduler.fairness.yielded <= 12
+    assert running(clock)[1] >= 1
+    clock.run(limit=20_000)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_the_only_slot_changes_hands(prefix_caching: bool) -> None:
+    clock = flooded(1, 3, 1800, prefix_caching=prefix_caching)
+    other = clock.add(20, 900, tenant=2)
+    assert waited(clock, other, MOST * PATIENCE + FENCES) >= PATIENCE
+    clock.run(limit=20_000)
+    assert clock.requests[0].yielded >= 2
+    assert max(r.yielded for r in clock.requests) <= 3, "each time it runs for twice as long"
+
+
+def test_a_tenant_that_holds_all_memory_yields_some() -> None:
+    clock = Clock(0.25, slots=8, pages=201)
+    for _ in range(4):
+        clock.add(700, 1000, tenant=1)
+    for _ in range(PATIENCE + 10):
+        clock.step()
+    held = running(clock)[1]
+    other = clock.add(600, 5, tenant=2)
+    waited(clock, other, PATIENCE + 2 * FENCES)
+    assert (held, running(clock)[1]) == (4, 3)
+    clock.run()
+
+
+def test_a_large_prompt_waits_for_as_long_as_it_takes() -> None:
+    """So that large prompts, one after the other, get at most half of the iterations out of turn."""
+    clock = Clock(0.25, budget=24, slots=4)
+    for _ in range(4):
+        clock.add(20, 1900, tenant=1)
+    for _ in range(PATIENCE + 8):
+        clock.step()
+    other = clock.add(1440, 1, tenant=2)
+    waits = -clock.iterations
+    while other.waiting:
+        assert clock.step()
+    waits += clock.iterations
+    assert 1440 / 24 <= waits <= 1440 / 24 + FENCES
+    clock.run()
+
+
+def test_if_memory_runs_out_the_tenant_with_the_most_slots_loses_one() -> None:
+    engine = ListEngine(64, prefix_caching=False, slots=4)
+    for tenant in (2, 1, 1, 3):
+        engine.add([5, 6, 7], 4, tenant=tenant, priority=9 if tenant == 3 else 0)
+    engine.step()
+    gone = []
+    while engine.scheduler.num_running:
+        engine.scheduler._preempt_one()
+        (new,) = {r.handle for r in engine.requests if r.waiting} - set(gone)
+        gone.append(new)
+    assert gone == [2, 3, 1, 0]
+    engine.run()
+
+
+def test_a_prompt_in_progress_keeps_its_place_whatever_the_priorities_of_others() -> None:
+    clock = Clock(0.0, budget=40)
+    clock.add(100, 1, tenant=1, priority=5)
+    clock.step()
+    clock.add(100, 1, tenant=2, priority=-5)
+    clock.add(100, 1, tenant=1, priority=-5)
+    clock.step()
+    assert clock.computed == {0: 40}
+    clock.run()
+
+
+# -- what it costs
+
+
+def cost(patience: int, *, prefix_caching: bool) -> tuple[int, int, int]:
+    """Tenant 1 keeps 16 slots busy with answers of 1,800 tokens; tenant 2 has one request after the other. Returns the
+    iterations until 60,000 tokens are generated, the tokens computed, and the slots yielded."""
+    clock = Clock(0.25, slots=16, pages=20_000, prefix_caching=prefix_caching)
+    clock.scheduler.fairness.patience = patience
+    last: Request | None = None
+    while clock.scheduler.generation_tokens < 60_000:
+        while clock.scheduler.num_waiting < 4:
+            clock.add(20, 1800, tenant=1)
+        if last is None or last.ended:
+            last = clock.add(20, 30, tenant=2)
+        clock.step()
+    return clock.iterations, clock.tokens, clock.scheduler.fairness.yielded
+
+
+@pytest.mark.parametrize(("prefix_caching", "more"), [(True, 1.02), (False, 1.10)])
+def test_two_tenants_lose_few_iterations_and_tokens(prefix_caching: bool, more: float) -> None:
+    iterations, tokens, yielded = cost(PATIENCE, prefix_caching=prefix_caching)
+    iterations_without, tokens_without, none = cost(10**9, prefix_caching=prefix_caching)
+    assert none == 0
+    assert yielded >= 10
+    assert iterations <= 1.005 * iterations_without
+    assert tokens <= more * tokens_without
+
+
+# -- the bound, for any order of arrivals
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """Several tenants send and abort requests. Every iteration, a tenant that waits without a slot in the first
+    precedence is compared with what the others have, found by looking at all requests."""
+
+    PATIENCE, TENANTS = 2, 4
+    yields = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock(0.25, budget=64, slots=3, pages=300, prefix_caching=True)
+        self.clock.scheduler.fairness = Fairness(patience=self.PATIENCE)
+        self.clock.scheduler._prefills._fairness = self.clock.scheduler.fairness
+        self.stuck: Counter[int] = Counter()
+
+    @rule(
+        prompt=st.integers(1, 100), output=st.integers(1, 400), priority=st.integers(-1, 1),
+        tenant=st.integers(0, TENANTS - 1), precedence=st.sampled_from([0, 0, 0, 1]), copies=st.integers(1, 6),
+    )  # fmt: skip
+    def add(self, prompt: int, output: int, priority: int, tenant: int, precedence: int, copies: int) -> None:
+        for _ in range(copies):
+            self.clock.add(prompt, output, priority, tenant, precedence)
+
+    @rule(limit=st.integers(1, 3))
+    def limit(self, limit: int) -> None:
+        self.clock.scheduler.limit_running(limit)
+
+    @precondition(lambda self: self.clock.requests)
+    @rule(pick=st.integers(0, 999))
+    def abort(self, pick: int) -> None:
+        self.clock.scheduler.abort(self.clock.requests[pick % len(self.clock.requests)].handle)
+        self.clock.scheduler.idle_events()
+
+    @rule(steps=st.integers(1, 60))
+    def steps(self, steps: int) -> None:
+        for _ in range(steps):
+            if not self.clock.step():
+                return
+            self._compare()
+
+    def _compare(self) -> None:
+        requests = [r for r in self.clock.requests if not r.ended]
+        slots = Counter(r.tenant for r in requests if r.slot >= 0)
+        waiting = [r for r in requests if r.slot < 0]
+        first = min((r.precedence for r in waiting), default=0)
+        mine = [r for r in requests if r.slot >= 0 and r.precedence >= first]
+        donors = Counter(r.tenant for r in mine)
+        longest = max((r.yielded for r in requests), default=0)
+        for tenant in range(self.TENANTS):
+            waits = any(r.tenant == tenant and r.precedence == first for r in waiting) and not slots[tenant]
+            most = max((count for other, count in donors.items() if other != tenant), default=0)
+            open_slots = self.clock.scheduler.slots.num_open
+            if not waits or open_slots or not (most > 1 or (most == 1 and slots.total() == 1)):
+                self.stuck[tenant] = 0
+                continue
+            self.stuck[tenant] += 1
+            one = MOST * self.PATIENCE << longest
+            assert self.stuck[tenant] <= MOST * self.PATIENCE + (self.TENANTS - 1) * (one + FENCES)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        self.clock.scheduler.check()
+
+    def teardown(self) -> None:
+        self.clock.scheduler.limit_running(3)
+        self.clock.run(limit=100_000)
+        type(self).yields += self.clock.scheduler.fairness.yielded
+
+
+class TestSlotMachine(SlotMachine.TestCase):  # type: ignore[misc]
+    settings = settings(max_examples=40, stateful_step_count=25, deadline=None, derandomize=True)
+
+    def runTest(self) -> None:
+        super().runTest()
+        assert SlotMachine.yields > 50
