@@ -405,30 +405,31 @@ def call_follows(
     reader.attempt()
     trial, arguments = StreamParser(steps), JsonValue()
     result, found, over = None, False, False
-    while result is None:
+    while result is None and not over:
         at, mark, waits = _find(reader.text, reader.at, ends, final=reader.ended)
-        parts, reader.at = trial.feed(reader.text[reader.at : at]), at
         closed = bool(mark) and not waits
-        if over := closed or reader.ended:
-            parts += trial.flush(cut=closed or reader.cut)
-        for part in parts:
-            if not isinstance(part, Call):
-                result = False if not (found and marked) and str(part).strip() else None
-            elif part.name is not None and part.name not in names:
-                result = False
-            else:
-                found = True
-                arguments.feed(part.arguments)
-                result = True if arguments.complete and marked and not trial.broken else None
+        over = closed or reader.ended
+        # character by character, so that the result does not depend on how the answer is split
+        pieces = [*reader.text[reader.at : at], *([None] if over else [])]
+        reader.at = at
+        for piece in pieces:
+            for part in trial.flush(cut=closed or reader.cut) if piece is None else trial.feed(piece):
+                if not isinstance(part, Call):
+                    result = False if not (found and marked) and str(part).strip() else result
+                elif part.name is not None and part.name not in names:
+                    result = False if result is None else result
+                else:
+                    found = True
+                    arguments.feed(part.arguments)
+            if result is None and arguments.complete and marked and not trial.broken:
+                result = True
             if result is not None:
                 break
         else:
-            if over:
-                result = found and not closed
-            else:
+            if not over:
                 yield from reader.more()
     reader.back()
-    return result
+    return found and not closed if result is None else result
 
 
 def _find(text: str, at: int, marks: tuple[str, ...], *, final: bool) -> tuple[int, str, bool]:

@@ -138,10 +138,11 @@ class Literals:
             if not mark:
                 return False
             if mark == lost:
+                reader.at -= len(mark)
                 if not (yield from self._closes_later(reader, quote, (quote,), most=1)):
-                    reader.at -= len(mark)
                     return True
                 to(quoted(mark))
+                reader.at += len(mark)
             elif mark == quote:
                 if (yield from self._closes(reader)) or not (yield from self._closes_later(reader, quote, marks)):
                     return True

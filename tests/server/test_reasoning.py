@@ -68,6 +68,13 @@ async def test_thinking_is_separate_from_the_content(server: Server) -> None:
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": thought}
 
 
+async def test_logprobs_have_an_entry_for_each_token_of_reasoning_and_content(server: Server) -> None:
+    answer = await server.chat(logprobs=True)
+    tokens = answer["choices"][0]["logprobs"]["content"]
+    assert len(tokens) == answer["usage"]["completion_tokens"]
+    assert "".join(token["token"] for token in tokens[:-1]) == THOUGHT
+
+
 @pytest.mark.parametrize("burst", [1, 3, 50])
 async def test_thinking_is_streamed_in_its_own_deltas(server: Server, burst: int) -> None:
     server.engine.script = Script(THOUGHT, burst=burst)

@@ -10,6 +10,7 @@ import pytest
 from stub import Script, Server
 
 from weft.engine.wire import grammar_text
+from weft.engine.wire.messages import Finish
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -225,6 +226,23 @@ async def test_a_strict_tool_is_enforced_under_auto(hermes: Server) -> None:
     assert accepts(grammar, "Only text.")
     assert accepts(grammar, "So: " + call % '{"a": 1}')
     assert not accepts(grammar, "So: " + call % '{"a": "one"}')
+
+
+@pytest.mark.parametrize(("finish", "arguments"), [(None, '{"a": "b c"}'), (Finish.LENGTH, '{"a": "b c')])
+async def test_only_a_call_that_the_model_ended_is_completed(
+    hermes: Server, finish: Finish | None, arguments: str
+) -> None:
+    hermes.engine.script = Script('<tool_call>\n{"name": "add", "arguments": {"a": "b c', finish=finish)
+    choice = (await hermes.chat(tools=[ADD]))["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": arguments}
+
+
+async def test_logprobs_have_an_entry_for_each_token_of_calls_and_content(hermes: Server) -> None:
+    answer = await hermes.chat(tools=[ADD], logprobs=True)
+    tokens = answer["choices"][0]["logprobs"]["content"]
+    assert len(tokens) == answer["usage"]["completion_tokens"]
+    assert "".join(token["token"] for token in tokens[:-1]) == TWO_CALLS
+    assert answer["choices"][0]["message"]["content"] == "Let me see."
 
 
 async def test_strict_tools_without_a_possible_grammar_are_accepted_unenforced(hermes: Server) -> None:
