@@ -134,7 +134,7 @@ def _patience(mode: str) -> float:
 
 
 @router.post("/sleep", summary="Put a model to sleep, in vLLM's format (admin key)")
-async def sleep(
+async def vllm_sleep(
     service: ServiceOf, level: Literal["0", "1", "2"] = "1", mode: str = "abort", model: Name = None
 ) -> dict[str, Any]:
     """Level 0 only pauses the model. `mode`: `abort` ends open requests, `wait` lets them finish."""
@@ -142,7 +142,7 @@ async def sleep(
 
 
 @router.post("/wake_up", summary="Wake a model, in vLLM's format (admin key)")
-async def wake(
+async def vllm_wake_up(
     service: ServiceOf, tags: Annotated[list[str] | None, Query()] = None, model: Name = None
 ) -> dict[str, Any]:
     if tags is not None and set(tags) != {"weights", "kv_cache"}:
@@ -178,7 +178,7 @@ async def is_paused(service: ServiceOf, model: Name = None) -> dict[str, bool]:
 
 
 @router.post("/reset_prefix_cache", summary="Drop all cached prefixes, in vLLM's format (admin key)")
-async def reset_cache(service: ServiceOf, reset_running_requests: bool = False) -> dict[str, str]:
+async def vllm_reset_prefix_cache(service: ServiceOf, reset_running_requests: bool = False) -> dict[str, str]:
     """In all tiers, with or without vLLM's `reset_external`."""
     if reset_running_requests:
         raise bad_request("reset_running_requests is not supported; use /pause.", "reset_running_requests")

@@ -47,6 +47,12 @@ EXAMPLES: dict[str, Any] = {
     "/detokenize": {"model": "MODEL", "tokens": [5, 6, 7]},
     "/invocations": {**_COMPLETION, "max_tokens": 16},
     "/apply-template": _CHAT,
+    "/completion": {"prompt": "1 2 3 4", "n_predict": 16},
+    "/api/chat": _CHAT,
+    "/api/generate": {"model": "MODEL", "prompt": _TEXT},
+    "/api/embed": {"model": "MODEL", "input": "12 + 30"},
+    "/api/embeddings": {"model": "MODEL", "prompt": "12 + 30"},
+    "/api/show": {"model": "MODEL"},
 }
 """Example bodies; MODEL is replaced by the served model. Other bodies are made from their required fields."""
 _BOUNDS = {

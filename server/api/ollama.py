@@ -74,7 +74,7 @@ router = APIRouter(route_class=OllamaRoute)
 
 
 @router.post("/api/chat", summary="Answer a conversation, in Ollama's format", responses=_STREAMED)
-async def chat(body: OllamaChatBody, request: Request, service: ServiceOf) -> Response:
+async def ollama_chat(body: OllamaChatBody, request: Request, service: ServiceOf) -> Response:
     """Without messages, only wake the model."""
     if not body.messages:
         return await _wake(body, request, service, {"message": {"role": "assistant", "content": ""}})
@@ -82,7 +82,7 @@ async def chat(body: OllamaChatBody, request: Request, service: ServiceOf) -> Re
 
 
 @router.post("/api/generate", summary="Answer a prompt, in Ollama's format", responses=_STREAMED)
-async def generate(body: GenerateBody, request: Request, service: ServiceOf) -> Response:
+async def ollama_generate(body: GenerateBody, request: Request, service: ServiceOf) -> Response:
     """Without a prompt, only wake the model. A model without a chat template continues the prompt, as with `raw`."""
     body.check()
     if not body.prompt:
@@ -255,7 +255,7 @@ def _served(service: Service, name: str) -> str:
 
 
 @router.post("/api/embed", summary="Embed texts, in Ollama's format", responses=_ERRORS)
-async def embed(body: EmbedBody, request: Request, service: ServiceOf) -> Response:
+async def ollama_embed(body: EmbedBody, request: Request, service: ServiceOf) -> Response:
     if not body.input:
         return JSONResponse({"model": body.model, "embeddings": []})
     fields: dict[str, Any] = {"input": body.input, "dimensions": body.dimensions}
@@ -265,7 +265,7 @@ async def embed(body: EmbedBody, request: Request, service: ServiceOf) -> Respon
 
 
 @router.post("/api/embeddings", summary="Embed one text, in Ollama's former format", responses=_ERRORS)
-async def embed_one(body: EmbeddingsBody, request: Request, service: ServiceOf) -> Response:
+async def ollama_embeddings(body: EmbeddingsBody, request: Request, service: ServiceOf) -> Response:
     fields = {"input": body.prompt, "truncate_prompt_tokens": -1}
     return await _embed(body, fields, request, service, OllamaEmbedding)
 
@@ -324,12 +324,12 @@ def _family(model_type: str) -> str:
 
 
 @router.get("/api/tags", summary="List the served models, in Ollama's format", responses=_ERRORS)
-async def tags(service: ServiceOf) -> dict[str, Any]:
+async def ollama_tags(service: ServiceOf) -> dict[str, Any]:
     return {"models": [_entry(each, name) for each in service.models for name in each.config.model_names]}
 
 
 @router.get("/api/ps", summary="List the models that are awake, in Ollama's format", responses=_ERRORS)
-async def running(service: ServiceOf) -> dict[str, Any]:
+async def ollama_ps(service: ServiceOf) -> dict[str, Any]:
     awake = [each for each in service.models if each.sleep_state is SleepState.AWAKE and each.last_loaded is not None]
     found = []
     for each in awake:
@@ -342,7 +342,7 @@ async def running(service: ServiceOf) -> dict[str, Any]:
 
 
 @router.post("/api/show", summary="Describe a model, in Ollama's format", responses=_ERRORS)
-async def show(body: ShowBody, service: ServiceOf) -> dict[str, Any]:
+async def ollama_show(body: ShowBody, service: ServiceOf) -> dict[str, Any]:
     name = body.model or body.name
     if name is None:
         raise bad_request("model: This field is required", "model")
@@ -376,5 +376,5 @@ async def show(body: ShowBody, service: ServiceOf) -> dict[str, Any]:
 
 
 @router.get("/api/version", summary="Return the version of Ollama's API", responses=_ERRORS)
-async def version() -> dict[str, str]:
+async def ollama_version() -> dict[str, str]:
     return {"version": VERSION, "weft": __version__}

@@ -236,6 +236,22 @@ async def test_openapi_names_every_endpoint_and_error(server: Server) -> None:
         ("post", "/admin/engines/restart"),
         ("post", "/admin/profile"),
         ("post", "/admin/reset_prefix_cache"),
+        ("post", "/sleep"),
+        ("post", "/wake_up"),
+        ("get", "/is_sleeping"),
+        ("post", "/pause"),
+        ("post", "/resume"),
+        ("get", "/is_paused"),
+        ("post", "/reset_prefix_cache"),
+        ("post", "/completion"),
+        ("post", "/api/chat"),
+        ("post", "/api/generate"),
+        ("post", "/api/embed"),
+        ("post", "/api/embeddings"),
+        ("get", "/api/tags"),
+        ("get", "/api/ps"),
+        ("post", "/api/show"),
+        ("get", "/api/version"),
     }
     assert all({"4XX", "5XX"} <= set(op["responses"]) and "422" not in op["responses"] for op in operations.values())
     fields = schema["components"]["schemas"]["CompletionBody"]["properties"]
