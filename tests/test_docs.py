@@ -41,6 +41,7 @@ NOT_OURS = {
     "generation_config.json",
     "hf_quant_config.json",
     "modules.json",
+    "special_tokens_map.json",
     "config_sentence_transformers.json",
 }
 """names of files that a user has"""
