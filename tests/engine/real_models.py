@@ -148,8 +148,10 @@ class SmolLM2(RealModel):
         return self.ids("".join(turns) + "<|im_start|>assistant\n")
 
     def save(self, path: Path) -> Path:
-        """Write the checkpoint as its authors would have: safetensors, tokenizer.json, template, end tokens."""
+        """Write a safetensors checkpoint, in which only the tokenizer and the template name the end of a turn."""
         self.oracle.save_pretrained(path)
+        for name in ("config.json", "generation_config.json"):
+            (path / name).write_text(json.dumps({**json.loads((path / name).read_text()), "eos_token_id": 0}))
         self.tokenizer.save(str(path / "tokenizer.json"))
         names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>"}
         config = {**names, "chat_template": self._field("chat_template"), "tokenizer_class": "GPT2Tokenizer"}
