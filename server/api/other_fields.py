@@ -224,10 +224,9 @@ def translated(kind: type[Body], data: dict[str, Any]) -> tuple[dict[str, Any], 
             continue
         target = next((target for target in ALIASES.get(name, ()) if target in kind.attributes), None)
         if target is not None:
-            if data.get(target) is not None or target in aliases:
-                other = target if data.get(target) is not None else aliases[target]
+            other = target if data.get(target) is not None else aliases.setdefault(target, name)
+            if data[other] != value:
                 raise bad_request(f"Give either {other} or {name}, which mean the same.", name)
-            aliases[target] = name
         elif (why := refusal(kind, name, value)) is not None:
             raise bad_request(why, name, "unsupported_field")
     if not aliases:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import SkipJsonSchema
@@ -330,7 +330,7 @@ class TokenizeBody(TemplateBody):
     model: str | None = None
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
     messages: Messages | None = None
-    tool_choice: ToolChoice = "auto"  # none leaves the tools out
+    tool_choice: SkipJsonSchema[Any] = None  # none leaves the tools out
     add_special_tokens: bool | None = None
     """Default: true for prompts, false for messages, whose template adds its own."""
     return_token_strs: bool = False

@@ -41,17 +41,24 @@ def before_call(_: Any, case: Any, __: dict[str, Any]) -> None:
         body.pop("top_logprobs", None)
     if body.get("continue_final_message"):
         body["add_generation_prompt"] = False
-    body.pop("best_of", None)
+    for name in ("best_of", "stop_regex", "logprob_token_ids", "guided_whitespace_pattern", "thinking"):
+        body.pop(name, None)
+    if isinstance(asked := body.get("structured_outputs"), dict):
+        for name in ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties"):
+            asked.pop(name, None)
     if case.path.endswith("completions") and not (body.get("max_tokens") or body.get("max_completion_tokens")):
         body["max_tokens"] = 2  # none would be the remaining context
     if case.path == "/v1/embeddings":
         body.pop("prompt_name", None)  # the model has none
+        body.pop("truncate_prompt_tokens", None)
         if "dimensions" in body and body["dimensions"] is not None:
             body["dimensions"] = 3
     if case.path == "/v1/responses":
         body.setdefault("max_output_tokens", 2)
         for name in ("previous_response_id", "conversation", "prompt"):
             body.pop(name, None)
+        if body.get("response_format") is not None:
+            body.pop("text", None)
         if body.get("background"):
             body["store"] = True
     if case.path.endswith("/messages") and body.get("max_tokens"):
