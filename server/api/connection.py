@@ -30,6 +30,8 @@ UNREAD_SECONDS = 60.0
 
 STALL_CHECKS = 4  # checks per stall timeout
 
+TAKE_OVER = "weft.take_over"  # Entry of a scope: the connection counts the request as open until this is called.
+
 
 class UntilClose:
     """Sends an answer of unknown length to an HTTP/1.0 client, which lacks chunks: closing ends the answer."""
@@ -118,6 +120,7 @@ class Connection(HttpToolsProtocol):
         self._header_bytes = 0
         self._in_headers = True
         self._refused = False
+        self._begun = 0  # requests whose first byte has been read, and that the application has not taken over
         self._timer: asyncio.TimerHandle | None = None
         self._stall: StallWatch | None = None
 
@@ -129,6 +132,7 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         if self._stall is not None:
             self._stall.end()
+        self._dismiss(self._begun)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -159,9 +163,22 @@ class Connection(HttpToolsProtocol):
                 rest = rest[offer.args[0] :]
                 line = self.parser.get_method(), self.url, self.parser.get_http_version().encode()
                 kept = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
+                self._dismiss(1)  # it begins again
                 self.parser = httptools.HttpRequestParser(self)  # one that has not seen the end of a request
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
                 self.parser.feed_data(b"%b %b HTTP/%b\r\n" % line + kept + b"\r\n")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._begun += 1
+        self._service.metrics.request_began()
+        self.scope[TAKE_OVER] = self._dismiss  # type: ignore[typeddict-unknown-key]
+
+    def _dismiss(self, count: int = 1) -> None:
+        """Stop counting requests as open here: the application counts them from now on, or nothing does."""
+        for _ in range(min(count, self._begun)):
+            self._begun -= 1
+            self._service.metrics.request_dismissed()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_headers:  # ignore trailers: the request has already started
@@ -219,6 +236,7 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
         else:
             self.transport.write(self._shortcut())
+            self._dismiss()
             self._shortcut = None
             self.on_response_complete()
 

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.server.api import docs, ui
 from weft.server.api.aliases import ADMIN_ALIASES, INVOCATIONS, canonical
 from weft.server.api.browsers import BrowserChecks
+from weft.server.api.connection import TAKE_OVER
 from weft.server.api.operations import FAVICON
 from weft.server.api.other_fields import IGNORED_HEADER
 from weft.server.api.protocol import REQUEST_ID
@@ -100,6 +101,8 @@ class Trace:
             await send(message)
 
         self._metrics.request_began()
+        if (take_over := scope.pop(TAKE_OVER, None)) is not None:
+            take_over()
         try:
             await self._app(scope, receive, traced_send)
         except Exception:

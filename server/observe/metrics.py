@@ -20,6 +20,8 @@ _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _GAP = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5, 5.0)
 _CPU = (0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _LAG = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1.0)
+_WAIT = (0.1, 1.0, 10.0, 60.0)
+KEYS_SHOWN = 100  # API keys with metrics of their own
 _SIZE = tuple(float(2**i) for i in range(17))
 
 PROBES = ("/health", "/ready", "/metrics", "/version", "/ping")  # Paths that need no key.
@@ -77,6 +79,9 @@ class Metrics:
         self.latency = histogram("request_latency_seconds", "Arrival to last token", _LATENCY)
         self.normalized = histogram("normalized_latency_seconds", "Latency / output tokens", _GAP)
         self.queue_time = histogram("queue_time_seconds", "Arrival in the engine to first schedule", _LATENCY)
+        waits = "Arrival in the engine to first schedule or abort, by number of the API key"
+        numbers = [str(i) for i in range(min(KEYS_SHOWN, len(shared_state.buckets)))]
+        self.key_queue_time = histogram("key_queue_time_seconds", waits, _WAIT, key=numbers)
         self.prefill_time = histogram("prefill_time_seconds", "First schedule to first token", _LATENCY)
         self.decode_time = histogram("decode_time_seconds", "First token to last token", _LATENCY)
         self.iteration_tokens = histogram("iteration_tokens", "Tokens in an iteration", _SIZE)
@@ -162,6 +167,10 @@ class Metrics:
     def request_began(self) -> None:
         """Count an open HTTP request, until `request_ended` or `process_lost`."""
         self._http[self._row] += 1
+
+    def request_dismissed(self) -> None:
+        """Undo `request_began`, for a request that is not answered."""
+        self._http[self._row] -= 1
 
     def request_ended(self, endpoint: str, status: int) -> None:
         self._http[self._row] -= 1
