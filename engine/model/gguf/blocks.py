@@ -15,7 +15,7 @@ from weft.engine.model.gguf.file import KINDS
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 CHUNK = 1 << 24  # Values that a GPU converts at once, because they pass through bytes and float32.
-CPU_CHUNK = 1 << 17  # The same on a CPU, so that they stay in a core's cache.
+CPU_CHUNK = 1 << 20  # The same on a CPU: few enough for caches, and enough that threads do not wait for Python.
 _BLOCKS = {name: (values, size) for name, values, size in KINDS.values()}
 
 _LEVELS_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
