@@ -66,7 +66,7 @@ class ServeConfig(EngineConfig):
             OptionGroup(
                 "security",
                 ("api_key", "api_key_file"),
-                ("admin_api_key", "rate_limit", "rate_limit_tokens", "salt_per_key"),
+                ("admin_api_key", "best_priority", "rate_limit", "rate_limit_tokens", "salt_per_key"),
             ),
             OptionGroup(
                 "files, batches and stored responses",
@@ -117,6 +117,9 @@ class ServeConfig(EngineConfig):
     """file with further API keys, one per line"""
     admin_api_key: str | None = Field(None, min_length=1, repr=False)
     """API key for /admin/ [/admin/ is off]"""
+    best_priority: int = Field(0, ge=-999_999_999, le=999_999_999)
+    """best (lowest) priority that counts between API keys, which otherwise take turns; a key's line in --api-key-file
+    may set its own. Other priorities order the requests of a key"""
     salt_per_key: bool | None = None
     """do not share cached prefixes between API keys, whose timing could leak prompts [on with several keys]"""
     rate_limit: int | None = Field(None, ge=1)

@@ -1,4 +1,4 @@
-"""API keys, stored as SHA-256 digests and compared in constant time."""
+"""API keys, stored as SHA-256 digests and compared in constant time, and which keys' requests outrank others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import hashlib
 import hmac
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from weft.engine.config import expanded
@@ -18,6 +19,9 @@ GAP = b""  # stands for a removed key in a list of digests
 MAX_KEYS = 100_000  # Every request is compared with all keys.
 MAX_KEY_CHARS = 8192
 MAX_FILE_BYTES = 16 * 2**20
+BATCH_PRIORITY = 1000  # Requests with this priority or a higher number are served after those of all keys.
+
+_LINE = re.compile(r"(.*\S)[ \t]+priority=([+-]?[0-9]{1,9})")
 
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _LIKE_A_DIGEST = re.compile(
@@ -50,7 +54,7 @@ def _problem(key: str) -> str | None:
     if _LIKE_A_DIGEST.search(unicodedata.normalize("NFKC", key)):
         return "this looks like a digest, but is not 'sha256:' and 64 hexadecimal digits, with nothing else on the line"
     if any(char.isspace() for char in key):
-        return "a key has no white space, and nothing follows it on its line; write comments on lines of their own"
+        return "a key has no white space, and only priority=NUMBER may follow it; write comments on lines of their own"
     if unprintable := next((char for char in key if not char.isprintable()), None):
         return f"the key contains U+{ord(unprintable):04X}, which is not a printable character"
     if len(key) > 1 and key[0] == key[-1] and key[0] in "\"'`":
@@ -58,16 +62,29 @@ def _problem(key: str) -> str | None:
     return None
 
 
-def load_keys(config: ServeConfig) -> list[bytes]:
-    """Unique digests of the keys in `--api-key` and `--api-key-file`. Raises `ConfigError`, also for the admin key."""
+def load_keys(config: ServeConfig) -> dict[bytes, int]:
+    """Digests of the keys in `--api-key` and `--api-key-file`, each with its best priority. Raises `ConfigError`, also
+    for the admin key."""
     if config.admin_api_key is not None:
         _digest_at("--admin-api-key", config.admin_api_key)
-    keys = dict.fromkeys(_digest_at(f"--api-key, number {i + 1}", key) for i, key in enumerate(config.api_key))
-    if config.api_key_file is not None:
-        keys |= dict.fromkeys(_read(expanded(config.api_key_file)))
+    lines = [(f"--api-key, number {i + 1}", key) for i, key in enumerate(config.api_key)]
+    keys: dict[bytes, int] = {}
+    for place, line in chain(lines, () if config.api_key_file is None else _lines(expanded(config.api_key_file))):
+        named = _LINE.fullmatch(line.strip())
+        key, best = (named[1], int(named[2])) if named else (line, config.best_priority)
+        if keys.setdefault(_digest_at(place, key), best) != best:
+            raise ConfigError(f"{place}: this key is listed before with another priority")
     if len(keys) > MAX_KEYS:
         raise ConfigError(f"{len(keys)} API keys are more than {MAX_KEYS}")
-    return list(keys)
+    return keys
+
+
+def precedence(priority: int, best: int) -> int:
+    """The precedence of a request: lower ones go first, and within one the keys take turns. `best`: the best priority
+    of its key. Other priorities than those from `best` to 0, and a batch's, only order the requests of a key."""
+    if priority >= BATCH_PRIORITY:
+        return max(best, BATCH_PRIORITY)
+    return min(max(priority, best), max(best, 0))
 
 
 def _digest_at(place: str, key: str) -> bytes:
@@ -77,10 +94,10 @@ def _digest_at(place: str, key: str) -> bytes:
         raise ConfigError(f"{place}: {error}") from None
 
 
-def reread(known: Sequence[bytes], config: ServeConfig, capacity: int) -> list[bytes]:
-    """The current keys, with unchanged numbers. Removed keys leave a `GAP`, which new keys fill. `known`: digests by
-    number. Raises `ConfigError`, also for more than `capacity` keys."""
-    now, before = dict.fromkeys(load_keys(config)), set(known)
+def renumbered(known: Sequence[bytes], now: Mapping[bytes, int], capacity: int) -> list[bytes]:
+    """The keys of `now`, with unchanged numbers. Removed keys leave a `GAP`, which new keys fill. `known`: digests by
+    number. Raises `ConfigError` for more than `capacity` keys."""
+    before = set(known)
     keys = [key if key in now else GAP for key in known]
     new = [key for key in now if key not in before]
     gaps = [i for i, key in enumerate(keys) if key == GAP]
@@ -92,9 +109,10 @@ def reread(known: Sequence[bytes], config: ServeConfig, capacity: int) -> list[b
     return keys
 
 
-def _read(path: Path) -> Iterator[bytes]:
-    """Digests of the keys in a UTF-8 file. A line is empty, a comment that starts with #, a plain key, or
-    `sha256:HEX`; spaces and tabs around it are ignored. Raises `ConfigError`."""
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """The lines of a UTF-8 file with keys, each with its place. A line is empty, a comment that starts with #, or a
+    plain key or `sha256:HEX`, with `priority=NUMBER` or without; spaces and tabs around it are ignored. Raises
+    `ConfigError`."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -111,7 +129,7 @@ def _read(path: Path) -> Iterator[bytes]:
             raise ConfigError(f"{place}: this is not UTF-8 text") from None
         if text and not text.startswith("#"):
             empty = False
-            yield _digest_at(place, text)
+            yield place, text
     if empty:
         raise ConfigError(f"--api-key-file {path} contains no keys")  # do not serve without keys by accident
 

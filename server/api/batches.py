@@ -25,12 +25,11 @@ from weft.server.batches.records import MAX_OPEN, Batch, Folder, TooMany, window
 from weft.server.batches.runner import OwnerGone, Reply, Runner
 from weft.server.bodies import Body
 from weft.server.errors import ApiError, bad_request, clip
-from weft.server.keys import GAP
+from weft.server.keys import BATCH_PRIORITY, GAP
 from weft.server.observe.shared_state import OPEN, PREFILL
 
 PATH = "/v1/batches"
 MAX_METADATA = 16
-PRIORITY = 1000  # the highest priority of batch requests; clients' requests default to 0
 SHARE = 7 / 8  # fraction of the engines' slots that batches may use; the rest stays free for clients
 
 router = APIRouter(route_class=JsonRoute)
@@ -116,7 +115,8 @@ def make_batch_runner(app: ASGIApp, service: Service, folder: Folder) -> Runner:
 
     async def send(line: BatchLine, owner: str) -> Reply:
         priority = line.body.get("priority")
-        body = {**line.body, "priority": max(PRIORITY, priority) if type(priority) is int else PRIORITY}
+        own = priority if type(priority) is int else BATCH_PRIORITY
+        body = {**line.body, "priority": max(BATCH_PRIORITY, own)}
         return await _call(app, line.url, orjson.dumps(body), _key(service, owner))
 
     def headroom(own: int) -> int:

@@ -20,6 +20,7 @@ from weft.server.api.choice import Choice, EndRules, Piece
 from weft.server.api.model_text import too_long
 from weft.server.api.protocol import GenerationBody
 from weft.server.api.service import Service
+from weft.server.keys import precedence
 from weft.server.replicas.replicas import PromptPages, Ticket
 from weft.server.text.stops import StopStrings
 from weft.server.tools.cache_control import HOUR
@@ -71,6 +72,8 @@ class Generation:
             body.include_stop_str_in_output,
         )  # fmt: skip
         self._tenant: int = scope["weft.key"]
+        best = service.best_priorities
+        self._best_priority = best[self._tenant] if best else service.config.best_priority
         self._charge: Callable[[int], None] = scope["weft.charge"]
         self._charged = 0  # tokens charged so far
         self._prefilling: dict[int, int] = {}  # prompt tokens by choice, for choices without output
@@ -113,6 +116,7 @@ class Generation:
             cache_salt=self._salt + body.cache_salt,
             leader=leader,
             tenant=self._tenant,
+            precedence=precedence(body.priority, self._best_priority),
             metered=body.include_energy,
             retention=prompt.retention if leader < 0 else (),
             names=self._names if leader < 0 else (),
@@ -218,6 +222,7 @@ class Generation:
             if delta.started is not None and not choice.counted:
                 choice.counted = True
                 metrics.sequence_started(delta.started, now - self.arrival, self.service.config.model_names[0])
+                self._count_wait(delta.started.queue_seconds)
         else:
             metrics.itl.observe(now - choice.last_token_at)
         choice.last_token_at = now
@@ -244,7 +249,13 @@ class Generation:
                 choice.finished = True
                 choice.stream.abort()
                 self.service.metrics.sequence_aborted(cause)
+                if not choice.first_token_at:
+                    self._count_wait(time.perf_counter() - self.arrival)
         self._charge_usage()
+
+    def _count_wait(self, seconds: float) -> None:
+        if self.service.keys:
+            self.service.metrics.key_queue_time.labels(str(self._tenant)).observe(seconds)
 
     def _charge_usage(self) -> None:
         """Charge the client's key for tokens used since the last call."""

@@ -76,10 +76,11 @@ class Service:
 
     def __init__(
         self, config: ServeConfig, shared_state: SharedState | None = None, row: int = 0,
-        keys: Sequence[bytes] | None = None, watch: Watch | None = None, *, lead: Service | None = None,
+        keys: Sequence[bytes] | None = None, best_priorities: Sequence[int] = (), watch: Watch | None = None, *,
+        lead: Service | None = None,
     ) -> None:  # fmt: skip
         """`config`: the daemon's. `row`: this process's row of `shared_state`. `keys`: digests, if already read.
-        `watch`: watches the daemon's processes. `lead`: None for the first model.
+        `best_priorities`: of each key. `watch`: watches the daemon's processes. `lead`: None for the first model.
         """
         self.lead = lead or self
         self.model = 0 if lead is None else len(lead.models)  # the model's number
@@ -89,7 +90,10 @@ class Service:
         self.engines = whole.engine_numbers[self.model]  # the numbers of the model's engines
         if lead is None:
             self.models: list[Service] = [self]
-            self.keys = load_keys(config) if keys is None else list(keys)
+            if keys is None:
+                loaded = load_keys(config)
+                keys, best_priorities = list(loaded), list(loaded.values())
+            self.keys, self.best_priorities = list(keys), list(best_priorities)
             size = {"engines": whole.num_engines, "models": len(whole.each)}
             self.shared_state = shared_state or SharedState(1, len(self.keys), **size)
             models = {c.model_names[0]: e for c, e in zip(whole.each, whole.engine_numbers, strict=True)}
@@ -100,6 +104,7 @@ class Service:
             self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
         else:
             self.models, self.keys, self.shared_state = lead.models, lead.keys, lead.shared_state
+            self.best_priorities = lead.best_priorities
             self.metrics, self.limits, self.open = lead.metrics, lead.limits, lead.open
             self._threads = lead._threads
             self.models.append(self)

@@ -44,10 +44,11 @@ class ApiProcess:
 
     @classmethod
     async def start(
-        cls, config: ServeConfig, keys: list[bytes], place: Place, listeners: Sequence[socket.socket], *,
-        certificate: Certificate | None = None, taking_over: bool = False, hold: Sequence[int] = (),
+        cls, config: ServeConfig, keys: list[bytes], best_priorities: list[int], place: Place,
+        listeners: Sequence[socket.socket], *, certificate: Certificate | None = None, taking_over: bool = False,
+        hold: Sequence[int] = (),
     ) -> ApiProcess:  # fmt: skip
-        """`keys`: digests. `taking_over`, `hold`: see `Start`."""
+        """`keys`: digests. `best_priorities`: of each key. `taking_over`, `hold`: see `Start`."""
         row, shared_state, heartbeats, heartbeat_row, engine_fds = place
         fds = [listener.fileno() for listener in listeners]
         tls_fds = [] if certificate is None else [certificate.fd]
@@ -72,6 +73,7 @@ class ApiProcess:
             Start(
                 config=config.model_copy(update=own).model_dump_json(),
                 keys=[key.hex() for key in keys],
+                best_priorities=best_priorities,
                 row=row,
                 rows=shared_state.rows,
                 heartbeat_row=heartbeat_row,

@@ -114,6 +114,7 @@ class ApiProcesses:
         start = ApiProcess.start(
             self._config,
             front.keys,
+            front.best_priorities,
             Place(i + 1, self._shared_state, owner.heartbeats, self._heartbeat_row(i), fds),
             front.listeners[i],
             certificate=front.certificate,

@@ -24,6 +24,8 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     config: str  # A `ServeConfig` as JSON.
     keys: list[str]
     """Hexadecimal digests of the API keys by number, the row of `SharedState.buckets`; empty for a gap."""
+    best_priorities: list[int]
+    """The best priority of each key."""
     row: int
     rows: int
     heartbeat_row: int
@@ -81,6 +83,7 @@ class Reload(msgspec.Struct, tag="reload", frozen=True):
     """Replace the keys (see `Start`) and reload the certificate."""
 
     keys: list[str]
+    best_priorities: list[int]
 
 
 class Interrupt(msgspec.Struct, tag="interrupt", frozen=True):

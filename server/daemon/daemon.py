@@ -274,7 +274,8 @@ class Daemon:
 
     def _reload(self) -> None:
         if self._front.reload():
-            self._api.broadcast(control.Reload([key.hex() for key in self._front.keys]))
+            keys = [key.hex() for key in self._front.keys]
+            self._api.broadcast(control.Reload(keys, self._front.best_priorities))
 
     def _log_stacks(self) -> None:
         logger.warning("SIGQUIT: the daemon\n%s", own_stacks())

@@ -13,7 +13,7 @@ from weft.server.daemon.certificate import Certificate
 from weft.server.daemon.handover import Handover, find
 from weft.server.daemon.listen import distribute, inherited, listen, listen_unix
 from weft.server.daemon.notify import Notifier
-from weft.server.keys import load_keys, reread
+from weft.server.keys import load_keys, renumbered
 from weft.server.observe.server_urls import publish, url_of
 
 MIN_KEYS = 1024  # Minimum capacity, so that a reload can add keys.
@@ -28,6 +28,7 @@ class Front:
     listeners: listeners of each API process. The daemon keeps them open, so that connections to a process that died
         wait for its successor.
     keys: digests by number; a gap is an empty one.
+    best_priorities: the best priority of each key.
     key_capacity: maximum number of keys.
     taking_over: whether another daemon has the port until `serving`."""
 
@@ -50,7 +51,8 @@ class Front:
 
                 read_chat_template(each.chat_template)
         self.certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert is not None else None
-        self.keys = load_keys(config)
+        best = load_keys(config)
+        self.keys, self.best_priorities = list(best), list(best.values())
         self.key_capacity = max(MIN_KEYS, 2 * len(self.keys))
         self._predecessor = find(config.handover) if config.handover is not None else None
         if self._predecessor is not None:
@@ -105,14 +107,15 @@ class Front:
         if self._serving:
             self.notifier.reloading()
         try:
-            keys = reread(self.keys, self._config, self.key_capacity)
+            best = load_keys(self._config)
+            keys = renumbered(self.keys, best, self.key_capacity)
             if self.certificate is not None:
                 self.certificate.reread()
         except ConfigError as error:
             logger.error("SIGHUP: %s; keeping the old keys and certificate", error)
             return False
         else:
-            self.keys = keys
+            self.keys, self.best_priorities = keys, [best.get(key, 0) for key in keys]
             what = " and the certificate" if self.certificate is not None else ""
             logger.info("SIGHUP: reloaded %d API keys%s", len([key for key in keys if key]), what)
             return True

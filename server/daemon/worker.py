@@ -57,7 +57,7 @@ class Worker:
         heartbeats = Heartbeats(start.heartbeat_rows, start.heartbeats_fd)
         self._heartbeat = heartbeats.of(start.heartbeat_row)
         self._watch = Watch(heartbeats)
-        self._service = Service(config, shared_state, start.row, keys, self._watch)
+        self._service = Service(config, shared_state, start.row, keys, start.best_priorities, self._watch)
         count_dropped(self._service.metrics.log_lines_dropped.labels().inc)
         self._server = make_server(self._service)
         self._serving: asyncio.Task[None] | None = None
@@ -153,6 +153,7 @@ class Worker:
                 self._begin(self._report_unconnected())
             case control.Reload():
                 service.keys[:] = [bytes.fromhex(key) for key in message.keys]
+                service.best_priorities[:] = message.best_priorities
                 self._server.reread_certificate()
             case control.Answer():
                 if not (asked := self._pending.pop(message.ask)).done():  # the caller may have been cancelled

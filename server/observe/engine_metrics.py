@@ -95,6 +95,12 @@ class EngineMetrics:
         return summed([plus(self.engines[i].before, self.engines[i].stats) for i in engines]).scheduler
 
     @property
+    def ssd_fails(self) -> bool | None:
+        """Whether an engine's SSD tier is off; None if there is no such tier."""
+        tiers = [engine.stats.scheduler.tiers["ssd"] for engine in self.engines if "ssd" in engine.stats.scheduler.tiers]
+        return not all(tier.up for tier in tiers) if tiers else None
+
+    @property
     def plan(self) -> PlanStats:
         return summed([engine.stats for engine in self.engines]).plan
 
@@ -143,6 +149,7 @@ class EngineMetrics:
         lost = "Requests ended by non-finite logits (NaN or inf)"
         yield _counter("weft_nonfinite_logits", lost, stats.nonfinite_logits)
         yield _counter("weft_displaced", "Preemptions that gave a slot to a higher priority", stats.displaced)
+        yield _counter("weft_yielded", "Preemptions that gave a slot to an API key without one", stats.yielded)
         yield _counter("weft_overtaken", "Requests that overtook one that lacked pages or a slot", stats.overtaken)
         cut = "Iterations with prefill cut by --itl-slo, by the deciding limit"
         cuts = {by: stats.chunks_cut.get(by, 0) for by in CUTS}

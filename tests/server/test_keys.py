@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from exposed import value_of
+from hypothesis import given
+from hypothesis import strategies as st
 from stub import serving
 
 from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
-from weft.server.keys import MAX_FILE_BYTES, MAX_KEYS, digest, load_keys, match, reread
+from weft.server.keys import BATCH_PRIORITY, MAX_FILE_BYTES, MAX_KEYS, digest, load_keys, match, precedence, renumbered
 from weft.server.observe.limits import RateLimits
 from weft.server.observe.metrics import Metrics
 from weft.server.observe.shared_state import SharedState
@@ -26,7 +28,7 @@ def test_keys_come_from_flags_and_a_file_plain_or_hashed(tmp_path: Path) -> None
     file = tmp_path / "keys"
     hashed = hashlib.sha256(b"third").hexdigest()
     file.write_text(f"# team a\nsecond\n\n  sha256:{hashed}  \nfirst\n")
-    keys = load_keys(ServeConfig(api_key=["first"], api_key_file=str(file)))
+    keys = list(load_keys(ServeConfig(api_key=["first"], api_key_file=str(file))))
     assert keys == [digest("first"), digest("second"), digest("third")]
     assert [match(key, keys) for key in ("first", "second", "third", f"sha256:{hashed}", "")] == [0, 1, 2, None, None]
 
@@ -82,8 +84,6 @@ def test_a_malformed_line_is_an_error_that_names_file_and_line_but_not_the_key(t
     assert f"--api-key-file {file}, line 4: " in str(found.value)
     assert line not in str(found.value).partition("line 4: ")[2].replace("'sha256:'", "")
     assert "\n" not in str(found.value)
-    with pytest.raises(ConfigError, match="line 4"):
-        reread([digest("first")], config, 8)
     for option in ({"api_key": ["good", line]}, {"admin_api_key": line}):
         with pytest.raises(ConfigError, match=r"^--api-key, number 2: |^--admin-api-key: "):
             load_keys(ServeConfig(**option))
@@ -113,7 +113,7 @@ def test_a_line_like_a_digest_is_refused_as_one(line: str) -> None:
 def test_plain_keys_of_other_forms_are_keys(tmp_path: Path, key: str) -> None:
     file = tmp_path / "keys"
     file.write_text(f"  {key}\t\r\n", encoding="utf-8-sig", newline="")
-    assert load_keys(ServeConfig(api_key_file=str(file))) == [digest(key)]
+    assert list(load_keys(ServeConfig(api_key_file=str(file)))) == [digest(key)]
     assert match(key.encode().decode("latin-1"), [digest(key)]) == 0
 
 
@@ -121,7 +121,7 @@ def test_a_digest_may_have_any_case_and_stands_for_a_key_listed_twice(tmp_path: 
     file = tmp_path / "keys"
     hashed = hashlib.sha256(b"third").hexdigest()
     file.write_bytes(f"\ufeffsha256:{hashed.upper()}\r\nthird\r\nthird\r\n  # comment\r\n".encode())
-    assert load_keys(ServeConfig(api_key=["third"], api_key_file=str(file))) == [digest("third")]
+    assert list(load_keys(ServeConfig(api_key=["third"], api_key_file=str(file)))) == [digest("third")]
 
 
 @pytest.mark.parametrize(
@@ -154,18 +154,46 @@ def test_keys_keep_their_numbers_when_the_file_changes(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("a\nb\nc\n")
     config = ServeConfig(api_key_file=str(file))
-    keys = load_keys(config)
+    keys = list(load_keys(config))
     file.write_text("c\nd\n")
-    keys = reread(keys, config, 4)
+    keys = renumbered(keys, load_keys(config), 4)
     assert keys == [digest("d"), b"", digest("c")]
     assert [match(key, keys) for key in ("a", "b", "c", "d", "")] == [None, None, 2, 0, None]
     file.write_text("e\nf\ng\nh\nc\n")
     with pytest.raises(ConfigError, match="more than 4"):
-        reread(keys, config, 4)
-    assert reread(keys, config, 5) == [digest(key) for key in "efcgh"]
-    file.write_text("")
-    with pytest.raises(ConfigError, match="contains no keys"):
-        reread(keys, config, 4)
+        renumbered(keys, load_keys(config), 4)
+    assert renumbered(keys, load_keys(config), 5) == [digest(key) for key in "efcgh"]
+
+
+def test_a_line_may_set_the_best_priority_of_its_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    hashed = digest("b").hex()
+    file.write_text(f"a priority=-10\nsha256:{hashed}\tpriority=5 \nc\npriority=7\nc\n")
+    config = ServeConfig(api_key=["d  priority=+3"], api_key_file=str(file), best_priority=-1)
+    best = [3, -10, 5, -1, -1]
+    assert load_keys(config) == dict(zip(map(digest, ["d", "a", "b", "c", "priority=7"]), best, strict=True))
+    for line in (
+        "a priority=", "a priority=x", "a priority=1.5", "a priority=1 2", "a priority=\u0661", "a x priority=1",
+        "a priority=1 # x", "a priority=9999999999", "sha256:ab priority=1",
+    ):  # fmt: skip
+        file.write_text(f"c\n{line}\n")
+        with pytest.raises(ConfigError, match=r"line 2: (a key has no white space|this looks like)"):
+            load_keys(ServeConfig(api_key_file=str(file)))
+    file.write_text("a\nb\na priority=3\n")
+    with pytest.raises(ConfigError, match="line 3: this key is listed before with another priority"):
+        load_keys(ServeConfig(api_key_file=str(file)))
+
+
+@given(st.integers(-50, 2000), st.integers(-50, 2000))
+def test_a_priority_counts_between_keys_only_in_the_range_of_its_key(priority: int, best: int) -> None:
+    found = precedence(priority, best)
+    assert found >= best, "no client buys more than its key has"
+    assert found <= max(best, 0 if priority < BATCH_PRIORITY else BATCH_PRIORITY)
+    if best <= priority <= 0:
+        assert found == priority
+    if priority >= BATCH_PRIORITY:
+        assert found >= BATCH_PRIORITY
+    assert precedence(priority + 1, best) >= found
 
 
 class Clock:
@@ -250,3 +278,22 @@ async def test_token_rates_count_prompt_and_output() -> None:
         assert (await server.post("/v1/completions", body)).status_code == 200
         refused = await server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
         assert refused.status_code == 429
+
+
+async def test_a_priority_counts_between_keys_as_far_as_the_key_allows_on_every_endpoint(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("b priority=-10\n")
+    async with serving(api_key=["a"], api_key_file=str(file)) as server:
+        for path, body in (
+            ("/v1/completions", {"prompt": "hi", "max_tokens": 2}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
+            ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "model": "stub"}),
+            ("/v1/responses", {"input": "x", "max_output_tokens": 2}),
+        ):
+            for key, priority in (("a", -99), ("a", 7), ("a", 1000), ("b", -99), ("b", -3), ("b", 7)):
+                server.engine.added.clear()
+                answer = await server.post(path, {**body, "priority": priority}, headers=bearer(key))
+                assert answer.status_code == 200, answer.text
+                (added,) = server.engine.added
+                assert added.priority == priority
+                assert added.precedence == precedence(priority, -10 if key == "b" else 0)
