@@ -66,7 +66,7 @@ def windows_of(model: Path, text: str, tokens: int, window: int) -> list[list[in
 def scores(model: Path, windows: Sequence[Sequence[int]], options: dict[str, Any]) -> Scores:
     """Score the windows with an engine of these options. Raises `WeftError`."""
     length = max(map(len, windows)) + 1
-    pages = {"num_pages": 4 * -(-length // 64) + 4, "page_size": 64}
+    pages: dict[str, Any] = {"num_pages": 4 * -(-length // 64) + 4, "page_size": 64}
     engine = Engine(EngineConfig(model=str(model), max_model_len=length, prefix_caching=False, **pages, **options))
     try:
         params = SamplingParams(max_tokens=0, prompt_logprobs=1, temperature=0.0)

@@ -37,7 +37,7 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
         spec = read_transformers(path, raw, trusted=config.trust_remote_code)
     except ModelError as error:
         raise ModelError(f"transformers' code cannot serve {name} here: {error}") from None
-    spec = replace(spec, eos_token_ids=eos_ids(path, raw, spec.vocab_size))
+    spec = replace(spec, eos_token_ids=eos_ids(path, raw, spec.vocab_size) or spec.eos_token_ids)
     why = "as --model-impl requests" if config.model_impl == "transformers" else f"as weft has no layers for {name}"
     limit = f"; context limited to {spec.max_positions}: {spec.limit}" if spec.limit else ""
     return spec, f"transformers' code with weft's attention, {why}{limit}"

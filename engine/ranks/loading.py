@@ -47,7 +47,8 @@ class Loading:
         if not self.spec.native:
             notice(f"{self.spec.architecture}: {implementation}")
         path = config.model_path
-        notice(str(ends_of(path, read_config(path), self.spec.vocab_size)))
+        ends = ends_of(path, read_config(path), self.spec.vocab_size)
+        notice(str(ends._replace(sources=ends.sources or {i: ["default"] for i in self.spec.eos_token_ids})))
         self.own = self.spec.shard(0, config.tensor_parallel_size)  # This rank's shard of it.
         self.resolved = resolve(config, self.own)
         self.model_id = self._model_id()

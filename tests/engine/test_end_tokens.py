@@ -8,9 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny import save_tiny
 
+from weft.engine.config import EngineConfig
 from weft.engine.model.directory import ends_of, eos_ids
 from weft.engine.model.gguf.tokenizer import end_tokens
+from weft.engine.model.implementation import choose_spec
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -188,3 +191,14 @@ def test_a_gguf_file_names_ends_in_its_metadata_and_its_vocabulary(
         get=lambda key, default=None: metadata.get(key.removeprefix("tokenizer.ggml."), default)
     )
     assert end_tokens(file) == ends
+
+
+def test_the_default_of_an_architecture_counts_if_no_file_names_an_end(tmp_path: Path) -> None:
+    save_tiny("yi", tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    for value, ends in (({}, (2,)), ({"eos_token_id": None}, ()), ({"eos_token_id": 7}, (7,))):
+        config = json.loads((tmp_path / "config.json").read_text())
+        config.pop("eos_token_id", None)
+        (tmp_path / "config.json").write_text(json.dumps({**config, **value}))
+        spec, _ = choose_spec(EngineConfig(model=str(tmp_path), model_impl="transformers"))
+        assert spec.eos_token_ids == ends

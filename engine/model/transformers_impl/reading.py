@@ -90,6 +90,8 @@ def spec_of(config: Any, name: str, *, trusted: bool) -> TransformersSpec:
     if hidden and min(hidden) < max_positions:
         max_positions, limit = min(hidden), "its attention calls do not state its window"
     sizes = {id(p): (key, p.numel()) for key, p in module.named_parameters()}.values()
+    ends = getattr(text, "eos_token_id", None)
+    default = ends if isinstance(ends, list) else [ends]  # The architecture's, if no file names one.
     hidden_size = int(getattr(text, "hidden_size", 0) or calls[0].heads * calls[0].key_dim)
     return TransformersSpec(
         architecture=name if name != "(none)" else type(module).__name__,
@@ -103,6 +105,7 @@ def spec_of(config: Any, name: str, *, trusted: bool) -> TransformersSpec:
         max_positions=max_positions,
         norm=Norm(eps=0.0),
         dtype=str(getattr(config, "dtype", None) or getattr(text, "dtype", None) or "float32").removeprefix("torch."),
+        eos_token_ids=tuple(i for i in default if isinstance(i, int) and 0 <= i < vocab_size),
         layers=tuple(Layer(window=call.window) for call in calls),
         calls=tuple(calls),
         parameters=sum(size for _, size in sizes),
