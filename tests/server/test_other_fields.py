@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,26 @@ def test_the_tables_have_no_field_twice() -> None:
     assert set(names) >= other_fields._HARMLESS.keys()
     for name, targets in other_fields.ALIASES.items():
         assert any(target in body.attributes for body in BODIES.values() for target in targets), name
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "request-fields.md").read_text(encoding="utf-8")
+LETTERS = {"C": CHAT, "P": COMPLETIONS, "R": RESPONSES, "M": MESSAGES, "E": EMBEDDINGS}
+
+
+def test_the_page_of_request_fields_is_right() -> None:
+    working, refused = PAGE.split("## Stop patterns")
+    rows = re.findall(r"^\| (`.*?) \| ([CPRME ]+) \|", working, re.M)
+    assert len(rows) > 10
+    for names, letters in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            nested = name in StructuredOutputs.attributes and name != "regex" and name != "grammar"
+            for place in ["structured_outputs"] if nested else [LETTERS[letter] for letter in letters.split()]:
+                assert name in BODIES[place].attributes, (name, place)
+    other_names = working[working.index("\nOther names") :]
+    assert all(f"`{name}`" in other_names for name in other_fields.ALIASES)
+    listed = [name for cell in re.findall(r"^\| (`.*?) \|", refused, re.M) for name in re.findall(r"`(\w+)", cell)]
+    assert len(listed) > 20
+    assert set(listed) <= other_fields.REFUSED.keys()
 
 
 REFUSED: dict[str, Any] = {
