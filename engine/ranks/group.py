@@ -19,6 +19,7 @@ from weft.engine.wire.child import RANK, command, stacks_signal_blocked
 from weft.engine.wire.cores import cores, nodes_here, shares, threads
 from weft.engine.wire.exiting import GRACE_SECONDS, LOOK_MS, how_ended, is_exiting
 from weft.engine.wire.heartbeat import ENGINE, Heartbeats
+from weft.engine.wire.memory_kills import MemoryKills
 from weft.engine.wire.preloaded import VISIBLE, environment, gpus
 from weft.engine.wire.stacks import Stacks
 
@@ -72,6 +73,7 @@ class Ranks(OneRank):
         self._why: str | None = None
         self._stopping = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._memory_kills = MemoryKills()
         self._ends: dict[int, int] = {}  # By rank: a pidfd, readable once the process has ended.
         self._watcher = threading.Thread(target=self._watch, name="weft-ranks", daemon=True)
         try:
@@ -168,7 +170,7 @@ class Ranks(OneRank):
         if not select.select([self._ends[rank]], [], [], 0)[0]:
             return "its process ended (its memory is being released)"
         code = self._processes[rank].wait()
-        return f"its process ended ({how_ended(code)})"
+        return f"its process ended ({self._memory_kills.explain(how_ended(code))})"
 
     def check(self) -> None:
         if self._why is not None:

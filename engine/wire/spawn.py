@@ -18,6 +18,7 @@ from weft.engine.errors import ConfigError
 from weft.engine.wire.child import RANK
 from weft.engine.wire.exiting import GRACE_SECONDS, how_ended, kill_and_hold, wait_for_all, wait_for_end
 from weft.engine.wire.heartbeat import ENGINE, Heartbeats
+from weft.engine.wire.memory_kills import MemoryKills
 from weft.engine.wire.preloaded import PreloadedProcess
 from weft.engine.wire.stacks import Stacks
 from weft.engine.wire.weight_exchange import WeightExchange
@@ -90,6 +91,7 @@ class EngineProcess:
         self.stopping = False  # `stop` was called
         self._why = ""
         self._ranks = ranks
+        self._memory_kills = MemoryKills()
         self._code: int | None = None  # return code of `subprocess`, once the process's memory is freed
         self._gone = asyncio.Event()  # set when the memory of its ranks is freed too
         self._ending = asyncio.Event()  # set when the process will not run again
@@ -136,7 +138,7 @@ class EngineProcess:
 
     def _how(self) -> str:
         assert self._code is not None
-        return f"the engine ended ({how_ended(self._code)})"
+        return f"the engine ended ({self._memory_kills.explain(how_ended(self._code))})"
 
     async def _wait(self) -> str:
         self._watch()

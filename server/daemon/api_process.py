@@ -13,6 +13,7 @@ from typing import NamedTuple
 from weft.engine.wire.child import command, stacks_signal_blocked
 from weft.engine.wire.exiting import how_ended
 from weft.engine.wire.heartbeat import Heartbeats
+from weft.engine.wire.memory_kills import MemoryKills
 from weft.engine.wire.stacks import Stacks
 from weft.server.config import ServeConfig
 from weft.server.daemon.certificate import Certificate
@@ -41,6 +42,7 @@ class ApiProcess:
         self._process = process
         self._channel = channel
         self._why = ""
+        self._memory_kills = MemoryKills()
 
     @classmethod
     async def start(
@@ -109,7 +111,7 @@ class ApiProcess:
         self._channel.close()
         if self._why:
             return self._why
-        return how_ended(code)
+        return self._memory_kills.explain(how_ended(code))
 
     def kill(self, why: str = "") -> None:
         """`why`: returned by `wait` instead of the signal."""
