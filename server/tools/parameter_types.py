@@ -154,6 +154,13 @@ def as_json(text: str, schema: Schema, root: Schema) -> str:
     return bare
 
 
+def fitted(schema: Schema, key: str, value: str) -> str:
+    """Return a number or a boolean, as JSON, as a string if a parameter allows that instead."""
+    allowed, kind = kinds(parameter(schema, key), schema), _kind(json.loads(value))
+    scalar = kind in ("boolean", "integer", "number")
+    return f'"{value}"' if scalar and kind not in allowed and "string" in allowed else value
+
+
 def _literal(text: str) -> str | None:
     """Return an object or a list in Python's syntax, or JSON with raw control characters, as JSON; None if it is
     neither."""

@@ -242,7 +242,7 @@ class CallReader:
         self._state = "open"
         self._value = JsonValue()
         self._text: list[str] = []  # Text of the current key or value; not that of arguments which are an object.
-        self._key = ""
+        self._key: Any = ""
         self._arguments = ""  # Arguments that were not taken yet.
         self._given = False  # Whether arguments were found.
         self._streams = False  # Whether the current value is the object of the arguments.

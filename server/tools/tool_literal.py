@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import orjson
 
 from weft.server.bodies import parse_json
+from weft.server.tools.parameter_types import fitted
 from weft.server.tools.stream import MAX_LOOKED, SPACE, Reader, Sink, Steps, drop, quoted
+from weft.server.tools.tool_format import Schema
 from weft.server.tools.tool_json import WORDS
 
 MAX_DEPTH = 64  # Maximum nesting of values.
@@ -25,16 +28,19 @@ _PREFIX = re.compile(r"[rRuUbBfF]{0,2}")
 _NUMBER = re.compile(r"[+-]?(?:0[xXoObB][0-9a-fA-F_]+|[0-9][0-9_]*)")
 
 
+Fit = Callable[[str], str]
+
+
 @dataclass(frozen=True)
 class Literals:
     """A family's syntax of values. There are no errors: anything that is not a value becomes text."""
 
     quotes: tuple[str, ...] = ('"""', "'''", '"', "'")  # Quotes around texts with backslash escapes.
-    raw: str = ""  # Quotes around texts without escapes.
+    raw: str = ""  # Quotes around texts without escapes. Numbers and words may then stand for texts.
     stop: str = ""  # Mark that ends everything, even if brackets or quotes are missing.
 
-    def value(self, reader: Reader, depth: int = 0) -> Steps[bool]:
-        """Emit a value. Returns False if the answer ended first."""
+    def value(self, reader: Reader, depth: int = 0, fit: Fit = str) -> Steps[bool]:
+        """Emit a value. Returns False if the answer ended first. `fit`: converts a number or a word."""
         yield from reader.space()
         prefix = "" if self.raw else (yield from self._prefix(reader))
         quote = yield from reader.take(*self.quotes, self.raw)
@@ -46,27 +52,30 @@ class Literals:
             return closed
         char = yield from reader.peek()
         if char not in _CLOSING or depth >= MAX_DEPTH:
-            return (yield from self._bare(reader))
+            return (yield from self._bare(reader, fit))
         reader.at += 1
         if char == "{":
             return (yield from self.pairs(reader, ":", "}", depth + 1))
         return (yield from self._elements(reader, _CLOSING[char], "[]", depth + 1, _no_head))
 
-    def pairs(self, reader: Reader, equals: str, end: str, depth: int = 0, keys: Sequence[str] = ()) -> Steps[bool]:
+    def pairs(self, reader: Reader, equals: str, end: str, depth: int = 0, schema: Schema | None = None) -> Steps[bool]:
         """Emit pairs of keys and values as an object and skip the mark `end`. Returns False if the answer ended first.
-        `keys`: names for positional values, in order."""
-        names = iter(keys)
+        `schema`: names positional values, in order."""
+        properties = (schema or {}).get("properties")
+        names = iter(properties if isinstance(properties, dict) else ())
 
-        def head(count: int) -> Steps[str]:
+        def head(count: int) -> Steps[tuple[str, Fit]]:
             key = yield from self._key(reader, equals)
-            return f"{orjson.dumps(next(names, f'argument_{count}') if key is None else key).decode()}: "
+            key = next(names, f"argument_{count}") if key is None else key
+            return f"{orjson.dumps(key).decode()}: ", partial(fitted, schema, key) if schema and self.raw else str
 
         return (yield from self._elements(reader, end, "{}", depth, head))
 
     def _elements(
-        self, reader: Reader, end: str, brackets: str, depth: int, head: Callable[[int], Steps[str]]
+        self, reader: Reader, end: str, brackets: str, depth: int, head: Callable[[int], Steps[tuple[str, Fit]]]
     ) -> Steps[bool]:
-        """Emit values up to the mark `end` between `brackets`. `head`: reads what precedes the i-th value."""
+        """Emit values up to the mark `end` between `brackets`. `head`: reads what precedes the i-th value. Returns it
+        and the conversion of the value."""
         count = 0
         while True:
             yield from reader.space(SPACE + ",")
@@ -75,10 +84,10 @@ class Literals:
                 return True
             if not (yield from reader.peek()):
                 break
-            before = yield from head(count)
+            before, fit = yield from head(count)
             reader.emit_arguments(f"{', ' if count else brackets[0]}{before}")
             count += 1
-            if not (yield from self.value(reader, depth)):
+            if not (yield from self.value(reader, depth, fit)):
                 break
             yield from reader.space()
             if not (char := (yield from reader.peek())):
@@ -184,7 +193,7 @@ class Literals:
         reader.back()
         return found
 
-    def _bare(self, reader: Reader) -> Steps[bool]:
+    def _bare(self, reader: Reader, fit: Fit) -> Steps[bool]:
         """Read a number, a word or other text up to a comma or a closing bracket."""
         text, depth = "", 0
         while True:
@@ -205,13 +214,13 @@ class Literals:
             text += char
             reader.at += 1
         if char or not reader.cut:
-            reader.emit_arguments(_bare_json(text.strip(SPACE)))
+            reader.emit_arguments(fit(_bare_json(text.strip(SPACE))))
         return bool(char)
 
 
-def _no_head(_: int) -> Steps[str]:
+def _no_head(_: int) -> Steps[tuple[str, Fit]]:
     yield from ()
-    return ""
+    return "", str
 
 
 def _bare_json(text: str) -> str:

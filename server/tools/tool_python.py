@@ -106,8 +106,7 @@ class PythonFormat(ToolFormat):
             if (yield from self._is_empty(reader)):
                 reader.emit_arguments("{}")
                 continue
-            order = tools[name].get("properties")
-            if not (yield from _PYTHON.pairs(reader, "=", ")", keys=tuple(order) if isinstance(order, dict) else ())):
+            if not (yield from _PYTHON.pairs(reader, "=", ")", schema=tools[name])):
                 return True
             if wrapped:
                 yield from reader.space()
@@ -227,7 +226,7 @@ class CallFormat(ToolFormat):
                 reader.at -= len(mark)
                 reader.emit_arguments("{}")
             else:
-                yield from self.literals.pairs(reader, ":", "}")
+                yield from self.literals.pairs(reader, ":", "}", schema=tools.get(name))
             yield from reader.space()
             ends = () if (yield from reader.take(*all_ends)) else all_ends
 

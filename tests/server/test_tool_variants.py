@@ -160,6 +160,23 @@ def test_text_between_tags_has_the_type_of_the_schema(name: str, schema: dict[st
         assert parsed(name, tags(name, ("a", text)), tools={"read": tool}) == ("", [("read", {"a": value})], ""), tool
 
 
+@pytest.mark.parametrize("name", ["functiongemma", "gemma4"])
+def test_bare_numbers_and_words_are_strings_where_the_schema_allows_nothing_else(name: str) -> None:
+    nullable = {"anyOf": [{"$ref": "#/$defs/Code"}, {"type": "null"}]}
+    properties = {
+        "a": {"allOf": [TEXT]},
+        "b": nullable,
+        "c": {"$ref": "#/$defs/Code"},
+        "d": {"type": "integer"},
+        "e": {},
+        "f": nullable,
+    }
+    tools = {"read": {"properties": properties, "$defs": {"Code": TEXT}}}
+    text = written(name, "read", {"a": 12345, "b": None, "c": True, "d": 5, "e": 6, "f": 1.5})
+    expected = {"a": "12345", "b": None, "c": "true", "d": 5, "e": 6, "f": "1.5"}
+    assert parsed(name, text, tools=tools) == ("", [("read", expected)], "")
+
+
 # -- own marks in values
 
 
