@@ -113,9 +113,9 @@ def _kind(value: Any) -> str:
     return "null" if value is None else names.get(type(value), "object")
 
 
-def choices(schema: Schema, root: Schema) -> list[str]:
-    """Return the texts that a value is restricted to; empty for no restriction."""
-    found = _values(schema, root, 0) or []
+def choices(schema: Schema, root: Schema, *, strings: bool = False) -> list[str]:
+    """Return the texts that a value is restricted to; empty for no restriction. `strings`: only those of strings."""
+    found = [one for one in _values(schema, root, 0) or () if isinstance(one, str) or not strings]
     return [one if isinstance(one, str) else orjson.dumps(one).decode() for one in found]
 
 

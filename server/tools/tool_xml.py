@@ -201,7 +201,7 @@ class TagFormat(ToolFormat):
         pad = literal("\n") if self.padded else ""
         end = marker(self.value[1])
         if text:
-            if not (values := choices(schema, schema)):
+            if not (values := choices(schema, schema, strings=bool(self.hint))):
                 return self._text_value(rule, marker)
             return [f"{rule}: {pad} ({' | '.join(map(literal, values))}) {pad} {end}"]
         return [f"{rule}: {pad} {rule}_json {pad} {end}", f"{rule}_json: {json_value(schema)}"]

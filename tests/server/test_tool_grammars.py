@@ -170,3 +170,29 @@ def test_the_grammar_of_an_answer_starts_after_its_thinking(thinks: str, special
         parser = answer_parser(None, form, {}, inside=inside)
         parts = parser.feed(f'{thought}{first}{{"a": 1}}') + parser.flush()
         assert parts == [Thought("{ Hm"), '{"a": 1}']
+
+
+REFERENCES: dict[str, dict[str, Any]] = {
+    "pick": {
+        "type": "object",
+        "properties": {
+            "zip": {"allOf": [{"$ref": "#/$defs/digits"}]},
+            "unit": {"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]},
+            "size": {"$ref": "#/$defs/size"},
+        },
+        "required": ["zip", "unit", "size"],
+        "additionalProperties": False,
+        "$defs": {"digits": {"enum": ["12345", "true"]}, "unit": {"enum": ["1", "2"]}, "size": {"enum": [1, 2]}},
+    }
+}
+
+
+@pytest.mark.parametrize(("name", "special"), GIVEN)
+def test_types_behind_references_are_enforced_as_they_are_read(name: str, special: bool) -> None:
+    rng, text, ended = random.Random(name), grammar(name, special, REFERENCES, parallel=False), 0
+    for _ in range(3):
+        if (answer := walk(text, special, rng)) is not None:
+            ended += 1
+            ((called, arguments),) = calls_in(name, answer, REFERENCES)[1]
+            validate(json.loads(arguments), REFERENCES[called])
+    assert ended
