@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from weft import __version__
+from weft.engine.config import GGUF_INDEX
 from weft.server.api.answer import Answer
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.completions import begin_completion
@@ -308,7 +309,7 @@ def _entry(service: Service, name: str) -> dict[str, Any]:
     """A model in the lists of models. Models that were never loaded lack figures."""
     loaded, path = service.last_loaded, service.config.model_path
     created = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
-    details = {"parent_model": "", "format": "gguf" if path.suffix == ".gguf" else "safetensors"}
+    details = {"parent_model": "", "format": "gguf" if (path / GGUF_INDEX).exists() else "safetensors"}
     size = 0
     if loaded is not None:
         ready, family = loaded.ready, _family(loaded.ready.model_type)

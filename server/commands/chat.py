@@ -81,6 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _endpoint(arguments: argparse.Namespace, stack: contextlib.ExitStack, notes: Console) -> Endpoint:
     """Return the server to talk to. Raises `WeftError`."""
     key = key_of(arguments)
+    template = arguments.chat_template
+    if template is not None and (arguments.url is not None or arguments.model is None):
+        raise ConfigError("--chat-template needs a MODEL to serve; a running server has its own option")
     if arguments.url is not None or arguments.model is None:
         endpoint = Endpoint(arguments.url or URL, key, arguments.model, insecure=arguments.insecure)
         try:
@@ -90,7 +93,8 @@ def _endpoint(arguments: argparse.Namespace, stack: contextlib.ExitStack, notes:
             if arguments.url is not None or error.status is not None:
                 raise WeftError(f"{endpoint.url}: {error}") from None
         notes.print(f"No server at {URL}; starting one with the demo model.", style="dim", soft_wrap=True)
-    url = stack.enter_context(own_server(arguments.model or "demo", arguments.revision, notes))
+    options = [] if template is None else ["--chat-template", template]
+    url = stack.enter_context(own_server(arguments.model or "demo", arguments.revision, notes, options=options))
     endpoint = Endpoint(url, None, None)
     try:
         endpoint.connect()

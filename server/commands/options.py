@@ -28,6 +28,9 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="API key [$WEFT_API_KEY]")
     parser.add_argument("--insecure", action="store_true", help="accept an untrusted certificate")
     parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of ORG/NAME [main]")
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="Jinja chat template for MODEL, instead of its own; not with --url"
+    )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument("--temperature", metavar="X", type=float, help="sampling temperature [the server's default]")
     parser.add_argument(

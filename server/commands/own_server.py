@@ -24,13 +24,16 @@ STOP_SECONDS = 15.0
 
 
 @contextlib.contextmanager
-def own_server(model: str, revision: str | None, notes: Console, names: Sequence[str] = ()) -> Iterator[str]:
+def own_server(
+    model: str, revision: str | None, notes: Console, names: Sequence[str] = (), options: Sequence[str] = ()
+) -> Iterator[str]:
     """Yield the URL of a server of `model` on a free port once it is ready. Raises `WeftError` with its last log line.
-    `names`: served model names, instead of the model's own."""
+    `names`: served model names, instead of the model's own. `options`: further options of the server."""
     path = find_model(model, revision)  # download here, so that its progress is visible
     command = [sys.executable, "-P", "-m", "weft.server", "serve", model if model == "demo" else str(path)]
     command += ["--port", "0", "--no-access-log", "--no-ui"]
     command += ["--served-model-name", *names] if names else []
+    command += options
     # Do not apply the keys and options of another server to this one.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WEFT_")}
     try:

@@ -82,3 +82,20 @@ async def test_a_model_without_a_template_gets_a_message_that_says_what_to_do() 
         generated = await server.post("/api/generate", {"model": "stub", "prompt": "hi", "stream": False})
         assert generated.json()["response"] == "hello world"  # the prompt, continued
         assert stub.prompt() == tokenizer.encode("hi")
+
+
+def test_the_chat_command_gives_it_to_the_server_that_it_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[object] = []
+
+    def own_server(*arguments: object, options: object) -> None:
+        given.extend((arguments[0], options))
+        raise ConfigError("stop here")
+
+    monkeypatch.setattr("weft.server.commands.chat.own_server", own_server)
+    assert main(["chat", "some/model", "--chat-template", "a.jinja"]) == 2
+    assert given == ["some/model", ["--chat-template", "a.jinja"]]
+    for arguments in (["--url", "http://127.0.0.1:1"], []):
+        assert main(["chat", "--chat-template", "a.jinja", *arguments]) == 2
+        assert "--chat-template needs a MODEL to serve" in capsys.readouterr().err
