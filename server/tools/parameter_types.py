@@ -48,6 +48,19 @@ def _places(node: Any, key: str, root: Schema, depth: int) -> list[Schema]:
     return found
 
 
+def flattened(schema: Schema) -> Schema:
+    """Return a tool's schema with the parameters that `$ref` and `allOf` at its root add."""
+    nodes = [schema]
+    for node in nodes:
+        inner = [_target(node["$ref"], schema)] if "$ref" in node else []
+        nodes += [one for one in (*inner, *_list(node, "allOf")) if isinstance(one, dict) and one not in nodes]
+    found = [given for node in reversed(nodes) if isinstance(given := node.get("properties"), dict)]
+    if len(nodes) == 1 or not found:
+        return schema
+    properties = {key: one for given in found for key, one in given.items()}
+    return {**schema, "properties": properties, "required": [key for node in nodes for key in _list(node, "required")]}
+
+
 def _matches(pattern: str, key: str) -> bool:
     with suppress(re.error):
         return re.search(pattern, key) is not None

@@ -11,7 +11,7 @@ from functools import partial
 import orjson
 
 from weft.server.bodies import parse_json
-from weft.server.tools.parameter_types import fitted
+from weft.server.tools.parameter_types import fitted, flattened
 from weft.server.tools.stream import MAX_LOOKED, SPACE, Reader, Sink, Steps, drop, quoted
 from weft.server.tools.tool_format import Schema
 from weft.server.tools.tool_json import WORDS
@@ -61,7 +61,7 @@ class Literals:
     def pairs(self, reader: Reader, equals: str, end: str, depth: int = 0, schema: Schema | None = None) -> Steps[bool]:
         """Emit pairs of keys and values as an object and skip the mark `end`. Returns False if the answer ended first.
         `schema`: names positional values, in order."""
-        properties = (schema or {}).get("properties")
+        properties = flattened(schema or {}).get("properties")
         names = iter(properties if isinstance(properties, dict) else ())
 
         def head(count: int) -> Steps[tuple[str, Fit]]:

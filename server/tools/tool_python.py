@@ -12,7 +12,7 @@ import orjson
 
 from weft.engine.wire.grammar_text import literal
 from weft.server.bodies import parse_json
-from weft.server.tools.parameter_types import choices, kinds
+from weft.server.tools.parameter_types import choices, flattened, kinds
 from weft.server.tools.stream import MAX_NAME, SPACE, Reader, Steps
 from weft.server.tools.tool_format import (
     ROOT_KEYS,
@@ -166,6 +166,7 @@ def _arguments(
     """Return Lark rules of a call: its parameters in order, the optional ones optional. `marks`: texts before all
     parameters, after a key, between parameters and after all."""
     head, equals, between, close = marks
+    schema = flattened(schema)
     properties = schema.get("properties")
     properties = properties if isinstance(properties, dict) else {}
     given = [(key, one if isinstance(one, dict) else {}) for key, one in properties.items()]

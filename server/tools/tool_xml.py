@@ -12,7 +12,7 @@ import orjson
 
 from weft.engine.wire.grammar_text import literal
 from weft.server.bodies import parse_json
-from weft.server.tools.parameter_types import KINDS, as_json, choices, kinds, parameter
+from weft.server.tools.parameter_types import KINDS, as_json, choices, flattened, kinds, parameter
 from weft.server.tools.stream import MAX_LOOKED, SPACE, Reader, Steps, drop, quoted
 from weft.server.tools.tool_format import (
     ROOT_KEYS,
@@ -176,6 +176,7 @@ class TagFormat(ToolFormat):
         return after_mark("\n".join(rules), self.section[0] or self.call[0], marker, free=free)
 
     def _parameters(self, rule: str, schema: Schema, marker: Marker) -> list[str]:
+        schema = flattened(schema)
         properties = schema.get("properties")
         line = literal(self.line) if self.line else ""
         if not isinstance(properties, dict) or not _plain(properties):

@@ -188,11 +188,16 @@ REFERENCES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "special"), GIVEN)
-def test_types_behind_references_are_enforced_as_they_are_read(name: str, special: bool) -> None:
-    rng, text, ended = random.Random(name), grammar(name, special, REFERENCES, parallel=False), 0
+@pytest.mark.parametrize("root", ["properties", "$ref", "allOf"])
+def test_types_behind_references_are_enforced_as_they_are_read(name: str, special: bool, root: str) -> None:
+    pick = {key: value for key, value in REFERENCES["pick"].items() if key != "$defs"}
+    definitions = {"$defs": {**REFERENCES["pick"]["$defs"], "pick": pick}}
+    inner = {"properties": pick, "$ref": {"$ref": "#/$defs/pick"}, "allOf": {"allOf": [pick]}}[root]
+    tools = {"pick": {**inner, **definitions}}
+    rng, text, ended = random.Random(name), grammar(name, special, tools, parallel=False), 0
     for _ in range(3):
         if (answer := walk(text, special, rng)) is not None:
             ended += 1
-            ((called, arguments),) = calls_in(name, answer, REFERENCES)[1]
-            validate(json.loads(arguments), REFERENCES[called])
+            ((called, arguments),) = calls_in(name, answer, tools)[1]
+            validate(json.loads(arguments), tools[called])
     assert ended
