@@ -59,7 +59,8 @@ class Generation:
         self.arrival: float = scope["weft.arrival"]  # `time.perf_counter()` when the request arrived
         self.choices: list[Choice] = []
         self._params = params
-        self._stops, self._patterns = (body.stop, body.stop_regex) if stop else ((), None)
+        self._stops = body.stop if stop else []
+        self._patterns = body.stop_regex if stop else None
         self._markup = markup
         self._names = names
         self._salt: str = scope["weft.salt"]

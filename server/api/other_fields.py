@@ -65,10 +65,10 @@ class Refusal(NamedTuple):
 _SAMPLER = "this server has temperature, top_p, top_k, min_p and penalties"
 _IMAGES = "this server takes text only"
 _GROUPS: dict[str, str] = {
-    "lora lora_path lora_request adapter_id": "no LoRA adapters; merge the adapter into the weights and serve those",
-    "use_beam_search length_penalty early_stopping": "no beam search; use n to get several answers",
+    "lora lora_path lora_request adapter_id": "merge the adapter into the weights, and serve the result",
+    "use_beam_search length_penalty early_stopping": "there is no beam search; use n to get several answers",
     "logits_processors custom_logit_processor custom_params vllm_xargs":
-        "no code from requests; use logit_bias, bad_words, allowed_token_ids or structured_outputs",
+        "requests cannot bring code; use logit_bias, bad_words, allowed_token_ids or structured_outputs",
     "prompt_embeds embed_overrides embed_override_token_id": "send text or token ids",
     "input_ids": "send token ids as prompt to /v1/completions",
     "kv_transfer_params ec_transfer_params bootstrap_host bootstrap_port bootstrap_room disagg_prefill_dp_rank":
@@ -97,7 +97,7 @@ _GROUPS: dict[str, str] = {
     "parse_tool_calls": "use tool_choice: none",
     "stream_interval": "a stream has each token as it comes",
     "repetition_detection": "use repetition_penalty, frequency_penalty or max_tokens",
-    "watermark watermarking": "no watermarks",
+    "watermark watermarking": "there are no watermarks",
     "repeat_penalty repeat_last_n": "use repetition_penalty, which counts the prompt and the whole output",
     "dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers": _SAMPLER,
     "xtc_probability xtc_threshold typical_p mirostat mirostat_tau mirostat_eta top_n_sigma samplers": _SAMPLER,
