@@ -35,13 +35,14 @@ class HarmonyFormat(ToolFormat):
 
     def _message(self, reader: Reader, tools: Tools, begun: str) -> Steps[None]:
         """Read a message. `begun`: the start of its header, already read."""
-        rest, mark = yield from reader.name(MESSAGE)
+        rest, mark = yield from reader.name(MESSAGE, CALL)
         header = begun + rest
-        if not mark:
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if not mark or (mark == CALL and recipient is None):
             reader.give_up()
             return
         reader.accept()
-        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        reader.at -= len(mark) if mark == CALL else 0  # without a message
         if recipient is not None and (recipient[1].startswith(_FUNCTIONS) or recipient[1] in tools):
             reader.call(recipient[1].removeprefix(_FUNCTIONS) or recipient[1])
             if (yield from reader.arguments_follow(*_STOPS)):

@@ -49,6 +49,9 @@ class NamedFormat(ToolFormat):
                 open = mark == self.end and bool(self.section[1])
                 continue
             yield from reader.space()
+            if mark != self.begin and (yield from reader.take(*either_number(self.section[1]))):  # no calls
+                reader.accept()
+                continue
             yield from reader.take(self.begin)
             open |= yield from self._call(reader, tools)
             while open and (yield from reader.attempt_after_space(self.begin)):  # anything else is text

@@ -331,6 +331,7 @@ def empty(name: str) -> list[str]:
     if name in begin:
         out = [f"{begin[name]}{one}{end.get(name, '')}" for one in nothing]
         out += [begin[name], f"{begin[name]}{{}}", f"{begin[name]}null"]
+        out += ["<|channel|>commentary to=functions.now<|call|>"] if name == "openai" else []
         own = TOOL_FORMATS[name].write("now", "{}")  # type: ignore[index]
         if name == "kimi_k2":
             out += [own.replace("<|tool_call_argument_begin|>{}", ""), own.replace("functions.now:0", "now")]
@@ -507,6 +508,12 @@ def test_singular_and_plural_marks_are_the_same(name: str, pairs: list[tuple[str
             other = other.replace(own, changed, -1 if left == 1 else 1)
         assert other != text
         assert parsed(name, f"Hm.{other}") == ("Hm.", [("read", {"path": "x"})], ""), other
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v3", "deepseek_v31"])
+def test_a_section_without_calls_is_no_text(name: str) -> None:
+    form: Any = TOOL_FORMATS[name]  # type: ignore[index]
+    assert parsed(name, f"Hm.{form.section[0]}\n{form.section[1]}") == ("Hm.", [], "")
 
 
 def test_one_mark_may_surround_several_calls() -> None:
