@@ -144,7 +144,7 @@ def test_blocks_have_the_values_of_the_library(kind: str, monkeypatch: pytest.Mo
         raw[..., place] = rng.integers(0x20, 0x30, raw.shape[:2])
     want = torch.from_numpy(gguf.dequantize(raw.reshape(6, -1), Kind[kind]))
     assert want.isfinite().all()
-    monkeypatch.setattr(blocks, "CHUNK", 3 * numbers)  # several rounds, the last one smaller
+    monkeypatch.setattr(blocks, "CPU_CHUNK", 3 * numbers)  # several rounds, the last one smaller
     for dtype in (torch.float32, torch.bfloat16):
         got = blocks.dequantize(torch.from_numpy(raw.reshape(6, -1)), kind, dtype)
         assert torch.equal(got, want.to(dtype))

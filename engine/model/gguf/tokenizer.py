@@ -111,8 +111,7 @@ def write_tokenizer(file: GgufFile, ends: Iterable[int], to: Path) -> None:
 
 def _added(vocabulary: _Vocabulary, special: set[int]) -> list[dict[str, Any]]:
     """Return the tokens that are found in text before it is split: control tokens and user-defined ones."""
-    name = str(vocabulary.file.get("general.name", "")).lower()
-    phi3 = vocabulary.model == "llama" and ("phi-3" in name or "phi3" in name)
+    phi3 = vocabulary.model == "llama" and vocabulary.file.get("general.architecture") == "phi3"
     plain = {"single_word": False, "lstrip": False, "normalized": False}
     return [
         {
