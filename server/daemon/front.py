@@ -57,10 +57,11 @@ class Front:
         self._predecessor = find(config.handover) if config.handover is not None else None
         if self._predecessor is not None:
             taken = self._predecessor.listeners
-            name, wanted = taken[0].getsockname(), config.uds or config.port
-            if isinstance(name, str) != (config.uds is not None) or (name if config.uds else name[1]) != wanted != 0:
-                port = f"socket {name}" if isinstance(name, str) else f"port {name[1]}"
-                raise ConfigError(f"--handover {config.handover}: the daemon there uses {port}, not {wanted}")
+            name = taken[0].getsockname()
+            kind, here = ("socket", name) if isinstance(name, str) else ("port", name[1])
+            wanted = config.port if config.uds is None else str(Path(config.uds).absolute())
+            if wanted not in (0, here):
+                raise ConfigError(f"--handover {config.handover}: the daemon there uses {kind} {here}, not {wanted}")
         elif config.uds is not None:
             taken = [listen_unix(config.uds)]
         else:
