@@ -31,7 +31,7 @@ from weft.server.api import (
     ui,
 )
 from weft.server.api.browsers import BrowserChecks
-from weft.server.api.middleware import Authorise, BodyLimit, Cors, Trace
+from weft.server.api.middleware import NOT_STORED_HEADER, Authorise, BodyLimit, Cors, Trace
 from weft.server.api.other_fields import IGNORED_HEADER
 from weft.server.api.protocol import ErrorBody
 from weft.server.api.responses import conversations
@@ -60,7 +60,7 @@ def create_app(service: Service) -> FastAPI:
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     app.state.service = service
-    app.state.responses = Store.open(config)
+    app.state.responses = Store.open(config, service.metrics.storage)
     app.state.background = Background()
     stateful = (responses, conversations)
     common = (
@@ -73,7 +73,7 @@ def create_app(service: Service) -> FastAPI:
     # The last middleware added is the outermost.
     uploads = None
     if config.files_dir is not None:
-        app.state.folder = Folder.open(config.files_dir, config.files_max_gib)
+        app.state.folder = Folder.open(config.files_dir, config.files_max_gib, service.metrics.storage)
         app.include_router(files.router)
         app.include_router(batches.router)
         app.state.runner = batches.make_batch_runner(app, service, app.state.folder)
@@ -95,7 +95,7 @@ def create_app(service: Service) -> FastAPI:
             allow_origins=config.cors_origin,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", IGNORED_HEADER],
+            expose_headers=["x-request-id", "retry-after", IGNORED_HEADER, NOT_STORED_HEADER],
         )
     return app
 
@@ -118,9 +118,13 @@ def _methods(request: Request, allowed: str) -> set[str]:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(app.state.service.metrics.watch_event_loop())]
+    metrics = app.state.service.metrics
+    probes = {"responses": app.state.responses.probe}
+    tasks = [asyncio.create_task(metrics.watch_event_loop())]
     if hasattr(app.state, "runner"):
         tasks.append(asyncio.create_task(app.state.runner.run()))
+        probes["files"] = lambda: asyncio.to_thread(app.state.folder.files.probe)
+    tasks.append(asyncio.create_task(metrics.storage.watch(probes)))
     yield
     for task in tasks:
         task.cancel()

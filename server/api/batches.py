@@ -16,7 +16,7 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.types import ASGIApp, Message
 
-from weft.server.api.files import FolderOf, Limit, OwnerOf, disk_error, kept_seconds, not_found_error, page
+from weft.server.api.files import FolderOf, Limit, OwnerOf, kept_seconds, not_found_error, page
 from weft.server.api.routing import JsonRoute
 from weft.server.api.service import Phase, Service
 from weft.server.batches.files import KEPT_SECONDS
@@ -79,8 +79,6 @@ async def create_batch(body: BatchBody, folder: FolderOf, owner: OwnerOf) -> dic
     except TooMany:
         message = f"{MAX_OPEN} batches are in progress; try again when some have ended."
         raise ApiError(429, message, code="too_many_batches", retry_after=60) from None
-    except OSError as error:
-        raise disk_error(error) from None
     return batch.to_json()
 
 
@@ -129,7 +127,10 @@ def make_batch_runner(app: ASGIApp, service: Service, folder: Folder) -> Runner:
             return 0
         return max(1, int(SHARE * sum(each.ready.max_num_seqs for each in loaded))) - max(num_open, own)
 
-    return Runner(folder.files, folder.batches, send, headroom, lambda: service.closing)
+    def failed(why: str) -> None:
+        service.metrics.storage.failed("files", why)
+
+    return Runner(folder.files, folder.batches, send, headroom, lambda: service.closing, failed)
 
 
 def _key(service: Service, owner: str) -> int:

@@ -24,8 +24,13 @@ KEPT = (3600, KEPT_SECONDS)  # bounds of `expires_after`, in seconds
 router = APIRouter()
 
 
-async def folder_of(request: Request) -> Folder:
-    return request.app.state.folder
+async def folder_of(request: Request) -> AsyncIterator[Folder]:
+    """The folder of files and batches. If the endpoint fails because of the disk, the client gets the cause."""
+    try:
+        yield request.app.state.folder
+    except OSError as error:
+        request.app.state.service.metrics.storage.failed("files", error.strerror or str(error))
+        raise disk_error(error) from None
 
 
 async def owner_of(request: Request) -> str:
@@ -94,8 +99,6 @@ async def create_file(request: Request, folder: FolderOf, owner: OwnerOf) -> dic
         return (await _create(request.headers.get("content-type", ""), chunks, folder.files, owner)).to_json()
     except StoreFull as error:
         raise ApiError(413, str(error), param="file", code="files_full") from None
-    except OSError as error:
-        raise disk_error(error) from None
     finally:
         await discard(chunks)
 
@@ -112,7 +115,7 @@ async def _create(content_type: str, chunks: AsyncIterator[bytes], files: Files,
         kept = kept_seconds(after[0], after[1], "expires_after")
         return await asyncio.to_thread(files.take, upload.path, **about, kept=kept)
     finally:
-        upload.close()
+        await asyncio.to_thread(upload.close)
 
 
 @router.get(PATH, summary="List files")

@@ -48,6 +48,7 @@ _ENDPOINTS = frozenset(ENDPOINTS)
 STORED_PATHS = ("/v1/files/", "/v1/batches/", "/v1/responses/", "/v1/conversations/")
 _REQUEST_ID = re.compile(REQUEST_ID)
 
+NOT_STORED_HEADER = "x-weft-not-stored"
 FORM_BYTES = 2**16  # bytes of an upload's body in addition to the file
 
 access = logging.getLogger("weft.access")
@@ -59,6 +60,7 @@ class Trace:
 
     `scope["weft.named"]`: the client set the id; otherwise it may still change. `scope["weft.generation"]`: set by
     `Answer`; its `usage()` is logged. `scope["weft.ignored"]`: set by `JsonRequest`, the value of `IGNORED_HEADER`.
+    `scope["weft.not_stored"]`: set by `/v1/responses`, the value of `NOT_STORED_HEADER`.
     """
 
     def __init__(
@@ -93,6 +95,8 @@ class Trace:
                 headers = [*message.get("headers", ()), (b"x-request-id", scope["weft.request_id"].encode())]
                 if ignored := scope.get("weft.ignored"):
                     headers.append((IGNORED_HEADER.encode(), ignored.encode()))
+                if not_stored := scope.get("weft.not_stored"):
+                    headers.append((NOT_STORED_HEADER.encode(), not_stored.encode()))
                 if scope["weft.anthropic"]:
                     headers.append((b"request-id", scope["weft.request_id"].encode()))
                 if context is not None:

@@ -23,6 +23,7 @@ DAY = 86400
 KEPT_SECONDS = 30 * DAY  # default and maximum lifetime of a file
 MAX_FILES = 10_000
 MAX_FILE_BYTES = 200 * 2**20
+PROBE_BYTES = 2**16  # bytes written to find out whether the disk works again
 LEFT_OVER_SECONDS = 3600  # age after which an unfinished upload is removed
 _ID = re.compile(r"file-[0-9a-f]{32}")
 
@@ -59,11 +60,15 @@ def replace(path: Path, data: bytes, *, by: Path) -> None:
         raise
 
 
-def read(path: Path, kind: type[R]) -> R | None:
-    """A stored record; None if the file is missing or not one."""
+def read(path: Path, kind: type[R], *, strict: bool = False) -> R | None:
+    """A stored record; None if the file is missing or not one. If the disk fails, it raises `OSError` if `strict`."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError):
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+    except OSError:
+        if strict:
+            raise
         return None
 
 
@@ -89,8 +94,10 @@ class Upload:
 
     def close(self) -> None:
         """Delete the upload unless it was taken. Idempotent."""
-        self._file.close()
-        self.path.unlink(missing_ok=True)
+        with suppress(OSError):  # the end of the content could not be written
+            self._file.close()
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
 
     def end(self) -> None:
         """Finish writing. Raises `OSError`."""
@@ -103,15 +110,27 @@ class Files:
     """Stored files. Several processes may use the same folder. All methods block on the disk."""
 
     def __init__(self, root: Path, max_bytes: int) -> None:
-        """Raises `OSError` if the folder cannot be used."""
+        """Call `make` before use."""
         self._root = root / "files"
         self._partial = root / "partial"
         self._max_bytes = max_bytes
-        for folder in (root, self._root, self._partial):
+        self.clock = SteadyClock(root / "clock.json")
+
+    def make(self) -> None:
+        """Make the folders. Raises `OSError` if they cannot be used."""
+        for folder in (self._root, self._partial):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(self._root, os.W_OK | os.X_OK):
             raise PermissionError(f"{self._root} is not writable")
-        self.clock = SteadyClock(root / "clock.json")
+
+    def probe(self) -> None:
+        """Write and remove a file. Raises `OSError`."""
+        upload = Upload(self._partial / uuid.uuid4().hex)
+        try:
+            upload.write(bytes(PROBE_BYTES))
+            upload.end()
+        finally:
+            upload.close()
 
     def begin(self) -> Upload:
         """Begin an upload. Raises `StoreFull` and `OSError`."""
@@ -136,16 +155,17 @@ class Files:
             replace(self._description(name), msgspec.json.encode(file), by=self._partial / uuid.uuid4().hex)
             return file
 
-    def get(self, id: str, owner: str) -> StoredFile | None:
-        """A file; None if it is missing, expired or belongs to another owner."""
-        file = read(self._description(id), StoredFile) if _ID.fullmatch(id) else None
+    def get(self, id: str, owner: str, *, strict: bool = True) -> StoredFile | None:
+        """A file; None if it is missing, expired or belongs to another owner. If the disk fails, it raises `OSError` if
+        `strict`."""
+        file = read(self._description(id), StoredFile, strict=strict) if _ID.fullmatch(id) else None
         if file is None or file.owner != owner or file.expires_at <= self.clock.earliest():
             return None
         return file
 
     def owned_by(self, owner: str) -> list[StoredFile]:
-        """All files of an owner, oldest first."""
-        return oldest_first(self.get(path.stem, owner) for path in self._root.glob("*.json"))
+        """All readable files of an owner, oldest first."""
+        return oldest_first(self.get(path.stem, owner, strict=False) for path in self._root.glob("*.json"))
 
     def content(self, id: str) -> Path:
         return self._root / f"{id}.jsonl"

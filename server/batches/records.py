@@ -10,6 +10,7 @@ import os
 import re
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
 from weft.server.batches.files import KEPT_SECONDS, Files, oldest_first, read, replace
 from weft.server.observe.steady_clock import SteadyClock
+from weft.server.observe.storage import Storage
 
 MAX_OPEN = 1000  # unfinished batches of all owners
 RUNNING = ("validating", "in_progress", "finalizing")  # statuses of unfinished batches
@@ -93,11 +95,14 @@ class Batches:
     """Batch records. All methods block on the disk."""
 
     def __init__(self, root: Path) -> None:
-        """Raises `OSError` if the folder cannot be used."""
+        """Call `make` before use."""
         self.root = root / "batches"
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.clock = SteadyClock(root / "clock.json")
         self._ended: set[str] = set()  # ids of finished batches, which no longer change
+
+    def make(self) -> None:
+        """Make the folder. Raises `OSError`."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def try_own(self) -> int | None:
         """Become the owner while the returned file descriptor is open. None if another process is the owner."""
@@ -124,9 +129,10 @@ class Batches:
         written = self.root / f"{batch.id}.{uuid.uuid4().hex}.new"
         replace(self.root / f"{batch.id}.json", msgspec.json.encode(batch), by=written)
 
-    def get(self, id: str, owner: str) -> Batch | None:
-        """A batch as clients see it; None if it is missing or belongs to another owner."""
-        batch = self._read(id) if _ID.fullmatch(id) else None
+    def get(self, id: str, owner: str, *, strict: bool = True) -> Batch | None:
+        """A batch as clients see it; None if it is missing or belongs to another owner. If the disk fails, it raises
+        `OSError` if `strict`."""
+        batch = self._read(id, strict=strict) if _ID.fullmatch(id) else None
         if batch is None or batch.owner != owner:
             return None
         if batch.status in ("validating", "in_progress") and (asked := self.cancelled(id)):
@@ -134,11 +140,11 @@ class Batches:
         return batch
 
     def owned_by(self, owner: str) -> list[Batch]:
-        """All batches of an owner, oldest first."""
-        return oldest_first(self.get(path.stem, owner) for path in self.root.glob("batch_*.json"))
+        """All readable batches of an owner, oldest first."""
+        return oldest_first(self.get(path.stem, owner, strict=False) for path in self.root.glob("batch_*.json"))
 
     def open(self) -> list[Batch]:
-        """All unfinished batches, oldest first."""
+        """All readable unfinished batches, oldest first."""
         found = []
         for path in self.root.glob("batch_*.json"):
             if path.stem not in self._ended and (batch := self._read(path.stem)) is not None:
@@ -167,14 +173,15 @@ class Batches:
         """Remove batches that ended long ago and leftovers of killed processes."""
         past = self.clock.earliest() - KEPT_SECONDS
         for path in self.root.iterdir():
-            batch = self._read(path.name.split(".")[0])
-            old = batch is None or (batch.ended and batch.created_at < past)
-            if old and path.stat().st_mtime < past:
-                self._ended.discard(path.stem)
-                path.unlink(missing_ok=True)
+            with suppress(OSError):
+                batch = self._read(path.name.split(".")[0], strict=True)
+                old = batch is None or (batch.ended and batch.created_at < past)
+                if old and path.stat().st_mtime < past:
+                    self._ended.discard(path.stem)
+                    path.unlink(missing_ok=True)
 
-    def _read(self, id: str) -> Batch | None:
-        return read(self.root / f"{id}.json", Batch)
+    def _read(self, id: str, *, strict: bool = False) -> Batch | None:
+        return read(self.root / f"{id}.json", Batch, strict=strict)
 
 
 class Folder(NamedTuple):
@@ -182,10 +189,19 @@ class Folder(NamedTuple):
     batches: Batches
 
     @classmethod
-    def open(cls, path: str, max_gib: float) -> Folder:
-        """Open the folder, creating it if needed. Raises `ConfigError`."""
+    def open(cls, path: str, max_gib: float, storage: Storage | None = None) -> Folder:
+        """Open the folder, creating it if needed. `storage`: learns that it cannot be used; without it that raises
+        `ConfigError`."""
         root = expanded(path)
+        with suppress(OSError):
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = cls(Files(root, int(max_gib * 2**30)), Batches(root))
         try:
-            return cls(Files(root, int(max_gib * 2**30)), Batches(root))
+            folder.files.make()
+            folder.batches.make()
         except OSError as error:
-            raise ConfigError(f"--files-dir {path} cannot be used: {error.strerror or error}") from None
+            why = error.strerror or str(error)
+            if storage is None:
+                raise ConfigError(f"--files-dir {path} cannot be used: {why}") from None
+            storage.failed("files", why)
+        return folder

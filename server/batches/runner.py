@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from weft.server.batches import lines
 from weft.server.batches.files import Files
@@ -47,11 +47,14 @@ class OwnerGone(Exception):
 
 
 class Runner:
-    """`headroom`: how many more requests may be opened, given those that are. `closing`: this process is ending."""
+    """`headroom`: how many more requests may be opened, given those that are. `closing`: this process is ending.
+    `on_failure`: called with the reason when the disk fails."""
 
     def __init__(
-        self, files: Files, batches: Batches, send: Send, headroom: Callable[[int], int], closing: Callable[[], bool]
-    ) -> None:
+        self, files: Files, batches: Batches, send: Send, headroom: Callable[[int], int], closing: Callable[[], bool],
+        on_failure: Callable[[str], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self._on_failure = on_failure
         self._files, self._batches, self._send = files, batches, send
         self._headroom, self._closing = headroom, closing
         self._works: dict[str, Work] = {}
@@ -73,6 +76,7 @@ class Runner:
                         await self._release()
                         os.close(owner)
             except OSError as error:
+                self._on_failure(error.strerror or str(error))
                 logger.error("batch processing paused: %s", error.strerror or error)
             await asyncio.sleep(2 * POLL_SECONDS)
 
@@ -96,7 +100,8 @@ class Runner:
         # Batches begin in threads, which cannot be stopped.
         await asyncio.gather(*self._open, *self._beginning.values(), return_exceptions=True)
         for work in self._works.values():
-            work.close()
+            async with work.lock:
+                work.close()
         self._works.clear()
         self._beginning.clear()
         self._open.clear()
@@ -121,20 +126,21 @@ class Runner:
 
     async def _advance(self, work: Work) -> None:
         """Write, save or end a batch. Repeatable if it raises `OSError`."""
-        work.write()
-        cancelled = self._batches.cancelled(work.batch.id) is not None
+        await _in_thread(work, work.write)
+        cancelled = await asyncio.to_thread(self._batches.cancelled, work.batch.id) is not None
         if cancelled or work.batch.expires_at <= self._batches.clock.earliest():
             await self._end_early(work, "cancelled" if cancelled else "expired")
         elif work.exhausted and not work.open:
             await self._finish(work, "completed")
         elif time.monotonic() - work.saved > SAVE_SECONDS and work.changed:
-            work.save(self._batches)
+            await _in_thread(work, work.save, self._batches)
 
     def _due(self, id: str) -> bool:
         return self._retries.get(id, (0.0, 0.0))[0] <= time.monotonic()
 
     def _postpone(self, id: str, error: OSError) -> None:
         """Retry a batch later. It sends no requests while answers are unwritten."""
+        self._on_failure(error.strerror or str(error))
         now = time.monotonic()
         logged = self._retries[id][1] if id in self._retries else -LOG_SECONDS
         if now - logged >= LOG_SECONDS:
@@ -189,8 +195,9 @@ class Runner:
             wait = min(LONGEST_WAIT, reply.retry_after or 1.0)
             work.not_before = time.monotonic() + wait
             await asyncio.sleep(wait)
+        work.collect(line, lines.answer(line, reply.request_id, reply.status, reply.body), failed=reply.status != 200)
         try:
-            work.add(line, lines.answer(line, reply.request_id, reply.status, reply.body), failed=reply.status != 200)
+            await asyncio.shield(_in_thread(work, work.write))
         except OSError as error:  # the computed answer is kept
             self._postpone(work.batch.id, error)
 
@@ -200,10 +207,16 @@ class Runner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(work.fail_rest, f"batch_{status}", _ENDINGS[status])
+        await _in_thread(work, work.fail_rest, f"batch_{status}", _ENDINGS[status])
         await self._finish(work, status)
 
     async def _finish(self, work: Work, status: str) -> None:
         del self._works[work.batch.id]  # if this fails, the batch begins again with all of its answers
-        await asyncio.to_thread(work.finish, status, self._files, self._batches)
+        await _in_thread(work, work.finish, status, self._files, self._batches)
         self._retries.pop(work.batch.id, None)
+
+
+async def _in_thread(work: Work, function: Callable[..., None], *arguments: Any) -> None:
+    """Call a method of `work` that may block on the disk. Raises what it raises."""
+    async with work.lock:
+        await asyncio.to_thread(function, *arguments)

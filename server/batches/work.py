@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ MAX_REQUESTS = 50_000
 
 
 class Work:
-    """The state of one batch in progress, in the process that owns the folder."""
+    """The state of one batch in progress, in the process that owns the folder. Hold `lock` around methods that may
+    block on the disk, which threads run."""
 
     def __init__(self, batch: Batch, requests: RequestFile, good: AnswerFile, bad: AnswerFile) -> None:
         self.batch, self._requests, self._good, self._bad = batch, requests, good, bad
@@ -24,6 +26,8 @@ class Work:
         self._unwritten: deque[tuple[BatchLine, bytes, bool]] = deque()
         """Answers that the disk did not take, at most one per request in progress."""
         self._failure: tuple[str, str] | None = None
+        self.lock = asyncio.Lock()
+        self.written = True  # the disk took the last answer
         self.exhausted = False  # all requests have been started
         self.open = 0  # requests in progress
         self.not_before = 0.0  # `time.monotonic()` before which no request is started
@@ -45,23 +49,24 @@ class Work:
     def _answered(self, line: BatchLine) -> bool:
         return line.custom_id in self._good.done or line.custom_id in self._bad.done
 
-    @property
-    def written(self) -> bool:
-        """All answers are written."""
-        return not self._unwritten
+    def collect(self, line: BatchLine, answer: bytes, *, failed: bool) -> None:
+        """Add an answer, which `write` writes."""
+        self._unwritten.append((line, answer, failed))
 
     def add(self, line: BatchLine, answer: bytes, *, failed: bool) -> None:
-        """Add an answer. If that raises `OSError`, the answer is kept for `write`."""
-        self._unwritten.append((line, answer, failed))
+        """Add an answer and write it. See `write`."""
+        self.collect(line, answer, failed=failed)
         self.write()
 
     def write(self) -> None:
-        """Write pending answers. Raises `OSError`."""
+        """Write the added answers. If that raises `OSError`, they are kept."""
+        self.written = False
         try:
             while self._unwritten:
                 line, answer, failed = self._unwritten[0]
                 (self._bad if failed else self._good).add(line.custom_id, answer, failed=failed)
                 self._unwritten.popleft()
+            self.written = True
         finally:
             self._count()
 

@@ -97,7 +97,9 @@ class EngineMetrics:
     @property
     def ssd_fails(self) -> bool | None:
         """Whether an engine's SSD tier is off; None if there is no such tier."""
-        tiers = [engine.stats.scheduler.tiers["ssd"] for engine in self.engines if "ssd" in engine.stats.scheduler.tiers]
+        tiers = [
+            engine.stats.scheduler.tiers["ssd"] for engine in self.engines if "ssd" in engine.stats.scheduler.tiers
+        ]
         return not all(tier.up for tier in tiers) if tiers else None
 
     @property

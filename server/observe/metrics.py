@@ -12,6 +12,7 @@ from weft.server.observe.counters import Counter, Histogram, Store
 from weft.server.observe.engine_metrics import TIERS, EngineMetrics
 from weft.server.observe.exposition import CONTENT_TYPE, family, head, labelled
 from weft.server.observe.shared_state import SharedState, SleepState
+from weft.server.observe.storage import Storage
 
 LAG_INTERVAL = 0.05
 _SCRAPE_HEAD = f"HTTP/1.1 200 OK\r\ncontent-type: {CONTENT_TYPE}\r\ncontent-length: ".encode()
@@ -35,7 +36,7 @@ ENDPOINTS = (
 _CAUSES = ["disconnect", "stall", "timeout", "drain", "engine", "error", "crash", "sleep"]
 _STATUSES = [
     "200", "400", "401", "403", "404", "405", "408", "413", "415", "429", "431", "499", "500", "501", "503", "504",
-    "505", "529",
+    "505", "507", "529",
 ]  # fmt: skip
 _REFUSALS = [
     "loading", "draining", "dead", "queue_full", "queue_tokens_full", "rate_limit_exceeded",
@@ -65,6 +66,7 @@ class Metrics:
         self._watch = watch
         self._store = store = Store(shared_state, row)
         self._http = shared_state.http
+        self.storage = Storage(shared_state, row)
         self._row = row
 
         def histogram(name: str, help: str, buckets: tuple[float, ...], **labels: Sequence[str]) -> Histogram:
@@ -202,7 +204,7 @@ class Metrics:
         """Return all metrics in Prometheus's text format."""
         watch = self._watch
         rows = range(ENGINE, ENGINE + len(self.engines))
-        figures = self._store.text() + self._model_metrics()
+        figures = self._store.text() + self._model_metrics() + self.storage.text(ssd=self._engine_metrics.ssd_fails)
         if watch is None:
             return figures + self._engine_metrics.text([False for _ in rows])
         late = [watch.late(row, LATE_SECONDS) is not None for row in rows]

@@ -19,6 +19,7 @@ Number = TypeVar("Number", bound=np.generic)
 CELLS = 4096  # float64 cells per row, for all metrics of a process.
 
 OPEN, PREFILL, ENTERED, WAITING = range(4)  # Columns of `SharedState.load`.
+STORES = ("responses", "files")  # Columns of `SharedState.failing`.
 
 
 class SleepState(IntEnum):
@@ -44,6 +45,7 @@ class SharedState:
         load: [rows, models, 4] int64: OPEN sequences, prompt tokens without a first output token (PREFILL), admitted
             requests (ENTERED), requests WAITING for the model to wake.
         http: [rows] int64, open HTTP requests.
+        failing: [rows, stores] int64, 1 while a process cannot write to a store of `STORES`.
         sleep_states: [models] int64, `SleepState`; change it, and admit requests, under `lock()`.
         used: [models] float64, time of the last admitted request, as `time.monotonic()`.
         engine_load: [rows, engines] int64, tokens of a process's requests that an engine has not computed yet.
@@ -59,7 +61,7 @@ class SharedState:
         self.engines = engines
         self.models = models
         self.fd = os.memfd_create("weft-shared_state") if fd is None else fd
-        others = rows * (CELLS + 4 * models + engines + 1) + 3 * engines + 2 * models
+        others = rows * (CELLS + 4 * models + engines + 1 + len(STORES)) + 3 * engines + 2 * models
         keys = max(1, num_keys) if fd is None else (os.fstat(fd).st_size // 8 - others) // 3
         size = 8 * (others + 3 * keys)
         if fd is None:
@@ -72,6 +74,7 @@ class SharedState:
         self.closed = self._array(np.int64, engines)
         self.given = self._array(np.float64, engines, 2)
         self.http = self._array(np.int64, rows)
+        self.failing = self._array(np.int64, rows, len(STORES))
         self.sleep_states = self._array(np.int64, models)
         self.used = self._array(np.float64, models)
         self.buckets = self._array(np.float64, keys, 3)

@@ -85,6 +85,7 @@ NAMES = {
     "weft_model_generation_tokens": "counter",
     "weft_clients_stalled": "counter",
     "weft_accepts_refused": "counter",
+    "weft_storage_failing": "gauge",
     "weft_log_lines_dropped": "counter",
     "weft_engine_restarts": "counter",
     "weft_api_process_restarts": "counter",

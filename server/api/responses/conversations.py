@@ -45,11 +45,14 @@ async def create_conversation(body: ConversationBody, records: RecordsOf) -> dic
     hex_id = uuid.uuid4().hex
     id = f"conv_{hex_id}"
     shown = {"id": id, "object": "conversation", "created_at": int(time.time()), "metadata": body.metadata}
-    items = _read(body.items)
-    if records.store.max_bytes == 0 or not await records.add(id, shown):
+    items = with_ids(_read(body.items), hex_id)
+
+    def both() -> bool:
+        store = records.store
+        return store.put(id, records.owner, shown) and (not items or store.add_items(id, items, MAX_ITEMS))
+
+    if records.store.max_bytes == 0 or not await records.store.run(both):
         raise bad_request("This server cannot store the conversation (--responses-max-mib).", code="storing_is_off")
-    if items:
-        await _append(records, id, items)
     return shown
 
 
@@ -61,7 +64,8 @@ async def retrieve_conversation(id: str, records: RecordsOf) -> dict[str, Any]:
 @router.post(f"{PATH}/{{id}}", summary="Replace a conversation's metadata")
 async def update_conversation(id: str, body: MetadataBody, records: RecordsOf) -> dict[str, Any]:
     changed = {**await records.conversation(id), "metadata": body.metadata}
-    await records.store.run(records.store.change, id, changed)
+    if not await records.store.run(records.store.change, id, changed):
+        raise not_found("Conversation", id, "conversation")
     return changed
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, MutableMapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Annotated, Any
 
@@ -27,13 +26,13 @@ from weft.server.api.turn import Turn, begin_turn
 from weft.server.errors import ApiError, bad_request
 
 PATH = "/v1/responses"
+NOT_STORED = "weft.not_stored"  # entry of a scope: why not everything is stored, as the code of an error
 CANCEL_SECONDS = 5.0  # seconds to wait for a cancelled response to end
 
 Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Annotated[str, Query(pattern="^(asc|desc)$")]  # the order of a list of items
 
 router = APIRouter(route_class=JsonRoute)
-logger = logging.getLogger(__name__)
 
 
 async def records_of(request: Request, owner: OwnerOf) -> Records:
@@ -48,7 +47,7 @@ async def create_response(body: ResponseBody, request: Request, service: Service
     service.for_model(body.model)
     body.check()
     background: Background = request.app.state.background
-    _settle_storing(body, records)
+    await _settle_storing(body, records, request.scope)
     hex_id = uuid.uuid4().hex
     new = with_ids(read_input(body.input), hex_id)
     context = await records.context(body.previous_response_id, body.conversation, new)
@@ -59,14 +58,20 @@ async def create_response(body: ResponseBody, request: Request, service: Service
         record: dict[str, Any] = {"input": new, "previous": body.previous_response_id, "streams": body.stream}
 
         async def keep(response: dict[str, Any]) -> None:
+            """Store it. If that fails, the client still gets the answer, which then says so."""
             record["response"] = response
-            try:
-                if body.store and not body.background:
-                    await records.add(response["id"], record)
-                if body.conversation is not None and response["status"] in ("completed", "incomplete"):
-                    await records.append(body.conversation, [*new, *response["output"]])
-            except ApiError as error:  # the client still gets the answer
-                logger.error("request %s: %s", turn.generation.id, error.message)
+            failed, unappended = None, None
+            if body.conversation is not None and response["status"] in ("completed", "incomplete"):
+                items = [*new, *response["output"]]
+                unappended = await _why_not(records.append(body.conversation, items), "conversation_full")
+                if unappended is not None:
+                    response["conversation"] = None
+            if body.store and not body.background:
+                failed = await _why_not(records.add(response["id"], record), "store_full")
+                if failed is not None:
+                    response["store"] = False
+            if failed or unappended:
+                request.scope[NOT_STORED] = failed or unappended
 
         dialect = ResponseDialect(turn, body, tools, hex_id, keep)
         answer = Answer(turn.generation, dialect)
@@ -133,13 +138,28 @@ async def list_input_items(
     return page(items, limit, order, after)
 
 
-def _settle_storing(body: ResponseBody, records: Records) -> None:
-    """Switch storing off if the server stores nothing. Raises `ApiError` if the request depends on it."""
+async def _why_not(storing: Awaitable[bool], refused: str) -> str | None:
+    """Why something was not stored, as the code of an error. `refused`: the code if the store does not take it."""
+    try:
+        return None if await storing else refused
+    except ApiError as error:
+        return error.code
+
+
+async def _settle_storing(body: ResponseBody, records: Records, scope: MutableMapping[str, Any]) -> None:
+    """Switch storing off if the server stores nothing, or if its disk fails. Raises `ApiError` if the request depends
+    on it."""
     if records.store.max_bytes == 0:
         if body.background or body.conversation is not None or body.previous_response_id is not None:
             what = "This server stores no responses (--responses-max-mib 0); send the whole conversation."
             raise bad_request(what, "store", "storing_is_off")
+        if body.store and "store" in body.model_fields_set:
+            scope[NOT_STORED] = "storing_is_off"
         body.store = False
+    elif (body.store or body.conversation is not None) and (refusal := await records.store.refusal()) is not None:
+        if body.background or body.conversation is not None:
+            raise refusal
+        body.store, scope[NOT_STORED] = False, refusal.code
 
 
 async def _begin_turn(

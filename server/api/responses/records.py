@@ -52,7 +52,7 @@ class Records:
 
     async def get(self, id: str) -> dict[str, Any]:
         """A record. Raises `ApiError` 404."""
-        found = await self.store.run(self.store.get, id, self.owner)
+        found = await self.store.read(self.store.get, id, self.owner)
         if found is None or "response" not in found.body:
             raise not_found("Response", id)
         return _checked(found)
@@ -76,7 +76,7 @@ class Records:
                 raise bad_request(f"input: the conversation has more than {MAX_ITEMS} items.", "input")
             return items
 
-        return await self.store.run(collect)
+        return await self.store.read(collect)
 
     async def append(self, conversation: str, items: Sequence[Item]) -> bool:
         """Append items. Returns False if the conversation is missing or full."""
@@ -124,7 +124,7 @@ class Records:
 
     async def conversation(self, id: str) -> dict[str, Any]:
         """Raises `ApiError` 404."""
-        return await self.store.run(self._conversation, id)
+        return await self.store.read(self._conversation, id)
 
     async def items_of(self, id: str) -> list[Item]:
         """Raises `ApiError` 404."""
@@ -133,7 +133,7 @@ class Records:
             self._conversation(id)
             return self.store.items(id)
 
-        return await self.store.run(collect)
+        return await self.store.read(collect)
 
 
 def _checked(found: Stored) -> dict[str, Any]:
