@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from weft.engine.config import EngineConfig
-from weft.engine.config.tokenizer import load_tokenizer
+from weft.engine.config.tokenizer import load_tokenizer, read_template
 from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, RequestError, invalid_option
 from weft.engine.model.hub import find_model
@@ -93,6 +93,8 @@ class LLM:
         with ProgressBar(enabled=progress) as bar:
             self.engine = Engine(config, bar)
         self.tokenizer = load_tokenizer(config.tokenizer_path)
+        if config.chat_template is not None:
+            self.tokenizer.chat_template = read_template(config.chat_template)
         self._next_handle = 0
 
     def generate(

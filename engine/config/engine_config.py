@@ -97,7 +97,7 @@ class EngineConfig(BaseModel):
     quantization: Literal["fp8"] | None = None
     """'fp8' converts a 16-bit checkpoint to e4m3 at load time, one scale per output channel (on GPUs tested on the
     H200). FP8 checkpoints do not need it"""
-    max_model_len: int | None = Field(None, ge=2)
+    max_model_len: int | None = Field(None, ge=2, le=2**27)
     """maximum prompt and output tokens per request [the model's limit]"""
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | Annotated[str, _SEQUENCE_LIMIT] | None = None
     """maximum requests running at once; 'auto' or 'auto:MAX' adapts the limit to keep --slo [CPU 256, GPU 1024]"""
@@ -125,7 +125,7 @@ class EngineConfig(BaseModel):
     pinned_cache_share: float = Field(0.5, ge=0, le=1)
     """fraction of KV pages that requests may retain for a time (cache_control, prompt_cache_key); 0 disables retention
     """
-    host_kv_gib: float = Field(0.0, ge=0)
+    host_kv_gib: float = Field(0.0, ge=0, le=2**20)
     """pinned host memory in GiB for copies of KV pages, kept after the device evicts them; 0 disables it"""
     idle_spill_seconds: float = Field(30.0, ge=0, le=86400)
     """copy KV pages to the lower tiers in the background after this many idle seconds; 0 disables it"""
@@ -134,7 +134,7 @@ class EngineConfig(BaseModel):
     tier_kv_format: Literal["raw", "packed"] = "raw"
     """format of KV pages on host and SSD: 'packed' stores bfloat16 losslessly in 12 bits per value; pages that do not
     pack stay raw"""
-    ssd_kv_gib: float = Field(64.0, gt=0)
+    ssd_kv_gib: float = Field(64.0, gt=0, le=2**20)
     """disk space in GiB for --ssd-kv-path, allocated at start"""
     kv_events_endpoint: str | None = Field(None, pattern=r"^(tcp://.+:(\d+|\*)|ipc://.+)$", title=_ADDRESS)
     """ZeroMQ address that publishes KV cache events for routers, such as tcp://*:5557 [off]"""
@@ -155,7 +155,7 @@ class EngineConfig(BaseModel):
     may still change the last bits"""
     cache_dir: str | None = Field(None, min_length=1)
     """folder of compiled kernels and tuned tiles [$XDG_CACHE_HOME/weft]"""
-    tuning_seconds: float = Field(60.0, ge=0)
+    tuning_seconds: float = Field(60.0, ge=0, le=1e9)
     """seconds that a start on a GPU may spend tuning new matrix shapes; 0 disables tuning"""
     fair_prefill_share: float = Field(0.25, ge=0, le=0.5)
     """share of prefill tokens, and of scarce slots, for the shortest prompts; the rest is shared round robin over
@@ -173,10 +173,12 @@ class EngineConfig(BaseModel):
     wait_for_plan: bool = False
     """wait until all pipelines of the plan are compiled and captured, instead of serving with the serial plan meanwhile
     """
-    cpu_threads: int | None = Field(None, ge=1)
+    cpu_threads: int | None = Field(None, ge=1, le=1024)
     """threads for CPU execution [all cores but one]"""
     seed: int = Field(0, ge=0, lt=2**63)
     """seed of dummy weights and of requests without a seed"""
+    chat_template: str | None = Field(None, json_schema_extra=NO_OPTION)
+    """Chat template, or its file, that replaces the model's; the tokens that end its answers are end tokens."""
     share: Share = Field(Share(), json_schema_extra=NO_OPTION)
     """one engine's share of the machine"""
 

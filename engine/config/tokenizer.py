@@ -1,11 +1,14 @@
-"""`load_tokenizer`: loads a model's tokenizer for every part of weft, so that all give the same ids."""
+"""`load_tokenizer`: loads a model's tokenizer for every part of weft, so that all give the same ids.
+
+`read_template`: reads the chat template of `--chat-template`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from weft.engine.errors import ModelError, one_line
+from weft.engine.errors import ConfigError, ModelError, one_line
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -28,3 +31,16 @@ def load_tokenizer(path: Path) -> Any:
     if getattr(hf, "backend_tokenizer", None) is None:
         raise ModelError(f"the tokenizer in {path} has no tokenizer.json and cannot be converted to one")
     return hf
+
+
+def read_template(given: str) -> str:
+    """Return the text of a chat template: of the file `given`, or `given` itself if it has Jinja's braces or several
+    lines. Raises `ConfigError`."""
+    if "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--chat-template {given}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--chat-template {given}: not UTF-8 at byte {error.start}") from None

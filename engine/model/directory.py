@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from weft.engine.config.tokenizer import read_template
 from weft.engine.errors import ModelError, refuse_pointer
 from weft.engine.model.ends import EndTokens, end_tokens
 from weft.engine.model.families import family_of
@@ -43,11 +44,16 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def ends_of(path: Path, config: dict[str, Any], vocab_size: int | None = None) -> EndTokens:
-    """Collect the end tokens of a model directory with this `config.json`, see `end_tokens`."""
+def ends_of(
+    path: Path, config: dict[str, Any], vocab_size: int | None = None, chat_template: str | None = None
+) -> EndTokens:
+    """Collect the end tokens of a model directory with this `config.json`, see `end_tokens`. chat_template: that of
+    `EngineConfig`."""
     file = path / "generation_config.json"
     generation = read_json(file) if file.exists() else {}
-    return end_tokens(path, config, generation, "GGUF file" if (path / INDEX).is_file() else file.name, vocab_size)
+    source = "GGUF file" if (path / INDEX).is_file() else file.name
+    template = None if chat_template is None else read_template(chat_template)
+    return end_tokens(path, config, generation, source, vocab_size, template)
 
 
 def eos_ids(path: Path, config: dict[str, Any], vocab_size: int | None = None) -> tuple[int, ...]:

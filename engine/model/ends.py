@@ -43,10 +43,11 @@ def turn_ends(names: set[str]) -> set[str]:
 
 
 def end_tokens(
-    path: Path, config: dict[str, Any], generation: dict[str, Any], source: str, vocab_size: int | None = None
-) -> EndTokens:
+    path: Path, config: dict[str, Any], generation: dict[str, Any], source: str, vocab_size: int | None = None,
+    template: str | None = None,
+) -> EndTokens:  # fmt: skip
     """Collect the end tokens of a model directory. config, generation: its `config.json` and `generation_config.json`.
-    source: name of the latter in messages.
+    source: name of the latter in messages. template: replaces the model's chat template.
 
     `generation_config.json` has precedence over `config.json`, as in `transformers`. The tokenizer's end token and
     those that end an answer in the chat template are added. Null, negative and unknown values count as absent."""
@@ -66,8 +67,7 @@ def end_tokens(
     end = _content(tokenizer.get("eos_token"))
     if end is not None:
         add([end], _TOKENIZER)
-    template = _chat_template(path, tokenizer)
-    if template:
+    if template := template or _chat_template(path, tokenizer):
         named = {name for name in turn_ends(set(added)) if name in template}
         ends = named | _after_answer(template, tokenizer, special | (set(added) & NAMES))
         add(sorted(ends), "chat template")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from weft.engine.config import EngineConfig
@@ -47,11 +48,13 @@ class Loading:
         if not self.spec.native:
             notice(f"{self.spec.architecture}: {implementation}")
         path = config.model_path
-        ends = ends_of(path, read_config(path), self.spec.vocab_size)
-        notice(str(ends._replace(sources=ends.sources or {i: ["default"] for i in self.spec.eos_token_ids})))
+        ends = ends_of(path, read_config(path), self.spec.vocab_size, config.chat_template)
+        sources = ends.sources or {i: ["default"] for i in self.spec.eos_token_ids}
+        self.spec = replace(self.spec, eos_token_ids=tuple(sources))
         self.own = self.spec.shard(0, config.tensor_parallel_size)  # This rank's shard of it.
         self.resolved = resolve(config, self.own)
         self.model_id = self._model_id()
+        notice(str(ends._replace(sources=sources)))
 
     def run(self, phases: Phases, exchange: WeightExchange | None, store: StoreFile | None) -> Loaded:
         """Load the model. store: this rank's file of the SSD tier. Raises `WeftError`, one line."""

@@ -11,9 +11,12 @@ import pytest
 from tiny import save_tiny
 
 from weft.engine.config import EngineConfig
+from weft.engine.demo import MODEL_PATH
+from weft.engine.llm import LLM
 from weft.engine.model.directory import ends_of, eos_ids
 from weft.engine.model.gguf.tokenizer import end_tokens
 from weft.engine.model.implementation import choose_spec
+from weft.server.config import ServeConfig
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -202,3 +205,18 @@ def test_the_default_of_an_architecture_counts_if_no_file_names_an_end(tmp_path:
         (tmp_path / "config.json").write_text(json.dumps({**config, **value}))
         spec, _ = choose_spec(EngineConfig(model=str(tmp_path), model_impl="transformers"))
         assert spec.eos_token_ids == ends
+
+
+def test_a_chat_template_that_replaces_the_models_ends_answers_its_own_way(tmp_path: Path) -> None:
+    """The demo model has `<|pad|>`, which no file calls an end."""
+    template = "{% for m in messages %}{{ m.content }}<|pad|>{% endfor %}"
+    (tmp_path / "template").write_text(template)
+    pad = json.loads((MODEL_PATH / "config.json").read_text())["pad_token_id"]
+    for given in (template, str(tmp_path / "template")):
+        engine = ServeConfig(model="demo", chat_template=given).engine
+        llm = LLM("demo", chat_template=engine.chat_template, num_pages=8, progress=False)
+        try:
+            assert pad in llm.engine.spec.eos_token_ids
+            assert llm.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a<|pad|>"
+        finally:
+            llm.engine.close()
