@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
@@ -37,8 +37,6 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
-    keeps_unknown: ClassVar[bool] = True
-
     model_config = ConfigDict(
         json_schema_extra={
             "anyOf": [given("content"), {"properties": {"role": {"const": "assistant"}}, "required": ["role"]}]

@@ -8,7 +8,6 @@ and is not supported is refused with its alternative. An unknown field is ignore
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -42,8 +41,9 @@ NO_LIMIT = frozenset({"thinking_budget_tokens", "reasoning_budget_tokens"})  # a
 
 _HINTS: dict[str, str] = {
     "service_tier prediction speed moderation inference_geo container betas": "tiers and hints about speed",
-    "metadata store user safety_identifier": "notes for the operator",
-    "tools.defer_loading tools.eager_input_streaming tools.allowed_callers": "all tools are loaded",
+    "metadata client_metadata store user safety_identifier": "notes for the operator",
+    "tools[].defer_loading tools[].eager_input_streaming tools[].allowed_callers": "all tools are loaded",
+    "messages[].annotations messages[].id messages[].tool_calls[].index": "they come from answers",
     "context_management shift n_keep n_discard": "a prompt that is too long is refused, not edited",
     "stream_options.include_obfuscation stream_options.include_usage sse_ping_interval": "streams are complete",
     "spaces_between_special_tokens": "the text has no added spaces",
@@ -201,12 +201,13 @@ def refusal(kind: type[Body], name: str, value: Any) -> str | None:
     if name in NO_EFFECT:
         return None
     if (known := REFUSED.get(name)) is not None:
-        return None if _is_any(value, known.harmless) else f"{name} is not supported: {known.why}."
+        why = INSTEAD.get((kind.endpoint_path, name), known.why)
+        return None if _is_any(value, known.harmless) else f"{name} is not supported: {why}."
     if (elsewhere := _elsewhere_of(kind, name)) is not None:
         instead = INSTEAD.get((kind.endpoint_path, name))
         if _is_any(value, (*_EMPTY, *elsewhere.defaults)) or (instead is None and name in CONTENT):
             return None
-        instead = instead or f"it works in {' and '.join(sorted(elsewhere.paths))}"
+        instead = instead or f"it works in {' and '.join(sorted(set(elsewhere.paths)))}"
         return f"{name} is not supported by {kind.endpoint_path}: {instead}."
     return None
 
@@ -234,16 +235,13 @@ def translated(kind: type[Body], data: dict[str, Any]) -> tuple[dict[str, Any], 
     return {**data, **{target: data[name] for target, name in aliases.items()}}, aliases
 
 
-_INDEX = re.compile(r"\[\d+\]")
-
-
 def unknown_fields(body: Body, data: Any, at: str = "") -> Iterator[str]:
     """Paths of the fields of a validated request that are ignored, also those inside objects."""
     for name, value in data.items():
         path = at + name
         if (attribute := body.attributes.get(name)) is not None:
             yield from _inside(getattr(body, attribute), value, path)
-        elif value is not None and _INDEX.sub("", path) not in NO_EFFECT and (at or not _is_known(type(body), name)):
+        elif value is not None and path not in NO_EFFECT and (at or not _is_known(type(body), name)):
             yield path
 
 
@@ -257,8 +255,8 @@ def _inside(value: Any, data: Any, path: str) -> Iterator[str]:
     if isinstance(value, Body) and isinstance(data, dict) and not value.keeps_unknown:
         yield from unknown_fields(value, data, f"{path}.")
     elif isinstance(value, list) and value and isinstance(value[0], Body) and len(value) == len(data):  # none dropped
-        for number, (item, given) in enumerate(zip(value, data, strict=True)):
-            yield from _inside(item, given, f"{path}[{number}]")
+        for item, given in zip(value, data, strict=True):
+            yield from _inside(item, given, f"{path}[]")
 
 
 _logged: set[tuple[str, str]] = set()
@@ -269,7 +267,8 @@ def report(path: str, fields: list[str], *, strict: bool) -> str:
     if strict:
         what = f"Unknown field {clip(fields[0])!r}, which this server would ignore (--strict-fields)."
         raise bad_request(what, clip(fields[0]), "unknown_field")
-    shown = [field.encode("ascii", "backslashreplace").decode()[:100] for field in sorted(fields)[:MAX_REPORTED]]
+    kept = sorted(set(fields))[:MAX_REPORTED]
+    shown = [field.encode("ascii", "backslashreplace").decode()[:100] for field in kept]
     shown = ["".join(char if char.isprintable() and char != "," else "?" for char in field) for field in shown]
     for field in shown:
         if (path, field) not in _logged and len(_logged) < MAX_LOGGED:

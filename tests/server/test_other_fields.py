@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import claude_code
 import pytest
 from stub import Script, Server, serving
 
@@ -205,7 +206,7 @@ UNKNOWN = {
     "logit_bias": {"5": 1},
     "chat_template_kwargs": {"mood": 1},
 }
-NAMES = "frobnicate, response_format.json_schema.strct, stream_options.inclued"
+NAMES = "frobnicate, messages[].custom, response_format.json_schema.strct, stream_options.inclued"
 
 
 @pytest.mark.parametrize("size", [2, 300_000])
@@ -253,3 +254,16 @@ async def test_strict_fields_refuse_unknown_fields() -> None:
             assert (await server.post(path, {**least, "service_tier": "auto", "nothing": None})).status_code == 200
         response = await server.post(CHAT, {"messages": USER, "stream": True, "stream_options": {"inclued": 1}})
         assert response.json()["error"]["param"] == "stream_options.inclued"
+
+
+async def test_requests_of_agents_and_returned_answers_have_no_unknown_field() -> None:
+    codex = json.loads((Path(__file__).parent / "fixtures" / "codex.json").read_text())
+    async with serving(strict_fields=True) as server:
+        message = (await server.chat())["choices"][0]["message"]
+        returned = {**message, "annotations": [], "audio": None, "function_call": None}
+        await server.chat(messages=[*USER, returned, *USER])
+        agents = [(MESSAGES, claude_code.request(claude_code.TRANSCRIPT, "00001"))]
+        agents += [(RESPONSES, {**codex["request"], "input": turn}) for turn in codex["turns"]]
+        assert len(agents) > 1
+        for path, body in agents:
+            assert "nknown" not in (await server.post(path, {**body, "model": "stub"})).text
