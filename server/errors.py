@@ -88,7 +88,7 @@ def _anthropic_status(error: ApiError) -> int:
 
 def anthropic_error(error: ApiError, request_id: str) -> bytes:
     """The body of an error in Anthropic's format."""
-    status, message = _anthropic_status(error), error.message
+    status, message = _anthropic_status(error), error.message.replace("].function.parameters", "].input_schema")
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     if error.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # agents detect this phrase and shorten the conversation

@@ -100,6 +100,18 @@ async def test_other_dialects_may_have_nulls(hermes: Server) -> None:
         ).status_code == 200
 
 
+async def test_errors_of_other_dialects_have_their_field_names(hermes: Server) -> None:
+    schema, name = {"type": "object", "properties": 5}, {"name": "f"}
+    tools: list[dict[str, Any]] = [{"type": "function", "parameters": schema, **name}]
+    response = await hermes.post("/v1/responses", {"input": "hi", "tools": tools, "tool_choice": "required"})
+    assert response.json()["error"]["param"] == "tools[0].parameters"
+    assert response.json()["error"]["message"] == "tools[0].parameters: properties must be an object"
+    body = {"model": "stub", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    asked = {"tools": [{"input_schema": schema, **name}], "tool_choice": {"type": "any"}}
+    response = await hermes.post("/v1/messages", body | asked)
+    assert response.json()["error"]["message"] == "tools[0].input_schema: properties must be an object"
+
+
 async def test_structured_outputs_may_have_nulls(hermes: Server) -> None:
     schema = {"name": "x", "schema": NULLS, "strict": True, "description": None}
     for body in (

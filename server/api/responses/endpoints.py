@@ -172,8 +172,11 @@ async def _begin_turn(
             return await begin_turn(chat, request, service)
         return await _begin_truncated(body, items, tools, request, service)
     except ApiError as error:
+        if (param := error.param or "").startswith("tools["):
+            named = [text.replace(".function.parameters", ".parameters") for text in (error.message, param)]
+            raise ApiError(error.status, named[0], param=named[1], code=error.code) from None
         for theirs, ours in (("messages", "input"), ("response_format", "text.format")):
-            if (error.param or "").startswith(theirs) and theirs not in body.model_fields_set:
+            if param.startswith(theirs) and theirs not in body.model_fields_set:
                 message = error.message.replace(theirs, ours)
                 raise ApiError(error.status, message, param=ours, code=error.code) from None
         raise
