@@ -14,7 +14,7 @@ NAMES = frozenset((
     "<end_of_utterance>", "<｜end▁of▁sentence｜>", "[e~[",
 ))  # fmt: skip
 """Names of tokens that end a turn in any model that has them."""
-_HARMONY = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
+_HARMONY = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"}, {"<|channel|>", "<|message|>"})
 """A model that has one of these pairs ends only a part of its answer with `<|end|>`."""
 _NESTED = ("text_config", "llm_config", "language_config")  # Configuration of the language model inside another one.
 _TOKENIZER = "tokenizer_config.json"
@@ -38,8 +38,7 @@ class EndTokens(NamedTuple):
 
 def turn_ends(names: set[str]) -> set[str]:
     """Return those of the names that end a turn in a model with these tokens."""
-    ends = names & NAMES
-    return ends - {"<|end|>"} if any(pair <= names for pair in _HARMONY) else ends
+    return names & NAMES - ({"<|end|>"} if any(pair <= names for pair in _HARMONY) else set())
 
 
 def end_tokens(
@@ -68,8 +67,9 @@ def end_tokens(
     if end is not None:
         add([end], _TOKENIZER)
     if template := template or _chat_template(path, tokenizer):
-        named = {name for name in turn_ends(set(added)) if name in template}
-        ends = named | _after_answer(template, tokenizer, special | (set(added) & NAMES))
+        known = turn_ends(set(added))
+        ends = {name for name in known if name in template}
+        ends |= _after_answer(template, tokenizer, special | known) - (NAMES - known)
         add(sorted(ends), "chat template")
     names = {token: name for name, token in added.items()}
     size = vocab_size if vocab_size is not None else float("inf")
@@ -160,13 +160,14 @@ def _after_answer(template: str, tokenizer: dict[str, Any], special: set[str]) -
         raise TemplateError(message)
 
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    variables = {name: _content(value) or "" for name, value in tokenizer.items() if name.endswith("_token")}
+    variables: dict[str, Any] = {"tools": None, "documents": None, "messages": [], "add_generation_prompt": False}
+    variables |= {name: _content(value) or "" for name, value in tokenizer.items() if name.endswith("_token")}
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}
     try:
         # transformers' own tag marks the text of the assistant
         compiled = environment.from_string(re.sub(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}", "", template))
         at_end, inside = (
-            compiled.render(**variables, messages=messages, add_generation_prompt=False).rpartition(_ANSWER)[2]
+            compiled.render({**variables, "messages": messages}).rpartition(_ANSWER)[2]
             for messages in ([user, answer], [user, answer, user])
         )
     except Exception:  # templates raise anything

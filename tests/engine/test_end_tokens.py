@@ -36,6 +36,11 @@ COHERE = (
     "{% for m in messages %}<|TURN|>{% if m.role == 'assistant' %}<|SAYS|>{{ m.content }}<|SAID|>{% else %}"
     "{{ m.content }}{% endif %}<|TURN_OVER|>{% endfor %}"
 )
+CHANNELS = "{% for m in messages %}<|message|>{{ m.content }}<|end|>{% endfor %}"
+WITH_TOOLS = (
+    "{% if tools is not none %}{{ raise_exception('tools') }}{% endif %}"
+    "{% for m in messages %}{{ m.content }}[turn_done]{% if loop.last %}<end>{% endif %}{% endfor %}"
+)
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
@@ -124,10 +129,17 @@ def test_the_tokenizers_end_token_may_be_an_ordinary_one_or_stand_in_an_older_fi
         (CHATML, ("<|im_start|>",), ("<|im_end|>",), (20,)),
         (CHATML, ("<|im_start|>",), (), ()),
         (HARMONY, ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"), (), (14, 15)),
+        (
+            "{% for m in messages %}<|message|>{{ m.content }}<|end|>{% endfor %}",
+            ("<|message|>", "<|channel|>", "<|end|>"),
+            (),
+            (),
+        ),
         (LLAMA, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"), (), (12, 13)),
         (COHERE, ("<|TURN|>", "<|SAYS|>", "<|SAID|>", "<|TURN_OVER|>"), (), (13,)),
         (MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]"), (), (11,)),
         (GENERATION, ("<|im_start|>", "[turn_done]"), (), (11,)),
+        (WITH_TOOLS, ("<end>", "[turn_done]"), (), (11,)),
         ("{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|> ok", ("<|assistant|>",), (), ()),
         ("{{ raise_exception('no') }} <|im_end|>", ("<|im_end|>",), (), (10,)),
         ("{% broken", ("<|im_end|>",), (), ()),
