@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
@@ -12,6 +12,7 @@ from pydantic.json_schema import SkipJsonSchema
 from weft.server.api.chat_message import MAX_CALLS, MAX_MESSAGES
 from weft.server.api.field_types import INT32, MAX_INPUTS, bounded
 from weft.server.api.llama_fields import UNSUPPORTED, LlamaSampling, refuse_unsupported
+from weft.server.api.other_fields import INSTEAD
 from weft.server.bodies import Body
 from weft.server.errors import bad_request
 from weft.server.tools.tools import MAX_TOOLS, FunctionName, Tools
@@ -193,6 +194,8 @@ class GeneratingBody(NamedBody):
 
 
 class OllamaChatBody(GeneratingBody):
+    endpoint_path: ClassVar[str] = "/api/chat"
+
     messages: list[Message] = Field([], max_length=MAX_MESSAGES)
     tools: Tools = Field([], max_length=MAX_TOOLS)
 
@@ -233,6 +236,8 @@ class OllamaChatBody(GeneratingBody):
 
 
 class GenerateBody(GeneratingBody):
+    endpoint_path: ClassVar[str] = "/api/generate"
+
     prompt: str = ""
     system: str = ""
     raw: bool = False  # continue the prompt as it is, without the chat template
@@ -261,6 +266,15 @@ class GenerateBody(GeneratingBody):
             raise bad_request("think needs a chat template, which raw switches off.", "think")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return {**self._fields(model), "prompt": self.prompt, "logprobs": logprobs}
+
+
+for _path in (OllamaChatBody.endpoint_path, GenerateBody.endpoint_path):
+    INSTEAD.update(((_path, name), f"use options.{name}") for name in Options.model_fields)
+    INSTEAD.update(((_path, name), "use options.num_predict") for name in ("max_tokens", "max_completion_tokens"))
+    INSTEAD.update(((_path, name), "use format") for name in ("response_format", "structured_outputs", "json_schema"))
+    INSTEAD.update(((_path, name), "use think") for name in ("reasoning_effort", "enable_thinking", "thinking"))
+INSTEAD["/api/generate", "messages"] = "use /api/chat"
+INSTEAD["/api/chat", "prompt"] = "use /api/generate"
 
 
 def _parse_input(value: Any) -> list[str]:

@@ -111,6 +111,13 @@ async def test_a_window_of_penalties_is_refused_only_if_there_are_penalties(serv
         ("generate", {"prompt": "x", "raw": True, "system": "y"}, "system"),
         ("generate", {"prompt": "x", "raw": True, "think": True}, "think"),
         ("generate", {"prompt": "x", "width": 64}, "width"),
+        ("chat", {"messages": HELLO, "temperature": 0.5}, "use options.temperature"),
+        ("chat", {"messages": HELLO, "num_predict": 5}, "use options.num_predict"),
+        ("chat", {"messages": HELLO, "max_tokens": 5}, "use options.num_predict"),
+        ("chat", {"messages": HELLO, "response_format": {"type": "json_object"}}, "use format"),
+        ("chat", {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+        ("chat", {"messages": HELLO, "prompt": "x"}, "use /api/generate"),
+        ("generate", {"prompt": "x", "messages": HELLO}, "use /api/chat"),
         ("show", {}, "model"),
         ("embed", {"input": [1]}, "input"),
     ],
@@ -124,6 +131,15 @@ async def test_what_is_not_supported_is_refused_by_name(
     assert isinstance(error, str)
     assert name.removeprefix("messages[0].") in error
     assert not server.engine.added
+
+
+async def test_unknown_fields_are_reported_wherever_they_are(server: Server) -> None:
+    response = await chat(server, stream=False, unheard=1, options={"unheard": 2})
+    assert response.headers["x-weft-ignored-fields"] == "options.unheard, unheard"
+    async with serving(strict_fields=True) as strict:
+        refused = await chat(strict, options={"unheard": 2})
+        assert refused.status_code == 400
+        assert "options.unheard" in refused.json()["error"]
 
 
 async def test_the_fields_of_the_client_are_known() -> None:
