@@ -154,7 +154,12 @@ INSTEAD = {
     ("/v1/responses", "messages"): "use input",
     ("/v1/responses", "reasoning_effort"): "use reasoning.effort",
     ("/v1/responses", "logprobs"): "use top_logprobs, or include message.output_text.logprobs",
+    ("/v1/responses", "truncate_prompt_tokens"): "use truncation: auto",
     ("/v1/messages", "stop"): "use stop_sequences",
+    **{
+        ("/v1/messages", name): "use thinking.budget_tokens"
+        for name in ("max_thinking_tokens", *(name for name, to in ALIASES.items() if to == ("max_thinking_tokens",)))
+    },
     ("/v1/messages", "response_format"): "use output_config.format",
     ("/v1/messages", "structured_outputs"): "use output_config.format",
     ("/v1/messages", "reasoning_effort"): "use output_config.effort",

@@ -300,7 +300,7 @@ class ChatBody(GenerationBody, TemplateBody):
         self.include_reasoning &= not asked.exclude
         if self.reasoning_effort is None:
             self.reasoning_effort = asked.effort
-        if self.enable_thinking is None:
+        if self.thinks is None:
             self.enable_thinking = asked.enabled
         if self.max_thinking_tokens is None:
             self.max_thinking_tokens = asked.max_tokens

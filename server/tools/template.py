@@ -54,11 +54,13 @@ class TemplateBody(Body):
 
     @property
     def thinks(self) -> bool | None:
-        """`enable_thinking`, in any of its forms."""
+        """`enable_thinking`, in either form."""
+        return self._switched if self.enable_thinking is None else self.enable_thinking
+
+    @property
+    def _switched(self) -> bool | None:
         switch = self.thinking
-        if isinstance(switch, ThinkingSwitch):
-            switch = {"enabled": True, "disabled": False}.get(switch.type)
-        return switch if self.enable_thinking is None else self.enable_thinking
+        return {"enabled": True, "disabled": False}.get(switch.type) if isinstance(switch, ThinkingSwitch) else switch
 
     def _thinking(self, template: str) -> dict[str, Any]:
         """Return the template variables that control reasoning."""
@@ -84,7 +86,7 @@ class TemplateBody(Body):
                 what = "continue_final_message needs add_generation_prompt: false."
                 raise bad_request(what, "continue_final_message")
             self.add_generation_prompt = False
-        if isinstance(self.thinking, bool) and self.enable_thinking not in (None, self.thinking):
+        if self._switched is not None and self.thinks is not self._switched:
             raise bad_request("thinking and enable_thinking contradict each other.", "thinking")
         if taken := _NO_VARIABLES.intersection(self.chat_template_kwargs):
             raise bad_request(f"chat_template_kwargs must not set {clip(min(taken))!r}.", "chat_template_kwargs")

@@ -65,7 +65,7 @@ def works(place: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize(("server", "place"), [(server, place) for server, places in PEERS.items() for place in places])
-def test_every_field_of_other_servers_works_or_is_refused(server: str, place: str) -> None:
+async def test_every_field_of_other_servers_works_or_is_refused(server: str, place: str) -> None:
     names = PEERS[server][place].split()
     assert names
     for name in names:
@@ -73,7 +73,7 @@ def test_every_field_of_other_servers_works_or_is_refused(server: str, place: st
         assert works(place, name) or (why is not None and why.startswith(f"{name} is not supported")), name
 
 
-def test_the_tables_have_no_field_twice() -> None:
+async def test_the_tables_have_no_field_twice() -> None:
     names = [name for names in other_fields._GROUPS for name in names.split()]
     assert len(names) == len(set(names))
     assert not set(names) & (other_fields.NO_EFFECT | other_fields.ALIASES.keys())
@@ -86,7 +86,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "request-fields.md").read_text(enco
 LETTERS = {"C": CHAT, "P": COMPLETIONS, "R": RESPONSES, "M": MESSAGES, "E": EMBEDDINGS}
 
 
-def test_the_page_of_request_fields_is_right() -> None:
+async def test_the_page_of_request_fields_is_right() -> None:
     working, refused = PAGE.split("## Stop patterns")
     rows = re.findall(r"^\| (`.*?) \| ([CPRME ]+) \|", working, re.M)
     assert len(rows) > 10

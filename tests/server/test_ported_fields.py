@@ -12,6 +12,7 @@ import pytest_asyncio
 from llguidance import LLMatcher, LLTokenizer
 from stub import MAX_MODEL_LEN, Script, Server, serving, state_of
 
+from weft.server.text.tokenizer import Truncation
 from weft.server.tools.structured import closed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -173,7 +174,7 @@ async def test_additional_properties_are_forbidden_where_the_schema_says_nothing
     assert not accepts(server, '{"b": {"a": 1}, "d": 3}')
 
 
-def test_a_closed_schema_keeps_what_is_no_schema() -> None:
+async def test_a_closed_schema_keeps_what_is_no_schema() -> None:
     schema = {
         "properties": {"properties": {"enum": [{"properties": {}}]}, "x": {"items": [{"properties": {"y": True}}]}},
         "additionalProperties": True,
@@ -362,7 +363,13 @@ async def test_thinking_switches_the_template(
 
 
 @pytest.mark.parametrize(
-    "fields", [{"thinking": True, "enable_thinking": False}, {"thinking": "yes"}, {"thinking": {"type": "some"}}]
+    "fields",
+    [
+        {"thinking": True, "enable_thinking": False},
+        {"thinking": {"type": "disabled"}, "enable_thinking": True},
+        {"thinking": "yes"},
+        {"thinking": {"type": "some"}},
+    ],
 )
 async def test_unclear_thinking_is_refused(server: Server, fields: dict[str, Any]) -> None:
     response = await server.post(CHAT, {"messages": USER, **fields})
@@ -450,6 +457,13 @@ async def test_inputs_of_embeddings_are_truncated(server: Server) -> None:
     for field, value in (("truncate_prompt_tokens", -2), ("truncation_side", "middle"), ("truncate_prompt_tokens", 0)):
         response = await server.post(EMBEDDINGS, {"input": text, field: value})
         assert response.status_code == 400
+
+
+async def test_truncation_keeps_the_end_token_that_embeddings_need() -> None:
+    assert Truncation(3, "right").ids([1, 2, 3, 4, 9], None, [9]) == [1, 2, 9]
+    assert Truncation(3, "right").ids([1, 2, 3, 4, 5], None, [9]) == [1, 2, 3]
+    assert Truncation(1, "right").ids([1, 2, 8, 9], None, [8, 9]) == [9]
+    assert Truncation(3, "left").ids([1, 2, 3, 4, 9], 1, [9]) == [1, 4, 9]
 
 
 async def test_messages_are_embedded_as_the_template_writes_them(server: Server) -> None:
