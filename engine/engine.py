@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 from weft.engine.config import EngineConfig
@@ -16,7 +16,7 @@ from weft.engine.errors import ConfigError, RequestError
 from weft.engine.memory.index_events import IndexEvents, PageLedger
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
-from weft.engine.memory.tier_setup import make_tiers, open_store
+from weft.engine.memory.tier_setup import make_tiers, open_store, reopened
 from weft.engine.progress import Phases, Progress, notice
 from weft.engine.ranks.group import OneRank, Ranks
 from weft.engine.ranks.loading import Loading
@@ -90,9 +90,10 @@ class Engine:
         host_bytes = int(config.host_kv_gib * 2**30)
         self._memory = memory_budget(own, loaded.weights, resolved, host_bytes // own.shard_of.ranks)
         pool = PagePool(num_pages, config.page_size, PrefixIndex(loading.model_id), config.pinned_cache_share)
+        reopen = partial(reopened, config, resolved.kv, loading.model_id, own.shard_of, resolved.packed)
         self.tiers = make_tiers(
             config, resolved.kv, pool, loaded.store, self.runner.copy_engine, loaded.make_store, own.shard_of.ranks,
-            resolved.packed,
+            resolved.packed, reopen if own.shard_of.ranks == 1 else None,
         )  # fmt: skip
         self.scheduler = self._scheduler_of(pool)
         self._work = self._cost_shares(loaded.weights.num_bytes)

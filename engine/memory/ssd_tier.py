@@ -12,6 +12,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import NamedTuple
 
+from weft.engine.errors import ConfigError
 from weft.engine.memory.block_allocator import BlockAllocator
 from weft.engine.memory.extent import Record
 from weft.engine.memory.loads import LoadSpeeds, PageLoad
@@ -26,6 +27,7 @@ MAX_READS, MAX_WRITES = 32, 32
 """Maximum concurrent jobs. Each holds a host slot, so a quarter of the host pool is a limit too."""
 SPILL_WRITES, SPILL_SCAN = 8, 256  # idle pages to write at once, and to examine per iteration
 IO_TIMEOUT_SECONDS = 10.0
+REOPEN_SECONDS = 10.0  # seconds between attempts to open a store whose disk failed
 
 
 class _Read(NamedTuple):
@@ -44,7 +46,7 @@ class _Write(NamedTuple):
 
 
 class SsdTier:
-    """The SSD tier. `store` is None if there is no SSD, or once it was switched off after a failure.
+    """The SSD tier. `store` is None if there is no SSD, or while it is switched off after a failure.
     `keep_on_host(entry, slot)` is called for pages that were read, `missed(load)` for pages that cannot be read."""
 
     def __init__(
@@ -65,10 +67,21 @@ class SsdTier:
         self._abandoned: list[tuple[Job, int]] = []
         """Jobs of a store that was switched off, and the host slots they may still touch."""
         self._wake = threading.Event()
+        self._reopen: Callable[[], Store] | None = None
+        self._reopened: tuple[Store, list[tuple[int, Record]]] | None = None  # a store that works again, and its pages
+        self._forgotten = False  # the index was cleared while the tier was switched off
+        self._closed = threading.Event()
         if store is not None:
-            self._adopt_stored(store)
+            self._adopt_stored(store, store.scan())
 
     # -- called by the owner
+
+    def reopen_with(self, reopen: Callable[[], Store]) -> None:
+        """While there is no store, try to open one again on a thread. `reopen` raises `StoreUnavailable` or
+        `ConfigError` while that fails."""
+        self._reopen = reopen
+        if self.store is None:
+            self._wait_for_disk(None)
 
     def kept_on_host(self, entry: PrefixEntry) -> None:
         """Queue a page that is on the host now: it must reach the SSD before the host needs its slot."""
@@ -81,7 +94,9 @@ class SsdTier:
         self._queue.append((load, load.entry.extent))
 
     def pump_ends(self) -> None:
-        """Process jobs that have ended, and notice if the store's file was removed."""
+        """Process jobs that have ended, notice if the store's file was removed, and use a store that works again."""
+        if self._reopened is not None:
+            self._switch_on(*self._reopened)
         if self.store is not None and (gone := self.store.gone) is not None:
             self._switch_off(gone)
         self._end_reads()
@@ -125,13 +140,16 @@ class SsdTier:
     def forget(self) -> None:
         """Drop all pages: the index was cleared."""
         self.unwritten.clear()
+        self._forgotten = True
         if self.store is not None:
             try:
                 self.store.reset()
+                self._forgotten = False
             except StoreUnavailable as error:
                 self._switch_off(str(error))
 
     def close(self) -> None:
+        self._closed.set()
         if self.store is not None:
             self.store.close()
 
@@ -283,7 +301,7 @@ class SsdTier:
             self.blocks.unpin(write.extent)
 
     def _switch_off(self, reason: str) -> None:
-        """Continue without the SSD: log one line, and make every extent a miss."""
+        """Continue without the SSD until its disk works again: log one line, and make every extent a miss."""
         store, self.store = self.store, None
         if store is None:
             return
@@ -303,8 +321,43 @@ class SsdTier:
             self.index.set_extent(entry, NOWHERE)
         for load in missed:
             self._missed(load)
-        # On a thread, because a disk that hangs must not block the scheduler.
-        threading.Thread(target=store.close, name="weft-ssd-close", daemon=True).start()
+        self._wait_for_disk(store)
+
+    def _wait_for_disk(self, old: Store | None) -> None:
+        """Close the failed store and open it again, on a thread, because a disk that hangs must not block the
+        scheduler."""
+
+        def run() -> None:
+            while True:
+                if old is not None:
+                    old.close()
+                if self._reopen is None or self._closed.wait(REOPEN_SECONDS):
+                    return
+                try:
+                    store = self._reopen()
+                except (StoreUnavailable, ConfigError, OSError):
+                    continue
+                try:
+                    self._reopened = store, store.scan()
+                    return
+                except OSError:
+                    store.close()
+
+        threading.Thread(target=run, name="weft-ssd-reopen", daemon=True).start()
+
+    def _switch_on(self, store: Store, records: list[tuple[int, Record]]) -> None:
+        self._reopened, self.store = None, store
+        evictions = self.blocks.evictions
+        self.blocks = BlockAllocator(store.num_extents, PrefixEntry.evictable_from_ssd, self.lose)
+        self.blocks.evictions = evictions
+        if self._forgotten:
+            records = []
+            self.forget()
+        self._adopt_stored(store, records)
+        for _, entry in self.host.entries():
+            self.kept_on_host(entry)
+        if self.store is not None:
+            notice(f"SSD tier works again, with {self.blocks.num_used} pages")
 
     def _unpin_if_ended(self, job: Job, slot: int) -> bool:
         if job.outcome is Outcome.PENDING:
@@ -312,14 +365,19 @@ class SsdTier:
         self.host.unpin(slot)
         return True
 
-    def _adopt_stored(self, store: Store) -> None:
-        """Add the pages of an earlier run to the index, parents before children, oldest first."""
-        for extent, record in chains(store.scan(), self.index.root):
+    def _adopt_stored(self, store: Store, records: list[tuple[int, Record]]) -> None:
+        """Add stored pages to the index, parents before children, oldest first."""
+        if self.store is not store:
+            return
+        for extent, record in chains(records, self.index.root):
             parent = self.index.find(record.parent_key)
-            entry = self.index.publish(parent, record.key, record.tokens, record.salt)
-            if entry is None or entry.anywhere:
+            if parent is not None and parent.extent == NOWHERE:
                 continue
-            entry.used = record.serial
-            self.index.clock = max(self.index.clock, record.serial)
+            entry = self.index.publish(parent, record.key, record.tokens, record.salt)
+            if entry is None or entry.extent != NOWHERE:
+                continue
+            if not entry.anywhere:
+                entry.used = record.serial
+                self.index.clock = max(self.index.clock, record.serial)
             self.blocks.claim(extent, entry)
             self.index.set_extent(entry, extent)

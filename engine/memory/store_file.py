@@ -205,6 +205,13 @@ class StoreFile:
         self._write_durably(pack_superblock(self.geometry, self.epoch + 1), 0)
         self.epoch += 1
 
+    def prove_writable(self) -> None:
+        """Write the superblock again. Raises `StoreUnavailable`."""
+        try:
+            self._write_durably(pack_superblock(self.geometry, self.epoch), 0)
+        except OSError as error:
+            raise StoreUnavailable(f"cannot write {self.path}: {reason_of(error)}") from None
+
     def _write_durably(self, block: bytes, at: int) -> None:
         """Write one block durably. A sync of the file would wait for all of its pages."""
         try:

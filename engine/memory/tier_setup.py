@@ -28,11 +28,27 @@ MEMORY_SHARE = 0.9  # Maximum share of free memory for the host pool. More can c
 def open_store(
     config: EngineConfig, layout: KvLayout, model_id: str, shard: Shard, packed: PackedPage | None
 ) -> StoreFile | None:
-    """Open the file of the SSD tier. Returns None if it is not configured, or cannot be used, which is logged. Each
-    rank has its own file and its share of the space. Raises `ConfigError` if another daemon uses the file, or if it is
-    too small for a page."""
+    """Open the file of the SSD tier. Returns None if it is not configured, or cannot be used, which is logged. Raises
+    `ConfigError` if another daemon uses the file, or if it is too small for a page."""
     if config.ssd_kv_path is None:
         return None
+    try:
+        file = reopened(config, layout, model_id, shard, packed, LOCK_PATIENCE_SECONDS)
+    except StoreUnavailable as error:
+        notice(f"no SSD tier: {error}; serving continues without it")
+        return None
+    if file.reset_reason is not None:
+        notice(f"the KV store {file.path} was reset: {file.reset_reason}")
+    return file
+
+
+def reopened(
+    config: EngineConfig, layout: KvLayout, model_id: str, shard: Shard, packed: PackedPage | None,
+    patience: float = 0.0,
+) -> StoreFile:  # fmt: skip
+    """Open the file of the configured SSD tier. Each rank has its own file and its share of the space. Raises
+    `ConfigError` as `open_store` does, and `StoreUnavailable`."""
+    assert config.ssd_kv_path is not None
     directory = expanded(config.ssd_kv_path)
     if shard.ranks > 1:
         model_id = f"{model_id}|rank {shard.rank} of {shard.ranks}"
@@ -47,25 +63,18 @@ def open_store(
         raise ConfigError(
             f"--ssd-kv-gib {config.ssd_kv_gib:g} is too small for one page of {layout.page_bytes / 2**20:.1f} MiB"
         )
-    try:
-        file = StoreFile(directory, geometry, LOCK_PATIENCE_SECONDS)
-    except StoreUnavailable as error:
-        notice(f"no SSD tier: {error}; serving continues without it")
-        return None
-    if file.reset_reason is not None:
-        notice(f"the KV store {file.path} was reset: {file.reset_reason}")
-    return file
+    return StoreFile(directory, geometry, patience)
 
 
 def make_tiers(
     config: EngineConfig, layout: KvLayout, pool: PagePool, file: StoreFile | None,
     copy_engine: Callable[[int], CopyEngine],
     make_store: Callable[[StoreFile, Bytes, Remainders | None], Store] = SsdStore, ranks: int = 1,
-    packed: PackedPage | None = None,
+    packed: PackedPage | None = None, reopen: Callable[[], StoreFile] | None = None,
 ) -> Tiers | None:  # fmt: skip
     """Create the tiers below a device's pool; None if none are configured. `copy_engine` is `Runner.copy_engine`.
-    `ranks` share the host's memory. `packed` is the form of pages in the tiers; None for the device's form. Raises
-    `ConfigError` or `OutOfMemory`."""
+    `ranks` share the host's memory. `packed` is the form of pages in the tiers; None for the device's form. `reopen`
+    opens the file again after its disk failed; None if it stays off. Raises `ConfigError` or `OutOfMemory`."""
     if not config.host_kv_gib:
         return None
     sizes = PageSizes(layout.page_bytes, packed.nbytes if packed is not None else layout.page_bytes)
@@ -87,6 +96,18 @@ def make_tiers(
     tiers = Tiers(pool, copies, slots, store, ssd_configured=configured, idle_seconds=config.idle_spill_seconds)
     if store is not None:
         store.on_done = tiers.ssd.wake
+    if configured and reopen is not None:
+
+        def again() -> Store:
+            if file is not None and not file.path.exists():
+                raise StoreUnavailable(f"{file.path} was removed")  # and another disk may be there now
+            opened = reopen()
+            opened.prove_writable()
+            store = make_store(opened, copies.host, copies.remainders)
+            store.on_done = tiers.ssd.wake
+            return store
+
+        tiers.ssd.reopen_with(again)
     return tiers
 
 

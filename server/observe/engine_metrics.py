@@ -95,14 +95,6 @@ class EngineMetrics:
         return summed([plus(self.engines[i].before, self.engines[i].stats) for i in engines]).scheduler
 
     @property
-    def ssd_fails(self) -> bool | None:
-        """Whether an engine's SSD tier is off; None if there is no such tier."""
-        tiers = [
-            engine.stats.scheduler.tiers["ssd"] for engine in self.engines if "ssd" in engine.stats.scheduler.tiers
-        ]
-        return not all(tier.up for tier in tiers) if tiers else None
-
-    @property
     def plan(self) -> PlanStats:
         return summed([engine.stats for engine in self.engines]).plan
 

@@ -204,7 +204,7 @@ class Metrics:
         """Return all metrics in Prometheus's text format."""
         watch = self._watch
         rows = range(ENGINE, ENGINE + len(self.engines))
-        figures = self._store.text() + self._model_metrics() + self.storage.text(ssd=self._engine_metrics.ssd_fails)
+        figures = self._store.text() + self._model_metrics() + self.storage.text()
         if watch is None:
             return figures + self._engine_metrics.text([False for _ in rows])
         late = [watch.late(row, LATE_SECONDS) is not None for row in rows]

@@ -50,9 +50,7 @@ class Storage:
                     else:
                         self.worked(store)
 
-    def text(self, *, ssd: bool | None) -> bytes:
-        """The metrics. `ssd`: whether the SSD tier fails; None if there is none."""
+    def text(self) -> bytes:
+        """Return the metric in Prometheus's text format."""
         failing = {store: float(self._failing[:, i].any()) for i, store in enumerate(STORES)}
-        if ssd is not None:
-            failing["ssd_tier"] = float(ssd)
         return family("weft_storage_failing", "gauge", "1 while a store cannot be used", "store", failing).encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from pathlib import Path
@@ -303,6 +304,45 @@ def test_a_reset_that_fails_on_disk_disables_the_tier_and_restores_nothing(
     assert f"switched off: its pages cannot be cleared (EIO Input/output error), so {tmp_path / FILE_NAME} was" in line
     harness.engine.close()
     assert ask(small(64, 60, tmp_path), prompts) == (answers, [0, 0, 0])
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+@pytest.mark.parametrize("broken", ["write_extent", "read_extent"])
+def test_the_ssd_tier_comes_back_with_its_pages_once_its_disk_works(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, cleared: bool
+) -> None:
+    monkeypatch.setattr("weft.engine.memory.ssd_tier.REOPEN_SECONDS", 0.02)
+    prompts = [prompt for prompt, _ in turns(tokenizer, 5, 200)]
+    harness = small(64, 60, tmp_path)
+    answers, _ = ask(harness, prompts[:3])
+    sink_to_ssd(harness)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def up() -> bool:
+        tiers_of(harness).pump()
+        return harness.engine.stats().scheduler.tiers["ssd"].up
+
+    with monkeypatch.context() as patch:
+        for name in (broken, "_write_durably"):
+            patch.setattr(StoreFile, name, refuse)
+        assert ask(harness, prompts[:3] if broken == "read_extent" else prompts[3:])[0]
+        tiers_of(harness).flush(60)
+        assert not up()
+        if cleared:
+            harness.engine.reset_prefix_cache()
+        assert ask(harness, prompts[:1])[0] == answers[:1]
+    end = time.monotonic() + 240
+    while not up():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    harness.engine.scheduler.check()
+    found, cached = ask(harness, prompts[1:3])
+    assert found == answers[1:3]
+    assert all(cached) != cleared
+    sink_to_ssd(harness)
+    assert ask(harness, prompts[:3])[0] == answers
 
 
 @pytest.mark.parametrize(
