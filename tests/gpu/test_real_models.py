@@ -88,10 +88,10 @@ def test_tokens_are_those_of_transformers_except_at_near_ties(
     _assert_near(smollm2, prompts, _answers(path, prompts, together=together))
 
 
-def test_chat_answers_stop(smollm2: SmolLM2, path: Path, prompts: list[list[int]]) -> None:
-    first, second = _answers(path, prompts[:2])
-    assert smollm2.tokenizer.decode(first) == "The capital of France is Paris."
-    assert (first[-1], second[-1]) == (2, 2)
+def test_chat_answers_stop(path: Path, prompts: list[list[int]]) -> None:
+    answers = _answers(path, prompts[: len(QUESTIONS)])
+    assert not any(2 in answer[:-1] for answer in answers)
+    assert sum(answer[-1] == 2 for answer in answers) >= 2
 
 
 @pytest.mark.parametrize(
