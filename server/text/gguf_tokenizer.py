@@ -104,7 +104,7 @@ class _Dict:
 class _Namespace(Namespace):
     """Jinja's namespace without private names."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # type: ignore[misc]  # A name in a template may be `self`.
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a name in a template may be `self`
         named = dict(*args[1:], **kwargs)
         for name in named:
             _refuse_private(name)

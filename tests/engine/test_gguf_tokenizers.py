@@ -231,7 +231,7 @@ def _pieces(*more: tuple[str, float, int]) -> dict[str, Any]:
 
 
 def _names(made: Tokenizer, text: str) -> list[str]:
-    return [made.id_to_token(i) for i in made.encode(text, add_special_tokens=False).ids]
+    return [str(made.id_to_token(i)) for i in made.encode(text, add_special_tokens=False).ids]
 
 
 def test_pieces_merge_by_score_after_a_first_space(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ TEMPLATES = [
     "{% else %}{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls is defined }}{% endif %}{% endfor %}",
     "{{ strftime_now('%Y') }}{{ bos_token }}{{ pad_token is defined }}{{ documents }}{{ extra }}",
 ]  # fmt: skip
-CONVERSATION = [
+CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be <b>brief</b>."},
     {"role": "user", "content": "  naïve 🙂 "},
     {"role": "assistant", "content": "Yes & no.", "reasoning": "hm", "tool_calls": None},
@@ -394,5 +394,5 @@ def test_neither_a_server_nor_the_directory_imports_transformers(tmp_path: Path)
 
 def test_added_tokens_flags(tmp_path: Path) -> None:
     made = _made(tmp_path, **_pieces(("<tool>", 0.0, 4)))
-    tool = made.get_added_tokens_decoder()[made.token_to_id("<tool>")]
+    tool = {token.content: token for token in made.get_added_tokens_decoder().values()}["<tool>"]
     assert tool == AddedToken("<tool>", normalized=False, special=False)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 Step = str | dict[str, Any]
 """A pattern whose matches become words of their own, or a pre-tokenizer as `tokenizer.json` describes it."""
 
-GPT2: Step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+GPT2: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 BYTES: Step = {**GPT2, "use_regex": False}
 _DIGIT: Step = {"type": "Digits", "individual_digits": True}
 _DIGITS: Step = {"type": "Digits", "individual_digits": False}

@@ -91,7 +91,12 @@ def write_tokenizer(file: GgufFile, ends: Iterable[int], to: Path) -> None:
     else:
         raise _unusable(file, f"vocabularies of the kind {vocabulary.model[:40]!r} are not supported")
     special = {i for name in _NAMED.values() if (i := vocabulary.special(name)) is not None} | set(ends)
-    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(vocabulary, special)}
+    whole: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added(vocabulary, special),
+    }
     whole |= {"post_processor": _post_processor(vocabulary, begins), **parts}
     (to / "tokenizer.json").write_bytes(msgspec.json.encode(whole))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
