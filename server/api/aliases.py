@@ -48,7 +48,7 @@ def canonical(path: str) -> str:
 
 
 @router.head(PING, include_in_schema=False)
-@router.post(PING, include_in_schema=False)
+@router.post(PING, name="post_ping", summary="As GET")
 @router.get(PING, summary="SageMaker's probe: 200 while a loaded model's engine is alive")
 async def ping(service: ServiceOf) -> dict[str, str]:
     await health(service)

@@ -125,7 +125,7 @@ async def _wake(body: GeneratingBody, request: Request, service: Service, empty:
     chosen = await service.enter(_served(service, body.model), request.scope)
     _ = chosen.loaded  # raises the reason
     answer = {"model": body.model, "created_at": _now(), **empty, "done_reason": "load", "done": True}
-    return Response(orjson.dumps(answer) + b"\n", media_type="application/x-ndjson" if body.stream else None)
+    return Response(orjson.dumps(answer) + b"\n", media_type=f"application/{'x-ndjson' if body.stream else 'json'}")
 
 
 Show = Callable[[str, str, list[dict[str, Any]]], dict[str, Any]]

@@ -23,6 +23,7 @@ GRAMMARS = (
     "ebnf",
     "grammar",
 )
+_OF_OLLAMA: dict[str, dict[str, Any]] = {"/api/chat": {"think": None}, "/api/generate": {"think": None}}
 _kept = itertools.cycle((*GRAMMARS, None))
 
 
@@ -48,6 +49,13 @@ def before_call(_: Any, case: Any, __: dict[str, Any]) -> None:
             asked.pop(name, None)
     if case.path.endswith("completions") and not (body.get("max_tokens") or body.get("max_completion_tokens")):
         body["max_tokens"] = 2  # none would be the remaining context
+    if case.path == "/admin/sleep":
+        body["level"] = body.get("level") or 1  # after a pause, requests would wait for an operator
+    if case.path.startswith("/api/"):
+        case.body = {**body, **_OF_OLLAMA.get(case.path, {}), "model": "demo"}
+        case.body["options"] = {**(body.get("options") or {}), "num_predict": 2, "num_ctx": 8, "repeat_last_n": -1}
+    if case.path == "/completion":
+        body |= {"n_predict": 2, "repeat_last_n": -1, "logit_bias": []}
     if case.path == "/v1/embeddings":
         body.pop("prompt_name", None)  # the model has none
         body.pop("truncate_prompt_tokens", None)

@@ -37,8 +37,9 @@ def statuses(report: Path) -> Counter[tuple[str, int]]:
     return found
 
 
-NEVER = "^/admin/profile$|/input_tokens$|/count_tokens$"
-"""paths: the first takes as long as the request says, the others take other endpoints' bodies"""
+NEVER = "^/admin/profile$|/input_tokens$|/count_tokens$|^/pause$|^/sleep$"
+"""paths: the first takes as long as the request says, the next take other endpoints' bodies, and after the last two
+later requests would wait for an operator"""
 SAME_BODIES = "^/invocations$|/render$"
 """paths with the bodies and rules of chat and completions"""
 

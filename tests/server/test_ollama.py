@@ -245,6 +245,8 @@ async def test_without_work_the_model_is_only_loaded(server: Server) -> None:
     assert (answer["done"], answer["done_reason"]) == (True, "load")
     answer = (await server.post("/api/generate", {"model": "stub", "stream": False, "keep_alive": "5m"})).json()
     assert (answer["response"], answer["done_reason"]) == ("", "load")
+    (answer,) = lines(await server.post("/api/generate", {"model": "stub"}))
+    assert answer["done"]
     assert not server.engine.added
 
 

@@ -207,6 +207,7 @@ async def test_openapi_names_every_endpoint_and_error(server: Server) -> None:
         ("get", "/metrics"),
         ("get", "/version"),
         ("get", "/ping"),
+        ("post", "/ping"),
         ("post", "/v1/messages"),
         ("post", "/v1/messages/count_tokens"),
         ("post", "/v1/embeddings"),
