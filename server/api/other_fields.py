@@ -98,7 +98,7 @@ _GROUPS: dict[str, str] = {
     "stream_interval": "a stream has each token as it comes",
     "repetition_detection": "use repetition_penalty, frequency_penalty or max_tokens",
     "watermark watermarking": "there are no watermarks",
-    "repeat_penalty repeat_last_n": "use repetition_penalty, which counts the prompt and the whole output",
+    "repeat_penalty repeat_last_n penalize_nl penalty_prompt": "use repetition_penalty, which counts all tokens",
     "dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers": _SAMPLER,
     "xtc_probability xtc_threshold typical_p mirostat mirostat_tau mirostat_eta top_n_sigma samplers": _SAMPLER,
     "min_keep dynatemp_range dynatemp_exponent adaptive_target adaptive_decay top_a tfs_z": _SAMPLER,
@@ -118,7 +118,7 @@ _GROUPS: dict[str, str] = {
     "inputs": "use messages, prompt or input",
     "parameters": "put its fields at the top level",
     "previous_input_messages enable_response_messages": "use input, previous_response_id or conversation",
-    "images images_config mm_processor_kwargs media_io_kwargs mm_payload return_mm_kwargs min_dynamic_patch "
+    "images image_data images_config mm_processor_kwargs media_io_kwargs mm_payload return_mm_kwargs min_dynamic_patch "
     "max_dynamic_patch use_audio_in_video video_config task input_extra input_prefix input_suffix": _IMAGES,
     "audio modalities": _IMAGES,
     "suffix": "this server does not fill in the middle",
@@ -135,7 +135,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "reasoning_format": ("auto", "deepseek"), "do_sample": (True,), "stream_interval": (1,), "id_slot": (-1,),
     "length_penalty": (1,), "modalities": ([], ["text"]), "function_call": (), "web_search_options": (), "audio": (),
     "n_probs": (0,), "skip_special_tokens": (True,),
-    "repeat_penalty": (1,), "repeat_last_n": (0, 64, -1), "typical_p": (1,), "top_n_sigma": (-1,), "min_keep": (0, 1),
+    "penalize_nl": (True,), "repeat_penalty": (1,),
+    "repeat_last_n": (0, 64, -1), "typical_p": (1,), "top_n_sigma": (-1,), "min_keep": (0, 1),
     "dry_multiplier": (0,), "dry_base": (1.75,), "dry_allowed_length": (2,), "dry_penalty_last_n": (-1, 0),
     "xtc_probability": (0,), "xtc_threshold": (0.1,), "mirostat": (0,), "mirostat_tau": (5,), "mirostat_eta": (0.1,),
     "dynatemp_range": (0,), "dynatemp_exponent": (1,), "adaptive_target": (-1,), "top_a": (0,), "tfs_z": (1,),
@@ -182,12 +183,13 @@ class _Elsewhere(NamedTuple):
 
 @cache
 def _elsewhere() -> dict[str, _Elsewhere]:
-    """The fields of all endpoints that compute answers: where they work, and their defaults."""
+    """The fields of the endpoints of OpenAI and Anthropic that compute answers: where they work, and their defaults."""
     found: dict[str, _Elsewhere] = {}
     kinds: list[type[Body]] = [Body]
     for kind in kinds:
         kinds += kind.__subclasses__()
-        if path := kind.__dict__.get("endpoint_path"):
+        path = kind.__dict__.get("endpoint_path") or ""
+        if path.startswith("/v1/"):
             for name, attribute in kind.attributes.items():
                 paths, defaults = found.setdefault(name, _Elsewhere([], []))
                 paths.append(path)
