@@ -16,6 +16,9 @@ _RUN = re.compile(r"[^\"'\\\x00-\x1f]+")  # Text that needs no attention inside 
 _ESCAPE = re.compile(r"\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{4})")
 _PART = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")  # Start of an escape.
 _DIGITS = re.compile(r"[0-9.eE+-]+")
+_NUMBER = re.compile(
+    r"-?(?:(?:0|[1-9]\d*)(?:\.(?:\d+(?:[eE][+-]?\d*)?)?|[eE][+-]?\d*)?)?", re.ASCII
+)  # Start of a number.
 _WORD = re.compile(r"[^\s,:\[\]{}\"'<`]+")
 WORDS = {"True": "true", "False": "false", "None": "null"}
 _WORDS = WORDS | {"NaN": "null", "Infinity": "null", "undefined": "null"}
@@ -170,13 +173,14 @@ class JsonValue:
 
     def _read_word(self, text: str, at: int) -> int:
         found = (_DIGITS if self._streams() else _WORD).match(text, at)
-        if found is None:
+        new = found.group() if found is not None else ""
+        if self._streams() and (number := _NUMBER.match(self._word + new)) is not None:
+            new = number.group()[len(self._word) :]
+            self._out.append(new)
+        self._word += new
+        if not new:
             self._out.append(self._end_word())
-            return at
-        if self._streams():
-            self._out.append(found.group())
-        self._word += found.group()
-        return found.end()
+        return at + len(new)
 
     def _end_word(self) -> str:
         """End the current word. Returns what is missing of it."""
