@@ -187,9 +187,7 @@ async def completion(body: LlamaBody, request: Request, service: ServiceOf) -> R
 async def _completion_fields(body: LlamaBody, service: Service) -> dict[str, Any]:
     bias: dict[str, float] = {}
     for token, value in body.logit_bias:
-        ids = [token]
-        if isinstance(token, str):
-            (ids,) = await service.loaded.text.encode([token], add_special_tokens=False, param="logit_bias")
+        ids = await _encode([token], service, "logit_bias", add_special=False)
         bias |= {str(token_id): value for token_id in ids}
     return {
         **body.sampling(),

@@ -309,7 +309,7 @@ def _entry(service: Service, name: str) -> dict[str, Any]:
     """A model in the lists of models. Models that were never loaded lack figures."""
     loaded, path = service.last_loaded, service.config.model_path
     created = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
-    details = {"parent_model": "", "format": "gguf" if (path / GGUF_INDEX).exists() else "safetensors"}
+    details: dict[str, Any] = {"parent_model": "", "format": "gguf" if (path / GGUF_INDEX).exists() else "safetensors"}
     size = 0
     if loaded is not None:
         ready, family = loaded.ready, _family(loaded.ready.model_type)

@@ -135,6 +135,9 @@ class Options(LlamaSampling):
             raise bad_request(f"{what}, not {self.num_ctx}.", "options.num_ctx")
 
 
+DEFAULTS = Options.model_validate({})
+
+
 class NamedBody(Body):
     model: str = Field(min_length=1, max_length=512)
 
@@ -166,7 +169,7 @@ class Message(Body):
 class GeneratingBody(NamedBody):
     stream: bool = True
     format: Format | None = None
-    options: Options = Field(default_factory=Options)
+    options: Options = DEFAULTS
     think: Think | None = None
     keep_alive: KeepAlive | None = None
     """Checked only: models stay loaded until the operator puts them to sleep."""
@@ -294,13 +297,13 @@ class EmbedBody(NamedBody):
     ]
     truncate: bool = True  # shorten inputs that do not fit the context
     dimensions: int | None = Field(None, ge=1, le=INT32)
-    options: Options = Field(default_factory=Options)
+    options: Options = DEFAULTS
     keep_alive: KeepAlive | None = None
 
 
 class EmbeddingsBody(NamedBody):
     prompt: str = ""
-    options: Options = Field(default_factory=Options)
+    options: Options = DEFAULTS
     keep_alive: KeepAlive | None = None
 
 

@@ -32,8 +32,8 @@ class Endpoint:
         """`model`: None for the first that is served. Raises `ConfigError` for an invalid URL or key."""
         try:
             parts = urlsplit(url if "://" in url or url.startswith(UNIX) else f"http://{url}")
-            fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-            fits = fits or (url.startswith(UNIX) and parts.path)
+            fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            fits = fits or (parts.scheme == "unix" and bool(parts.path))
         except ValueError:
             fits = False
         if not fits:
