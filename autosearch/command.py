@@ -281,6 +281,9 @@ def _check(arguments: argparse.Namespace) -> None:
     """Check options before a search of minutes. Raises `ConfigError`."""
     if arguments.tensor_parallel_size < 1:
         raise ConfigError(f"--tensor-parallel-size {arguments.tensor_parallel_size}: must be at least 1")
+    for option, most in (("tensor_parallel_size", 1024), ("tokens", 2**20), ("max_num_seqs", 65_536)):
+        if (value := getattr(arguments, option)) > most:
+            raise ConfigError(f"--{option.replace('_', '-')} {value}: must be at most {most}")
     if arguments.gpu is not None and (arguments.profile is not None or arguments.full_profile):
         raise ConfigError("--gpu searches on a profile from formulas: leave out --profile and --full-profile")
     if arguments.full_profile:

@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.gpus < 1 or arguments.tokens < 1:
             raise ConfigError("--gpus and --tokens must be at least 1")
+        if arguments.gpus > 1024 or arguments.tokens > 2**20:
+            raise ConfigError(f"--gpus must be at most 1024, and --tokens at most {2**20}")
         device, spec = accelerator(arguments.gpu), read_spec(find_model(arguments.model, weights=False))
         prompt, output = workload_pair(arguments.workload)
     except WeftError as error:

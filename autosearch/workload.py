@@ -8,6 +8,9 @@ from pathlib import Path
 from weft.autosearch.bench_protocol import Load
 from weft.engine.errors import ConfigError
 
+LONGEST = 2**27  # Most tokens of a prompt or an output.
+MOST_REQUESTS = 1_000_000
+
 Lengths = list[tuple[int, int]]  # Prompt and output tokens of each request.
 
 
@@ -39,8 +42,8 @@ def workload_pair(workload: str) -> tuple[int, int]:
         prompt, output = map(int, workload.split(":"))
     except ValueError:
         prompt = output = 0
-    if prompt < 1 or output < 1:
-        raise ConfigError(f"--workload {workload!r} must be PROMPT:OUTPUT, two positive numbers of tokens")
+    if not (1 <= prompt <= LONGEST and 1 <= output <= LONGEST):
+        raise ConfigError(f"--workload {workload!r} must be PROMPT:OUTPUT, two numbers of tokens from 1 to {LONGEST}")
     return prompt, output
 
 
@@ -63,16 +66,24 @@ def read_lengths(workload: str, file: Path | None, seed: int) -> Lengths:
             ) from None
     if not pairs or any(a < 1 or b < 1 for a, b in pairs):
         raise ConfigError("a workload needs at least one request, and at least one token in and out for each")
+    if any(a > LONGEST or b > LONGEST for a, b in pairs):
+        raise ConfigError(f"a request of a workload has at most {LONGEST} tokens in and out")
     return pairs
+
+
+def _bounded(count: int) -> int:
+    if count > MOST_REQUESTS:
+        raise ConfigError(f"--workload has {count} requests; the most is {MOST_REQUESTS}")
+    return count
 
 
 def _synthetic(workload: str, seed: int) -> Lengths:
     parts = workload.split(":")
     if parts[0] != "lognormal":
         inputs, outputs, count = map(int, parts)
-        return [(inputs, outputs)] * count
+        return [(inputs, outputs)] * _bounded(count)
     in_mean, in_sd, out_mean, out_sd = map(float, parts[1:5])
-    (count,) = map(int, parts[5:])
+    (count,) = (_bounded(int(part)) for part in parts[5:])
     import numpy as np
 
     rng = np.random.default_rng(seed)

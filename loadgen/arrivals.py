@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import numpy as np
@@ -12,6 +13,8 @@ from weft.loadgen.errors import LoadError
 Process = Literal["poisson", "gamma", "constant", "ramp", "closed"]
 Times = NDArray[np.float64]
 
+MAX_ARRIVALS = 10_000_000  # Requests of a run; their times and lengths are arrays.
+
 
 def renewal(
     process: Process, rate: float, rng: np.random.Generator, *,
@@ -20,7 +23,10 @@ def renewal(
     """Return arrivals with independent gaps of mean `1 / rate` seconds, up to `duration` or `count`.
 
     `poisson`: exponential gaps. `gamma`: gaps Gamma(shape `burstiness`, scale 1 / (rate * burstiness)), whose
-    coefficient of variation is 1 / sqrt(burstiness): below 1 is burstier than Poisson. `constant`: equal gaps."""
+    coefficient of variation is 1 / sqrt(burstiness): below 1 is burstier than Poisson. `constant`: equal gaps. Raises
+    `LoadError` if there are too many."""
+    if min(math.inf if count is None else count, math.inf if duration is None else duration * rate) > MAX_ARRIVALS:
+        raise LoadError(f"--rate and --duration give {rate * (duration or 0):.3g} requests; the most is {MAX_ARRIVALS}")
     if process == "constant":
         # Due at 0, 1/rate, 2/rate, …: multiply instead of summing, so that errors do not accumulate.
         limits = [count] if count else []

@@ -15,6 +15,8 @@ from weft.loadgen.units import number, whole
 
 Counts = NDArray[np.int64]
 
+LONGEST = 2**27  # Largest number of tokens of a prompt or an answer.
+
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
@@ -32,7 +34,7 @@ class Lengths:
             return rng.integers(int(self.a), int(self.b), n, endpoint=True)
         variance = np.log1p((self.b / self.a) ** 2)
         drawn = rng.lognormal(np.log(self.a) - variance / 2, np.sqrt(variance), n)
-        return np.maximum(1, np.rint(drawn)).astype(np.int64)
+        return np.clip(np.rint(drawn), 1, LONGEST).astype(np.int64)
 
     def __str__(self) -> str:
         if self.kind == "constant":
@@ -54,16 +56,18 @@ def parse(text: str, option: str) -> Lengths:
     """Parse `128`, `uniform:64:256` or `lognormal:MEAN:SD`. Raises `LoadError` naming `option`."""
     match text.split(":"):
         case [_] | [_, ""]:
-            return Lengths("constant", whole(text, option))
+            return Lengths("constant", whole(text, option, most=LONGEST))
         case ["constant", length]:
-            return Lengths("constant", whole(length, option))
+            return Lengths("constant", whole(length, option, most=LONGEST))
         case ["uniform", a, b]:
-            low, high = whole(a, option), whole(b, option)
+            low, high = whole(a, option), whole(b, option, most=LONGEST)
             if low > high:
                 raise LoadError(f"{option}: uniform:{low}:{high} has its bounds swapped")
             return Lengths("uniform", low, high)
         case ["lognormal", mean, deviation]:
-            return Lengths("lognormal", number(mean, option, low=1), number(deviation, option))
+            return Lengths(
+                "lognormal", number(mean, option, low=1, most=LONGEST), number(deviation, option, most=LONGEST)
+            )
     raise LoadError(f"{option}: {text!r} must be N, uniform:LOW:HIGH or lognormal:MEAN:SD")
 
 
@@ -81,10 +85,12 @@ def read_pairs(path: Path) -> Counts:
         pairs = np.array([[int(a), int(b)] for a, b in rows], np.int64)
     except OSError as error:
         raise LoadError(f"cannot read --lengths {path}: {error.strerror}") from None
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         raise LoadError(
             f"--lengths {path} must be a JSON list of [input, output] pairs, or a CSV of two columns"
         ) from None
     if not len(pairs) or pairs.min() < 1:
         raise LoadError(f"--lengths {path} needs at least one pair, and lengths of at least 1")
+    if pairs.max() > LONGEST:
+        raise LoadError(f"--lengths {path}: a length is at most {LONGEST}")
     return pairs

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from weft.loadgen import lengths, slo
-from weft.loadgen.arrivals import Process
+from weft.loadgen.arrivals import MAX_ARRIVALS, Process
 from weft.loadgen.client import Target
 from weft.loadgen.connection import Address
 from weft.loadgen.errors import LoadError
@@ -24,6 +24,7 @@ from weft.loadgen.workload import INPUT, ONE, OUTPUT, ArrivalOptions, ContentOpt
 
 DEFAULT_SERVER = "http://127.0.0.1:8000"
 DEFAULT_DURATION = 60.0
+MAX_USERS = 100_000
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,15 @@ def read(arguments: argparse.Namespace) -> Settings:
     if sweeping and a.speed is not None:
         raise LoadError("--speed: a sweep sets the trace's rate itself; omit --speed")
     drain = optional(a.drain, "--drain", seconds, (arrival.duration or DEFAULT_DURATION) if sweeping else None)
-    processes, warmup = whole(a.processes, "--processes"), seconds(a.warmup, "--warmup")
+    processes, warmup = whole(a.processes, "--processes", most=1024), seconds(a.warmup, "--warmup")
     options = RunOptions(objectives, processes, warmup, drain, fraction(a.max_failures, "--max-failures"))
     if arrival.duration is not None and options.warmup >= arrival.duration:
         raise LoadError("--warmup must be shorter than --duration")
     sweep = None
     if sweeping:
-        growth = number(a.growth, "--growth", low=1, exclusive=True)
+        growth = number(a.growth, "--growth", low=1, most=1000, exclusive=True)
         precision = number(a.precision, "--precision", exclusive=True)
-        sweep = SweepOptions(arrival.rate or 1.0, growth, precision, whole(a.max_runs, "--max-runs"))
+        sweep = SweepOptions(arrival.rate or 1.0, growth, precision, whole(a.max_runs, "--max-runs", most=1000))
     return Settings(
         _targets(a, chat, seconds(a.timeout, "--timeout", exclusive=True)),
         arrival,
@@ -167,16 +168,16 @@ def read_arrival(a: argparse.Namespace, *, traced: bool) -> ArrivalOptions:
     if a.speed is not None and (not traced or a.rate is not None):
         raise LoadError("--speed needs --trace, without --rate")
     duration = optional(a.duration, "--duration", seconds, exclusive=True)
-    count = optional(a.requests, "--requests", whole)
+    count = optional(a.requests, "--requests", whole, most=MAX_ARRIVALS)
     if duration is None and (process == "ramp" or (count is None and not (traced and process != "closed"))):
         duration = DEFAULT_DURATION
     return ArrivalOptions(
         process,
         optional(a.rate, "--rate", number, None if traced or process == "closed" else 1.0, exclusive=True),
         optional(a.rate_end, "--rate-end", number, 1.0),
-        optional(a.burstiness, "--burstiness", number, 1.0, exclusive=True),
-        optional(a.users, "--users", whole, 1),
-        optional(a.speed, "--speed", number, 1.0, exclusive=True),
+        optional(a.burstiness, "--burstiness", number, 1.0, low=1e-3, most=1e6),
+        optional(a.users, "--users", whole, 1, most=MAX_USERS),
+        optional(a.speed, "--speed", number, 1.0, low=1e-6),
         duration,
         count,
     )
@@ -197,7 +198,7 @@ def read_content(a: argparse.Namespace) -> ContentOptions:
     turns = optional(a.turns, "--turns", lengths.parse, ONE)
     if turns != ONE and source in ("--trace", "--prompts-file"):
         raise LoadError(f"--turns does not work with {source}")
-    context = optional(a.context, "--context", whole, 0, low=0)
+    context = optional(a.context, "--context", whole, 0, low=0, most=lengths.LONGEST)
     if context and turns == ONE:
         raise LoadError("--context applies to conversations; add --turns")
     return ContentOptions(
@@ -216,8 +217,8 @@ def read_maker(a: argparse.Namespace, kind: Kind) -> PromptMaker:
     low_text, colon, high_text = a.token_ids.partition(":")
     if not colon:
         raise LoadError(f"--token-ids: {a.token_ids!r} is not LOW:HIGH")
-    low, high = whole(low_text, "--token-ids", low=0), whole(high_text, "--token-ids")
+    low, high = whole(low_text, "--token-ids", low=0), whole(high_text, "--token-ids", most=2**31 - 1)
     if high <= low:
         raise LoadError("--token-ids: LOW must be less than HIGH")
-    seed, shared = whole(a.seed, "--seed", low=0), fraction(a.shared_prefix, "--shared-prefix")
-    return PromptMaker(kind, seed, low, high, shared, whole(a.prefix_groups, "--prefix-groups"))
+    seed, shared = whole(a.seed, "--seed", low=0, most=2**64), fraction(a.shared_prefix, "--shared-prefix")
+    return PromptMaker(kind, seed, low, high, shared, whole(a.prefix_groups, "--prefix-groups", most=MAX_ARRIVALS))

@@ -122,23 +122,23 @@ class ServeConfig(EngineConfig):
     may set its own. Other priorities order the requests of a key"""
     salt_per_key: bool | None = None
     """do not share cached prefixes between API keys, whose timing could leak prompts [on with several keys]"""
-    rate_limit: int | None = Field(None, ge=1)
+    rate_limit: int | None = Field(None, ge=1, le=10**9)
     """completions per minute and API key; beyond that 429 with Retry-After"""
-    rate_limit_tokens: int | None = Field(None, ge=1)
+    rate_limit_tokens: int | None = Field(None, ge=1, le=10**12)
     """prompt and output tokens per minute and API key; beyond that 429"""
-    max_queued_requests: int = Field(1024, ge=0)
+    max_queued_requests: int = Field(1024, ge=0, le=10**9)
     """maximum sequences waiting for the engine; beyond that 503 with Retry-After"""
-    max_queued_tokens: int = Field(1_000_000, ge=1)
+    max_queued_tokens: int = Field(1_000_000, ge=1, le=10**12)
     """maximum prompt tokens waiting for their first output token; beyond that 503"""
-    request_timeout: float | None = Field(None, gt=0)
+    request_timeout: float | None = Field(None, gt=0, le=1e9)
     """maximum seconds per request [no limit]"""
     drain_timeout: float = Field(30.0, ge=0)
     """seconds for open requests to finish after SIGTERM"""
-    client_stall_timeout: float = Field(300.0, ge=0)
+    client_stall_timeout: float = Field(300.0, ge=0, le=1e9)
     """seconds before a client that does not read its data is disconnected; 0 for never"""
     strict_fields: bool = False
     """refuse requests with unknown fields, which are otherwise ignored and reported in x-weft-ignored-fields"""
-    max_body_mib: float | None = Field(None, gt=0)
+    max_body_mib: float | None = Field(None, gt=0, le=4096)
     """maximum size of a request body in MiB [1, plus 1 per 1024 tokens of context, up to 32]"""
     allow_special_tokens: bool = False
     """parse special tokens in user messages and tool results instead of treating them as text"""
@@ -154,11 +154,11 @@ class ServeConfig(EngineConfig):
     by name. Repeating --model does the same"""
     memory_share: float | None = Field(None, gt=0, le=1)
     """with several models: one model's fraction of the memory [equal shares]"""
-    max_awake_models: int | None = Field(None, ge=1)
+    max_awake_models: int | None = Field(None, ge=1, le=1024)
     """with several models: maximum awake at once; the others sleep [as memory_share allows]"""
     wake_on_request: bool = True
     """wake a sleeping model when a request names it; otherwise such a request gets 503"""
-    wake_timeout: float = Field(60.0, gt=0)
+    wake_timeout: float = Field(60.0, gt=0, le=1e9)
     """seconds that a request waits for its model to wake; then 503 with Retry-After"""
     tool_call_parser: ToolParserName = "auto"
     """format of the model's tool calls (names: --help-all); 'auto' detects it from the chat template"""
@@ -172,25 +172,25 @@ class ServeConfig(EngineConfig):
     """threads for tokenization and chat templates"""
     restart_engine: bool = True
     """restart an engine process that ends or hangs, instead of ending the daemon"""
-    engine_restart_limit: int = Field(10, ge=1)
+    engine_restart_limit: int = Field(10, ge=1, le=10**9)
     """maximum engine restarts within ten minutes; then the daemon exits with status 1"""
-    hang_timeout: float = Field(30.0, ge=0)
+    hang_timeout: float = Field(30.0, ge=0, le=1e9)
     """seconds without progress before the engine is killed and its stacks are logged; 0 for never"""
-    api_hang_timeout: float = Field(10.0, ge=0)
+    api_hang_timeout: float = Field(10.0, ge=0, le=1e9)
     """--hang-timeout for HTTP processes; 0 for never"""
-    step_timeout: float = Field(600.0, gt=0)
+    step_timeout: float = Field(600.0, gt=0, le=1e9)
     """maximum seconds of an iteration on a CPU; on a GPU --hang-timeout applies"""
-    start_timeout: float = Field(600.0, gt=0)
+    start_timeout: float = Field(600.0, gt=0, le=1e9)
     """maximum seconds without progress while loading and compiling"""
     files_dir: str | None = Field(None, min_length=1)
     """folder for files and batches; enables /v1/files and /v1/batches"""
-    files_max_gib: float = Field(10.0, gt=0)
+    files_max_gib: float = Field(10.0, gt=0, le=2**20)
     """maximum size of --files-dir in GiB"""
     responses_dir: str | None = Field(None, min_length=1)
     """folder that keeps responses and conversations across restarts [in memory]"""
-    responses_max_mib: float = Field(256.0, ge=0)
+    responses_max_mib: float = Field(256.0, ge=0, le=2**30)
     """maximum size of stored responses in MiB; the oldest are dropped; 0 stores none"""
-    responses_max_hours: float = Field(720.0, gt=0)
+    responses_max_hours: float = Field(720.0, gt=0, le=10**6)
     """hours after which unused stored responses are dropped"""
     log_level: LogLevel = "info"
     """minimum level of log lines on stderr"""

@@ -16,11 +16,15 @@ from weft.engine import config as serving
 from weft.engine.errors import ConfigError
 from weft.loadgen import slo
 from weft.loadgen.errors import LoadError
+from weft.loadgen.lengths import LONGEST
 from weft.loadgen.prompts import PromptMaker
 from weft.loadgen.settings import fraction, optional, read_arrival, read_content, read_maker
 from weft.loadgen.slo import Objective
 from weft.loadgen.units import number, seconds, whole
 from weft.loadgen.workload import ArrivalOptions, ContentOptions, Workload, build
+
+MAX_ENGINES, MAX_PAGES, MAX_SEQS = 4096, 2**22, 65_536
+MAX_POINTS = 1000
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def read(a: argparse.Namespace) -> Settings:
         rates = tuple(number(part, "--rates", exclusive=True) for part in a.rates.split(","))
     objectives = tuple(objective for text in a.slo for objective in slo.parse(text))
     keeps = tuple(serving.Objective.parse(str(o)) for o in objectives if o.measure == "itl")
-    engines = optional(a.engines, "--engines", _list, () if objectives else (1,))
+    engines = optional(a.engines, "--engines", _list, () if objectives else (1,), most=MAX_ENGINES)
     if not engines and arrival.process == "closed":
         raise LoadError(
             "a closed loop has no minimum number of engines, because it slows down with them; set --engines"
@@ -87,13 +91,16 @@ def read(a: argparse.Namespace) -> Settings:
     front = FrontOptions(1, not a.eos)
     queued = optional(a.max_queued_requests, "--max-queued-requests", whole, front.max_queued_requests, low=0)
     queued_tokens = optional(a.max_queued_tokens, "--max-queued-tokens", whole, front.max_queued_tokens)
+    configurations = tuple(_configurations(a, profile, keeps))
+    if (points := len(rates) * len(configurations) * max(1, len(engines))) > MAX_POINTS:
+        raise LoadError(f"the lists have {points} combinations to simulate; the most is {MAX_POINTS}")
     recorded_cores = None if profile.side_by_side is None else profile.side_by_side.cores
     return Settings(
         profile,
         engines,
-        whole(a.max_engines, "--max-engines"),
+        whole(a.max_engines, "--max-engines", most=MAX_ENGINES),
         rates,
-        tuple(_configurations(a, profile, keeps)),
+        configurations,
         replace(front, max_queued_requests=queued, max_queued_tokens=queued_tokens),
         optional(a.cores, "--cores", number, recorded_cores, exclusive=True),
         failures,
@@ -109,8 +116,8 @@ def read(a: argparse.Namespace) -> Settings:
     )
 
 
-def _list(text: str, option: str) -> tuple[int, ...]:
-    return tuple(whole(part, option) for part in text.split(","))
+def _list(text: str, option: str, *, most: int) -> tuple[int, ...]:
+    return tuple(whole(part, option, most=most) for part in text.split(","))
 
 
 def _configurations(
@@ -118,13 +125,15 @@ def _configurations(
 ) -> Iterator[EngineOptions]:
     """Yield configurations. `keeps`: objectives of an adaptive sequence limit."""
     limits = profile.limits
-    pages = optional(a.num_pages, "--num-pages", whole, limits.num_pages, low=2)
-    longest = optional(a.max_model_len, "--max-model-len", whole, limits.max_model_len, low=2)
+    pages = optional(a.num_pages, "--num-pages", whole, limits.num_pages, low=2, most=MAX_PAGES)
+    longest = optional(a.max_model_len, "--max-model-len", whole, limits.max_model_len, low=2, most=LONGEST)
     longest = min(longest, (pages - 1) * limits.page_size)
     seqs = [_seqs(part, limits.max_num_seqs) for part in (a.max_num_seqs or str(limits.max_num_seqs)).split(",")]
     if any(adapts for _, adapts in seqs) and not keeps:
         raise LoadError("--max-num-seqs auto needs an objective on inter-token latency, such as --slo itl:p99:50ms")
-    budgets = _list(a.max_num_batched_tokens or str(limits.max_num_batched_tokens), "--max-num-batched-tokens")
+    budgets = _list(
+        a.max_num_batched_tokens or str(limits.max_num_batched_tokens), "--max-num-batched-tokens", most=LONGEST
+    )
     try:
         objective = None if a.itl_slo is None else serving.itl_objective(a.itl_slo)
     except ConfigError as error:
@@ -141,8 +150,8 @@ def _seqs(text: str, most: int) -> tuple[int, bool]:
     """Parse a sequence limit, and whether it adapts up to that number."""
     word, _, limit = text.partition(":")
     if word != "auto":
-        return whole(text, "--max-num-seqs"), False
-    return whole(limit, "--max-num-seqs auto") if limit else most, True
+        return whole(text, "--max-num-seqs", most=MAX_SEQS), False
+    return whole(limit, "--max-num-seqs auto", most=MAX_SEQS) if limit else most, True
 
 
 def _failure(text: str) -> Failure:

@@ -97,7 +97,7 @@ class EngineConfig(BaseModel):
     quantization: Literal["fp8"] | None = None
     """'fp8' converts a 16-bit checkpoint to e4m3 at load time, one scale per output channel (on GPUs tested on the
     H200). FP8 checkpoints do not need it"""
-    max_model_len: int | None = Field(None, ge=2, le=2**27)
+    max_model_len: int | None = Field(None, ge=2)
     """maximum prompt and output tokens per request [the model's limit]"""
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | Annotated[str, _SEQUENCE_LIMIT] | None = None
     """maximum requests running at once; 'auto' or 'auto:MAX' adapts the limit to keep --slo [CPU 256, GPU 1024]"""

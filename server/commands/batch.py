@@ -21,6 +21,7 @@ from weft.server.commands.endpoint import Endpoint, Refused
 from weft.server.commands.options import URL, key_of
 from weft.server.commands.own_server import own_server
 
+MAX_CONCURRENCY = 65_536
 PROGRESS_SECONDS = 30.0  # Seconds between progress lines if there is no terminal.
 
 
@@ -30,6 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("give --model or --url, not both: --model starts a separate server")
     if arguments.concurrency < 1 or not arguments.patience >= 0:
         raise ConfigError("--concurrency must be at least 1, and --patience at least 0")
+    if arguments.concurrency > MAX_CONCURRENCY:
+        raise ConfigError(f"--concurrency must be at most {MAX_CONCURRENCY}")
     for path in (arguments.requests, arguments.answers):
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path} is not a regular file: requests and responses are read more than once")

@@ -60,7 +60,7 @@ class Footprint:
         if config.num_pages is not None:
             pages = config.num_pages
         elif config.kv_cache_gib is not None:
-            pages = kv.pages_in(config.kv_cache_gib * GIB / self.ranks)
+            pages = kv.pages_in(min(config.kv_cache_gib, 2**40) * GIB / self.ranks)
         elif self.on_gpu:
             return None
         else:

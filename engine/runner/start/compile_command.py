@@ -35,8 +35,8 @@ def _target(name: str | None) -> Gpu:
 def run(config: EngineConfig, arguments: argparse.Namespace) -> int:
     """Run the command and return 0. Raises `ConfigError`, or `WeftError` if the model cannot be served on that GPU."""
     target = _target(arguments.gpu)
-    if arguments.jobs is not None and arguments.jobs < 1:
-        raise ConfigError("--jobs must be 1 or more")
+    if arguments.jobs is not None and not 1 <= arguments.jobs <= 1024:
+        raise ConfigError("--jobs must be 1 or more, and at most 1024")
     try:
         from weft.engine.runner.start.compile_kernels import compile_kernels
     except ModuleNotFoundError as error:
