@@ -1,4 +1,4 @@
-"""The number of background responses is bounded in a burst, whatever the requests wait for before they begin."""
+"""A burst of background responses stops at the limit, although each request waits before it begins."""
 
 from __future__ import annotations
 
