@@ -74,15 +74,13 @@ class Engine:
         self.config = config
         loading = Loading(config, self.ranks, compiling)
         self.spec, own, resolved = loading.spec, loading.own, loading.resolved
-        # The vocabulary is read while a GPU loads the model; on a CPU it would only delay that.
-        early = self._grammars() if resolved.device.type == "cuda" else None
+        self.grammars = Grammars(config.tokenizer_path, self.spec.vocab_size, self.spec.eos_token_ids)
         phases = Phases(self.ranks.checked_progress(progress))
         # Opened before the model loads, so that a path or port in use is reported at once.
         store = open_store(config, resolved.kv, loading.model_id, own.shard_of, resolved.packed)
         self._publisher = make_publisher(config, config.share.engine)
         loaded = loading.run(phases, exchange, store)
         self.runner, self._weights = loaded.runner, loaded.weights
-        self.grammars = early or self._grammars()
         num_pages = self.runner.num_pages
         # The context limit is what the pool can hold, so that a request that can never fit is refused on arrival.
         longest = min(resolved.max_model_len, (num_pages - 1) * config.page_size)
@@ -112,9 +110,6 @@ class Engine:
         phases.end()
         self.start_seconds = phases.seconds  # seconds of each phase of the start that reports progress
         self.load_seconds = time.perf_counter() - begin
-
-    def _grammars(self) -> Grammars:
-        return Grammars(self.config.tokenizer_path, self.spec.vocab_size, self.spec.eos_token_ids)
 
     def _scheduler_of(self, pool: PagePool) -> Scheduler:
         config, resolved = self.config, self.resolved

@@ -19,6 +19,7 @@ from weft.engine.scheduling.listeners import Listener
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.wire.heartbeat import HEARTBEAT_SECONDS, Heartbeat, LastStep
 
+VOCABULARY_SECONDS = 0.5  # seconds from an engine's first idle tick until it reads the vocabulary for grammars
 LOAD_POLL_SECONDS = 0.002  # seconds between steps while pages are fetched for a request that has not arrived yet
 ENERGY_REPORT_SECONDS = 1.0  # seconds between reports of the energy that an idle engine draws
 NONFINITE_LINE_SECONDS = 60.0  # seconds between log lines about logits that were not finite
@@ -29,6 +30,7 @@ class CompiledGrammars(Listener):
 
     def __init__(self, grammars: Grammars, scheduler: Scheduler, outbox: Outbox) -> None:
         self._grammars, self._scheduler, self._outbox = grammars, scheduler, outbox
+        self._idle_since: float | None = None
 
     def on_schedule(self) -> None:
         for request, refusal, how in self._grammars.compiled():
@@ -39,6 +41,13 @@ class CompiledGrammars(Listener):
 
     def on_blocked(self, seconds: float) -> bool:
         return self._grammars.wait(seconds)
+
+    def on_idle(self, now: float) -> bool:
+        # Not while clients connect, and before the first grammar needs it.
+        self._idle_since = self._idle_since or now
+        if now - self._idle_since >= VOCABULARY_SECONDS:
+            self._grammars.read_vocabulary()
+        return False
 
     def close(self) -> None:
         self._grammars.close()

@@ -55,8 +55,10 @@ class Grammars:
     """Compiles on separate threads. Its methods are called on the engine's thread only."""
 
     def __init__(self, model_path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """Starts to read the model's tokenizer. A model without one has no grammars."""
+        """A model without a tokenizer has no grammars."""
         self._vocab_size = vocab_size
+        self._read = partial(load_tokenizer, model_path, vocab_size, eos_token_ids)
+        self._reading: Future[LLTokenizer] | None = None
         self._compilers = compile_threads(COMPILE_THREADS, "weft-grammar")
         self._masks = ThreadPoolExecutor(1, thread_name_prefix="weft-masks")
         self._parallel = LLExecutor(MASK_THREADS)
@@ -69,7 +71,13 @@ class Grammars:
         self._vocabulary_lock = threading.Lock()
         self._waiting: dict[int, _Waiting] = {}
         self._computing: set[Future[None]] = set()
-        self._tokenizer = self._compilers.submit(load_tokenizer, model_path, vocab_size, eos_token_ids)
+
+    def read_vocabulary(self) -> Future[LLTokenizer]:
+        """Start to read the model's tokenizer, if nothing has yet. llguidance holds Python's lock meanwhile, for more
+        than a second with a large vocabulary."""
+        if self._reading is None:
+            self._reading = self._compilers.submit(self._read)
+        return self._reading
 
     @property
     def num_compiling(self) -> int:
@@ -83,6 +91,7 @@ class Grammars:
     def begin(self, request: Request) -> None:
         """Start to compile a request's grammar and bad words. `compiled()` returns the request."""
         text, words = request.params.grammar, request.params.bad_words
+        self.read_vocabulary()
         prepared = self._prepare_words(words) if words else None
         self._waiting[request.handle] = _Waiting(request, text, prepared, time.monotonic() + COMPILE_SECONDS)
         if text is None:
@@ -104,7 +113,7 @@ class Grammars:
     def _read_words(self, words: tuple[str, ...]) -> BadWords:
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                self._vocabulary = Vocabulary(self._tokenizer.result(), self._vocab_size)
+                self._vocabulary = Vocabulary(self.read_vocabulary().result(), self._vocab_size)
         return BadWords(words, self._vocabulary)
 
     def _compile_if_fits(self, text: str, entry: _Entry) -> None:
@@ -225,7 +234,7 @@ class Grammars:
         self._masks.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, text: str) -> Compiled:
-        matcher = LLMatcher(self._tokenizer.result(), text, log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self.read_vocabulary().result(), text, log_level=0, limits=LIMITS)
         mask = np.zeros(-(-self._vocab_size // 32), np.int32)
         if not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
