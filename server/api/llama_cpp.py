@@ -17,7 +17,7 @@ from weft.server.api.completions import begin_completion
 from weft.server.api.events import Dialect, event
 from weft.server.api.field_types import INT32, MAX_PROMPTS, bounded
 from weft.server.api.generate import Generation, Prompt
-from weft.server.api.llama_fields import UNSUPPORTED, LlamaSampling, refuse_unsupported
+from weft.server.api.llama_fields import LlamaSampling
 from weft.server.api.protocol import CompletionBody, TokenizeBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.api.service import Service
@@ -26,44 +26,6 @@ from weft.server.text.logprobs import chat_logprobs
 from weft.server.tools.structured import MaybeGrammarText, Schema
 
 router = APIRouter(route_class=JsonRoute)
-
-_DRY = "use repeat_penalty or frequency_penalty"
-_FIELDS = UNSUPPORTED | {
-    "dynatemp_range": ((0.0,), "use temperature"),
-    "dynatemp_exponent": ((1.0,), "use temperature"),
-    "top_n_sigma": ((-1.0, 0.0), "use min_p"),
-    "adaptive_target": ((-1.0,), "use temperature"),
-    "adaptive_decay": ((0.9,), "use temperature"),
-    "xtc_probability": ((0.0,), "use temperature"),
-    "xtc_threshold": ((0.1,), "use temperature"),
-    "dry_multiplier": ((0.0,), _DRY),
-    "dry_base": ((1.75,), _DRY),
-    "dry_allowed_length": ((2,), _DRY),
-    "dry_penalty_last_n": ((-1,), _DRY),
-    "dry_sequence_breakers": ((["\n", ":", '"', "*"],), _DRY),
-    "penalize_nl": ((True,), "penalties include line breaks"),
-    "penalty_prompt": ((), "penalties include the prompt's tokens"),
-    "samplers": ((), "the order of the samplers is fixed"),
-    "min_keep": ((0, 1), "use top_k"),
-    "n_indent": ((0,), "use grammar"),
-    "n_keep": ((0,), "this server never shifts the context"),
-    "n_discard": ((0,), "this server never shifts the context"),
-    "n_cmpl": ((1,), "use n of /v1/completions"),
-    "n": ((1,), "use n of /v1/completions"),
-    "t_max_predict_ms": ((0, -1), "use n_predict, or the server's --request-timeout"),
-    "id_slot": ((-1,), "requests with the same beginning share its pages anyway"),
-    "post_sampling_probs": ((False,), "n_probs gives probabilities before sampling"),
-    "return_progress": ((False,), "use /metrics"),
-    "backend_sampling": ((False, True), ""),
-    "image_data": ((), "this server takes text"),
-    "lora": ((), "adapters are not supported"),
-    "grammar_lazy": ((False,), "use tools of /v1/chat/completions"),
-    "grammar_triggers": ((), "use tools of /v1/chat/completions"),
-    "preserved_tokens": ((), "special tokens are not shown"),
-    "input_prefix": ((), "this model does not fill in the middle"),
-    "input_suffix": ((), "this model does not fill in the middle"),
-    "input_extra": ((), "this model does not fill in the middle"),
-}
 
 _Text = str | list[int | str]  # a prompt: a text, or token ids and texts
 
@@ -121,41 +83,6 @@ class LlamaBody(LlamaSampling):
     timings_per_token: bool = False
     response_fields: list[str] = Field([], max_length=64)
     """The fields of the answer; `a/b` is a field of `a`."""
-    dynatemp_range: SkipJsonSchema[Any] = None
-    dynatemp_exponent: SkipJsonSchema[Any] = None
-    top_n_sigma: SkipJsonSchema[Any] = None
-    adaptive_target: SkipJsonSchema[Any] = None
-    adaptive_decay: SkipJsonSchema[Any] = None
-    xtc_probability: SkipJsonSchema[Any] = None
-    xtc_threshold: SkipJsonSchema[Any] = None
-    dry_multiplier: SkipJsonSchema[Any] = None
-    dry_base: SkipJsonSchema[Any] = None
-    dry_allowed_length: SkipJsonSchema[Any] = None
-    dry_penalty_last_n: SkipJsonSchema[Any] = None
-    dry_sequence_breakers: SkipJsonSchema[Any] = None
-    tfs_z: SkipJsonSchema[Any] = None
-    penalize_nl: SkipJsonSchema[Any] = None
-    penalty_prompt: SkipJsonSchema[Any] = None
-    samplers: SkipJsonSchema[Any] = None
-    min_keep: SkipJsonSchema[Any] = None
-    n_indent: SkipJsonSchema[Any] = None
-    n_keep: SkipJsonSchema[Any] = None
-    n_discard: SkipJsonSchema[Any] = None
-    n_cmpl: SkipJsonSchema[Any] = None
-    n: SkipJsonSchema[Any] = None
-    t_max_predict_ms: SkipJsonSchema[Any] = None
-    id_slot: SkipJsonSchema[Any] = None
-    post_sampling_probs: SkipJsonSchema[Any] = None
-    return_progress: SkipJsonSchema[Any] = None
-    backend_sampling: SkipJsonSchema[Any] = None
-    image_data: SkipJsonSchema[Any] = None
-    lora: SkipJsonSchema[Any] = None
-    grammar_lazy: SkipJsonSchema[Any] = None
-    grammar_triggers: SkipJsonSchema[Any] = None
-    preserved_tokens: SkipJsonSchema[Any] = None
-    input_prefix: SkipJsonSchema[Any] = None
-    input_suffix: SkipJsonSchema[Any] = None
-    input_extra: SkipJsonSchema[Any] = None
 
     @property
     def limit(self) -> int | None:
@@ -164,7 +91,6 @@ class LlamaBody(LlamaSampling):
 
     def check(self) -> None:
         """Raises `ApiError`."""
-        refuse_unsupported(self, _FIELDS)
         if self.grammar and self.json_schema is not None:
             raise bad_request("Give only one output constraint, not grammar and json_schema.", "grammar")
         if self.limit == 0 and self.n_probs:

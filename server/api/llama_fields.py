@@ -1,31 +1,16 @@
-"""Sampling fields that llama.cpp and Ollama share, and `refuse_unsupported` for those that this server lacks."""
+"""Sampling fields that llama.cpp and Ollama share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
-from pydantic.json_schema import SkipJsonSchema
 
 from weft.server.api.field_types import INT32, Stop, bounded
 from weft.server.bodies import Body
-from weft.server.errors import bad_request, clip
+from weft.server.errors import bad_request
 
 _RANDOM_SEED = 2**32 - 1  # llama.cpp's default, which like negative seeds asks for a random one
-
-_MIROSTAT = "use temperature and top_p"
-_WHOLE_CONTEXT = "this server never shifts the context"
-
-UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "typical_p": ((1.0,), "use top_p"),
-    "tfs_z": ((1.0,), "use top_p"),
-    "mirostat": ((0,), _MIROSTAT),
-    "mirostat_tau": ((5.0,), _MIROSTAT),
-    "mirostat_eta": ((0.1,), _MIROSTAT),
-}
-"""Fields of both APIs that have no effect here: the values that are accepted because they are the default or switch the
-feature off, and what to do instead."""
 
 
 class LlamaSampling(Body):
@@ -41,10 +26,6 @@ class LlamaSampling(Body):
     repeat_penalty: float = bounded("repetition_penalty", 1.0)
     repeat_last_n: int | None = Field(None, ge=-1, le=INT32)  # tokens that penalties look at; -1: all, 0: none
     stop: Stop = Field([])
-    typical_p: SkipJsonSchema[Any] = None
-    mirostat: SkipJsonSchema[Any] = None
-    mirostat_tau: SkipJsonSchema[Any] = None
-    mirostat_eta: SkipJsonSchema[Any] = None
 
     def sampling(self, prefix: str = "") -> dict[str, Any]:
         """The fields of `SamplingFields`. Raises `ApiError`. `prefix`: of the names in errors."""
@@ -64,15 +45,3 @@ class LlamaSampling(Body):
 
 
 _NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-
-
-def refuse_unsupported(body: Body, fields: Mapping[str, tuple[tuple[Any, ...], str]], prefix: str = "") -> None:
-    """Refuse a body whose unsupported `fields` (see `UNSUPPORTED`) have other values than those accepted. Raises
-    `ApiError`."""
-    for name, (accepted, instead) in fields.items():
-        value = getattr(body, name, None)
-        if value is None or value in ("", [], {}) or any(value == each for each in accepted):
-            continue
-        what = f"{prefix}{name} is not supported"
-        only = f" (only {', '.join(map(repr, accepted))})" if accepted else ""
-        raise bad_request(clip(f"{what}{only}: {instead}."), f"{prefix}{name}")

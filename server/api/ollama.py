@@ -85,7 +85,6 @@ async def ollama_chat(body: OllamaChatBody, request: Request, service: ServiceOf
 @router.post("/api/generate", summary="Answer a prompt, in Ollama's format", responses=_STREAMED)
 async def ollama_generate(body: GenerateBody, request: Request, service: ServiceOf) -> Response:
     """Without a prompt, only wake the model. A model without a chat template continues the prompt, as with `raw`."""
-    body.check()
     if not body.prompt:
         return await _wake(body, request, service, {"response": ""})
     model = _served(service, body.model)

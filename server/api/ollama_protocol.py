@@ -11,44 +11,13 @@ from pydantic.json_schema import SkipJsonSchema
 
 from weft.server.api.chat_message import MAX_CALLS, MAX_MESSAGES
 from weft.server.api.field_types import INT32, MAX_INPUTS, bounded
-from weft.server.api.llama_fields import UNSUPPORTED, LlamaSampling, refuse_unsupported
+from weft.server.api.llama_fields import LlamaSampling
 from weft.server.api.other_fields import INSTEAD
 from weft.server.bodies import Body
 from weft.server.errors import bad_request
 from weft.server.tools.tools import MAX_TOOLS, FunctionName, Tools
 
 _DURATION = re.compile(r"-?(?:(?:\d+\.?\d*|\.\d+)(?:ns|us|µs|ms|s|m|h))+|-?0")
-
-_AT_START = "set when the server starts"
-_OPTIONS = UNSUPPORTED | {
-    "penalize_newline": ((True,), "penalties include line breaks"),
-    "num_keep": ((0,), "this server never shifts the context"),
-    "numa": ((False,), _AT_START),
-    "num_batch": ((), f"{_AT_START}: --max-num-batched-tokens"),
-    "num_gpu": ((), f"{_AT_START}: --device"),
-    "main_gpu": ((), f"{_AT_START}: CUDA_VISIBLE_DEVICES"),
-    "low_vram": ((False,), f"{_AT_START}: --gpu-memory-utilization"),
-    "f16_kv": ((), f"{_AT_START}: --kv-cache-dtype"),
-    "num_thread": ((), f"{_AT_START}: --cpu-threads"),
-    "logits_all": ((False,), "use logprobs"),
-    "vocab_only": ((False,), "use /tokenize"),
-    "embedding_only": ((False,), "use /api/embed"),
-    "use_mmap": ((), _AT_START),
-    "use_mlock": ((False,), _AT_START),
-}
-_GENERATE = {
-    "suffix": ((), "this model does not fill in the middle"),
-    "images": ((), "this server takes text"),
-    "template": ((), "start the server with --chat-template, or use raw"),
-    "context": ((), "use /api/chat"),
-    "width": ((), "this server writes text"),
-    "height": ((), "this server writes text"),
-    "steps": ((), "this server writes text"),
-}
-_BOTH = {
-    "truncate": ((False,), "prompts that do not fit are refused"),
-    "shift": ((False,), "answers end at the context's limit"),
-}
 
 
 class OllamaError(BaseModel, extra="forbid"):
@@ -101,25 +70,9 @@ class Options(LlamaSampling):
     top_p: float = bounded("top_p", 0.9)
     num_predict: int = Field(-1, ge=-2, le=INT32)  # negative: the rest of the context
     num_ctx: int | None = Field(None, ge=1, le=INT32)  # at most the context of the server
-    tfs_z: SkipJsonSchema[Any] = None
-    penalize_newline: SkipJsonSchema[Any] = None
-    num_keep: SkipJsonSchema[Any] = None
-    numa: SkipJsonSchema[Any] = None
-    num_batch: SkipJsonSchema[Any] = None
-    num_gpu: SkipJsonSchema[Any] = None
-    main_gpu: SkipJsonSchema[Any] = None
-    low_vram: SkipJsonSchema[Any] = None
-    f16_kv: SkipJsonSchema[Any] = None
-    num_thread: SkipJsonSchema[Any] = None
-    logits_all: SkipJsonSchema[Any] = None
-    vocab_only: SkipJsonSchema[Any] = None
-    embedding_only: SkipJsonSchema[Any] = None
-    use_mmap: SkipJsonSchema[Any] = None
-    use_mlock: SkipJsonSchema[Any] = None
 
     def fields(self) -> dict[str, Any]:
         """The fields of `SamplingFields`. Raises `ApiError`."""
-        refuse_unsupported(self, _OPTIONS, "options.")
         if self.num_predict == 0:
             raise bad_request("options.num_predict: must be at least 1, or -1 for no limit.", "options.num_predict")
         return self.sampling("options.")
@@ -159,7 +112,6 @@ class Message(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    images: SkipJsonSchema[Any] = None
     tool_calls: list[Call] = Field([], max_length=MAX_CALLS)
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -175,12 +127,9 @@ class GeneratingBody(NamedBody):
     """Checked only: models stay loaded until the operator puts them to sleep."""
     logprobs: bool = False
     top_logprobs: int | None = bounded("logprobs", None)
-    truncate: SkipJsonSchema[Any] = None
-    shift: SkipJsonSchema[Any] = None
 
     def _fields(self, model: str) -> dict[str, Any]:
         """The fields of `GenerationBody`. Raises `ApiError`."""
-        refuse_unsupported(self, _BOTH)
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs requires logprobs: true.", "top_logprobs")
         form = {} if self.format is None else {"response_format": self.format}
@@ -213,8 +162,7 @@ class OllamaChatBody(GeneratingBody):
         out: list[dict[str, Any]] = []
         number = 0
         open_calls: list[tuple[str, str]] = []  # (id, name) of calls without a result
-        for i, message in enumerate(self.messages):
-            refuse_unsupported(message, {"images": ((), "this server takes text")}, f"messages[{i}].")
+        for message in self.messages:
             entry: dict[str, Any] = {"role": message.role, "content": message.content}
             if message.thinking:
                 entry["reasoning_content"] = message.thinking
@@ -244,17 +192,6 @@ class GenerateBody(GeneratingBody):
     prompt: str = ""
     system: str = ""
     raw: bool = False  # continue the prompt as it is, without the chat template
-    suffix: SkipJsonSchema[Any] = None
-    images: SkipJsonSchema[Any] = None
-    template: SkipJsonSchema[Any] = None
-    context: SkipJsonSchema[Any] = None
-    width: SkipJsonSchema[Any] = None
-    height: SkipJsonSchema[Any] = None
-    steps: SkipJsonSchema[Any] = None
-
-    def check(self) -> None:
-        """Raises `ApiError`."""
-        refuse_unsupported(self, _GENERATE)
 
     def as_chat(self, model: str) -> dict[str, Any]:
         """The fields of a `ChatBody` with the prompt as its user message. Raises `ApiError`."""
@@ -310,7 +247,7 @@ class EmbeddingsBody(NamedBody):
 class ShowBody(Body):
     model: str | None = Field(None, min_length=1, max_length=512)
     name: SkipJsonSchema[str | None] = Field(None, min_length=1, max_length=512)  # the former name of `model`
-    verbose: bool = False
     system: SkipJsonSchema[Any] = None
     template: SkipJsonSchema[Any] = None
     options: SkipJsonSchema[Any] = None
+    verbose: bool = False

@@ -44,7 +44,7 @@ _HINTS: dict[str, str] = {
     "metadata client_metadata store user safety_identifier": "notes for the operator",
     "tools[].defer_loading tools[].eager_input_streaming tools[].allowed_callers": "all tools are loaded",
     "messages[].annotations messages[].id messages[].tool_calls[].index": "they come from answers",
-    "context_management shift n_keep n_discard": "a prompt that is too long is refused, not edited",
+    "context_management": "a prompt that is too long is refused, not edited",
     "stream_options.include_obfuscation stream_options.include_usage sse_ping_interval": "streams are complete",
     "spaces_between_special_tokens": "the text has no added spaces",
     "guided_decoding_backend structured_outputs.backend structured_outputs._backend": "one backend has all grammars",
@@ -115,10 +115,18 @@ _GROUPS: dict[str, str] = {
     "template raw": "use chat_template, or /v1/completions for a prompt without a template",
     "context": "send the whole conversation",
     "truncate": "use truncate_prompt_tokens",
+    "shift n_keep n_discard options.num_keep": "this server never shifts the context",
+    "options.typical_p options.tfs_z options.mirostat options.mirostat_tau options.mirostat_eta "
+    "options.penalize_newline": _SAMPLER,
+    "options.numa options.num_batch options.num_gpu options.main_gpu options.low_vram options.f16_kv "
+    "options.num_thread options.use_mmap options.use_mlock": "it is set when the server starts",
+    "options.logits_all": "use logprobs",
+    "options.vocab_only options.embedding_only": "use /tokenize and /api/embed",
     "inputs": "use messages, prompt or input",
     "parameters": "put its fields at the top level",
     "previous_input_messages enable_response_messages": "use input, previous_response_id or conversation",
-    "images image_data images_config mm_processor_kwargs media_io_kwargs mm_payload return_mm_kwargs min_dynamic_patch "
+    "messages[].images image_data width height steps": _IMAGES,
+    "images images_config mm_processor_kwargs media_io_kwargs mm_payload return_mm_kwargs min_dynamic_patch "
     "max_dynamic_patch use_audio_in_video video_config task input_extra input_prefix input_suffix": _IMAGES,
     "audio modalities": _IMAGES,
     "suffix": "this server does not fill in the middle",
@@ -136,10 +144,14 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,), "modalities": ([], ["text"]), "function_call": (), "web_search_options": (), "audio": (),
     "n_probs": (0,), "skip_special_tokens": (True,),
     "penalize_nl": (True,), "repeat_penalty": (1,),
-    "repeat_last_n": (0, 64, -1), "typical_p": (1,), "top_n_sigma": (-1,), "min_keep": (0, 1),
+    "repeat_last_n": (0, 64, -1), "typical_p": (1,), "top_n_sigma": (-1, 0), "min_keep": (0, 1),
     "dry_multiplier": (0,), "dry_base": (1.75,), "dry_allowed_length": (2,), "dry_penalty_last_n": (-1, 0),
     "xtc_probability": (0,), "xtc_threshold": (0.1,), "mirostat": (0,), "mirostat_tau": (5,), "mirostat_eta": (0.1,),
-    "dynatemp_range": (0,), "dynatemp_exponent": (1,), "adaptive_target": (-1,), "top_a": (0,), "tfs_z": (1,),
+    "dynatemp_range": (0,), "dynatemp_exponent": (1,), "adaptive_target": (-1,),
+    "adaptive_decay": (0.9,), "n_keep": (0,), "n_discard": (0,), "options.num_keep": (0,),
+    "dry_sequence_breakers": (["\n", ":", '"', "*"],), "options.tfs_z": (1,), "options.typical_p": (1,),
+    "options.mirostat": (0,), "options.mirostat_tau": (5,), "options.mirostat_eta": (0.1,),
+    "options.penalize_newline": (True,), "top_a": (0,), "tfs_z": (1,),
     "n_indent": (0,), "t_max_predict_ms": (-1, 0), "t_max_prompt_ms": (-1, 0), "embed_dtype": ("float32",),
     "endianness": ("native", "little"), "padding": (False, "do_not_pad"),
 }  # fmt: skip
@@ -168,9 +180,13 @@ INSTEAD = {
     ("/v1/chat/completions", "system"): "use a message of role system",
     ("/v1/chat/completions", "instructions"): "use a message of role system",
     ("/v1/chat/completions", "text"): "use response_format",
+    ("/api/chat", "truncate"): "prompts that do not fit are refused",
+    ("/api/generate", "truncate"): "prompts that do not fit are refused",
+    ("/api/generate", "template"): "start the server with --chat-template, or use raw",
+    ("/api/generate", "context"): "use /api/chat",
     ("/v1/completions", "tools"): "use /v1/chat/completions",
 }
-"""Alternatives to fields that another endpoint supports."""
+"""Alternatives that an endpoint has to a refused field, or to a field of another endpoint."""
 
 CONTENT = frozenset({"messages", "prompt", "input"})
 """Unless in `INSTEAD`, reported rather than refused: some clients send one body to several endpoints."""
@@ -243,12 +259,17 @@ def translated(kind: type[Body], data: dict[str, Any]) -> tuple[dict[str, Any], 
 
 
 def unknown_fields(body: Body, data: Any, at: str = "") -> Iterator[str]:
-    """Paths of the fields of a validated request that are ignored, also those inside objects."""
+    """Paths of the fields of a validated request that are ignored, also those inside objects. Raises `ApiError` for
+    refused ones inside objects."""
     for name, value in data.items():
         path = at + name
         if (attribute := body.attributes.get(name)) is not None:
             yield from _inside(getattr(body, attribute), value, path)
-        elif value is not None and path not in NO_EFFECT and (at or not _is_known(type(body), name)):
+        elif value is None or path in NO_EFFECT or (not at and _is_known(type(body), name)):
+            continue
+        elif (why := refusal(Body, path, value)) is not None:
+            raise bad_request(why, path, "unsupported_field")
+        elif path not in REFUSED:
             yield path
 
 
