@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, model_validator
 
 from weft.server.api.field_types import MAX_PARTS, Content, flatten_content, given
-from weft.server.bodies import Body
+from weft.server.bodies import Body, parse_json
 from weft.server.tools.cache_control import CacheControl, longest_mark
+from weft.server.tools.tool_json import as_arguments, repaired
 
 MAX_MESSAGES = 8192  # limited because messages are validated on the event loop
 MAX_CALLS = 1024
 
 
+def _as_object(arguments: str) -> str:
+    """Arguments without those spellings of none, and without those faults, that other servers hand out."""
+    text = arguments.strip()
+    with suppress(ValueError):
+        if isinstance(parse_json(text), dict):
+            return arguments
+    return repaired(text) if text.startswith("{") else as_arguments(text)
+
+
 class ToolFunction(Body):
     name: str
-    arguments: str = "{}"
+    arguments: Annotated[str, AfterValidator(_as_object)] = "{}"
 
 
 class ToolCall(Body):

@@ -223,9 +223,10 @@ def repaired(text: str) -> str:
 def as_arguments(text: str) -> str:
     """Return arguments that are not an object as JSON: "{}" for null and other spellings of none; a string's content,
     which is JSON in OpenAI's style. `text`: a JSON value; empty for none."""
-    value: Any = None
-    with suppress(ValueError, RecursionError):
+    try:
         value = json.loads(text, strict=False) if text else None
+    except (ValueError, RecursionError):
+        return text
     if isinstance(value, str):
         inner = value.encode("utf-8", "replace").decode().strip()
         if inner.startswith("{"):

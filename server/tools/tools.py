@@ -113,7 +113,7 @@ def _shown(sent: dict[str, Any]) -> dict[str, Any]:
 
 def _input_of(form: Any) -> tuple[dict[str, Any], str | None]:
     """Return the schema and Lark grammar of a custom tool's input. The description includes the grammar."""
-    if not isinstance(form, dict) or form.get("type", "text") == "text":
+    if not isinstance(form, dict) or (form.get("type") or "text") == "text":
         return _INPUT, None
     grammar = form.get("grammar", form)
     if isinstance(grammar, dict) and isinstance(definition := grammar.get("definition"), str):

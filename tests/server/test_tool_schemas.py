@@ -11,6 +11,7 @@ from vocabularies import byte_level, wrapped
 from weft.engine.errors import RequestError
 from weft.engine.wire.grammar_text import json_schema
 from weft.engine.wire.json_schemas import without_nulls
+from weft.server.api.chat_message import ChatMessage
 from weft.server.api.protocol import ChatBody
 from weft.server.errors import ApiError
 from weft.server.text.tokenizer import Tokenizer
@@ -126,6 +127,29 @@ async def test_structured_outputs_may_have_nulls(hermes: Server) -> None:
 async def test_templates_do_not_see_nulls() -> None:
     assert rendered(tool(NULLS, description=None)) == "fabxNonecdefghi"
     assert rendered(tool(None)) == "fhi"
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        (None, "{}"),
+        ("", "{}"),
+        (" ", "{}"),
+        ("null", "{}"),
+        ("[]", "{}"),
+        ('""', "{}"),
+        ('{"a": 1}', '{"a": 1}'),
+        ('{"a": "x\ny"}', '{"a": "x\\ny"}'),
+        ("no json", '"no json"'),
+    ],
+)
+async def test_earlier_calls_reach_templates_as_objects(sent: str | None, shown: str) -> None:
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": sent}}
+    message = ChatMessage.model_validate({"role": "assistant", "tool_calls": [call]})
+    assert Tokenizer(wrapped(byte_level(), chat_template=template)).render_chat([message], {}) == shown
 
 
 async def test_an_error_of_the_template_names_the_tool() -> None:
