@@ -124,6 +124,26 @@ async def test_calls_follow_thinking(server: Server) -> None:
     assert joined["content"] == ""
 
 
+@pytest.mark.parametrize("burst", [1, 50])
+async def test_a_call_ends_reasoning_that_is_not_closed(server: Server, burst: int) -> None:
+    server.engine.script = Script(f"I check.\n{CALL}", burst=burst)
+    begun: dict[str, Any] = {"messages": [{"role": "user", "content": "hi<think>"}], "add_generation_prompt": False}
+    choice = (await server.chat(tools=[NOW], **begun))["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, "I check.")
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+    response = await server.post("/v1/chat/completions", {"stream": True, "tools": [NOW], **begun})
+    lines = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
+    deltas = [line["choices"][0]["delta"] for line in lines]
+    assert "".join(delta.get("reasoning") or "" for delta in deltas) == "I check."
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert "".join(call["arguments"] for call in calls) == "{}"
+    assert calls[0]["name"] == "now"
+    assert lines[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    server.engine.script = Script(f"I check.\n{CALL}", burst=burst)
+    assert (await server.chat(**begun))["choices"][0]["message"]["reasoning"] == f"I check.\n{CALL}"
+
+
 def accepts(server: Server, text: str) -> bool:
     tokenizer = server.service.loaded.tokenizer
     grammar = server.engine.added[-1].params.grammar
