@@ -29,13 +29,13 @@ from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
 
 FORMATS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
+    "float32": {"dtype": "float32", "device": "cpu"},
     "bf16": {"dtype": "bfloat16"},
     "FP8 weights": {"dtype": "bfloat16", "quantization": "fp8"},
     "FP8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
     "FP8 weights and KV": {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"},
 }
-"""Engine options of each format. The first is the reference."""
+"""Engine options of each format. The first is the reference, which no GPU serves."""
 
 
 class Scores(NamedTuple):
@@ -66,7 +66,7 @@ def windows_of(model: Path, text: str, tokens: int, window: int) -> list[list[in
 def scores(model: Path, windows: Sequence[Sequence[int]], options: dict[str, Any]) -> Scores:
     """Score the windows with an engine of these options. Raises `WeftError`."""
     length = max(map(len, windows)) + 1
-    pages: dict[str, Any] = {"num_pages": 4 * -(-length // 64) + 4, "page_size": 64}
+    pages: dict[str, Any] = {"num_pages": 4 * -(-length // 64) + 4, "page_size": 64, "tuning_seconds": 0}
     engine = Engine(EngineConfig(model=str(model), max_model_len=length, prefix_caching=False, **pages, **options))
     try:
         params = SamplingParams(max_tokens=0, prompt_logprobs=1, temperature=0.0)

@@ -110,7 +110,7 @@ def test_batch_invariant_tokens_do_not_depend_on_the_batch(
 def test_each_format_costs_what_it_costs_on_a_cpu(path: Path) -> None:
     """Python's documentation, 4,096 tokens. The bounds are about twice what the formats cost on a CPU."""
     windows = quality.windows_of(path, quality.documentation(), 4096, 512)
-    exact = quality.scores(path, windows, {"dtype": "float32", "device": "cpu"})
+    exact = quality.scores(path, windows, quality.FORMATS["float32"])
     bounds = {
         "bf16": (1.02, 0.95),
         "FP8 weights": (1.10, 0.78),
@@ -118,7 +118,7 @@ def test_each_format_costs_what_it_costs_on_a_cpu(path: Path) -> None:
         "FP8 weights and KV": (1.12, 0.76),
     }
     for name, (dearer, agreement) in bounds.items():
-        made = quality.scores(path, windows, {**quality.FORMATS[name], "device": "cuda", "tuning_seconds": 0})
+        made = quality.scores(path, windows, {**quality.FORMATS[name], "device": "cuda"})
         agreed = float((made.best == exact.best).mean())
         print(f"{name}: perplexity {made.perplexity:.3f} of {exact.perplexity:.3f}, agreement {agreed:.2%}")
         assert made.perplexity < dearer * exact.perplexity
