@@ -97,9 +97,10 @@ class Ingress:
         else:
             query = scope.get("query_string", b"").decode("latin-1")
             body = await self._body(receive)
-            request = HttpRequest(
-                scope["method"], path + (f"?{query}" if query else ""), end_to_end(list(scope["headers"])), body
-            )
+            # The daemon compares a page's origin with it.
+            forwarded = [(b"x-forwarded-host", value) for name, value in scope["headers"] if name == b"host"]
+            headers = end_to_end([*forwarded, *scope["headers"]])
+            request = HttpRequest(scope["method"], path + (f"?{query}" if query else ""), headers, body)
             if path in ("/v1/models", "/ready", "/health") and len(self._deployments) > 1:
                 await self._of_all(path, request, send)
             else:

@@ -172,7 +172,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._begun += 1
         self._service.metrics.request_began()
-        self.scope[TAKE_OVER] = self._dismiss  # type: ignore[typeddict-unknown-key]
+        self.scope[TAKE_OVER] = self._dismiss  # type: ignore[literal-required]
 
     def _dismiss(self, count: int = 1) -> None:
         """Stop counting requests as open here: the application counts them from now on, or nothing does."""

@@ -8,7 +8,7 @@ import socket
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
 from ipaddress import ip_address
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from weft.engine.wire.child import command, stacks_signal_blocked
 from weft.engine.wire.exiting import how_ended
@@ -55,7 +55,11 @@ class ApiProcess:
         fds = [listener.fileno() for listener in listeners]
         tls_fds = [] if certificate is None else [certificate.fd]
         # Keys stay in the daemon; only their digests are sent.
-        own = {"api_key": [], "api_key_file": None, "allowed_host": _allowed_hosts(config, keys, listeners)}
+        own: dict[str, Any] = {
+            "api_key": [],
+            "api_key_file": None,
+            "allowed_host": _allowed_hosts(config, keys, listeners),
+        }
         if certificate is not None:
             own |= {"tls_cert": certificate.path, "tls_key": None}
         stacks = Stacks()
