@@ -155,7 +155,7 @@ OF_CHAT = [
     ({"tools": [tool("f")]}, "tools"),
     ({"tools": [tool("f")], "tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-    ({"tools": [tool("f", type="nonsense")], "tool_choice": "required"}, "tools"),
+    ({"tools": [tool("f", type="nonsense")], "tool_choice": "required"}, "tools[0].function.parameters"),
     ({"tools": [tool("f")], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": []}}}, "tool_choice"),
     (
         {"tools": [tool("f")], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [{"name": "g"}]}}},
