@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -10,22 +9,16 @@ import torch
 from weft.engine.config import EngineConfig
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
+from weft.engine.runner.options.machine import CPU_MEMORY_SHARE, machine_memory
 
 GIB = 2**30
-CPU_MEMORY_SHARE = 0.25  # Maximum share of the machine's memory for KV pages on the CPU.
 
 
 def memory_bytes(device: torch.device) -> int:
     """Return the memory that this process may use: the GPU's, or the machine's within its control group's limit."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as f:
-            limit = f.read().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
+    return machine_memory()
 
 
 @dataclass(frozen=True, slots=True)

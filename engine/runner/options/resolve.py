@@ -20,6 +20,7 @@ from weft.engine.plans.choose import choose_plan, target_of
 from weft.engine.plans.plan import Plan, load_plan
 from weft.engine.runner.options.footprint import GIB, Footprint, memory_bytes
 from weft.engine.runner.options.gpu_limits import check_fp8, check_kernels, check_pod
+from weft.engine.runner.options.machine import CPU_SEQUENCES
 from weft.engine.runner.options.transformers_shapes import attention_kinds, refuse_on_gpu
 from weft.kernels.attention import backends as attention_backends
 from weft.kernels.attention.backend import AttentionShape, AttentionUnavailable
@@ -120,7 +121,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     ranks, sharers = spec.shard_of.ranks, config.share.sharers
     device = gpu_device() if cuda else torch.device("cpu")
     dtype = _compute_dtype(config, spec, cuda=cuda)
-    max_num_seqs = config.sequence_limit or (1024 if cuda else 256)
+    max_num_seqs = config.sequence_limit or (1024 if cuda else CPU_SEQUENCES)
     max_model_len = _context(config, spec, max_num_seqs)
     pages_dtype = _pages_dtype(config, spec, dtype, here)
     kv, shapes = _pages(config, spec, dtype, pages_dtype, device, max_model_len)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from weft.engine.config import EngineConfig, ModelImpl
 from weft.engine.errors import ConfigError, WeftError
+from weft.engine.wire.preloaded import gpus
 
 if TYPE_CHECKING:
     from weft.engine.model.spec import ModelSpec
@@ -56,8 +57,33 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
     return EngineConfig(model=str(find_model(arguments.name, arguments.revision, weights=False)), **options)
 
 
+def _on_cpu(config: EngineConfig, spec: ModelSpec) -> dict[str, Any] | None:
+    """Return what `resolve` gives for a CPU, without torch, which takes most of a second to import. None for a model
+    that does not fit, and for one that is computed or stored in another way than plainly."""
+    from weft.engine.runner.options.machine import CPU_MEMORY_SHARE, CPU_SEQUENCES, has_bfloat16, machine_memory
+
+    plain = spec.native and spec.quantization is None and spec.integers is None and len(set(spec.kv_heads)) == 1
+    if not plain or config.tensor_parallel_size > 1:
+        return None
+    dtype, itemsize = ("bfloat16", 2) if spec.dtype == "bfloat16" and has_bfloat16() else ("float32", 4)
+    weights, memory, page_size = spec.weight_bytes(itemsize), machine_memory(), config.page_size
+    token_bytes = 2 * itemsize * sum(heads * width for heads, width in spec.kv_heads)
+    sequences, longest = config.sequence_limit or CPU_SEQUENCES, config.max_model_len or spec.max_positions
+    most = sequences * -(-longest // page_size) + 1
+    pages = min(most, int((int(memory * CPU_MEMORY_SHARE) - weights) // (page_size * token_bytes)))
+    tables = longest * (4 * spec.head_dim + 4 * sequences)
+    if longest > spec.max_positions or tables > memory or weights > 0.9 * memory or pages < 2:
+        return None
+    return {
+        "served": True, "dtype": dtype, "weight_bytes": weights, "kv_bytes_per_token": token_bytes,
+        "kv_tokens": pages * page_size, "max_model_len": max(2, min(longest, (pages - 1) * page_size)),
+    }  # fmt: skip
+
+
 def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]:
     """Return KV capacity and limits of each of this machine's devices for one rank, or why it cannot serve it."""
+    if not gpus() and (there := _on_cpu(config, spec)) is not None:
+        return {"cpu": there}
     from weft.engine.runner.options.footprint import memory_bytes
     from weft.engine.runner.options.resolve import resolve, served_as
     from weft.kernels.common.gpu import gpu

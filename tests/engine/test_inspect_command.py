@@ -1,0 +1,82 @@
+"""`weft inspect` says of a CPU what the engine resolves, without importing torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, save_tiny
+
+from weft.engine.config import EngineConfig
+from weft.engine.errors import ConfigError
+from weft.engine.model.implementation import choose_spec
+from weft.engine.runner.options import machine
+from weft.engine.runner.start import inspect_command
+
+
+def _both(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Return the facts of the CPU without torch and with it."""
+    spec, _ = choose_spec(config)
+    own = spec.shard(0, config.tensor_parallel_size)
+    quick = inspect_command._on_cpu(config, own)
+    monkeypatch.setattr(inspect_command, "gpus", lambda: ["0"])
+    return quick, inspect_command._devices(config, own)["cpu"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_facts_are_those_of_the_engine(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_tiny(family, tmp_path)
+    for options in ({}, {"max_model_len": 40}):
+        quick, resolved = _both(EngineConfig(model=str(path), load_format="dummy", **options), monkeypatch)
+        assert quick is None or quick == resolved
+
+
+@pytest.mark.parametrize("preset", ["llama-3-8b", "llama-3-70b", "opt-1.3b"])
+@pytest.mark.parametrize("memory", [2**34, 2**38, 2**40])
+def test_a_model_that_does_not_fit_is_left_to_the_engine(
+    preset: str, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "machine_memory", lambda: memory)
+    monkeypatch.setattr("weft.engine.runner.options.footprint.machine_memory", lambda: memory)
+    quick, resolved = _both(EngineConfig(model_preset=preset, load_format="dummy"), monkeypatch)
+    assert quick == (resolved if resolved["served"] else None)
+
+
+def test_the_processor_multiplies_bfloat16_where_torch_says_so() -> None:
+    assert machine.has_bfloat16() == (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def test_a_context_that_is_too_long_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model_preset="opt-1.3b", load_format="dummy", max_model_len=5000)
+    quick, resolved = _both(config, monkeypatch)
+    assert quick is None
+    assert resolved["served"] is False
+    assert "positions" in resolved["why_not"]
+
+
+def test_a_gguf_file_is_inspected_without_torch() -> None:
+    code = (
+        "import sys; from weft.engine.runner.start import inspect_command as c; c.gpus = list;"
+        "from weft.engine.config import EngineConfig;"
+        "c.inspect(EngineConfig(model_preset='opt-1.3b', load_format='dummy'));"
+        "print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
+
+
+def test_options_outside_their_range_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max-model-len must be 2 or more"):
+        inspect_command._config(_arguments(max_model_len=1))
+
+
+def _arguments(**options: Any) -> Any:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    inspect_command.add_inspect_flags(parser)
+    return argparse.Namespace(**{**vars(parser.parse_args([])), **options})
