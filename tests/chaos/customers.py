@@ -170,7 +170,7 @@ def request(question: Question, *, keep_alive: bool) -> bytes:
     data = json.dumps(question.body).encode()
     connection = b"" if keep_alive else b"Connection: close\r\n"
     return (
-        b"POST %s HTTP/1.1\r\nHost: x\r\n%sContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        b"POST %s HTTP/1.1\r\nHost: localhost\r\n%sContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         % (question.path.encode(), connection, len(data))
     ) + data
 

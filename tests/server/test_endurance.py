@@ -62,7 +62,7 @@ class Reply:
 def post(body: dict[str, Any]) -> bytes:
     data = json.dumps(body).encode()
     return (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n" % len(data)
     ) + data
 
@@ -107,7 +107,7 @@ def request(i: int) -> tuple[str, bytes]:
 
 
 async def get(url: str, path: str) -> Reply:
-    return await ask(url, b"GET %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % path.encode())
+    return await ask(url, b"GET %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % path.encode())
 
 
 async def metric(url: str, name: str) -> float:

@@ -334,7 +334,7 @@ async def test_a_closed_connection_frees_its_slot() -> None:
         body = json.dumps({"prompt": "hi", "structured_outputs": {"json": schema}}).encode()
         host, port = server.url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
         await server.settle(lambda: bool(compiler.slow.running))
         writer.close()

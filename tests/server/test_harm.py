@@ -71,8 +71,8 @@ async def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, tls: 
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
             sock = context.wrap_socket(sock)
         body = json.dumps(MANY).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
-        sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        sock.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         async with httpx.AsyncClient(base_url=url, timeout=240, verify=False) as http:
             async with asyncio.timeout(240):
                 while not await value(http, "weft_clients_stalled_total"):

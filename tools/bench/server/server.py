@@ -188,7 +188,7 @@ class _Bench:
         count = max(1, round(self._arguments.scrapes * self._arguments.seconds))
         cpu, begun = _cpu_seconds(apis), time.monotonic()
         for i in range(1, count + 1):
-            writer.write(b"GET /metrics HTTP/1.1\r\nHost: bench\r\n\r\n")
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
             head = await reader.readuntil(b"\r\n\r\n")
             await reader.readexactly(int(head.partition(b"content-length: ")[2].split(b"\r")[0]))
             await asyncio.sleep(begun + i / self._arguments.scrapes - time.monotonic())
