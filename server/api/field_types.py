@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-from weft.engine.wire.sampling import BOUNDS, MAX_LOGIT_BIAS
+from weft.engine.wire.sampling import BOUNDS, MAX_LOGIT_BIAS, MAX_LOGPROB_IDS
 from weft.server.errors import clip
 from weft.server.text.stop_regex import StopPatterns
 
@@ -165,14 +165,24 @@ CacheSalt = Annotated[str, Field(max_length=128)]
 CacheKey = Annotated[str, Field(max_length=1024)]
 
 
-def _parse_ids(value: Any) -> list[int]:
+def _parse_ids(value: Any, least: int = 0, most: int | None = None) -> list[int]:
     """Written by hand for speed, like `_parse_prompts`."""
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError("must be a list of token ids")
+    if len(value) < least or (most is not None and len(value) > most):
+        raise ValueError(f"must have at {'most' if most is not None else 'least'} {most or least} token ids")
     if value and not (min(value) >= 0 and max(value) <= INT32):
         raise ValueError(f"token ids must be between 0 and {INT32}")
     return value
 
 
-TokenIds = Annotated[list[int], PlainValidator(_parse_ids), WithJsonSchema({"type": "array", "items": _ID})]
+def _ids_schema(**limits: int) -> WithJsonSchema:
+    return WithJsonSchema({"type": "array", "items": _ID, **limits})
+
+
+SomeTokenIds = Annotated[list[int], PlainValidator(partial(_parse_ids, least=1)), _ids_schema(minItems=1)]
+LogprobIds = Annotated[
+    list[int], PlainValidator(partial(_parse_ids, most=MAX_LOGPROB_IDS)), _ids_schema(maxItems=MAX_LOGPROB_IDS)
+]
+TokenIds = Annotated[list[int], PlainValidator(_parse_ids), _ids_schema()]
 """Any number of ids; the endpoint checks them against the vocabulary."""

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from weft.engine.wire.grammar_text import literal
-from weft.engine.wire.sampling import MAX_LOGPROB_IDS, MAX_STOP_TOKENS, SamplingParams
+from weft.engine.wire.sampling import MAX_STOP_TOKENS, SamplingParams
 from weft.server.api.chat_message import Messages
 from weft.server.api.field_types import (
     INT32,
@@ -17,8 +17,10 @@ from weft.server.api.field_types import (
     CacheKey,
     CacheSalt,
     LogitBias,
+    LogprobIds,
     Priority,
     Prompts,
+    SomeTokenIds,
     Stop,
     StopRegex,
     TokenId,
@@ -81,7 +83,7 @@ class SamplingFields(LegacyConstraints):
     frequency_penalty: float = bounded("frequency_penalty", 0.0)
     repetition_penalty: float = bounded("repetition_penalty", 1.0)
     logit_bias: LogitBias = Field({})
-    logprob_token_ids: TokenIds = Field([], max_length=MAX_LOGPROB_IDS)
+    logprob_token_ids: LogprobIds = Field([])
     """Tokens whose log-probabilities to return besides the sampled token's, instead of the most likely ones."""
     stop: Stop = Field([])
     stop_regex: StopRegex = None
@@ -91,7 +93,7 @@ class SamplingFields(LegacyConstraints):
     no_stop_trim: SkipJsonSchema[bool] = False  # SGLang's `include_stop_str_in_output`
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    allowed_token_ids: TokenIds | None = Field(None, min_length=1)
+    allowed_token_ids: SomeTokenIds | None = None
     bad_words: Words = Field([])
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
