@@ -32,11 +32,11 @@ FOLDERS = {"additional_chat_templates": ".jinja", "1_Pooling": ".json"}  # File 
 GGUF = ".gguf"
 
 
-def find_model(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
+def find_model(model: str, revision: str | None = None, *, weights: bool = True, tokenizer: bool = True) -> Path:
     """Return the directory of `demo`, of an existing directory, of a GGUF file, or of ORG/NAME on the hub, downloading
     it if needed. ORG/NAME:FILE is a GGUF file of a repository.
 
-    weights: False if configuration and tokenizer are enough. Raises `ConfigError` if the name is none of these and
+    weights: False if configuration and tokenizer are enough. tokenizer: False if a GGUF file's is not needed. Raises `ConfigError` if the name is none of these and
     `ModelError` if the hub does not provide it, each one line.
     """
     if model == "demo":
@@ -47,7 +47,7 @@ def find_model(model: str, revision: str | None = None, *, weights: bool = True)
     if path.suffix.lower() == GGUF and path.is_file():
         from weft.engine.model.gguf.directory import gguf_directory
 
-        return gguf_directory(path)
+        return gguf_directory(path, tokenizer=tokenizer)
     if path.exists():
         raise ConfigError(f"{model} is a file: give the Hugging Face model directory that contains it")
     if not NAME.fullmatch(model.partition(":")[0]):

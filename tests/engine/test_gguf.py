@@ -262,6 +262,21 @@ def test_unused_tensors_are_reported(
     assert "1 tensor(s) of the checkpoint are not used" in capfd.readouterr().err
 
 
+def test_an_inspected_file_needs_no_tokenizer(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    metadata = _metadata(_byte_level(), **{"ggml.model": "gpt2", "ggml.pre": "llama-bpe", "ggml.eos_token_id": 1})
+    file = write_gguf(checkpoint("llama2"), tmp_path / "it.gguf", "llama", tokenizer=metadata)
+    bare = find_model(str(file), tokenizer=False)
+    assert not (bare / "tokenizer.json").exists()
+    assert find_model(str(file), tokenizer=False) == bare
+    assert capfd.readouterr().err.count("reading the metadata of") == 1
+    whole = find_model(str(file))
+    assert (whole / "tokenizer.json").exists()
+    assert (whole.name, read_spec(whole)) == (bare.name, read_spec(bare))
+    assert find_model(str(file), tokenizer=False) == whole
+
+
 def test_a_file_is_read_once_and_again_when_it_changes(
     checkpoint: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

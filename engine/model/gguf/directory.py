@@ -22,8 +22,10 @@ from weft.engine.progress import notice
 FORMAT = 2  # Version of the directory's contents; a change creates directories anew.
 
 
-def gguf_directory(path: Path) -> Path:
+def gguf_directory(path: Path, *, tokenizer: bool = True) -> Path:
     """Return the directory of a file or of one part of a split file.
+
+    tokenizer: False for a directory that may lack the tokenizer, which takes most of the time.
 
     Raises `ModelError`, one line, for a damaged, incomplete or unsupported file."""
     parts = [part.absolute() for part in parts_of(path)]
@@ -35,13 +37,18 @@ def gguf_directory(path: Path) -> Path:
     directory = home / name_of(path)
     if (directory / INDEX).is_file():
         return directory
+    if not tokenizer:
+        home /= "bare"
+        directory = home / directory.name
+        if (directory / INDEX).is_file():
+            return directory
     notice(f"reading the metadata of {path}, once")
     file = GgufFile(path)
     config = to_config(file)
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home) as made:
-            _write(file, config, parts, Path(made))
+            _write(file, config, parts, Path(made), tokenizer)
             try:
                 Path(made).rename(directory)
             except OSError:
@@ -57,13 +64,13 @@ def gguf_directory(path: Path) -> Path:
     return directory
 
 
-def _write(file: GgufFile, config: dict[str, Any], parts: list[Path], to: Path) -> None:
+def _write(file: GgufFile, config: dict[str, Any], parts: list[Path], to: Path, tokenizer: bool) -> None:
     for part in parts:
         (to / part.name).symlink_to(part.resolve())
     (to / "config.json").write_text(json.dumps(config, indent=2))
     if ends := end_tokens(file):
         (to / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    if file.get("tokenizer.ggml.model") is not None:
+    if tokenizer and file.get("tokenizer.ggml.model") is not None:
         write_tokenizer(file, ends, to)
     architecture = file.get("general.architecture")
     index = {

@@ -54,7 +54,9 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
         return EngineConfig(model_preset=EngineConfig.known_preset(arguments.model_preset), **options)
     if arguments.name in (None, "demo"):
         return EngineConfig(**options)
-    return EngineConfig(model=str(find_model(arguments.name, arguments.revision, weights=False)), **options)
+    return EngineConfig(
+        model=str(find_model(arguments.name, arguments.revision, weights=False, tokenizer=False)), **options
+    )
 
 
 def _on_cpu(config: EngineConfig, spec: ModelSpec) -> dict[str, Any] | None:
