@@ -28,7 +28,8 @@ async def connect(server: Server, body: dict[str, Any]) -> socket.socket:
     loop = asyncio.get_running_loop()
     await loop.sock_connect(sock, (host, int(port)))
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n"
     await loop.sock_sendall(sock, head.encode() + b"\r\n" + data)
     return sock
 
