@@ -22,6 +22,7 @@ from weft.server.api.protocol import CompletionBody, TokenizeBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.api.service import Service
 from weft.server.errors import bad_request, clip, translate
+from weft.server.observe.shared_state import OPEN
 from weft.server.text.logprobs import chat_logprobs
 from weft.server.tools.structured import MaybeGrammarText, Schema
 
@@ -33,6 +34,7 @@ _Text = str | list[int | str]  # a prompt: a text, or token ids and texts
 def _parse_prompt(value: Any) -> list[_Text]:
     """The prompts. A list is one prompt if it has a token id, else several."""
     prompts = value if isinstance(value, list) and not any(type(part) is int for part in value) else [value]
+    prompts = [_text_of(prompt) for prompt in prompts]
     if not prompts or len(prompts) > MAX_PROMPTS:
         raise ValueError(f"must have 1 to {MAX_PROMPTS} entries")
     for prompt in prompts:
@@ -43,6 +45,15 @@ def _parse_prompt(value: Any) -> list[_Text]:
         if any(type(part) is int and not 0 <= part <= INT32 for part in parts):
             raise ValueError(f"token ids must be between 0 and {INT32}")
     return prompts
+
+
+def _text_of(prompt: Any) -> Any:
+    """The text of a prompt in the form that may have images."""
+    if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_string"), str):
+        return prompt
+    if prompt.get("multimodal_data"):
+        raise ValueError("multimodal_data is not supported: this server takes text")
+    return prompt["prompt_string"]
 
 
 def _parse_bias(value: Any) -> list[tuple[int | str, float]]:
@@ -108,6 +119,13 @@ async def completion(body: LlamaBody, request: Request, service: ServiceOf) -> R
     prompts = [await _prompt(prompt, service) for prompt in body.prompt]
     generation = await begin_completion(completion, request, service, prompts, default_limit=body.limit)
     return Answer(generation, LlamaDialect(generation, body, service.name(body.model)))
+
+
+@router.get("/slots", summary="List the slots and how many are in use, in llama.cpp's format")
+async def slots(service: ServiceOf) -> list[dict[str, Any]]:
+    """The scheduler moves requests between slots, so only the number of those in use means something."""
+    ready, used = service.known.ready, int(service.shared_state.load[:, service.model, OPEN].sum())
+    return [{"id": i, "n_ctx": ready.max_model_len, "is_processing": i < used} for i in range(ready.max_num_seqs)]
 
 
 async def _completion_fields(body: LlamaBody, service: Service) -> dict[str, Any]:
@@ -230,11 +248,10 @@ class LlamaDialect(Dialect):
         """The last fields of an answer."""
         prompt = self._generation.prompts[choice.prompt]
         word = piece.stop_reason if isinstance(piece.stop_reason, str) else ""
-        text = prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.token_ids)
         return {
             "stop": True,
             "model": self._model,
-            "prompt": text,
+            "prompt": self._tokenizer.decode(prompt.token_ids, special=True),
             "generation_settings": self._settings(),
             "has_new_line": choice.index in self._lines,
             "truncated": False,
@@ -278,7 +295,7 @@ class LlamaDialect(Dialect):
             for name in path.split("/"):
                 value = value.get(name) if isinstance(value, dict) else None
             if value is not None:
-                out[path.rpartition("/")[2]] = value
+                out[path] = value
         return out
 
 

@@ -251,8 +251,10 @@ class Tokenizer:
         """The text of the last few tokens, including special tokens."""
         return self._decode(token_ids[-_TAIL_TOKENS:])
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a sequence, without special tokens."""
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of a sequence. `special`: with special tokens."""
+        if special:
+            return self._decode(token_ids)
         return self._decode([token_id for token_id in token_ids if token_id not in self.skip_ids])
 
     def _decode(self, token_ids: Sequence[int]) -> str:

@@ -112,7 +112,10 @@ async def test_prompts_may_be_ids_texts_both_or_several(server: Server) -> None:
     answers = await completed(server, prompt=["a", [66, "c"]])
     assert [answer["index"] for answer in answers] == [0, 1]
     assert [answer["tokens_evaluated"] for answer in answers] == [1, 2]
-    for bad in ([], [[]], [1.5], {"prompt_string": "x"}, [-1], [10**6]):
+    answers = await completed(server, prompt=[{"prompt_string": "a"}, {"prompt_string": "a", "multimodal_data": []}])
+    assert [answer["prompt"] for answer in answers] == ["a", "a"]
+    image = {"prompt_string": "x", "multimodal_data": ["aGk="]}
+    for bad in ([], [[]], [1.5], {"prompt": "x"}, image, [image], [-1], [10**6]):
         response = await complete(server, prompt=bad)
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "prompt"
@@ -131,7 +134,7 @@ async def test_a_prompt_that_must_not_be_cached_shares_no_pages(server: Server) 
 
 async def test_only_the_requested_fields_are_returned(server: Server) -> None:
     answer = await completed(server, response_fields=["content", "generation_settings/n_predict", "nothing"])
-    assert answer == {"content": "hello world", "n_predict": -1}
+    assert answer == {"content": "hello world", "generation_settings/n_predict": -1}
 
 
 @pytest.mark.parametrize("name", sorted(NAMES & REFUSED.keys() - LlamaBody.attributes.keys()))
@@ -176,8 +179,24 @@ async def test_content_is_tokenized_in_llama_cpps_format(server: Server) -> None
     assert (await server.post("/tokenize", {"content": [10**6]})).json()["error"]["param"] == "content"
 
 
+async def test_slots_count_open_requests(server: Server) -> None:
+    async def used() -> int:
+        slots = (await server.http.get("/slots")).json()
+        assert len(slots) == server.engine.max_num_seqs
+        return sum(slot["is_processing"] for slot in slots)
+
+    assert await used() == 0
+    server.engine.script = Script("hello " * 40, delay=0.01)
+    async with server.http.stream("POST", "/completion", json={"prompt": "x", "stream": True}) as response:
+        await anext(response.aiter_lines())
+        assert await used() == 1
+    await server.settle(lambda: bool(server.engine.aborted))
+    assert await used() == 0
+
+
 async def test_the_start_token_is_added_on_request() -> None:
     async with serving(adds_bos=True) as server:
+        assert (await completed(server))["prompt"] == "<|bos|>hi"
         bos = server.engine.tokenizer.bos_token_id
         for add in (False, True):
             tokens = (await server.post("/tokenize", {"content": "hello", "add_special": add})).json()["tokens"]

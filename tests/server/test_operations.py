@@ -245,6 +245,7 @@ async def test_openapi_names_every_endpoint_and_error(server: Server) -> None:
         ("get", "/is_paused"),
         ("post", "/reset_prefix_cache"),
         ("post", "/completion"),
+        ("get", "/slots"),
         ("post", "/api/chat"),
         ("post", "/api/generate"),
         ("post", "/api/embed"),
