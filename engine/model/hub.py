@@ -36,8 +36,8 @@ def find_model(model: str, revision: str | None = None, *, weights: bool = True,
     """Return the directory of `demo`, of an existing directory, of a GGUF file, or of ORG/NAME on the hub, downloading
     it if needed. ORG/NAME:FILE is a GGUF file of a repository.
 
-    weights: False if configuration and tokenizer are enough. tokenizer: False if a GGUF file's is not needed. Raises `ConfigError` if the name is none of these and
-    `ModelError` if the hub does not provide it, each one line.
+    weights: False if configuration and tokenizer are enough. tokenizer: False if a GGUF file's is not needed. Raises
+    `ConfigError` if the name is none of these and `ModelError` if the hub does not provide it, each one line.
     """
     if model == "demo":
         return MODEL_PATH
