@@ -118,7 +118,7 @@ async def completion(body: LlamaBody, request: Request, service: ServiceOf) -> R
         raise translate(error) from None
     prompts = [await _prompt(prompt, service) for prompt in body.prompt]
     generation = await begin_completion(completion, request, service, prompts, default_limit=body.limit)
-    return Answer(generation, LlamaDialect(generation, body, service.name(body.model)))
+    return Answer(generation, LlamaDialect(generation, body, completion.logit_bias, service.name(body.model)))
 
 
 @router.get("/slots", summary="List the slots and how many are in use, in llama.cpp's format")
@@ -191,7 +191,9 @@ async def _prompt(prompt: _Text, service: Service) -> Prompt:
 class LlamaDialect(Dialect):
     """Writes one object for a prompt and a list for several. Events have no names, and no mark ends them."""
 
-    def __init__(self, generation: Generation, body: LlamaBody, model: str) -> None:
+    def __init__(self, generation: Generation, body: LlamaBody, biases: dict[int, float], model: str) -> None:
+        """`biases`: by token id."""
+        self._biases = biases
         self._generation, self._body, self._model = generation, body, model
         self._tokenizer = generation.service.loaded.tokenizer
         self._lines: set[int] = set()  # choices whose text has a line break
@@ -270,8 +272,16 @@ class LlamaDialect(Dialect):
         )  # fmt: skip
         same = {name: getattr(body, name) for name in names}
         seed = -1 if body.seed is None else body.seed
-        n_ctx = self._generation.service.loaded.ready.max_model_len
-        return {**same, "seed": seed, "n_predict": limit, "max_tokens": limit, "n_ctx": n_ctx}
+        ready = self._generation.service.loaded.ready
+        biases = [*self._biases.items(), *((end, None) for end in ready.eos_token_ids if body.ignore_eos)]
+        return {
+            **same,
+            "seed": seed,
+            "n_predict": limit,
+            "max_tokens": limit,
+            "n_ctx": ready.max_model_len,
+            "logit_bias": [{"token": token_id, "bias": bias} for token_id, bias in biases],
+        }
 
     def _timings(self, choice: Choice) -> dict[str, Any]:
         first = choice.first_token_at or self._generation.arrival

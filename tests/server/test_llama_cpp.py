@@ -73,7 +73,11 @@ async def test_fields_reach_the_engine(server: Server) -> None:
     (hello,) = server.engine.tokenizer.encode("hello", add_special_tokens=False)
     assert params.logit_bias == {65: 2.0, hello: -100.0}
     assert (answer["stop_type"], len(answer["tokens"])) == ("limit", 2)
-    assert answer["generation_settings"]["seed"] == 9
+    settings = answer["generation_settings"]
+    assert settings["seed"] == 9
+    assert {entry["token"]: entry["bias"] for entry in settings["logit_bias"]} == {
+        65: 2.0, hello: -100.0, server.engine.eos: None,
+    }  # fmt: skip
     await completed(server, seed=-1)
     assert server.engine.added[-1].params.seed is None
 
