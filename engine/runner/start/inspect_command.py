@@ -84,8 +84,8 @@ def _on_cpu(config: EngineConfig, spec: ModelSpec) -> dict[str, Any] | None:
 
 def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]:
     """Return KV capacity and limits of each of this machine's devices for one rank, or why it cannot serve it."""
-    if not gpus() and (there := _on_cpu(config, spec)) is not None:
-        return {"cpu": there}
+    if not gpus() and (quick := _on_cpu(config, spec)) is not None:
+        return {"cpu": quick}
     from weft.engine.runner.options.footprint import memory_bytes
     from weft.engine.runner.options.resolve import resolve, served_as
     from weft.kernels.common.gpu import gpu
