@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -25,6 +25,9 @@ class Question:
     path: str
     body: dict[str, Any]
     status: int = 200
+    host: str = "localhost"
+    headers: str = ""
+    """further headers, each with its line end"""
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.body, sort_keys=True))
@@ -78,7 +81,20 @@ def _refused(rng: Random) -> Question:
     return Question(COMPLETIONS, {"prompt": "x", "max_tokens": -rng.randrange(1, 9)}, 400)
 
 
-KINDS = (_sum, _sum_streamed, _recall, _count, _several, _choice, _recall, _sum, _refused)
+def _cross_site(rng: Random) -> Question:
+    """As a browser sends it for a page of another site."""
+    return replace(_sum(rng), status=403, headers=rng.choice(("Sec-Fetch-Site: cross-site\r\n", "Origin: null\r\n")))
+
+
+def _rebound(rng: Random) -> Question:
+    """As a browser sends it for a page whose name leads here."""
+    return replace(_sum(rng), status=403, host="evil.example")
+
+
+KINDS = (
+    _sum, _sum_streamed, _recall, _count, _several, _choice, _recall, _sum, _refused, _cross_site, _rebound,
+)  # fmt: skip
+REFUSALS = (400, 403)
 
 
 class Broken(Exception):
@@ -139,9 +155,9 @@ class Customers:
             with suppress(OSError):
                 await writer.wait_closed()
         ledger.answered[path, str(status)] += 1
-        if status not in (200, 400):
+        if status not in (200, *REFUSALS):
             return False
-        text = f"{status}" if status == 400 else answer(body)
+        text = f"{status}" if status in REFUSALS else answer(body)
         if text is None:  # a stream that sent its error before its end
             return False
         if text == self._answers[question]:
@@ -159,7 +175,7 @@ async def references(port: int, requested: Sequence[Question]) -> dict[Question,
         writer.write(request(question, keep_alive=False))
         status, body = await whole(reader)
         writer.close()
-        text = "400" if status == 400 else answer(body)
+        text = f"{status}" if status in REFUSALS else answer(body)
         assert status == question.status, (status, body)
         assert text is not None, body
         found[question] = text
@@ -170,8 +186,8 @@ def request(question: Question, *, keep_alive: bool) -> bytes:
     data = json.dumps(question.body).encode()
     connection = b"" if keep_alive else b"Connection: close\r\n"
     return (
-        b"POST %s HTTP/1.1\r\nHost: localhost\r\n%sContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        % (question.path.encode(), connection, len(data))
+        b"POST %s HTTP/1.1\r\nHost: %s\r\n%s%sContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % (question.path.encode(), question.host.encode(), question.headers.encode(), connection, len(data))
     ) + data
 
 

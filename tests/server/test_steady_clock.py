@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from stub import serving
 
 from weft.server.api.responses.store import Store
 from weft.server.batches.files import DAY, LEFT_OVER_SECONDS
@@ -139,3 +140,20 @@ def test_the_time_is_kept_over_a_restart_of_process_and_machine(tmp_path: Path, 
     file.write_bytes(b"\0")
     assert SteadyClock(file).earliest() == time.time()
     SteadyClock(tmp_path / "missing" / "clock.json").save()
+
+
+@pytest.mark.asyncio
+async def test_a_models_last_use_does_not_move_back_with_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that was used longest ago is the first to sleep."""
+    async with serving(admin_api_key="root") as server:
+        shared_state = server.service.shared_state
+        await server.complete()
+        before = float(shared_state.used[0])
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now - 30 * YEAR)
+        await server.complete()
+        assert float(shared_state.used[0]) >= before
+        monkeypatch.undo()
+        headers = {"Authorization": "Bearer root"}
+        shown = (await server.http.get("/admin/models", headers=headers)).json()["models"][0]["last_used"]
+        assert now - 1 <= shown <= time.time()
