@@ -179,13 +179,9 @@ class GenerationBody(SamplingFields):
         left = max_model_len - (1 if output is None else output)
         return Truncation(max(0, left) if limit < 0 else limit, self.truncation_side)
 
-    def _requested_logprobs(self, top: int | None, field: str) -> int | None:
-        """The number of most likely tokens to return: none besides `logprob_token_ids`. Raises `ApiError`."""
-        if not self.logprob_token_ids:
-            return top
-        if top and top != len(self.logprob_token_ids):
-            raise bad_request(f"Give either {field} or logprob_token_ids.", "logprob_token_ids")
-        return 0
+    def _requested_logprobs(self, top: int | None) -> int | None:
+        """The number of most likely tokens to return: none with `logprob_token_ids`, which replace them."""
+        return 0 if self.logprob_token_ids else top
 
     def shown_logprobs(self, top: int | None) -> int:
         """The number of log-probabilities to show per token. `top`: the number of most likely ones."""
@@ -243,7 +239,7 @@ class CompletionBody(GenerationBody):
 
     def check(self) -> None:
         super().check()
-        self.logprobs = self._requested_logprobs(self.logprobs, "logprobs")
+        self.logprobs = self._requested_logprobs(self.logprobs)
         if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
             raise bad_request("max_tokens must be at least 1; 0 requires echo, to score a prompt.", "max_tokens")
         if self.n * len(self.prompt) > MAX_SEQUENCES:
@@ -286,7 +282,7 @@ class ChatBody(GenerationBody, TemplateBody):
         for name in ("top_logprobs", "logprob_token_ids"):
             if getattr(self, name) and not self.logprobs:
                 raise bad_request(f"{name} requires logprobs: true.", name)
-        self.top_logprobs = self._requested_logprobs(self.top_logprobs, "top_logprobs")
+        self.top_logprobs = self._requested_logprobs(self.top_logprobs)
         if self.tool_choice not in ("none", "auto") and not self.tools:
             raise bad_request("tool_choice requires tools.", "tool_choice")
         if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names_of(self.tools):
