@@ -74,8 +74,8 @@ def load_keys(config: ServeConfig) -> dict[bytes, int]:
         key, best = (named[1], int(named[2])) if named else (line, config.best_priority)
         if keys.setdefault(_digest_at(place, key), best) != best:
             raise ConfigError(f"{place}: this key is listed before with another priority")
-    if len(keys) > MAX_KEYS:
-        raise ConfigError(f"{len(keys)} API keys are more than {MAX_KEYS}")
+        if len(keys) > MAX_KEYS:
+            raise ConfigError(f"{place}: there are more than {MAX_KEYS} API keys")
     return keys
 
 

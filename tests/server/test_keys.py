@@ -132,7 +132,10 @@ def test_a_digest_may_have_any_case_and_stands_for_a_key_listed_twice(tmp_path: 
         (b"\0" * 99, "line 1: "),
         (b"\r\n \t\r\n#\r\n", "contains no keys"),
         (b"#" * (MAX_FILE_BYTES + 1), "is larger than 16 MiB"),
-        ("\n".join(map(str, range(MAX_KEYS + 1))).encode(), f"{MAX_KEYS + 2} API keys are more than {MAX_KEYS}"),
+        (
+            "\n".join(map(str, range(MAX_KEYS + 1))).encode(),
+            f"line {MAX_KEYS}: there are more than {MAX_KEYS} API keys",
+        ),
     ],
     ids=["latin-1", "utf-16", "nul", "only comments", "too large", "too many"],
 )
