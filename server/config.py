@@ -57,7 +57,7 @@ class ServeConfig(EngineConfig):
                 ("host", "port", "tls_cert", "tls_key", "api_workers"),
                 (
                     "uds", "root_path", "cors_origin", "allowed_host", "max_body_mib", "strict_fields",
-                    "request_timeout", "client_stall_timeout", "ui", "handover",
+                    "request_timeout", "client_stall_timeout", "ui", "handover", "admin_port",
                 ),
             ),
             OptionGroup(option_groups.MEMORY),
@@ -98,6 +98,8 @@ class ServeConfig(EngineConfig):
     """names that requests may use; responses carry the first; '*' accepts any name [the model's own name]"""
     api_workers: int = Field(1, ge=1, le=64)
     """HTTP server processes, which share the port"""
+    admin_port: int | None = Field(None, ge=0, le=65535)
+    """another port for health, metrics and /admin/ only, which answers even if clients hold all connections [none]"""
     handover: str | None = Field(None, min_length=1)
     """Unix socket for restarts without downtime: a daemon started later with the same socket takes over the port"""
     tls_cert: str | None = Field(None, min_length=1)

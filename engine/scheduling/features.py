@@ -54,7 +54,7 @@ class CompiledGrammars(Listener):
 
 
 class TierTransfers(Listener):
-    """Stores pages in the lower tiers while an iteration computes, and reports loads and a tier that failed."""
+    """Stores pages in the lower tiers while an iteration computes, and reports loads and a tier that fails or works."""
 
     def __init__(self, tiers: Tiers, drain_engine: Callable[[], None]) -> None:
         self._tiers, self._drain_engine = tiers, drain_engine
@@ -69,14 +69,15 @@ class TierTransfers(Listener):
         return True
 
     def has_news(self) -> bool:
-        """Return True if the SSD tier went down, or if pages were moved since the last report and none moves now."""
+        """Return True if the SSD tier fails or works again, or if pages were moved since the last report and none moves
+        now."""
         tiers = self._tiers
-        went_down = self._ssd_up and tiers.ssd.store is None
+        changed = self._ssd_up != (tiers.ssd.store is not None)
         self._ssd_up = tiers.ssd.store is not None
         settled = not tiers.num_transfers and tiers.bytes_moved != self._reported_bytes
-        if settled and not went_down:
+        if settled and not changed:
             self._reported_bytes = tiers.bytes_moved
-        return went_down or settled
+        return changed or settled
 
     def pause(self) -> float | None:
         return LOAD_POLL_SECONDS if self._tiers.num_loading else None

@@ -20,6 +20,7 @@ from weft.server.api.browsers import BrowserChecks
 from weft.server.api.fast_path import EXTENSION, RawWriter
 from weft.server.api.service import Service
 from weft.server.errors import ApiError
+from weft.server.observe.metrics import PROBES
 
 MAX_HEADER_BYTES = 64 * 1024  # Limit of the request line and headers, and of trailers and chunk extensions.
 
@@ -49,6 +50,12 @@ class UntilClose:
         elif self._endless:
             self._cycle.expected_content_length = len(message.get("body", b""))  # accept any length
         await self._send(message)
+
+
+def is_vital(url: bytes, root_path: str) -> bool:
+    """Whether a URL is of health, metrics or administration."""
+    path = url.partition(b"?")[0].decode("latin-1").removeprefix(root_path)
+    return path in PROBES or path.startswith("/admin/")
 
 
 class StallWatch:
@@ -123,6 +130,9 @@ class Connection(HttpToolsProtocol):
         self._begun = 0  # requests whose first byte has been read, and that the application has not taken over
         self._timer: asyncio.TimerHandle | None = None
         self._stall: StallWatch | None = None
+        self._quiet_since = self.loop.time()
+        self.vital_only: ApiError | None = None
+        """The error for other than `is_vital` paths. Such a connection closes after one answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -134,6 +144,13 @@ class Connection(HttpToolsProtocol):
             self._stall.end()
         self._dismiss(self._begun)
         super().connection_lost(exc)
+
+    @property
+    def idle_since(self) -> float | None:
+        """The loop's time since which the client has sent nothing and waits for nothing. None if it does."""
+        if self._begun or self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
+            return None
+        return self._quiet_since
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -201,6 +218,10 @@ class Connection(HttpToolsProtocol):
             self._refuse(ApiError(400, "The request must have exactly one Host header.", code="invalid_http"))
         elif (refusal := self._unsupported()) is not None:
             self._refuse(refusal)
+        elif self.vital_only is not None and not is_vital(self.url, self._service.config.root_path):
+            self._begun -= 1
+            self._service.metrics.request_ended(self.url.partition(b"?")[0].decode("latin-1"), self.vital_only.status)
+            self._refuse(self.vital_only)
         elif self._is_plain_get(hosts) and (shortcut := self._shortcuts.get(self.url)) is not None:
             self._shortcut = shortcut
         else:
@@ -209,7 +230,7 @@ class Connection(HttpToolsProtocol):
             self.scope["extensions"] = extensions
             if self.parser.get_http_version() == "1.0":
                 self.cycle.send = UntilClose(self.cycle).send  # type: ignore[method-assign]
-            if self._service.closing:
+            if self._service.closing or self.vital_only is not None:
                 self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
@@ -219,6 +240,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._quiet_since = self.loop.time()
         if self.transport.is_closing():
             self._watch_reader()  # closing waits until the last byte is sent
         if not self._in_headers and self.cycle.response_complete:
@@ -293,6 +315,7 @@ class Connection(HttpToolsProtocol):
             and (self.cycle is None or self.cycle.response_complete)
             and not self.flow.write_paused
             and not self._service.closing
+            and self.vital_only is None
             and not any(name in _NO_SHORTCUT_HEADERS for name, _ in self.headers)
             and all(map(self._browsers.allows, hosts))
         )

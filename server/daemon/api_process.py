@@ -87,6 +87,7 @@ class ApiProcess:
                 shared_state_fd=shared_state.fd,
                 heartbeats_fd=heartbeats.fd,
                 listener_fds=fds,
+                admin_fd=None if config.admin_port is None else fds[-1],
                 taking_over=taking_over,
                 hold=list(hold),
             )

@@ -33,6 +33,8 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     shared_state_fd: int
     heartbeats_fd: int
     listener_fds: list[int]
+    admin_fd: int | None
+    """The one of `listener_fds` that is of --admin-port."""
     taking_over: bool
     """Another daemon serves on the same listeners: accept connections only once all awake models serve here."""
     hold: list[int]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
 from weft.server.daemon.certificate import Certificate
 from weft.server.daemon.handover import Handover, find
-from weft.server.daemon.listen import distribute, inherited, listen, listen_unix
+from weft.server.daemon.listen import copy_of, distribute, inherited, listen, listen_unix
 from weft.server.daemon.notify import Notifier
 from weft.server.keys import load_keys, renumbered
 from weft.server.observe.server_urls import publish, url_of
@@ -68,10 +69,21 @@ class Front:
             taken = inherited() or listen(config.host, config.port, config.api_workers)
         self._taken = taken
         self._socket_file = None if config.uds is None else Path(config.uds).absolute()  # to remove at the end
+        self._admin = self._admin_listener()
         self.listeners = distribute(taken, config.api_workers)
+        if self._admin is not None:
+            for own in self.listeners:
+                own.append(copy_of(self._admin))
         self._url_fd: int | None = publish(url_of(self.address, tls=config.tls_cert is not None))
         self._handover: Handover | None = None
         self._serving = False
+
+    def _admin_listener(self) -> socket.socket | None:
+        """The listener of --admin-port. Raises `ConfigError`."""
+        wanted, theirs = self._config.admin_port, self._predecessor.admin if self._predecessor is not None else None
+        if wanted is None or (theirs is not None and wanted in (0, theirs.getsockname()[1])):
+            return theirs if wanted is not None else None
+        return listen(self._config.host, wanted, 1, "--admin-port")[0]
 
     @property
     def taking_over(self) -> bool:
@@ -91,7 +103,7 @@ class Front:
                 self._socket_file = None
                 on_successor()
 
-            self._handover = Handover(self._config.handover, self._taken, hand_over)
+            self._handover = Handover(self._config.handover, self._taken, hand_over, self._admin)
             try:
                 self._handover.open()
             except OSError as error:
@@ -140,5 +152,6 @@ class Front:
         if self._url_fd is not None:
             os.close(self._url_fd)
             self._url_fd = None
-        for listener in [*self._taken, *(one for own in self.listeners for one in own)]:
+        admin = [] if self._admin is None else [self._admin]
+        for listener in [*self._taken, *admin, *(one for own in self.listeners for one in own)]:
             listener.close()

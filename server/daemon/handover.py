@@ -37,13 +37,15 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     refusal: str = ""  # Why it does not hand over; empty if it does.
+    admin: bool = False  # The last listener is of --admin-port.
 
 
 class Predecessor:
     """The daemon that currently owns the port."""
 
-    def __init__(self, sock: socket.socket, pid: int, listeners: list[socket.socket]) -> None:
-        self.pid = pid
+    def __init__(self, sock: socket.socket, offer: Offer, listeners: list[socket.socket]) -> None:
+        self.pid = offer.pid
+        self.admin = listeners.pop() if offer.admin else None  # the listener of --admin-port
         self.listeners = listeners
         self._socket = sock
 
@@ -81,16 +83,20 @@ def find(path: str) -> Predecessor | None:
     if offer.refusal or not listeners:
         raise ConfigError(f"--handover {path}: {offer.refusal or 'the daemon there has no listeners'}")
     sock.settimeout(None)
-    return Predecessor(sock, offer.pid, listeners)
+    return Predecessor(sock, offer, listeners)
 
 
 class Handover:
     """Waits for a successor at a path."""
 
-    def __init__(self, path: str, listeners: Sequence[socket.socket], on_successor: Callable[[], None]) -> None:
-        """`on_successor`: called once when the successor serves."""
+    def __init__(
+        self, path: str, listeners: Sequence[socket.socket], on_successor: Callable[[], None],
+        admin: socket.socket | None = None,
+    ) -> None:  # fmt: skip
+        """`on_successor`: called once when the successor serves. `admin`: the listener of --admin-port."""
         self._path = Path(path)
-        self._listeners = listeners
+        self._listeners = [*listeners] if admin is None else [*listeners, admin]
+        self._offers_admin = admin is not None
         self._on_successor = on_successor
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._successor: asyncio.Task[None] | None = None
@@ -118,7 +124,7 @@ class Handover:
                 if self._successor is not None and not self._successor.done():
                     _send(peer, Offer(pid=os.getpid(), refusal="another daemon is about to take the port over"), ())
                     continue
-                if _send(peer, Offer(pid=os.getpid()), self._listeners):
+                if _send(peer, Offer(pid=os.getpid(), admin=self._offers_admin), self._listeners):
                     self._successor = asyncio.create_task(self._follow(peer.dup()))
 
     async def _follow(self, peer: socket.socket) -> None:

@@ -16,7 +16,7 @@ BACKLOG = 2048
 FIRST_FD = 3  # First file descriptor from a service manager; see sd_listen_fds(3).
 
 
-def listen(host: str, port: int, count: int) -> list[socket.socket]:
+def listen(host: str, port: int, count: int, option: str = "--port") -> list[socket.socket]:
     """Return sockets between which the kernel distributes connections (SO_REUSEPORT). Raises `ConfigError`. The daemon
     keeps them all open, so that connections to a process that died wait for its successor."""
     try:
@@ -42,7 +42,7 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
             listeners.append(listener)
         return listeners
     except OSError as error:
-        hint = "; choose another --port" if error.errno == errno.EADDRINUSE else ""
+        hint = f"; choose another {option}" if error.errno == errno.EADDRINUSE else ""
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}{hint}") from None
 
 
@@ -95,9 +95,10 @@ def inherited(environment: MutableMapping[str, str] = os.environ) -> list[socket
 
 def distribute(listeners: Sequence[socket.socket], count: int) -> list[list[socket.socket]]:
     """Assign the listeners to `count` API processes. Every process gets at least one; processes may share one."""
-    return [list(listeners[i::count]) or [_copy(listeners[i % len(listeners)])] for i in range(count)]
+    return [list(listeners[i::count]) or [copy_of(listeners[i % len(listeners)])] for i in range(count)]
 
 
-def _copy(listener: socket.socket) -> socket.socket:
+def copy_of(listener: socket.socket) -> socket.socket:
+    """A listener with the same queue."""
     # Not `dup`: it makes the copy and the original blocking in every process that accepts from it.
     return socket.socket(fileno=os.dup(listener.fileno()))

@@ -64,6 +64,7 @@ class Worker:
         self._taking_over = start.taking_over
         self._held = set(start.hold)  # Models that must be served before connections are accepted.
         self._listeners = [socket.socket(fileno=fd) for fd in start.listener_fds]
+        self._server.admin_sockets = [each for each in self._listeners if each.fileno() == start.admin_fd]
         self._service_of = {engine: each for each in self._service.models for engine in each.engines}
         """The model's service by engine."""
         # One process per model logs the tokenizer's faults.

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 PATIENT = {"WEFT_HANG_TIMEOUT": "240", "WEFT_API_HANG_TIMEOUT": "240"}
@@ -20,13 +20,15 @@ PATIENT = {"WEFT_HANG_TIMEOUT": "240", "WEFT_API_HANG_TIMEOUT": "240"}
 class Daemon:
     """`weft serve` on a free port."""
 
-    def __init__(self, log: Path, *options: str, env: Mapping[str, str] | None = None) -> None:
-        """`env`: environment variables in addition to those of this process."""
+    def __init__(
+        self, log: Path, *options: str, env: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> None:
+        """`env`: environment variables in addition to those of this process. `prefix`: a command that runs it."""
         self._log = log
         self.begun = time.monotonic()
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "weft.server", "serve", "--port", "0", *options],
+                [*prefix, sys.executable, "-P", "-m", "weft.server", "serve", "--port", "0", *options],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,

@@ -76,6 +76,8 @@ class Records:
                 raise bad_request(f"input: the conversation has more than {MAX_ITEMS} items.", "input")
             return items
 
+        if previous is None and conversation is None and all(item["type"] != "item_reference" for item in new):
+            return collect()  # it reads nothing
         return await self.store.read(collect)
 
     async def append(self, conversation: str, items: Sequence[Item]) -> bool:
