@@ -74,7 +74,7 @@ class ChatChoices(Choices):
             message |= dict.fromkeys(REASONING, parts.reasoning)
         if parts.calls:
             message["tool_calls"] = [self._call(call) for call in parts.calls]
-        return self._choice(choice, piece, "message", message)
+        return {"token_ids": None, **self._choice(choice, piece, "message", message)}
 
     def _call(self, call: Call) -> dict[str, Any]:
         """A call, or a delta of one, in OpenAI's form."""
@@ -85,12 +85,12 @@ class ChatChoices(Choices):
         return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     def _extras(self) -> dict[str, Any]:
-        out: dict[str, Any] = {}
+        out: dict[str, Any] = {} if self._body.stream else {"prompt_token_ids": None}
         if self._body.return_token_ids:
             out["prompt_token_ids"] = self._generation.prompts[0].token_ids
-        if (top := self._body.prompt_logprobs) is not None:
+        if not self._body.stream:
             entries = self._generation.choices[0].prompt_logprobs
-            out["prompt_logprobs"] = prompt_logprobs(self._tokenizer.token_text, entries, top)
+            out["prompt_logprobs"] = prompt_logprobs(self._tokenizer.token_text, entries, self._body.prompt_logprobs)
         return out
 
     def _choice(self, choice: Choice, piece: Piece, name: str, content: dict[str, Any]) -> dict[str, Any]:

@@ -116,10 +116,8 @@ class CompletionChoices(Choices):
         return out
 
     def _whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        out = self._chunk(choice, piece)
-        if (top := self._body.prompt_logprobs) is not None:
-            out["prompt_logprobs"] = prompt_logprobs(self._tokenizer.token_text, choice.prompt_logprobs, top)
-        return out
+        shown = prompt_logprobs(self._tokenizer.token_text, choice.prompt_logprobs, self._body.prompt_logprobs)
+        return {"token_ids": None, "prompt_token_ids": None, **self._chunk(choice, piece), "prompt_logprobs": shown}
 
     def _logprobs(self, choice: Choice, piece: Piece, first: bool) -> dict[str, Any]:
         """Arrays for the piece's tokens. With `echo`, the first piece starts with the prompt's tokens."""

@@ -55,8 +55,12 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(name: Name, entries: Sequence[TokenLogprobs], top: int) -> list[dict[str, Any] | None]:
+def prompt_logprobs(
+    name: Name, entries: Sequence[TokenLogprobs], top: int | None
+) -> list[dict[str, Any] | None] | None:
     """The `prompt_logprobs` extension: null for the first prompt token, then alternatives by token id."""
+    if top is None:
+        return None
     out: list[dict[str, Any] | None] = [None]
     for entry in entries:
         ranks = {token_id: rank for rank, token_id in enumerate(entry.ids[1:], start=1)} | {entry.ids[0]: entry.rank}

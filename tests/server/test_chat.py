@@ -168,6 +168,8 @@ async def test_token_ids_and_prompt_logprobs_extensions(server: Server) -> None:
     assert body["prompt_token_ids"] == server.engine.prompt()
     assert body["choices"][0]["token_ids"][-1] == server.engine.eos
     assert len(body["prompt_logprobs"]) == len(body["prompt_token_ids"])
+    without = await server.chat()
+    assert without["prompt_logprobs"] is without["prompt_token_ids"] is without["choices"][0]["token_ids"] is None
     first, second, *_ = await chunks_of(server, return_token_ids=True)
     assert first["prompt_token_ids"] == server.engine.prompt()
     assert len(second["choices"][0]["token_ids"]) == 1

@@ -31,9 +31,8 @@ async def test_text_usage_and_finish_reason(server: Server) -> None:
     assert body["object"] == "text_completion"
     assert body["model"] == "stub"
     assert body["id"].startswith("cmpl-")
-    assert body["choices"] == [
-        {"index": 0, "text": "hello world", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
-    ]
+    empty = dict.fromkeys(["logprobs", "stop_reason", "prompt_logprobs", "token_ids", "prompt_token_ids"])
+    assert body["choices"] == [{"index": 0, "text": "hello world", "finish_reason": "stop", **empty}]
     output = len(server.engine.tokenizer.encode("hello world")) + 1
     assert body["usage"] == {
         "prompt_tokens": 2,
@@ -160,6 +159,9 @@ async def test_stop_token_ends_without_its_text(server: Server) -> None:
         "logprobs": None,
         "finish_reason": "stop",
         "stop_reason": bang,
+        "prompt_logprobs": None,
+        "token_ids": None,
+        "prompt_token_ids": None,
     }
     body = await server.complete(stop_token_ids=[bang], include_stop_str_in_output=True)
     assert body["choices"][0]["text"] == "ab!"
@@ -272,7 +274,7 @@ async def test_streams_of_several_choices_add_up_to_the_plain_answer(server: Ser
         whole["finish_reason"] = choice["finish_reason"]
         for name, values in choice["logprobs"].items():
             whole["logprobs"][name] += values
-    assert [merged[i] for i in range(4)] == plain
+    assert [{**merged[i], "prompt_logprobs": None} for i in range(4)] == plain
 
 
 async def test_bursts_arrive_as_one_event_at_a_slow_reader(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
