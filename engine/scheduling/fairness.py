@@ -97,9 +97,9 @@ class Fairness:
         return None
 
     def yields(self, s: SlotTable, slot: int, step: int) -> None:
-        """Record that a request loses its slot to a tenant without one. The next may after as many iterations as tokens
-        have to be computed again, which keeps the cost low if prefixes are not cached."""
-        self._next_yield = step + int(s.known[slot]) - int(s.published[slot]) * s.page_size
+        """Record that a request loses its slot to a tenant without one. The next may after twice as many iterations as
+        tokens have to be computed again, which keeps the cost low even if prefixes are not cached."""
+        self._next_yield = step + 2 * (int(s.known[slot]) - int(s.published[slot]) * s.page_size)
         s.of(slot).yielded += 1
         self.yielded += 1
 
