@@ -20,7 +20,7 @@ from weft.server.api.browsers import BrowserChecks
 from weft.server.api.fast_path import EXTENSION, RawWriter
 from weft.server.api.service import Service
 from weft.server.errors import ApiError
-from weft.server.observe.metrics import PROBES
+from weft.server.observe.metrics import PROBES, endpoint_of
 
 MAX_HEADER_BYTES = 64 * 1024  # Limit of the request line and headers, and of trailers and chunk extensions.
 
@@ -220,7 +220,8 @@ class Connection(HttpToolsProtocol):
             self._refuse(refusal)
         elif self.vital_only is not None and not is_vital(self.url, self._service.config.root_path):
             self._begun -= 1
-            self._service.metrics.request_ended(self.url.partition(b"?")[0].decode("latin-1"), self.vital_only.status)
+            path = self.url.partition(b"?")[0].decode("latin-1")
+            self._service.metrics.request_ended(endpoint_of(path), self.vital_only.status)
             self._refuse(self.vital_only)
         elif self._is_plain_get(hosts) and (shortcut := self._shortcuts.get(self.url)) is not None:
             self._shortcut = shortcut

@@ -96,7 +96,9 @@ _FORM = {
 async def create_file(request: Request, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
     chunks = request.stream()
     try:
-        return (await _create(request.headers.get("content-type", ""), chunks, folder.files, owner)).to_json()
+        file = await _create(request.headers.get("content-type", ""), chunks, folder.files, owner)
+        request.app.state.service.metrics.storage.worked("files")
+        return file.to_json()
     except StoreFull as error:
         raise ApiError(413, str(error), param="file", code="files_full") from None
     finally:

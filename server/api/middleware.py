@@ -32,7 +32,7 @@ from weft.server.errors import MAX_ECHO, ApiError
 from weft.server.keys import match
 from weft.server.observe import tracing
 from weft.server.observe.limits import RateLimits
-from weft.server.observe.metrics import ENDPOINTS, PROBES, Metrics
+from weft.server.observe.metrics import PROBES, Metrics, endpoint_of
 
 OPEN_PATHS = frozenset(PROBES)
 MESSAGES = "/v1/messages"
@@ -44,8 +44,6 @@ LIMITED_PATHS = frozenset(
         "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/completion",
     }
 )  # fmt: skip
-_ENDPOINTS = frozenset(ENDPOINTS)
-STORED_PATHS = ("/v1/files/", "/v1/batches/", "/v1/responses/", "/v1/conversations/")
 _REQUEST_ID = re.compile(REQUEST_ID)
 
 NOT_STORED_HEADER = "x-weft-not-stored"
@@ -85,7 +83,8 @@ class Trace:
         context = tracing.parse(_header(scope, b"traceparent"))
         span = None
         if self._spans is not None and scope["path"] not in OPEN_PATHS:
-            span = self._spans.begin(f"{scope['method']} {_endpoint(scope)}", context, _header(scope, b"tracestate"))
+            name = f"{scope['method']} {endpoint_of(scope['path'])}"
+            span = self._spans.begin(name, context, _header(scope, b"tracestate"))
         status = 499  # the client disconnected before the answer
 
         async def traced_send(message: Message) -> None:
@@ -114,7 +113,7 @@ class Trace:
             raise
         finally:
             Service.leave(scope)
-            self._metrics.request_ended(_endpoint(scope), status)
+            self._metrics.request_ended(endpoint_of(scope["path"]), status)
             self._log_request(scope, status, context, span)
 
     def _without_root(self, path: str) -> str:
@@ -292,14 +291,6 @@ def _is_anthropic(scope: Scope) -> bool:
     if path == MODELS or path.startswith(f"{MODELS}/"):
         return _header(scope, b"anthropic-version") is not None
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
-
-
-def _endpoint(scope: Scope) -> str:
-    """The endpoint label of the metrics. Paths of stored objects count as their collection."""
-    path: str = scope["path"]
-    if path.startswith(STORED_PATHS):
-        path = "/".join(path.split("/")[:3])
-    return path if path in _ENDPOINTS else "other"
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

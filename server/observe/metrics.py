@@ -33,6 +33,8 @@ ENDPOINTS = (
     "/invocations", "/server_info", "/load", "/props", "/apply-template", "/slots", "/completion", "/api/chat", "/api/generate",
     "/api/embed", "/api/embeddings", "/api/tags", "/api/show", "/api/ps", "/api/version",
 )  # fmt: skip
+STORED_PATHS = ("/v1/files/", "/v1/batches/", "/v1/responses/", "/v1/conversations/")
+_ENDPOINTS = frozenset(ENDPOINTS)
 _CAUSES = ["disconnect", "stall", "timeout", "drain", "engine", "error", "crash", "sleep"]
 _STATUSES = [
     "200", "400", "401", "403", "404", "405", "408", "413", "415", "429", "431", "499", "500", "501", "503", "504",
@@ -51,6 +53,13 @@ _PER_MODEL: tuple[tuple[str, str, str, Callable[[SchedulerStats], int]], ...] = 
      lambda s: s.prompt_tokens),
     ("weft_model_generation_tokens_total", "counter", "Tokens generated, by model", lambda s: s.generation_tokens),
 )  # fmt: skip
+
+
+def endpoint_of(path: str) -> str:
+    """Return the endpoint label of a path. Paths of stored objects count as their collection."""
+    if path.startswith(STORED_PATHS):
+        path = "/".join(path.split("/")[:3])
+    return path if path in _ENDPOINTS else "other"
 
 
 class Metrics:

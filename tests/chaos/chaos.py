@@ -1,9 +1,10 @@
 """`make chaos`: half an hour of faults on a CPU, from a seed, and a verdict.
 
-It kills and stops processes, flips bits in the store, lets clients disconnect, overloads the daemon, stops reading its
-log and moves its clock. Meanwhile clients that know the right answers send requests. It passes if no answer was wrong,
-every request had a terminal answer, the daemon's counters agree with the clients' ledger to the request, and no process
-grew.
+It kills and stops processes, flips bits in the store, lets clients disconnect, overloads the daemon, with priorities
+too, stops reading its log, moves its clock, breaks its disks and uses up its file descriptors. Meanwhile clients that
+know the right answers send requests, some as pages of other sites would. It passes if no answer was wrong, every stored
+response was there, every request had a terminal answer, probes on `--admin-port` were answered, the daemon's counters
+agree with the clients' ledger to the request, and no process grew.
 
     make chaos ARGS="--minutes 30 --seed 0"
 """
@@ -24,24 +25,29 @@ from collections import defaultdict
 from pathlib import Path
 from random import Random
 
+from broken_disk import BrokenDisk
 from customers import Customers, questions, references
 from ledger import Ledger, disagreements, totals
 from live import Daemon
 from mischief import API, ENGINE, Clock, Log, Mischief
+from stored import StoringClients
 
 HERE = Path(__file__).parent
 HANG_SECONDS = 6.0
 """hang timeouts of the daemon under test"""
 MEMORY_STEP_MIB = 40
 """MiB that a process may grow by, plus a tenth, after its second minute"""
+DESCRIPTORS = 400
+"""file descriptors of each process of the daemon"""
 MIB = 2**20
 
 
-def options(port: int, store: Path) -> list[str]:
+def options(port: int, admin_port: int, disk: Path) -> list[str]:
     """Small pools, so that pages move and requests are preempted, and limits that are reached within seconds."""
     given = {
         "port": port, "api-workers": 3, "dtype": "float32", "num-pages": 150, "page-size": 16, "max-num-seqs": 16,
-        "max-num-batched-tokens": 256, "host-kv-gib": 0.01, "ssd-kv-path": store, "ssd-kv-gib": 0.05,
+        "max-num-batched-tokens": 256, "host-kv-gib": 0.01, "ssd-kv-path": disk / "store", "ssd-kv-gib": 0.05,
+        "responses-dir": disk / "responses", "files-dir": disk / "files", "admin-port": admin_port,
         "max-queued-requests": 64, "request-timeout": 60, "drain-timeout": 20, "hang-timeout": HANG_SECONDS,
         "step-timeout": HANG_SECONDS, "api-hang-timeout": HANG_SECONDS, "engine-restart-limit": 100_000,
     }  # fmt: skip
@@ -51,7 +57,7 @@ def options(port: int, store: Path) -> list[str]:
 class Watched(Daemon):
     """A daemon whose stderr is a pipe, with a clock of its own where there is a C compiler."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
+    def __init__(self, folder: Path, disk: BrokenDisk | None, *words: str) -> None:
         self.clock = Clock(folder / "clock")
         environment = {**os.environ, "CHAOS_CLOCK": str(folder / "clock"), "OMP_NUM_THREADS": "1"}
         shim = folder / "clock.so"
@@ -61,8 +67,21 @@ class Watched(Daemon):
             print("there is no C compiler: the clock does not jump")
         else:
             environment["LD_PRELOAD"] = str(shim)
+        if disk is not None:
+            environment |= disk.env | {"LD_PRELOAD": f"{shim}:{disk.env['LD_PRELOAD']}"}
         self.process = subprocess.Popen(
-            (sys.executable, "-P", "-m", "weft.server.daemon.cli", "serve", *words),
+            (
+                "bash",
+                "-c",
+                f'ulimit -n {DESCRIPTORS}; exec "$@"',
+                "-",
+                sys.executable,
+                "-P",
+                "-m",
+                "weft.server.daemon.cli",
+                "serve",
+                *words,
+            ),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment,
@@ -131,9 +150,15 @@ async def run(folder: Path, minutes: float, seed: int, crowd: int) -> list[str]:
     """Return what was found wrong."""
     rng = Random(seed)
     port = free_port()
-    store = folder / "store"
-    store.mkdir()
-    daemon = Watched(folder, *options(port, store))
+    admin_port = free_port()
+    store = folder / "disk" / "store"
+    try:
+        disk: BrokenDisk | None = BrokenDisk(folder / "disk", folder / "shim")
+    except RuntimeError:
+        disk = None
+        print("there is no C compiler: the disk does not fail")
+    store.mkdir(parents=True)
+    daemon = Watched(folder, disk, *options(port, admin_port, folder / "disk"))
     ledger = Ledger()
     findings: list[str] = []
     try:
@@ -142,10 +167,14 @@ async def run(folder: Path, minutes: float, seed: int, crowd: int) -> list[str]:
         begun = await fetched(port, "/metrics")
         customers = Customers(port, ledger, answers, rng)
         data = max(store.iterdir(), key=lambda file: file.stat().st_size)
-        mischief = Mischief(daemon, customers, data, daemon.log, daemon.clock, rng, 2 * HANG_SECONDS)
+        storing = StoringClients(port, ledger, rng)
+        mischief = Mischief(
+            daemon, customers, data, daemon.log, daemon.clock, rng, 2 * HANG_SECONDS, disk, port, admin_port
+        )
         memory = Memory(daemon)
         watching = asyncio.create_task(memory.watch())
         customers.come(crowd)
+        storing.come(max(1, crowd // 8))
         storm = asyncio.create_task(mischief.go_on(60 * minutes, (1.0, 6.0)))
         while not storm.done():
             await asyncio.wait((storm,), timeout=30)
@@ -158,19 +187,20 @@ async def run(folder: Path, minutes: float, seed: int, crowd: int) -> list[str]:
                 return [f"the daemon ended with status {daemon.process.returncode}"]
         await storm
         await mischief.calm()
-        await asyncio.wait_for(customers.stop(), 300)
+        await asyncio.wait_for(asyncio.gather(customers.stop(), storing.stop()), 300)
         await asyncio.sleep(2 * HANG_SECONDS)  # this finds processes that still hang
         exposition = await fetched(port, "/metrics")
         watching.cancel()
         print("accidents:", dict(mischief.done))
+        print(f"responses: {storing.stored} stored, {storing.not_stored} not, {storing.read} read")
         print("answers:", {" ".join(key): count for key, count in sorted(ledger.answered.items())})
         print(
             "restarts:",
             *(dict(totals(exposition, f"weft_{name}_restarts_total")) for name in ("engine", "api_process")),
         )
-        findings += ledger.wrong + [f"no terminal answer: {what}" for what in ledger.unanswered]
+        findings += mischief.findings + ledger.wrong + [f"no terminal answer: {what}" for what in ledger.unanswered]
         findings += disagreements(ledger, exposition, begun) + memory.grown()
-        for gauge in ("weft_requests_running", "weft_requests_waiting"):
+        for gauge in ("weft_requests_running", "weft_requests_waiting", "weft_storage_failing"):
             line = next((line for line in exposition.splitlines() if line.startswith(gauge)), f"{gauge} 0")
             if float(line.split()[-1]):
                 findings.append(f"afterwards {line}")

@@ -113,10 +113,10 @@ class Customers:
     def come(self, count: int) -> None:
         self._crowd += [asyncio.create_task(self._ask_on(Random(self._rng.random()))) for _ in range(count)]
 
-    async def burst(self, count: int) -> None:
-        """`count` requests at once, one per client."""
+    async def burst(self, count: int, **fields: Any) -> None:
+        """`count` requests at once, one per client, with `fields` that do not change the answer."""
         rng = Random(self._rng.random())
-        await asyncio.gather(*(self._ask(rng.choice(self._asked), rng) for _ in range(count)))
+        await asyncio.gather(*(self._ask(rng.choice(self._asked), rng, **fields) for _ in range(count)))
 
     async def stop(self) -> None:
         """Wait until every client has its answer."""
@@ -128,7 +128,7 @@ class Customers:
             served = await self._ask(rng.choice(self._asked), rng)
             await asyncio.sleep(rng.uniform(0, 0.2) if served else rng.uniform(0.2, 1.0))
 
-    async def _ask(self, question: Question, rng: Random) -> bool:
+    async def _ask(self, question: Question, rng: Random, **fields: Any) -> bool:
         """Return whether it was served."""
         ledger, path = self.ledger, question.path
         leaves = rng.random() < 0.05
@@ -138,7 +138,7 @@ class Customers:
             ledger.refused += 1
             return False
         try:
-            writer.write(request(question, keep_alive=False))
+            writer.write(request(replace(question, body=question.body | fields), keep_alive=False))
             if leaves:
                 await asyncio.sleep(rng.uniform(0, 0.3))
                 ledger.left[path] += 1

@@ -14,9 +14,12 @@ from pathlib import Path
 from random import Random
 from typing import IO
 
+from broken_disk import FAULTS, BrokenDisk
 from customers import Customers
 from live import Daemon
 
+IDLE_CLIENTS = 1300  # more than three API processes have descriptors for
+PROBES = 60  # attempts to reach /health
 ENGINE, API = "weft.engine.process", "weft.server.daemon.worker"
 
 
@@ -60,14 +63,20 @@ class Mischief:
         clock: Clock,
         rng: Random,
         hang_seconds: float,
+        disk: BrokenDisk | None,
+        port: int,
+        admin_port: int,
     ) -> None:
         self._daemon, self._customers, self._store = daemon, customers, store
         self._log, self._clock, self._rng, self._hang_seconds = log, clock, rng, hang_seconds
+        self._disk, self._port, self._admin_port = disk, port, admin_port
+        self.findings: list[str] = []
         self.done: Counter[str] = Counter()
         self._pending: set[asyncio.Task[None]] = set()
         kinds: dict[Callable[[], Awaitable[None]], int] = {
             self._kill_engine: 3, self._hang_engine: 1, self._pause_engine: 3, self._kill_api: 3, self._hang_api: 2,
             self._pause_api: 3, self._flip_bits: 8, self._overload: 3, self._stall_log: 2, self._jump_clock: 3,
+            self._break_disk: 3 if disk is not None else 0, self._use_up_descriptors: 2, self._prefer: 3,
         }  # fmt: skip
         self._kinds, self._weights = list(kinds), list(kinds.values())
 
@@ -85,6 +94,8 @@ class Mischief:
         await asyncio.gather(*self._pending, return_exceptions=True)
         self._log.reading.set()
         self._clock.set(0)
+        if self._disk is not None:
+            self._disk.work()
 
     def _one_of(self, module: str) -> int:
         """A process id. Raises `ProcessLookupError`."""
@@ -140,6 +151,50 @@ class Mischief:
 
     async def _jump_clock(self) -> None:
         self._clock.set(self._rng.choice((0, 3600, -3600, 86400, -86400, 31 * 365 * 86400)))
+
+    async def _break_disk(self) -> None:
+        """The disk fails, or takes its time, for a while."""
+        assert self._disk is not None
+        if self._rng.random() < 0.3:
+            self._disk.hang(self._rng.randrange(100, 3000))
+        else:
+            self._disk.fail(self._rng.choice(list(FAULTS.values())))
+        await asyncio.sleep(self._rng.uniform(0.2, 8))
+        self._disk.work()
+
+    async def _use_up_descriptors(self) -> None:
+        """Idle clients hold more connections than the daemon has descriptors. Probes are answered nevertheless, by a
+        process that does not hang."""
+        idle = []
+        for _ in range(IDLE_CLIENTS):
+            with suppress(OSError):
+                idle.append(await asyncio.open_connection("127.0.0.1", self._port))
+        try:
+            for port in (self._admin_port, self._port):
+                for _ in range(PROBES):
+                    if await self._probe(port):
+                        break
+                    await asyncio.sleep(0.5)
+                else:
+                    self.findings.append(f"/health was not answered on port {port} with {len(idle)} idle connections")
+        finally:
+            for _, writer in idle:
+                writer.close()
+
+    async def _probe(self, port: int) -> bool:
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(self._hang_seconds):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                try:
+                    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                    return (await reader.read()).startswith((b"HTTP/1.1 200", b"HTTP/1.1 503"))
+                finally:
+                    writer.close()
+        return False
+
+    async def _prefer(self) -> None:
+        """Clients that want to be served before or after all others."""
+        self._begin(self._customers.burst(self._rng.randrange(20, 80), priority=self._rng.choice((-1000, -1, 1, 1000))))
 
     def _begin(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

@@ -36,6 +36,9 @@ WAIT_SECONDS = 10.0  # seconds to wait for another process's transaction
 PATIENCE_SECONDS = 15.0  # seconds to wait for a call, which a slow disk may hold up
 PROBE_BYTES = 2**16  # bytes written to find out whether the disk works again
 
+_SPOILT = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+"""errors after which a connection is of no use"""
+
 _SCHEMA = """
 create table if not exists documents(
     id text primary key, owner text not null, body blob not null, size integer not null, used real not null,
@@ -68,7 +71,7 @@ class _GivenUp(Exception):
 
 
 class _Database:
-    """One thread's connection. It is opened again after an error, and if the file was replaced."""
+    """One thread's connection. It is opened again if the file was replaced, or after some errors."""
 
     def __init__(self, file: Path | None) -> None:
         """`file`: None for a database in memory."""
@@ -107,9 +110,10 @@ class _Database:
             return there.st_dev, there.st_ino
         return (0, 0)
 
-    def recover(self) -> None:
-        """Drop what an error may have left behind."""
-        if self._file is not None:
+    def recover(self, error: Exception) -> None:
+        """Drop what an error may have left behind. A connection that may still work stays: a full disk has no space to
+        open another one."""
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _SPOILT and self._file is not None:
             self.close()
         elif self._db is not None and self._db.in_transaction:
             self._db.execute("rollback")
@@ -142,6 +146,7 @@ class Store:
             if root is not None:
                 root.mkdir(mode=0o700, parents=True, exist_ok=True)  # not later: a disk may be missing for a while
             self._writes.get()
+            self._reads.get()
         except (OSError, sqlite3.Error) as error:
             if storage is None:
                 raise ConfigError(f"--responses-dir {folder} cannot be used: {error}") from None
@@ -225,7 +230,7 @@ class Store:
             db.execute("commit")
         except (OSError, sqlite3.Error) as error:
             with suppress(sqlite3.Error):
-                database.recover()
+                database.recover(error)
             raise self._failed(_api_error(error)) from error
         if self._used and function != self._record_uses:
             with suppress(RuntimeError):  # closed
