@@ -315,7 +315,7 @@ async def test_no_process_reports_ready_while_another_one_is_not(tmp_path: Path)
         stop(late := workers[1])
         serves = 0
         while serves < 3:  # in the answering process: the other's connections wait
-            async with httpx.AsyncClient(base_url=daemon.url, timeout=1, limits=EACH_ITS_OWN) as http:
+            async with httpx.AsyncClient(base_url=daemon.url, timeout=3, limits=EACH_ITS_OWN) as http:
                 with contextlib.suppress(httpx.TransportError):
                     serves += (await http.post("/v1/completions", json=SHORT)).status_code == 200
                     assert (await http.get("/ready")).json()["error"]["code"] == "loading"
@@ -337,8 +337,8 @@ async def test_no_process_reports_ready_while_another_one_lacks_a_model(tmp_path
     daemon = Daemon(tmp_path / "log", *options)
     daemon.url = f"http://127.0.0.1:{port}"
 
-    async def answers(model: str) -> bool:
-        async with httpx.AsyncClient(base_url=daemon.url, timeout=1, limits=EACH_ITS_OWN) as http:
+    async def answers(model: str, timeout: float) -> bool:
+        async with httpx.AsyncClient(base_url=daemon.url, timeout=timeout, limits=EACH_ITS_OWN) as http:
             with contextlib.suppress(httpx.TransportError):
                 return (await http.post("/v1/completions", json={**SHORT, "model": model})).status_code == 200
         return False
@@ -353,15 +353,15 @@ async def test_no_process_reports_ready_while_another_one_lacks_a_model(tmp_path
         stop(engines[1])
         in_a_row = 0
         while in_a_row < 16:  # from both processes
-            in_a_row = in_a_row + 1 if await answers("a") else 0
+            in_a_row = in_a_row + 1 if await answers("a", 240) else 0
             await asyncio.sleep(0.02)
         stop(late := workers[1])
         os.kill(engines[1], signal.SIGCONT)
-        while not await answers("b"):
+        while not await answers("b", 3):  # connections to the other process wait
             await asyncio.sleep(0.05)
         seen = 0
         while seen < 3:  # in the answering process: the other's connections wait
-            async with httpx.AsyncClient(base_url=daemon.url, timeout=1, limits=EACH_ITS_OWN) as http:
+            async with httpx.AsyncClient(base_url=daemon.url, timeout=3, limits=EACH_ITS_OWN) as http:
                 with contextlib.suppress(httpx.TransportError):
                     assert (await http.get("/ready")).json()["error"]["code"] == "loading"
                     seen += 1
