@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,6 +18,7 @@ from weft.server.observe.shared_state import ENTERED, WAITING, SharedState, Slee
 
 POLL_SECONDS = 0.02
 LAST_ANSWERS = 5.0  # Seconds that interrupted requests get to end.
+MAX_DOUBLED = 4  # Times that a model's requests get twice as long to end, for it to sleep for another.
 
 logger = logging.getLogger("weft")
 
@@ -38,6 +40,7 @@ class SleepManager:
         self._waking: dict[int, list[asyncio.Future[str]]] = {}
         self._falling_asleep: dict[int, list[asyncio.Future[str]]] = {}
         """Waiters by model. Each receives an empty string, or the reason for a failure."""
+        self._outlasted: Counter[int] = Counter()  # by model: times that its requests took too long for it to sleep
         self._work: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._begun = asyncio.Event()
@@ -157,11 +160,12 @@ class SleepManager:
         return not left
 
     async def _sleep(self, move: SleepMove, level: int, patience: float | None) -> None:
-        """`patience`: seconds until open requests are interrupted; None to keep the model awake instead."""
+        """`patience`: seconds until open requests are interrupted; None to keep the model awake instead, after twice as
+        long each time in a row. So long requests do not keep others' models asleep for ever."""
         model, name = move.model, self._names[move.model]
         self._publish(model)
         begun = time.monotonic()
-        if not await self._idle(model, self._patience if patience is None else patience):
+        if not await self._idle(model, self._patience * 2 ** self._outlasted[model] if patience is None else patience):
             if patience is None:
                 self._cancel_sleep(model)
                 return
@@ -177,12 +181,14 @@ class SleepManager:
         if self.policy.sleep_states[model] is SleepState.DEAD:
             return
         self.policy.slept(model)
+        del self._outlasted[model]
         self._publish(model)
         self._metrics.model_sleeps.labels(name).inc()
         logger.info("%s sleeps at level %d after %.1f s", name, max(levels), time.monotonic() - begun)
         self._resolve(self._falling_asleep, model)
 
     def _cancel_sleep(self, model: int) -> None:
+        self._outlasted[model] = min(self._outlasted[model] + 1, MAX_DOUBLED)
         loser = self.policy.sleep_cancelled(model)
         self._publish(model)
         why = f"{self._names[model]} has requests that take longer than --drain-timeout"

@@ -175,6 +175,26 @@ async def test_no_request_is_ended_for_another_model() -> None:
         assert await made.manager.wake(1) == ""
 
 
+async def test_long_requests_get_twice_as_long_each_time_until_their_model_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with daemon([1.0, 1.0], patience=30) as made:
+        waits: list[float] = []
+
+        async def idle(model: int, seconds: float) -> bool:
+            waits.append(seconds)
+            return not made.shared_state.load[:, model, ENTERED].any()
+
+        monkeypatch.setattr(made.manager, "_idle", idle)
+        for _ in range(6):
+            made.opens(0)
+            assert await made.manager.wake(1) == "a has requests that take longer than --drain-timeout"
+        made.opens(0, 0)
+        assert await made.manager.wake(1) == ""
+        assert await made.manager.wake(0) == ""
+        assert waits == [30, 60, 120, 240, 480, 480, 480, 30]
+
+
 async def test_an_operator_ends_requests_after_the_given_time() -> None:
     async with daemon([0.5, 0.5]) as made:
         made.opens(0, 3)
