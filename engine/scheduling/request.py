@@ -41,7 +41,7 @@ class Request:
     seed: int
     leader: int = -1  # handle of the request whose pages it waits for; -1 for none
     tenant: int = 0  # Number of the tenant. Tenants of one precedence share the engine fairly.
-    precedence: int = 0  # lower ones go first, whatever their tenant
+    precedence: int = 0  # lower ones go first, of any tenant
     ticket: int = 0  # ticket in the waiting queue; 0 if it is not queued
     charged: float = 0.0  # tokens charged to its tenant when it first got a slot
     overtaken: int = 0  # requests admitted ahead of it while it was first in line

@@ -220,7 +220,7 @@ class WaitingQueue:
         return queue.first_of(tenant), since
 
     def promote(self, request: Request) -> None:
-        """Make the request's tenant the next one, whatever its turn."""
+        """Make the request's tenant the next one, out of turn."""
         self._queues[request.precedence].fair.promote(request.tenant)
 
     def freed(self, tenant: int) -> None:

@@ -70,7 +70,7 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     tenant: int = 0
     """Number of the request's API key. Tenants of one precedence share the engine fairly."""
     precedence: int = 0
-    """Requests with a lower one go first, whatever their tenant."""
+    """Requests with a lower one go first, of any tenant."""
     metered: bool = False
     """Report the energy charged (`Outputs.joules`)."""
     retention: tuple[Retention, ...] = ()

@@ -182,7 +182,7 @@ def test_if_memory_runs_out_the_tenant_with_the_most_slots_loses_one() -> None:
     engine.run()
 
 
-def test_a_prompt_in_progress_keeps_its_place_whatever_the_priorities_of_others() -> None:
+def test_a_prompt_in_progress_keeps_its_place_for_any_priorities_of_others() -> None:
     clock = Clock(0.0, budget=40)
     clock.add(100, 1, tenant=1, priority=5)
     clock.step()
@@ -216,7 +216,7 @@ def test_two_tenants_lose_few_iterations_and_tokens(prefix_caching: bool, more: 
     iterations, tokens, yielded = cost(PATIENCE, prefix_caching=prefix_caching)
     iterations_without, tokens_without, none = cost(10**9, prefix_caching=prefix_caching)
     assert none == 0
-    assert yielded >= 10
+    assert yielded >= 5
     assert iterations <= 1.005 * iterations_without
     assert tokens <= more * tokens_without
 
