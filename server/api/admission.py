@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,6 +28,7 @@ class Admission:
         self._loads = shared_state.load[:, model]
         self._max_requests = max_requests
         self._max_tokens = max_tokens
+        self._open_by_key: defaultdict[int, int] = defaultdict(int)  # open requests of this process
         self._load[:ENTERED] = 0
         replicas.on_open = self._set_open
 
@@ -43,13 +45,22 @@ class Admission:
         self._load[PREFILL] = count
 
     @contextmanager
-    def admit(self, num_sequences: int, num_tokens: int) -> Iterator[None]:
-        """A context for submitting work, which locks out other processes. Raises `ApiError` 503 if refused."""
+    def admit(self, num_sequences: int, num_tokens: int, key: int | None = None) -> Iterator[None]:
+        """A context for submitting work, which locks out other processes. Raises `ApiError` 503 if refused. An API
+        `key` without an open request in this process may have one although others have filled the queue."""
         with self._shared_state.lock():
-            if (refusal := self.refusal(num_sequences, num_tokens)) is not None:
+            first = key is not None and not self._open_by_key[key] and self._max_requests
+            if not first and (refusal := self.refusal(num_sequences, num_tokens)) is not None:
                 self._rejected.labels(str(refusal.code)).inc()
                 raise refusal
             yield
+            if key is not None:
+                self._open_by_key[key] += 1
+
+    def left(self, key: int | None) -> None:
+        """Record that an admitted request has ended."""
+        if key is not None:
+            self._open_by_key[key] -= 1
 
     def refusal(self, num_sequences: int, num_tokens: int) -> ApiError | None:
         """Why work of this size is refused now, or None."""

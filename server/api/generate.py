@@ -73,6 +73,8 @@ class Generation:
             body.include_stop_str_in_output,
         )  # fmt: skip
         self._tenant: int = scope["weft.key"]
+        self._key = self._tenant if service.keys else None
+        self._admitted = False
         best = service.best_priorities
         self._best_priority = best[self._tenant] if best else service.config.best_priority
         self._charge: Callable[[int], None] = scope["weft.charge"]
@@ -94,7 +96,7 @@ class Generation:
         num_tokens = body.n * sum(len(prompt.token_ids) for prompt in self.prompts)
         salt = self._salt + body.cache_salt
         self._lookups = [loaded.replicas.prompt_pages(prompt.token_ids, salt) for prompt in self.prompts]
-        with loaded.admission.admit(body.n * len(self.prompts), num_tokens):
+        with loaded.admission.admit(body.n * len(self.prompts), num_tokens, self._key):
             for i, pages in enumerate(self._lookups):
                 ticket = loaded.replicas.route(pages, self._params[i].max_tokens, body.prompt_cache_key)
                 leader = -1
@@ -102,6 +104,7 @@ class Generation:
                     choice = self._begin(len(self.choices), i, ticket if k == 0 else ticket.sibling(), leader)
                     self.choices.append(choice)
                     leader = choice.stream.handle if k == 0 else leader
+        self._admitted = True
         self._charge_usage()
 
     def _begin(self, index: int, i: int, ticket: Ticket, leader: int) -> Choice:
@@ -252,6 +255,9 @@ class Generation:
                 self.service.metrics.sequence_aborted(cause)
                 if not choice.first_token_at:
                     self._count_wait(time.perf_counter() - self.arrival)
+        if self._admitted:
+            self._admitted = False
+            self._loaded.admission.left(self._key)
         self._charge_usage()
 
     def _count_wait(self, seconds: float) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 from exposed import value_of
 from hypothesis import given
 from hypothesis import strategies as st
-from stub import serving
+from stub import Script, serving
 
 from weft.engine.errors import ConfigError
 from weft.server.config import ServeConfig
@@ -300,3 +302,35 @@ async def test_a_priority_counts_between_keys_as_far_as_the_key_allows_on_every_
                 (added,) = server.engine.added
                 assert added.priority == priority
                 assert added.precedence == precedence(priority, -10 if key == "b" else 0)
+
+
+async def test_a_key_that_fills_the_queue_refuses_no_other_key_its_first_request() -> None:
+    async with serving(api_key=["a", "b"], max_queued_requests=2, max_num_seqs=1) as server:
+        gate = asyncio.Event()
+        server.engine.script = Script("abc", gate=gate)
+
+        def post(key: str) -> asyncio.Task[httpx.Response]:
+            body = {"prompt": "hi", "max_tokens": 2}
+            return asyncio.create_task(server.post("/v1/completions", body, headers=bearer(key)))
+
+        tasks = [post("a") for _ in range(3)]
+        await server.settle(lambda: server.engine.num_open == 3)
+        assert (await post("a")).json()["error"]["code"] == "queue_full"
+        tasks.append(post("b"))
+        await server.settle(lambda: server.engine.num_open == 4)
+        assert (await post("b")).json()["error"]["code"] == "queue_full"
+        gate.set()
+        assert [response.status_code for response in await asyncio.gather(*tasks)] == [200] * 4
+        counts = [value_of(server.service.metrics, "weft_key_queue_time_seconds_count", {"key": key}) for key in "01"]
+        assert counts == [3, 1]
+
+
+async def test_the_wait_of_a_request_that_is_given_up_before_it_starts_counts() -> None:
+    async with serving(api_key=["a", "b"]) as server:
+        server.engine.script = Script("abcdef", stop_after=0)
+        body = {"prompt": "hi", "max_tokens": 2}
+        task = asyncio.create_task(server.post("/v1/completions", body, headers=bearer("b")))
+        await server.settle(lambda: server.engine.num_open == 1)
+        task.cancel()
+        await server.settle(lambda: server.engine.num_open == 0)
+        assert value_of(server.service.metrics, "weft_key_queue_time_seconds_count", {"key": "1"}) == 1
