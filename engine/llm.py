@@ -39,6 +39,12 @@ class Completion(NamedTuple):
     cached_tokens: int
     logprobs: list[TokenLogprobs]
 
+    def __getitem__(self, key: Any) -> Any:
+        """Return a field by name, as Nano-vLLM's outputs do, or by position. Raises `KeyError` for another name."""
+        if isinstance(key, str) and key not in self._fields:
+            raise KeyError(key)
+        return getattr(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
+
 
 def _several(prompts: Any) -> Sequence[Any]:
     """Return the argument of `LLM.generate` as a sequence of prompts. Raises `RequestError`."""
@@ -103,11 +109,13 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
+        use_tqdm: bool = True,
     ) -> list[Completion]:
         """Complete each prompt: text, or token ids in a list, a numpy array or a torch tensor; the rows of one with two
-        dimensions are a prompt each. One `SamplingParams` for all, or one each. Raises `RequestError`."""
+        dimensions are a prompt each. One `SamplingParams` for all, or one each. `use_tqdm` means the same as
+        `progress`. Raises `RequestError`."""
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else _token_ids(p) for p in _several(prompts)]
-        return self._run(ids, params, progress)
+        return self._run(ids, params, progress and use_tqdm)
 
     def chat(
         self,

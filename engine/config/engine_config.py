@@ -153,6 +153,8 @@ class EngineConfig(BaseModel):
     batch_invariant: bool = False
     """make a request's tokens and log-probabilities independent of the batch; slower. Preemption and cached prefixes
     may still change the last bits"""
+    enforce_eager: bool = False
+    """run without CUDA graphs and without a nano-batch plan, for debugging; slower. No effect on a CPU"""
     cache_dir: str | None = Field(None, min_length=1)
     """folder of compiled kernels and tuned tiles [$XDG_CACHE_HOME/weft]"""
     tuning_seconds: float = Field(60.0, ge=0, le=1e9)

@@ -135,6 +135,16 @@ def test_with_batch_invariance_only_an_explicit_plan_runs(tmp_path: Path, monkey
             resolve(named, spec)
 
 
+def test_an_eager_engine_runs_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolving, "target_of", lambda *_: HERE)
+    eager = EngineConfig(device="cuda", enforce_eager=True)
+    with compiling_for(KNOWN["h200"]):
+        resolved = resolve(eager, SPEC)
+        assert (resolved.plan, resolved.enforce_eager) == (None, True)
+        with pytest.raises(ConfigError, match="pipelines run in CUDA graphs: leave out --enforce-eager"):
+            resolve(eager.model_copy(update={"plan": _file(tmp_path, 1792)}), SPEC)
+
+
 def test_an_impossible_pipeline_is_an_error(tmp_path: Path) -> None:
     whole = serial_period(SPEC, 1792, 132)
     Plan(HERE, "1024:512", (Period(1792, whole.operations[1:]),)).save(tmp_path / "plan.json")

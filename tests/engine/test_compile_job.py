@@ -83,6 +83,7 @@ def test_another_gpu_needs_other_kernels(config: EngineConfig, tmp_path: Path) -
         {"quantization": "fp8"},
         {"kv_cache_dtype": "fp8"},
         {"pod": "on"},
+        {"enforce_eager": True},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -43,6 +43,24 @@ def test_generate_takes_text_or_token_ids(llm: LLM) -> None:
     assert len(from_text.logprobs) == len(from_text.token_ids)
 
 
+def test_a_script_of_nano_vllm_runs_unchanged(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its `example.py` and `bench.py`: options, positional arguments, outputs read as dictionaries."""
+    llm = LLM("demo", enforce_eager=True, tensor_parallel_size=1, max_model_len=256, progress=False)
+    params = SamplingParams(temperature=0.6, max_tokens=6)
+    outputs = llm.generate(["1 2 3 4", "5 6 7"], params)
+    for prompt, output in zip(("1 2 3 4", "5 6 7"), outputs, strict=True):
+        assert f"{prompt!r} {output['text']!r}" == f"{prompt!r} {output.text!r}"
+        assert output["token_ids"] == output.token_ids
+        assert (output[0], output[:2]) == (output.text, (output.text, output.token_ids))  # still a tuple
+    with pytest.raises(KeyError, match="texts"):
+        outputs[0]["texts"]
+    each = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in (3, 5)]
+    ids = llm.generate([[5, 6, 7], [8, 9]], each, use_tqdm=False)
+    assert [len(output["token_ids"]) for output in ids] == [3, 5]
+    assert capfd.readouterr().out == ""
+    llm.close()
+
+
 def test_a_refused_prompt_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(RequestError):
         llm.generate([[5, 6], [10**6]], progress=False)

@@ -19,7 +19,7 @@ from weft.engine.runner.start import inspect_command
 BILLIONS = {
     "llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-70b": 68.98, "llama-3-8b": 8.03, "llama-3-70b": 70.55,
     "llama-3.1-8b": 8.03,
-    "yi-6b": 6.06, "deepseek-67b": 67.42, "qwen2-72b": 72.71, "qwen2.5-7b": 7.62, "qwen3-8b": 8.19,
+    "yi-6b": 6.06, "deepseek-67b": 67.42, "qwen2-72b": 72.71, "qwen2.5-7b": 7.62, "qwen3-4b": 4.02, "qwen3-8b": 8.19,
     "qwen3-30b-a3b": 30.53, "mistral-7b": 7.24, "mixtral-8x7b": 46.70, "opt-1.3b": 1.32, "opt-2.7b": 2.65,
     "gpt-oss-20b": 20.91, "gemma-3-4b": 3.88, "phi-4": 14.66, "gpt-oss-120b": 116.79, "gemma-3-27b": 27.01,
     "glm-4-9b": 9.40, "glm-4.5-air": 106.85, "olmo-2-7b": 7.30, "granite-3.3-8b": 8.17, "smollm3-3b": 3.08,

@@ -77,8 +77,12 @@ class _Graphs(NamedTuple):
 
     def of(self, path: AttentionPath | None) -> torch.cuda.CUDAGraph:
         """Return the model's graph for this attention path."""
-        variant = None if path is None else FUSED_PATHS.get(path.path)
+        variant = _variant(path)
         return self.model if variant is None else self.others.get(variant, self.model)
+
+
+def _variant(path: AttentionPath | None) -> Fused | None:
+    return None if path is None else FUSED_PATHS.get(path.path)
 
 
 class CudaInFlight:
@@ -155,7 +159,8 @@ class CudaRunner:
         with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode():
             self._inputs = device_inputs(spec, config, self._pipelines.nano_batches)
             self._host_attention: HostAttention[Any] | None = None
-            self._eager = ""  # Why the model runs eagerly; "" if it is captured.
+            # Why the model runs eagerly; "" if it is captured.
+            self._eager = "--enforce-eager" if config.enforce_eager else ""
             self._executor = self._make_executor(here.sms)
             layout = self._inputs.layout
             notice(describe_paths(config.attention, cuts=layout.prefill_slots > 0, pod=layout.pod))
@@ -280,7 +285,7 @@ class CudaRunner:
         if self.spec.native:
             return
         pipeline = pipelines[0]
-        self._eager = self._executor.blocks_capture(pipeline, self.kv, self._max_sampled(pipeline))
+        self._eager = self._eager or self._executor.blocks_capture(pipeline, self.kv, self._max_sampled(pipeline))
         how = f"eagerly on the GPU: {self._eager}" if self._eager else "in captured graphs"
         notice(f"{self.spec.architecture}: transformers' code runs {how}")
         # `transformers`' code allocates activations: once for all graphs, and once for eager runs.
@@ -289,6 +294,8 @@ class CudaRunner:
 
     def _capture(self, pipeline: Pipeline) -> _Graphs:
         graphs = self._new_graphs(pipeline)
+        if self.config.enforce_eager:
+            return graphs
         if not self._eager:
             # Graphs of `transformers`' code allocate. They run in sequence, so they share that memory.
             memory = None if self.spec.native else self._graph_memory
@@ -368,7 +375,8 @@ class CudaRunner:
             else:
                 if self._host_attention is not None:
                     self._executor.set_steps([self._host_attention.prepare(batch)])
-                self._run_model(pipeline)
+                variant = _variant(in_flight.attention)
+                self._run_model(pipeline, **({} if variant is None else {"fused": variant}))
             in_flight.prompt_scores = [
                 self._prompt_scores(prompt, assigned, pipeline) for prompt in batch.prompt_logprobs
             ]
@@ -379,6 +387,8 @@ class CudaRunner:
             self._sampling.adjust(logits, batch)
             if self._rank_group is not None and s.columns["temperature"].any():
                 self._executor.set_tokens(*self._sampling.draw(logits[: len(s.slots)], s))
+            elif self.config.enforce_eager:
+                self._executor.sample(self._max_sampled(pipeline))
             else:
                 graphs.sample.replay()
             self._sampling.count(tokens, s)

@@ -32,7 +32,7 @@ SOURCES = (ENGINE / "runner", ENGINE / "plans", ENGINE / "model", ENGINE.parent 
 KERNEL_OPTIONS = {
     "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "attention_backend",
     "batch_invariant", "tuning_seconds", "plan", "model_impl", "trust_remote_code", "tensor_parallel_size",
-    "quantization", "kv_cache_dtype", "pod",
+    "quantization", "kv_cache_dtype", "pod", "enforce_eager",
 }  # fmt: skip
 """Options that determine the kernels."""
 DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -134,8 +134,9 @@ def has_gpu() -> bool:
 
 def use_cache(config: EngineConfig) -> None:
     """Make this process and its children keep compiled kernels in the configuration's folder, unless
-    `TRITON_CACHE_DIR` is set."""
+    `TRITON_CACHE_DIR` is set. A folder that cannot be written stops nothing."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(config.cache_path / "triton"))
+    os.environ.setdefault("TRITON_CACHE_MANAGER", "weft.kernels.common.kernel_cache:KernelCache")
 
 
 def gpus_here() -> set[str]:

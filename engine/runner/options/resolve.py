@@ -60,6 +60,7 @@ class ResolvedConfig:
     common_weights: bool = False  # These engines share one copy of the weights.
     packed: PackedPage | None = None  # Format of pages in the tiers below the device; None: not packed.
     pod: Pod = "off"  # Whether decodes and chunks share one attention launch.
+    enforce_eager: bool = False  # Launch every kernel of an iteration instead of replaying CUDA graphs.
     late_launch: bool = False  # Delay launches so that late arrivals can join.
 
     def chunk_step(self, spec: ModelSpec) -> int:
@@ -161,6 +162,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         cpu_threads=config.cpu_threads or max(1, len(os.sched_getaffinity(0)) - 1),
         attention=backend,
         batch_invariant=config.batch_invariant,
+        enforce_eager=config.enforce_eager,
         cache_dir=config.cache_path,
         tuning_seconds=config.tuning_seconds,
         plan=plan,
@@ -248,6 +250,8 @@ def _plan(
         excluded = "a model with both dense and expert layers runs serially"
     elif backend != "triton":
         excluded = "pipelines need the triton attention back end"
+    elif config.enforce_eager:
+        excluded = "pipelines run in CUDA graphs: leave out --enforce-eager"
     elif config.batch_invariant and any(spec.windows):  # attention's order of sums would depend on where chunks are cut
         excluded = "--batch-invariant excludes plans for a model with attention windows"
     if named and excluded:
