@@ -141,6 +141,20 @@ def test_work_that_needs_the_store_is_refused_before_it_starts(
     check_error(refused, fault, "store")
 
 
+def test_a_background_response_outlives_a_failing_disk(server: Server, fault: int) -> None:
+    server.disk.work()
+    until(lambda: server.ask().json()["store"])
+    made = server.ask(background=True, max_output_tokens=100, ignore_eos=True)
+    assert made.status_code == 200, made.text
+    server.disk.fail(fault)
+    until(lambda: "weft_requests_running 0.0" in server.metrics())
+    server.disk.work()
+    path = f"/v1/responses/{made.json()['id']}"
+    until(lambda: server.http.get(path).json()["status"] not in ("queued", "in_progress"))
+    assert server.http.get(path).json()["status"] == "incomplete"
+    assert server.http.get(path).json()["usage"]["output_tokens"] == 100
+
+
 def check_error(answer: httpx.Response, fault: int, kind: str) -> None:
     """An OpenAI error with the cause."""
     full = fault == FAULTS["full"]
