@@ -20,7 +20,7 @@ def _own_folder() -> str:
     return folder
 
 
-class KernelCache(FileCacheManager):  # type: ignore[misc]
+class KernelCache(FileCacheManager):
     """Reads kernels from Triton's folder, and writes those it lacks there, or to a folder of this process if the disk
     is full, read-only or broken."""
 

@@ -132,7 +132,7 @@ class _Bench:
 
     async def _start_api(self, i: int, socket: PrivateSocket) -> ApiProcess:
         place = Place(i + 1, self._shared_state, self._heartbeats, i + 1, [socket.path_fd])
-        api = await ApiProcess.start(self._config, [], place, [self._listeners[i]])
+        api = await ApiProcess.start(self._config, [], [], place, [self._listeners[i]])
         api.send(EngineUp(socket.address, i + 1))
         async for message in api.messages():
             if isinstance(message, Ready):
