@@ -57,6 +57,12 @@ ACCELERATORS = (
 )
 
 
+def of_gpu(name: str) -> Accelerator | None:
+    """Return the row of Table 1 for a device name such as "NVIDIA A100-SXM4-80GB"; None if it has none."""
+    words = name.lower().replace("-", " ").split()
+    return next((row for row in ACCELERATORS if row.name in words), None)
+
+
 def accelerator(name: str) -> Accelerator:
     """Return the row of Table 1 with this name. Raises `ConfigError`."""
     for row in ACCELERATORS:

@@ -60,7 +60,7 @@ def place(
     def measure(context: int) -> Row:
         each = load._replace(context=context)
         progress(f"{each.kv_tokens:,} KV tokens")
-        serial = bench.period(serial_for(spec, each, bench.num_sms), each).ms
+        serial = serial_ms(bench, spec, each)
         return Row(each, (serial * (1 - MIN_GAIN), *(_ms(bench, p, each) for p in periods)))
 
     contexts = {scaled(load, f).context for f in factors}
@@ -89,6 +89,14 @@ def place(
     return out
 
 
+def serial_ms(bench: PeriodBench, spec: ModelSpec, load: Load) -> float:
+    """Milliseconds of the serial plan; if predicted, with the collectives that suit it best."""
+    if isinstance(bench, Machine):
+        bench = bench.fastest_serial(load)
+        spec = bench.spec
+    return bench.period(serial_for(spec, load, bench.num_sms), load).ms
+
+
 def _ms(bench: PeriodBench, period: Period, load: Load) -> float:
     try:
         return bench.period(period, load).ms
@@ -115,7 +123,7 @@ def _min_tokens(
             continue
         progress(f"{tokens} tokens")
         fewer = load._replace(tokens=tokens, decodes=min(load.decodes, tokens))
-        serial = bench.period(serial_for(spec, fewer, bench.num_sms), fewer).ms
+        serial = serial_ms(bench, spec, fewer)
         if _ms(bench, period, fewer) > serial * (1 - MIN_GAIN):
             break
         least = tokens
@@ -127,9 +135,10 @@ def with_figures(machine: Machine, period: Period, load: Load, measured: tuple[T
     """Fill in the period's `figures` for the plan file: times, energy, gain, and when each operation runs.
 
     measured: timings of the pipeline and of the serial plan; without them `gain` is the predicted one."""
-    serial = serial_for(machine.spec, load, machine.num_sms)
+    fastest = machine.fastest_serial(load)
+    serial = serial_for(fastest.spec, load, machine.num_sms)
     timeline, durations = machine.timeline(period, load)
-    plain = machine.period(serial, load)
+    plain = fastest.period(serial, load)
     figures = {
         "kv_tokens": float(load.kv_tokens),
         "predicted_ms": timeline.ms,
@@ -146,7 +155,7 @@ def with_figures(machine: Machine, period: Period, load: Load, measured: tuple[T
     figures["gain"] = figures[f"serial_{kind}_ms"] / figures[f"{kind}_ms"]
     for i, (start, ms) in enumerate(zip(timeline.starts, durations, strict=True)):
         figures |= {f"start.{i}": start, f"ms.{i}": ms}
-    for op, work in zip(serial.operations, machine.works(serial, load), strict=True):
+    for op, work in zip(serial.operations, fastest.works(serial, load), strict=True):
         figures[f"serial.{op.operation}"] = machine.curves.ms(op.operation, work, machine.num_sms, serial=True)
     # Pages are offloaded during the largest GEMM, gate-up of the FFN: memory is idlest for longest there (§4.2.2).
     gemms = [o for o in machine.spec.layer_operations() if o.role in (Role.PROJECTION, Role.EXPERTS)]

@@ -244,7 +244,7 @@ def _search(
         raise ConfigError(f"the profile lacks operations of this model; it has {', '.join(profile.features)}")
     chosen = collectives[0]
     known = given.start.periods if given.start is not None and given.start.sums == dict(chosen.spec.sums) else ()
-    machine = Machine(profile, chosen.spec)
+    machine = Machine(profile, chosen.spec, [c.spec for c in collectives[1:]])
     one = Search(
         machine, load, bench, budget.sub_budget(ALTERNATIVES_SHARE if bench is None and len(collectives) > 1 else 0.0),
         max_num_seqs=arguments.max_num_seqs, known=(*known, *(c.period for c in chosen.stages.choices[:1])),

@@ -158,5 +158,12 @@ def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1) -> list[Cost]:
     return out
 
 
+def most_tokens(spec: ModelSpec, usage: Usage, memory_gb: float) -> int:
+    """Return the largest dense batch of a workload whose weights and KV fit all of the memory; 0: not one request."""
+    free = memory_gb * 1e9 - spec.num_parameters * ITEMSIZE
+    requests = free / (KvLayout.of(spec, 1, torch.bfloat16).token_values * ITEMSIZE) / usage.context
+    return int(requests * (usage.prompt + usage.output) / usage.output) if requests >= 1 else 0
+
+
 def total(costs: list[Cost]) -> Cost:
     return Cost("total", *(sum(getattr(c, f) for c in costs) for f in ("gflop", "mem_gb", "net_gb")))

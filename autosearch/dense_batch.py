@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from weft.autosearch.bench_protocol import Load
-from weft.autosearch.break_even import MIN_GAIN
+from weft.autosearch.break_even import MIN_GAIN, serial_ms
 from weft.autosearch.machine import Machine
-from weft.autosearch.refine import OutOfTime, serial_for
+from weft.autosearch.refine import OutOfTime
 from weft.autosearch.report import Line
 from weft.autosearch.time_budget import TimeBudget
 from weft.autosearch.timed_bench import TimedBench
@@ -53,9 +53,8 @@ def choose_dense_batch(
     Fewer tokens can be faster if their tiles fill full waves. Returns the largest dense batch, `full`, if no pipeline
     beats its serial plan. name: the load's name."""
     lines: list[Line] = []
-    serial = serial_for(machine.spec, full, machine.num_sms)
     try:
-        best = ((bench or machine).period(serial, full).ms * (1 - MIN_GAIN) / full.tokens, full)
+        best = (serial_ms(bench or machine, machine.spec, full) * (1 - MIN_GAIN) / full.tokens, full)
     except OutOfTime:
         return full, lines
     candidates = dense_batches(full)

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -25,27 +27,42 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.plan import TOKEN_STEP, Target, model_key
 from weft.kernels.matmul.gemm_config import SPECIAL
 
+Curve = tuple[list[float], list[float]]
+
+
+class Constants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Efficiency and cost of sharing, derived from recorded profiles by `weft bench formulas`.
+
+    A curve is a list of shares of the SMs and the value at each share."""
+
+    profiles: tuple[str, ...]  # The recorded profiles that the constants come from.
+    gemm: float  # Share of the rated FLOP/s.
+    read: float  # Attention of decodes: share of the rated bytes/s.
+    prefill: float  # Attention of prompts: share of the rated FLOP/s.
+    launch_ms: float  # Latency of any operation.
+    read_on: Curve  # Share of its full speed that the attention of decodes reaches on these SMs.
+    gemm_next_to_attention: Curve  # Slowdown of compute operations on these SMs next to attention on the others.
+    attention_next_to_gemm: Curve
+    link: float  # Share of the link's bytes/s in one direction.
+    hop_ms: float  # Additional latency of a scatter or gather; twice that for an all-reduce.
+    send_on: Curve  # Share of the link speed that collectives reach on these SMs.
+    gemm_next_to_collective: float
+    attention_and_collective: float  # Slowdown of both.
+    watts: dict[Resource, float]  # Share of the power limit.
+
+
+CONSTANTS = msgspec.json.decode(Path(__file__).with_name("formula_constants.json").read_bytes(), type=Constants)
 SOURCES = (
-    "measured on one H200, Llama-3-8B: GEMMs reach 0.68 of the rated FLOP/s, attention 0.90 of the bandwidth and "
-    "0.53 of the FLOP/s; the cost of sharing SMs with attention",
-    "measured on four H200s: an all-reduce takes 10 us plus the transfer at 0.67 of one link direction; its SMs",
-    "derived there from nano-batches next to collectives: a GEMM takes 1.5 times longer during a collective",
+    f"measured on one H200, Llama-3-8B: GEMMs reach {CONSTANTS.gemm:.2f} of the rated FLOP/s, attention "
+    f"{CONSTANTS.read:.2f} of the bandwidth and {CONSTANTS.prefill:.2f} of the FLOP/s; the cost of sharing SMs with "
+    "attention",
+    f"measured on four H200s: an all-reduce takes {2e3 * CONSTANTS.hop_ms:.0f} us plus the transfer at "
+    f"{CONSTANTS.link:.2f} of one link direction; its SMs",
+    f"derived there from nano-batches next to collectives: a GEMM takes {CONSTANTS.gemm_next_to_collective:g} times "
+    "longer during a collective",
     "assumed: each half of an all-reduce takes half its time; attention and collectives slow each other by a tenth",
 )
 """Basis of the formulas, for the report."""
-
-GEMM, READ, PREFILL, LINK = 0.68, 0.90, 0.53, 0.67
-"""Sustained shares of the rated FLOP/s, bytes/s, FLOP/s, and link bytes/s of one direction."""
-LAUNCH_MS, HOP_MS = 0.004, 0.005
-"""Latency of any operation, and additional latency of a scatter or gather (twice that for an all-reduce)."""
-READ_ON = ((0, 0.12, 0.18, 0.24, 0.30, 0.36, 0.42, 0.48, 1), (0, 0.30, 0.43, 0.57, 0.68, 0.80, 0.89, 0.95, 1))
-"""Share of the SMs -> share of the bandwidth that attention reaches."""
-SEND_ON = ((0, 0.06, 0.12, 0.24, 1), (0, 0.62, 0.93, 1, 1))  # Share of the SMs -> share of the link speed.
-NEXT_TO_ATTENTION = ((0.52, 0.64, 0.76, 0.88), (2.70, 2.03, 1.50, 1.26))
-"""Share of the SMs of a GEMM -> its slowdown next to attention on the other SMs."""
-NEXT_TO_GEMM, NEXT_TO_COLLECTIVE, NEXT_TO_EACH_OTHER = 1.31, 1.5, 1.1
-"""Slowdown of attention next to a GEMM, of a GEMM next to a collective, of attention and collectives."""
-WATTS = {Resource.COMPUTE: 0.99, Resource.MEMORY: 0.94, Resource.NETWORK: 0.34}  # Share of the power limit.
 GUEST_SHARES = (0.06, 0.12, 0.18, 0.24, 0.36, 0.48)
 """Shares of the SMs for attention and collectives next to other operations."""
 WORK_SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
@@ -57,26 +74,27 @@ class Formulas:
 
     spec: ModelSpec
     device: Accelerator
+    constants: Constants = CONSTANTS
 
     def ms(self, op: Operation, work: float, sms: int) -> float:
         """Milliseconds alone on `sms` SMs."""
-        device, share = self.device, sms / self.device.sms
+        device, share, k = self.device, sms / self.device.sms, self.constants
         match op.role:
             case Role.PROJECTION | Role.EXPERTS:
                 tiles = -(-int(work) // SPECIAL.tokens) * -(-op.out // SPECIAL.features)
-                each = 2 * SPECIAL.tokens * SPECIAL.features * op.inner / (device.gflops * GEMM / device.sms) / 1e6
-                read = op.parameters * 2 / (device.mem_gbs * READ) / 1e6
-                return LAUNCH_MS + max(-(-tiles // sms) * each, read)
+                each = 2 * SPECIAL.tokens * SPECIAL.features * op.inner / (device.gflops * k.gemm / device.sms) / 1e6
+                read = op.parameters * 2 / (device.mem_gbs * k.read) / 1e6
+                return k.launch_ms + max(-(-tiles // sms) * each, read)
             case Role.DECODE_ATTENTION:
                 token_bytes = KvLayout.of(self.spec, 1, torch.bfloat16).token_bytes / self.spec.num_layers
-                rate = device.mem_gbs * READ * float(np.interp(share, *READ_ON))
-                return LAUNCH_MS + work * token_bytes / rate / 1e6
+                rate = device.mem_gbs * k.read * float(np.interp(share, *k.read_on))
+                return k.launch_ms + work * token_bytes / rate / 1e6
             case Role.PREFILL_ATTENTION:
-                return LAUNCH_MS + work * op.flops / (device.gflops * PREFILL * share) / 1e6
+                return k.launch_ms + work * op.flops / (device.gflops * k.prefill * share) / 1e6
             case Role.NETWORK:
-                rate = device.net_gbs / 2 * LINK * float(np.interp(share, *SEND_ON))
+                rate = device.net_gbs / 2 * k.link * float(np.interp(share, *k.send_on))
                 hops = 2 if op.kernel == ALL_REDUCE else 1
-                return hops * HOP_MS + work * op.sent * 2 / rate / 1e6
+                return hops * k.hop_ms + work * op.sent * 2 / rate / 1e6
 
 
 def formula_profile(spec: ModelSpec, load: Load, device: Accelerator) -> Profile:
@@ -88,7 +106,7 @@ def formula_profile(spec: ModelSpec, load: Load, device: Accelerator) -> Profile
     guests = sorted({max(1, round(share * total)) for share in GUEST_SHARES})
     levels = sorted({*guests, *(total - n for n in guests), total})
     points = [
-        Point(op.name, work, sms, formulas.ms(op, work, sms), WATTS[op.resource] * device.watts, 0.0)
+        Point(op.name, work, sms, formulas.ms(op, work, sms), CONSTANTS.watts[op.resource] * device.watts, 0.0)
         for op in operations.values()
         for work in _works(op, load)
         for sms in levels
@@ -122,11 +140,12 @@ def _pairs(
         works, compute = (work_of(op, load), work_of(guest, load)), op.resource is Resource.COMPUTE
         for sms in guests:
             own = total - sms if compute else sms
-            slower = NEXT_TO_EACH_OTHER, NEXT_TO_EACH_OTHER
+            slower = CONSTANTS.attention_and_collective, CONSTANTS.attention_and_collective
             if guest.resource is Resource.MEMORY:
-                slower = float(np.interp(own / total, *NEXT_TO_ATTENTION)), NEXT_TO_GEMM
+                curves = CONSTANTS.gemm_next_to_attention, CONSTANTS.attention_next_to_gemm
+                slower = float(np.interp(own / total, *curves[0])), float(np.interp(sms / total, *curves[1]))
             elif compute:
-                slower = NEXT_TO_COLLECTIVE, 1.0
+                slower = CONSTANTS.gemm_next_to_collective, 1.0
             first, second = formulas.ms(op, works[0], own) * slower[0], formulas.ms(guest, works[1], sms) * slower[1]
             values = (op.name, guest.name, *works, own, sms, first, second, formulas.device.watts)
             yield PairPoint(*values) if compute else GuestPair(*values)

@@ -22,7 +22,8 @@ COLLECTIVES = {
 """Suffix of an operation's name -> its kind and color."""
 MAX_COLUMNS = 150  # Maximum width of a picture on a terminal.
 OTHER_COLOR = "#8fa3bf"
-ENDED_EARLY = ", ended early"  # Suffix of `Plan.made` if the search was ended early.
+ENDED_EARLY, OUT_OF_TIME = ", ended early", ", out of time"
+"""Suffixes of `Plan.made` if the user or the time limit ended the search."""
 
 
 class Bar(NamedTuple):
@@ -91,6 +92,8 @@ def summary(plan: Plan) -> str:
     if not plan.periods:
         if plan.made.endswith(ENDED_EARLY):
             return "the search was ended before a pipeline beat the serial plan; the serial plan runs"
+        if plan.made.endswith(OUT_OF_TIME):
+            return "no pipeline beat the serial plan within the time limit; the serial plan runs"
         return "no pipeline beats the serial plan for this workload; the serial plan runs"
     gains = [p.figures["gain"] for p in plan.periods if "gain" in p.figures]
     kind = "measured" if any("measured_ms" in p.figures for p in plan.periods) else "predicted"

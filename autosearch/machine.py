@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.interference import Interference
 from weft.autosearch.profile import Curves, Profile, work_of
@@ -15,7 +17,9 @@ from weft.engine.plans.plan import NanoOperation, Period
 class Machine:
     """Durations D_best / P(R): alone on all SMs, or on some SMs while another operation runs (NanoFlow §4.1.3)."""
 
-    def __init__(self, profile: Profile, spec: ModelSpec) -> None:
+    def __init__(self, profile: Profile, spec: ModelSpec, others: Sequence[ModelSpec] = ()) -> None:
+        """others: the model with other collectives, whose serial plan may be faster."""
+        self.others = tuple(Machine(profile, other) for other in others)
         self.spec, self.profile = spec, profile
         self.num_sms = profile.target.sms
         self.memory, self.seconds = profile.memory, 0.0
@@ -69,6 +73,10 @@ class Machine:
         return sum(
             self.curves.ms(name, work_of(op, load), self.num_sms, serial=True) for name, op in self.operations.items()
         )
+
+    def fastest_serial(self, load: Load) -> Machine:
+        """Return the machine of the collectives with which the serial plan is fastest."""
+        return min((self, *self.others), key=lambda machine: machine.serial_ms(load))
 
     def resource(self, operation: str) -> Resource:
         return self.operations[operation].resource

@@ -25,6 +25,7 @@ from weft.engine.errors import ConfigError
 from weft.engine.model.operations import Resource
 from weft.engine.plans.plan import Period, Plan
 
+CURE = "a larger --budget-seconds may find a better one"
 REFINED = 3  # Pipelines of one load from which refinement may start.
 MEASURED_EACH = 3 * REPEATS  # Measurements per load after its refinement: the reported medians.
 MIN_MEASUREMENTS = 2  # Measurements that compare a pipeline with the serial plan.
@@ -90,6 +91,8 @@ class Search:
         table_3: dict[Resource, list[tuple[float, float]]] = {}
         table_3 |= {r: interference.exchange(r) for r in exchange if r is not Resource.COMPUTE}
         notes = []
+        if cut := self._solver.unfinished():
+            notes.append(f"out of time before all pipelines were tried ({CURE}): {', '.join(cut)}")
         if self._undecided:
             notes.append(f"out of time, not compared with the serial plan: {', '.join(self._undecided)}")
         if self._predicted:
@@ -110,6 +113,8 @@ class Search:
         made += f", {self._budget.spent:.0f} s"
         if self._budget.stop_requested():
             made += gantt.ENDED_EARLY
+        elif self._solver.unfinished():
+            made += gantt.OUT_OF_TIME
         dense = self._load.tokens if any(p.tokens == self._load.tokens for p in final) else 0
         sums = dict(self._spec.sums) if final else {}
         return Plan(self._profile.target, workload, final, dense_batch=dense, made=made, sums=sums)
@@ -199,10 +204,13 @@ class Search:
         chosen = choices[0] if self._bench is not None else min(choices, key=lambda c: c.ms)
         if self._bench is None:
             sequential_ms = self._machine.period(without_overlap(chosen.period, self._machine.num_sms), load).ms
-            self._lines.append(Line(name, "serial", results.serial_ms, None))
+            serial_ms = self._machine.fastest_serial(load).serial_ms(load)
+            self._lines.append(Line(name, "serial", serial_ms, None))
+            if serial_ms < results.serial_ms:
+                self._lines.append(Line(name, "serial, same collectives", results.serial_ms, None))
             self._lines.append(Line(name, "nano-batches in sequence", sequential_ms, None))
             self._lines.append(Line(name, "stage II", chosen.ms, None))
-            return chosen.period if chosen.ms < results.serial_ms else None
+            return chosen.period if chosen.ms < serial_ms else None
         refiner = Refiner(
             self._bench, self._spec, load, configs_of(self._spec), self._reporter(name), self._budget.clock
         )

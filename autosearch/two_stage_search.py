@@ -44,6 +44,7 @@ class StageResults(NamedTuple):
     serial_ms: float
     structure_ms: float  # Best period of stage I: no interference, every operation on all SMs.
     choices: list[Candidate]  # Different pipelines, shortest first.
+    complete: bool = True  # False if the time ended the solver.
 
 
 @dataclass
@@ -121,6 +122,7 @@ def search_pipelines(
             structure_ms = solved[0].ms
         for each in solved[:PER_LEVEL]:
             found.setdefault(msgspec.json.encode(each.period), each)
+    complete = left(STRUCTURES_SHARE) > 0
     choices: list[Candidate] = []
     # interleaved, so that every level has had its best structure assigned if time runs out
     structures, stride = list(found.values()), max(1, -(-len(found) // len(guests)))
@@ -130,7 +132,8 @@ def search_pipelines(
         share = STRUCTURES_SHARE + (1 - STRUCTURES_SHARE) * i / len(found)
         progress(f"stage II, structure {i + 1} of {len(found)}", share)
         choices.append(resource_assignment.assign(machine, each.period, load, EFFORT, left(1.0), stop_requested))
-    return StageResults(machine.serial_ms(load), structure_ms, sorted(choices, key=lambda c: c.ms)[:KEPT])
+    best = sorted(choices, key=lambda c: c.ms)[:KEPT]
+    return StageResults(machine.serial_ms(load), structure_ms, best, complete and left(1.0) > 0)
 
 
 class LoadSolver:
@@ -152,6 +155,10 @@ class LoadSolver:
         self.solve([(name, load)])
         found = self._store.stages.get(self._key(name, load))
         return StageResults(self._machine.serial_ms(load), float("inf"), []) if found is None else found
+
+    def unfinished(self) -> list[str]:
+        """Return the loads whose solver was ended by the time limit."""
+        return [key for key, results in self._store.stages.items() if not results.complete]
 
     def solve(self, loads: Sequence[tuple[str, Load]]) -> None:
         """Solve all of these that have no results yet, in parallel. Does nothing once the search has ended."""

@@ -109,6 +109,12 @@ COMMANDS = (
         "weft.tools.papers.paper:main",
         own_parser=True,
     ),
+    Command(
+        "bench formulas",
+        "derive the constants of the plan search's formulas from recorded profiles",
+        "weft.tools.papers.formulas:main",
+        own_parser=True,
+    ),
     Command("demo evaluate", "measure the accuracy of each skill", "weft.tools.demo.evaluate:main", own_parser=True),
     Command("demo train", "train the model again", "weft.tools.demo.train:main", own_parser=True),
 )

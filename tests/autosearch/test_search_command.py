@@ -15,8 +15,10 @@ import pytest
 from rich.console import Console
 from synthetic import CONFIG, LLAMA_8B, TYPICAL, SyntheticBench, spec_of, target_for
 
-from weft.autosearch import command, gantt, plan_show, profile, two_stage_search
+from weft.autosearch import command, gantt, plan_show, profile, search, two_stage_search
+from weft.autosearch.machine import Machine
 from weft.autosearch.profile import Profile
+from weft.autosearch.time_budget import TimeBudget
 from weft.engine.errors import ConfigError
 from weft.engine.plans.plan import Plan, load_plan, serial_period
 from weft.server.daemon import cli
@@ -92,6 +94,29 @@ def test_a_wrong_option_is_a_one_line_error(
     assert status in (1, 2)
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_search_that_its_time_limit_ended_reports_it(recorded: Profile) -> None:
+    def searched(seconds: float, store: two_stage_search.StageStore) -> tuple[str, str]:
+        one = search.Search(Machine(recorded, LLAMA_8B), TYPICAL, None, TimeBudget(seconds), store=store)
+        result = one.run("1024:512")
+        return " ".join(result.notes), result.plan.made
+
+    store = two_stage_search.StageStore()
+    notes, made = searched(2.0, store)
+    assert "out of time before all pipelines were tried (a larger --budget-seconds may find a better one)" in notes
+    assert "typical, 2048 tokens" in notes
+    assert made.endswith("out of time")
+    done = {key: results._replace(complete=True) for key, results in store.stages.items()}
+    notes, made = searched(1000.0, two_stage_search.StageStore(done))  # nothing is left to solve
+    assert notes == ""
+    assert "out of time" not in made
+
+
+def test_a_search_without_a_pipeline_names_the_time_limit() -> None:
+    plan = Plan(target_for(LLAMA_8B), "1024:512", (), made=f"today{gantt.OUT_OF_TIME}")
+    assert gantt.summary(plan) == "no pipeline beat the serial plan within the time limit; the serial plan runs"
 
 
 def test_ctrl_c_writes_the_current_plan(recorded: Profile, model: Path, tmp_path: Path) -> None:
@@ -253,7 +278,30 @@ def test_the_cost_model_is_printed_for_a_model(
     assert f"{989e12 / 2 / LLAMA_8B.num_parameters:,.0f} tokens/s/GPU" in text
 
 
-@pytest.mark.parametrize("options", [["--gpu", "tpu"], ["--workload", "x"], ["--gpus", "0"], ["--gpu"]])
+def test_the_cost_model_takes_a_batch_that_fits_the_card(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    workload = ["--gpu", "a100", "--workload", "512:1024"]
+    assert cli.main(["plan", "model", "--model-preset", "llama-3-8b", *workload]) == 0
+    text = capsys.readouterr().out
+    assert "one iteration of 714 tokens, 1 x a100" in text
+    assert "2048 tokens do not fit" in text
+    assert "476 decodes of 1024 tokens" in text
+    (total,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["total"])
+    assert float(total[2]) < 82  # GB read: weights, KV and activations
+    # the paper's example fits: Table 2
+    assert cli.main(["plan", "model", "--model", "llama-2-70b", "--gpus", "8", *workload]) == 0
+    text = capsys.readouterr().out
+    assert "do not fit" not in text
+    assert all(ms in text for ms in ("one iteration of 2048 tokens", "114.17", "45.07", "31.32"))
+    assert cli.main(["plan", "model", "--model", "llama-2-70b", *workload]) == 2  # 138 GB of weights
+    assert "80 GB are too little for the weights and one request of 1536 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", [["--gpu", "tpu"], ["--workload", "x"], ["--gpus", "0"], ["--gpu"], ["--model-preset", "llama-3-8b"]]
+)
 def test_the_cost_model_refuses_in_one_line(
     model: Path, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from weft.autosearch.accelerators import accelerator, of_gpu
+from weft.engine.config import PRESETS
+from weft.engine.demo import MODEL_PATH
+from weft.engine.model.directory import read_spec
 from weft.server.daemon.cli import main
+from weft.tools.bench import offline
 
 SMALL = ["bench", "offline", "--device", "cpu", "--workload", "20:4:6", "--max-num-seqs", "3", "--num-pages", "64"]
 
@@ -26,6 +33,36 @@ def test_figures_go_into_the_file_and_the_start_adds_up(tmp_path: Path, capsys: 
     assert {"loading weights", "first iteration"} <= start.keys()
     assert start.pop("in all") == pytest.approx(sum(start.values()))
     assert "start seconds · loading weights" in capsys.readouterr().out
+
+
+def test_flops_are_counted_with_and_without_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = read_spec(PRESETS / "gemma-3-4b")  # five layers of six have a window of 1,024
+    layers, full = spec.num_layers, spec.windows.count(None)
+    dense, attention = offline.model_flops(spec, [(2000, 49), (3, 1)])
+    assert dense == pytest.approx(2 * spec.active_parameters * (2048 + 3))
+    every = full * 2048 * 2049 / 2 + (layers - full) * (1024 * 1025 / 2 + 1024 * 1024) + layers * 6
+    assert attention == pytest.approx(4 * spec.num_heads * spec.head_dim * every)
+
+    file = tmp_path / "figures.json"
+    assert main([*SMALL, "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())
+    dense, attention = offline.model_flops(read_spec(MODEL_PATH), [(20, 4)] * 6)
+    assert figures["model_tflops_2nd"] == pytest.approx(dense / figures["seconds"] / 1e12)
+    assert figures["model_tflops_with_attention"] == pytest.approx((dense + attention) / figures["seconds"] / 1e12)
+    assert "mfu_2nd" not in figures  # no rated FLOP/s on a CPU
+
+    class Rank:
+        spec = read_spec(MODEL_PATH)
+        resolved = SimpleNamespace(device=torch.device("cuda"))
+        config = SimpleNamespace(tensor_parallel_size=2)
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    shares = offline._use_of_flops(Rank(), [(20, 4)], 0.5)  # type: ignore[arg-type]
+    dense, attention = offline.model_flops(Rank.spec, [(20, 4)])
+    assert shares["mfu_2nd"] == pytest.approx(dense / 0.5 / (2 * 312e12))
+    assert shares["mfu_with_attention"] == pytest.approx((dense + attention) / 0.5 / (2 * 312e12))
+    assert of_gpu("NVIDIA H100 80GB HBM3") == accelerator("h100")
+    assert of_gpu("NVIDIA L40S") is None
 
 
 def test_figures_include_number_formats_and_the_source_of_the_weights(tmp_path: Path) -> None:
@@ -64,7 +101,9 @@ def test_further_workloads_run_in_the_same_engine(tmp_path: Path, capsys: pytest
 
 def test_a_trace_on_a_cpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--trace", str(tmp_path / "trace.json")]) == 2
-    assert capsys.readouterr().err == "weft bench offline: --trace records a GPU; this engine runs on the CPU\n"
+    *notices, error = capsys.readouterr().err.splitlines()
+    assert error == "weft bench offline: --trace records a GPU; this engine runs on the CPU"
+    assert all(line.startswith("weft: end tokens") for line in notices)
 
 
 @pytest.mark.parametrize("count", ["-1", "1001", "many"])

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from weft import unwritable
+from weft.autosearch.accelerators import of_gpu
 from weft.autosearch.advisor.engine_bench import cpu_name
 from weft.autosearch.workload import Lengths, read_lengths
 from weft.engine.config import EngineConfig
@@ -25,6 +27,7 @@ from weft.engine.engine import Engine
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
+from weft.engine.model.spec import ModelSpec
 from weft.engine.progress import ProgressBar, for_stdout
 from weft.engine.runner.iteration.batch import Batch, StepResult
 from weft.engine.scheduling.request import Request
@@ -116,6 +119,7 @@ def _run_engine(
         "seconds": seconds,
         "total_tokens_per_second": sum(a + b for a, b in lengths) / seconds,
         "output_tokens_per_second": sum(b for _, b in lengths) / seconds,
+        **_use_of_flops(engine, lengths, seconds),
         "iterations": iterations,
         "iterations_pipelined": stats.iterations_pipelined - before.iterations_pipelined,
         "requests_in_the_widest_iteration": widest,
@@ -130,6 +134,34 @@ def _run_engine(
     if engine.resolved.device.type == "cuda":
         figures["device_idle_between_iterations_us_median"] = 1e6 * float(np.median(idle))
         figures["device_idle_between_iterations_us_p99"] = 1e6 * float(np.quantile(idle, 0.99))
+    return figures
+
+
+def model_flops(spec: ModelSpec, lengths: Lengths) -> tuple[float, float]:
+    """Return the FLOPs of a workload: 2 for each parameter used and token, and 4 for each query, key and dimension.
+
+    A token attends to itself and all earlier ones in its window. The last token of an output is not computed."""
+    dense = attention = 0.0
+    windows = Counter(spec.windows)
+    for prompt, output in lengths:
+        tokens = prompt + output - 1
+        dense += 2.0 * spec.active_parameters * tokens
+        for window, layers in windows.items():
+            most = min(window or tokens, tokens)
+            pairs = most * (most + 1) / 2 + (tokens - most) * most
+            attention += 4.0 * spec.num_heads * spec.head_dim * layers * pairs
+    return dense, attention
+
+
+def _use_of_flops(engine: Engine, lengths: Lengths, seconds: float) -> Figures:
+    """FLOP/s by 2ND, and with attention; on a known GPU also as shares of its rated 16-bit FLOP/s (MFU)."""
+    dense, attention = model_flops(engine.spec, lengths)
+    rates = {"2nd": dense / seconds / 1e12, "with_attention": (dense + attention) / seconds / 1e12}
+    figures: Figures = {f"model_tflops_{name}": rate for name, rate in rates.items()}
+    device = of_gpu(torch.cuda.get_device_name()) if engine.resolved.device.type == "cuda" else None
+    if device is not None:
+        rated = engine.config.tensor_parallel_size * device.gflops / 1e3
+        figures |= {f"mfu_{name}": rate / rated for name, rate in rates.items()}
     return figures
 
 

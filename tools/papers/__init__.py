@@ -1,1 +1,1 @@
-"""Measurements of published papers, repeated with this engine: `weft bench batching` and `weft bench ranks`."""
+"""Measurements of published papers, repeated with this engine: `weft bench batching`, `ranks` and `formulas`."""
