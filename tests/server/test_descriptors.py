@@ -6,6 +6,7 @@ import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
@@ -101,3 +102,19 @@ def test_the_admin_port_serves_nothing_else(limited: Limited) -> None:
     elsewhere = limited.get(limited.admin_url, "/v1/models")
     assert elsewhere.status_code == 404
     assert "--admin-port" in elsewhere.json()["error"]["message"]
+
+
+def test_a_successor_takes_the_admin_port_over(tmp_path: Path) -> None:
+    port, admin_port = free_port(), free_port()
+    words = ("--port", str(port), "--admin-port", str(admin_port), "--handover", str(tmp_path / "handover"))
+    daemons = []
+    try:
+        for i in range(2):
+            daemons.append(Daemon(tmp_path / f"stderr-{i}", *words))
+            daemons[-1].wait_ready()
+        assert daemons[0].process.wait(SECONDS) == 0
+        for each in (port, admin_port):
+            assert httpx.get(f"http://127.0.0.1:{each}/health", timeout=SECONDS).status_code == 200
+    finally:
+        for daemon in daemons:
+            daemon.end()
