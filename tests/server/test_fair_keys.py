@@ -4,6 +4,7 @@ tokens, so that a busy machine changes nothing."""
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,11 +19,15 @@ SLOTS = 8
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    folder = Path(tmp_path_factory.mktemp("keys"))
-    (folder / "keys").write_text("greedy\nother\ngranted priority=-5\n")
-    options = ("--api-key-file", str(folder / "keys"), "--max-num-seqs", str(SLOTS))
-    with running(folder, *options) as daemon:
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = Path(tmp_path_factory.mktemp("keys")) / "keys"
+    file.write_text("greedy\nother\ngranted priority=-5\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def daemon(keys: Path) -> Iterator[Daemon]:
+    with running(keys.parent, "--api-key-file", str(keys), "--max-num-seqs", str(SLOTS)) as daemon:
         yield daemon
 
 
@@ -125,3 +130,14 @@ async def test_the_time_that_each_key_waits_is_in_the_metrics(daemon: Daemon) ->
             await complete(http, "other", 5)
         await until(http, name, before + 1)
         assert "other" not in (await http.get("/metrics")).text.partition("weft_key_queue")[2].partition("# ")[0]
+
+
+async def test_the_best_priorities_are_read_again(daemon: Daemon, keys: Path) -> None:
+    keys.write_text("greedy\nother priority=-5\ngranted\n")
+    daemon.process.send_signal(signal.SIGHUP)
+    await asyncio.to_thread(daemon.wait_for_log, "SIGHUP: reloaded 3 API keys")
+    async with client(daemon) as http, flood(http, "greedy", 2 * SLOTS, 1800):
+        displaced = await metric(http, "weft_displaced_total")
+        async with asyncio.timeout(240):  # the API process reads its message after the log
+            while await metric(http, "weft_displaced_total") == displaced:
+                assert await complete(http, "other", 5, priority=-5) == 5
