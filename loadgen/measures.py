@@ -16,6 +16,8 @@ from weft.loadgen.statistics import Distribution, Values
 FORMULAS = {
     "ttft": "time to first token = arrival of the first event with a token − start of sending",
     "itl": "inter-token latency = gap between consecutive events with tokens; every gap of every request counts once",
+    "stall": "longest stall = a request's longest gap between consecutive events with tokens; shares of requests with "
+    "a stall over a limit are of all answered requests",
     "tpot": "time per output token = (latency − TTFT) / (output tokens − 1), for answers of two tokens or more",
     "e2e": "latency = arrival of the answer's last event − start of sending",
     "normalized": "normalized latency = latency / output tokens",
@@ -25,11 +27,14 @@ FORMULAS = {
 TITLES = {
     "ttft": "Time to first token",
     "itl": "Inter-token latency",
+    "stall": "Longest stall",
     "tpot": "Time per output token",
     "e2e": "Latency",
     "normalized": "Normalized latency",
 }
-PER_REQUEST = ("ttft", "tpot", "e2e", "normalized")
+STALLS = (0.2, 0.5)
+"""Limits, in seconds, whose shares of stalled requests are reported (POD-Attention §5.3)."""
+PER_REQUEST = ("ttft", "stall", "tpot", "e2e", "normalized")
 
 
 def _column(name: str) -> cached_property[Values]:
@@ -76,6 +81,17 @@ class Measures:
     def itl(self) -> Values:
         """All gaps of all answered requests: `[gaps]`."""
         return np.concatenate([np.empty(0), *map(self.itl_of, self.records)])
+
+    @cached_property
+    def stall(self) -> Values:
+        """NaN without a gap."""
+        gaps = map(self.itl_of, self.records)
+        return np.array([own.max() if len(own) else np.nan for own in gaps], np.float64)
+
+    def stalled(self, limit: float) -> float:
+        """Return the share of answered requests with a stall of more than `limit` seconds; NaN if none was answered."""
+        answered = int(self.ok.sum())
+        return int((self.stall > limit).sum()) / answered if answered else np.nan
 
     def values(self, measure: str) -> Values:
         """Return the finite values of a measure over answered requests (`itl`: over their gaps)."""

@@ -32,8 +32,8 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
     add_content_flags(parser.add_argument_group("prompts and lengths"))
     add = parser.add_argument_group("evaluation").add_argument
     add("--slo", metavar="SPEC", action="append", default=[],
-        help="objective MEASURE:STATISTIC:LIMIT, such as ttft:p99:500ms; measures ttft, itl, tpot, e2e, normalized; "
-        "statistics mean, p50 …, max; or nanoflow (normalized:mean:200ms); repeatable")  # fmt: skip
+        help="objective MEASURE:STATISTIC:LIMIT, such as ttft:p99:500ms; measures ttft, itl, stall, tpot, e2e, "
+        "normalized; statistics mean, p50 …, max; or nanoflow (normalized:mean:200ms); repeatable")  # fmt: skip
     add("--max-failures", metavar="F", default="0.01",
         help="miss mean objectives if more than this share of requests failed [0.01]")  # fmt: skip
     add("--warmup", metavar="TIME", default="0s",

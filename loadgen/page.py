@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from weft.loadgen import plots
-from weft.loadgen.measures import FORMULAS, TITLES
+from weft.loadgen.measures import FORMULAS, STALLS, TITLES
 from weft.loadgen.run import Run
 from weft.loadgen.slo import RULES
 from weft.loadgen.sweep import Sweep
@@ -135,6 +135,8 @@ def _run_parts(run: Run) -> list[str]:
         ["Generator lateness when sending, p99", show_seconds(run.lateness_p99)],
         ["Generator lateness when receiving, p99", show_seconds(run.lag_p99)],
     ]
+    if run.measures.ok.any():
+        rows += [[f"Requests with a stall over {s * 1e3:g} ms", f"{run.measures.stalled(s):.1%}"] for s in STALLS]
     if (energy := run.energy()) is not None:
         rows += [
             ["Joules used by the server's devices", f"{energy['joules']:.5g}"],

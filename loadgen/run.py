@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from weft.loadgen.driver import Job
-from weft.loadgen.measures import Measures
+from weft.loadgen.measures import STALLS, Measures
 from weft.loadgen.preflight import Ready, snapshot
 from weft.loadgen.processes import OnProgress, run_async, run_jobs
 from weft.loadgen.server_view import ServerView, difference
@@ -129,6 +129,13 @@ class Run:
             out[f"joules_per_{name}"] = view.joules / n if n else float("nan")
         return out
 
+    def stalls(self) -> str:
+        """Describe how many requests stalled; "" if none was answered."""
+        if not self.measures.ok.any():
+            return ""
+        parts = [f"{self.measures.stalled(limit):.1%} over {limit * 1e3:g} ms" for limit in STALLS]
+        return f"requests with a stall: {', '.join(parts)}"
+
     def warnings(self) -> list[str]:
         """Return warnings about the validity of the results."""
         out = []
@@ -171,6 +178,7 @@ class Run:
             "outcomes": measures.outcomes(),
             "errors": dict(Counter(record.error for record in measures.records if record.error).most_common(10)),
             "latency": {name: asdict(distribution) for name, distribution in self.distributions.items()},
+            "stalled_requests": {f"over_{limit * 1e3:g}ms": measures.stalled(limit) for limit in STALLS},
             "throughput": self.throughput(),
             "tokens": self.tokens(),
             "generator": {

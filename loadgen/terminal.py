@@ -86,6 +86,8 @@ def _print_run(run: Run) -> None:
     for name, distribution in run.distributions.items():
         table.add_row(TITLES[name], *(show_seconds(getattr(distribution, column)) for column in columns))
     _out.print(table)
+    if stalls := run.stalls():
+        _out.print(stalls)
 
     through, tokens = run.throughput(), run.tokens()
     _out.print(

@@ -76,15 +76,22 @@ async def test_a_run_writes_every_report(tmp_path: Path, capsys: pytest.CaptureF
     assert run["generator"]["processes"] == 2
     assert run["server_view"]["totals"]["generation_tokens"] == 0
     assert report["formulas"]["ttft"]
+    shares = run["stalled_requests"]  # not zero on a busy machine
+    assert 0 <= shares["over_500ms"] <= shares["over_200ms"] <= 1
+    assert run["latency"]["stall"]["n"] == 29
+    stalls = f"{shares['over_200ms']:.1%} over 200 ms, {shares['over_500ms']:.1%} over 500 ms"
+    assert f"requests with a stall: {stalls}" in shown
     with files["csv"].open() as file:
         rows = list(csv.DictReader(file))
     assert sorted(int(row["index"]) for row in rows) == list(range(30))
     assert {row["outcome"] for row in rows} == {"ok", "overloaded"}
+    assert sum(bool(row["stall"]) for row in rows) == 29
     trace = read_trace(files["record"])
     assert [row.at for row in trace.rows] == sorted(float(f"{row.at}") for row in trace.rows)
     assert {(row.input_tokens, row.output_tokens) for row in trace.rows} == {(20, 5)}
     page = files["html"].read_text()
     assert "&lt;b&gt;" in page
+    assert "Requests with a stall over 200 ms" in page
     assert "<b>" not in page
     # Self-contained: the page fetches nothing.
     assert not re.search(r"""(src|href)\s*=\s*["'](?!#|data:)|@import|url\((?!#|&quot;#|data:)""", page)
@@ -230,6 +237,7 @@ async def test_a_run_in_which_everything_failed_is_reported_as_failed(
     run = json.loads(out.read_text())["runs"][0]
     assert (run["slo"]["met"], run["slo"]["attainment"], run["latency"]["ttft"]["mean"]) == (False, 0.0, None)
     assert run["errors"] == {"Status 500.": 4}
+    assert run["stalled_requests"] == {"over_200ms": None, "over_500ms": None}
     assert "answered 0 of 4" in html.read_text()
 
 

@@ -100,6 +100,18 @@ def test_gaps_are_judged_by_the_same_statistic_of_each_request() -> None:
     assert meets(one("itl:max:300ms"), measures).tolist() == [False, True, True]
 
 
+def test_a_stall_is_the_longest_gap_of_a_request() -> None:
+    records = [record(0.1, [0.01] * 9 + [0.3]), record(0.1, [0.6, 0.25]), record(5.0, []), record(0.1, [0.1]), FAILED]
+    measures = Measures(records)
+    assert measures.stall[:2] == pytest.approx([0.3, 0.6])
+    assert np.isnan(measures.stall[[2, 4]]).all()  # a first token, however late, is no stall
+    assert measures.distributions["stall"].n == 3
+    assert (measures.stalled(0.2), measures.stalled(0.5)) == (2 / 4, 1 / 4)  # of the answered requests
+    assert np.isnan(Measures([FAILED]).stalled(0.2))
+    assert meets(one("stall:p99:500ms"), measures).tolist() == [True, False, True, True, False]
+    assert not judge(parse("stall:p50:100ms"), measures, 1.0, 0.5).met
+
+
 def test_no_measurement_meets_no_objective() -> None:
     assert not judge(parse("nanoflow"), Measures([]), 1.0, 0.5).met
     assert not judge(parse("nanoflow"), Measures([FAILED]), 1.0, 0.5).met
