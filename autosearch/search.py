@@ -92,7 +92,7 @@ class Search:
         table_3 |= {r: interference.exchange(r) for r in exchange if r is not Resource.COMPUTE}
         notes = []
         if cut := self._solver.unfinished():
-            notes.append(f"out of time before all pipelines were tried ({CURE}): {', '.join(cut)}")
+            notes.append(f"out of time before all pipelines were tried ({CURE}): {'; '.join(cut)}")
         if self._undecided:
             notes.append(f"out of time, not compared with the serial plan: {', '.join(self._undecided)}")
         if self._predicted:
