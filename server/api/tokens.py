@@ -70,7 +70,8 @@ async def detokenize(body: DetokenizeBody, request: Request, service: ServiceOf)
     loaded = service.loaded
     loaded.text.check_ids(body.tokens, "tokens", at_most=DETOKENIZED_CONTEXTS * loaded.ready.max_model_len)
     text = await service.offload(lambda: loaded.tokenizer.decode(body.tokens))
-    return {"prompt": text, "content": text}  # vLLM's and llama.cpp's name
+    named = "model" in body.model_fields_set
+    return {"prompt": text} if named else {"prompt": text, "content": text}  # llama.cpp's clients name no model
 
 
 @router.get("/tokenizer_info", summary="Return special tokens and the chat template")

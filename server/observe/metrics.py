@@ -30,8 +30,8 @@ ENDPOINTS = (
     *PROBES, "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings",
     "/v1/conversations", "/tokenize", "/detokenize", "/tokenizer_info", "/v1/files", "/v1/batches",
     "/v1/completions/render", "/v1/chat/completions/render", "/v1/messages", "/v1/messages/count_tokens",
-    "/invocations", "/server_info", "/load", "/props", "/apply-template", "/slots", "/completion", "/api/chat", "/api/generate",
-    "/api/embed", "/api/embeddings", "/api/tags", "/api/show", "/api/ps", "/api/version",
+    "/invocations", "/server_info", "/load", "/props", "/apply-template", "/slots", "/completion", "/api/chat",
+    "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/show", "/api/ps", "/api/version",
 )  # fmt: skip
 STORED_PATHS = ("/v1/files/", "/v1/batches/", "/v1/responses/", "/v1/conversations/")
 _ENDPOINTS = frozenset(ENDPOINTS)

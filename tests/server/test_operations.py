@@ -97,6 +97,8 @@ async def test_tokenize_and_back(server: Server) -> None:
     assert body["max_model_len"] == 512
     assert body["token_strs"][0] == "hello"
     assert (await server.post("/detokenize", {"tokens": body["tokens"]})).json() == {"prompt": text, "content": text}
+    named = {"model": "stub", "tokens": body["tokens"]}
+    assert (await server.post("/detokenize", named)).json() == {"prompt": text}, "vLLM's answer"
 
 
 async def test_tokenize_a_conversation(server: Server) -> None:
