@@ -146,7 +146,7 @@ def test_loads_solved_in_parallel_have_the_same_pipelines_as_in_sequence(
     kept: list[int] = []
 
     def solved(workers: int) -> dict[str, StageResults]:
-        found = StageStore(keep=lambda _: kept.append(workers))
+        found = StageStore(save=lambda _: kept.append(workers))
         one = LoadSolver(machine, TimeBudget(1e6), found, len(loads), measured=False, workers=workers)
         one.solve(loads)
         return found.stages
