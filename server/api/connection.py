@@ -147,8 +147,10 @@ class Connection(HttpToolsProtocol):
 
     @property
     def idle_since(self) -> float | None:
-        """The loop's time since which the client has sent nothing and waits for nothing. None if it does."""
-        if self._begun or self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
+        """The loop's time since which the client has sent nothing, or only a part of its headers, and waits for nothing.
+        None if it has sent more."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering or (self._begun and not self._in_headers) or self.transport.is_closing():
             return None
         return self._quiet_since
 
@@ -188,6 +190,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._begun += 1
+        self._quiet_since = self.loop.time()
         self._service.metrics.request_began()
         self.scope[TAKE_OVER] = self._dismiss  # type: ignore[literal-required]
 

@@ -77,6 +77,12 @@ def test_idle_connections_give_way(limited: Limited) -> None:
         assert httpx.post(f"{limited.daemon.url}/v1/completions", json=body, timeout=SECONDS).status_code == 200
 
 
+def test_clients_that_never_end_their_headers_give_way(limited: Limited) -> None:
+    with limited.crowd(lambda _: b"GET /v1/models HTTP/1.1\r\nhost:"):
+        for url in (limited.daemon.url, limited.admin_url):
+            assert [limited.get(url, path).status_code for path in PATHS] == [200] * len(PATHS)
+
+
 def test_probes_use_a_reserve_while_every_connection_is_busy(limited: Limited) -> None:
     lines = (
         "POST /v1/completions HTTP/1.1",
