@@ -69,6 +69,8 @@ class EmbeddingBody(TemplateBody):
         """Raises `ApiError`."""
         if (self.input is None) == (self.messages is None):
             raise bad_request("Give either input or messages.", "input")
+        if self.messages is None:
+            self.check_without_messages()
         self.check_template()
 
 

@@ -276,6 +276,8 @@ async def _embed(
 ) -> Response:  # fmt: skip
     body.options.fields()
     model = _served(service, body.model)
+    chosen = await service.enter(model, request.scope)
+    body.options.check_context(chosen.loaded.ready.max_model_len)
     answer = _checked(EmbeddingBody, {**fields, "model": model})
     return await begin_embeddings(answer, request, service, dialect, body.model)
 

@@ -47,7 +47,8 @@ _HINTS: dict[str, str] = {
     "context_management": "a prompt that is too long is refused, not edited",
     "stream_options.include_obfuscation stream_options.include_usage sse_ping_interval": "streams are complete",
     "spaces_between_special_tokens": "the text has no added spaces",
-    "guided_decoding_backend structured_outputs.backend structured_outputs._backend": "one backend has all grammars",
+    "guided_decoding_backend structured_outputs.backend structured_outputs._backend "
+    "structured_outputs.disable_fallback": "one backend has all grammars",
     "keep_alive n_cache_reuse prompt_cache_options": "models stay loaded, and prompts are always cached",
     "backend_sampling speculative.type speculative.n_max speculative.n_min speculative.p_min "
     "speculative.ngram_size_n speculative.ngram_size_m speculative.ngram_min_hits "

@@ -337,6 +337,27 @@ class TokenizeBody(TemplateBody):
     parse_special: bool = True  # with `content`: read special tokens instead of treating them as text
     with_pieces: bool = False  # with `content`: also return each token's text, or its bytes if they are no text
 
+    def check(self) -> None:
+        """Check rules between fields. Raises `ApiError`."""
+        if self.content == self.prompt:  # for servers of either kind
+            self.content = None
+        if sum(given is not None for given in (self.prompt, self.messages, self.content)) != 1:
+            raise bad_request("Give either prompt, messages or content.", "prompt")
+        others = "prompt or messages" if self.content is not None else "content"
+        for name in _FORMS[others]:
+            if getattr(self, name) != type(self).model_fields[name].get_default():
+                raise bad_request(f"{name} requires {others}.", name)
+        if self.messages is None:
+            self.check_without_messages()
+        self.check_template()
+
+
+_FORMS = {
+    "content": ("add_special", "parse_special", "with_pieces"),
+    "prompt or messages": ("add_special_tokens", "return_token_strs"),
+}
+"""Fields of `TokenizeBody` that one form of it has."""
+
 
 class DetokenizeBody(Body):
     model: str | None = None

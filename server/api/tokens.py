@@ -14,7 +14,6 @@ from weft.server.api.completions import prompts_of
 from weft.server.api.llama_cpp import tokenize_content
 from weft.server.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from weft.server.api.routing import JsonRoute, ServiceOf
-from weft.server.errors import bad_request
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -37,21 +36,19 @@ DETOKENIZED_CONTEXTS = 16  # token ids per request, in multiples of the context 
 
 @router.post("/tokenize", summary="Tokenize a text or a conversation")
 async def tokenize(body: TokenizeBody, request: Request, service: ServiceOf) -> dict[str, Any]:
-    service = await service.enter(body.model, request.scope, body.check_template)
-    if body.content is not None and body.prompt is None and body.messages is None:
+    service = await service.enter(body.model, request.scope, body.check)
+    if body.content is not None:
         return await tokenize_content(body, service)
     loaded, prompts = service.loaded, body.prompt
-    if body.messages is not None and prompts is None:
+    if body.messages is not None:
         tools = [] if body.tool_choice == "none" else body.tools
         ids, _ = await loaded.text.encode_chat(
             *template_input(body, body.messages, tools, service), add_special_tokens=bool(body.add_special_tokens)
         )
         all_ids = [ids]
-    elif prompts is not None and body.messages is None:
-        special, texts = body.add_special_tokens is not False, prompts if isinstance(prompts, list) else [prompts]
-        all_ids = await loaded.text.encode(texts, add_special_tokens=special, param="prompt")
     else:
-        raise bad_request("Give either prompt, messages or content.", "prompt")
+        special, texts = body.add_special_tokens is not False, prompts if isinstance(prompts, list) else [prompts or ""]
+        all_ids = await loaded.text.encode(texts, add_special_tokens=special, param="prompt")
     named = body.return_token_strs
     names = [[loaded.tokenizer.token_name(token_id) for token_id in ids] if named else None for ids in all_ids]
     fields: dict[str, Any] = {

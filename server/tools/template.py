@@ -91,6 +91,12 @@ class TemplateBody(Body):
         if taken := _NO_VARIABLES.intersection(self.chat_template_kwargs):
             raise bad_request(f"chat_template_kwargs must not set {clip(min(taken))!r}.", "chat_template_kwargs")
 
+    def check_without_messages(self) -> None:
+        """Raises `ApiError` for fields that need a conversation to have an effect."""
+        for name in TemplateBody.model_fields:
+            if getattr(self, name) != type(self).model_fields[name].get_default():
+                raise bad_request(f"{name} requires messages.", name)
+
     def template_arguments(self, tools: list[Tool] | None = None, template: str = "") -> dict[str, Any]:
         """Return arguments for `Tokenizer.render_chat`. `tools`: replaces the offered tools. `template`: its text."""
         offered = self.tools if tools is None else tools

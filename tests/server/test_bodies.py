@@ -115,3 +115,10 @@ async def test_the_limit_is_that_of_the_loaded_model() -> None:
         assert before > BOUNDS.max_bytes
         response = await server.http.post("/v1/completions", content=b" " * (BOUNDS.max_bytes + 1), headers=JSON)
         assert response.status_code == 413
+
+
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**63, 2**64, 10**30])
+async def test_integers_that_are_too_large_are_refused_with_the_limit(server: Server, seed: int) -> None:
+    error = (await server.post("/v1/completions", {"prompt": "hi", "seed": seed})).json()["error"]
+    assert error["param"] == "seed"
+    assert str(2**63 - 1) in error["message"]

@@ -84,6 +84,8 @@ async def test_fewer_dimensions_are_the_first_ones_of_length_one(server: Server)
         ({"input": "a", "dimensions": 0}, "dimensions", "1"),
         ({"input": "a", "dimensions": HIDDEN + 1}, "dimensions", "this model's embeddings have only 8"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "base64"),
+        ({"input": "a", "chat_template": "x"}, "chat_template", "requires messages"),
+        ({"input": "a", "add_generation_prompt": True}, "add_generation_prompt", "requires messages"),
         ({"input": "a", "prompt_name": "query"}, "prompt_name", "no prompt 'query'; known prompts: none"),
     ],
 )

@@ -180,6 +180,16 @@ async def test_content_is_tokenized_in_llama_cpps_format(server: Server) -> None
     text = (await server.post("/detokenize", {"tokens": await tokens("hello world")})).json()
     assert text["content"] == "hello world"
     assert (await server.post("/tokenize", {"content": "a", "prompt": "a"})).status_code == 200
+    for param, body in {
+        "prompt": {"content": "a", "prompt": "b"},
+        "with_pieces": {"prompt": "a", "with_pieces": True},
+        "parse_special": {"prompt": "a", "parse_special": False},
+        "return_token_strs": {"content": "a", "return_token_strs": True},
+        "add_special_tokens": {"content": "a", "add_special_tokens": False},
+        "chat_template_kwargs": {"content": "a", "chat_template_kwargs": {"x": 1}},
+    }.items():
+        refused = await server.post("/tokenize", body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     assert (await server.post("/tokenize", {"content": [10**6]})).json()["error"]["param"] == "content"
 
 

@@ -121,6 +121,7 @@ async def test_a_window_of_penalties_is_refused_only_if_there_are_penalties(serv
         ("generate", {"prompt": "x", "messages": HELLO}, "use /api/chat"),
         ("show", {}, "model"),
         ("embed", {"input": [1]}, "input"),
+        ("embed", {"input": "x", "options": {"num_ctx": MAX_MODEL_LEN + 1}}, "options.num_ctx"),
     ],
 )
 async def test_what_is_not_supported_is_refused_by_name(

@@ -128,7 +128,8 @@ async def test_special_tokens_are_added_to_prompts_once() -> None:
 
 
 async def test_tokenize_requires_one_input(server: Server) -> None:
-    for body in ({}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}):
+    template = {"prompt": "x", "chat_template": "y"}
+    for body in ({}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, template):
         assert (await server.post("/tokenize", body)).status_code == 400
     assert (await server.post("/detokenize", {"tokens": ["a"]})).status_code == 400
     assert (await server.post("/detokenize", {"tokens": [10**6]})).status_code == 400
