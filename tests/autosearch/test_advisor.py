@@ -289,5 +289,5 @@ def test_started_engines_are_measured_in_any_number_at_any_limit() -> None:
 
 @pytest.mark.nightly
 def test_one_of_several_engines_that_cannot_start_is_a_one_line_error() -> None:
-    with pytest.raises(WeftError, match="an engine of several ended with status 1; its reason is above"):
+    with pytest.raises(WeftError, match="a concurrent engine ended with status 1; see its error above"):
         ConcurrentEngines(EngineConfig(model="/nowhere", device="cpu"), 2, 4, 64, [(6, 8)], 0.05)
