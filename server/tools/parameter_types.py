@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
@@ -14,7 +15,7 @@ import orjson
 from weft.server.bodies import parse_json
 from weft.server.tools.stream import SPACE, quoted
 from weft.server.tools.tool_format import Schema
-from weft.server.tools.tool_json import WORDS
+from weft.server.tools.tool_json import WORDS, JsonValue
 
 KINDS = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _MAX_REFERENCES = 64
@@ -175,13 +176,24 @@ def fitted(schema: Schema, key: str, value: str) -> str:
 
 
 def _literal(text: str) -> str | None:
-    """Return an object or a list in Python's syntax, or JSON with raw control characters, as JSON; None if it is
-    neither."""
+    """Return an object or a list in Python's syntax, or in JSON with faults, as JSON; None if it is neither."""
     if text[:1] not in ("{", "[", "("):
         return None
-    for read in (lambda: json.loads(text, strict=False), lambda: ast.literal_eval(text)):
+    readers: tuple[Callable[[], Any], ...] = (
+        lambda: json.loads(text, strict=False),
+        lambda: ast.literal_eval(text),
+        lambda: _repaired(text),
+    )
+    for read in readers:
         with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             out = json.dumps(read(), ensure_ascii=False, allow_nan=False)
             parse_json(out)
             return out
     return None
+
+
+def _repaired(text: str) -> Any:
+    value = JsonValue()
+    if value.feed(text, final=True) < len(text) or not value.complete:
+        raise ValueError(text)
+    return json.loads(value.take())

@@ -80,7 +80,8 @@ class ReasoningFormat:
             reader.end_thought()
         if self.wraps[0]:
             yield from reader.space()
-            yield from reader.take(self.wraps[0])
+            if (yield from reader.take(self.wraps[0])):
+                reader.strays = (*reader.strays, self.wraps[1])
 
     def before(self, text: str, marker: Marker, *, inside: bool) -> str:
         """Return the grammar of reasoning followed by an answer. `text`: grammar of the answer."""

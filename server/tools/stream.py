@@ -211,6 +211,17 @@ class Reader:
         if found or not (self.cut and self.at == len(self.text)):
             self.emit_arguments(as_arguments("".join(found)))
 
+    def surplus(self, *stops: str) -> Steps[None]:
+        """Skip closing brackets that are left over before one of these marks or the end of the answer."""
+        self.attempt()
+        yield from self.space(f"{SPACE}}}]")
+        mark = yield from self.take(*stops)
+        if not mark and (yield from self.peek()):
+            self.back()
+            return
+        self.at -= len(mark)
+        self.accept()
+
     def object_call(self, *stops: str, names: frozenset[str] | None = None) -> Steps[bool]:
         """Read a call as an object with a name and arguments. Returns whether it was, or began as, a call. `stops`:
         marks that end it even if brackets are missing. `names`: names that count as calls; None for all."""
@@ -246,6 +257,9 @@ class Reader:
 
     def text_to_end(self) -> Steps[None]:
         """Emit everything that follows as text."""
+        if self.strays:
+            yield from self.text_until()
+            return
         while True:
             self.emit_text(self.text[self.at :])
             self.at = len(self.text)

@@ -290,7 +290,7 @@ class CallReader:
             return
         if self._state == "open" and char == "{":
             self._state = "next"
-        elif self._state == "next" and char == '"':
+        elif self._state == "next" and char in "\"'":
             self._begin("key")
             self._value.feed(char)
         elif self._state == "next" and char == "}":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +27,7 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _KEY = re.compile(rf"""[^\s,:={{}}()\[\]"'<>]{{1,{MAX_KEY + 1}}}""")
 _PREFIX = re.compile(r"[rRuUbBfF]{0,2}")
 _NUMBER = re.compile(r"[+-]?(?:0[xXoObB][0-9a-fA-F_]+|[0-9][0-9_]*)")
+_FLOAT = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", re.ASCII)
 
 
 Fit = Callable[[str], str]
@@ -231,6 +233,8 @@ def _bare_json(text: str) -> str:
     if _NUMBER.fullmatch(text) and len(text) < 1000:
         with suppress(ValueError):
             return str(int(text, 0))
+    if _FLOAT.fullmatch(text) and math.isfinite(number := float(text)):
+        return repr(number)
     return f'"{quoted(text)}"'
 
 

@@ -65,6 +65,7 @@ class NamedFormat(ToolFormat):
         name, mark = yield from reader.name(self.name_end, "{", *stops, names=tools)
         if mark != self.name_end:
             reader.at -= len(mark)
+            name = _MARK.sub("", name)
         id, name = name.strip(), name.strip()
         if self.numbered:
             name = _NUMBER.sub("", id).removeprefix("functions.")
@@ -77,6 +78,7 @@ class NamedFormat(ToolFormat):
             return False
         reader.call(name, id if self.numbered and id != name else None)
         yield from reader.arguments(*stops)
+        yield from reader.surplus(*stops)
         for mark in (self.fence[1].strip(), self.end):
             yield from reader.space()
             yield from reader.take(mark)
@@ -164,6 +166,7 @@ class MistralFormat(ToolFormat):
             return
         reader.call(name)
         yield from reader.arguments(*self.opens)
+        yield from reader.surplus(*self.opens)
 
     def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
         form = _NAMED if self.has_args else _LIST

@@ -79,7 +79,7 @@ def read_objects(reader: Reader, ends: Sequence[str], begins: Sequence[str]) -> 
     while True:
         if found:
             reader.attempt()
-        yield from reader.space(SPACE + "," if listed else SPACE)
+        yield from reader.space(SPACE + ",}" if listed else SPACE)
         if (yield from reader.peek()) != "{":
             break
         if not (yield from reader.object_call(*ends, *begins)):
@@ -87,13 +87,14 @@ def read_objects(reader: Reader, ends: Sequence[str], begins: Sequence[str]) -> 
             return found and bool(ends)
         found = True
         if not listed:
+            yield from reader.surplus(*ends, *begins)
             break
     if not found:
         reader.give_up()
         return False
     if listed:
         reader.back()
-        yield from reader.space()
+        yield from reader.space(SPACE + "}")
         yield from reader.take("]")
     if ends:
         yield from reader.space()
@@ -137,6 +138,7 @@ class BareObjects(ToolFormat):
             yield from reader.space()
             if (yield from reader.peek()) != "{" or not (yield from reader.object_call(names=frozenset(tools))):
                 break
+            yield from reader.surplus(";", self.tag)
             between = SPACE + ";"
         at_end = not (yield from reader.peek())
         reader.give_up(forget=between if reader.calls and at_end else "")

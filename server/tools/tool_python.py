@@ -30,6 +30,7 @@ from weft.server.tools.tool_format import (
 from weft.server.tools.tool_literal import Literals
 
 _NAME = re.compile(rf"[\w.:/-]{{0,{MAX_NAME + 1}}}")
+_NOTHING = re.compile(r"""\s*(?:null|None|""|\(\s*\)|\[\s*\])$""")  # Arguments of a call without any.
 _PYTHON = Literals()
 
 
@@ -97,13 +98,18 @@ class PythonFormat(ToolFormat):
             if found is not None:
                 reader.at = found.end()
             yield from reader.space()
-            if name not in tools or not (yield from reader.take("(")):
+            called = name in tools and (yield from reader.take("("))
+            if name not in tools or not (called or (yield from self._is_bare(reader, tools, bool(listed)))):
                 if found_call:
                     reader.back()
                 return found_call
             reader.call(name)
             found_call = True
-            if (yield from self._is_empty(reader)):
+            if not called:
+                reader.emit_arguments("{}")
+                yield from reader.take(")" if wrapped else "")
+                continue
+            if (yield from _is_empty(reader, ")")):
                 reader.emit_arguments("{}")
                 continue
             if not (yield from _PYTHON.pairs(reader, "=", ")", schema=tools[name])):
@@ -112,17 +118,26 @@ class PythonFormat(ToolFormat):
                 yield from reader.space()
                 yield from reader.take(")")
 
-    def _is_empty(self, reader: Reader) -> Steps[bool]:
-        """Skip a single argument that stands for none, and the bracket after it. Returns whether there was one."""
-        reader.attempt()
-        yield from reader.space()
-        if (yield from reader.take("None", "null", "{}", '""', "''")):
+    def _is_bare(self, reader: Reader, tools: Tools, listed: bool) -> Steps[bool]:
+        """Return whether a tool's name without brackets is a call: only calls follow up to the end. Skips nothing."""
+        at = reader.tried_length
+        ends = ("]",) if listed else (")", self.end)
+        while mark := (yield from reader.take(",", *ends)):
             yield from reader.space()
-            if (yield from reader.take(")")):
-                reader.accept()
-                return True
-        reader.back()
-        return False
+            if mark != ",":
+                break
+            found = yield from reader.match(_NAME)
+            if found is None or found.group() not in tools:
+                mark = ""
+                break
+            reader.at = found.end()
+            yield from reader.space()
+            if (yield from reader.peek()) == "(":
+                break
+        if mark == "]":
+            mark = mark if (yield from reader.take(self.end)) or not (yield from reader.peek()) else ""
+        reader.tried_length = at
+        return bool(mark)
 
     def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
@@ -139,6 +154,19 @@ class PythonFormat(ToolFormat):
         given = _parsed(arguments)
         call = f"{name}({', '.join(f'{key}={_python(value)}' for key, value in given.items())})"
         return f"{self.begin}{self.pad}{f'[{call}]' if self.listed else call}{self.pad}{self.end}"
+
+
+def _is_empty(reader: Reader, end: str) -> Steps[bool]:
+    """Skip a single argument that stands for none, and the mark `end` after it. Returns whether there was one."""
+    reader.attempt()
+    yield from reader.space()
+    if (yield from reader.take("None", "null", "{}", '""', "''")):
+        yield from reader.space()
+        if (yield from reader.take(end)):
+            reader.accept()
+            return True
+    reader.back()
+    return False
 
 
 def _py(rule: str, schema: Schema) -> list[str]:
@@ -219,12 +247,15 @@ class CallFormat(ToolFormat):
             yield from reader.take(self.head)
             name, mark = yield from reader.name("{", *all_ends, *self.opens, names=tools)
             name = name.strip()
+            name = bare if (bare := _NOTHING.sub("", name)) in tools else name
             if not name or not _NAME.fullmatch(name):
                 reader.give_up()
                 continue
             reader.call(name)
             if mark != "{":  # without arguments
                 reader.at -= len(mark)
+                reader.emit_arguments("{}")
+            elif (yield from _is_empty(reader, "}")):
                 reader.emit_arguments("{}")
             else:
                 yield from self.literals.pairs(reader, ":", "}", schema=tools.get(name))

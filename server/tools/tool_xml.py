@@ -119,7 +119,7 @@ class TagFormat(ToolFormat):
             reader.accept()
             reader.emit_arguments(f"{', ' if keys else '{'}{orjson.dumps(key).decode()}: ")
             keys.add(key)
-            kind = parameter(schema, key) if is_text is None else {"type": "string"} if is_text else {}
+            kind = parameter(schema, key) if is_text is None else {"type": "string"} if is_text else _NO_TEXT
             yield from _Value(self, reader, tools, schema, keys).read(kind)
             if reader.cut and reader.at == len(reader.text):
                 return True
@@ -347,6 +347,7 @@ class _Value:
         return found
 
 
+_NO_TEXT: Schema = {"type": sorted(KINDS - {"string"})}
 _IDENTIFIER = re.compile(r"[\w.-]+")
 
 

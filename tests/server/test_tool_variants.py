@@ -391,6 +391,37 @@ def test_a_call_without_arguments_has_an_empty_object(name: str) -> None:
             assert parsed(name, f"Hm.{text}{more}")[:2] == ("Hm.", [("now", {}), ("read", {"path": "x"})]), text + more
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pythonic", "[now]"),
+        ("pythonic", "[ now ]\n"),
+        ("llama4_pythonic", "[now]"),
+        ("llama4_pythonic", "<|python_start|>[now]<|python_end|>"),
+        ("llama4_pythonic", "<|python_start|>now<|python_end|>"),
+        ("gemma", "```tool_code\nnow\n```"),
+        ("gemma", "```tool_code\n[now]\n```"),
+        ("gemma", "```tool_code\nprint(now)\n```"),
+    ],
+)
+def test_a_name_alone_is_a_call_where_only_calls_stand(name: str, text: str) -> None:
+    assert parsed(name, text) == ("", [("now", {})], "")
+
+
+def test_names_in_a_list_are_calls_up_to_its_end() -> None:
+    calls = [("now", {}), ("read", {"path": "x"}), ("now", {})]
+    assert parsed("pythonic", "[now, read(path='x'), now]") == ("", calls, "")
+    for text in ("[now](http://a)", "[now]: a link", "[now, then]", "[now is late]", "[unknown]", "[now", "[now] and"):
+        assert parsed("pythonic", text) == (text, [], "")
+
+
+@pytest.mark.parametrize("name", ["functiongemma", "gemma4"])
+@pytest.mark.parametrize("nothing", ["null", " null", "None", "{null}", "{ None }", "()", "( )", "[]", '""', '{""}'])
+def test_gemmas_calls_without_arguments_may_spell_them(name: str, nothing: str) -> None:
+    text = written(name, "now", {}).replace("{}", nothing)
+    assert parsed(name, text + text) == ("", [("now", {})] * 2, "")
+
+
 # -- calls inside reasoning
 
 
@@ -481,6 +512,65 @@ def test_strings_of_json_are_repaired(name: str, raw: str, value: str) -> None:
 def test_other_faults_of_json_are_repaired(name: str, raw: str, value: dict[str, Any]) -> None:
     text = written(name, "read", {}).replace("{}", raw)
     assert parsed(name, text)[:2] == ("", [("read", value)]), text
+
+
+@pytest.mark.parametrize("name", JSON)
+@pytest.mark.parametrize("surplus", ["}", "}}", " }", "\n}\n"])
+def test_surplus_closing_brackets_are_no_text(name: str, surplus: str) -> None:
+    text = written(name, "read", {"at": {"y": 2}}).replace("2}}", f"2}}}}{surplus}")
+    assert parsed(name, text) == ("", [("read", {"at": {"y": 2}})], ""), text
+    if name in ("hermes", "kimi_k2", "mistral", "deepseek_v3", "deepseek_v31"):
+        assert parsed(name, text + text)[:2] == ("", [("read", {"at": {"y": 2}})] * 2), text
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "granite", "phi4_mini_json"])
+def test_the_object_of_a_call_may_be_in_single_quotes(name: str) -> None:
+    text = written(name, "read", {"path": "x"}).replace('"', "'")
+    assert parsed(name, text) == ("", [("read", {"path": "x"})], ""), text
+
+
+def test_harmony_arguments_may_stand_in_a_fence() -> None:
+    own = written("openai", "read", {"path": "```"})
+    for fence in ("```json\n", "```\n"):
+        text = own.replace("<|message|>", f"<|message|>{fence}").replace("<|call|>", "\n```<|call|>")
+        assert parsed("openai", text) == ("", [("read", {"path": "```"})], "")
+    text = _read("openai", [own.replace('{"path": "```"}', "```\nls\n```")], TOOLS, "openai_gptoss", False)
+    assert text == ("", [["read", "```\nls\n```"]], ""), "what is no JSON is passed on unchanged"
+
+
+def test_a_deepseek_call_may_lack_its_type() -> None:
+    text = written("deepseek_v31", "read", {"path": "x"})
+    assert parsed("deepseek_v3", text) == ("", [("read", {"path": "x"})], "")
+
+
+@pytest.mark.parametrize(
+    ("raw", "value"),
+    [
+        ("{'y': None, 'z': true}", {"y": None, "z": True}),
+        ('{"y": "a\\d",}', {"y": "a\\d"}),
+        ("{y: [1, 2]}", {"y": [1, 2]}),
+        ("{'y': ('a',)}", {"y": ["a"]}),
+        ("{y} or {z}", "{y} or {z}"),
+    ],
+)
+def test_objects_between_tags_are_repaired(raw: str, value: Any) -> None:
+    for name in TAGS:
+        assert parsed(name, tags(name, ("at", raw))) == ("", [("read", {"at": value})], ""), raw
+    text = tags("deepseek_v32", ("at", raw)).replace('name="at"', 'name="at" string="false"')
+    assert parsed("deepseek_v32", text) == ("", [("read", {"at": value})], ""), text
+
+
+def test_python_numbers_are_numbers() -> None:
+    for text, value in ((".5", 0.5), ("5.", 5.0), ("+1", 1), ("-.5e1", -5.0), ("1_000", 1000), ("1e999", None)):
+        assert parsed("pythonic", f"[read(limit={text})]")[1] == [("read", {"limit": value or text})], text
+
+
+def test_the_mark_after_granites_response_is_no_text() -> None:
+    for name in ("granite", "llama3_json"):
+        for more, calls in (("", []), (written(name, "now", {}), [("now", {})])):
+            if name == "granite" or not more:
+                answer = f"<think>Hm.</think><response>Done.{more}</response>"
+                assert parsed(name, answer, thinks="granite") == ("Done.", calls, "Hm.")
 
 
 @given(st.sampled_from(JSON), st.text(st.sampled_from("ab\n\t\x01\\\"'u0{}[],: é😀"), max_size=30), st.integers(0, 99))
