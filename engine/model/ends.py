@@ -53,12 +53,13 @@ def end_tokens(
     tokenizer = {**_read(path / "special_tokens_map.json"), **_read(path / _TOKENIZER)}
     added, special = _added_tokens(path, tokenizer)
     found: dict[int, list[str]] = {}
+    size = vocab_size if vocab_size is not None else float("inf")
 
     def add(value: Any, source: str) -> bool:
         ids = {_id(item, added, path) for item in (value if isinstance(value, list) else [value])} - {None}
         for token in sorted(ids):  # type: ignore[type-var]
             found.setdefault(token, []).append(source)  # type: ignore[arg-type]
-        return bool(ids)
+        return any(token < size for token in ids)  # type: ignore[operator]
 
     places = [(generation, source), (config, "config.json")]
     places += [(inner, f"config.json, {key}") for key in _NESTED if isinstance(inner := config.get(key), dict)]
@@ -72,7 +73,6 @@ def end_tokens(
         ends |= _after_answer(template, tokenizer, special | known) - (NAMES - known)
         add(sorted(ends), "chat template")
     names = {token: name for name, token in added.items()}
-    size = vocab_size if vocab_size is not None else float("inf")
     return EndTokens(
         {token: why for token, why in found.items() if token < size},
         {token: why for token, why in found.items() if token >= size},
@@ -90,13 +90,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _id(value: Any, added: dict[str, int], path: Path) -> int | None:
-    """Return the id that a value of a configuration means, a name or a number; None for no id."""
+    """Return the id that a value of a configuration means: a number, a name, or an object with the name; None for no
+    id."""
+    value = value.get("content") if isinstance(value, dict) else value
     if isinstance(value, str):
         token = added.get(value)
         if token is None:
             token = _in_vocabulary(value, path)
         return token if token is not None else int(value) if value.isdecimal() else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 63 or value % 1:
         return None
     return int(value)
 
@@ -110,7 +112,9 @@ def _content(token: Any) -> str | None:
 def _added_tokens(path: Path, tokenizer: dict[str, Any]) -> tuple[dict[str, int], set[str]]:
     """Return the ids of added tokens by name, and the names of special ones."""
     listed = tokenizer.get("added_tokens_decoder")
-    tokens = [{**t, "id": int(i)} for i, t in listed.items()] if isinstance(listed, dict) else []
+    listed = listed.items() if isinstance(listed, dict) else ()
+    tokens = [{**t, "id": int(i)} for i, t in listed if i.isdecimal() and isinstance(t, dict)]
+    tokens += [{"id": i, "content": name} for name, i in _read(path / "added_tokens.json").items()]
     for size in (_HEAD, -1):
         try:
             with (path / "tokenizer.json").open(encoding="utf-8") as file:
@@ -123,12 +127,13 @@ def _added_tokens(path: Path, tokenizer: dict[str, Any]) -> tuple[dict[str, int]
         if at:
             break
     there = [t for t in tokens if isinstance(t, dict) and isinstance(t.get("content"), str)]
+    there = [t for t in there if type(t.get("id")) is int]
     return {t["content"]: t["id"] for t in there}, {t["content"] for t in there if t.get("special")}
 
 
 def _in_vocabulary(name: str, path: Path) -> int | None:
     """Return the id of a token that is in the vocabulary only."""
-    vocabulary = _read(path / "tokenizer.json").get("model", {}).get("vocab") or _read(path / "vocab.json")
+    vocabulary = (_read(path / "tokenizer.json").get("model") or {}).get("vocab") or _read(path / "vocab.json")
     if isinstance(vocabulary, list):  # pieces with scores
         vocabulary = {piece[0]: i for i, piece in enumerate(vocabulary)}
     token = vocabulary.get(name)

@@ -81,6 +81,11 @@ def _directory(
         ({"eos_token_id": "</s>"}, {}, (10,)),
         ({"eos_token_id": ["word", "</s>"]}, {}, (1, 10)),
         ({"eos_token_id": "no such token"}, {"eos_token_id": 2.0}, (2,)),
+        ({"eos_token_id": {"content": "</s>", "special": True}}, {"eos_token_id": 2}, (10,)),
+        ({"eos_token_id": [{"content": "</s>"}, 3]}, {}, (3, 10)),
+        ({"eos_token_id": [{}, [4], 2.5]}, {"eos_token_id": 2}, (2,)),
+        ({"eos_token_id": float("inf")}, {"eos_token_id": 2}, (2,)),
+        ({"eos_token_id": float("nan")}, {"eos_token_id": 2}, (2,)),
         (None, {"eos_token_id": None, "text_config": {"eos_token_id": [5, 6]}}, (5, 6)),
         (None, {"eos_token_id": 4, "text_config": {"eos_token_id": 5}}, (4,)),
         (None, {"llm_config": {"eos_token_id": 5}}, (5,)),
@@ -120,6 +125,18 @@ def test_the_tokenizers_end_token_may_be_an_ordinary_one_or_stand_in_an_older_fi
     assert eos_ids(tmp_path, {}) == (7,)
     _directory(tmp_path, special=("</s>",), eos_token=None)
     assert eos_ids(tmp_path, {}) == (), "null is absent here as well"
+
+
+def test_damaged_tokenizer_files_hide_no_end_tokens(tmp_path: Path) -> None:
+    decoder: Any = {"x": {"content": "<e>"}, "7": "<e>", "8": {"content": "<f>"}}
+    _directory(tmp_path, special=("</s>",), eos_token="<f>", added_tokens_decoder=decoder)
+    assert eos_ids(tmp_path, {"eos_token_id": 2}) == (2, 8)
+    for text in ('{"model": null}', '{"added_tokens": [{"content": "</s>"}, {"id": null, "content": "<f>"}]}', "{"):
+        (tmp_path / "tokenizer.json").write_text(text)
+        assert eos_ids(tmp_path, {"eos_token_id": 2}) == (2, 8)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<e>"}')
+    (tmp_path / "added_tokens.json").write_text('{"<e>": 9, "<f>": null}')
+    assert eos_ids(tmp_path, {"eos_token_id": 2}) == (2, 9), "the file of older tokenizers"
 
 
 @pytest.mark.parametrize(
@@ -178,6 +195,8 @@ def test_ids_outside_the_vocabulary_are_left_out_and_reported(tmp_path: Path) ->
         "end tokens: 11 <|im_end|> (generation_config.json, tokenizer_config.json, chat template); "
         "ignored, outside the vocabulary: 99 (generation_config.json)"
     )
+    _directory(tmp_path, generation={"eos_token_id": [98, 99]})
+    assert eos_ids(tmp_path, {"eos_token_id": 2}, 50) == (2,), "as if the file named none"
     assert str(ends_of(tmp_path, {}, 5)).startswith("no end tokens: answers end at max_tokens or a stop string; ignor")
 
 
