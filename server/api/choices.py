@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any
 
 import orjson
 
+from weft import __version__
+from weft.engine.wire.messages import EngineReady
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.events import MARK, Dialect, event
 from weft.server.api.generate import Generation
@@ -15,6 +18,12 @@ from weft.server.api.protocol import StreamOptions
 
 LARGE = 4096
 """Tokens above which an answer is assembled in a worker thread: thousands of log-probabilities take time."""
+
+
+def fingerprint(ready: EngineReady) -> str:
+    """OpenAI's `system_fingerprint`: another value means that a seed may give another answer."""
+    text = f"{__version__} {ready.model_id} {ready.model_type} {ready.num_parameters} {ready.dtype} {ready.device}"
+    return f"fp_{sha256(text.encode()).hexdigest()[:10]}"
 
 
 class Choices(Dialect):
@@ -32,6 +41,7 @@ class Choices(Dialect):
             "object": self.chunk_object if generation.body.stream else self.object,
             "created": created,
             "model": model,
+            "system_fingerprint": fingerprint(generation.service.loaded.ready),
         }
         self._before = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":['
         self._usage = options.include_usage

@@ -6,10 +6,12 @@ import json
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 from stub import Script, Server, serving
 
 from weft.server.api import model_text
+from weft.server.api.choices import fingerprint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -29,6 +31,16 @@ async def test_message_usage_and_finish_reason(server: Server) -> None:
     assert body["id"].startswith("chatcmpl-")
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "hello world", "refusal": None}
     assert body["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_all_answers_and_chunks_of_an_engine_have_one_fingerprint(server: Server) -> None:
+    chunks = await chunks_of(server)
+    answers = [await server.chat(), await server.complete(), *chunks]
+    (found,) = {answer["system_fingerprint"] for answer in answers}
+    ready = server.service.loaded.ready
+    assert found == fingerprint(ready)
+    assert found.startswith("fp_")
+    assert found != fingerprint(msgspec.structs.replace(ready, dtype="float16"))
 
 
 async def test_the_template_is_rendered_with_a_single_bos(server: Server) -> None:
