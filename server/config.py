@@ -24,7 +24,7 @@ ReasoningParserName = Literal[
 
 ANY_NAME = "*"  # the served name that stands for all others
 _ROOT_PATH = re.compile(r"(?:/[\w.~-]+)+", re.ASCII)
-_HOST = re.compile(r"\*|(?:\*?\.)?[\w-]+(?:\.[\w-]+)*", re.ASCII)
+HOST = re.compile(r"\*|(?:\*?\.)?[\w-]+(?:\.[\w-]+)*", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*\s]*")
 ENGINE_OPTIONS = frozenset(
     name for name, field in EngineConfig.model_fields.items() if field.json_schema_extra != NO_OPTION
@@ -240,7 +240,7 @@ class ServeConfig(EngineConfig):
     @classmethod
     def _hosts_as_browsers_send_them(cls, value: list[str]) -> list[str]:
         value = [host.lower().removesuffix(".") for host in value]
-        if odd := [host for host in value if not _HOST.fullmatch(host)]:
+        if odd := [host for host in value if not HOST.fullmatch(host)]:
             raise ValueError(f"{odd[0]!r} is not a host such as llm.example.org or *.example.org, without a port")
         return value
 

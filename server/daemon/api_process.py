@@ -15,7 +15,7 @@ from weft.engine.wire.exiting import how_ended
 from weft.engine.wire.heartbeat import Heartbeats
 from weft.engine.wire.memory_kills import MemoryKills
 from weft.engine.wire.stacks import Stacks
-from weft.server.config import ServeConfig
+from weft.server.config import HOST, ServeConfig
 from weft.server.daemon.certificate import Certificate
 from weft.server.daemon.control import Channel, FromWorker, Start, Stop, ToWorker
 from weft.server.observe.shared_state import SharedState
@@ -137,11 +137,11 @@ class ApiProcess:
 
 
 def _allowed_hosts(config: ServeConfig, keys: Sequence[bytes], listeners: Sequence[socket.socket]) -> list[str]:
-    """`--allowed-host`. Where only programs of this machine connect, and without keys, it is localhost by default: a
-    web page must not become such a program by DNS rebinding."""
+    """`--allowed-host`. Where only programs of this machine connect, and without keys, it is localhost and `--host` by
+    default: a web page must not become such a program by DNS rebinding."""
     if config.allowed_host or keys or not all(map(_is_loopback, listeners)):
         return config.allowed_host
-    return ["localhost"]
+    return ["localhost", *filter(HOST.fullmatch, [config.host.lower().removesuffix(".")])]
 
 
 def _is_loopback(listener: socket.socket) -> bool:

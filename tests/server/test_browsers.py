@@ -191,6 +191,12 @@ async def test_hosts_are_checked_on_loopback_without_keys_or_if_given(
         except OSError:
             pytest.skip(f"needs the address {address}")
         listeners.append(listener)
-    assert _allowed_hosts(ServeConfig(allowed_host=given), keys, listeners) == hosts
+    assert _allowed_hosts(ServeConfig(host="::1", allowed_host=given), keys, listeners) == hosts
     for listener in listeners:
         listener.close()
+
+
+async def test_a_name_that_the_server_listens_on_is_allowed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        hosts = _allowed_hosts(ServeConfig(host="Box.lan."), [], [listener])
+    assert BrowserChecks(ServeConfig(allowed_host=hosts).allowed_host, []).allows("box.lan:8000")
