@@ -52,7 +52,7 @@ def _problem(key: str) -> str | None:
     if len(key) > MAX_KEY_CHARS:
         return f"the key has more than {MAX_KEY_CHARS} characters"
     if _LIKE_A_DIGEST.search(unicodedata.normalize("NFKC", key)):
-        return "this looks like a digest, but is not 'sha256:' and 64 hexadecimal digits, with nothing else on the line"
+        return "this looks like a digest, but is not 'sha256:' and 64 hex digits; only priority=NUMBER may follow them"
     if any(char.isspace() for char in key):
         return "a key has no white space, and only priority=NUMBER may follow it; write comments on lines of their own"
     if unprintable := next((char for char in key if not char.isprintable()), None):

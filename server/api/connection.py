@@ -147,8 +147,8 @@ class Connection(HttpToolsProtocol):
 
     @property
     def idle_since(self) -> float | None:
-        """The loop's time since which the client has sent nothing, or only a part of its headers, and waits for nothing.
-        None if it has sent more."""
+        """The loop's time since which the client waits for nothing and has sent at most a part of its headers. None if
+        it has sent more."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if answering or (self._begun and not self._in_headers) or self.transport.is_closing():
             return None
