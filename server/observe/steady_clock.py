@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from contextlib import suppress
@@ -31,10 +32,7 @@ class SteadyClock:
         self._saved = -SAVE_SECONDS
         self._jump: tuple[float, float] | None = None  # (offset of the system clock, when it was first seen)
         self._base = time.time(), boottime()
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            saved = json.loads(file.read_bytes()) if file is not None else {}
-            at, since = float(saved["time"]), float(saved["boottime"])
-            self._base = (at, since if saved["machine"] == _machine() else self._base[1])
+        self._alone = True  # The file has not been read yet.
         self.save()
 
     def _steady(self) -> float:
@@ -54,19 +52,39 @@ class SteadyClock:
         return max(self._steady(), time.time())
 
     def earliest(self) -> float:
-        """The time for comparisons with stamps, in Unix seconds: never later than what either clock shows."""
-        return min(self._steady(), time.time())
+        """The time for comparisons with stamps, in Unix seconds: never later than what a clock or the file shows. It is 0
+        while the file cannot be read, since the system clock alone may be wrong."""
+        try:
+            kept = self._kept()
+        except OSError:
+            return 0.0
+        return min(self._steady(), time.time(), math.inf if kept is None else kept)
 
     def save(self) -> None:
         """Write the file, at most once a minute. A disk that fails is ignored."""
         if self._file is None or boottime() - self._saved < SAVE_SECONDS:
             return
-        steady = self._steady()
-        self._saved = boottime()
-        new = self._file.with_name(f"{self._file.name}.{os.getpid()}")
         with suppress(OSError):
+            kept = self._kept()
+            if self._alone and kept is not None:
+                self._base = kept, boottime()
+            self._alone = False
+            steady = self._steady()
+            self._saved = boottime()
+            new = self._file.with_name(f"{self._file.name}.{os.getpid()}")
             new.write_text(json.dumps({"time": steady, "boottime": self._saved, "machine": _machine()}))
             new.replace(self._file)
+
+    def _kept(self) -> float | None:
+        """The time by the file; None if there is none. Raises `OSError` for a disk that fails."""
+        if self._file is None:
+            return None
+        try:
+            saved = json.loads(self._file.read_bytes())
+            passed = boottime() - float(saved["boottime"]) if saved["machine"] == _machine() else 0.0
+            return float(saved["time"]) + passed
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return None
 
 
 def _machine() -> str:

@@ -73,6 +73,30 @@ def test_a_response_outlives_a_wrong_clock(tmp_path: Path, clocks: Clocks, jump:
     store.close()
 
 
+def test_a_start_that_cannot_read_the_clock_file_deletes_nothing(tmp_path: Path, clocks: Clocks) -> None:
+    """Chaos found it: an API process started while the disk failed and the system clock was wrong."""
+    store = opened(tmp_path)
+    store.put("old", "", {})
+    file, away = tmp_path / "clock.json", tmp_path / "away.json"
+    file.rename(away)
+    file.mkdir()  # reading it is an error now
+    clocks.wall += 31 * YEAR
+    other = opened(tmp_path)
+    other.put("meanwhile", "", {})
+    assert stored(other, "old")
+    file.rmdir()
+    away.rename(file)
+    clocks.passes(100)
+    other.put("later", "", {})
+    assert stored(other, "old")
+    clocks.wall -= 31 * YEAR
+    clocks.passes(100)
+    other.put("last", "", {})
+    assert stored(other, "old")
+    store.close()
+    other.close()
+
+
 @pytest.mark.parametrize("jump", WRONG)
 def test_files_and_batches_outlive_a_wrong_clock(tmp_path: Path, clocks: Clocks, jump: float) -> None:
     folder = Folder.open(str(tmp_path), 1)
