@@ -52,8 +52,8 @@ class SteadyClock:
         return max(self._steady(), time.time())
 
     def earliest(self) -> float:
-        """The time for comparisons with stamps, in Unix seconds: never later than what a clock or the file shows. It is 0
-        while the file cannot be read, since the system clock alone may be wrong."""
+        """The time for comparisons with stamps, in Unix seconds: never later than what a clock or the file shows. It is
+        0 while the file cannot be read, since the system clock alone may be wrong."""
         try:
             kept = self._kept()
         except OSError:
