@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 _ARGUMENTS = ("arguments", "parameters")
-_FIRST = frozenset({"name", "id", "type", "index", *_ARGUMENTS})
+_FIRST = frozenset({"name", "id", "type", "index", "function", *_ARGUMENTS})
 """First keys of a call. An object with another first key is no call and is not held back."""
 _SPACE = " \t\r\n"
 _CLOSERS = {"{": "}", "[": "]"}
@@ -252,6 +252,7 @@ class CallReader:
         self._given = False  # Whether arguments were found.
         self._streams = False  # Whether the current value is the object of the arguments.
         self._first = True
+        self._nested = False  # Inside the object `function`, which has the name and the arguments in OpenAI's style.
 
     def feed(self, text: str, at: int = 0, *, final: bool = False) -> int:
         """Read `text` from `at`. Returns the number of characters that belong to the object. `final`: no more text
@@ -294,8 +295,11 @@ class CallReader:
             self._begin("key")
             self._value.feed(char)
         elif self._state == "next" and char == "}":
-            self.done = True
-            self.failed = self.name is None
+            self.done = not self._nested
+            self.failed = self.done and self.name is None
+            self._nested = False
+        elif self._state == "colon" and char == ":" and self._key == "function" and not self._nested:
+            self._state, self._nested = "open", True
         elif self._state == "colon" and char == ":":
             self._begin("value")
         else:

@@ -111,8 +111,8 @@ def _text(text: str) -> str:
 
 @dataclass(frozen=True)
 class BareObjects(ToolFormat):
-    """Llama 3: one or more `{"name": …, "parameters": …}` separated by semicolons, optionally after a tag. Nothing
-    marks a call, so an object counts as a call only if it names an offered tool."""
+    """Llama 3: one or more `{"name": …, "parameters": …}` separated by semicolons or in a list, optionally after a tag.
+    Nothing marks a call, so an object counts as a call only if it names an offered tool."""
 
     tag: str = "<|python_tag|>"
     key: str = "parameters"
@@ -135,11 +135,11 @@ class BareObjects(ToolFormat):
             reader.attempt()
             yield from reader.space(between)
             yield from reader.take(self.tag)
-            yield from reader.space()
+            yield from reader.space(SPACE if reader.calls else f"{SPACE}[")
             if (yield from reader.peek()) != "{" or not (yield from reader.object_call(names=frozenset(tools))):
                 break
             yield from reader.surplus(";", self.tag)
-            between = SPACE + ";"
+            between = SPACE + ";,"
         at_end = not (yield from reader.peek())
         reader.give_up(forget=between if reader.calls and at_end else "")
         yield from reader.text_to_end()

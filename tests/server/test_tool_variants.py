@@ -529,6 +529,27 @@ def test_the_object_of_a_call_may_be_in_single_quotes(name: str) -> None:
     assert parsed(name, text) == ("", [("read", {"path": "x"})], ""), text
 
 
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "granite", "phi4_mini_json"])
+def test_the_object_of_a_call_may_be_openais(name: str) -> None:
+    own = written("granite" if name == "mistral" else name, "read", {"path": "x"})
+    own = own.replace("<|tool_call|>", "[TOOL_CALLS]") if name == "mistral" else own
+    object = own[own.index("{") : own.rindex("}") + 1]
+    for head in ('{"type": "function", ', '{"id": "1", ', "{"):
+        for inner in (object, object.replace(': {"path": "x"}', ': "{\\"path\\": \\"x\\"}"')):
+            text = own.replace(object, f'{head}"function": {inner}}}')
+            assert parsed(name, text) == ("", [("read", {"path": "x"})], ""), text
+            assert parsed(name, text.replace("}}}", "}}"))[1] == [("read", {"path": "x"})], text
+
+
+def test_llama_calls_may_stand_in_a_list() -> None:
+    one = written("llama3_json", "read", {"path": "x"})
+    for tag in ("", "<|python_tag|>"):
+        assert parsed("llama3_json", f"{tag}[{one}]") == ("", [("read", {"path": "x"})], "")
+        assert parsed("llama3_json", f"{tag}[\n{one},\n{one}\n]") == ("", [("read", {"path": "x"})] * 2, "")
+    for text in ('[{"name": "Ann", "age": 3}]', "[1, 2]", "[[1], {}]", "[", '[{"name": "read"'):
+        assert parsed("llama3_json", text)[0] == (text if "read" not in text else "")
+
+
 def test_harmony_arguments_may_stand_in_a_fence() -> None:
     own = written("openai", "read", {"path": "```"})
     for fence in ("```json\n", "```\n"):
