@@ -146,6 +146,8 @@ def _from_validation(errors: Sequence[Any], body: Any = None) -> ApiError:
         what = "This field is required" if path else "The request needs a JSON body"
     else:
         what = clip(str(first["msg"]).removeprefix("Value error, "))
+    if first["type"] in ("model_type", "dict_type"):
+        what = "Input should be an object"
     if first["type"].startswith("int_") and isinstance(number := first.get("input"), float) and abs(number) >= 2**63:
         what = f"Input should be an integer between {-(2**63)} and {2**63 - 1}"  # JSON's larger integers become floats
     return bad_request(f"{clip(path)}: {what}" if path else what, clip(path) if path else None)

@@ -113,6 +113,7 @@ _GROUPS: dict[str, str] = {
     "think": "use thinking, enable_thinking or reasoning_effort",
     "num_predict": "use max_tokens",
     "num_ctx num_keep num_batch num_gpu num_thread": "they are options of the server, see weft serve --help-all",
+    "messages[].prefix": "use continue_final_message: true",
     "template raw": "use chat_template, or /v1/completions for a prompt without a template",
     "context": "send the whole conversation",
     "truncate": "use truncate_prompt_tokens",

@@ -73,8 +73,11 @@ class ResponseFormat(Body):
     def _has_schema(self) -> ResponseFormat:
         if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
             raise ValueError("type json_schema needs json_schema")
-        if self.type != "json_schema" and self.json_schema is not None:
-            raise ValueError("json_schema goes with type json_schema only")
+        for name, kinds in _PARTS.items():
+            if self.type not in kinds and getattr(self, name) not in (None, {}):
+                raise ValueError(f"{name.rstrip('_')} goes with type {' or '.join(kinds)} only")
+        if self.json_schema is not None and self.schema_ not in (None, self.json_schema.schema_):
+            raise ValueError("json_schema and schema contradict each other")
         if self.type == "structural_tag" and self.format is None and not (self.structures and self.triggers):
             raise ValueError("type structural_tag needs format, or structures and triggers")
         return self
@@ -86,6 +89,14 @@ class ResponseFormat(Body):
             return {"format": self.format}
         structures = [{"begin": s.begin, "schema": s.schema_, "end": s.end} for s in self.structures or ()]
         return {"structures": structures, "triggers": self.triggers}
+
+
+_PARTS: dict[str, tuple[str, ...]] = {
+    "json_schema": ("json_schema",),
+    "schema_": ("json_object", "json_schema"),
+    **dict.fromkeys(("structures", "triggers", "format"), ("structural_tag",)),
+}
+"""The types of a `ResponseFormat` that each of its fields goes with."""
 
 
 def _parse_tag(value: Any) -> ResponseFormat:

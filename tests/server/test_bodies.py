@@ -122,3 +122,9 @@ async def test_integers_that_are_too_large_are_refused_with_the_limit(server: Se
     error = (await server.post("/v1/completions", {"prompt": "hi", "seed": seed})).json()["error"]
     assert error["param"] == "seed"
     assert str(2**63 - 1) in error["message"]
+
+
+async def test_a_value_that_is_no_object_is_refused_in_terms_of_json(server: Server) -> None:
+    for body in ({"stream_options": 5}, {"structured_outputs": "x"}, {"response_format": "json"}):
+        error = (await server.post("/v1/completions", {"prompt": "hi", **body})).json()["error"]
+        assert error["message"] == f"{next(iter(body))}: Input should be an object"
