@@ -175,6 +175,8 @@ INSTEAD = {
         ("/v1/messages", name): "use thinking.budget_tokens"
         for name in ("max_thinking_tokens", *(name for name, to in ALIASES.items() if to == ("max_thinking_tokens",)))
     },
+    ("/v1/messages", "parallel_tool_calls"): "use tool_choice.disable_parallel_tool_use",
+    ("/v1/messages", "include_reasoning"): "use thinking",
     ("/v1/messages", "response_format"): "use output_config.format",
     ("/v1/messages", "structured_outputs"): "use output_config.format",
     ("/v1/messages", "reasoning_effort"): "use output_config.effort",
@@ -182,6 +184,8 @@ INSTEAD = {
     ("/v1/chat/completions", "system"): "use a message of role system",
     ("/v1/chat/completions", "instructions"): "use a message of role system",
     ("/v1/chat/completions", "text"): "use response_format",
+    ("/api/chat", "parallel_tool_calls"): "use /v1/chat/completions",
+    ("/api/chat", "include_reasoning"): "use think",
     ("/api/chat", "truncate"): "prompts that do not fit are refused",
     ("/api/generate", "truncate"): "prompts that do not fit are refused",
     ("/api/generate", "template"): "start the server with --chat-template, or use raw",
@@ -230,7 +234,9 @@ def refusal(kind: type[Body], name: str, value: Any) -> str | None:
         return None if _is_any(value, known.harmless) else f"{name} is not supported: {why}."
     if (elsewhere := _elsewhere_of(kind, name)) is not None:
         instead = INSTEAD.get((kind.endpoint_path, name))
-        if _is_any(value, (*_EMPTY, *elsewhere.defaults)) or (instead is None and name in CONTENT):
+        switches_off = value is False and instead is not None and all(each is True for each in elsewhere.defaults)
+        harmless = not switches_off and _is_any(value, (*_EMPTY, *elsewhere.defaults))
+        if harmless or (instead is None and name in CONTENT):
             return None
         instead = instead or f"it works in {' and '.join(sorted(set(elsewhere.paths)))}"
         return f"{name} is not supported by {kind.endpoint_path}: {instead}."

@@ -137,6 +137,8 @@ async def test_a_field_that_would_change_the_answer_is_refused_by_name(server: S
         (RESPONSES, "prompt", {"id": "pmpt_1"}, "instructions and input"),
         (MESSAGES, "structured_outputs", {"json": {}}, "output_config.format"),
         (MESSAGES, "stop_regex", "a", CHAT),
+        (MESSAGES, "parallel_tool_calls", False, "disable_parallel_tool_use"),
+        (MESSAGES, "include_reasoning", False, "use thinking"),
         (EMBEDDINGS, "structured_outputs", {"json": {}}, CHAT),
         (EMBEDDINGS, "temperature", 0.5, COMPLETIONS),
         (COMPLETIONS, "tools", [{}], CHAT),

@@ -216,6 +216,7 @@ async def test_a_client_that_disconnects_ends_its_answer(server: Server) -> None
         ({"input": 1}, "input"),
         ({"input": []}, "input"),
         ({"input": [{"role": "robot", "content": ""}]}, "input[0].role"),
+        ({"include": ["nonsense"]}, "include[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "compaction"}]}, "input[0]"),

@@ -121,6 +121,14 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool = False  # padding against observers, which this server never adds
 
 
+Include = Literal[
+    "message.output_text.logprobs", "reasoning.encrypted_content", "file_search_call.results",
+    "web_search_call.results", "web_search_call.action.sources", "message.input_image.image_url",
+    "computer_call_output.output.image_url", "code_interpreter_call.outputs",
+]  # fmt: skip
+"""OpenAI's values. Those after the first two are about tools and images, which answers here do not have."""
+
+
 class ResponseBody(SamplingFields):
     endpoint_path: ClassVar[str] = "/v1/responses"
 
@@ -141,8 +149,7 @@ class ResponseBody(SamplingFields):
     reasoning: Reasoning | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT32)
     top_logprobs: int = bounded("logprobs", 0)
-    include: list[str] = Field([], max_length=64)
-    """`message.output_text.logprobs` and `reasoning.encrypted_content` are supported; others are ignored."""
+    include: list[Include] = Field([], max_length=64)
     truncation: Literal["auto", "disabled"] = "disabled"
     """auto: drop the oldest items if the conversation does not fit."""
     store: bool = True
