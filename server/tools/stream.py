@@ -141,6 +141,9 @@ class Reader:
         """Send text up to the first of these marks to `to`, and skip the mark. Returns it; empty at the end."""
         while True:
             at, mark, waits = _find(self.text, self.at, marks, final=self.ended)
+            if self.ended and self.calls and self._quiet and to == self.emit_text and self.rest_begins(*marks):
+                self.at = len(self.text)
+                return ""
             if at > self.at:
                 to(self.text[self.at : at])
             self.at = at + len(mark)
@@ -151,6 +154,11 @@ class Reader:
                 self._open = _beginnings(marks)
             if not (yield from self.more()):
                 return ""
+
+    def rest_begins(self, *marks: str) -> bool:
+        """Return whether the answer ends with only a part of one of these marks."""
+        rest = self.text[self.at :].strip(SPACE)
+        return self.ended and bool(rest) and rest not in marks and any(mark.startswith(rest) for mark in marks)
 
     def name(self, *marks: str, names: Container[str] = ()) -> Steps[tuple[str, str]]:
         """Skip and return a name and the mark after it; ("", "") without skipping if there is none. `names`: names that

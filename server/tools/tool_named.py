@@ -81,7 +81,8 @@ class NamedFormat(ToolFormat):
         yield from reader.surplus(*stops)
         for mark in (self.fence[1].strip(), self.end):
             yield from reader.space()
-            yield from reader.take(mark)
+            if not (yield from reader.take(mark)) and reader.rest_begins(mark):
+                reader.at = len(reader.text)
         return True
 
     def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:

@@ -13,7 +13,7 @@ import orjson
 from weft.engine.wire.grammar_text import literal
 from weft.server.bodies import parse_json
 from weft.server.tools.parameter_types import KINDS, as_json, choices, flattened, kinds, parameter
-from weft.server.tools.stream import MAX_LOOKED, SPACE, Reader, Steps, drop, quoted
+from weft.server.tools.stream import MAX_LOOKED, MAX_NAME, SPACE, Reader, Steps, drop, quoted
 from weft.server.tools.tool_format import (
     ROOT_KEYS,
     Marker,
@@ -109,7 +109,9 @@ class TagFormat(ToolFormat):
         while (yield from reader.attempt_after_space(self.key[0])):
             key, mark = yield from reader.name(self.key[1], *filter(None, self.value[:1]))
             if not key:
+                cut_off = reader.ended and len(reader.text) - reader.at <= MAX_NAME
                 reader.back()
+                reader.at = len(reader.text) if cut_off else reader.at
                 break
             reader.at -= 0 if mark == self.key[1] else len(mark)
             key, is_text = self._hint(key.strip())
@@ -123,6 +125,8 @@ class TagFormat(ToolFormat):
             yield from _Value(self, reader, tools, schema, keys).read(kind)
             if reader.cut and reader.at == len(reader.text):
                 return True
+        if reader.rest_begins(self.key[0], *self._closes):
+            reader.at = len(reader.text)
         reader.attempt()
         yield from reader.space()
         if (yield from reader.take(*self._own(self.call[1]))) or (not reader.cut and not (yield from reader.peek())):

@@ -49,15 +49,16 @@ def parsed(
 
 
 def _read(
-    name: str, pieces: list[str], tools: dict[str, Any], thinks: str, inside: bool, *, short: bool = False
-) -> Any:
+    name: str, pieces: list[str], tools: dict[str, Any], thinks: str, inside: bool, *, short: bool = False,
+    cut: bool = False,
+) -> Any:  # fmt: skip
     """`short`: text that the parser need not see is not fed."""
     reasoning = REASONING_FORMATS[thinks] if thinks else None  # type: ignore[index]
     parser = answer_parser(TOOL_FORMATS[name], reasoning, tools, inside=inside)  # type: ignore[index]
     parts: list[Any] = []
     for piece in pieces:
         parts += [piece] if short and parser.passes(piece) else parser.feed(piece)
-    parts += parser.flush()
+    parts += parser.flush(cut=cut)
     content = "".join(part for part in parts if isinstance(part, str))
     thought = "".join(part.text for part in parts if isinstance(part, Thought))
     calls: list[list[str]] = []
@@ -315,6 +316,16 @@ def test_brackets_that_are_missing_before_a_mark_are_added(name: str, missing: s
         damaged = damaged[: text.index("}]}}")] + "}]}}"[len(missing) :]
     calls = parsed(name, damaged)[1]
     assert calls[0] == ("read", arguments), damaged
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_mark_that_the_answers_end_cuts_is_no_text(name: str, cut: bool) -> None:
+    text = written(name, "read", {"path": "x", "limit": 3})
+    for at in range(1, len(text)):
+        for pieces in ([text[:at]], list(text[:at])):
+            content, calls, _ = _read(name, pieces, TOOLS, "openai_gptoss" if name == "openai" else "", False, cut=cut)
+            assert not calls or not content.strip(), text[:at]
 
 
 # -- no arguments
