@@ -11,6 +11,8 @@ from typing import Any
 
 import schemathesis
 
+from weft.server.tools.template import TemplateBody
+
 GRAMMARS = (
     "response_format",
     "structured_outputs",
@@ -56,6 +58,16 @@ def before_call(_: Any, case: Any, __: dict[str, Any]) -> None:
         case.body["options"] = {**(body.get("options") or {}), "num_predict": 2, "num_ctx": 8, "repeat_last_n": -1}
     if case.path == "/completion":
         body |= {"n_predict": 2, "repeat_last_n": -1, "logit_bias": []}
+    if case.path in ("/v1/embeddings", "/tokenize") and body.get("messages") is None:
+        for name in TemplateBody.model_fields:
+            body.pop(name, None)
+    if case.path == "/tokenize":
+        own = ("add_special", "parse_special", "with_pieces")
+        for name in ("add_special_tokens", "return_token_strs") if body.get("content") is not None else own:
+            body.pop(name, None)
+    if isinstance(form := body.get("response_format"), dict):
+        for name in ("schema",) if form.get("type") == "structural_tag" else ("structures", "triggers", "format"):
+            form.pop(name, None)
     if case.path == "/v1/embeddings":
         body.pop("prompt_name", None)  # the model has none
         body.pop("truncate_prompt_tokens", None)
