@@ -187,7 +187,8 @@ class Literals:
         while not found and most > 0 and (mark := (yield from reader.until(*marks, to=drop))):
             reader.looked, most = reader.looked + 1, most - 1
             if mark == "\\":
-                reader.at += len((yield from reader.peek()))
+                char = yield from reader.peek()  # not within the next statement, which reads `at` first
+                reader.at += len(char)
             elif mark != quote:
                 break
             else:

@@ -248,6 +248,7 @@ PYTHON = [
         "",
         (("get_weather", '{"days": 16, "city": "Bern", "unit": -1.5e3}'),),
     ),
+    Transcript("pythonic", '[say(text="b"\n\\x41\\d""")]', "", (("say", '{"text": "b\\"\\nA\\\\d\\"\\""}'),)),
     Transcript("pythonic", "[1, 2, 3]", "[1, 2, 3]"),
     Transcript("pythonic", "[unknown(a=1)]", "[unknown(a=1)]"),
     Transcript("pythonic", "text [now()]", "text [now()]"),
