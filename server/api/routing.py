@@ -82,8 +82,8 @@ class JsonRoute(APIRoute):
             if request.method == "POST" and self.body_field is not None:
                 _require_json(request)
                 json_request.model = cast(type[Body], self.body_field.field_info.annotation)
-                await json_request.json()  # FastAPI would drop the error's message; the value is cached
                 await _log_body(json_request)
+                await json_request.json()  # FastAPI would drop the error's message; the value is cached
             return await handler(json_request)
 
         return json_handler
