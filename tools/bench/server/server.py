@@ -80,7 +80,7 @@ class _Bench:
             {
                 "port": 0,
                 "api_workers": arguments.api_workers,
-                "max_queued_tokens": 2**40,
+                "max_queued_tokens": 10**12,
                 "access_log": False,
                 "log_level": "error",
                 "tool_call_parser": "hermes",
