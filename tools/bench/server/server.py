@@ -97,6 +97,7 @@ class _Bench:
         socket = PrivateSocket()
         children: list[Process] = []
         apis: list[ApiProcess] = []
+        watcher: EngineClient | None = None
         try:
             children.append(
                 await _start("weft.tools.bench.server.engine", socket.fd, self._arguments.rate, 300, fd=socket.fd)
@@ -116,10 +117,10 @@ class _Bench:
                 assert clients.stdout is not None
                 if not await clients.stdout.readline():
                     raise WeftError("the streams could not be opened")
-                figures = await self._measure(watcher, apis)
-            watcher.close()
-            return figures
+                return await self._measure(watcher, apis)
         finally:
+            if watcher is not None:
+                watcher.close()
             for api in apis:
                 api.send(Stop())
             for child in children:
@@ -143,7 +144,9 @@ class _Bench:
 
     def _request(self, prompt_tokens: int, max_tokens: int, **fields: Any) -> tuple[str, bytes]:
         text = _WORD * prompt_tokens
-        body: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, **fields}
+        body: dict[str, Any] = {"max_tokens": max_tokens, **fields}
+        if self._arguments.endpoint != "messages":  # it has no such field
+            body["ignore_eos"] = True
         if self._arguments.endpoint in ("chat", "messages"):
             path = "/v1/messages" if self._arguments.endpoint == "messages" else "/v1/chat/completions"
             return path, json.dumps(body | {"messages": [{"role": "user", "content": text}]}).encode()
