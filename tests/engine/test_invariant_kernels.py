@@ -69,5 +69,5 @@ def test_no_sum_of_a_models_kernels_follows_the_token_count(
             # layers with windows of their own have kernels of their own
             window = of.pop("WINDOW", None), of.pop("WINDOWED", None)
             others[kernel.name, window].add((str(sorted(of.items())), kernel.arguments[4].num_warps))
-    assert len(tiles) >= 8, "token counts with tiles of their own"
+    assert len(tiles) >= (8 if (preset, ranks) == ("qwen3-30b-a3b", 4) else 9), "token counts with tiles of their own"
     assert {name: found for name, found in others.items() if len(found) > 1} == {}

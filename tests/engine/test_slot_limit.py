@@ -106,7 +106,8 @@ def test_two_abrupt_shifts_keep_the_objective_and_the_throughput(
     # No request is preempted: lowering the limit takes as long as requests take to end.
     assume(max(a / b for a, b in pairwise(bests)) < 6)
     for phase in serve(SlotLimitControl(capacity), list(plants), seed):
-        assert phase.late <= 0.0104, phase  # three windows of 290, as noise may have it
+        # With the most noise, three windows of 290 may be late.
+        assert phase.late <= (0.0104 if plants[0].noise == 0.01 else 0.01), phase
         assert phase.throughput >= 0.95, phase
         assert phase.moves <= 6, phase
 
