@@ -21,8 +21,6 @@ pytestmark = pytest.mark.slow
 
 MANY = {"prompt": "Tell me", "n": 16, "max_tokens": 250, "logprobs": 20, "ignore_eos": True, "stream": True}
 """some megabytes of events"""
-KEPT = httpx.Limits(keepalive_expiry=None)
-"""a client that is late does not open another connection"""
 
 
 @asynccontextmanager
@@ -83,14 +81,23 @@ async def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, tls: 
         sock.close()
 
 
+async def value_on_any_connection(http: httpx.AsyncClient, name: str) -> float:
+    """Like `value`, on another connection if the server closed an idle one to free its descriptor."""
+    while True:
+        try:
+            return await value(http, name)
+        except httpx.TransportError:
+            await asyncio.sleep(0.1)
+
+
 async def test_connections_beyond_the_file_limit_are_refused_and_logged(tmp_path: Path) -> None:
     async with serving(tmp_path, files="-n 160") as url:
         host, port = "127.0.0.1", int(url.rsplit(":", 1)[1])
-        async with httpx.AsyncClient(base_url=url, timeout=240, limits=KEPT) as http:
-            assert (await http.get("/ready")).status_code == 200  # on a connection that it keeps
+        async with httpx.AsyncClient(base_url=url, timeout=240) as http:
+            assert (await http.get("/ready")).status_code == 200
             idle = [await asyncio.open_connection(host, port) for _ in range(200)]
             async with asyncio.timeout(240):
-                while (refused := await value(http, "weft_accepts_refused_total")) < 200 - 160:
+                while (refused := await value_on_any_connection(http, "weft_accepts_refused_total")) < 200 - 160:
                     await asyncio.sleep(0.1)
             assert refused < 200
             async with asyncio.timeout(240):
