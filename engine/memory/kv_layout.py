@@ -17,11 +17,14 @@ from torch import Tensor
 from weft.engine.model.spec import ModelSpec
 from weft.kernels.formats.packed_page import PackedPage
 
+EMPTY_PAGE_BYTES = 1 << 16  # Bytes of a page, at least, if no layer keeps K and V.
+
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """`[page][layer][plane][token][kv_head][head_dim]` of `dtype`. Grouped-query attention has two planes, K and V.
-    Layers of different shapes (`mixed`) follow each other in the page, each in this order."""
+    Layers of different shapes (`mixed`) follow each other in the page, each in this order. Layers without K and V have
+    no part of it. If no layer has any, a page is `EMPTY_PAGE_BYTES` that no layer reads, for recurrent states."""
 
     num_layers: int
     planes: int
@@ -40,7 +43,9 @@ class KvLayout:
         heads = tuple((n, next((w for w in widths if w >= width), width)) for n, width in spec.kv_heads)
         mixed = heads if len(set(heads)) > 1 else ()
         maker = "" if spec.native else "transformers"
-        return cls(spec.num_layers, 2, page_size, spec.num_kv_heads, max(w for _, w in heads), dtype, mixed, maker)
+        if not heads:
+            return cls(1, 1, page_size, 1, -(-EMPTY_PAGE_BYTES // (page_size * dtype.itemsize)), dtype, (), maker)
+        return cls(len(heads), 2, page_size, spec.num_kv_heads, max(w for _, w in heads), dtype, mixed, maker)
 
     @property
     def page_shape(self) -> tuple[int, ...]:

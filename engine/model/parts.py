@@ -50,12 +50,100 @@ class Placement(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of a layer's recurrent state, for one request."""
+
+    name: str  # "conv" or "recurrent"; for `transformers`' code, the name in its cache layer. Convolutions: "conv…".
+    shape: tuple[int, ...]
+    dtype: str  # "float32", "bfloat16" or "float16".
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What a recurrent layer keeps of all earlier tokens: tensors of fixed size, instead of K and V of each token."""
+
+    tensors: tuple[StateTensor, ...]
+    block: int = 64  # Cutting a prompt at multiples of this many tokens changes no bits.
+
+
+RecurrenceKind = Literal["gated_delta", "mamba2", "short_conv"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """A mixer that keeps a state instead of keys and values: a causal convolution of each channel over the last tokens,
+    then (but not in `short_conv`) a recurrence whose state is a matrix for each head. See `kernels.reference.states`.
+
+    gated_delta: a matrix has a row for each key column and a column for each value column. mamba2: a row for each value
+    column and a column for each key column. short_conv: its channels are `heads`."""
+
+    kind: RecurrenceKind
+    heads: int  # Value heads.
+    key_heads: int = 0  # Each serves `heads / key_heads` value heads in a row; of mamba2, groups of B and C.
+    key_dim: int = 0
+    value_dim: int = 1
+    taps: int = 4  # Tokens that the convolution covers, including the current one.
+    conv_bias: bool = False
+    bias: bool = False  # Biases of the projections before and after.
+    least_step: float = 0.0  # mamba2: lower limit of a time step.
+    most_step: float = float("inf")
+    block: int = 64  # Tokens of a block of the scan.
+    conv_dtype: str = "float32"  # Dtype of the convolution's state.
+    norm_parts: int = 1  # Ranks over which a group of mamba2's norm is spread.
+
+    @property
+    def width(self) -> int:
+        """Columns of its output."""
+        return self.heads * self.value_dim
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Columns of its input projection, by meaning. The convolution covers the first three, or for short_conv the
+        product of the first and the third.
+
+        gated_delta: q, k, v, output gate. mamba2: x, B, C, output gate. short_conv: gates before and after, x."""
+        keys = self.key_heads * self.key_dim
+        if self.kind == "short_conv":
+            return (self.heads,) * 3
+        return (
+            (keys, keys, self.width, self.width) if self.kind == "gated_delta" else (self.width, keys, keys, self.width)
+        )
+
+    @property
+    def scalars(self) -> int:
+        """Columns of its input projection with one number a head. gated_delta: b (share that is overwritten) and a
+        (decay); mamba2: time steps."""
+        return {"gated_delta": 2, "mamba2": 1, "short_conv": 0}[self.kind] * self.heads
+
+    @property
+    def inner(self) -> int:
+        """Columns of its input projection."""
+        return sum(self.sections) + self.scalars
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.heads if self.kind == "short_conv" else sum(self.sections[:3])
+
+    @property
+    def state(self) -> StateSpec:
+        conv = StateTensor("conv", (self.channels, self.taps - 1), self.conv_dtype)
+        if self.kind == "short_conv":
+            return StateSpec((conv,), block=1)
+        matrix = (self.key_dim, self.value_dim) if self.kind == "gated_delta" else (self.value_dim, self.key_dim)
+        return StateSpec((conv, StateTensor("recurrent", (self.heads, *matrix), "float32")), self.block)
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """What may differ between layers."""
 
     window: int | None = None  # Positions that a query sees, including its own; None: all earlier ones.
     rope: int | None = 0  # Index into `ModelSpec.ropes`; None: q and k are not rotated.
     experts: bool = False  # Whether its MLP is `ModelSpec.experts`.
+    state: StateSpec | None = None  # Its recurrent state; None: it keeps none.
+    attention: bool = True  # Whether it has attention, and so keeps K and V.
+    mlp: bool = True  # Whether it has an MLP or experts.
 
 
 RouterKind = Literal["softmax", "top_softmax", "sigmoid"]
@@ -78,6 +166,8 @@ class Experts:
     bias: bool = False  # Whether expert matrices have biases.
     shared_size: int = 0  # Columns of an MLP that every token passes in addition; 0: none.
     shared_gate: bool = False  # Its output is multiplied by the sigmoid of a separate projection.
+    group_best: int = 2  # Experts whose scores are added up to choose groups.
+    weight_eps: float = 0.0  # Added to the sum that `normalise` divides by.
 
 
 @dataclass(frozen=True, slots=True)

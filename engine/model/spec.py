@@ -21,6 +21,7 @@ from weft.engine.model.parts import (
     Norm,
     Placement,
     Quantization,
+    StateSpec,
 )
 from weft.engine.model.reductions import Reduction, with_reductions
 from weft.engine.model.rope import Rope, inv_freq
@@ -87,8 +88,22 @@ class ModelSpec:
 
     @property
     def kv_heads(self) -> tuple[tuple[int, int], ...]:
-        """(Hkv, D) of each layer's keys and values."""
-        return ((self.num_kv_heads, self.head_dim),) * self.num_layers
+        """(Hkv, D) of the keys and values of each layer that keeps them."""
+        return ((self.num_kv_heads, self.head_dim),) * self.kv_layer(self.num_layers)
+
+    def kv_layer(self, layer: int) -> int:
+        """Return the index of a layer among those that keep K and V: how many earlier layers do."""
+        return sum(self.layer(i).attention for i in range(layer))
+
+    @property
+    def states(self) -> tuple[StateSpec | None, ...]:
+        """The recurrent state of each layer; None for layers without one."""
+        return tuple(self.layer(i).state for i in range(self.num_layers))
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether any layer has a recurrent state."""
+        return any(self.states)
 
     @property
     def qkv_size(self) -> int:
@@ -113,14 +128,15 @@ class ModelSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer."""
-        return tuple(self.layer(i).window for i in range(self.num_layers))
+        """The window of each layer that keeps K and V."""
+        layers = [self.layer(i) for i in range(self.num_layers)]
+        return tuple(layer.window for layer in layers if layer.attention)
 
     @property
     def kv_window(self) -> int | None:
         """The widest window: no layer looks further back; None: some layer sees all positions."""
         widths = [window for window in self.windows if window is not None]
-        return max(widths, default=0) if len(widths) == self.num_layers else None
+        return max(widths) if widths and len(widths) == len(self.windows) else None
 
     @property
     def num_parameters(self) -> int:

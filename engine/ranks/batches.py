@@ -7,24 +7,26 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from weft.engine.ranks.links import Bytes
-from weft.engine.runner.iteration.batch import Batch, CountReset, Pooled, PromptLogprobs, SamplingInputs
+from weft.engine.runner.iteration.batch import Batch, CountReset, Pooled, PromptLogprobs, SamplingInputs, StateRows
 from weft.engine.wire.sampling import COLUMNS
 
 _I, _F = np.int32, np.float32
 _KINDS: tuple[type[np.generic], ...] = (
-    np.int64,  # step, decodes, columns of the page table, words of a mask
+    np.int64,  # step, decodes, columns of the page table, words of a mask, pages of a state (-1: no states)
     *(_I, _I, _I, _I, _I, _I, np.int64),  # rows of requests and tokens
     *(_I, _I, _I, _I),  # page table, sampled rows
     *(_F, _I, _I, _F, _I, _I, _I, _I),  # draws, biases, masks, requested log-probabilities
     *(column.dtype for column in COLUMNS),
     *(_I, _I, _I, _I, _I),  # count resets, prompt logprobs
     *(_I, _I),  # hidden states
+    *(_I, np.bool_, _I, _I, _I, _I),  # recurrent states
 )
 
 
 def arrays_of(batch: Batch) -> list[np.ndarray]:
     s, resets, scores = batch.sampling, batch.count_resets, batch.prompt_logprobs
-    numbers = [batch.step, batch.num_decodes, batch.page_table.shape[1], s.masks.shape[1]]
+    state_pages = -1 if batch.states is None else batch.states.read.shape[1]
+    numbers = [batch.step, batch.num_decodes, batch.page_table.shape[1], s.masks.shape[1], state_pages]
     empty = np.zeros(0, np.int32)
     arrays = [
         np.array(numbers, np.int64),
@@ -43,6 +45,7 @@ def arrays_of(batch: Batch) -> list[np.ndarray]:
         np.concatenate([p.targets for p in scores] or [empty]),
         np.array([(p.row, len(p.token_rows)) for p in batch.pooled], np.int32),
         np.concatenate([p.token_rows for p in batch.pooled] or [empty]),
+        *(batch.states if batch.states is not None else [empty] * len(StateRows._fields)),
     ]  # fmt: skip
     return [np.asarray(array, kind) for array, kind in zip(arrays, _KINDS, strict=True)]
 
@@ -53,12 +56,13 @@ def batch_of(arrays: Sequence[Bytes]) -> Batch:
     def take(count: int) -> list[np.ndarray]:
         return [next(typed) for _ in range(count)]
 
-    step, decodes, pages, words = next(typed).tolist()
+    step, decodes, pages, words, state_pages = next(typed).tolist()
     slots, epochs, query_len, kv_len, token_ids, positions, slot_mapping = take(7)
     page_table, sampled_rows, *sampled = take(4)
     uniform, bias_rows, bias_ids, bias_values, mask_rows, masks, logprob_rows, logprob_ids = take(8)
     columns = dict(zip((column.name for column in COLUMNS), take(len(COLUMNS)), strict=True))
     resets, tokens, scores, token_rows, targets, pooled, pooled_rows = take(7)
+    read, fresh, write, rows, ends, copies = take(len(StateRows._fields))
     cleared, scored, wanted = (
         resets.reshape(-1, 3).tolist(),
         scores.reshape(-1, 3).tolist(),
@@ -81,6 +85,10 @@ def batch_of(arrays: Sequence[Bytes]) -> Batch:
             PromptLogprobs(row, next(scored_rows), next(scored_targets), top) for row, _, top in scored
         ),
         pooled=tuple(Pooled(row, next(wanted_rows)) for row, _ in wanted),
+        states=None if state_pages < 0 else StateRows(
+            read.reshape(-1, state_pages), fresh, write.reshape(-1, state_pages), rows, ends,
+            copies.reshape(-1, state_pages),
+        ),
     )  # fmt: skip
 
 

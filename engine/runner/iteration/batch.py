@@ -74,6 +74,21 @@ class Pooled(NamedTuple):
     token_rows: I32  # Rows of the iteration's tokens.
 
 
+class StateRows(NamedTuple):
+    """Where the R requests of an iteration find and leave their recurrent states: n pages each (`StateLayout`).
+
+    A state that is read is never one that another row writes. A row may write where it reads."""
+
+    read: I32  # `[R, n]` pages of the state that each request starts from. Page 0 if `fresh`.
+    fresh: npt.NDArray[np.bool_]  # `[R]` rows whose first position is 0: they start from zeros and read nothing.
+    write: I32  # `[R, n]` pages that receive the state after the row's last token of this iteration.
+    checkpoint_rows: I32  # `[C]` rows of the batch, ascending.
+    checkpoint_tokens: I32
+    """`[C]` how many of the row's tokens of this iteration the checkpoint covers, 1 to `query_len`, ascending within a
+    row. The position is a multiple of the page size, and of the block unless it is at the row's end."""
+    checkpoint_pages: I32  # `[C, n]` pages that receive the state there, in addition to `write`.
+
+
 class Batch(NamedTuple):
     """An iteration of R requests and T tokens: first decodes with one token each, then prefill chunks."""
 
@@ -92,6 +107,7 @@ class Batch(NamedTuple):
     count_resets: tuple[CountReset, ...]
     prompt_logprobs: tuple[PromptLogprobs, ...]
     pooled: tuple[Pooled, ...] = ()
+    states: StateRows | None = None  # None: the model has no recurrent states.
 
     @property
     def num_tokens(self) -> int:
