@@ -26,7 +26,7 @@ INSTALL := $(BIN)/python tools/install
 # Compile modules at their first import. Only a small part of these packages is ever imported.
 LAZY := --no-compile
 
-.PHONY: benchmarks foreign daily help serve test quick brisk architectures nightly supervised mutants chaos lint types format unit busy endurance kernels gpu clients prometheus chromium envoy ray schemas bench resolve package simulated clean kernelmap
+.PHONY: benchmarks compare foreign daily help serve test quick brisk architectures nightly supervised mutants chaos lint types format unit busy endurance kernels gpu clients prometheus chromium envoy ray schemas bench resolve package simulated clean kernelmap
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
@@ -183,6 +183,9 @@ schemas:
 
 bench: $(VENV)/.serve ## compare the demo model's throughput with transformers on this machine
 	$(BIN)/weft bench offline --max-num-seqs 64 --baseline transformers $(ARGS)
+
+compare: $(VENV)/.serve ## compare servers under the same load (ARGS='"a=COMMAND --port {port}" "b=…" --rates 1,2 --input 256')
+	$(BIN)/weft bench compare $(ARGS)
 
 benchmarks: $(VENV)/.serve ## write BENCHMARKS.md from benchmarks/results, and the chart of README.md
 	$(BIN)/python benchmarks/page.py

@@ -33,7 +33,7 @@ _RASTER = 3000  # Number of lines from which a plot is rasterized in its SVG.
 def latency_against_rate(sweeps: Sequence[Sweep], objectives: Sequence[Objective]) -> str:
     """Plot one panel per objective: its value by rate, one line per server, the limit dashed, and the highest rate that
     met all objectives dotted."""
-    figure, axes = _figure(len(objectives))
+    figure, axes = svg_figure(len(objectives))
     for axis, objective in zip(axes, objectives, strict=True):
         for colour, sweep in zip(COLOURS, sweeps, strict=False):
             points = [
@@ -52,12 +52,12 @@ def latency_against_rate(sweeps: Sequence[Sweep], objectives: Sequence[Objective
         _logarithmic(axis.xaxis, lambda rate: f"{rate:g}")
         _logarithmic(axis.yaxis, show_seconds)
         axis.legend(frameon=False)
-    return _svg(figure, "Latency against offered rate")
+    return svg_text(figure, "Latency against offered rate")
 
 
 def cdfs(runs: Sequence[Run]) -> str:
     """Plot one panel per measure: the share of requests (token gaps) by latency, one line per run, limits dashed."""
-    figure, axes = _figure(len(TITLES))
+    figure, axes = svg_figure(len(TITLES))
     for axis, (measure, title) in zip(axes, TITLES.items(), strict=True):
         for colour, run in zip(COLOURS, runs, strict=False):
             values = np.sort(run.measures.values(measure))
@@ -73,12 +73,12 @@ def cdfs(runs: Sequence[Run]) -> str:
         _logarithmic(axis.xaxis, show_seconds)
     if axes[0].lines:
         axes[0].legend(frameon=False, fontsize=8)
-    return _svg(figure, "Distributions of the measures")
+    return svg_text(figure, "Distributions of the measures")
 
 
 def over_time(run: Run) -> str:
     """Plot output tokens per second, running requests, and failures over the time of a run."""
-    figure, axes = _figure(2)
+    figure, axes = svg_figure(2)
     measures = run.everything
     edges = np.linspace(0, max(run.span, 1e-3), min(120, max(10, int(run.span))) + 1)
     width = edges[1] - edges[0]
@@ -98,14 +98,14 @@ def over_time(run: Run) -> str:
         axes[1].plot(failures, np.zeros(len(failures)), "x", color=_FAILED, label="failed, by time due")
     axes[1].set(xlabel=_SINCE, ylabel="requests", title="Requests running", ylim=(0, None))
     axes[1].legend(frameon=False)
-    return _svg(figure, "Throughput and requests running over time")
+    return svg_text(figure, "Throughput and requests running over time")
 
 
 def timeline(run: Run) -> str:
     """Plot one line per request by due time: waiting for the first token, then answering."""
     measures = run.everything
     n = len(measures.records)
-    figure, axes = _figure(1, height=min(7.0, 2.2 + n / 60))
+    figure, axes = svg_figure(1, height=min(7.0, 2.2 + n / 60))
     rows, raster, width = np.arange(n), n > _RASTER, max(0.5, min(4, 200 / max(n, 1)))
     for start, end, colour, label in (
         (measures.start, measures.first, COLOURS[4], "waiting for first token"),
@@ -119,7 +119,7 @@ def timeline(run: Run) -> str:
         axes[0].plot(measures.due[failed], rows[failed], "x", color=_FAILED, label="failed", rasterized=raster)
     axes[0].set(xlabel=_SINCE, ylabel="request", title="Requests", xlim=(0, max(run.span, 1e-3)), ylim=(max(n, 1), -1))
     axes[0].legend(loc="upper right")
-    return _svg(figure, "Timeline of requests")
+    return svg_text(figure, "Timeline of requests")
 
 
 def limits_heat_map(run: Run) -> str:
@@ -132,25 +132,25 @@ def limits_heat_map(run: Run) -> str:
         labels.append([show_seconds(limit) + "\n(objective)" * (limit in given) for limit in limits[-1]])
     first, per_token = measures.ttft, np.where(np.isnan(measures.tpot), 0.0, measures.tpot)
     met = [[measures.ok & (first <= a) & (per_token <= b) for a in limits[0]] for b in limits[1]]
-    figure, axes = _figure(1, height=4.2)
+    figure, axes = svg_figure(1, height=4.2)
     _heat(axes[0], np.mean(met, axis=2), *labels)
     axes[0].set(
         xlabel="limit on the time to first token",
         ylabel="limit on the time per output token",
         title="Share of all requests that meet both limits",
     )
-    return _svg(figure, "Share of requests that meet a pair of limits")
+    return svg_text(figure, "Share of requests that meet a pair of limits")
 
 
 def rates_heat_map(sweep: Sweep) -> str:
     """Plot the share of all requests that met each objective's limit, by rate."""
     objectives = sweep.runs[0].options.objectives[::-1]  # the first one on top
     share = np.array([[meets(o, run.measures).mean() for _, run in sweep.by_rate] for o in objectives])
-    figure, axes = _figure(1, height=1.6 + 0.5 * len(objectives))
+    figure, axes = svg_figure(1, height=1.6 + 0.5 * len(objectives))
     limits = [f"{TITLES[o.measure]}\nat most {show_seconds(o.limit)}" for o in objectives]
     _heat(axes[0], share, [f"{rate:.3g}" for rate, _ in sweep.by_rate], limits)
     axes[0].set(xlabel="offered requests per second", title=f"{sweep.name}: share of all requests within each limit")
-    return _svg(figure, "Share of requests within each limit, at each rate")
+    return svg_text(figure, "Share of requests within each limit, at each rate")
 
 
 def _grid(measures: Measures, name: str, given: set[float]) -> Values:
@@ -182,7 +182,7 @@ def _logarithmic(axis: Any, show: Callable[[float], str]) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
 
 
-def _figure(panels: int, height: float = 3.4) -> tuple[Figure, list[Any]]:
+def svg_figure(panels: int, height: float = 3.4) -> tuple[Figure, list[Any]]:
     rows = -(-panels // 2)
     layout = ConstrainedLayoutEngine(h_pad=0.12, hspace=0.06)  # browsers' fonts are larger than the layout's
     figure = Figure(figsize=(10.5, height * rows), layout=layout)
@@ -196,7 +196,7 @@ def _figure(panels: int, height: float = 3.4) -> tuple[Figure, list[Any]]:
     return figure, axes[:panels]
 
 
-def _svg(figure: Figure, name: str) -> str:
+def svg_text(figure: Figure, name: str) -> str:
     """Return SVG to embed in a page: no prolog, no fixed size, and ids unique to the drawing."""
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):

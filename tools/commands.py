@@ -79,6 +79,12 @@ COMMANDS = (
         "weft.tools.bench.server.options:add_server_flags",
     ),
     Command(
+        "bench compare",
+        "the same load on several OpenAI-compatible servers in turn",
+        "weft.tools.bench.compare:main",
+        own_parser=True,
+    ),
+    Command(
         "bench iterations",
         "record how long an engine's iterations take, for weft fleet",
         "weft.tools.fleet.record:run",
