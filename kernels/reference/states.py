@@ -80,11 +80,10 @@ def plan_states(
         inside = np.flatnonzero(token_block[last] - first_block[rows] == turn)
         of = (first_block[own] + turn, own, inside, np.searchsorted(own, rows[inside]), offset[last[inside]] + 1)
         turns.append(Turn(*map(torch.from_numpy, of)))
-    ints = (
-        starts, row, np.concatenate((np.arange(len(first)), rows)), np.concatenate((query_len, ends)), tokens,
-        token_block * block + offset,
-    )  # fmt: skip
-    return StateWork(*map(torch.from_numpy, ints), tuple(turns))
+    end_rows, end_tokens = np.concatenate((np.arange(len(first)), rows)), np.concatenate((query_len, ends))
+    ints = (starts, row, end_rows, end_tokens, tokens, token_block * block + offset)
+    a, b, c, d, e, f = map(torch.from_numpy, ints)
+    return StateWork(a, b, c, d, e, f, tuple(turns))
 
 
 def causal_conv(
