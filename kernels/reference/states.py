@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.kernels.reference.layer import ACTIVATIONS
+from weft.kernels.reference.layer import ACTIVATIONS, Means
 
 BLOCK = 64  # Tokens of a scan's block.
 
@@ -234,16 +234,19 @@ def ssd_scan(
 
 
 def gated_norm(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float, *, groups: int, norm_first: bool, dtype: torch.dtype | None = None
-) -> Tensor:
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, *, groups: int, norm_first: bool,
+    dtype: torch.dtype | None = None, means: Means | None = None,
+) -> Tensor:  # fmt: skip
     """Return the RMS norm of each group of `x [T, W]` with the gate silu(z), `[T, W]` in `dtype` (None: z's).
 
     weight `[W]`, or `[W / groups]` for all groups. norm_first: the norm is of x (delta rule: a group is a head); if
-    not, of x times the gate (Mamba-2)."""
+    not, of x times the gate (Mamba-2). means: if a group spans several ranks, converts the mean squares `[T, groups, 1]`
+    of this rank's part to those of the whole."""
     gate, h = F.silu(z.float()), x.float()
     if not norm_first:
         h = h * gate
     h = h.unflatten(-1, (groups, -1))
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    squares = h.square().mean(-1, keepdim=True)
+    h = h * torch.rsqrt((squares if means is None else means(squares)) + eps)
     h = (h * weight.float().view(-1, h.shape[-1])).flatten(-2)
     return (h * gate if norm_first else h).to(dtype or z.dtype)
