@@ -31,6 +31,9 @@ _CONTEXT_TOKENS = 8  # prompt tokens in a window detokenizer's context
 
 _TAIL_TOKENS = 16
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TRUSTED = ("system", "developer", "assistant")  # their messages may spell control tokens
+
 
 class Tokenizer:
     """Thread-safe: immutable while it serves. Call encoding and rendering in worker threads."""
@@ -198,20 +201,34 @@ class Tokenizer:
                 _place_thinking(message, template)
         if not control:
             for message in conversation:
-                if message["role"] in ("user", "tool") and isinstance(message["content"], str):
+                if message["role"] not in _TRUSTED and isinstance(message["content"], str):
                     message["content"] = self.as_text(message["content"])
                     if "name" in message:
                         message["name"] = self.as_text(message["name"])
             outer = [name for name in ("tools", "documents") if name in arguments]
             arguments = {**arguments, **{name: self._strings_as_text(arguments[name]) for name in outer}}
         try:
-            return self._render(conversation, arguments)
+            text = self._render(conversation, arguments)
+            left_out = self._left_out(conversation, arguments)
         except (TemplateError, TypeError, ValueError, LookupError) as error:  # templates raise them for odd messages
             self._blame_tool(conversation, arguments)
             # the template's own words, or those of Python, which say nothing to a client
             own = isinstance(error, TemplateError) and not isinstance(error, UndefinedError)
             reason = clip(self.without_seams(str(error))) if own else "a field has a value that it does not expect."
             raise bad_request(f"The chat template rejects these messages: {reason}", "messages") from error
+        if left_out:
+            what = f"The chat template leaves out messages with the role {left_out[0]}"
+            raise bad_request(f"{what}. Use one of {', '.join(_ROLES)}.", "messages")
+        return text
+
+    def _left_out(self, conversation: list[dict[str, Any]], arguments: Mapping[str, Any]) -> list[str]:
+        """Roles outside `_ROLES` whose messages the template does not render."""
+        probes = {i: f"_{i}_{self._seam}" for i, message in enumerate(conversation) if message["role"] not in _ROLES}
+        if not probes:
+            return []
+        probed = [{**message, "content": probes.get(i, message["content"])} for i, message in enumerate(conversation)]
+        text = self._render(probed, arguments)
+        return [conversation[i]["role"] for i, probe in probes.items() if probe not in text]
 
     def _blame_tool(self, conversation: list[dict[str, Any]], arguments: Mapping[str, Any]) -> None:
         """Raises `ApiError` if the conversation can be rendered, but not with one of the tools."""
