@@ -91,7 +91,7 @@ class Engine:
         reopen = partial(reopened, config, resolved.kv, loading.model_id, own.shard_of, resolved.packed)
         self.tiers = make_tiers(
             config, resolved.kv, pool, loaded.store, self.runner.copy_engine, loaded.make_store, own.shard_of.ranks,
-            resolved.packed, reopen if own.shard_of.ranks == 1 else None,
+            resolved.packed, reopen=reopen,
         )  # fmt: skip
         self.scheduler = self._scheduler_of(pool)
         self._work = self._cost_shares(loaded.weights.num_bytes)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+KEY_BYTES = 16
 BRIEF = 8  # bytes of a brief key, for uses in which a collision only costs time
 
 
