@@ -240,8 +240,8 @@ def gated_norm(
     """Return the RMS norm of each group of `x [T, W]` with the gate silu(z), `[T, W]` in `dtype` (None: z's).
 
     weight `[W]`, or `[W / groups]` for all groups. norm_first: the norm is of x (delta rule: a group is a head); if
-    not, of x times the gate (Mamba-2). means: if a group spans several ranks, converts the mean squares `[T, groups, 1]`
-    of this rank's part to those of the whole."""
+    not, of x times the gate (Mamba-2). means: if a group spans several ranks, converts the mean squares `[T,
+    groups, 1]` of a rank's part to those of all."""
     gate, h = F.silu(z.float()), x.float()
     if not norm_first:
         h = h * gate
