@@ -37,6 +37,7 @@ from weft.engine.scheduling.request import Arrivals
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
 from weft.engine.scheduling.slots import SlotTable
+from weft.engine.scheduling.states import StatePolicy
 from weft.engine.wire.kv_events import make_publisher
 from weft.engine.wire.log_sink import dropped_lines
 from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, Outputs
@@ -83,7 +84,7 @@ class Engine:
         self.runner, self._weights = loaded.runner, loaded.weights
         num_pages = self.runner.num_pages
         # The context limit is what the pool can hold, so that a request that can never fit is refused on arrival.
-        longest = min(resolved.max_model_len, (num_pages - 1) * config.page_size)
+        longest = min(resolved.max_model_len, (num_pages - 1 - resolved.states.reserved) * config.page_size)
         self.resolved = resolved = replace(resolved, num_pages=num_pages, max_model_len=longest)
         host_bytes = int(config.host_kv_gib * 2**30)
         self._memory = memory_budget(own, loaded.weights, resolved, host_bytes // own.shard_of.ranks)
@@ -114,18 +115,22 @@ class Engine:
     def _scheduler_of(self, pool: PagePool) -> Scheduler:
         config, resolved = self.config, self.resolved
         return Scheduler(
-            SlotTable(resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window),
+            SlotTable(
+                resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window,
+                resolved.states.pages,
+            ),
             pool,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             prefix_caching=config.prefix_caching,
             tiers=self.tiers,
             chunk_step=resolved.chunk_step(self.spec),
             fairness=Fairness(config.fair_prefill_share, preempt=config.priority_preemption),
-        )
+            state_policy=StatePolicy(config.state_interval, config.batch_invariant),
+        )  # fmt: skip
 
     def _cost_shares(self, weight_bytes: int) -> CostShares:
         kv = self.resolved.kv
-        token_bytes = kv.page_bytes // (kv.page_size * self.spec.num_layers)
+        token_bytes = kv.page_bytes // (kv.page_size * max(1, len(self.spec.windows)))
         own = self.spec.shard(0, self.config.tensor_parallel_size)
         return CostShares(own, weight_bytes, token_bytes, cuda=self.resolved.device.type == "cuda")
 
