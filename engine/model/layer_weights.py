@@ -358,12 +358,16 @@ class _Layer:
             choice = get(f"{self.prefix}{names.choice_bias}", (e.count,), dtype=torch.float32)
         weight, router_bias = self.folded(router, names.mlp_norm, router_bias)
         made = ExpertWeights(self.tensors, spec, names, self.prefix, self.matrix, self.bias).read(e)
+        kernel = "gate_up" if spec.gated else "up"
         out = {
             "router": ProjectionWeights(weight, router_bias, choice_bias=choice),
-            "experts_gate_up": self.input_projection(made.gate_up, names.mlp_norm, made.gate_up_bias),
+            f"experts_{kernel}": self.input_projection(made.gate_up, names.mlp_norm, made.gate_up_bias),
             "experts_down": self.output_projection(made.down, made.down_bias),
         }
-        if e.shared_size:
+        if e.shared_size and not spec.gated:
+            shared_up = self.matrix(names.shared_up, e.shared_size, h, self.rows)
+            out["shared_up"] = self.input_projection(shared_up, self.mlp_norm)
+        elif e.shared_size:
             gate = None
             if e.shared_gate:
                 switch = matrices.dequantize(self.matrix(names.shared_switch, 1, h), self.tensors.dtype)
@@ -371,6 +375,7 @@ class _Layer:
             out["shared_gate_up"] = self.gate_up(
                 names.shared_gate_up, names.shared_gate, names.shared_up, e.shared_size, gate
             )
+        if e.shared_size:
             shared_down = self.matrix(names.shared_down, h, e.shared_size, self.columns)
             out["shared_down"] = self.output_projection(shared_down, None)
         return out

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels.formats.fp8_matrix import Matrix
-from weft.kernels.reference.layer import gated, normed, normed_linear, row_sumsq
+from weft.kernels.reference.layer import ACTIVATIONS, gated, normed, normed_linear, row_sumsq
 
 
 class Routing(NamedTuple):
@@ -65,21 +65,22 @@ def route(
 
 def experts_gate_up(
     x: Tensor, sumsq: Tensor | None, routing: Routing, weight: Matrix, eps: float, *, activation: str = "silu",
-    bias: Tensor | None = None,
+    bias: Tensor | None = None, has_gate: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Apply norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate): `[T * K, I]`, by expert."""
+    """Apply norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate), or without gates their matrices `[E,
+    I, H]`: `[T * K, I]`, by expert."""
     tokens = routing.order // routing.experts.shape[1]
     # an FP8 matrix carries the norm's weight
     sums = None if isinstance(weight, Tensor) or sumsq is None else sumsq[tokens]
     rows = (normed(x, sumsq, eps) if sums is None else x)[tokens]
-    out = rows.new_empty(len(rows), weight.shape[1] // 2)
+    out = rows.new_empty(len(rows), weight.shape[1] // (1 + has_gate))
     at = 0
     for expert, count in enumerate(routing.counts):
         if count:
             own = slice(at, at + count)
             own_bias = None if bias is None else bias[expert]
             y = normed_linear(rows[own], None if sums is None else sums[own], weight[expert], own_bias, eps)
-            out[own] = gated(activation, y[:, 0::2], y[:, 1::2])
+            out[own] = gated(activation, y[:, 0::2], y[:, 1::2]) if has_gate else ACTIVATIONS[activation](y)
             at += count
     return out
 

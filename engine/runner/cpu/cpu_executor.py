@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.engine.memory.state_layout import NO_STATES, StateLayout
 from weft.engine.model.layer_weights import ProjectionWeights
 from weft.engine.model.operations import ALL_REDUCE, Operation, Role
 from weft.engine.model.spec import ModelSpec
@@ -184,7 +185,7 @@ def _experts_gate_up(it: _Iteration, op: Operation, layer: int) -> None:
     assert it.routing is not None
     it.activations[op.target] = reference_experts.experts_gate_up(
         it.activations[op.source], it.stream_sums, it.routing, w.matrix, spec.norm.eps, activation=spec.activation,
-        bias=w.bias,
+        bias=w.bias, has_gate=spec.gated,
     )  # fmt: skip
 
 
@@ -228,6 +229,7 @@ TABLE: Mapping[str, Launcher] = {
     "up": _up,
     "router": _router,
     "experts_gate_up": _experts_gate_up,
+    "experts_up": _experts_gate_up,
     "experts_residual": _experts_residual,
     ALL_REDUCE: _all_reduce,
 }
@@ -240,8 +242,8 @@ class CpuExecutor:
     operations between attentions run in padded blocks of a fixed number of rows."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, kv: Tensor, attention: HostAttention[Any], *, invariant: bool = False,
-        collectives: Collectives | None = None,
+        self, spec: ModelSpec, weights: Weights, kv: Tensor, attention: HostAttention[Any], *,
+        states: StateLayout = NO_STATES, invariant: bool = False, collectives: Collectives | None = None,
     ) -> None:  # fmt: skip
         self.spec, self.weights, self.kv, self.attention = spec, weights, kv, attention
         self.collectives = collectives or SingleRank()
@@ -257,7 +259,7 @@ class CpuExecutor:
         self.states: CpuStates | None = None
         if spec.recurrence is not None:
             self.mixed["m"] = spec.recurrence.width
-            self.states = CpuStates(spec, kv, alone=invariant, means=self._means)
+            self.states = CpuStates(spec, states, kv, alone=invariant, means=self._means)
         self.block_rows = 0  # Rows per block of operations between attentions; 0: no blocks.
         self._must_find_block_rows = invariant
         self._last_attention = -1

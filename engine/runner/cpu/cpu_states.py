@@ -41,13 +41,12 @@ class CpuStates:
     """The states of a model in `kv`, the KV pool. alone: compute each request by itself, for batch invariance. means:
     converts the mean squares of a norm's group on this rank to those of all ranks that share it."""
 
-    def __init__(self, spec: ModelSpec, kv: Tensor, *, alone: bool, means: Means) -> None:
+    def __init__(self, spec: ModelSpec, layout: StateLayout, kv: Tensor, *, alone: bool, means: Means) -> None:
         assert spec.recurrence is not None
         self._own: Recurrence = spec.recurrence
         self._eps, self._alone = spec.norm.eps, alone
         self._means = means if self._own.kind == "mamba2" and self._own.key_parts < spec.shard_of.ranks else None
-        self._pool = page_rows(kv)
-        self._layout = StateLayout.of(spec.states, self._pool.shape[1])
+        self._pool, self._layout = page_rows(kv), layout
 
     def prepare(self, batch: Batch) -> StateStep:
         """Plan an iteration, once for all layers."""
