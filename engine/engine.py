@@ -41,6 +41,7 @@ from weft.engine.scheduling.states import StatePolicy
 from weft.engine.wire.kv_events import make_publisher
 from weft.engine.wire.log_sink import dropped_lines
 from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, Outputs
+from weft.engine.wire.sampling import DECODER_POOLING
 from weft.engine.wire.weight_exchange import WeightExchange
 
 Part = TypeVar("Part")
@@ -204,6 +205,8 @@ class Engine:
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises `RequestError` if it can never be served."""
         params = message.params
+        if params.pooling not in (None, *DECODER_POOLING):
+            raise RequestError(f"{self.spec.architecture} is a decoder: it has no {params.pooling} pooling", "input")
         if params.pooling is not None and not self._weights.has_hidden_states:
             raise RequestError(f"{self.spec.architecture} does not expose its hidden states", "input")
         request = self._arrivals.request(message)

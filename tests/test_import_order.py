@@ -36,7 +36,7 @@ ENGINE = (
     ("runner",),
     ("ranks",),
     ("scheduling",),
-    ("engine",),
+    ("encoders", "engine"),
     ("llm", "process"),
 )
 SERVER = (

@@ -8,6 +8,7 @@ from pathlib import Path
 from weft.engine.config import EngineConfig, ModelImpl
 from weft.engine.errors import ModelError, UnknownArchitecture
 from weft.engine.model.directory import eos_ids, read_config, read_spec
+from weft.engine.model.encoders import is_encoder
 from weft.engine.model.gguf.file import INDEX
 from weft.engine.model.parts import Quantization
 from weft.engine.model.spec import ModelSpec
@@ -25,6 +26,8 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
                 raise
     _refuse_gguf(path)
     raw = read_config(path)
+    if is_encoder(raw):
+        raise ModelError(f"{architecture(raw)} is an encoder: it generates no text")
     name = architecture(raw)
     if config.quantization is not None:
         raise ModelError(
@@ -68,7 +71,8 @@ def check_known(path: Path, impl: ModelImpl = "auto", *, trusted: bool = False) 
         if impl == "native":
             raise
     _refuse_gguf(path)
-    refuse_undecodable(read_config(path), trusted=trusted)
+    if not is_encoder(raw := read_config(path)):
+        refuse_undecodable(raw, trusted=trusted)
 
 
 def _refuse_gguf(path: Path) -> None:

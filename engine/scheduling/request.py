@@ -54,6 +54,7 @@ class Request:
     retention: tuple[Retention, ...] = ()  # how long to retain the first pages of the prompt
     retained_tokens: int = 0  # prompt tokens retained
     names: tuple[bytes, ...] = ()  # names of the conversation for its next turn
+    segment: int = 0  # tokens before the second text of a pair; 0: no pair
     fetched: bool = False  # its pages were loaded while it waited
     joules: float = 0.0  # joules charged before it last lost its slot
     held: bool = False  # it waits for its leader's prompt

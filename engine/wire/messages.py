@@ -77,6 +77,8 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     """If several cover a page, the longest time counts."""
     names: tuple[bytes, ...] = ()
     """Names of the conversation for its next turn, 16 bytes each."""
+    segment: int = 0
+    """Prompt tokens before the second text of a pair, for encoders that distinguish the two; 0: no pair."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
@@ -168,6 +170,10 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """Model id in the root of page keys (`page_keys.root`)."""
     pages: bytes = b""
     """Brief keys of the pages in the prefix index, if the client requested them."""
+    tasks: tuple[str, ...] = ("generate", "embed")
+    """What the model can do, in vLLM's words: generate, embed, classify, score."""
+    labels: tuple[str, ...] = ()
+    """Names of the model's classes."""
     prefetches: bool = False
     """The engine has tiers, so `Prefetch` has an effect."""
 
