@@ -43,7 +43,8 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
     spec = replace(spec, eos_token_ids=eos_ids(path, raw, spec.vocab_size) or spec.eos_token_ids)
     why = "as --model-impl requests" if config.model_impl == "transformers" else f"as weft has no layers for {name}"
     limit = f"; context limited to {spec.max_positions}: {spec.limit}" if spec.limit else ""
-    return spec, f"transformers' code with weft's attention, {why}{limit}"
+    how = f"one request at a time ({spec.single})" if spec.single else "with weft's attention"
+    return spec, f"transformers' code {how}, {why}{limit}"
 
 
 def in_format(spec: ModelSpec, quantization: str | None) -> ModelSpec:

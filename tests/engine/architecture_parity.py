@@ -116,8 +116,9 @@ class Parity:
         self.serve(self.engine(max_num_batched_tokens=1, num_pages=80), prompts(1, 5, 30), 6)
 
     def preemption(self) -> None:
-        for pages in (22, 17):  # fewer if answers end early
-            harness = self.engine(max_num_batched_tokens=64, num_pages=pages, prefix_caching=False)
+        states = 5 * self.engine(num_pages=400).engine.resolved.states.pages  # one for each request
+        for pages in (22, 17, 12):  # fewer if answers end early
+            harness = self.engine(max_num_batched_tokens=64, num_pages=pages + states, prefix_caching=False)
             harness.expect_short_outputs()
             # Requests with an open end are admitted by their expected length.
             self.serve(harness, prompts(5, 30, 11, 40, 26, 9), 20, ends=True)
