@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import invariant, rule
 from list_device import fold
 from test_scheduler_machine import MAX_LEN, PAGE_SIZE, Collisions, SchedulerMachine
 from test_tier_machine import TierMachine
@@ -113,9 +112,28 @@ MACHINE_SETTINGS = settings(
 )
 
 
-@pytest.mark.parametrize("machine", [StateMachine, StateWindowMachine, CollidingStateMachine, StateTierMachine])
-def test_every_answer_depends_on_every_token_once(machine: type[StateMachine]) -> None:
-    machine.seen.clear()
-    run_state_machine_as_test(machine, settings=MACHINE_SETTINGS)
-    few = [kind for kind in ("saved", "hits", "stateless", "preempted") if machine.seen[kind] < 5]
-    assert not few, f"hardly any {few}: {machine.seen}"
+class Checked:
+    settings = MACHINE_SETTINGS
+    machine: ClassVar[type[StateMachine]]
+
+    def runTest(self) -> None:
+        super().runTest()  # type: ignore[misc]
+        seen = self.machine.seen
+        few = [kind for kind in ("saved", "hits", "stateless", "preempted") if seen[kind] < 5]
+        assert not few, f"hardly any {few}: {seen}"
+
+
+class TestStateMachine(Checked, StateMachine.TestCase):  # type: ignore[misc]
+    machine = StateMachine
+
+
+class TestStateWindowMachine(Checked, StateWindowMachine.TestCase):  # type: ignore[misc]
+    machine = StateWindowMachine
+
+
+class TestCollidingStateMachine(Checked, CollidingStateMachine.TestCase):  # type: ignore[misc]
+    machine = CollidingStateMachine
+
+
+class TestStateTierMachine(Checked, StateTierMachine.TestCase):  # type: ignore[misc]
+    machine = StateTierMachine
