@@ -23,16 +23,20 @@ GIB = 2**30
 
 def announce(
     config: ServeConfig, address: tuple[Any, ...] | str, engines: Sequence[EngineReady], seconds: float, *, chat: bool,
-    key: bool,
+    key: bool, admin: tuple[Any, ...] | None = None,
 ) -> None:  # fmt: skip
-    """Print the greeting. `address`: the listening socket's. `seconds`: since the start. `key`: requests need one."""
+    """Print the greeting. `address`: the listening socket's. `seconds`: since the start. `key`: requests need one.
+    `admin`: the address of --admin-port."""
     several, tls = len(config.each) > 1, config.tls_cert
     url, name = url_of(address, tls=tls is not None), config.each[0].model_names[0]
     self_signed = not several and tls is not None and _is_self_signed(tls)
     command = _curl(url, name, chat=chat, key=key, self_signed=self_signed)
     write = _several_models if several else _one_model
     try:
-        print(write(config, url, engines, seconds, command), flush=True)
+        text = write(config, url, engines, seconds, command)
+        if admin is not None:
+            text += f"\nadmin: {url_of(admin, tls=tls is not None)} (health, metrics and /admin/ only)"
+        print(text, flush=True)
     except OSError as error:  # a full disk or a closed pipe must not stop the daemon
         logging.getLogger("weft").warning("cannot write the greeting to stdout: %s", error.strerror)
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the rest of its buffer would fail again at exit)
