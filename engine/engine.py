@@ -126,7 +126,7 @@ class Engine:
             tiers=self.tiers,
             chunk_step=resolved.chunk_step(self.spec),
             fairness=Fairness(config.fair_prefill_share, preempt=config.priority_preemption),
-            state_policy=StatePolicy(config.state_interval, config.batch_invariant),
+            state_policy=StatePolicy(config.state_interval, config.batch_invariant, resolved.kv.page_bytes),
         )  # fmt: skip
 
     def _cost_shares(self, weight_bytes: int) -> CostShares:

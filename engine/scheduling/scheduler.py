@@ -189,6 +189,8 @@ class Scheduler:
         s = self.slots
         request = s.of(victim)
         request.token_ids = s.token_ids[victim, : s.known[victim]].copy()
+        if self.states is not None:
+            self.states.save_newest(victim)
         request.keys, request.last_entry, request.publishable = [], None, True
         self._retire(victim)
         self._waiting.push(request)
@@ -450,12 +452,14 @@ class Scheduler:
     def stats(self, compiling: int = 0) -> SchedulerStats:
         """`compiling` is the number of requests whose grammar is being compiled."""
         pool, loading = self.pool, int((self.slots.phase == Phase.LOADING).sum())
+        saved, state_bytes = self.states.stats() if self.states is not None else ({}, 0)
         return SchedulerStats(
             running=self.num_running, slot_limit=self.slots.limit, slot_limit_changes=self.slot_limit_changes,
             waiting=self.num_waiting, queue={**self._waiting.by_reason(), "load": loading, "grammar": compiling},
             pages_held=pool.num_held, pages_cached=pool.num_cached, pages_total=pool.capacity,
             retained_pages=len(pool.retention), retentions_displaced=pool.retention.displaced,
             prefix_queried_tokens=self.prefixes.stats.queried, prefix_hit_tokens=sum(self.prefixes.stats.hits),
+            prefix_stateless_tokens=self.prefixes.stats.stateless, state_checkpoints=saved, state_bytes=state_bytes,
             prefix_lengths=self.prefixes.stats.by_length, tiers=self.prefixes.stats.tiers(pool, self.tiers),
             preemptions=self.preemptions, displaced=self.fairness.preempted, yielded=self.fairness.yielded,
             attention=dict(self.attention.iterations),

@@ -22,6 +22,9 @@ from weft.engine.scheduling.fences import Fences
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import SlotTable
 
+PLACES = {"gpu": "page", "host": "host", "ssd": "extent"}
+"""The attribute of an entry with its copy's location, by tier."""
+
 
 class StatePolicy(NamedTuple):
     """Which states are kept for later requests."""
@@ -31,6 +34,8 @@ class StatePolicy(NamedTuple):
     exact: bool = False
     """Keep only states whose bits do not depend on how tokens were divided into iterations: those of chunks, not those
     of decodes, at multiples of the chunk step."""
+    page_bytes: int = 0
+    """Bytes of a page, for statistics."""
 
 
 class States:
@@ -145,6 +150,13 @@ class States:
             if self._tiers is not None:
                 self._tiers.published(entry)
             parent = entry
+
+    def stats(self) -> tuple[dict[str, int], int]:
+        """Return the number of saved states by tier, and the bytes of all states on the device."""
+        index, pages = self._pool.index, self.pages
+        saved = {tier: index.states[place] // pages for tier, place in PLACES.items()}
+        held = 2 * pages * len(self._slots.running()) + index.states["page"]
+        return saved, held * self.policy.page_bytes
 
     def check(self, slot: int) -> None:
         """Raise `AssertionError` unless the state that a row reads next stands at its next token."""

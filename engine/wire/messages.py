@@ -244,6 +244,12 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Pages released early in favor of other retained pages."""
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    prefix_stateless_tokens: int = 0
+    """Prompt tokens whose K and V were found, but that were computed again: no recurrent state was saved there."""
+    state_checkpoints: dict[str, int] = {}
+    """Recurrent states in the prefix index, by the tiers that hold them."""
+    state_bytes: int = 0
+    """Device memory of recurrent states: those of running requests and those in the prefix index."""
     prefix_lengths: dict[str, LengthHits] = {}
     """Hits by the name of the prompt's length class (`LENGTHS`)."""
     tiers: dict[str, TierStats] = {}
