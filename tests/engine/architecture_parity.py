@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from weft.engine.wire.messages import TokenLogprobs
 
 VOCABULARY = 199
-OPTIONS: dict[str, Any] = {"model_impl": "transformers", "page_size": 4, "max_num_seqs": 8}
+OPTIONS: dict[str, Any] = {"model_impl": "transformers", "page_size": 4, "max_num_seqs": 8, "num_pages": 400}
 LOGPROB_TOLERANCE = 2e-3
 JITTER, DRAWS = 1e-5, 16
 """Relative change of the embeddings that stands for float32's rounding (1.2e-7 in each of about 100 operations),
@@ -106,19 +106,20 @@ class Parity:
 
     def chunks_and_reuse(self) -> None:
         """Chunks of 7 with decodes, then a prefix that was computed before."""
-        harness = self.engine(max_num_batched_tokens=7, num_pages=80)
+        harness = self.engine(max_num_batched_tokens=7)
         first = prompts(2, 3, 19, 40)
         self.serve(harness, first, 8)
         longer = np.concatenate((first[2], prompts(4, 5)[0]))
         assert min(self.serve(harness, [longer, first[2]], 4)) >= 36
 
     def single_tokens(self) -> None:
-        self.serve(self.engine(max_num_batched_tokens=1, num_pages=80), prompts(1, 5, 30), 6)
+        self.serve(self.engine(max_num_batched_tokens=1), prompts(1, 5, 30), 6)
 
     def preemption(self) -> None:
-        states = 5 * self.engine(num_pages=400).engine.resolved.states.pages  # one for each request
-        for pages in (22, 17, 12):  # fewer if answers end early
-            harness = self.engine(max_num_batched_tokens=64, num_pages=pages + states, prefix_caching=False)
+        own = self.engine().engine.resolved.states.pages
+        # Two states for each of four requests; fewer pages if answers end early.
+        for pages in (8 * own + 30, 8 * own + 24) if own else (22, 17):
+            harness = self.engine(max_num_batched_tokens=64, num_pages=pages, prefix_caching=False)
             harness.expect_short_outputs()
             # Requests with an open end are admitted by their expected length.
             self.serve(harness, prompts(5, 30, 11, 40, 26, 9), 20, ends=True)
@@ -128,7 +129,7 @@ class Parity:
 
     def host_tier(self) -> None:
         """Chunks of 64, pages that return from the host, contexts longer than the windows."""
-        harness = self.engine(max_num_batched_tokens=64, num_pages=80, host_kv_gib=0.03)
+        harness = self.engine(max_num_batched_tokens=64, host_kv_gib=0.03)
         tiers, pool = harness.engine.tiers, harness.engine.scheduler.pool
         assert tiers is not None
         tiers.speeds.worthwhile = lambda entries, *_: len(entries)  # type: ignore[method-assign]
