@@ -151,7 +151,7 @@ def groups(lengths: Sequence[int], padding: int) -> Iterator[list[int]]:
 
 
 def _use_onednn(module: nn.Module) -> None:
-    """Let oneDNN compute linear layers in float32. torch uses MKL, which has half the speed on an AMD CPU with AVX-512."""
+    """Let oneDNN compute linear layers in float32: torch uses MKL, which is half as fast on AMD CPUs with AVX-512."""
     for part in module.modules():
         if type(part) is nn.Linear and part.weight.dtype == torch.float32:
             part.forward = _linear_of(part)  # type: ignore[method-assign]

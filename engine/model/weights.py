@@ -29,7 +29,7 @@ from weft.engine.progress import LOADING, Progress, notice
 from weft.kernels.formats import fp8
 from weft.kernels.matmul import weight_layout as pack
 
-HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", "score.weight", "score.bias")
 """Name endings of checkpoint tensors that follow from the config and are ignored."""
 OTHER_HEAD = "config.json ties the output head to the embedding, but the checkpoint has a head of its own: using it"
 NO_HEAD = "config.json says that the output head is not tied, but the checkpoint has no head: using the embedding"

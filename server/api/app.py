@@ -27,6 +27,7 @@ from weft.server.api import (
     messages,
     ollama,
     operations,
+    scores,
     tokens,
     ui,
 )
@@ -64,7 +65,8 @@ def create_app(service: Service) -> FastAPI:
     app.state.background = Background()
     stateful = (responses, conversations)
     common = (
-        completions, chat, embeddings, messages, *stateful, tokens, operations, ollama, llama_cpp, aliases, docs,
+        completions, chat, embeddings, scores, messages, *stateful, tokens, operations, ollama, llama_cpp, aliases,
+        docs,
     )  # fmt: skip
     for module in (*common, *([ui] if config.ui else [])):
         app.include_router(module.router)

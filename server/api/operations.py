@@ -52,6 +52,7 @@ def _model(service: Service, name: str, request: Request) -> dict[str, Any]:
         "root": service.config.model_names[0],
         "parent": None,
         "max_model_len": limit,
+        "tasks": list(known.tasks) if known is not None else None,
     }
 
 

@@ -107,6 +107,35 @@ class Tokenizer:
             return sum((self._encoder.encode_cached(part, salt) for part in rest), ids)
         return sum(self._encoder.encode(rest, add_special_tokens=False), ids)
 
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[PairIds]:
+        """Token ids of pairs of texts, in the tokenizer's own form."""
+        found = []
+        for each in self._backend.encode_batch(list(pairs), add_special_tokens=True):
+            own = [i for i, number in enumerate(each.sequence_ids) if number == 1]
+            at = (own[0], own[-1] + 1) if own else (len(each.ids), len(each.ids))
+            found.append(PairIds(list(each.ids), *at, segment=next((i for i, t in enumerate(each.type_ids) if t), 0)))
+        return found
+
+    def encode_prompt_of(self, pair: tuple[str, str], form: str, instruction: str) -> PairIds:
+        """Token ids of the prompt that asks whether a document answers a query. form: `template` for the chat template,
+        else a format string. Special tokens in the texts remain text."""
+        query, document = map(self.as_text, pair)
+        mark = f"{self._seam}document{self._seam}"
+        if form == "template":
+            conversation = [{"role": "query", "content": query}, {"role": "document", "content": mark}]
+            prompt: str = self._hf.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=True, instruction=instruction
+            )
+        else:
+            prompt = form.format(instruction=self.as_text(instruction), query=query, document=mark)
+        before, _, after = prompt.partition(mark)
+        whole, end = (
+            self.encode(before + document, add_special_tokens=False),
+            self.encode(after, add_special_tokens=False),
+        )
+        begin = len(self.encode(before, add_special_tokens=False))
+        return PairIds(whole + end, min(begin, len(whole)), len(whole))
+
     def as_text(self, text: str) -> str:
         """The text, with seams so that `encode` finds no control tokens in it."""
         if self._spells_control is None or not self._spells_control.search(text):
@@ -305,8 +334,10 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     @property
-    def bos_token_id(self) -> int | None:
-        return self._hf.bos_token_id
+    def first_token_id(self) -> int | None:
+        """The special token before a text: that of a decoder, or that of an encoder."""
+        bos: int | None = self._hf.bos_token_id
+        return getattr(self._hf, "cls_token_id", None) if bos is None else bos
 
     @property
     def vocab_size(self) -> int:
@@ -373,6 +404,23 @@ def _place_thinking(message: dict[str, Any], template: str) -> None:
 
 
 Side = Literal["left", "right"]
+
+
+@dataclass(frozen=True, slots=True)
+class PairIds:
+    """Token ids of a query and a document, with the document's from `begin` to `end`."""
+
+    ids: list[int]
+    begin: int
+    end: int
+    segment: int = 0  # tokens before the second text, if the tokenizer marks it as such
+
+    def truncated(self, limit: int, document: int | None, side: Side) -> list[int]:
+        """The ids, with the document cut to `document` tokens and to what `limit` leaves for it."""
+        size = self.end - self.begin
+        kept = max(0, min(size, size if document is None else document, limit - (len(self.ids) - size)))
+        own = self.ids[self.end - kept : self.end] if side == "left" else self.ids[self.begin : self.begin + kept]
+        return self.ids[: self.begin] + own + self.ids[self.end :]
 
 
 @dataclass(frozen=True, slots=True)
