@@ -188,6 +188,7 @@ class Engine:
             energy_source=self._energy.source, energy_missing=self._energy.missing, plan=self.runner.preparation.stats,
             threads=resolved.cpu_threads if resolved.device.type == "cpu" else 0,
             model_id=self.scheduler.pool.index.model_id, prefetches=self.config.host_kv_gib > 0,
+            recurrent=resolved.states.pages > 0,
         )  # fmt: skip
 
     def pages(self) -> bytes:

@@ -5,7 +5,7 @@ the model id. A hash match is verified by comparing token ids and parent. The en
 page is: on the GPU, in a host slot, in an SSD extent, or in several of these.
 
 A recurrent state at the end of a page is a chain of n entries below that page's entry, one for each of its pages. Their
-tokens start with -1, -2, …, which no prompt contains, so everything that moves, evicts or stores entries handles them.
+tokens (`page_keys.state_tokens`) are in no prompt, so everything that moves, evicts or stores entries handles them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,6 @@ from weft.engine.wire import page_keys
 
 Tokens = npt.NDArray[np.int32]
 NOWHERE = -1
-
-
-def state_tokens(pages: int, page_size: int) -> list[bytes]:
-    """Return the tokens of the entries of a state's pages."""
-    tokens = np.zeros((pages, page_size), np.int32)
-    tokens[:, 0] = -1 - np.arange(pages)
-    return [row.tobytes() for row in tokens]
 
 
 @dataclass(eq=False, slots=True)

@@ -15,12 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.engine.memory.pages import PagePool, Pages
-from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry, state_tokens
+from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry
 from weft.engine.memory.tiers import Tiers
 from weft.engine.runner.iteration.batch import Batch, StateRows
 from weft.engine.scheduling.fences import Fences
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import SlotTable
+from weft.engine.wire.page_keys import state_tokens
 
 PLACES = {"gpu": "page", "host": "host", "ssd": "extent"}
 """The attribute of an entry with its copy's location, by tier."""

@@ -176,6 +176,8 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """Names of the model's classes."""
     prefetches: bool = False
     """The engine has tiers, so `Prefetch` has an effect."""
+    recurrent: bool = False
+    """A cached prefix is used only up to a page with a recurrent state."""
 
 
 class EngineFailed(msgspec.Struct, tag="failed", frozen=True):

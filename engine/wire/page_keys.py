@@ -25,6 +25,14 @@ def chain(parent: bytes, tokens: bytes) -> bytes:
     return xxhash.xxh3_128_digest(parent + tokens)
 
 
+def state_tokens(pages: int, page_size: int) -> list[bytes]:
+    """Return the tokens from which the keys of a recurrent state's pages are chained, after the key of the page that it
+    stands after. No prompt contains them."""
+    tokens = np.zeros((pages, page_size), np.int32)
+    tokens[:, 0] = -1 - np.arange(pages)
+    return [row.tobytes() for row in tokens]
+
+
 def page_keys(
     key: bytes, tokens: npt.NDArray[np.int32], page_size: int, chain: Callable[[bytes, bytes], bytes] = chain
 ) -> list[bytes]:
