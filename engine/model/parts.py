@@ -149,7 +149,7 @@ class Recurrence:
     @property
     def small_parameters(self) -> int:
         """Values in its vectors and its convolution, without biases."""
-        vectors = {"gated_delta": 2 * self.heads + self.value_dim, "mamba2": 3 * self.heads + self.width}
+        vectors = {"gated_delta": self.heads + self.value_dim, "mamba2": 2 * self.heads + self.width}
         return self.channels * self.taps + vectors.get(self.kind, 0)
 
     def shard(self, ranks: int) -> Recurrence:
@@ -164,8 +164,6 @@ class Recurrence:
                 f"{self.key_heads} key heads of recurrent states can be neither split nor replicated over {ranks} ranks"
             )
         key_parts = min(ranks, self.key_heads)
-        if self.kind == "mamba2" and 1 < key_parts < ranks:
-            raise ModelError(f"{self.key_heads} groups of a norm cannot be spread over {ranks} ranks")
         return replace(self, heads=self.heads // ranks, key_heads=self.key_heads // key_parts, key_parts=key_parts)
 
 

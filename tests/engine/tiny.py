@@ -145,7 +145,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_intermediate_size": 48,
             "mamba_n_heads": 8,
             "mamba_n_groups": 1,
-            "mamba_d_state": 16,
+            "mamba_d_state": 8,
             "mamba_d_head": 16,
             "mamba_chunk_size": 16,
         },

@@ -259,7 +259,7 @@ class CpuExecutor:
         self.states: CpuStates | None = None
         if spec.recurrence is not None:
             self.mixed["m"] = spec.recurrence.width
-            self.states = CpuStates(spec, states, kv, alone=invariant, means=self._means)
+            self.states = CpuStates(spec, states, kv, alone=invariant, collectives=self.collectives)
         self.block_rows = 0  # Rows per block of operations between attentions; 0: no blocks.
         self._must_find_block_rows = invariant
         self._last_attention = -1

@@ -14,9 +14,9 @@ from weft.engine.memory.state_layout import StateLayout
 from weft.engine.model.parts import Recurrence
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.state_weights import StateWeights
+from weft.engine.runner.device.collectives import Collectives
 from weft.engine.runner.iteration.batch import Batch
 from weft.kernels.reference import states as reference
-from weft.kernels.reference.layer import Means
 from weft.kernels.reference.states import StateWork
 
 
@@ -38,14 +38,16 @@ class StateStep(NamedTuple):
 
 
 class CpuStates:
-    """The states of a model in `kv`, the KV pool. alone: compute each request by itself, for batch invariance. means:
-    converts the mean squares of a norm's group on this rank to those of all ranks that share it."""
+    """The states of a model in `kv`, the KV pool. alone: compute each request by itself, for batch invariance."""
 
-    def __init__(self, spec: ModelSpec, layout: StateLayout, kv: Tensor, *, alone: bool, means: Means) -> None:
+    def __init__(
+        self, spec: ModelSpec, layout: StateLayout, kv: Tensor, *, alone: bool, collectives: Collectives
+    ) -> None:
         assert spec.recurrence is not None
         self._own: Recurrence = spec.recurrence
-        self._eps, self._alone = spec.norm.eps, alone
-        self._means = means if self._own.kind == "mamba2" and self._own.key_parts < spec.shard_of.ranks else None
+        self._eps, self._alone, self._collectives = spec.norm.eps, alone, collectives
+        self._sharers = spec.shard_of.ranks // self._own.key_parts if self._own.kind == "mamba2" else 1
+        """Ranks that have a part of the same norm."""
         self._pool, self._layout = page_rows(kv), layout
 
     def prepare(self, batch: Batch) -> StateStep:
@@ -130,9 +132,20 @@ class CpuStates:
             y, after = reference.ssd_step(*inputs, state["recurrent"])
             after = after[work.end_rows]
         y = reference.gated_norm(
-            y.flatten(1), z, _known(w.norm), self._eps, groups=own.key_heads, norm_first=False, means=self._means
+            y.flatten(1),
+            z,
+            _known(w.norm),
+            self._eps,
+            groups=own.key_heads,
+            norm_first=False,
+            means=self._means if self._sharers > 1 else None,
         )
         return y, {"conv": conv, "recurrent": after}
+
+    def _means(self, own: Tensor) -> Tensor:
+        """Average over the ranks that share a group of a norm. own: this rank's mean squares."""
+        first = self._collectives.rank // self._sharers * self._sharers
+        return self._collectives.all_gather(own)[first : first + self._sharers].mean(0)
 
     def _short_conv(
         self,
