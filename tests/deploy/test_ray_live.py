@@ -116,7 +116,7 @@ async def test_a_killed_replica_loses_only_its_own_answers(url: str) -> None:
         await asyncio.to_thread(until, lambda: sum(bool(s.events) for s in streams) >= 12)
         os.kill(victim["worker"], signal.SIGKILL)
         await asyncio.gather(*requested)
-    assert all(s.exposed for s in streams)
+    assert all(s.has_outcome for s in streams)
     lost = [s for s in streams if not s.good]
     assert 0 < len(lost) <= 16
     assert {s.error["code"] for s in lost if s.error} == {"engine_dead"}
