@@ -14,13 +14,15 @@ from weft.engine.model.parts import Quantization
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.transformers_impl.decoders import architecture, refuse_undecodable
 
+OWN_LAYERS = "weft's own layers"
+
 
 def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
     """Return the model's spec and a phrase on what computes it and why. Raises `ModelError`, one line."""
     path = config.model_path
     if config.model_impl != "transformers":
         try:
-            return in_format(read_spec(path), config.quantization), "weft's own layers"
+            return in_format(read_spec(path), config.quantization), OWN_LAYERS + _text_only(path)
         except UnknownArchitecture:
             if config.model_impl == "native":
                 raise
@@ -44,7 +46,13 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
     why = "as --model-impl requests" if config.model_impl == "transformers" else f"as weft has no layers for {name}"
     limit = f"; context limited to {spec.max_positions}: {spec.limit}" if spec.limit else ""
     how = f"one request at a time ({spec.single})" if spec.single else "with weft's attention"
-    return spec, f"transformers' code {how}, {why}{limit}"
+    return spec, f"transformers' code {how}, {why}{limit}{_text_only(path)}"
+
+
+def _text_only(path: Path) -> str:
+    """Return a phrase on the parts of a model that are not loaded, or ""."""
+    other = {"vision_config", "audio_config"} & set({} if (path / INDEX).is_file() else read_config(path))
+    return "; its text part alone, so requests with images or audio are refused" if other else ""
 
 
 def in_format(spec: ModelSpec, quantization: str | None) -> ModelSpec:

@@ -14,7 +14,7 @@ from weft.engine.memory.ssd_store import SsdStore, Store
 from weft.engine.memory.store_file import StoreFile
 from weft.engine.memory.transfer import Bytes, Remainders
 from weft.engine.model.directory import ends_of, read_config
-from weft.engine.model.implementation import choose_spec
+from weft.engine.model.implementation import OWN_LAYERS, choose_spec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Phases, notice
 from weft.engine.ranks.group import OneRank, Ranks
@@ -45,7 +45,7 @@ class Loading:
         self._compiling = compiling or CompileJob.begin(config)
         chosen, implementation = choose_spec(config)
         self.spec = served_as(chosen, config)  # Spec of the unsharded model.
-        if not self.spec.native:
+        if implementation != OWN_LAYERS:
             notice(f"{self.spec.architecture}: {implementation}")
         path = config.model_path
         ends = ends_of(path, read_config(path), self.spec.vocab_size, config.chat_template)

@@ -12,10 +12,14 @@ from architectures import save_architecture
 
 from weft.engine.wire.messages import TokenLogprobs
 
-BY_DAY = ("bart", "cohere2", "deepseek_v3", "diffllama", "gemma3n_text", "mimo_v2_flash", "stablelm")
-"""its own positions (bart), windows (cohere2), latent attention (deepseek), two calls a layer (diffllama), shared keys
-and values (gemma3n), layers of several shapes and sinks (mimo), partial rotation (stablelm)"""
-BY_NIGHT = ("biogpt", "gpt_neox", "olmo3")
+BY_DAY = (
+    "bart", "bloom", "cohere2", "deepseek_v3", "diffllama", "gemma3n_text", "lfm2", "mamba", "mimo_v2_flash",
+    "nemotron_h", "qwen3_next", "stablelm",
+)  # fmt: skip
+"""its own positions (bart), one request at a time (bloom), windows (cohere2), latent attention (deepseek), two calls a
+layer (diffllama), shared keys and values (gemma3n), short convolutions (lfm2), a scan that goes token by token (mamba),
+layers of several shapes and sinks (mimo), Mamba-2 (nemotron), delta rule (qwen3_next), partial rotation (stablelm)"""
+BY_NIGHT = ("biogpt", "deepseek_v32", "falcon_h1", "gpt_neox", "inkling_text", "kimi_linear", "olmo3", "zamba", "zaya")
 
 
 @pytest.mark.parametrize("kind", [*BY_DAY, *(pytest.param(kind, marks=pytest.mark.nightly) for kind in BY_NIGHT)])

@@ -80,7 +80,7 @@ class PagedCalls:
         backend.prefill(queries, pool, layer, step, out=out, **sinks)
         return out.view(1, tokens, call.heads, width)[..., : call.value_dim]
 
-    def _attend_latents(self, number: int, module: nn.Module, q: Tensor, value_dim: int) -> Tensor:
+    def _attend_latents(self, number: int, module: Any, q: Tensor, value_dim: int) -> Tensor:
         call = self._calls[number]
         pool, layer = self._layout.layer(self._kv, number)
         write_rows(pool, layer, self._page, self._offset, joined(self._noted))

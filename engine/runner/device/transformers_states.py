@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +108,7 @@ class MixerCalls:
         found = []
         if n := len(self._steps):
             values = self._states.values[number]
-            stacked = {name: _map(x, lambda t: _batch(t, tokens, n)) for name, x in given.items()}
+            stacked = {name: _map(x, partial(_batch, tokens=tokens, count=n)) for name, x in given.items()}
             result, after = _run(mixer, own, stacked, {name: value[:n] for name, value in values.items()})
             found.append(_map(result, lambda t: t.transpose(0, 1)))
             for i, piece in enumerate(self._steps):
@@ -124,7 +125,8 @@ class MixerCalls:
         step = 1 if mixer.stepwise and not piece.fresh else piece.end - piece.begin
         for begin in range(piece.begin, piece.end, step):
             end = begin + step
-            part = {name: _map(x, lambda t, a=begin, b=end: _cut(t, tokens, a, b)) for name, x in given.items()}
+            cut = partial(_cut, tokens=tokens, begin=begin, end=end)
+            part = {name: _map(x, cut) for name, x in given.items()}
             result, before = _run(mixer, own, part, before)
             yield result
         self._states.put(number, piece.row, piece.checkpoint, before)
