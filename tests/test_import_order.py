@@ -54,7 +54,7 @@ KERNELS = (
     ("common",),
     ("formats",),
     ("reference",),
-    ("matmul", "attention"),
+    ("matmul", "attention", "states"),
     ("experts", "collectives"),
     ("sampling", "tiers"),
     ("tuning",),

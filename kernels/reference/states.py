@@ -26,7 +26,7 @@ BLOCK = 64  # Tokens of a scan's block.
 
 
 class Turn(NamedTuple):
-    """The i-th block of each request that has so many; a scan computes turn after turn."""
+    """The i-th block of each request that has one; a scan computes one turn after another."""
 
     blocks: Tensor  # [M] int64
     rows: Tensor  # [M] int64 requests.
