@@ -266,8 +266,9 @@ class Prefixes:
         # If all layers have windows, the first pages may have been dropped.
         chain = chain[: next((i for i, entry in enumerate(chain) if not index.contains(entry)), len(chain))]
         until: list[float] = []
-        for part in sorted(request.retention, key=lambda part: part.tokens):
-            seconds = max(p.seconds for p in request.retention if p.tokens >= part.tokens)
+        parts = [part for part in request.retention if part.seconds]
+        for part in sorted(parts, key=lambda part: part.tokens):
+            seconds = max(p.seconds for p in parts if p.tokens >= part.tokens)
             until += [now + seconds] * (min(part.tokens // page_size, len(chain)) - len(until))
             if self._states is not None and (states := self._states.below(chain[: len(until)])):
                 # A state is retained after its page, so that it is released before it.

@@ -52,7 +52,7 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
     """Prompt tokens to retain, from the first one."""
     seconds: float
-    """Seconds to retain them, from when the prompt is computed."""
+    """Seconds to retain them, from when the prompt is computed. 0: only save the recurrent state after them."""
 
 
 class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):

@@ -62,7 +62,7 @@ class ListCopies:
     sizes = PageSizes(4 * PAGE_SIZE, 4 * PAGE_SIZE)
     remainders = None
 
-    def __init__(self, device: ListDevice, slots: int) -> None:
+    def __init__(self, device: ListDevice, slots: int = NUM_SLOTS) -> None:
         self.device = device
         self.host = np.full((slots, PAGE_SIZE), -8, np.int32)
         self.under_way: list[ListCopy] = []
@@ -96,7 +96,7 @@ class ListStore:
 
     gone = None
 
-    def __init__(self, copies: ListCopies, num_extents: int) -> None:
+    def __init__(self, copies: ListCopies, num_extents: int = NUM_EXTENTS) -> None:
         self.num_extents = num_extents
         self.copies = copies
         self.extents: dict[int, list[int]] = {}
