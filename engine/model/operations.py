@@ -59,7 +59,7 @@ class Operation:
     inner: int = 0  # Its matrix is `[out, inner]`; 0 if it has none.
     parameters: int = 0  # Number of weights.
     flops: int = 0  # Per token; for attention per pair of query and key.
-    moved: int = 0  # Values read and written per token, without weights and cached keys and values.
+    moved: int = 0  # Values read and written per token, without weights, cached keys and values, and states.
     sent: int = 0  # Values that one rank sends to the others per token.
 
 
@@ -93,9 +93,8 @@ def state(
     name: str, role: Role, resource: Resource, parents: tuple[str, ...], inner: int, width: int, values: int
 ) -> Operation:
     """A recurrence from `[T, inner]` to `[T, width]` with `values` numbers in a request's state, which each token
-    updates and reads. A step moves the state twice, a scan keeps it on the chip."""
-    moved = inner + width + (2 * values if role is Role.STATE_STEP else 0)
-    return Operation(name, role, resource, parents, name, "q", "m", flops=6 * values, moved=moved)
+    updates and reads."""
+    return Operation(name, role, resource, parents, name, "q", "m", flops=6 * values, moved=inner + width)
 
 
 def all_reduce(name: str, parents: tuple[str, ...], width: int, ranks: int) -> Operation:

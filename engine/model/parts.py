@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
@@ -66,6 +67,11 @@ class StateSpec:
 
     tensors: tuple[StateTensor, ...]
     block: int = 64  # Cutting a prompt at multiples of this many tokens changes no bits.
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one request's state."""
+        return sum(math.prod(t.shape) * (4 if t.dtype == "float32" else 2) for t in self.tensors)
 
     def resized(self, like: StateSpec) -> StateSpec:
         """Return this state with the shapes of another."""
