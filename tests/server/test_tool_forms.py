@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from test_tool_variants import JSON, TAGS, TOOLS, parsed, written
+from test_tool_variants import JSON, PYTHON, TAGS, TOOLS, parsed, written
 
 from weft.server.tools.parameter_types import as_json
 
@@ -61,6 +61,13 @@ def test_one_pair_of_marks_may_surround_several_objects(between: str) -> None:
     assert parsed("hermes", text) == ("", [("read", {}), ("now", {})], "")
     other = text.replace('"now"', '"Ann"')  # no tool: data
     assert parsed("hermes", other)[1] == [("read", {})]
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_pythons_sets_are_lists(name: str) -> None:
+    values = "at={'a': {1, 'b, c'}, 'd': {}, 'e': {'f': {'g'}}}"
+    text = written(name, "read", {"at": 1}).replace("at=1", values)
+    assert parsed(name, text) == ("", [("read", {"at": {"a": [1, "b, c"], "d": {}, "e": {"f": ["g"]}}})], "")
 
 
 INTEGER, NUMBER, OBJECTS = {"type": "integer"}, {"type": "number"}, {"type": "object"}
