@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from list_device import ListEngine, continuation
+from list_device import ListDevice, ListEngine, continuation
+from test_tier_machine import ListCopies, ListStore
 
+from weft.engine.memory.extent import Record
 from weft.engine.memory.loads import LoadSpeeds
+from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry
+from weft.engine.memory.ssd_store import Job, Outcome
+from weft.engine.memory.tiers import Tiers
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.states import StatePolicy
 from weft.engine.wire.messages import Retention
+from weft.engine.wire.page_keys import state_tokens
 
 PAGE = 4
 N = 2  # Pages of a state.
@@ -282,4 +288,117 @@ def test_rows_of_a_batch_say_where_states_are() -> None:
         seen.append(bool(np.array_equal(rows.read, rows.write)))
         of.complete()
     assert seen == [True, True, False, True]
+    of.run()
+
+
+class RecordingStore(ListStore):
+    """Extents that another engine finds again."""
+
+    def __init__(self, copies: ListCopies, num_extents: int, stored: RecordingStore | None = None) -> None:
+        super().__init__(copies, num_extents)
+        self.records: dict[int, Record] = {} if stored is None else stored.records
+        if stored is not None:
+            self.extents = stored.extents
+
+    def scan(self) -> list[tuple[int, Record]]:
+        return list(self.records.items())
+
+    def write(self, extent: int, record: Record, slot: int) -> Job:
+        self.records[extent] = record
+        return super().write(extent, record, slot)
+
+
+class TieredEngine(ListEngine):
+    """An engine with two pages of two tokens per state, and a host pool and an SSD whose transfers end at once."""
+
+    def __init__(self, stored: RecordingStore | None = None) -> None:
+        super().__init__(60, page_size=2, state_pages=N, tiers=lambda pool, device: self._tiers(pool, device, stored))
+
+    def _tiers(self, pool: PagePool, device: ListDevice, stored: RecordingStore | None) -> Tiers:
+        self.copies = ListCopies(device, 40)
+        self.store = RecordingStore(self.copies, 60, stored)
+        self.tiers = Tiers(pool, self.copies, 40, self.store)
+        return self.tiers
+
+    def step(self) -> list[int]:
+        handles = super().step()
+        self._end()
+        return handles
+
+    def _end(self) -> None:
+        while self.copies.under_way:
+            self.copies.under_way.pop(0).end(False)
+        while self.store.under_way:
+            self.store.end(self.store.under_way[0], Outcome.DONE)
+
+    def settle(self) -> None:
+        self.tiers.pump()
+        self.tiers.ssd.start_writes(everything=True)
+        while self.tiers.num_transfers:
+            self._end()
+            self.tiers.pump()
+            self.tiers.ssd.start_writes(everything=True)
+
+    def evict(self) -> None:
+        """Leave pages and states on the host and the SSD alone, and nothing readable on the device."""
+        self.pool.evict_all()
+        self.device.kv[:] = -9
+
+
+def test_a_hit_loads_the_pages_of_one_state_from_the_host() -> None:
+    of = TieredEngine()
+    run(of, prompt(9), 4)
+    run(of, prompt(9) + of.output[0] + [1, 2], 1)
+    stats = of.scheduler.stats().state_checkpoints
+    assert stats["gpu"] == stats["host"] == stats["ssd"] > 2
+    of.evict()
+    assert of.scheduler.stats().state_checkpoints["gpu"] == 0
+    before = of.tiers.stats()["host"].bytes_out
+    assert run(of, prompt(9)).cached_tokens == 8
+    assert (of.tiers.stats()["host"].bytes_out - before) // of.copies.sizes.page == 4 + N
+
+
+def test_a_restart_finds_states_on_the_ssd() -> None:
+    first = TieredEngine()
+    run(first, prompt(9), 6)
+    second = TieredEngine(first.store)
+    assert second.scheduler.stats().state_checkpoints == {"gpu": 0, "host": 0, "ssd": 2}
+    again = run(second, prompt(9) + first.output[0] + [3])
+    assert again.cached_tokens == 14
+    assert again.hits.ssd == 14
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_state_without_one_of_its_pages_is_not_found_after_a_restart(lost: int) -> None:
+    first = TieredEngine()
+    run(first, prompt(9))
+    (extent,) = [i for i, r in first.store.records.items() if r.tokens == state_tokens(N, 2)[lost]]
+    del first.store.records[extent]
+    second = TieredEngine(first.store)
+    request = run(second, prompt(9))
+    assert (request.cached_tokens, request.stateless) == (0, 8)
+    assert run(second, prompt(9)).cached_tokens == 8
+
+
+def test_the_next_turn_is_fetched_with_its_state() -> None:
+    of = TieredEngine()
+    run(of, prompt(9), 4, names=(b"talk",))
+    of.evict()
+    of.scheduler.prefetch((b"talk",))
+    of.settle()
+    assert of.scheduler.stats().state_checkpoints["gpu"] == 1
+    before = of.tiers.stats()["host"].bytes_out
+    assert run(of, prompt(9) + of.output[0]).cached_tokens == 12
+    assert of.tiers.stats()["host"].bytes_out == before
+
+
+def test_a_load_that_fails_leads_to_a_shorter_prefix() -> None:
+    of = TieredEngine()
+    run(of, prompt(9))
+    of.evict()
+    of.add(prompt(9), 2)
+    assert of.launch() == []
+    for copy in list(of.copies.under_way):
+        of.copies.under_way.remove(copy)
+        copy.end(True)
     of.run()
