@@ -75,7 +75,8 @@ class Engine:
         begin = time.perf_counter()
         self.config = config
         loading = Loading(config, self.ranks, compiling)
-        self.spec, own, resolved = loading.spec, loading.own, loading.resolved
+        self.spec, self.ends = loading.spec, loading.ends
+        own, resolved = loading.own, loading.resolved
         self.grammars = Grammars(config.tokenizer_path, self.spec.vocab_size, self.spec.eos_token_ids)
         phases = Phases(self.ranks.checked_progress(progress))
         # Opened before the model loads, so that a path or port in use is reported at once.

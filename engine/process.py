@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from weft.engine.config import EngineConfig
 from weft.engine.errors import RankLost, WeftError
 from weft.engine.model.encoders import serves_encoder
-from weft.engine.progress import ProgressLines, progress_text
+from weft.engine.progress import ProgressLines, notice, progress_text
 from weft.engine.ranks.group import Ranks
 from weft.engine.runner.device.compile_job import CompileJob
 from weft.engine.runner.start.warm_start import WarmStart
@@ -119,6 +119,7 @@ class _MessageLoop:
                 engine = EncoderEngine(config, progress)
             else:
                 engine = Engine(config, progress, compiling, ranks, exchange)
+                notice(str(engine.ends))  # last, so that a failed start prints its error alone
             if isinstance(ranks, Ranks):
                 ranks.links.on_progress = lambda: None  # from here on a separate thread runs the collectives
         except RankLost:

@@ -50,11 +50,11 @@ class Loading:
         path = config.model_path
         ends = ends_of(path, read_config(path), self.spec.vocab_size, config.chat_template)
         sources = ends.sources or {i: ["default"] for i in self.spec.eos_token_ids}
+        self.ends = ends._replace(sources=sources)
         self.spec = replace(self.spec, eos_token_ids=tuple(sources))
         self.own = self.spec.shard(0, config.tensor_parallel_size)  # This rank's shard of it.
         self.resolved = resolve(config, self.own)
         self.model_id = self._model_id()
-        notice(str(ends._replace(sources=sources)))
 
     def run(self, phases: Phases, exchange: WeightExchange | None, store: StoreFile | None) -> Loaded:
         """Load the model. store: this rank's file of the SSD tier. Raises `WeftError`, one line."""
