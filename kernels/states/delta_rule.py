@@ -1,8 +1,9 @@
 """The gated delta rule (Qwen3-Next, Qwen3.5) on states in pages (reference: `states.delta_rule_step`, `_scan`).
 
 `delta_rule_step` is a whole mixer between its projections for one token of each request: convolution, normalized q and
-k, step, gated norm. A task is a key head of a request with all its value heads, so that one program reads and writes
-the convolution's state. It is bound by memory: each state is read and written once.
+k, step, gated norm. A task is a key head of a request with some columns of the states of its value heads. The last task
+of a key head to arrive writes the convolution's state of q and k, which all of them read, and applies the norm. The
+kernel is bound by memory: each state is read and written once.
 
 `delta_rule_chunks` follows `conv_chunks`, in two launches. `_blocks_kernel` computes what blocks of 64 tokens need from
 their own tokens, all at the same time: the inverse of the triangular system by forward substitution in blocks of 16
@@ -52,17 +53,22 @@ def _gates(a, b, a_log, dt_bias):
 @triton.jit(do_not_specialize=["rows"])
 def _step_kernel(
     x, stride_x, z, b, a, stride_gate, weight, bias, a_log, dt_bias, norm, out, stride_out, conv_pool, conv_stride,
-    conv_places, pool, stride_page, places, read, write, positions, count, rows, N, eps, q_scale, norm_eps,
+    conv_places, pool, stride_page, places, read, write, arrived, positions, count, rows, N, eps, q_scale, norm_eps,
     HK: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
     BV: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     release(PDL)
+    PARTS: tl.constexpr = (DV + BV - 1) // BV
     i = tl.arange(0, KP)
     some_i = i < DK
-    for task in range(tl.program_id(0), live_rows(count, rows) * HK, tl.num_programs(0)):
-        row = task // HK
-        key_head = task % HK
+    for task in range(tl.program_id(0), live_rows(count, rows) * (HK * PARTS), tl.num_programs(0)):
+        row = task // (HK * PARTS)
+        key_head = task // PARTS % HK
+        j = task % PARTS * BV + tl.arange(0, BV)
+        some_j = j < DV
+        tile = i[:, None] * DV + j[None, :]
+        mask = inside(i, DK, KP)[:, None] & inside(j, DV, BV)[None, :]
         some = tl.load(positions + row) > 0
         conv = unit_at(conv_pool, conv_stride, conv_places, 0, read, row, N)
         conv_out = unit_at(conv_pool, conv_stride, conv_places, 0, write, row, N)
@@ -79,62 +85,67 @@ def _step_kernel(
             head = key_head * GROUP + member
             state = unit_at(pool, stride_page, places, head, read, row, N)
             target = unit_at(pool, stride_page, places, head, write, row, N)
+            s = tl.load(state + tile, mask=mask & some, other=0.0).to(tl.float32)
+            v_channel = 2 * HK * DK + head * DV + j
+            v_now = tl.load(token + v_channel, mask=some_j, other=0.0)
+            v = conv_token(v_now, conv, weight, bias, v_channel, some_j, some, K, True)
             decay, beta = _gates(
                 tl.load(a + row * stride_gate + head), tl.load(b + row * stride_gate + head), tl.load(a_log + head),
                 tl.load(dt_bias + head),
             )  # fmt: skip
-            decay = tl.exp(decay)
-            made = out + row * stride_out + head * DV
-            for first in range(0, DV, BV):
-                j = first + tl.arange(0, BV)
-                tile = i[:, None] * DV + j[None, :]
-                s = tl.load(
-                    state + tile, mask=inside(i, DK, KP)[:, None] & inside(j, DV, VP)[None, :] & some, other=0.0
-                )
-                s = s.to(tl.float32) * decay
-                v_channel = 2 * HK * DK + head * DV + j
-                v_now = tl.load(token + v_channel, mask=j < DV, other=0.0)
-                v = conv_token(v_now, conv, weight, bias, v_channel, j < DV, some, K, True)
-                delta = (v - tl.sum(s * k[:, None], axis=0)) * beta
-                s += k[:, None] * delta[None, :]
-                y = tl.sum(s * q[:, None], axis=0)
-                mask = inside(i, DK, KP)[:, None] & inside(j, DV, VP)[None, :]
-                tl.store(target + tile, s.to(pool.dtype.element_ty), mask=mask)
-                tl.store(made + j, y.to(out.dtype.element_ty), mask=j < DV)
-                shift_state(v_now, conv, conv_out, v_channel, j < DV, some, K)
-            tl.debug_barrier()  # other threads stored what the norm reads
-            j = tl.arange(0, VP)
-            y = tl.load(made + j, mask=j < DV, other=0.0).to(tl.float32)
-            gate = silu(tl.load(z + row * stride_gate + head * DV + j, mask=j < DV, other=0.0).to(tl.float32))
-            y *= tl.rsqrt(tl.sum(y * y, axis=0) / DV + eps)
-            y *= tl.load(norm + j, mask=j < DV, other=0.0).to(tl.float32) * gate
-            tl.debug_barrier()
-            tl.store(made + j, y.to(out.dtype.element_ty), mask=j < DV)
-        shift_state(q_now, conv, conv_out, q_channel, some_i, some, K)
-        shift_state(k_now, conv, conv_out, k_channel, some_i, some, K)
+            s *= tl.exp(decay)
+            delta = (v - tl.sum(s * k[:, None], axis=0)) * beta
+            s += k[:, None] * delta[None, :]
+            y = tl.sum(s * q[:, None], axis=0)
+            tl.debug_barrier()  # small tiles lie in several threads at once, which have all read now
+            tl.store(target + tile, s.to(pool.dtype.element_ty), mask=mask)
+            tl.store(out + row * stride_out + head * DV + j, y.to(out.dtype.element_ty), mask=some_j)
+            shift_state(v_now, conv, conv_out, v_channel, some_j, some, K)
+        tl.debug_barrier()  # all threads have read and stored before the release below
+        before = tl.atomic_add(arrived + row * HK + key_head, 1, sem="acq_rel")
+        if before == PARTS - 1:
+            shift_state(q_now, conv, conv_out, q_channel, some_i, some, K)
+            shift_state(k_now, conv, conv_out, k_channel, some_i, some, K)
+            column = tl.arange(0, VP)
+            whole = column < DV
+            for member in range(GROUP):
+                head = key_head * GROUP + member
+                made = out + row * stride_out + head * DV + column
+                y = tl.load(made, mask=whole, other=0.0, cache_modifier=".cg").to(tl.float32)
+                gate = tl.load(z + row * stride_gate + head * DV + column, mask=whole, other=0.0).to(tl.float32)
+                y *= tl.rsqrt(tl.sum(y * y, axis=0) / DV + eps)
+                y *= tl.load(norm + column, mask=whole, other=0.0).to(tl.float32) * silu(gate)
+                tl.debug_barrier()
+                tl.store(made, y.to(out.dtype.element_ty), mask=whole)
+            tl.store(arrived + row * HK + key_head, 0)
 
 
 def delta_rule_step(
     x: Tensor, z: Tensor, b: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None, a_log: Tensor, dt_bias: Tensor,
     norm: Tensor, eps: float, *, conv: StateTensor, state: StateTensor, tables: StateTables, positions: Tensor,
-    key_heads: int, out: Tensor, num_sms: int, count: Tensor | None = None,
+    key_heads: int, arrived: Tensor, out: Tensor, num_sms: int, count: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute one token of each request: `out [R, Hv * Dv]`, the operand of the output projection.
 
     x `[R, C]`: the channels q, k and v of the input projection before their convolution `weight [C, K]`. z `[R, Hv *
     Dv]`, b and a `[R, Hv]`: its other columns, with one row stride. a_log, dt_bias `[Hv]`; norm `[Dv]` with eps.
-    positions `[R]` int32: 0 starts from zeros. count `[1]` int32 in device memory: rows from there on are padding."""
+    positions `[R]` int32: 0 starts from zeros. arrived `[R * Hk]` int32: zeros, and zeros again after each launch.
+    count `[1]` int32 in device memory: rows from there on are padding."""
     heads, width = len(state.places), norm.shape[0]
     key_width = (x.shape[1] - heads * width) // (2 * key_heads)
     if z.stride(0) != a.stride(0) or a.stride(0) != b.stride(0):
         raise ValueError("the gates must be columns of the same rows")
+    if arrived.numel() < x.shape[0] * key_heads:
+        raise ValueError(f"{arrived.numel()} counters do not fit {x.shape[0]} rows")
     value_block = triton.next_power_of_2(width)
-    _step_kernel[(max(1, min(x.shape[0] * key_heads, STEP_PROGRAMS * num_sms)),)](
+    columns = min(value_block, STEP_COLUMNS)
+    tasks = x.shape[0] * key_heads * triton.cdiv(width, columns)
+    _step_kernel[(max(1, min(tasks, STEP_PROGRAMS * num_sms)),)](
         x, x.stride(0), z, b, a, z.stride(0), weight, bias, a_log, dt_bias, norm, out, out.stride(0), conv.pool,
         conv.pool.stride(0), conv.places, state.pool, state.pool.stride(0), state.places, tables.read, tables.write,
-        positions, count, x.shape[0], tables.read.shape[1], eps, key_width**-0.5, NORM_EPS, HK=key_heads,
-        GROUP=heads // key_heads, DK=key_width, DV=width, KP=triton.next_power_of_2(key_width),
-        VP=value_block, BV=min(value_block, STEP_COLUMNS), K=weight.shape[1], num_warps=STEP_WARPS, **pdl_options(),
+        arrived, positions, count, x.shape[0], tables.read.shape[1], eps, key_width**-0.5, NORM_EPS, HK=key_heads,
+        GROUP=heads // key_heads, DK=key_width, DV=width, KP=triton.next_power_of_2(key_width), VP=value_block,
+        BV=columns, K=weight.shape[1], num_warps=STEP_WARPS, **pdl_options(),
     )  # fmt: skip
     return out
 

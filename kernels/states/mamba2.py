@@ -65,6 +65,7 @@ def _step_kernel(
         if d is not None:
             y += value * tl.load(d + head).to(tl.float32)
         target = unit_at(pool, stride_page, places, head, write, row, N)
+        tl.debug_barrier()  # small tiles lie in several threads at once, which have all read now
         tl.store(target + tile, s.to(pool.dtype.element_ty), mask=mask)
         tl.store(out + row * stride_out + head * P + i, y.to(out.dtype.element_ty), mask=i < P)
 

@@ -19,7 +19,7 @@ MIXED = (
 )  # fmt: skip
 DECODES = 3
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # The interpreter's GEMMs take no bfloat16.
-TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+TOLERANCES = {torch.float32: 1e-4 if torch.cuda.is_available() else 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 EPS = 1e-6
 
 
@@ -131,10 +131,13 @@ class Delta:
         assert out[: scene.decodes].isnan().all()
         padded = min(scene.decodes + scene.padding, len(x))
         positions, tail = scene.positions()[:padded], out[scene.decodes : padded].clone()
+        arrived = torch.zeros(padded * self.key_heads, dtype=torch.int32, device=device)
         delta_rule.delta_rule_step(
             x[:padded], z[:padded], b[:padded], a[:padded], weight, bias, a_log, dt_bias, norm, EPS,
-            conv=scene.tensor("conv"), positions=positions, count=scene.count(), out=out[:padded], **shape,
+            conv=scene.tensor("conv"), positions=positions, count=scene.count(), out=out[:padded],
+            arrived=arrived, **shape,
         )  # fmt: skip
+        assert not arrived.any()
         assert torch.equal(out[scene.decodes : padded], tail), "padding is not written"
         return out
 
@@ -322,7 +325,8 @@ def test_nothing_at_all_is_no_work(device: str, num_sms: int) -> None:
     )
     delta_rule.delta_rule_step(
         x, z, b, a, weight, None, a_log, dt_bias, norm, EPS, conv=scene.tensor("conv"), out=out, num_sms=num_sms,
-        positions=torch.zeros(5, dtype=torch.int32, device=device), count=work.counts[:1], **options,
+        positions=torch.zeros(5, dtype=torch.int32, device=device), count=work.counts[:1],
+        arrived=torch.zeros(5, dtype=torch.int32, device=device), **options,
     )  # fmt: skip
     assert out.isnan().all()
     assert torch.equal(scene.pool, untouched)
