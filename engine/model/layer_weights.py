@@ -36,7 +36,7 @@ class ProjectionWeights:
     gate: Tensor | None = None  # [1, H]: gate of a shared expert.
     choice_bias: Tensor | None = None  # [experts] float32, of a router.
     fp8: Fp8Matrix | None = None  # The same weight with its scales and the preceding norm, if quantized.
-    state: StateWeights | None = None  # Of a recurrence's input projection, the recurrence's other weights.
+    state: StateWeights | None = None  # The other weights of a recurrence, with its input projection.
 
     @property
     def matrix(self) -> Matrix:

@@ -1,6 +1,6 @@
 """Qwen3-Next and Qwen3.5: three layers of gated delta rule, then one of attention with an output gate.
 
-Of a Qwen3.5 checkpoint with a vision part, the text part is read. Layers that predict further tokens are ignored.
+A Qwen3.5 checkpoint may have a vision part, which is not read. Layers that predict further tokens are ignored.
 """
 
 from __future__ import annotations
