@@ -65,7 +65,8 @@ def _read(path: Path, dtype: torch.dtype, trusted: bool, attention: str) -> nn.M
         raise ModelError(f"{name} has shape {tuple(there)}, config.json requires {tuple(asked)}")
     warn_of_surplus(sorted(name for name in info["unexpected_keys"] if not name.endswith(HARMLESS)))
     head, config = module.get_output_embeddings(), module.config.get_text_config(decoder=True)
-    if head is not None and config.tie_word_embeddings and head.weight is not module.get_input_embeddings().weight:
+    tied = getattr(config, "tie_word_embeddings", False)
+    if head is not None and tied and head.weight is not module.get_input_embeddings().weight:
         notice(OTHER_HEAD)
     _copy(module)
     return module
