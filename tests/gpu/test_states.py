@@ -9,9 +9,11 @@ import torch
 from states_in_pages import Row, Scene, close
 from torch import Tensor
 
+from weft.engine.model.parts import Recurrence
 from weft.kernels.reference import states as reference
 from weft.kernels.states import conv, delta_rule, mamba2
 from weft.kernels.states import gated_norm as norms
+from weft.tools.kernels import bench_states
 
 MIXED = (
     Row(1, 70), Row(1, 5, in_place=False), Row(1, 1),  # decodes
@@ -330,3 +332,16 @@ def test_nothing_at_all_is_no_work(device: str, num_sms: int) -> None:
     )  # fmt: skip
     assert out.isnan().all()
     assert torch.equal(scene.pool, untouched)
+
+
+def test_the_benchmark_compares_with_the_reference(device: str, num_sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(bench_states, "DTYPE", torch.float32)
+        small = {
+            "delta": Recurrence("gated_delta", 2, 1, 16, 16),
+            "mamba": Recurrence("mamba2", 2, 1, 16, 16, conv_bias=True),
+        }
+        monkeypatch.setattr(bench_states, "MODELS", small)
+    for name in bench_states.MODELS:
+        for row in bench_states.errors(name, num_sms, device):
+            assert max(row["error"], row["state_error"]) < (5e-2 if device == "cuda" else 2e-5), row  # type: ignore[type-var]
