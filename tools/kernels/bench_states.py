@@ -89,7 +89,7 @@ class Layer:
     def work(self) -> ChunkWork:
         one = np.zeros(1, np.int64)
         lists = chunk_lists(one, one + self.tokens, one + self.context, one)
-        return chunk_work(lists, np.zeros((0, self.layout.pages)), self.device)
+        return chunk_work(lists, np.zeros((0, self.layout.pages), np.int32), self.device)
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the convolution's channels, the output gate, and the columns with one number a head."""
@@ -201,7 +201,7 @@ class Timed(NamedTuple):
     """Graphs of some layers: all launches, and each launch alone."""
 
     calls: list[list[Callable[[], object]]]  # For each layer: its launches.
-    bytes: int  # Of one layer.
+    bytes: int  # Bytes that one layer moves at least.
 
 
 def timed(name: str, rows: int, tokens: int, num_sms: int, device: str) -> Timed:
