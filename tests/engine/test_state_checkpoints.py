@@ -7,11 +7,10 @@ import pytest
 from list_device import ListDevice, ListEngine, continuation
 from test_tier_machine import ListCopies, ListStore
 
-from weft.engine.memory.extent import Record
 from weft.engine.memory.loads import LoadSpeeds
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry
-from weft.engine.memory.ssd_store import Job, Outcome
+from weft.engine.memory.ssd_store import Outcome
 from weft.engine.memory.tiers import Tiers
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.states import StatePolicy
@@ -291,32 +290,15 @@ def test_rows_of_a_batch_say_where_states_are() -> None:
     of.run()
 
 
-class RecordingStore(ListStore):
-    """Extents that another engine finds again."""
-
-    def __init__(self, copies: ListCopies, num_extents: int, stored: RecordingStore | None = None) -> None:
-        super().__init__(copies, num_extents)
-        self.records: dict[int, Record] = {} if stored is None else stored.records
-        if stored is not None:
-            self.extents = stored.extents
-
-    def scan(self) -> list[tuple[int, Record]]:
-        return list(self.records.items())
-
-    def write(self, extent: int, record: Record, slot: int) -> Job:
-        self.records[extent] = record
-        return super().write(extent, record, slot)
-
-
 class TieredEngine(ListEngine):
     """An engine with two pages of two tokens per state, and a host pool and an SSD whose transfers end at once."""
 
-    def __init__(self, stored: RecordingStore | None = None) -> None:
+    def __init__(self, stored: ListStore | None = None) -> None:
         super().__init__(60, page_size=2, state_pages=N, tiers=lambda pool, device: self._tiers(pool, device, stored))
 
-    def _tiers(self, pool: PagePool, device: ListDevice, stored: RecordingStore | None) -> Tiers:
+    def _tiers(self, pool: PagePool, device: ListDevice, stored: ListStore | None) -> Tiers:
         self.copies = ListCopies(device, 40)
-        self.store = RecordingStore(self.copies, 60, stored)
+        self.store = ListStore(self.copies, 60, stored)
         self.tiers = Tiers(pool, self.copies, 40, self.store)
         return self.tiers
 
@@ -373,7 +355,7 @@ def test_a_state_without_one_of_its_pages_is_not_found_after_a_restart(lost: int
     first = TieredEngine()
     run(first, prompt(9))
     (extent,) = [i for i, r in first.store.records.items() if r.tokens == state_tokens(N, 2)[lost]]
-    del first.store.records[extent]
+    first.store.erase(extent)
     second = TieredEngine(first.store)
     request = run(second, prompt(9))
     assert (request.cached_tokens, request.stateless) == (0, 8)
