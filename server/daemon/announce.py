@@ -104,7 +104,9 @@ def _curl(url: str, model: str, tasks: Sequence[str], *, chat: bool, key: bool, 
     """Return a command to paste into a shell. `self_signed`: the certificate is self-signed."""
     question = "What is 12 + 30?"
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    prompt = {"messages": [{"role": "user", "content": question}]} if chat else {"prompt": question}
+    prompt: dict[str, Any] = {"prompt": question}
+    if chat:
+        prompt = {"messages": [{"role": "user", "content": question}]}
     if "generate" not in tasks:
         path = {"embed": "/v1/embeddings", "classify": "/classify"}[tasks[0]]
         prompt = {"input": question}

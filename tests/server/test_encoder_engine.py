@@ -50,7 +50,7 @@ def _run(engine: EncoderEngine) -> dict[int, Outputs]:
 
 
 def _ends(found: dict[int, Outputs]) -> dict[int, Finish]:
-    ends = {}
+    ends: dict[int, Finish] = {}
     for outputs in found.values():
         handles, _, finish = outputs.columns()
         ends.update(zip(handles.tolist(), map(Finish, finish.tolist()), strict=True))
