@@ -60,7 +60,7 @@ def test_each_model_does_its_own_and_refuses_the_rest(http: httpx.Client) -> Non
     ):
         response = http.post(path, json=body)
         assert (response.status_code, response.json()["error"]["code"]) == (400, "wrong_kind_of_model")
-    assert httpx.post(f"{http.base_url}/v1/rerank", json=RERANK).status_code == 401
+    assert httpx.post(f"{http.base_url}/v1/rerank", json=RERANK, timeout=240).status_code == 401
 
 
 def test_metrics_count_encoders(http: httpx.Client) -> None:
