@@ -89,7 +89,7 @@ class Latent:
     plain: int  # Columns of a head's key without rotation, which are made from the latent.
     value_dim: int
     query_rank: int = 0  # Numbers of a token's latent for queries; 0: queries are made from the stream.
-    eps: float = 1e-6  # Of the norms of latents.
+    eps: float = 1e-6  # Epsilon of the norms of latents.
 
     @property
     def width(self) -> int:

@@ -77,7 +77,7 @@ class TensorNames:
     shared_down: str = "mlp.shared_expert.down_proj"
     shared_switch: str = "mlp.shared_expert_gate"
     state: StateNames | None = None
-    query_down: str = "self_attn.q_a_proj"  # Of latent attention.
+    query_down: str = "self_attn.q_a_proj"  # This and the next ones belong to latent attention.
     query_norm: str = "self_attn.q_a_layernorm"
     query_up: str = "self_attn.q_b_proj"
     latent_down: str = "self_attn.kv_a_proj_with_mqa"
