@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,13 @@ def test_contexts_are_those_of_the_model(path: Path, tmp_path: Path) -> None:
     (roberta / "sentence_bert_config.json").write_text('{"max_seq_length": 24}')
     assert EncoderEngine(_config(roberta)).max_model_len == 24
     assert EncoderEngine(_config(roberta, max_model_len=62)).max_model_len == 62
+
+
+def test_quantized_checkpoints_are_refused(path: Path, tmp_path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(ModelError, match="is quantized"):
+        serves_encoder(_config(tmp_path))
 
 
 def test_missing_weights_are_named(path: Path, tmp_path: Path) -> None:
