@@ -180,6 +180,13 @@ class Layer:
         return 2 * self.rows * self.layout.nbytes + self.x.nbytes + self.out.nbytes
 
 
+def delta_space(tokens: int, of: Recurrence, device: str) -> delta_rule.DeltaSpace | None:
+    """Return scratch for a chunk of these tokens, if its scan needs any."""
+    if of.kind != "gated_delta":
+        return None
+    return delta_rule.delta_space(tokens, of.heads, of.key_dim, of.value_dim, DTYPE, device)
+
+
 def _error(a: Tensor, b: Tensor) -> float:
     return float((a.float().cpu() - b.float()).abs().max() / b.float().abs().max())
 
@@ -189,7 +196,7 @@ def errors(name: str, num_sms: int, device: str) -> Iterator[dict[str, object]]:
     of = MODELS[name]
     for what, rows, tokens in (("step", 9, 0), ("chunk", 1, 300)):
         layer = Layer(of, rows, tokens, 64, device)
-        space = delta_rule.delta_space(300, of.heads, of.key_dim, of.value_dim, DTYPE, device) if layer.delta else None
+        space = delta_space(300, of, device)
         y, state = layer.expected()
         for call in layer.chunk(num_sms, space, layer.work()) if tokens else layer.step(num_sms):
             call()
@@ -207,7 +214,7 @@ class Timed(NamedTuple):
 def timed(name: str, rows: int, tokens: int, num_sms: int, device: str) -> Timed:
     of = MODELS[name]
     one = Layer(of, rows, tokens, 0 if tokens else 1000, device)
-    space = delta_rule.delta_space(tokens, of.heads, of.key_dim, of.value_dim, DTYPE, device) if one.delta else None
+    space = delta_space(tokens, of, device)
     count = max(2, min(48, -(-200_000_000 // one.bytes())))
     layers = [one, *(Layer(of, rows, tokens, one.context, device) for _ in range(count - 1))]
     work = one.work() if tokens else None
