@@ -107,7 +107,7 @@ async def test_the_page_of_request_fields_is_right() -> None:
             nested = name in StructuredOutputs.attributes and name != "regex" and name != "grammar"
             for place in ["structured_outputs"] if nested else [LETTERS[letter] for letter in letters.split()]:
                 assert name in BODIES[place].attributes, (name, place)
-    other_names = working[working.index("\nOther names") :]
+    other_names = working[working.index("| other names |") :]
     assert all(f"`{name}`" in other_names for name in other_fields.ALIASES)
     listed = [name for cell in re.findall(r"^\| (`.*?) \|", refused, re.M) for name in re.findall(r"`(\w+)", cell)]
     assert len(listed) > 20
