@@ -37,7 +37,7 @@ from weft.kernels.states.state_pages import (
     unit_at,
 )
 
-STEP_PROGRAMS, STEP_COLUMNS, STEP_WARPS = 4, 32, 4  # Programs per SM, columns of a state at a time.
+STEP_PROGRAMS, STEP_COLUMNS, STEP_WARPS = 5, 32, 4  # Programs per SM, columns of a state at a time.
 BLOCKS_PROGRAMS = 2
 SCAN_PROGRAMS, SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 2, 32, 4, 2  # Programs per SM, columns of a state per program.
 NORM_EPS = 1e-6  # Added to the squared lengths of q and k.
