@@ -130,6 +130,17 @@ def test_an_answer_says_whether_it_is_stored(server: Server, fault: int) -> None
     assert server.http.get("/ready").status_code == 200
 
 
+def test_connections_opened_on_a_read_only_disk_do_not_stay_read_only(server: Server) -> None:
+    for fault in (READS, FAULTS["read-only"]):  # the first closes the connections, the second opens them again
+        server.disk.fail(fault)
+        for _ in range(2):
+            server.ask()
+            server.http.get(f"/v1/responses/{server.response}")
+    server.disk.work()
+    until(lambda: not server.failing("responses"))
+    assert server.ask().json()["store"] is True
+
+
 @pytest.mark.parametrize("fields", [{"background": True}, {"conversation": "stored"}])
 def test_work_that_needs_the_store_is_refused_before_it_starts(
     server: Server, fault: int, fields: dict[str, Any]
