@@ -35,16 +35,15 @@ class Tile(NamedTuple):
     warps: int
 
 
-HOPPER, AMPERE, SMALL = Tile(64, 64, 2, 8), Tile(32, 32, 2, 8), Tile(16, 32, 1, 4)
+HOPPER, LARGE, SMALL = Tile(64, 64, 2, 8), Tile(32, 32, 2, 8), Tile(16, 32, 1, 4)
 
 
 def tile() -> Tile:
-    """Return the tile for the GPU's shared memory: 227 KiB, 163 KiB or 99 KiB an SM."""
+    """Return the tile for the GPU: others than Hopper have 99 KiB or at least 163 KiB of shared memory an SM."""
     here = gpu()
-    capability = (9, 0) if here is None else here.capability
-    if capability in ((9, 0), (10, 0), (10, 3)):
+    if here is None or here.capability[0] == 9:
         return HOPPER
-    return AMPERE if capability == (8, 0) else SMALL
+    return SMALL if here.capability in ((8, 6), (8, 9), (12, 0), (12, 1)) else LARGE
 
 
 def head_blocks(heads: int) -> int:
