@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.kernels.attention import latent_decode as kernels
 from weft.kernels.attention.work_lists import decode_items
+from weft.tools.kernels import bench_latent
 
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # The interpreter's GEMMs take no bfloat16.
 LAYERS, LAYER = 3, 1
@@ -113,3 +114,11 @@ def test_pages_without_latents_are_refused(num_sms: int) -> None:
             q, kv, 0, table, items, items[0, :1], out=torch.zeros(1, 64), num_sms=num_sms, space=space, scale=1.0,
             rank=32,
         )  # fmt: skip
+
+
+def test_the_benchmark_compares_with_the_definition(device: str, num_sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        for name, value in (("RANK", 32), ("ROTATED", 16), ("PAGE", 16), ("DTYPE", torch.float16)):
+            monkeypatch.setattr(bench_latent, name, value)
+    _, error = bench_latent.calls(4, 3, 70, 2, num_sms, device)
+    assert error < 2e-2
