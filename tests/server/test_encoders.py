@@ -244,6 +244,8 @@ async def test_models_list_what_they_do(served: Served) -> None:
         http, _ = await served.of(kind, labels)
         (model,) = (await http.get("/v1/models")).json()["data"]
         assert (model["tasks"], model["max_model_len"]) == (tasks, 64)
+        shown = (await _post(http, "/api/show", model=model["id"]))["capabilities"]
+        assert shown == (["embedding"] if "embed" in tasks else [])
 
 
 @pytest.mark.parametrize(
