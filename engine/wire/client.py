@@ -24,6 +24,7 @@ class EngineClient(Streams):
         """`number` is unique among all clients that the engine ever has. `pages` is as in `Hello`."""
         super().__init__(number)
         self.ready: messages.EngineReady | None = None
+        self.adapters: dict[str, messages.AdapterNews] = {}  # last report by name
         self.failure: str | None = None  # why the engine could not start, as it reported
         self._received = 0  # number of messages received
         self._settled = asyncio.Event()
@@ -92,6 +93,10 @@ class EngineClient(Streams):
                     self._settled.set()
                 case messages.SleepReply():
                     self._resolve_sleep(message)
+                case messages.AdapterNews():
+                    self.adapters[message.name] = message
+                    if self.on_adapter is not None:
+                        self.on_adapter(message)
                 case messages.EngineFailed():
                     self.failure = message.message
 

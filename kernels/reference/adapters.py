@@ -1,0 +1,52 @@
+"""Reference implementation of LoRA: what low-rank matrices of several adapters add to the output of one projection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LowRank(NamedTuple):
+    """`scale * B A` for some output rows of a projection `[out, K]`, packed as its matrix is: the norm before it is
+    folded into `a`, rows of `b` are in its order, and the scale is in `b`. R is the rank."""
+
+    a: Tensor  # [R, K] float32.
+    b: Tensor  # [n, R] float32.
+    begin: int = 0  # Output row of b's first row.
+    step: int = 1  # Output rows from one row of b to the next.
+    shift: Tensor | None = None  # [R] float32: A times the bias of the norm before the projection.
+
+
+class Delta:
+    """What adapters add to a projection's output in one iteration.
+
+    groups: the token rows `[n]` int64 of each adapter, and its matrices. whole: multiply all token rows, so that a
+    row's bits do not depend on how many others have the same adapter."""
+
+    def __init__(self, groups: Sequence[tuple[Tensor, Sequence[LowRank]]], out: int, *, whole: bool = False) -> None:
+        self._groups, self._out, self._whole = groups, out, whole
+
+    def values(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return (rows `[n]`, addends `[n, out]` float32) of each adapter, for the projection's input x `[T, K]`, which
+        is normed without the norm's weight."""
+        found = []
+        for rows, matrices in self._groups:
+            read = (x if self._whole else x[rows]).float()
+            added = read.new_zeros(len(read), self._out)
+            for a, b, begin, step, shift in matrices:
+                t = read @ a.t()
+                if shift is not None:
+                    t = t + shift
+                added[:, begin : begin + step * len(b) : step] += t @ b.t()
+            found.append((rows, added[rows] if self._whole else added))
+        return found
+
+
+def add_values(y: Tensor, values: Sequence[tuple[Tensor, Tensor]], columns: slice = slice(None)) -> Tensor:
+    """Add the `columns` of `Delta.values` to y `[T, …]` in place, rounded once, and return it. Other rows keep their
+    bits."""
+    for rows, added in values:
+        y[rows] = (y[rows].float() + added[:, columns]).to(y.dtype)
+    return y
