@@ -32,7 +32,7 @@ ENGINE_OPTIONS = frozenset(
 """Options of the engine."""
 MODEL_OPTIONS = ENGINE_OPTIONS | {
     "served_model_name", "memory_share", "replicas", "data_parallel_size", "pooling", "tool_call_parser",
-    "reasoning_parser", "allow_special_tokens", "chat_template",
+    "reasoning_parser", "allow_special_tokens", "chat_template"
 }  # fmt: skip
 """Options that each of several models can set for itself."""
 

@@ -141,6 +141,9 @@ class EngineConfig(BaseModel):
     """serve LoRA adapters over the model, also without `lora_modules`; on CPUs and without tensor parallelism only"""
     lora_modules: list[Annotated[str, Field(pattern=_LORA_MODULE, title=_LORA_TITLE)]] = Field([])
     """adapters to load at start and their model names; may be repeated; a directory in PEFT's format each"""
+    lora_dir: str | None = Field(None, min_length=1)
+    """folder with a directory per LoRA adapter, which a request for a model of that name loads; the only folder from
+    which adapters may be loaded while serving"""
     max_loras: int = Field(8, ge=1, le=1024)
     """adapters in memory at once; the others are loaded again when a request needs them"""
     max_lora_rank: int = Field(64, ge=1, le=512)
@@ -269,7 +272,7 @@ class EngineConfig(BaseModel):
     @property
     def adapters(self) -> bool:
         """Whether requests may use LoRA adapters."""
-        return self.enable_lora or bool(self.lora_modules)
+        return self.enable_lora or bool(self.lora_modules) or self.lora_dir is not None
 
     @property
     def adaptive_limit(self) -> bool:

@@ -36,7 +36,10 @@ ENGINE_GROUPS = (
     OptionGroup(
         MODEL,
         ("model", "revision", "dtype", "quantization"),
-        ("model_impl", "trust_remote_code", "seed", "enable_lora", "lora_modules", "max_loras", "max_lora_rank"),
+        (
+            "model_impl", "trust_remote_code", "seed", "enable_lora", "lora_modules", "lora_dir", "max_loras",
+            "max_lora_rank",
+        ),
     ),
     OptionGroup(
         MEMORY,

@@ -264,9 +264,9 @@ class Adapters(Listener):
         if not known.in_memory and self._has_room():  # else it is read again when a request needs it
             self._memory[known.number], known.in_memory, known.used = adapter, True, next(self._clock)
         if message.name:
-            before = self._names.get(message.name)
+            before = self._names.get(message.name, digest)
             self._names[message.name] = digest
-            if before not in (None, digest, *self._names.values()):
+            if before not in self._names.values():
                 self._evict_if_unused(self._known[before])
             self._reports.append(self._news(message.name, digest))
         for request in self._unknown.pop(digest, ()):

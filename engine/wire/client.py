@@ -24,7 +24,6 @@ class EngineClient(Streams):
         """`number` is unique among all clients that the engine ever has. `pages` is as in `Hello`."""
         super().__init__(number)
         self.ready: messages.EngineReady | None = None
-        self.adapters: dict[str, messages.AdapterNews] = {}  # last report by name
         self.failure: str | None = None  # why the engine could not start, as it reported
         self._received = 0  # number of messages received
         self._settled = asyncio.Event()

@@ -98,6 +98,7 @@ class Streams:
         self.stats = messages.EngineStats()
         self.dead: str | None = None  # why the engine has ended; None while it runs
         self.on_stats: Callable[[messages.EngineStats], None] | None = None
+        self.adapters: dict[str, messages.AdapterNews] = {}  # the engine's last report by name
         self.on_adapter: Callable[[messages.AdapterNews], None] | None = None
         self.on_open: Callable[[int], None] | None = None  # called with the number of open requests when it changes
         self._streams: dict[int, TokenStream] = {}

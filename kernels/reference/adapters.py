@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -22,26 +24,33 @@ class LowRank(NamedTuple):
 class Delta:
     """What adapters add to a projection's output in one iteration.
 
-    groups: the token rows `[n]` int64 of each adapter, and its matrices. whole: multiply all token rows, so that a
-    row's bits do not depend on how many others have the same adapter."""
+    groups: the token rows `[n]` int64 of each adapter, and its matrices. row_by_row: multiply each row on its own, so
+    that its bits do not depend on how many rows have the same adapter."""
 
-    def __init__(self, groups: Sequence[tuple[Tensor, Sequence[LowRank]]], out: int, *, whole: bool = False) -> None:
-        self._groups, self._out, self._whole = groups, out, whole
+    def __init__(
+        self, groups: Sequence[tuple[Tensor, Sequence[LowRank]]], out: int, *, row_by_row: bool = False
+    ) -> None:
+        self._groups, self._out = groups, out
+        self._multiply = _row_by_row if row_by_row else F.linear
 
     def values(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return (rows `[n]`, addends `[n, out]` float32) of each adapter, for the projection's input x `[T, K]`, which
         is normed without the norm's weight."""
         found = []
         for rows, matrices in self._groups:
-            read = (x if self._whole else x[rows]).float()
+            read = x[rows].float()
             added = read.new_zeros(len(read), self._out)
             for a, b, begin, step, shift in matrices:
-                t = read @ a.t()
+                t = self._multiply(read, a)
                 if shift is not None:
                     t = t + shift
-                added[:, begin : begin + step * len(b) : step] += t @ b.t()
-            found.append((rows, added[rows] if self._whole else added))
+                added[:, begin : begin + step * len(b) : step] += self._multiply(t, b)
+            found.append((rows, added))
         return found
+
+
+def _row_by_row(x: Tensor, matrix: Tensor) -> Tensor:
+    return torch.bmm(matrix.expand(len(x), -1, -1), x[:, :, None])[:, :, 0]
 
 
 def add_values(y: Tensor, values: Sequence[tuple[Tensor, Tensor]], columns: slice = slice(None)) -> Tensor:

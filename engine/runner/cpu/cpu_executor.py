@@ -71,7 +71,7 @@ class _Iteration:
     def delta(self, op: Operation, layer: int) -> Delta | None:
         """Return what adapters add to an operation's output; None: nothing."""
         groups = [(rows, found) for rows, adapter in self.adapters if (found := adapter.layers[layer].get(op.name))]
-        return Delta(groups, op.out, whole=self.executor.block_rows > 0) if groups else None
+        return Delta(groups, op.out, row_by_row=self.executor.block_rows > 0) if groups else None
 
     def keep(self, rows: Tensor) -> None:
         """Continue with these tokens `[N]` only. No later operation may be attention."""
