@@ -87,7 +87,11 @@ class Adapters(Listener):
                 AdapterNews(message.name, path=message.path, error=f"{MAX_KNOWN:,} adapters are known already")
             )
             return
-        self._start(message)
+        known = self._known.get(message.digest)
+        if known is not None and known.path == message.path:
+            self._name(message.name, known)  # another process has sent it already
+        else:
+            self._start(message)
 
     def load_now(self, message: LoadAdapter) -> None:
         """Load an adapter before the engine serves. Raises `WeftError`."""
@@ -96,12 +100,9 @@ class Adapters(Listener):
 
     def drop(self, name: str) -> None:
         """Forget a name. Open requests of the adapter go on."""
-        digest = self._names.pop(name, None)
-        known = self._known.get(digest or "")
-        if known is not None and digest not in self._names.values() and not known.held:
+        known = self._known.get(self._names.pop(name, ""))
+        if known is not None and not self._named(known):
             self._evict_if_unused(known)
-            if not known.in_memory:
-                del self._known[known.digest]
         self._reports.append(AdapterNews(name))
 
     def take_news(self) -> list[AdapterNews]:
@@ -206,8 +207,11 @@ class Adapters(Listener):
         if known.in_memory and not self._open_requests().get(known.number):
             del self._memory[known.number]
             known.in_memory = known.closing = False
-            if known.digest not in self._names.values() and not known.held:
-                del self._known[known.digest]
+        if not (known.in_memory or known.held or known.loading or self._named(known)):
+            self._known.pop(known.digest, None)
+
+    def _named(self, known: _Known) -> bool:
+        return known.digest in self._names.values()
 
     # -- loads
 
@@ -264,15 +268,18 @@ class Adapters(Listener):
         if not known.in_memory and self._has_room():  # else it is read again when a request needs it
             self._memory[known.number], known.in_memory, known.used = adapter, True, next(self._clock)
         if message.name:
-            before = self._names.get(message.name, digest)
-            self._names[message.name] = digest
-            if before not in self._names.values():
-                self._evict_if_unused(self._known[before])
-            self._reports.append(self._news(message.name, digest))
+            self._name(message.name, known)
         for request in self._unknown.pop(digest, ()):
             self._hold(known, request)
         if known in self._waiting:
             self._make_room()
+
+    def _name(self, name: str, known: _Known) -> None:
+        before = self._known.get(self._names.get(name, ""))
+        self._names[name] = known.digest
+        if before is not None and not self._named(before):
+            self._evict_if_unused(before)
+        self._reports.append(self._news(name, known.digest))
 
     def _refuse(self, requests: deque[Request], why: str) -> None:
         while requests:

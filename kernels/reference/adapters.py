@@ -50,7 +50,7 @@ class Delta:
 
 
 def _row_by_row(x: Tensor, matrix: Tensor) -> Tensor:
-    return torch.bmm(matrix.expand(len(x), -1, -1), x[:, :, None])[:, :, 0]
+    return torch.stack([matrix @ row for row in x])
 
 
 def add_values(y: Tensor, values: Sequence[tuple[Tensor, Tensor]], columns: slice = slice(None)) -> Tensor:
