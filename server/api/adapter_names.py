@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from weft.engine.errors import one_line
 from weft.engine.wire.messages import AdapterNews
 from weft.engine.wire.streams import Streams
 from weft.server.errors import ApiError, clip
@@ -19,7 +20,8 @@ from weft.server.errors import ApiError, clip
 LOAD_SECONDS = 120.0  # Seconds to wait for the engines to load an adapter.
 RETRY_SECONDS = 5.0  # Seconds for which a failed load on first use is remembered.
 MAX_FAILURES = 1000
-NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
+MAX_NAME = 200  # Characters of a name.
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 """Names of adapters, which appear in paths and in a metric's label that separates them with commas."""
 
 
@@ -108,7 +110,7 @@ class AdapterNames:
     async def load_from_folder(self, name: str) -> None:
         """Load an adapter that is requested for the first time, if the folder has it. Raises `ApiError` 400 if it
         cannot be loaded."""
-        if self.folder is None or NAME.fullmatch(name) is None or ".." in name.split("/"):
+        if self.folder is None or len(name) > MAX_NAME or NAME.fullmatch(name) is None:
             return
         loop = asyncio.get_running_loop()
         since, why = self._failures.get(name, (0.0, ""))
@@ -129,8 +131,11 @@ class AdapterNames:
         """Why a path may not be loaded: it is outside the folder, also through links; else an empty string."""
         if self.folder is None:
             return ""
-        real = path.resolve()
-        inside = all(file.resolve().is_relative_to(self.folder) for file in (real, *_files(real)))
+        try:
+            real = path.resolve()
+            inside = all(file.resolve().is_relative_to(self.folder) for file in (real, *_files(real)))
+        except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, NUL, links in a circle
+            return one_line(error)
         return "" if inside else f"{path} is not inside {self.folder} (--lora-dir)"
 
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from weft.server.api.adapter_names import NAME
+from weft.server.api.adapter_names import MAX_NAME, NAME
 from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.bodies import Body
 from weft.server.errors import bad_request, clip
@@ -19,7 +19,7 @@ router = APIRouter(route_class=JsonRoute)
 class LoadBody(Body):
     """vLLM's body; `base_model_name_or_path` and `base_model_name` are what its sidecars add."""
 
-    lora_name: str = Field(min_length=1, max_length=256)
+    lora_name: str = Field(min_length=1, max_length=MAX_NAME)
     lora_path: str = Field(min_length=1, max_length=4096)
     load_inplace: bool = False
     base_model_name: str | None = None
@@ -27,7 +27,7 @@ class LoadBody(Body):
 
 
 class UnloadBody(Body):
-    lora_name: str = Field(min_length=1, max_length=256)
+    lora_name: str = Field(min_length=1, max_length=MAX_NAME)
     lora_int_id: int | None = None
 
 
@@ -51,7 +51,7 @@ async def load_lora_adapter(body: LoadBody, service: ServiceOf) -> Response:
     if chosen.adapters.find(name) is not None and not body.load_inplace:
         message = f"The lora adapter '{name}' has already been loaded; set load_inplace to replace it."
         return _refused(400, "InvalidUserInput", message)
-    path = path.expanduser() if path.is_absolute() or chosen.adapters.folder is None else chosen.adapters.folder / path
+    path = path if path.is_absolute() or chosen.adapters.folder is None else chosen.adapters.folder / path
     why = chosen.adapters.refusal(path) or await chosen.adapters.load(name, str(path.absolute()))
     if why:
         return _refused(400, "InvalidUserInput", f"The lora adapter '{name}' cannot be loaded: {why}.")
