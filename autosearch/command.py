@@ -102,6 +102,8 @@ def _search_input(arguments: argparse.Namespace) -> SearchInput:
     whole = widened(in_format(read_spec(model), arguments.quantization))
     if whole.experts is not None:
         raise ConfigError(f"{name} has experts, which weft search cannot measure yet: serve it without a plan")
+    if whole.recurrent:
+        raise ConfigError(f"{name} has recurrent layers, which run serially: serve it without a plan")
     if whole.quantization is not None:
         measured = num_gpus() and not arguments.predict_only and arguments.gpu is None
         if ranks > 1 or not (measured or arguments.profile):

@@ -127,13 +127,15 @@ def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1) -> list[Cost]:
 
     A GEMM reads its weights (of all experts) and its input once, and writes its output once. Attention reads queries,
     keys and values, and writes outputs and the new keys and values. Prompts attend to all of their tokens, not to half
-    of them, as in the paper's table."""
+    of them, as in the paper's table. A recurrence reads and writes its state for each decode, and once for a prompt."""
     tokens = usage.dense_batch
-    kv_bytes = KvLayout.of(spec, 1, torch.bfloat16).token_values * ITEMSIZE / spec.num_layers
+    kv_bytes = KvLayout.of(spec, 1, torch.bfloat16).token_values * ITEMSIZE / max(1, len(spec.kv_heads))
     found: dict[str, Cost] = {}
     for layer, layers in _kinds(spec).items():
         window = spec.layer(layer).window or math.inf
         context, prompt = min(usage.context, window), min(usage.prompt, window)
+        state = spec.layer(layer).state
+        state_bytes = 2 * state.nbytes if state is not None else 0
         for op in spec.layer_operations(layer):
             gflop, moved = 0.0, 0.0
             match op.role:
@@ -146,6 +148,12 @@ def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1) -> list[Cost]:
                 case Role.PREFILL_ATTENTION:
                     gflop = op.flops * usage.prefills * prompt
                     moved = usage.prefills * (op.moved * ITEMSIZE + kv_bytes)
+                case Role.STATE_STEP:
+                    gflop = op.flops * usage.decodes
+                    moved = usage.decodes * (op.moved * ITEMSIZE + state_bytes)
+                case Role.STATE_SCAN:
+                    gflop = op.flops * usage.prefills
+                    moved = usage.prefills * (op.moved * ITEMSIZE + state_bytes / max(usage.prompt, 1))
                 case Role.NETWORK:
                     continue  # one row, added below
             before = found.get(op.name, Cost(op.name, 0.0, 0.0, 0.0))
@@ -159,9 +167,11 @@ def operation_costs(spec: ModelSpec, usage: Usage, gpus: int = 1) -> list[Cost]:
 
 
 def most_tokens(spec: ModelSpec, usage: Usage, memory_gb: float) -> int:
-    """Return the largest dense batch of a workload whose weights and KV fit all of the memory; 0: not one request."""
+    """Return the largest dense batch of a workload whose weights, KV and recurrent states (two for each request) fit
+    all of the memory; 0: not one request."""
     free = memory_gb * 1e9 - spec.num_parameters * ITEMSIZE
-    requests = free / (KvLayout.of(spec, 1, torch.bfloat16).token_values * ITEMSIZE) / usage.context
+    states = 2 * sum(state.nbytes for state in spec.states if state is not None)
+    requests = free / (KvLayout.of(spec, 1, torch.bfloat16).token_values * ITEMSIZE * usage.context + states)
     return int(requests * (usage.prompt + usage.output) / usage.output) if requests >= 1 else 0
 
 

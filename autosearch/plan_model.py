@@ -72,8 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = for_stdout()
     console.print(table)
     if tokens < arguments.tokens:
+        held = "keys, values and states" if spec.recurrent else "keys and values"
         console.print(
-            f"{arguments.tokens} tokens do not fit: next to the weights, the {memory:g} GB hold the keys and values of "
+            f"{arguments.tokens} tokens do not fit: next to the weights, the {memory:g} GB hold the {held} of "
             f"{usage.decodes:.0f} decodes of {usage.context:g} tokens, so the dense batch is {tokens}", highlight=False,
         )  # fmt: skip
     ratio = costmodel.t_ratio(tokens, spec.active_parameters, device, gpus)

@@ -40,10 +40,12 @@ from weft.engine.scheduling.request import Arrivals, Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
 from weft.engine.scheduling.slots import SlotTable
+from weft.engine.scheduling.states import StatePolicy
 from weft.engine.wire.kv_events import make_publisher
 from weft.engine.wire.log_sink import dropped_lines
 from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, LoadAdapter, Outputs
 from weft.engine.wire.page_keys import adapter_salt
+from weft.engine.wire.sampling import DECODER_POOLING
 from weft.engine.wire.weight_exchange import WeightExchange
 
 Part = TypeVar("Part")
@@ -77,7 +79,8 @@ class Engine:
         begin = time.perf_counter()
         self.config = config
         loading = Loading(config, self.ranks, compiling)
-        self.spec, own, resolved = loading.spec, loading.own, loading.resolved
+        self.spec, self.ends = loading.spec, loading.ends
+        own, resolved = loading.own, loading.resolved
         self.grammars = Grammars(config.tokenizer_path, self.spec.vocab_size, self.spec.eos_token_ids)
         phases = Phases(self.ranks.checked_progress(progress))
         # Opened before the model loads, so that a path or port in use is reported at once.
@@ -87,7 +90,7 @@ class Engine:
         self.runner, self._weights = loaded.runner, loaded.weights
         num_pages = self.runner.num_pages
         # The context limit is what the pool can hold, so that a request that can never fit is refused on arrival.
-        longest = min(resolved.max_model_len, (num_pages - 1) * config.page_size)
+        longest = min(resolved.max_model_len, (num_pages - 1 - resolved.states.reserved) * config.page_size)
         self.resolved = resolved = replace(resolved, num_pages=num_pages, max_model_len=longest)
         host_bytes = int(config.host_kv_gib * 2**30)
         self._memory = memory_budget(own, loaded.weights, resolved, host_bytes // own.shard_of.ranks)
@@ -95,7 +98,7 @@ class Engine:
         reopen = partial(reopened, config, resolved.kv, loading.model_id, own.shard_of, resolved.packed)
         self.tiers = make_tiers(
             config, resolved.kv, pool, loaded.store, self.runner.copy_engine, loaded.make_store, own.shard_of.ranks,
-            resolved.packed, reopen if own.shard_of.ranks == 1 else None,
+            resolved.packed, reopen=reopen,
         )  # fmt: skip
         self.scheduler = self._scheduler_of(pool)
         self._work = self._cost_shares(loaded.weights.num_bytes)
@@ -119,18 +122,22 @@ class Engine:
     def _scheduler_of(self, pool: PagePool) -> Scheduler:
         config, resolved = self.config, self.resolved
         return Scheduler(
-            SlotTable(resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window),
+            SlotTable(
+                resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window,
+                resolved.states.pages,
+            ),
             pool,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             prefix_caching=config.prefix_caching,
             tiers=self.tiers,
             chunk_step=resolved.chunk_step(self.spec),
             fairness=Fairness(config.fair_prefill_share, preempt=config.priority_preemption),
-        )
+            state_policy=StatePolicy(config.state_interval, config.batch_invariant, resolved.kv.page_bytes),
+        )  # fmt: skip
 
     def _cost_shares(self, weight_bytes: int) -> CostShares:
         kv = self.resolved.kv
-        token_bytes = kv.page_bytes // (kv.page_size * self.spec.num_layers)
+        token_bytes = kv.page_bytes // (kv.page_size * max(1, len(self.spec.windows)))
         own = self.spec.shard(0, self.config.tensor_parallel_size)
         return CostShares(own, weight_bytes, token_bytes, cuda=self.resolved.device.type == "cuda")
 
@@ -206,6 +213,7 @@ class Engine:
             energy_source=self._energy.source, energy_missing=self._energy.missing, plan=self.runner.preparation.stats,
             threads=resolved.cpu_threads if resolved.device.type == "cpu" else 0,
             model_id=self.scheduler.pool.index.model_id, prefetches=self.config.host_kv_gib > 0,
+            recurrent=resolved.states.pages > 0,
         )  # fmt: skip
 
     def pages(self) -> bytes:
@@ -223,6 +231,8 @@ class Engine:
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises `RequestError` if it can never be served."""
         params = message.params
+        if params.pooling not in (None, *DECODER_POOLING):
+            raise RequestError(f"{self.spec.architecture} is a decoder: it has no {params.pooling} pooling", "input")
         if params.pooling is not None and not self._weights.has_hidden_states:
             raise RequestError(f"{self.spec.architecture} does not expose its hidden states", "input")
         request = self._arrivals.request(message)

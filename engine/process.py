@@ -22,7 +22,8 @@ from msgspec.structs import replace
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import RankLost, WeftError
-from weft.engine.progress import ProgressLines, progress_text
+from weft.engine.model.encoders import serves_encoder
+from weft.engine.progress import ProgressLines, notice, progress_text
 from weft.engine.ranks.group import Ranks
 from weft.engine.runner.device.compile_job import CompileJob
 from weft.engine.runner.start.warm_start import WarmStart
@@ -37,6 +38,7 @@ from weft.engine.wire.weight_exchange import COUNT as EXCHANGE_FDS
 from weft.engine.wire.weight_exchange import WeightExchange
 
 if TYPE_CHECKING:
+    from weft.engine.encoders.engine import EncoderEngine
     from weft.engine.engine import Engine
     from weft.engine.profiling import Profiling
 
@@ -95,11 +97,12 @@ class _MessageLoop:
     def _serve(self, config: EngineConfig, stacks_fd: int, exchange: WeightExchange | None) -> int:
         """Raises `RankLost`."""
         try:
-            # first, because the followers take as long to start
+            encodes = serves_encoder(config)
+            # before other slow work, because the followers take as long to start
             ranks = Ranks.begin(config, self._heartbeats, self._row, stacks_fd, pin=True)
             if isinstance(ranks, Ranks):
                 ranks.links.on_progress = self._heartbeat.still  # waiting for another rank is not a hang of this one
-            compiling = CompileJob.begin(ranks.config)
+            compiling = None if encodes else CompileJob.begin(ranks.config)
             self._headstart.wait(ranks.check)
             from weft.engine.engine import Engine  # here, so that a failed import is reported
             from weft.engine.scheduling.features import StepHeartbeat
@@ -110,7 +113,14 @@ class _MessageLoop:
                 self._heartbeat.stage(progress_text(phase, done, total), self._heartbeats.start_timeout)
                 lines(phase, done, total)
 
-            engine = Engine(config, progress, compiling, ranks, exchange)
+            engine: Engine | EncoderEngine
+            if encodes:
+                from weft.engine.encoders.engine import EncoderEngine
+
+                engine = EncoderEngine(config, progress)
+            else:
+                engine = Engine(config, progress, compiling, ranks, exchange)
+                notice(str(engine.ends))  # last, so that a failed start prints its error alone
             if isinstance(ranks, Ranks):
                 ranks.links.on_progress = lambda: None  # from here on a separate thread runs the collectives
         except RankLost:
@@ -143,7 +153,7 @@ class _MessageLoop:
         engine.close()
         return 0
 
-    def _take_until(self, engine: Engine, at: float) -> None:
+    def _take_until(self, engine: Engine | EncoderEngine, at: float) -> None:
         """Process messages that arrive before `at`, rounded down to a millisecond."""
         while (wait_ms := int(1e3 * (at - time.monotonic()))) > 0 and not self._ending.begun.is_set():
             for client, message in self._clients.receive(wait_ms):
@@ -153,7 +163,7 @@ class _MessageLoop:
         longest = FLUSH_POLL_MS if self._ending.patience else IDLE_POLL_MS
         return longest if pause is None else min(longest, int(1000 * pause))
 
-    def _take(self, engine: Engine, client: int, message: messages.ToEngine) -> None:
+    def _take(self, engine: Engine | EncoderEngine, client: int, message: messages.ToEngine) -> None:
         match message:
             case messages.AddRequest() if client not in self._clients:
                 pass  # a message of a client can arrive after its `ClientGone`
@@ -185,7 +195,7 @@ class _MessageLoop:
                 self._abort(engine, message.client, self._open.pop(message.client, ()))
 
     def _change_adapters(
-        self, engine: Engine, client: int, message: messages.LoadAdapter | messages.DropAdapter
+        self, engine: Engine | EncoderEngine, client: int, message: messages.LoadAdapter | messages.DropAdapter
     ) -> None:
         adapters = engine.adapters
         if adapters is None:
@@ -196,7 +206,9 @@ class _MessageLoop:
         else:
             adapters.drop(message.name)
 
-    def _sleep_or_wake(self, engine: Engine, message: messages.Sleep | messages.Wake) -> messages.SleepReply:
+    def _sleep_or_wake(
+        self, engine: Engine | EncoderEngine, message: messages.Sleep | messages.Wake
+    ) -> messages.SleepReply:
         """Before it sleeps, the engine aborts open requests: `Sleep` may arrive before the clients' aborts."""
         begun = time.monotonic()
         sleeps = isinstance(message, messages.Sleep)
@@ -234,7 +246,7 @@ class _MessageLoop:
             except (OSError, RuntimeError):
                 traceback.print_exc()
 
-    def _abort(self, engine: Engine, client: int, handles: Iterable[int]) -> None:
+    def _abort(self, engine: Engine | EncoderEngine, client: int, handles: Iterable[int]) -> None:
         for handle in handles:
             engine.abort(handle)
         self._open.get(client, set()).difference_update(handles)

@@ -17,6 +17,7 @@ from weft.loadgen.prompts import Calibration, PromptMaker
 from weft.loadgen.record import Outcome, Record
 from weft.loadgen.server_view import Snapshot
 
+SETTLE_SECONDS = 3.0  # Seconds to wait for open requests before the server's counters are read.
 ANSWER_SECONDS = 30.0  # Seconds a server may take to return its models or metrics.
 
 
@@ -117,6 +118,15 @@ async def _calibrate(target: Target, maker: PromptMaker, context: int | None) ->
         counts.append(record.prompt_tokens)
     per_word = max(0.1, (counts[1] - counts[0]) / (sizes[1] - sizes[0]))
     return Calibration(per_word, max(0.0, counts[0] - per_word * sizes[0]))
+
+
+async def settled(target: Target) -> Snapshot | None:
+    """Return `snapshot` once the server is idle, or after `SETTLE_SECONDS`. One of several HTTP processes may learn of
+    the last tokens after another has sent them."""
+    end = time.monotonic() + SETTLE_SECONDS
+    while (found := await snapshot(target)) is not None and not found.idle and time.monotonic() < end:
+        await asyncio.sleep(0.05)
+    return found
 
 
 async def snapshot(target: Target) -> Snapshot | None:

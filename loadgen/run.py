@@ -12,7 +12,7 @@ import numpy as np
 
 from weft.loadgen.driver import Job
 from weft.loadgen.measures import STALLS, Measures
-from weft.loadgen.preflight import Ready, snapshot
+from weft.loadgen.preflight import Ready, settled
 from weft.loadgen.processes import OnProgress, run_async, run_jobs
 from weft.loadgen.server_view import ServerView, difference
 from weft.loadgen.slo import Attainment, Objective, judge
@@ -212,7 +212,7 @@ class Run:
 
 def execute(ready: Ready, workload: Workload, options: RunOptions, on_progress: OnProgress | None = None) -> Run:
     """Run a workload, with snapshots of the server's counters before and after it."""
-    before = run_async(partial(snapshot, ready.target))
+    before = run_async(partial(settled, ready.target))
     snapshot_time = time.perf_counter()
     began = time.strftime("%Y-%m-%d %H:%M:%S%z")
     jobs = [
@@ -220,7 +220,7 @@ def execute(ready: Ready, workload: Workload, options: RunOptions, on_progress: 
         for part in range(options.processes)
     ]
     outcomes = run_jobs(jobs, on_progress)
-    after = run_async(partial(snapshot, ready.target))
+    after = run_async(partial(settled, ready.target))
     between = time.perf_counter() - snapshot_time
     view = difference(before, after, between) if before is not None and after is not None else None
     records = sorted((r for o in outcomes for r in o.records), key=lambda r: (r.due, r.index))

@@ -27,6 +27,9 @@ _COUNTERS = {
     "prefix_hit_tokens": ("weft_prefix_cache_hit_tokens_total", "vllm:prefix_cache_hits_total"),
     "preemptions": ("weft_preemptions_total", "vllm:num_preemptions_total"),
 }
+_OPEN = (
+    "weft_requests_running", "weft_requests_waiting", "vllm:num_requests_running", "vllm:num_requests_waiting",
+)  # fmt: skip
 _JOULES = "weft_energy_joules_total"
 _BUILD = "weft_build_info"
 
@@ -41,7 +44,7 @@ class Snapshot:
     @staticmethod
     def parse(text: str) -> Snapshot | None:
         """Parse Prometheus text; return None if it is invalid or has no known metric."""
-        wanted = {_JOULES, *(name for names in _COUNTERS.values() for name in names)}
+        wanted = {_JOULES, *_OPEN, *(name for names in _COUNTERS.values() for name in names)}
         wanted |= {name + end for names in _HISTOGRAMS.values() for name in names for end in ("_sum", "_count")}
         sums: dict[str, float] = defaultdict(float)
         build: dict[str, str] = {}
@@ -55,6 +58,11 @@ class Snapshot:
         except (ValueError, KeyError, IndexError):
             return None
         return Snapshot(dict(sums), build) if sums else None
+
+    @property
+    def idle(self) -> bool:
+        """Whether the server had no open request, so that its counters include every answer."""
+        return not any(self.samples.get(name) for name in _OPEN)
 
 
 @dataclass(frozen=True, slots=True)

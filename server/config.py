@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
@@ -32,7 +32,7 @@ ENGINE_OPTIONS = frozenset(
 """Options of the engine."""
 MODEL_OPTIONS = ENGINE_OPTIONS | {
     "served_model_name", "memory_share", "replicas", "data_parallel_size", "pooling", "tool_call_parser",
-    "reasoning_parser", "allow_special_tokens", "chat_template"
+    "reasoning_parser", "allow_special_tokens", "chat_template", "classifier_from_token",
 }  # fmt: skip
 """Options that each of several models can set for itself."""
 
@@ -48,8 +48,8 @@ class ServeConfig(EngineConfig):
                 option_groups.MODEL,
                 ("served_model_name", "tool_call_parser", "reasoning_parser", "models"),
                 (
-                    "chat_template", "pooling", "allow_special_tokens", "memory_share", "max_awake_models",
-                    "wake_on_request", "wake_timeout",
+                    "chat_template", "pooling", "classifier_from_token", "allow_special_tokens", "memory_share",
+                    "max_awake_models", "wake_on_request", "wake_timeout",
                 ),
             ),
             OptionGroup(
@@ -169,7 +169,10 @@ class ServeConfig(EngineConfig):
     in the text"""
     pooling: Literal["auto", "last", "mean", "none"] = "auto"
     """hidden states to use as embeddings: the last token's or their mean; 'auto' follows 1_Pooling/config.json, else
-    last; 'none' disables /v1/embeddings"""
+    last, or mean for an encoder; 'none' disables /v1/embeddings"""
+    classifier_from_token: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=2)
+    """for a reranker that answers with a token, such as Qwen3-Reranker: its no and its yes; it then serves /v1/rerank
+    [as the model's files say]"""
     tokenizer_threads: int = Field(2, ge=1, le=64)
     """threads for tokenization and chat templates"""
     restart_engine: bool = True

@@ -36,7 +36,7 @@ ENGINE = (
     ("runner",),
     ("ranks",),
     ("scheduling",),
-    ("engine",),
+    ("encoders", "engine"),
     ("llm", "process"),
 )
 SERVER = (
@@ -54,7 +54,7 @@ KERNELS = (
     ("common",),
     ("formats",),
     ("reference",),
-    ("matmul", "attention"),
+    ("matmul", "attention", "states"),
     ("experts", "collectives"),
     ("sampling", "tiers"),
     ("tuning",),

@@ -52,6 +52,8 @@ class EngineOptions(NamedTuple):
     itl_slo_patience: float = 5.0
     keeps: tuple[Objective, ...] = ()
     """The objectives that the slot limit adapts to; if empty, the limit is fixed."""
+    state_pages: int = 0  # Pages of a request's recurrent states.
+    chunk_step: int = 1  # Tokens at whose multiples prompts are cut.
 
     @property
     def seqs(self) -> str:
@@ -141,10 +143,11 @@ class SimulatedEngine:
         self._on_outputs = on_outputs
         pool = PagePool(options.num_pages, options.page_size, PrefixIndex(MODEL_ID))
         self.scheduler = Scheduler(
-            SlotTable(options.max_num_seqs, options.max_model_len, options.page_size),
+            SlotTable(options.max_num_seqs, options.max_model_len, options.page_size, state_pages=options.state_pages),
             pool,
             max_num_batched_tokens=options.max_num_batched_tokens,
             prefix_caching=options.prefix_caching,
+            chunk_step=options.chunk_step,
             fairness=Fairness(options.fair_prefill_share),
         )
         self.listeners = Listeners(self._features(profile))
@@ -168,7 +171,7 @@ class SimulatedEngine:
         if options.itl_slo is not None:
             self.scheduler.chunk_keeper = ChunkKeeper.of(
                 options.itl_slo, kept_percentiles(options.keeps), profile.costs, slots,
-                most=options.max_num_batched_tokens, chunk_step=1, patience=options.itl_slo_patience,
+                most=options.max_num_batched_tokens, chunk_step=options.chunk_step, patience=options.itl_slo_patience,
                 share=options.fair_prefill_share, clock=lambda: clock.now,
             )  # fmt: skip
             yield self.scheduler.chunk_keeper
@@ -179,6 +182,7 @@ class SimulatedEngine:
             model_type="", num_parameters=0, dtype="", device="", vocab_size=VOCABULARY,
             max_model_len=o.max_model_len, page_size=o.page_size, num_pages=o.num_pages, max_num_seqs=o.max_num_seqs,
             max_num_batched_tokens=o.max_num_batched_tokens, eos_token_ids=(END,), load_seconds=0.0, model_id=MODEL_ID,
+            recurrent=o.state_pages > 0,
         )  # fmt: skip
 
     def send(self, request: SimulatedRequest) -> None:

@@ -51,6 +51,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    state_pages: int = 0  # Pages of a request's recurrent states.
+    chunk_step: int = 1  # Tokens at whose multiples prompts are cut.
 
 
 class Energy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -127,7 +127,10 @@ def _configurations(
     limits = profile.limits
     pages = optional(a.num_pages, "--num-pages", whole, limits.num_pages, low=2, most=MAX_PAGES)
     longest = optional(a.max_model_len, "--max-model-len", whole, limits.max_model_len, low=2, most=LONGEST)
-    longest = min(longest, (pages - 1) * limits.page_size)
+    reserved = 3 * limits.state_pages  # as `StateLayout.reserved`
+    if pages < 2 + reserved:
+        raise LoadError(f"--num-pages {pages}: recurrent states need at least {2 + reserved}")
+    longest = min(longest, (pages - 1 - reserved) * limits.page_size)
     seqs = [_seqs(part, limits.max_num_seqs) for part in (a.max_num_seqs or str(limits.max_num_seqs)).split(",")]
     if any(adapts for _, adapts in seqs) and not keeps:
         raise LoadError("--max-num-seqs auto needs an objective on inter-token latency, such as --slo itl:p99:50ms")
@@ -143,6 +146,7 @@ def _configurations(
         yield EngineOptions(
             limits.page_size, pages, most, budget, longest, prefix_caching=not a.no_prefix_caching,
             itl_slo=objective or (shortest if adapts else None), keeps=keeps if adapts else (),
+            state_pages=limits.state_pages, chunk_step=limits.chunk_step,
         )  # fmt: skip
 
 

@@ -132,6 +132,12 @@ class EngineConfig(BaseModel):
     """copy KV pages to the lower tiers in the background after this many idle seconds; 0 disables it"""
     ssd_kv_path: str | None = Field(None, min_length=1)
     """directory for KV pages from host memory; survives restarts, used by one daemon at a time; needs --host-kv-gib"""
+    state_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """dtype of recurrent states (Mamba, gated delta rule); 'auto' is the model's, usually float32. Convolutions keep
+    the dtype of activations"""
+    state_interval: int = Field(0, ge=0, le=2**24)
+    """tokens between saved recurrent states in long prompts; 0 saves them only at a prompt's end, at its cache_control
+    marks and where prompts diverge"""
     tier_kv_format: Literal["raw", "packed"] = "raw"
     """format of KV pages on host and SSD: 'packed' stores bfloat16 losslessly in 12 bits per value; pages that do not
     pack stay raw"""
@@ -254,6 +260,7 @@ class EngineConfig(BaseModel):
         needs = "itl_slo_patience needs itl_slo, or max_num_seqs auto with a percentile"
         yield self.itl_objective is None and patient, needs
         yield tiered and not self.prefix_caching, "host_kv_gib needs prefix_caching"
+        yield self.state_interval and not self.prefix_caching, "state_interval needs prefix_caching"
         yield self.tier_kv_format != "raw" and not tiered, "tier_kv_format needs host_kv_gib"
         ssd = self.ssd_kv_path is not None and not tiered
         yield ssd, "ssd_kv_path needs host_kv_gib: pages reach the disk through host memory"

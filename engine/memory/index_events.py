@@ -46,6 +46,8 @@ class IndexEvents:
         """Publish the full index after a reset. Entries are in creation order, parents first."""
         changes: list[Change | None] = [None]
         for entry in self._index.entries():
+            if entry.of_state:
+                continue
             changes += [Change(entry, tier, True) for tier in MEDIA if getattr(entry, tier) >= 0]
         for i in range(0, len(changes), AT_ONCE):
             self._publisher.put(partial(self._events, changes[i : i + AT_ONCE]))

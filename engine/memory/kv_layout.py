@@ -36,6 +36,8 @@ class KvLayout:
     """(Hkv, D) of each layer if they differ; `num_kv_heads` and `head_dim` are then the largest."""
     maker: str = ""
     """The library that computes the values, if not weft's own layers. Part of a page's identity."""
+    states: str = ""
+    """`StateLayout.id` of the recurrent states in other pages of the pool. Part of a page's identity."""
 
     @classmethod
     def of(cls, spec: ModelSpec, page_size: int, dtype: torch.dtype, widths: Sequence[int] = ()) -> Self:
@@ -104,7 +106,8 @@ class KvLayout:
     def id(self) -> str:
         """Part of a page's identity: pages of another layout never match."""
         made = f"|{self.maker} {self.mixed}" if self.maker else ""
-        return f"{self.dtype}|{'x'.join(map(str, self.page_shape))}{made}"
+        states = f"|{self.states}" if self.states else ""
+        return f"{self.dtype}|{'x'.join(map(str, self.page_shape))}{made}{states}"
 
     def shape(self, num_pages: int) -> tuple[int, ...]:
         """Return the shape of a pool, `[pages, layers, planes, page_size, Hkv, D]`."""

@@ -3,7 +3,7 @@ how much of a prefix is worth loading."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,23 +66,33 @@ class LoadSpeeds:
         elif full:
             self._prefill_tokens_per_second += SMOOTHING * (rate - known)
 
-    def worthwhile(self, entries: Sequence[PrefixEntry], busy_pages: dict[str, int], busy_tokens: int) -> int:
+    def worthwhile(
+        self, entries: Sequence[PrefixEntry], busy_pages: dict[str, int], busy_tokens: int,
+        states: Mapping[int, Sequence[PrefixEntry]] | None = None,
+    ) -> int:  # fmt: skip
         """Return how many entries of a chain to load so that loading them and computing the rest ends soonest.
         `busy_pages` are the pages per tier already loading and `busy_tokens` the prompt tokens already queued; both
         come first. A load that ends before the processor is free costs nothing. All are used before a prefill was
-        measured."""
+        measured. `states` are the entries of the recurrent state after each number of entries that has one. Only such
+        numbers are returned, and only the state of that number is loaded."""
         rate = self._prefill_tokens_per_second
-        if not rate or all(e.page != NOWHERE for e in entries):
-            return len(entries)
-        away = np.array([e.page == NOWHERE for e in entries])
-        from_ssd = away & np.array([e.host == NOWHERE for e in entries])
+        counts = np.arange(len(entries) + 1) if states is None else np.array([0, *sorted(states)])
+        below = [() if states is None else states.get(int(count), ()) for count in counts]
+        deepest = int(counts[-1])
+        if not rate or all(e.page != NOWHERE for e in (*entries[:deepest], *below[-1])):
+            return deepest
         # A page from the SSD crosses both links. They overlap, so the slower one counts.
-        loading = np.full(len(entries), busy_tokens / rate)
-        for tier, pages in (("host", away), ("ssd", from_ssd)):
-            ahead = busy_pages[tier] + np.cumsum(pages)
-            seconds = ahead * self._page_bytes / self.bytes_per_second[tier]
-            loading = np.maximum(loading, np.where(np.cumsum(pages) > 0, seconds, 0.0))
-        saved = np.arange(1, len(entries) + 1) * self._page_size / rate
-        gain = np.concatenate(([-busy_tokens / rate], saved - loading))
+        loading = np.full(len(counts), busy_tokens / rate)
+        for tier, places in (("host", ("page",)), ("ssd", ("page", "host"))):
+            away = [_nowhere(entries, places), *(_nowhere(state, places) for state in below)]
+            pages = np.concatenate(([0], np.cumsum(away[0])))[counts] + [sum(state) for state in away[1:]]
+            seconds = (busy_pages[tier] + pages) * self._page_bytes / self.bytes_per_second[tier]
+            loading = np.maximum(loading, np.where(pages > 0, seconds, 0.0))
+        gain = counts * self._page_size / rate - loading
         # Among equals, take the longest: loads leave the processor to other requests.
-        return int(np.flatnonzero(gain >= gain.max() - 1e-9)[-1])
+        return int(counts[np.flatnonzero(gain >= gain.max() - 1e-9)[-1]])
+
+
+def _nowhere(entries: Sequence[PrefixEntry], places: Sequence[str]) -> list[bool]:
+    """Return for each entry whether all of these attributes say that it has no copy there."""
+    return [all(getattr(entry, place) == NOWHERE for place in places) for entry in entries]

@@ -3,6 +3,9 @@
 The key of a full page is a chained xxh3-128 over (parent key, token ids). The root of a chain is the tenant's salt and
 the model id. A hash match is verified by comparing token ids and parent. The entry is the only record of where its
 page is: on the GPU, in a host slot, in an SSD extent, or in several of these.
+
+A recurrent state at the end of a page is a chain of n entries below that page's entry, one for each of its pages. Their
+tokens (`page_keys.state_tokens`) are in no prompt, so everything that moves, evicts or stores entries handles them.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class PrefixEntry:
     children: int = 0
     stored: int = 0  # children that are in a lower tier
     on_ssd: int = 0  # children that are on the SSD
+    state: PrefixEntry | None = None  # the child with the first, or next, page of the recurrent state here
 
     @property
     def lower(self) -> bool:
@@ -46,6 +50,20 @@ class PrefixEntry:
     @property
     def anywhere(self) -> bool:
         return self.page >= 0 or self.host >= 0 or self.extent >= 0
+
+    @property
+    def of_state(self) -> bool:
+        """Whether the page holds part of a recurrent state, instead of K and V."""
+        return self.tokens[3:4] > b"\x7f"
+
+    def state_pages(self, pages: int) -> list[PrefixEntry]:
+        """Return the entries of the recurrent state here, which has this many pages; none unless all are in a tier."""
+        found: list[PrefixEntry] = []
+        entry = self.state
+        while entry is not None and entry.anywhere:
+            found.append(entry)
+            entry = entry.state
+        return found if len(found) == pages else []
 
     def evictable_from_gpu(self) -> bool:
         """Return whether the GPU may evict the page. The last copy of a parent must outlive its children."""
@@ -106,6 +124,8 @@ class PrefixIndex:
         self.on_retained_dropped: Callable[[PrefixEntry], None] = lambda _entry: None
         """Called with a retained entry that left the index."""
         self.clock = 0
+        self.states = dict.fromkeys(("page", "host", "extent"), 0)
+        """Pages of recurrent states by the attribute of the tier that holds a copy."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -151,6 +171,8 @@ class PrefixIndex:
         self.on_key(key, True)
         if parent is not None:
             parent.children += 1
+            if entry.of_state:
+                parent.state = entry
         return entry
 
     def contains(self, entry: PrefixEntry) -> bool:
@@ -166,29 +188,32 @@ class PrefixIndex:
             entry.used = self.clock
 
     def set_page(self, entry: PrefixEntry, page: int) -> None:
-        if self.changes is not None:
-            self._note(entry, "page", page)
+        self._note(entry, "page", page)
         entry.page = page
         self._moved(entry, 0, 0)
 
     def set_host(self, entry: PrefixEntry, slot: int) -> None:
-        if self.changes is not None:
-            self._note(entry, "host", slot)
+        self._note(entry, "host", slot)
         was = entry.lower
         entry.host = slot
         self._moved(entry, entry.lower - was, 0)
 
     def set_extent(self, entry: PrefixEntry, extent: int) -> None:
-        if self.changes is not None:
-            self._note(entry, "extent", extent)
+        self._note(entry, "extent", extent)
         was, had = entry.lower, entry.extent >= 0
         entry.extent = extent
         self._moved(entry, entry.lower - was, (extent >= 0) - had)
 
     def _note(self, entry: PrefixEntry, tier: str, place: int) -> None:
-        """Record a change if the tier is about to gain or lose its copy."""
+        """Record a change if the tier is about to gain or lose its copy. States are counted and not reported."""
         there = place >= 0
-        if self.changes is not None and there != (getattr(entry, tier) >= 0) and self.contains(entry):
+        if self.changes is None and not entry.of_state:
+            return
+        if there == (getattr(entry, tier) >= 0) or not self.contains(entry):
+            return
+        if entry.of_state:
+            self.states[tier] += 1 if there else -1
+        elif self.changes is not None:
             self.changes.append(Change(entry, tier, there))
 
     def _moved(self, entry: PrefixEntry, stored: int, on_ssd: int) -> None:
@@ -218,12 +243,15 @@ class PrefixIndex:
             if parent is None:
                 return
             parent.children -= 1
+            if parent.state is entry:
+                parent.state = None
             self.on_evictable(parent)
             entry = parent
 
     def clear(self) -> list[PrefixEntry]:
         entries = list(self._entries.values())
         self._entries.clear()
+        self.states = dict.fromkeys(self.states, 0)
         if self.changes is not None:
             self.changes.append(None)
         for entry in entries:
@@ -242,5 +270,12 @@ class PrefixIndex:
                 count[0] += 1
                 count[1] += entry.lower
                 count[2] += entry.extent >= 0
+        of_states = [entry for entry in self._entries.values() if entry.of_state]
+        for tier, count in self.states.items():
+            assert count == sum(getattr(e, tier) >= 0 for e in of_states), "pages of states are miscounted"
+        for entry in of_states:
+            assert entry.parent is not None, "a state has no page before it"
+            assert entry.parent.state is entry, "a state is not found below its page"
         for key, entry in self._entries.items():
+            assert entry.state is None or self.contains(entry.state), "a state that was dropped is found"
             assert [entry.children, entry.stored, entry.on_ssd] == counts[key], "an entry's children are miscounted"

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from itertools import islice
 from typing import NamedTuple
 
-from weft.engine.errors import ConfigError
+from weft.engine.errors import WeftError
 from weft.engine.memory.block_allocator import BlockAllocator
 from weft.engine.memory.extent import Record
 from weft.engine.memory.loads import LoadSpeeds, PageLoad
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry, PrefixIndex
 from weft.engine.memory.ssd_store import Job, Outcome, Store, chains
-from weft.engine.memory.store_file import StoreUnavailable
+from weft.engine.memory.store_file import StoreUnavailable, reason_of
 from weft.engine.memory.transfer import PageSizes
 from weft.engine.progress import notice
 from weft.engine.wire.messages import TierStats
@@ -52,7 +52,10 @@ class SsdTier:
     def __init__(
         self, index: PrefixIndex, host: BlockAllocator, sizes: PageSizes, store: Store | None, speeds: LoadSpeeds,
         keep_on_host: Callable[[PrefixEntry, int], None], missed: Callable[[PageLoad], None],
+        reopen: Callable[[], Store] | None = None,
     ) -> None:  # fmt: skip
+        """While there is no store, `reopen` opens one on a thread. It raises `StoreUnavailable`, `ConfigError` or
+        `OSError` while that fails."""
         self.index, self.host, self.store, self._sizes = index, host, store, sizes
         self._speeds, self._keep_on_host, self._missed = speeds, keep_on_host, missed
         self.stats = TierStats()
@@ -67,21 +70,23 @@ class SsdTier:
         self._abandoned: list[tuple[Job, int]] = []
         """Jobs of a store that was switched off, and the host slots they may still touch."""
         self._wake = threading.Event()
-        self._reopen: Callable[[], Store] | None = None
+        self._reopen = reopen
         self._reopened: tuple[Store, list[tuple[int, Record]]] | None = None  # a store that works again, and its pages
         self._forgotten = False  # the index was cleared while the tier was switched off
         self._closed = threading.Event()
-        if store is not None:
-            self._adopt_stored(store, store.scan())
+        if store is None:
+            if reopen is not None:
+                self._wait_for_disk(None)
+            return
+        store.on_done = self.wake
+        try:
+            records = store.scan()
+        except (StoreUnavailable, OSError) as error:
+            self._switch_off(reason_of(error) if isinstance(error, OSError) else str(error))
+        else:
+            self._adopt_stored(store, records)
 
     # -- called by the owner
-
-    def reopen_with(self, reopen: Callable[[], Store]) -> None:
-        """While there is no store, try to open one again on a thread. `reopen` raises `StoreUnavailable` or
-        `ConfigError` while that fails."""
-        self._reopen = reopen
-        if self.store is None:
-            self._wait_for_disk(None)
 
     def kept_on_host(self, entry: PrefixEntry) -> None:
         """Queue a page that is on the host now: it must reach the SSD before the host needs its slot."""
@@ -328,25 +333,24 @@ class SsdTier:
         scheduler."""
 
         def run() -> None:
+            failed = old
             while True:
-                if old is not None:
-                    old.close()
+                if failed is not None:
+                    failed.close()
                 if self._reopen is None or self._closed.wait(REOPEN_SECONDS):
                     return
                 try:
-                    store = self._reopen()
-                except (StoreUnavailable, ConfigError, OSError):
-                    continue
-                try:
+                    failed = store = self._reopen()
                     self._reopened = store, store.scan()
                     return
-                except OSError:
-                    store.close()
+                except (StoreUnavailable, WeftError, OSError):
+                    continue
 
         threading.Thread(target=run, name="weft-ssd-reopen", daemon=True).start()
 
     def _switch_on(self, store: Store, records: list[tuple[int, Record]]) -> None:
         self._reopened, self.store = None, store
+        store.on_done = self.wake
         evictions = self.blocks.evictions
         self.blocks = BlockAllocator(store.num_extents, PrefixEntry.evictable_from_ssd, self.lose)
         self.blocks.evictions = evictions

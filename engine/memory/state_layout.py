@@ -67,6 +67,11 @@ class StateLayout:
         return sum(_units(t) * _unit_bytes(t) for state in self.states if state for t in state.tensors)
 
     @property
+    def reserved(self) -> int:
+        """Pages that a request may need besides K and V: two states of its own and one that it starts from."""
+        return 3 * self.pages
+
+    @property
     def block(self) -> int:
         """Tokens at whose multiples prompts may be cut without changing bits: for all layers. 1 without states."""
         return math.lcm(*(state.block for state in self.states if state))
@@ -110,6 +115,9 @@ class StateLayout:
     def _of(self, layer: int) -> Iterator[tuple[StateTensor, tuple[Run, ...]]]:
         state = self.states[layer]
         return zip(state.tensors if state else (), self.runs[layer], strict=True)
+
+
+NO_STATES = StateLayout.of((), 1)
 
 
 def _append(placed: list[Run], begin: int, size: int, page_bytes: int) -> None:

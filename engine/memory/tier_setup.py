@@ -70,11 +70,11 @@ def make_tiers(
     config: EngineConfig, layout: KvLayout, pool: PagePool, file: StoreFile | None,
     copy_engine: Callable[[int], CopyEngine],
     make_store: Callable[[StoreFile, Bytes, Remainders | None], Store] = SsdStore, ranks: int = 1,
-    packed: PackedPage | None = None, reopen: Callable[[], StoreFile] | None = None,
+    packed: PackedPage | None = None, *, reopen: Callable[[], StoreFile],
 ) -> Tiers | None:  # fmt: skip
     """Create the tiers below a device's pool; None if none are configured. `copy_engine` is `Runner.copy_engine`.
     `ranks` share the host's memory. `packed` is the form of pages in the tiers; None for the device's form. `reopen`
-    opens the file again after its disk failed; None if it stays off. Raises `ConfigError` or `OutOfMemory`."""
+    opens the file again after its disk failed. Raises `ConfigError` or `OutOfMemory`."""
     if not config.host_kv_gib:
         return None
     sizes = PageSizes(layout.page_bytes, packed.nbytes if packed is not None else layout.page_bytes)
@@ -92,23 +92,25 @@ def make_tiers(
         )
     copies = copy_engine(slots)
     store = make_store(file, copies.host, copies.remainders) if file is not None else None
+
+    def again() -> Store:
+        return make_store(opened_again(file, reopen), copies.host, copies.remainders)
+
     configured = config.ssd_kv_path is not None
-    tiers = Tiers(pool, copies, slots, store, ssd_configured=configured, idle_seconds=config.idle_spill_seconds)
-    if store is not None:
-        store.on_done = tiers.ssd.wake
-    if configured and reopen is not None:
+    return Tiers(
+        pool, copies, slots, store, ssd_configured=configured, idle_seconds=config.idle_spill_seconds,
+        reopen=again if configured else None,
+    )  # fmt: skip
 
-        def again() -> Store:
-            if file is not None and not file.path.exists():
-                raise StoreUnavailable(f"{file.path} was removed")  # and another disk may be there now
-            opened = reopen()
-            opened.prove_writable()
-            store = make_store(opened, copies.host, copies.remainders)
-            store.on_done = tiers.ssd.wake
-            return store
 
-        tiers.ssd.reopen_with(again)
-    return tiers
+def opened_again(earlier: StoreFile | None, reopen: Callable[[], StoreFile]) -> StoreFile:
+    """Return the file of a disk that works again. `earlier` is the file that failed, if any could be opened. Raises
+    `ConfigError`, `StoreUnavailable` or `OSError` while that fails."""
+    if earlier is not None and not earlier.path.exists():
+        raise StoreUnavailable(f"{earlier.path} was removed")  # and another disk may be there now
+    opened = reopen()
+    opened.prove_writable()
+    return opened
 
 
 def _slots_in(size: int, sizes: PageSizes) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -70,13 +70,15 @@ class Tiers:
 
     def __init__(
         self, pool: PagePool, copies: CopyEngine, num_slots: int, store: Store | None, *, ssd_configured: bool = False,
-        idle_seconds: float = 0.0,
+        idle_seconds: float = 0.0, reopen: Callable[[], Store] | None = None,
     ) -> None:  # fmt: skip
-        """Pages unused for `idle_seconds` are stored in advance; 0 turns this off."""
+        """Pages unused for `idle_seconds` are stored in advance; 0 turns this off. reopen: see `SsdTier`."""
         self.pool, self.index, self.copies = pool, pool.index, copies
         self.speeds = LoadSpeeds(copies.sizes.page, pool.page_size)
         self.host = BlockAllocator(num_slots, PrefixEntry.evictable_from_host, self._lose_host)
-        self.ssd = SsdTier(self.index, self.host, copies.sizes, store, self.speeds, self._keep_on_host, self._end)
+        self.ssd = SsdTier(
+            self.index, self.host, copies.sizes, store, self.speeds, self._keep_on_host, self._end, reopen
+        )
         self.index.on_evictable = self._reconsider
         self._coming: dict[PrefixEntry, PageLoad] = {}  # loads to the GPU by entry
         self._fresh: deque[PrefixEntry] = deque()  # entries to write through, parents first

@@ -207,8 +207,10 @@ class _Layer:
         """Yield the matrices of each operation that has any."""
         spec, names = self.spec, self.names
         inter = spec.intermediate_size
-        found = {"qkv": self.qkv(), "o": self.output(names.o, spec.num_heads * spec.head_dim)}
-        if spec.experts is None or not self.parts.experts:
+        found: dict[str, tuple[LowRank, ...]] = {}
+        if self.parts.attention and not spec.output_gate:
+            found |= {"qkv": self.qkv(), "o": self.output(names.o, spec.num_heads * spec.head_dim)}
+        if self.parts.mlp and (spec.experts is None or not self.parts.experts):
             mlp_norm = names.attention_norm if spec.placement.norms == 1 else names.mlp_norm
             if spec.gated:
                 found["gate_up"] = self.input(

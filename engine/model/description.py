@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from weft.engine.model.parts import Experts, Quantization
+from weft.engine.model.parts import Experts, Quantization, Recurrence
 from weft.engine.model.rope import Rope
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.transformers_impl.spec import TransformersSpec
@@ -26,12 +26,18 @@ def describe(spec: ModelSpec) -> list[tuple[str, str]]:
         ),
         ("windows", _windows(spec)),
     ]
-    dense = sum(not spec.layer(i).experts for i in range(spec.num_layers))
+    if spec.recurrence is not None:
+        rows.append(("recurrent", _recurrence(spec, spec.recurrence)))
+    layers = [spec.layer(i) for i in range(spec.num_layers)]
+    dense = sum(layer.mlp and not layer.experts for layer in layers)
     if dense:
         rows.append(("MLP", f"{gated}{spec.activation}, {spec.intermediate_size} columns, on {dense} layers"))
     if spec.experts is not None:
         rows.append(
-            ("experts", f"{_experts(spec.experts)}, {gated}{spec.activation}, on {spec.num_layers - dense} layers")
+            (
+                "experts",
+                f"{_experts(spec.experts)}, {gated}{spec.activation}, on {sum(of.experts for of in layers)} layers",
+            )
         )
     biases = {"q, k, v": spec.qkv_bias, "o": spec.o_bias, "MLP": spec.mlp_bias, "vocabulary": spec.head_bias}
     rows.append(("biases", ", ".join(name for name, there in biases.items() if there) or "none"))
@@ -51,9 +57,14 @@ def describe(spec: ModelSpec) -> list[tuple[str, str]]:
 
 
 def _describe_calls(spec: TransformersSpec) -> list[tuple[str, str]]:
-    """Describe a model that `transformers` computes: only its attention calls are known."""
-    rows = []
+    """Describe a model that `transformers` computes: only its attention calls and states are known."""
+    rows = [("requests", f"one at a time: {spec.single}")] if spec.single else []
     for call, count in Counter(call._replace(layer=0) for call in spec.calls).items():
+        if call.row:
+            numbers = sum(heads * width for heads, width in call.row)
+            what = f"{count} layers" if spec.single else f"{count} calls of {call.heads} query heads"
+            rows.append(("attention", f"{what}, {numbers} numbers a token in the cache"))
+            continue
         sizes = f"{call.key_dim}" if call.key_dim == call.value_dim else f"{call.key_dim} and {call.value_dim}"
         extra = {
             f", windows of {call.window}": bool(call.window),
@@ -64,6 +75,10 @@ def _describe_calls(spec: TransformersSpec) -> list[tuple[str, str]]:
         rows.append(
             ("attention", f"{count} calls of {call.heads} query heads, {call.kv_heads} KV heads of {sizes}{words}")
         )
+    states = Counter(tuple(tensor.shape for tensor in mixer.tensors) for mixer in spec.mixers)
+    for shapes, count in states.items():
+        named = " and ".join("x".join(map(str, shape)) for shape in shapes)
+        rows.append(("recurrent", f"{count} layers with states of {named}"))
     return [*rows, ("vocabulary", f"{spec.vocab_size} tokens"), ("positions", f"{spec.max_positions} at most")]
 
 
@@ -86,7 +101,9 @@ def _positions(spec: ModelSpec) -> str:
     words = [_rope(rope) for rope in spec.ropes]
     if spec.learned_positions is not None:
         words.append("learned")
-    none = sum(spec.layer(i).rope is None for i in range(spec.num_layers))
+    none = sum(spec.layer(i).rope is None and spec.layer(i).attention for i in range(spec.num_layers))
+    if not spec.ropes and spec.learned_positions is None:
+        words.append("none")
     if none and spec.ropes:
         words.append(f"none on {none} layers")
     return f"{'; '.join(words)}; {spec.max_positions} at most"
@@ -99,6 +116,8 @@ def _attention(spec: ModelSpec) -> str:
         f"scores x {spec.attention_scale or 0:g}": spec.attention_scale is not None,
         f"scores capped at {spec.attention_softcap:g}": bool(spec.attention_softcap),
         "sinks": spec.sinks,
+        "output gated": spec.output_gate,
+        f"on {len(spec.windows)} of {spec.num_layers} layers": len(spec.windows) < spec.num_layers,
     }
     return "".join(f", {word}" for word, there in words.items() if there)
 
@@ -109,6 +128,16 @@ def _windows(spec: ModelSpec) -> str:
         return "none"
     words = [f"{n} layers see {'all' if w is None else w}" for w, n in counted.items()]
     return ", ".join(words) + ("" if spec.kv_window is None else "; pages behind are given back")
+
+
+def _recurrence(spec: ModelSpec, own: Recurrence) -> str:
+    number, size = sum(state is not None for state in spec.states), sum(s.nbytes for s in spec.states if s is not None)
+    kind = {
+        "gated_delta": f"gated delta rule, {own.heads} heads of {own.key_dim} x {own.value_dim}",
+        "mamba2": f"Mamba-2, {own.heads} heads of {own.value_dim} x {own.key_dim}",
+        "short_conv": f"convolution of {own.heads} channels",
+    }
+    return f"{kind[own.kind]}, {own.taps} taps, on {number} layers; {size / 2**20:.2f} MiB of states a request"
 
 
 def _experts(e: Experts) -> str:

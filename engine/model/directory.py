@@ -15,6 +15,7 @@ from weft.engine.model.gguf.file import INDEX
 from weft.engine.model.quantization import of_modelopt_file
 from weft.engine.model.spec import ModelSpec
 
+_OFF = frozenset({"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"})  # Null means none.
 MODELOPT = "hf_quant_config.json"  # File in which ModelOpt describes its quantization, if not in `config.json`.
 
 
@@ -61,6 +62,15 @@ def eos_ids(path: Path, config: dict[str, Any], vocab_size: int | None = None) -
     return tuple(ends_of(path, config, vocab_size).sources)
 
 
+def _without_nulls(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration without keys that are null, which means absent except in `_OFF`."""
+    return {
+        key: _without_nulls(value) if isinstance(value, dict) and key.endswith("config") else value
+        for key, value in config.items()
+        if value is not None or key in _OFF
+    }
+
+
 def read_spec(path: Path) -> ModelSpec:
     """Read `config.json` and `generation_config.json` of a model directory.
 
@@ -68,7 +78,7 @@ def read_spec(path: Path) -> ModelSpec:
     config = read_config(path)
     family = family_of((config.get("architectures") or ["(none)"])[0])
     try:
-        spec = family.spec(config)
+        spec = family.spec(_without_nulls(config))
     except KeyError as error:
         raise ModelError(f"{path / 'config.json'} lacks {error.args[0]}") from None
     except (TypeError, ValueError) as error:

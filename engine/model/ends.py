@@ -141,14 +141,16 @@ def _in_vocabulary(name: str, path: Path) -> int | None:
 
 
 def _chat_template(path: Path, tokenizer: dict[str, Any]) -> str:
-    """Return the default chat template, "" for none."""
+    """Return the chat template that a conversation gets without tools, "" for none."""
     try:
         return (path / "chat_template.jinja").read_text(encoding="utf-8")
     except (OSError, ValueError):
         pass
     template = tokenizer.get("chat_template") or _read(path / "chat_template.json").get("chat_template")
     if isinstance(template, list):
-        template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}.get("default")
+        template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+    if isinstance(template, dict):
+        template = template.get("default") or template.get("tool_use")
     return template if isinstance(template, str) else ""
 
 

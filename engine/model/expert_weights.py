@@ -25,8 +25,8 @@ from weft.kernels.matmul import weight_layout as pack
 class ExpertMatrices(NamedTuple):
     """The matrices of all experts of a layer."""
 
-    gate_up: Unpacked  # [E, 2 I, H], rows alternate
-    gate_up_bias: Tensor | None  # [E, 2 I]
+    gate_up: Unpacked  # [E, 2 I, H], rows alternate; [E, I, H] without gates
+    gate_up_bias: Tensor | None  # [E, 2 I]; [E, I] without gates
     down: Unpacked  # [E, H, I]
     down_bias: Tensor | None  # [E, H]
 
@@ -53,17 +53,18 @@ class ExpertWeights:
 
     def _read_separate(self, e: Experts) -> ExpertMatrices:
         names, h, inter = self._names, self._spec.hidden_size, e.intermediate_size
-        each = [name.format(i) for i in range(e.count) for name in (names.expert_gate, names.expert_up)]
-        halves = [self._matrix(name, inter, h, self._rows) for name in each]
-        pairs = zip(halves[0::2], halves[1::2], strict=True)
-        gate_up = self._stack([self._map_rows(pack.interleave_gate_up, *pair) for pair in pairs])
+        both = (names.expert_gate, names.expert_up) if self._spec.gated else (names.expert_up,)
+        each = [name.format(i) for i in range(e.count) for name in both]
+        read = [self._matrix(name, inter, h, self._rows) for name in each]
+        if self._spec.gated:
+            read = [self._map_rows(pack.interleave_gate_up, *pair) for pair in zip(read[0::2], read[1::2], strict=True)]
+        gate_up = self._stack(read)
         downs = [names.expert_down.format(i) for i in range(e.count)]
         down = self._stack([self._matrix(name, h, inter, self._columns) for name in downs])
         gate_up_bias = down_bias = None
         if e.bias:
-            found = [self._bias(name, inter, self._rows) for name in each]
-            pairs_of_biases = zip(found[0::2], found[1::2], strict=True)
-            gate_up_bias = torch.stack([torch.stack(pair, 1).flatten() for pair in pairs_of_biases])
+            found = torch.stack([self._bias(name, inter, self._rows) for name in each])
+            gate_up_bias = found.view(e.count, len(both), inter).transpose(1, 2).flatten(1)
             down_bias = torch.stack([self._bias(name, h, WHOLE) for name in downs])
         return ExpertMatrices(gate_up, gate_up_bias, down, down_bias)
 

@@ -6,6 +6,7 @@ restart needs no network and never changes the weights. `pull` fetches the newes
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ SMALL = ("*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt")
 """Configuration and tokenizer files at the top level; `FOLDERS` lists those in folders."""
 FOLDERS = {"additional_chat_templates": ".jinja", "1_Pooling": ".json"}  # File name endings to read, by folder.
 GGUF = ".gguf"
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def find_model(model: str, revision: str | None = None, *, weights: bool = True, tokenizer: bool = True) -> Path:
@@ -265,8 +267,8 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
         kind = {base.__name__ for base in type(error).__mro__}
         if not kind & {"HTTPError", "RequestException", "TransportError", "OSError", "RuntimeError"}:
             raise
-        if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-            raise ModelError(f"cannot write {error.filename}: {error.strerror}") from None
+        if isinstance(error, OSError) and (error.filename is not None or error.errno in DISK_ERRORS):
+            raise ModelError(f"cannot use {error.filename or cache_dir()}: {error.strerror}") from None
         _refuse(name, hub, error)
 
 

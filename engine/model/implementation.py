@@ -8,10 +8,13 @@ from pathlib import Path
 from weft.engine.config import EngineConfig, ModelImpl
 from weft.engine.errors import ModelError, UnknownArchitecture
 from weft.engine.model.directory import eos_ids, read_config, read_spec
+from weft.engine.model.encoders import is_encoder
 from weft.engine.model.gguf.file import INDEX
 from weft.engine.model.parts import Quantization
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.transformers_impl.decoders import architecture, refuse_undecodable
+
+OWN_LAYERS = "weft's own layers"
 
 
 def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
@@ -19,12 +22,14 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
     path = config.model_path
     if config.model_impl != "transformers":
         try:
-            return in_format(read_spec(path), config.quantization), "weft's own layers"
+            return in_format(read_spec(path), config.quantization), OWN_LAYERS + _text_only(path)
         except UnknownArchitecture:
             if config.model_impl == "native":
                 raise
     _refuse_gguf(path)
     raw = read_config(path)
+    if is_encoder(raw):
+        raise ModelError(f"{architecture(raw)} is an encoder: it generates no text")
     name = architecture(raw)
     if config.quantization is not None:
         raise ModelError(
@@ -40,7 +45,14 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
     spec = replace(spec, eos_token_ids=eos_ids(path, raw, spec.vocab_size) or spec.eos_token_ids)
     why = "as --model-impl requests" if config.model_impl == "transformers" else f"as weft has no layers for {name}"
     limit = f"; context limited to {spec.max_positions}: {spec.limit}" if spec.limit else ""
-    return spec, f"transformers' code with weft's attention, {why}{limit}"
+    how = f"one request at a time ({spec.single})" if spec.single else "with weft's attention"
+    return spec, f"transformers' code {how}, {why}{limit}{_text_only(path)}"
+
+
+def _text_only(path: Path) -> str:
+    """Return a phrase on the parts of a model that are not loaded, or ""."""
+    other = {"vision_config", "audio_config"} & set({} if (path / INDEX).is_file() else read_config(path))
+    return "; its text part alone, so requests with images or audio are refused" if other else ""
 
 
 def in_format(spec: ModelSpec, quantization: str | None) -> ModelSpec:
@@ -68,7 +80,8 @@ def check_known(path: Path, impl: ModelImpl = "auto", *, trusted: bool = False) 
         if impl == "native":
             raise
     _refuse_gguf(path)
-    refuse_undecodable(read_config(path), trusted=trusted)
+    if not is_encoder(raw := read_config(path)):
+        refuse_undecodable(raw, trusted=trusted)
 
 
 def _refuse_gguf(path: Path) -> None:

@@ -14,8 +14,9 @@ from weft.engine.model.checkpoint import WHOLE, Part, Tensors
 from weft.engine.model.expert_weights import ExpertWeights, cut_to
 from weft.engine.model.families.family import TensorNames
 from weft.engine.model.matrices import QuantizedMatrix, Unpacked
-from weft.engine.model.parts import Experts
+from weft.engine.model.parts import Experts, Recurrence
 from weft.engine.model.spec import ModelSpec
+from weft.engine.model.state_weights import StateWeights, read_state_weights
 from weft.kernels.formats.fp8_matrix import Fp8Matrix, Matrix
 from weft.kernels.matmul import weight_layout as pack
 
@@ -35,6 +36,7 @@ class ProjectionWeights:
     gate: Tensor | None = None  # [1, H]: gate of a shared expert.
     choice_bias: Tensor | None = None  # [experts] float32, of a router.
     fp8: Fp8Matrix | None = None  # The same weight with its scales and the preceding norm, if quantized.
+    state: StateWeights | None = None  # The other weights of a recurrence, with its input projection.
 
     @property
     def matrix(self) -> Matrix:
@@ -46,6 +48,8 @@ class ProjectionWeights:
         own = [getattr(self, field.name) for field in fields(self)]
         if self.fp8 is not None:
             own += [self.fp8.weight.scale, self.fp8.input_scale, self.fp8.norm, self.fp8.norm_bias]
+        if self.state is not None:
+            own += [getattr(self.state, field.name) for field in fields(self.state)]
         return tuple(tensor for tensor in own if isinstance(tensor, Tensor))
 
 
@@ -79,6 +83,10 @@ class _Layer:
         # Column-parallel projections split rows of their weights, row-parallel ones (o, down) split columns.
         self.rows, self.columns = Part(0, own.rank, own.ranks), Part(1, own.rank, own.ranks)
         self.kv_rows = Part(0, own.kv_part, own.kv_parts)
+        self.state_keys = WHOLE
+        if spec.recurrence is not None:
+            parts = spec.recurrence.key_parts
+            self.state_keys = Part(0, own.rank * parts // own.ranks, parts)
         self.first = own.rank == 0
         self.piecewise = own.ranks > 1 and tensors.known is not None
         """Whether pieces of a tensor are read one by one; random tensors are cut from the full tensor."""
@@ -206,9 +214,9 @@ class _Layer:
 
     # -- attention
 
-    def qkv(self) -> ProjectionWeights:
+    def attention(self) -> dict[str, ProjectionWeights]:
         spec, names, d = self.spec, self.names, self.spec.head_dim
-        sizes = (spec.num_heads * d, spec.num_kv_heads * d, spec.num_kv_heads * d)
+        sizes = ((1 + spec.output_gate) * spec.num_heads * d, spec.num_kv_heads * d, spec.num_kv_heads * d)
         parts, separate = (self.rows, self.kv_rows, self.kv_rows), (names.q, names.k, names.v)
         rope = spec.ropes[self.parts.rope or 0] if spec.ropes else None
         rotated = rope.dim(d) if rope is not None and not rope.interleaved else 0
@@ -216,11 +224,22 @@ class _Layer:
         def paired(t: Tensor) -> Tensor:
             return pack.interleave_rotary(t, d, rotated) if rotated else t
 
+        def half(t: Tensor, which: int) -> Tensor:
+            """Return the queries (0) or the gate (1) of all heads."""
+            return t.unflatten(0, (-1, 2, d))[:, which].flatten(0, 1)
+
         q, k, v = self.rows_of(names.qkv, separate, sizes, parts, spec.hidden_size)
-        bias = None
+        bias = gate_bias = None
         if spec.qkv_bias:
             qb, kb, vb = self.biases_of(names.qkv, separate, sizes, parts)
+            if spec.output_gate:
+                qb, gate_bias = half(qb, 0), half(qb, 1)
             bias = torch.cat((paired(qb), paired(kb), vb))
+        found = {"o": self.o()}
+        if spec.output_gate:
+            gate = self.map_rows(partial(half, which=1), q)
+            found["output_gate"] = self.input_projection(gate, names.attention_norm, gate_bias)
+            q = self.map_rows(partial(half, which=0), q)
         weight = self.map_rows(lambda q, k, v: torch.cat((paired(q), paired(k), v)), q, k, v)
         q_norm = k_norm = sinks = None
         if spec.qk_norm:
@@ -234,13 +253,67 @@ class _Layer:
         if spec.sinks:
             sinks = self.tensors.get(f"{self.prefix}{names.sinks}", (spec.num_heads,), self.rows)
         projection = self.input_projection(weight, names.attention_norm, bias)
-        return replace(projection, q_norm=q_norm, k_norm=k_norm, sinks=sinks)
+        return found | {"qkv": replace(projection, q_norm=q_norm, k_norm=k_norm, sinks=sinks)}
 
     def o(self) -> ProjectionWeights:
         spec, names = self.spec, self.names
         weight = self.matrix(names.o, spec.hidden_size, spec.num_heads * spec.head_dim, self.columns)
         bias = self.bias(names.o, spec.hidden_size) if spec.o_bias else None
         return self.output_projection(weight, bias, post_norm=self.post_norm(names.attention_post_norm))
+
+    # -- recurrence
+
+    def recurrence(self, own: Recurrence) -> dict[str, ProjectionWeights]:
+        spec, names = self.spec, self.names.state
+        assert names is not None  # a family with a recurrence names its tensors
+        rows: dict[str, Unpacked] = {}
+        biases: dict[str, Tensor] = {}
+        for module, sections in names.inputs:
+            rows |= self._sections(own, module, sections)
+            if own.bias:
+                sizes, parts = self._columns(own, sections)
+                biases |= dict(zip(sections, self.biases_of(module, (), sizes, parts), strict=True))
+        weight = self.map_rows(lambda *each: torch.cat(each), *(rows[name] for name in own.sections))
+        bias = torch.cat([biases[name] for name in own.sections]) if own.bias else None
+        projection = self.input_projection(weight, self.names.attention_norm, bias)
+        state = read_state_weights(self.tensors, own, names, self.prefix, self.rows, self.state_keys)
+        if own.scalars:
+            # Few rows, which decide what a state forgets: kept in 16 or 32 bits.
+            few = torch.cat([matrices.dequantize(rows[name], self.tensors.dtype) for name in own.scalars])
+            few_bias = torch.cat([biases[name] for name in own.scalars]) if own.bias else None
+            scalars, scalars_bias = self.folded(few, self.names.attention_norm, few_bias)
+            state = replace(state, scalars=scalars, scalars_bias=scalars_bias)
+        out = self.matrix(names.out, spec.hidden_size, own.width, self.columns)
+        out_bias = self.bias(names.out, spec.hidden_size) if own.bias else None
+        return {"state_in": replace(projection, state=state), "state_out": self.output_projection(out, out_bias)}
+
+    def _columns(self, own: Recurrence, sections: str) -> tuple[tuple[int, ...], tuple[Part, ...]]:
+        """Return the size of sections and the rank's part of each."""
+        every = own.sections | own.scalars
+        sizes = tuple(every[name] for name in sections)
+        return sizes, tuple(self.state_keys if name in own.keyed else self.rows for name in sections)
+
+    def _sections(self, own: Recurrence, module: str, sections: str) -> dict[str, Unpacked]:
+        """Return the rank's rows of each section of an input projection."""
+        names, hidden = self.names.state, self.spec.hidden_size
+        assert names is not None
+        sizes, parts = self._columns(own, sections)
+        if not names.by_key_head:
+            return dict(zip(sections, self.rows_of(module, (), sizes, parts, hidden), strict=True))
+        # Several ranks may share a key head: each takes its part of the head's values.
+        shared = Part(0, self.rows.part % (self.rows.of // own.key_parts), self.rows.of // own.key_parts)
+        cuts = [WHOLE if name in own.keyed else shared for name in sections]
+        widths = [size * cut.of // own.key_heads for size, cut in zip(sizes, cuts, strict=True)]
+        whole = self.matrix(module, own.key_heads * sum(widths), hidden, self.state_keys)
+
+        def take(begin: int, width: int, cut: Part, t: Tensor) -> Tensor:
+            return cut_to(t.unflatten(0, (own.key_heads, -1))[:, begin : begin + width].flatten(0, 1), cut)
+
+        begins = [sum(widths[:i]) for i in range(len(widths))]
+        return {
+            name: self.map_rows(partial(take, begin, width, cut), whole)
+            for name, begin, width, cut in zip(sections, begins, widths, cuts, strict=True)
+        }
 
     # -- MLP
 
@@ -285,12 +358,16 @@ class _Layer:
             choice = get(f"{self.prefix}{names.choice_bias}", (e.count,), dtype=torch.float32)
         weight, router_bias = self.folded(router, names.mlp_norm, router_bias)
         made = ExpertWeights(self.tensors, spec, names, self.prefix, self.matrix, self.bias).read(e)
+        kernel = "gate_up" if spec.gated else "up"
         out = {
             "router": ProjectionWeights(weight, router_bias, choice_bias=choice),
-            "experts_gate_up": self.input_projection(made.gate_up, names.mlp_norm, made.gate_up_bias),
+            f"experts_{kernel}": self.input_projection(made.gate_up, names.mlp_norm, made.gate_up_bias),
             "experts_down": self.output_projection(made.down, made.down_bias),
         }
-        if e.shared_size:
+        if e.shared_size and not spec.gated:
+            shared_up = self.matrix(names.shared_up, e.shared_size, h, self.rows)
+            out["shared_up"] = self.input_projection(shared_up, self.mlp_norm)
+        elif e.shared_size:
             gate = None
             if e.shared_gate:
                 switch = matrices.dequantize(self.matrix(names.shared_switch, 1, h), self.tensors.dtype)
@@ -298,6 +375,7 @@ class _Layer:
             out["shared_gate_up"] = self.gate_up(
                 names.shared_gate_up, names.shared_gate, names.shared_up, e.shared_size, gate
             )
+        if e.shared_size:
             shared_down = self.matrix(names.shared_down, h, e.shared_size, self.columns)
             out["shared_down"] = self.output_projection(shared_down, None)
         return out
@@ -307,8 +385,12 @@ def pack_layer(tensors: Tensors, spec: ModelSpec, names: TensorNames, i: int) ->
     """Return the weights of the operations of `spec.layer_operations` for layer `i` of a model or a shard.
 
     Raises `ModelError` for a missing tensor or one of another shape."""
-    layer = _Layer(tensors, spec, names, i)
-    attention = {"qkv": layer.qkv(), "o": layer.o()}
-    if spec.experts is not None and layer.parts.experts:
-        return attention | layer.experts(spec.experts)
-    return attention | layer.dense()
+    layer, own = _Layer(tensors, spec, names, i), spec.recurrence
+    found: dict[str, ProjectionWeights] = {}
+    if layer.parts.attention:
+        found |= layer.attention()
+    elif layer.parts.state is not None and own is not None:
+        found |= layer.recurrence(own)
+    if layer.parts.mlp:
+        found |= layer.dense() if spec.experts is None or not layer.parts.experts else layer.experts(spec.experts)
+    return found

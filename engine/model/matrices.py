@@ -183,6 +183,8 @@ def kv_scales(tensors: Tensors, spec: ModelSpec, names: TensorNames) -> Tensor |
     attention = names.o.rpartition(".")[0]
     layers = []
     for i in range(spec.num_layers):
+        if not spec.layer(i).attention:
+            continue
         planes = []
         for plane, projection in (("k", names.k), ("v", names.v)):
             known = (
@@ -202,7 +204,7 @@ def kv_scales(tensors: Tensors, spec: ModelSpec, names: TensorNames) -> Tensor |
         return None
     one = torch.ones(spec.num_kv_heads, device=given[0].device)
     every = [one if scale is None else scale for planes in layers for scale in planes]
-    return torch.stack(every).view(spec.num_layers, 2, -1)
+    return torch.stack(every).view(len(layers), 2, -1)
 
 
 def _head_scales(tensors: Tensors, name: str, spec: ModelSpec) -> Tensor:

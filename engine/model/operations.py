@@ -28,12 +28,20 @@ class Role(Enum):
     DECODE_ATTENTION = "decode attention"  # For requests with one new token: reads all their keys and values.
     PREFILL_ATTENTION = "prefill attention"
     """For chunks; also reads keys that earlier tokens of the same iteration wrote."""
+    STATE_STEP = "state step"  # For requests with one new token: reads their recurrent states and writes the next ones.
+    STATE_SCAN = "state scan"  # For chunks: carries the states of their requests over all their tokens.
     NETWORK = "network"  # A collective between ranks.
 
     @property
     def attends(self) -> bool:
-        """Whether it is attention; all attention of a layer assigns requests to the same nano-batches."""
-        return self in (Role.DECODE_ATTENTION, Role.PREFILL_ATTENTION)
+        """Whether it mixes a request's tokens; all such operations of a layer have the same requests in a
+        nano-batch."""
+        return self in (Role.DECODE_ATTENTION, Role.PREFILL_ATTENTION, Role.STATE_STEP, Role.STATE_SCAN)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether it reads and writes recurrent states."""
+        return self in (Role.STATE_STEP, Role.STATE_SCAN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,7 @@ class Operation:
     inner: int = 0  # Its matrix is `[out, inner]`; 0 if it has none.
     parameters: int = 0  # Number of weights.
     flops: int = 0  # Per token; for attention per pair of query and key.
-    moved: int = 0  # Values read and written per token, without weights and cached keys and values.
+    moved: int = 0  # Values read and written per token, without weights, cached keys and values, and states.
     sent: int = 0  # Values that one rank sends to the others per token.
 
 
@@ -79,6 +87,14 @@ def experts(
 def attention(name: str, role: Role, resource: Resource, parents: tuple[str, ...], width: int) -> Operation:
     """Attention for queries `[T, width]`: reads and writes as many values; 4 FLOPs per value and key."""
     return Operation(name, role, resource, parents, name, "q", "a", flops=4 * width, moved=2 * width)
+
+
+def state(
+    name: str, role: Role, resource: Resource, parents: tuple[str, ...], inner: int, width: int, values: int
+) -> Operation:
+    """A recurrence from `[T, inner]` to `[T, width]` with `values` numbers in a request's state, which each token
+    updates and reads."""
+    return Operation(name, role, resource, parents, name, "q", "m", flops=6 * values, moved=inner + width)
 
 
 def all_reduce(name: str, parents: tuple[str, ...], width: int, ranks: int) -> Operation:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
+
+from weft.engine.errors import ModelError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """The names in `kernels.reference.layer.ACTIVATIONS`, repeated here so that reading a config does not load it."""
@@ -65,6 +68,16 @@ class StateSpec:
     tensors: tuple[StateTensor, ...]
     block: int = 64  # Cutting a prompt at multiples of this many tokens changes no bits.
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one request's state."""
+        return sum(math.prod(t.shape) * (4 if t.dtype == "float32" else 2) for t in self.tensors)
+
+    def resized(self, like: StateSpec) -> StateSpec:
+        """Return this state with the shapes of another."""
+        pairs = zip(self.tensors, like.tensors, strict=True)
+        return replace(self, tensors=tuple(replace(own, shape=other.shape) for own, other in pairs))
+
 
 RecurrenceKind = Literal["gated_delta", "mamba2", "short_conv"]
 
@@ -89,7 +102,7 @@ class Recurrence:
     most_step: float = float("inf")
     block: int = 64  # Tokens of a block of the scan.
     conv_dtype: str = "float32"  # Dtype of the convolution's state.
-    norm_parts: int = 1  # Ranks over which a group of mamba2's norm is spread.
+    key_parts: int = 1  # Parts that the key heads of all ranks are split into; several ranks may hold one.
 
     @property
     def width(self) -> int:
@@ -97,33 +110,39 @@ class Recurrence:
         return self.heads * self.value_dim
 
     @property
-    def sections(self) -> tuple[int, ...]:
+    def sections(self) -> dict[str, int]:
         """Columns of its input projection, by meaning. The convolution covers the first three, or for short_conv the
-        product of the first and the third.
+        product of B and x.
 
-        gated_delta: q, k, v, output gate. mamba2: x, B, C, output gate. short_conv: gates before and after, x."""
-        keys = self.key_heads * self.key_dim
-        if self.kind == "short_conv":
-            return (self.heads,) * 3
-        return (
-            (keys, keys, self.width, self.width) if self.kind == "gated_delta" else (self.width, keys, keys, self.width)
-        )
+        gated_delta: q, k, v and z, the output gate. mamba2: x, B, C and z. short_conv: B, C (the gates) and x."""
+        keys, width = self.key_heads * self.key_dim, self.width
+        match self.kind:
+            case "gated_delta":
+                return {"q": keys, "k": keys, "v": width, "z": width}
+            case "mamba2":
+                return {"x": width, "B": keys, "C": keys, "z": width}
+        return {"B": width, "C": width, "x": width}
 
     @property
-    def scalars(self) -> int:
-        """Columns of its input projection with one number a head. gated_delta: b (share that is overwritten) and a
-        (decay); mamba2: time steps."""
-        return {"gated_delta": 2, "mamba2": 1, "short_conv": 0}[self.kind] * self.heads
+    def scalars(self) -> dict[str, int]:
+        """Columns of its input projection with one number a head. gated_delta: b (the share that is overwritten) and a
+        (decay); mamba2: t (time steps)."""
+        return dict.fromkeys({"gated_delta": "ba", "mamba2": "t", "short_conv": ""}[self.kind], self.heads)
+
+    @property
+    def keyed(self) -> str:
+        """The sections that belong to key heads."""
+        return {"gated_delta": "qk", "mamba2": "BC", "short_conv": ""}[self.kind]
 
     @property
     def inner(self) -> int:
         """Columns of its input projection."""
-        return sum(self.sections) + self.scalars
+        return sum(self.sections.values()) + sum(self.scalars.values())
 
     @property
     def channels(self) -> int:
         """Channels of the convolution."""
-        return self.heads if self.kind == "short_conv" else sum(self.sections[:3])
+        return self.heads if self.kind == "short_conv" else sum(list(self.sections.values())[:3])
 
     @property
     def state(self) -> StateSpec:
@@ -132,6 +151,26 @@ class Recurrence:
             return StateSpec((conv,), block=1)
         matrix = (self.key_dim, self.value_dim) if self.kind == "gated_delta" else (self.value_dim, self.key_dim)
         return StateSpec((conv, StateTensor("recurrent", (self.heads, *matrix), "float32")), self.block)
+
+    @property
+    def small_parameters(self) -> int:
+        """Values in its vectors and its convolution, without biases."""
+        vectors = {"gated_delta": self.heads + self.value_dim, "mamba2": 2 * self.heads + self.width}
+        return self.channels * self.taps + vectors.get(self.kind, 0)
+
+    def shard(self, ranks: int) -> Recurrence:
+        """Return the part of one of `ranks`: value heads are split with their key heads, which several ranks hold if
+        there are fewer. Raises `ModelError`."""
+        if self.heads % ranks:
+            raise ModelError(f"{self.heads} heads of recurrent states cannot be split over {ranks} ranks")
+        if self.kind == "short_conv":
+            return replace(self, heads=self.heads // ranks)
+        if self.key_heads % ranks and ranks % self.key_heads:
+            raise ModelError(
+                f"{self.key_heads} key heads of recurrent states can be neither split nor replicated over {ranks} ranks"
+            )
+        key_parts = min(ranks, self.key_heads)
+        return replace(self, heads=self.heads // ranks, key_heads=self.key_heads // key_parts, key_parts=key_parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class RealisticDummy:
         """Outlier channels of the stream."""
         self._signs = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1.0
         writes = (names.o, names.down, names.expert_down, names.experts_down, names.shared_down)
+        writes += (names.state.out,) if names.state is not None else ()
         self._writes = tuple(name.removesuffix(".weight") for name in writes if name)
         own, d = spec.shard_of, spec.head_dim
         queries = spec.num_heads * own.ranks * d

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from weft.engine.errors import ModelError
-from weft.engine.model.operations import Operation, Resource, Role, all_reduce, attention, projection
+from weft.engine.model.operations import Operation, Resource, Role, all_reduce, attention, projection, state
 from weft.engine.model.operations import experts as _experts
 from weft.engine.model.parts import (
     ACTIVATIONS,
@@ -21,6 +21,7 @@ from weft.engine.model.parts import (
     Norm,
     Placement,
     Quantization,
+    Recurrence,
     StateSpec,
 )
 from weft.engine.model.reductions import Reduction, with_reductions
@@ -71,6 +72,8 @@ class ModelSpec:
     attention_scale: float | None = None  # Scale of the scores; None: head_dim ** -0.5.
     attention_softcap: float = 0.0
     sinks: bool = False  # Each head has an extra logit in the softmax of its scores.
+    output_gate: bool = False  # Attention's output is multiplied by the sigmoid of a separate projection.
+    recurrence: Recurrence | None = None  # The mixer of all layers that have a state.
     learned_positions: int | None = None  # Positions are rows of a table, starting at this offset; None: no table.
     embedding_scale: float = 1.0  # Rounded to the dtype of the weights.
     residual_scale: float = 1.0  # Factor on what attention and MLP add to the stream; folded into the matrices.
@@ -143,9 +146,14 @@ class ModelSpec:
         """Values in all matrices, norms and tables, without biases and sinks."""
         heads = {"": 0, "head": 2, "projection": self.num_heads + self.num_kv_heads}[self.qk_norm]
         norm = self.hidden_size if self.norm.weight else 0
-        every = self.num_layers * (self.placement.norms * norm + heads * self.head_dim) + norm
+        every = norm
         for i in range(self.num_layers):
+            layer = self.layer(i)
+            norms = self.placement.norms if layer.mlp and (layer.attention or layer.state) else 1
+            every += norms * norm + (heads * self.head_dim if layer.attention else 0)
             every += sum(op.parameters for op in self.layer_operations(i))
+            if layer.state is not None and self.recurrence is not None:
+                every += self.recurrence.small_parameters
             if self.experts is not None and self.experts.shared_gate and self.layer(i).experts:
                 every += self.hidden_size
         tables = len(self.vocabulary) * (1 if self.tie_embeddings else 2)
@@ -177,69 +185,97 @@ class ModelSpec:
     def layer_operations(self, layer: int = -1) -> Iterator[Operation]:
         """Return the operations of a layer in order, with dependencies inside it; plans describe the last layer.
 
-        Activations: x residual stream, q queries, a attention output, h hidden part of the MLP, r router choice, s
-        hidden part of a shared expert. With several ranks, projections with target x leave partial sums; an all-reduce
-        adds them up, applies the post-norm if any, and adds the result to x. `sums` selects other collectives. Raises
-        `ModelError` if they are impossible.
+        Activations: x residual stream, q queries or a recurrence's inputs, g gate of attention's output, a attention
+        output, m a recurrence's output, h hidden part of the MLP, r router choice, s hidden part of a shared expert.
+        With several ranks, projections with target x leave partial sums; an all-reduce adds them up, applies the
+        post-norm if any, and adds the result to x. `sums` selects other collectives. Raises `ModelError` if they are
+        impossible.
         """
         operations = self._operations(layer)
         return with_reductions(operations, dict(self.sums), self.shard_of.ranks) if self.sums else operations
 
     def _operations(self, layer: int) -> Iterator[Operation]:
-        hidden, width = self.hidden_size, self.num_heads * self.head_dim
-        ranks, parallel = self.shard_of.ranks, self.placement.parallel
-        experts = self.experts if self.layer(layer % self.num_layers).experts else None
-        yield projection("qkv", (), self.qkv_size, hidden, kernel="qkv", source="x", target="q")
-        # In a parallel layer the MLP reads the stream before attention adds to it.
-        reads = tuple(self._mlp_reads(("qkv",), experts)) if parallel else ()
-        yield from reads
-        yield attention("decode", Role.DECODE_ATTENTION, Resource.MEMORY, ("qkv",), width)
-        yield attention("prefill", Role.PREFILL_ATTENTION, Resource.COMPUTE, ("qkv",), width)
-        before = ("decode", "prefill", *(op.name for op in reads))
-        yield projection("o", before, hidden, width, kernel="residual", source="a", target="x")
-        after = "o"
-        if ranks > 1 and not parallel:  # a parallel layer adds up attention and MLP at once
-            after = "o_reduce"
-            yield all_reduce(after, ("o",), hidden, ranks)
+        hidden = self.hidden_size
+        ranks, parallel, own = self.shard_of.ranks, self.placement.parallel, self.layer(layer % self.num_layers)
+        experts = self.experts if own.experts else None
+        reads: tuple[Operation, ...] = ()
+        after: tuple[str, ...] = ()
+        if own.attention or own.state is not None:
+            *before, into = self._mixer(own)
+            yield before[0]
+            # In a parallel layer the MLP reads the stream before attention adds to it.
+            reads = tuple(self._mlp_reads((before[0].name,), experts)) if parallel else ()
+            yield from reads
+            yield from before[1:]
+            yield replace(into, parents=(*into.parents, *(op.name for op in reads)))
+            after = (into.name,)
+            if ranks > 1 and not parallel:  # a parallel layer adds up attention and MLP at once
+                yield all_reduce(f"{into.name}_reduce", after, hidden, ranks)
+                after = (f"{into.name}_reduce",)
+        if not own.mlp:
+            return
         if not parallel:
-            reads = tuple(self._mlp_reads((after,), experts))
+            reads = tuple(self._mlp_reads(after, experts))
             yield from reads
         # A projection that adds to the stream waits for all operations that read it.
-        before = (*([after] if parallel else []), *(op.name for op in reads))
+        parents = (*(after if parallel else ()), *(op.name for op in reads))
         if experts is None:
-            yield projection("down", before, hidden, self.intermediate_size, kernel="residual", source="h", target="x")
-            after = "down"
+            yield projection("down", parents, hidden, self.intermediate_size, kernel="residual", source="h", target="x")
+            last = "down"
         else:
             yield _experts(
-                "experts_down", before, hidden, experts.intermediate_size, experts.count, experts.top,
+                "experts_down", parents, hidden, experts.intermediate_size, experts.count, experts.top,
                 kernel="experts_residual", source="h", target="x",
             )  # fmt: skip
-            after = "experts_down"
+            last = "experts_down"
             if experts.shared_size:
                 yield projection(
-                    "shared_down", (after,), hidden, experts.shared_size, kernel="residual", source="s", target="x"
+                    "shared_down", (last,), hidden, experts.shared_size, kernel="residual", source="s", target="x"
                 )
-                after = "shared_down"
+                last = "shared_down"
         if ranks > 1:
-            yield all_reduce("down_reduce", (after,), hidden, ranks)
+            yield all_reduce("down_reduce", (last,), hidden, ranks)
+
+    def _mixer(self, layer: Layer) -> Iterator[Operation]:
+        """Yield the operations of attention or a recurrence; the first reads the stream, the last adds to it."""
+        hidden, width, own = self.hidden_size, self.num_heads * self.head_dim, self.recurrence
+        if layer.attention:
+            yield projection("qkv", (), self.qkv_size, hidden, kernel="qkv", source="x", target="q")
+            gate: tuple[str, ...] = ()
+            if self.output_gate:
+                gate = ("output_gate",)
+                yield projection(gate[0], (), width, hidden, kernel="output_gate", source="x", target="g")
+            yield attention("decode", Role.DECODE_ATTENTION, Resource.MEMORY, ("qkv",), width)
+            yield attention("prefill", Role.PREFILL_ATTENTION, Resource.COMPUTE, ("qkv",), width)
+            kernel = "gated_residual" if self.output_gate else "residual"
+            yield projection("o", ("decode", "prefill", *gate), hidden, width, kernel=kernel, source="a", target="x")
+            return
+        assert own is not None  # ensured by `checked`
+        values = own.heads * own.key_dim * own.value_dim
+        yield projection("state_in", (), own.inner, hidden, kernel="state_in", source="x", target="q")
+        for name, role, resource in (
+            ("state_step", Role.STATE_STEP, Resource.MEMORY), ("state_scan", Role.STATE_SCAN, Resource.COMPUTE)
+        ):  # fmt: skip
+            yield state(name, role, resource, ("state_in",), own.inner, own.width, values)
+        parents = ("state_step", "state_scan")
+        yield projection("state_out", parents, hidden, own.width, kernel="residual", source="m", target="x")
 
     def _mlp_reads(self, parents: tuple[str, ...], experts: Experts | None) -> Iterator[Operation]:
         """Yield the operations of an MLP that read the stream."""
         hidden, inter = self.hidden_size, self.intermediate_size
-        if experts is None and self.gated:
-            yield projection("gate_up", parents, 2 * inter, hidden, kernel="gate_up", source="x", target="h")
-        elif experts is None:
-            yield projection("up", parents, inter, hidden, kernel="up", source="x", target="h")
-        else:
-            yield projection("router", parents, experts.count, hidden, kernel="router", source="x", target="r")
-            yield _experts(
-                "experts_gate_up", ("router",), 2 * experts.intermediate_size, hidden, experts.count, experts.top,
-                kernel="experts_gate_up", source="x", target="h",
-            )  # fmt: skip
-            if experts.shared_size:
-                yield projection(
-                    "shared_gate_up", parents, 2 * experts.shared_size, hidden, kernel="gate_up", source="x", target="s"
-                )
+        kernel, halves = ("gate_up", 2) if self.gated else ("up", 1)
+        if experts is None:
+            yield projection(kernel, parents, halves * inter, hidden, kernel=kernel, source="x", target="h")
+            return
+        yield projection("router", parents, experts.count, hidden, kernel="router", source="x", target="r")
+        yield _experts(
+            f"experts_{kernel}", ("router",), halves * experts.intermediate_size, hidden, experts.count, experts.top,
+            kernel=f"experts_{kernel}", source="x", target="h",
+        )  # fmt: skip
+        if experts.shared_size:
+            yield projection(
+                f"shared_{kernel}", parents, halves * experts.shared_size, hidden, kernel=kernel, source="x", target="s"
+            )
 
     def rotary(self, max_positions: int) -> list[tuple[torch.Tensor, float]]:
         """Return `rope.inv_freq` of each of `ropes`, and an empty table if some layers have no rope."""
@@ -268,7 +304,7 @@ class ModelSpec:
         kv_parts = min(ranks, self.num_kv_heads)
         sizes = [("attention heads", self.num_heads)]
         experts = self.experts
-        if experts is None or not all(self.layer(i).experts for i in range(self.num_layers)):
+        if any(layer.mlp and not layer.experts for layer in self.layers):
             sizes += [("MLP columns", self.intermediate_size)]
         if experts is not None:
             sizes += [("expert columns", experts.intermediate_size), ("shared columns", experts.shared_size)]
@@ -282,8 +318,16 @@ class ModelSpec:
             raise ModelError(f"{self.num_kv_heads} KV heads can be neither split nor replicated over {ranks} ranks")
         if self.vocab_size < ranks:
             raise ModelError(f"a vocabulary of {self.vocab_size} cannot be split over {ranks} ranks")
+        recurrence = None if self.recurrence is None else self.recurrence.shard(ranks)
+        layers = self.layers
+        if recurrence is not None:
+            layers = tuple(
+                replace(layer, state=layer.state and layer.state.resized(recurrence.state)) for layer in layers
+            )
         return replace(
             self,
+            recurrence=recurrence,
+            layers=layers,
             num_heads=self.num_heads // ranks,
             num_kv_heads=self.num_kv_heads // kv_parts,
             intermediate_size=self.intermediate_size // ranks,
@@ -308,6 +352,10 @@ class ModelSpec:
             raise ModelError(f"activation {self.activation!r} is not supported ({', '.join(known)} are)")
         if self.experts is not None and not 1 <= self.experts.top <= self.experts.count:
             raise ModelError(f"config.json: a token uses {self.experts.top} of {self.experts.count} experts")
+        if any(layer.state is not None for layer in self.layers) != (self.recurrence is not None):
+            raise ModelError("config.json: it describes a recurrence that no layer has")
+        if self.placement is not Placement.PRE and not all(layer.mlp and layer.attention for layer in self.layers):
+            raise ModelError(f"layers without attention or MLP need norms placed {Placement.PRE.value}")
         if any(window is not None and window < 1 for window in self.windows):
             raise ModelError("config.json: a sliding window must be at least 1")
         return self

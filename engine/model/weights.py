@@ -29,7 +29,7 @@ from weft.engine.progress import LOADING, Progress, notice
 from weft.kernels.formats import fp8
 from weft.kernels.matmul import weight_layout as pack
 
-HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", "score.weight", "score.bias")
 """Name endings of checkpoint tensors that follow from the config and are ignored."""
 OTHER_HEAD = "config.json ties the output head to the embedding, but the checkpoint has a head of its own: using it"
 NO_HEAD = "config.json says that the output head is not tied, but the checkpoint has no head: using the embedding"
@@ -45,7 +45,8 @@ class Weights:
     norm_bias: Tensor | None = None  # [H].
     head_bias: Tensor | None = None  # [V].
     positions: Tensor | None = None  # [positions, H], learned: added to the embedding.
-    kv_scales: Tensor | None = None  # [layers, 2, Hkv] float32, for FP8 K and V, if the checkpoint has them.
+    kv_scales: Tensor | None = None
+    """[layers with K and V, 2, Hkv] float32, for FP8 K and V, if the checkpoint has them."""
     has_hidden_states = True  # See `TransformersModule`.
 
     def tensors(self) -> list[Tensor]:
@@ -61,7 +62,7 @@ class Weights:
             return None
         if self.kv_scales is not None:
             return fp8.kv_scales(self.kv_scales)
-        return fp8.unit_kv_scales(spec.num_layers, spec.num_kv_heads, self.norm.device)
+        return fp8.unit_kv_scales(len(spec.kv_heads), spec.num_kv_heads, self.norm.device)
 
     @property
     def num_bytes(self) -> int:
@@ -190,7 +191,8 @@ def load_weights(
         if spec.shard_of.rank == 0:  # the others would print the same
             _report_conversion(checkpoint, wanted, weights, spec)
             harmless = (*HARMLESS, *names.harmless, *matrices.HARMLESS)
-            warn_of_surplus(checkpoint.surplus((*harmless, head) if tied else harmless))
+            surplus = checkpoint.surplus((*harmless, head) if tied else harmless)
+            warn_of_surplus([name for name in surplus if not name.startswith(names.unused)])
     return weights
 
 

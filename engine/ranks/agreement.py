@@ -1,16 +1,14 @@
-"""What ranks agree on at startup: sizes, and the SSD extents that all of them have."""
+"""What ranks agree on at startup."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 import torch
 import xxhash
 
 from weft.engine.errors import RankLost
-from weft.engine.memory.extent import Record
 from weft.engine.runner.device.collectives import Collectives
 from weft.engine.runner.options.resolve import ResolvedConfig
 
@@ -41,19 +39,3 @@ def barrier(collectives: Collectives) -> None:
 
 def _number(data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(data) >> 1
-
-
-def common_records(collectives: Collectives, records: list[tuple[int, Record]]) -> list[tuple[int, Record]]:
-    """Return this rank's records whose extent holds the same page on every rank."""
-    keys = np.zeros((len(records), 3), np.int64)
-    for row, (extent, record) in zip(keys, records, strict=True):
-        row[0] = extent
-        row[1:] = np.frombuffer(record.key, np.int64)
-    counts = collectives.all_gather(torch.tensor([len(keys)]))[:, 0].tolist()
-    padded = np.full((max(counts), 3), -1, np.int64)
-    padded[: len(keys)] = keys
-    shown = collectives.all_gather(torch.from_numpy(padded)).numpy()
-    common = set.intersection(
-        *({tuple(row) for row in rows[:n].tolist()} for rows, n in zip(shown, counts, strict=True))
-    )
-    return [found for row, found in zip(keys.tolist(), records, strict=True) if tuple(row) in common]

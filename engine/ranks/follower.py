@@ -15,11 +15,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from weft.engine.errors import WeftError
 from weft.engine.memory.extent import Record
 from weft.engine.memory.ssd_store import Job, Outcome, SsdStore
-from weft.engine.memory.store_file import StoreFile
+from weft.engine.memory.store_file import StoreFile, StoreUnavailable
+from weft.engine.memory.tier_setup import opened_again
 from weft.engine.memory.transfer import Copy, CopyEngine, Pairs
-from weft.engine.ranks.agreement import barrier, common_records
+from weft.engine.ranks.agreement import barrier
 from weft.engine.ranks.batches import batch_of
 from weft.engine.ranks.leader import BROKEN, DONE, LOST, PENDING, POLL_SECONDS
 from weft.engine.ranks.links import LOOK_SECONDS, Bytes, Links
@@ -29,6 +31,7 @@ from weft.engine.runner.device.collectives import Collectives
 from weft.engine.runner.device.runner import InFlight, Runner
 from weft.engine.runner.iteration.batch import Batch
 from weft.engine.wire.heartbeat import HEARTBEAT_SECONDS
+from weft.engine.wire.page_keys import KEY_BYTES
 
 _OF_JOB = {Outcome.PENDING: PENDING, Outcome.DONE: DONE, Outcome.LOST: LOST, Outcome.BROKEN: BROKEN}
 LAUNCHED_SECONDS = 0.02  # Seconds between checks of a launched GPU iteration while no further one arrives.
@@ -63,11 +66,13 @@ def _outcome(work: Copy | Job) -> int:
 
 class Follower:
     def __init__(
-        self, links: Links, runner: Runner, collectives: Collectives, file: StoreFile | None, threads: int
-    ) -> None:
-        """file: the file of this rank's SSD tier. threads: compute threads for iterations."""
+        self, links: Links, runner: Runner, collectives: Collectives, file: StoreFile | None, threads: int,
+        reopen: Callable[[], StoreFile],
+    ) -> None:  # fmt: skip
+        """file: the file of this rank's SSD tier. threads: compute threads for iterations. reopen: opens the file
+        after its disk failed."""
         self._links, self._runner, self._collectives, self._file = links, runner, collectives, file
-        self._threads = threads
+        self._threads, self._reopen = threads, reopen
         self._ring = RingReader(links)
         self._outcomes = links.outcomes()[links.rank]
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
@@ -77,6 +82,7 @@ class Follower:
         self._transfers: list[_Transfer] = []
         self._copies: CopyEngine | None = None
         self._store: SsdStore | None = None
+        self._store_usable = False
         self._error: BaseException | None = None
         self._launched: deque[InFlight] = deque()
 
@@ -137,8 +143,6 @@ class Follower:
         numbers = arrays[0].view(np.int64).tolist() if arrays else []
         if kind is Kind.POOL:
             self._copies = self._runner.copy_engine(*numbers)
-            if self._file is not None:
-                self._store = SsdStore(self._file, self._copies.host, self._copies.remainders)
             barrier(self._collectives)
         elif kind in (Kind.OUT, Kind.BACK):
             pairs = [(page, slot) for page, slot in _pairs(arrays[1])]
@@ -149,13 +153,17 @@ class Follower:
                 self._store.close()
             self._copies.close()
         else:
-            assert self._store is not None
-            self._run_store_order(self._store, kind, numbers, arrays[1:])
+            self._run_store_order(kind, numbers, arrays[1:])
         return True
 
-    def _run_store_order(self, store: SsdStore, kind: Kind, numbers: list[int], texts: Sequence[Bytes]) -> None:
+    def _run_store_order(self, kind: Kind, numbers: list[int], texts: Sequence[Bytes]) -> None:
         if kind is Kind.SCAN:
-            common_records(self._collectives, store.scan())
+            self._transfers.append(_Transfer(numbers[0], self._scan(*texts)))
+            return
+        store = self._store
+        if store is None or not self._store_usable:
+            if kind in (Kind.WRITE, Kind.READ):
+                self._outcomes[numbers[0]] = BROKEN
         elif kind is Kind.WRITE:
             place, extent, slot = numbers
             key, parent, tokens, salt = (text.tobytes() for text in texts)
@@ -167,7 +175,40 @@ class Follower:
         elif kind is Kind.ERASE:
             store.erase(*numbers)
         elif kind is Kind.RESET:
-            store.reset()
+            try:
+                store.reset()
+            except StoreUnavailable:  # rank 0 opens all stores again after the next job
+                self._store_usable = False
+
+    def _scan(self, extents: Bytes, keys: Bytes) -> Job:
+        """Open the store and keep only rank 0's pages, on a thread, because a disk may hang."""
+        here = dict(zip(extents.view(np.int64).tolist(), map(bytes, keys.reshape(-1, KEY_BYTES)), strict=True))
+        self._store_usable = False
+        job = Job()
+
+        def run() -> None:
+            try:
+                self._store = store = self._opened_store()
+                for extent, record in store.scan():
+                    if here.get(extent) != record.key:
+                        store.erase(extent)
+                self._store_usable = True
+                job.outcome = Outcome.DONE
+            except (StoreUnavailable, WeftError, OSError):
+                job.outcome = Outcome.BROKEN
+
+        threading.Thread(target=run, name="weft-ssd-open", daemon=True).start()
+        return job
+
+    def _opened_store(self) -> SsdStore:
+        """Return the store of the start's file, or one of a file that was opened again."""
+        assert self._copies is not None
+        if self._store is not None:
+            self._store.close()
+            file = opened_again(self._store.file, self._reopen)
+        else:
+            file = self._file or opened_again(None, self._reopen)
+        return SsdStore(file, self._copies.host, self._copies.remainders)
 
     def _begin_copies(self) -> None:
         """Start the held copies whose pages no earlier iteration on this rank can still touch.

@@ -17,13 +17,13 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import RankLost
 from weft.engine.memory.extent import Record
 from weft.engine.memory.ssd_store import Job, Outcome, SsdStore
-from weft.engine.memory.store_file import StoreFile
+from weft.engine.memory.store_file import StoreFile, StoreUnavailable
 from weft.engine.memory.transfer import Bytes, Copy, CopyEngine, Pairs, Remainders
 from weft.engine.model.adapter import Adapter
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress, notice
-from weft.engine.ranks.agreement import agree, barrier, common_records
+from weft.engine.ranks.agreement import agree, barrier
 from weft.engine.ranks.batches import arrays_of
 from weft.engine.ranks.links import OPERATIONS, Links
 from weft.engine.ranks.ring import Kind, RingWriter
@@ -37,6 +37,7 @@ from weft.engine.runner.memory.sleep import Sleepless
 from weft.engine.runner.options.resolve import ResolvedConfig
 
 POLL_SECONDS = 1e-3  # Seconds between checks of whether the other ranks are done.
+OTHER_FAILED = "the disk of another rank failed"
 PENDING, DONE, LOST, BROKEN = range(4)  # Outcomes of an operation on another rank.
 
 
@@ -44,11 +45,14 @@ class Operations:
     """Numbers the operations in progress and collects their outcomes from the other ranks."""
 
     def __init__(self, links: Links) -> None:
+        self._links = links
         self._outcomes = links.outcomes()[1:]
+        self._outcomes[:] = DONE
         self._numbers = itertools.count()
 
     def begin(self) -> int:
-        place = next(self._numbers) % OPERATIONS
+        while self.worst(place := next(self._numbers) % OPERATIONS) == PENDING:
+            pass  # its disk hangs
         self._outcomes[:, place] = PENDING
         return place
 
@@ -56,6 +60,13 @@ class Operations:
         """Return the worst outcome of any rank, or `PENDING` while it is pending on one."""
         column = self._outcomes[:, place]
         return PENDING if (column == PENDING).any() else int(column.max())
+
+    def wait(self, place: int) -> int:
+        """Return `worst` once no rank is pending. Raises `RankLost`."""
+        while (worst := self.worst(place)) == PENDING:
+            self._links.check()
+            time.sleep(POLL_SECONDS)
+        return worst
 
 
 def lead(
@@ -96,7 +107,7 @@ class LeadingRunner:
 
     def make_store(self, file: StoreFile, host: Bytes, remainders: Remainders | None) -> LeadingStore:
         """Open the store of the SSD tier; call `copy_engine` first."""
-        return LeadingStore(SsdStore(file, host, remainders), self._ring, self._operations, self._collectives)
+        return LeadingStore(SsdStore(file, host, remainders), self._ring, self._operations)
 
     def launch(self, batch: Batch) -> InFlight:
         self._ring.send(Kind.BATCH, *arrays_of(batch))
@@ -196,14 +207,14 @@ class LeadingJob(Job):
 
     @property
     def reason(self) -> str:  # type: ignore[override]
-        return self._own.reason or "the disk of another rank failed"
+        return self._own.reason or OTHER_FAILED
 
 
 class LeadingStore:
     """See `ssd_store.Store`. Each rank has its own file with its shard of each page under the same extent."""
 
-    def __init__(self, own: SsdStore, ring: RingWriter, operations: Operations, collectives: Collectives) -> None:
-        self._own, self._ring, self._operations, self._collectives = own, ring, operations, collectives
+    def __init__(self, own: SsdStore, ring: RingWriter, operations: Operations) -> None:
+        self._own, self._ring, self._operations = own, ring, operations
 
     @property
     def on_done(self) -> Callable[[], None]:
@@ -222,8 +233,19 @@ class LeadingStore:
         return self._own.gone
 
     def scan(self) -> list[tuple[int, Record]]:
-        self._ring.send(Kind.SCAN)
-        return common_records(self._collectives, self._own.scan())
+        """Return this rank's records. A page that another rank lacks is missed when it is read. Raises `RankLost`,
+        `OSError`, or `StoreUnavailable` if another rank's disk fails."""
+        records = self._own.scan()
+        place = self._operations.begin()
+        self._ring.send(
+            Kind.SCAN,
+            np.array([place]),
+            np.array([extent for extent, _ in records], np.int64),
+            np.frombuffer(b"".join(record.key for _, record in records), np.uint8),
+        )
+        if self._operations.wait(place) != DONE:
+            raise StoreUnavailable(OTHER_FAILED)
+        return records
 
     def write(self, extent: int, record: Record, slot: int) -> Job:
         place = self._operations.begin()
@@ -245,5 +267,5 @@ class LeadingStore:
         self._own.reset()
 
     def close(self) -> None:
-        """Close this rank's store, maybe on another thread when the tier is disabled. Other ranks keep theirs open."""
+        """Close this rank's store, on another thread if a disk failed. Other ranks keep theirs until the next scan."""
         self._own.close()

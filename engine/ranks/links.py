@@ -22,7 +22,7 @@ EXCHANGE_BYTES = 8 << 20
 """Bytes that a rank exchanges at once. Double-buffered: a rank writes one half while others still read the other."""
 RING_SLOTS = 8
 SLOT_BYTES = 1 << 20
-OPERATIONS = 4096  # More operations (page copies, store reads and writes) than are ever in progress.
+OPERATIONS = 4096  # More operations (page copies, store reads and writes) than are ever in progress on working disks.
 LOOK_SECONDS = 0.5  # Seconds between liveness checks while waiting for another rank.
 
 Bytes = npt.NDArray[np.uint8]

@@ -14,7 +14,7 @@ from weft.engine.memory.ssd_store import SsdStore, Store
 from weft.engine.memory.store_file import StoreFile
 from weft.engine.memory.transfer import Bytes, Remainders
 from weft.engine.model.directory import ends_of, read_config
-from weft.engine.model.implementation import choose_spec
+from weft.engine.model.implementation import OWN_LAYERS, choose_spec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Phases, notice
 from weft.engine.ranks.group import OneRank, Ranks
@@ -45,16 +45,16 @@ class Loading:
         self._compiling = compiling or CompileJob.begin(config)
         chosen, implementation = choose_spec(config)
         self.spec = served_as(chosen, config)  # Spec of the unsharded model.
-        if not self.spec.native:
+        if implementation != OWN_LAYERS:
             notice(f"{self.spec.architecture}: {implementation}")
         path = config.model_path
         ends = ends_of(path, read_config(path), self.spec.vocab_size, config.chat_template)
         sources = ends.sources or {i: ["default"] for i in self.spec.eos_token_ids}
+        self.ends = ends._replace(sources=sources)
         self.spec = replace(self.spec, eos_token_ids=tuple(sources))
         self.own = self.spec.shard(0, config.tensor_parallel_size)  # This rank's shard of it.
         self.resolved = resolve(config, self.own)
         self.model_id = self._model_id()
-        notice(str(ends._replace(sources=sources)))
 
     def run(self, phases: Phases, exchange: WeightExchange | None, store: StoreFile | None) -> Loaded:
         """Load the model. store: this rank's file of the SSD tier. Raises `WeftError`, one line."""

@@ -38,7 +38,7 @@ def _serve(config: EngineConfig, links: Links, heartbeat: Heartbeat, start_timeo
         heartbeat.stage(progress_text(phase, done, total), start_timeout)
 
     from weft.engine.memory.model_id import model_id
-    from weft.engine.memory.tier_setup import open_store
+    from weft.engine.memory.tier_setup import open_store, reopened
     from weft.engine.model.directory import read_spec
     from weft.engine.model.implementation import in_format
     from weft.engine.ranks.agreement import agree
@@ -52,7 +52,8 @@ def _serve(config: EngineConfig, links: Links, heartbeat: Heartbeat, start_timeo
     spec = served_as(whole, config).shard(links.rank, links.ranks)
     resolved = resolve(config, spec)
     model = model_id(config, resolved.kv, spec, resolved.compute_dtype, resolved.max_model_len)
-    file = open_store(config, resolved.kv, model, spec.shard_of, resolved.packed)
+    store = config, resolved.kv, model, spec.shard_of, resolved.packed
+    file = open_store(*store)
     with within_memory():
         prepare(resolved)
         weights = read_weights(spec, config, resolved, report)
@@ -65,7 +66,7 @@ def _serve(config: EngineConfig, links: Links, heartbeat: Heartbeat, start_timeo
             file = None
         runner = rank_runner(links, spec, weights, config, resolved, collectives, report)
         links.on_progress = heartbeat
-    Follower(links, runner, collectives, file, resolved.cpu_threads).run(heartbeat)
+    Follower(links, runner, collectives, file, resolved.cpu_threads, lambda: reopened(*store)).run(heartbeat)
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ in the order in which they were sent.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from enum import IntEnum
@@ -25,10 +26,11 @@ _FULL_SECONDS = 2e-4  # Seconds between checks of a full ring.
 class Kind(IntEnum):
     BATCH = 1  # Run an iteration.
     POOL = 2
-    """Allocate a host pool with the given number of slots, start the store's threads if any, then meet at a barrier."""
+    """Allocate a host pool with the given number of slots, then meet at a barrier."""
     OUT = 3  # Copy pages to the host pool.
     BACK = 4  # Copy pages from the host pool.
-    SCAN = 5  # Share the list of stored pages.
+    SCAN = 5
+    """Open the store, again if a disk failed, and keep only the pages that rank 0 has under the same extents."""
     WRITE = 6
     READ = 7
     ERASE = 8
@@ -47,7 +49,7 @@ def _padded(size: int) -> int:
 
 
 class RingWriter:
-    """Rank 0's end. Used by one thread at a time."""
+    """Rank 0's end."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -55,10 +57,15 @@ class RingWriter:
         self._heads = self._slots[:, :_HEAD_BYTES].view(np.int64)
         self._states = [links.state(rank) for rank in links.peers]
         self._sent = 0
+        self._sending = threading.Lock()  # a thread opens the store again
 
     def send(self, kind: Kind, *arrays: np.ndarray) -> None:
         """Send an order. Raises `RankLost` if the ring is full and a rank has ended."""
         data = _encoded(kind, [np.ascontiguousarray(a) for a in arrays])
+        with self._sending:
+            self._send(data)
+
+    def _send(self, data: Bytes) -> None:
         capacity = self._slots.shape[1] - _HEAD_BYTES
         for begin in range(0, len(data), capacity):
             piece = data[begin : begin + capacity]

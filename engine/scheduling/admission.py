@@ -67,14 +67,15 @@ def fits(
     left = np.append(s.max_total_tokens[running], request.max_total_tokens) - now
     exact = np.append(s.exact_output[running], not request.stop_ids)
     remaining = np.where(exact, left, lengths.remaining(decoded, left))
-    pages = -(-now // page_size)
+    of_states = 2 * s.states.pages if s.states is not None else 0
+    pages = -(-now // page_size) + of_states
     pages[:-1] -= s.given_back[running]
     # Shared pages are counted once per request that holds them: subtract the excess.
     shared = max(0, int(pages.sum()) - (held + new_pages))
     peak = peak_tokens(pages.astype(np.float64), remaining / page_size)
     if s.window is not None:
         # No request grows beyond its window, except for prompt pages that it already holds.
-        most = np.maximum(s.window // page_size + 2, pages)
+        most = np.maximum(s.window // page_size + 2 + of_states, pages)
         peak = min(peak, float(np.minimum(pages + remaining / page_size, most).sum()))
     peak -= shared
     return peak <= capacity or not len(running)

@@ -46,12 +46,14 @@ def _shorter(ranked: _Ranked, going: Request, waiting: Request) -> bool:
 class Prefills:
     def __init__(
         self, slots: SlotTable, waiting: WaitingQueue, fairness: Fairness, admit: Callable[[Request], int | None],
-        chunk_step: int,
+        chunk_step: int, *, loose: bool = False,
     ) -> None:  # fmt: skip
-        """`admit` gives a waiting request a slot, or returns None. Prompts are cut at multiples of `chunk_step`."""
+        """`admit` gives a waiting request a slot, or returns None. Prompts are cut at multiples of `chunk_step`; if
+        `loose`, also elsewhere in iterations with fewer tokens than that for prompts."""
         self._slots, self._waiting, self._fairness = slots, waiting, fairness
         self._admit, self._chunk_step = admit, chunk_step
         self._chunks: dict[int, int] = {}  # tokens by slot of the iteration being formed
+        self._loose, self._steps = loose, (chunk_step,)
         self._cut: Cut | None = None  # a further limit besides the budget
 
     def in_turn(self) -> list[Request]:
@@ -66,6 +68,8 @@ class Prefills:
         the new requests."""
         s, queue = self._slots, self._waiting
         self._chunks, self._cut = {}, cut
+        finer = self._loose and budget < self._chunk_step
+        self._steps = (self._chunk_step, s.page_size, 1) if finer else (self._chunk_step,)
         going: list[int] = s.prefilling().tolist()
         if len(queue) or len(going) > 1:
             if cut is not None:
@@ -158,13 +162,14 @@ class Prefills:
         return None
 
     def _take(self, slot: int, budget: int) -> int:
-        """Extend the slot's chunk to its prefill's end or a multiple of `chunk_step`. Returns the tokens added."""
+        """Extend the slot's chunk to its prefill's end, or to where it may be cut. Returns the tokens added."""
         taken, cut = self._chunks.get(slot, 0), self._cut
         done, target = int(self._slots.scheduled[slot]) + taken, int(self._slots.target[slot])
         length = target - done
         allowed = budget if cut is None else cut.most(done, min(length, budget))
         if length > allowed:
-            length = max(0, (done + allowed) // self._chunk_step * self._chunk_step - done)
+            cuts = ((done + allowed) // step * step - done for step in self._steps)
+            length = next((length for length in cuts if length > 0), 0)
         if length:
             self._chunks[slot] = taken + length
             if cut is not None:

@@ -16,10 +16,11 @@ from weft.engine.runner.iteration.batch import I32
 from weft.engine.scheduling.fences import Fences
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable
+from weft.engine.scheduling.states import States
 from weft.engine.wire.messages import LENGTHS, LengthHits, TierStats
+from weft.engine.wire.page_keys import KEY_BYTES
 
 MAX_PAGES = 1 << 20  # maximum number of remembered page keys, over all conversations
-KEY_BYTES = 16
 
 
 class ConversationPages:
@@ -63,6 +64,7 @@ class PrefixStats:
 
     def __init__(self) -> None:
         self.queried = 0
+        self.stateless = 0  # tokens whose K and V were found and not used: there was no recurrent state
         self.hits = Hits()
         self.by_length = {name: LengthHits() for name in (*LENGTHS, "more")}
 
@@ -90,12 +92,18 @@ class Found(NamedTuple):
     entries: list[PrefixEntry]
     num_fresh: int  # pages to allocate for the prompt: those neither on the GPU nor being loaded for another request
     num_idle: int  # pages that are on the GPU without references
+    state: list[PrefixEntry]  # pages of the recurrent state after the last entry
+    matched: int  # pages whose K and V were found; the recurrent state after them may be missing
 
 
 class Prefixes:
-    def __init__(self, slots: SlotTable, pool: PagePool, fences: Fences, tiers: Tiers | None, *, enabled: bool) -> None:
+    def __init__(
+        self, slots: SlotTable, pool: PagePool, fences: Fences, tiers: Tiers | None, *, enabled: bool,
+        states: States | None = None,
+    ) -> None:  # fmt: skip
         self._slots, self._pool, self._fences, self._tiers = slots, pool, fences, tiers
-        self._enabled = enabled
+        self._enabled, self._states = enabled, states
+        self._own_pages = 0 if states is None else 2 * states.pages
         self.stats = PrefixStats()
         self.conversations = ConversationPages(pool.index)
 
@@ -107,20 +115,31 @@ class Prefixes:
 
     def find(self, request: Request) -> Found:
         """Return the cached beginning of the request, as far as it is on the GPU or worth loading."""
-        pages = -(-len(request.token_ids) // self._pool.page_size)
+        pages = -(-len(request.token_ids) // self._pool.page_size) + self._own_pages
         if not self.reusable(request):
-            return Found([], pages, 0)
+            return Found([], pages, 0, [], 0)
         index, page_size, ref = self._pool.index, self._pool.page_size, self._pool.ref
         # At least one token must be computed, because the request needs its logits.
         reusable = (len(request.token_ids) - 1) // page_size
         if not request.keys:
             request.keys = index.keys(request.token_ids[: reusable * page_size], page_size, request.salt)
-        entries = index.match(request.token_ids, request.keys, page_size, request.salt)
-        if self._tiers is not None and any(e.page == NOWHERE for e in entries):
+        matched = index.match(request.token_ids, request.keys, page_size, request.salt)
+        entries, state = self._worthwhile(matched)
+        cached = entries + state
+        away = sum(e.page == NOWHERE and self._coming(e) is None for e in cached)
+        idle = sum(e.page != NOWHERE and ref[e.page] == 0 for e in cached)
+        return Found(entries, pages - len(entries) + away, idle, state, len(matched))
+
+    def _worthwhile(self, entries: list[PrefixEntry]) -> tuple[list[PrefixEntry], list[PrefixEntry]]:
+        """Return the beginning of a chain that is on the GPU or worth loading, and the recurrent state after it."""
+        states = None if self._states is None else self._states.below(entries)
+        away = any(e.page == NOWHERE for of in (entries, *(states or {}).values()) for e in of)
+        if self._tiers is not None and away:
             busy = self._tiers.busy_pages(), self._busy_tokens()
-            entries = entries[: self._tiers.speeds.worthwhile(entries, *busy)]
-        there = sum(e.page != NOWHERE or self._coming(e) is not None for e in entries)
-        return Found(entries, pages - there, sum(e.page != NOWHERE and ref[e.page] == 0 for e in entries))
+            count = self._tiers.speeds.worthwhile(entries, *busy, *([] if states is None else [states]))
+        else:
+            count = len(entries) if states is None else max(states, default=0)
+        return entries[:count], [] if states is None else states.get(count, [])
 
     def _coming(self, entry: PrefixEntry) -> PageLoad | None:
         return self._tiers.coming(entry) if self._tiers is not None else None
@@ -133,7 +152,7 @@ class Prefixes:
 
     def attach(self, request: Request, found: Found) -> int:
         """Give the request a slot with its prefix and fresh pages, and start to load pages from lower tiers."""
-        pool, entries = self._pool, found.entries
+        pool, entries, count = self._pool, found.entries + found.state, len(found.entries)
         pool.pin([e for e in entries if e.page != NOWHERE])
         loads = [self._coming(e) if e.page == NOWHERE else None for e in entries]
         for load in loads:
@@ -145,13 +164,19 @@ class Prefixes:
         prefix, unused = np.zeros(len(entries), np.int32), iter(targets)
         for i, (entry, load) in enumerate(zip(entries, loads, strict=True)):
             prefix[i] = entry.page if entry.page != NOWHERE else load.page if load is not None else next(unused)
-        slot = self._slots.assign(request, prefix, len(entries) * pool.page_size)
-        self._slots.page_table[slot, len(entries) : len(entries) + len(others)] = others
+        own, others = others[: self._own_pages], others[self._own_pages :]
+        slot = self._slots.assign(request, prefix[:count], count * pool.page_size)
+        self._slots.page_table[slot, count : count + len(others)] = others
         self._slots.num_pages[slot] += len(others)
+        if self._slots.states is not None:
+            self._slots.states.assign(slot, own, prefix[count:])
+        if self._states is not None and self._enabled:
+            self._states.plan(request, found.matched)
         pool.index.use(entries)
-        request.last_entry = entries[-1] if entries else None
-        request.last_key = entries[-1].key if entries else pool.index.root(request.salt)
-        request.hits = Hits.of(entries, pool.page_size)
+        request.last_entry = entries[count - 1] if count else None
+        request.last_key = entries[count - 1].key if count else pool.index.root(request.salt)
+        request.hits = Hits.of(found.entries, pool.page_size)
+        request.stateless = (found.matched - count) * pool.page_size if self._states is not None else 0
         if any(e.page == NOWHERE for e in entries):
             assert self._tiers is not None
             waiting = Loading(slot, entries)
@@ -167,9 +192,12 @@ class Prefixes:
         """Load a chain to the GPU before its request runs, with at most half of the available pages. No request waits
         for it. Once loaded, its pages are cached as the most recently used."""
         pool, tiers = self._pool, self._tiers
-        if tiers is None or all(e.page != NOWHERE for e in entries):
+        if tiers is None:
             return
-        entries = entries[: tiers.speeds.worthwhile(entries, tiers.busy_pages(), self._busy_tokens())]
+        found, state = self._worthwhile(entries)
+        entries = found + state
+        if all(e.page != NOWHERE for e in entries):
+            return
         pool.index.use(entries)
         there = pool.pin([e for e in entries if e.page != NOWHERE])
         away = [e for e in entries if e.page == NOWHERE and tiers.coming(e) is None][: pool.num_available // 2]
@@ -183,11 +211,14 @@ class Prefixes:
     def loaded(self, request: Request, waiting: Loading) -> None:
         """Start the prefill of a request whose loads have all succeeded."""
         s, pool, slot = self._slots, self._pool, waiting.slot
+        count = int(s.published[slot])
         for i, entry in enumerate(waiting.entries):
-            page = int(s.page_table[slot, i])
+            pages = s.page_table[slot] if s.states is None or i < count else s.states.attached[slot]
+            at = i if i < count else i - count
+            page = int(pages[at])
             if entry.page not in (NOWHERE, page):
                 # Another request has computed the page meanwhile.
-                s.page_table[slot, i] = pool.pin([entry])[0]
+                pages[at] = pool.pin([entry])[0]
                 pool.release(np.array([page], np.int32))
         request.loading = None
         s.phase[slot] = Phase.PREFILL
@@ -200,6 +231,7 @@ class Prefixes:
             for i in range(int(s.published[slot]), int(s.confirmed[slot]) // page_size):
                 s.published[slot] = i + 1
                 if not request.publishable:
+                    self._publish_state(request, i + 1, None)
                     continue
                 tokens = s.token_ids[slot, i * page_size : (i + 1) * page_size].tobytes()
                 parent, page = request.last_entry, int(s.page_table[slot, i])
@@ -209,6 +241,7 @@ class Prefixes:
                     entry = pool.index.publish(parent, key, tokens, request.salt)
                 if entry is None:
                     request.publishable = False
+                    self._publish_state(request, i + 1, None)
                     continue
                 if entry.page == NOWHERE:
                     pool.adopt(entry, page)
@@ -220,6 +253,11 @@ class Prefixes:
                 if self._tiers is not None:
                     self._tiers.published(entry)
                 request.last_entry, request.last_key = entry, key
+                self._publish_state(request, i + 1, entry)
+
+    def _publish_state(self, request: Request, pages: int, entry: PrefixEntry | None) -> None:
+        if self._states is not None:
+            self._states.publish(request, pages * self._pool.page_size, entry)
 
     def retain(self, request: Request, now: float) -> None:
         """Retain the first pages of a computed prompt as requested. `now` is in monotonic seconds."""
@@ -228,9 +266,14 @@ class Prefixes:
         # If all layers have windows, the first pages may have been dropped.
         chain = chain[: next((i for i, entry in enumerate(chain) if not index.contains(entry)), len(chain))]
         until: list[float] = []
-        for part in sorted(request.retention, key=lambda part: part.tokens):
-            seconds = max(p.seconds for p in request.retention if p.tokens >= part.tokens)
+        parts = [part for part in request.retention if part.seconds]
+        for part in sorted(parts, key=lambda part: part.tokens):
+            seconds = max(p.seconds for p in parts if p.tokens >= part.tokens)
             until += [now + seconds] * (min(part.tokens // page_size, len(chain)) - len(until))
+            if self._states is not None and (states := self._states.below(chain[: len(until)])):
+                # A state is retained after its page, so that it is released before it.
+                count, state = max(states.items())
+                self._pool.retain(chain[:count] + state, until[:count] + [until[count - 1]] * len(state))
         request.retained_tokens = self._pool.retain(chain[: len(until)], until) * self._pool.page_size
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from weft.engine.errors import RequestError
 from weft.engine.memory.loads import Loading
-from weft.engine.memory.pages import PagePool
+from weft.engine.memory.pages import PagePool, Pages
 from weft.engine.memory.prefix_index import NO_HITS, Hits, PrefixEntry
 from weft.engine.scheduling.bad_words import BadWords, only
 from weft.engine.scheduling.grammar import Grammar, Mask
@@ -55,6 +55,7 @@ class Request:
     retention: tuple[Retention, ...] = ()  # how long to retain the first pages of the prompt
     retained_tokens: int = 0  # prompt tokens retained
     names: tuple[bytes, ...] = ()  # names of the conversation for its next turn
+    segment: int = 0  # tokens before the second text of a pair; 0: no pair
     fetched: bool = False  # its pages were loaded while it waited
     joules: float = 0.0  # joules charged before it last lost its slot
     held: bool = False  # it waits for its leader's prompt
@@ -70,12 +71,17 @@ class Request:
     scheduled_at: float = 0.0
     cached_tokens: int = 0  # prompt tokens found in the prefix index when it first ran
     hits: Hits = NO_HITS  # prompt tokens found at its last admission, by tier
+    stateless: int = 0  # further prompt tokens whose K and V were found then, but no recurrent state
     loading: Loading | None = None  # the loads it waits for while its slot is LOADING
     keys: list[bytes] = field(default_factory=list)
     """Prefix keys of the full pages of `token_ids`, computed once per waiting period."""
     last_entry: PrefixEntry | None = None  # index entry of its last published page
     last_key: bytes = b""
     publishable: bool = True
+    checkpoints_wanted: list[int] = field(default_factory=list)
+    """Positions in the prompt, ascending, at which chunks to come save the recurrent state."""
+    checkpoints: list[tuple[int, Pages]] = field(default_factory=list)
+    """(position, pages) of saved recurrent states that are not confirmed yet, ascending."""
     pooled: npt.NDArray[np.float64] | None = None  # sum of the hidden states computed since it got its slot
     prompt_logprobs_sent: int = 0  # prompt positions whose log-probabilities have been delivered
 

@@ -26,6 +26,7 @@ from weft.engine.scheduling.prefills import Prefills
 from weft.engine.scheduling.prefix_reuse import Found, Prefixes, chain_of
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable
+from weft.engine.scheduling.states import StatePolicy, States
 from weft.engine.scheduling.waiting import WaitingQueue
 from weft.engine.wire.messages import Finish, SchedulerStats, Started
 
@@ -36,16 +37,21 @@ class Scheduler:
     def __init__(
         self, slots: SlotTable, pool: PagePool, *, max_num_batched_tokens: int, prefix_caching: bool,
         tiers: Tiers | None = None, chunk_step: int = 1, fairness: Fairness | None = None,
+        state_policy: StatePolicy | None = None,
     ) -> None:  # fmt: skip
         self.slots, self.pool, self.tiers = slots, pool, tiers
         self.max_num_batched_tokens, self.prefix_caching = max_num_batched_tokens, prefix_caching
         self.output_lengths = OutputLengths()
         self.fairness = fairness or Fairness()
         self._waiting = WaitingQueue()
-        self._prefills = Prefills(slots, self._waiting, self.fairness, self._admit, chunk_step)
-        self._requests: dict[int, Request] = {}
         self.fences = Fences(slots, pool)
-        self.prefixes = Prefixes(slots, pool, self.fences, tiers, enabled=prefix_caching)
+        self.states: States | None = None  # None: the model has no recurrent states
+        if slots.states is not None:
+            self.states = States(slots, pool, self.fences, tiers, state_policy or StatePolicy(), chunk_step)
+        loose = self.states is not None and not self.states.policy.exact
+        self._prefills = Prefills(slots, self._waiting, self.fairness, self._admit, chunk_step, loose=loose)
+        self._requests: dict[int, Request] = {}
+        self.prefixes = Prefixes(slots, pool, self.fences, tiers, enabled=prefix_caching, states=self.states)
         self._count_resets: list[CountReset] = []
         self._aborted: list[int] = []
         self.preemptions = self.nonfinite_logits = 0
@@ -147,6 +153,8 @@ class Scheduler:
             return None
         resets, self._count_resets = self._count_resets, []
         batch = build_batch(self.slots, self.pool.page_size, step, decodes, chunks, resets)
+        if self.states is not None:
+            batch = batch._replace(states=self.states.rows(batch))
         if keeper is not None:
             keeper.formed(batch)
         return batch
@@ -189,6 +197,8 @@ class Scheduler:
         s = self.slots
         request = s.of(victim)
         request.token_ids = s.token_ids[victim, : s.known[victim]].copy()
+        if self.states is not None:
+            self.states.save_newest(victim)
         request.keys, request.last_entry, request.publishable = [], None, True
         self._retire(victim)
         self._waiting.push(request)
@@ -277,6 +287,7 @@ class Scheduler:
         self.prompt_tokens += request.prompt_len
         if self.prefix_caching:
             self.prefixes.stats.add(request.prompt_len, request.hits)
+            self.prefixes.stats.stateless += request.stateless
 
     def _take_loaded(self) -> None:
         """Process finished loads: their requests can be scheduled, or return to the queue with a shorter prefix."""
@@ -431,6 +442,8 @@ class Scheduler:
 
     def _retire(self, slot: int) -> None:
         request = self.slots.of(slot)
+        if self.states is not None:
+            self.states.save_newest(slot)
         request.slot = -1
         self._waiting.freed(request.tenant)
         if request.loading is not None:
@@ -447,6 +460,7 @@ class Scheduler:
     def stats(self, compiling: int = 0, adapter: int = 0) -> SchedulerStats:
         """`compiling` and `adapter` count the requests that wait for their grammar and for their adapter."""
         pool, loading = self.pool, int((self.slots.phase == Phase.LOADING).sum())
+        saved, state_bytes = self.states.stats() if self.states is not None else ({}, 0)
         return SchedulerStats(
             running=self.num_running, slot_limit=self.slots.limit, slot_limit_changes=self.slot_limit_changes,
             waiting=self.num_waiting,
@@ -454,6 +468,7 @@ class Scheduler:
             pages_held=pool.num_held, pages_cached=pool.num_cached, pages_total=pool.capacity,
             retained_pages=len(pool.retention), retentions_displaced=pool.retention.displaced,
             prefix_queried_tokens=self.prefixes.stats.queried, prefix_hit_tokens=sum(self.prefixes.stats.hits),
+            prefix_stateless_tokens=self.prefixes.stats.stateless, state_checkpoints=saved, state_bytes=state_bytes,
             prefix_lengths=self.prefixes.stats.by_length, tiers=self.prefixes.stats.tiers(pool, self.tiers),
             preemptions=self.preemptions, displaced=self.fairness.preempted, yielded=self.fairness.yielded,
             attention=dict(self.attention.iterations),
@@ -475,7 +490,9 @@ class Scheduler:
         assert (s.in_flight[running] >= 0).all(), "negative in-flight count"
         ref = self._other_references()
         for slot in running.tolist():
-            pages = s.page_table[slot, s.given_back[slot] : s.num_pages[slot]]
+            pages = s.held(slot)
+            if self.states is not None:
+                self.states.check(slot)
             assert len(np.unique(pages)) == len(pages), "a request holds a page twice"
             assert s.num_pages[slot] * pool.page_size >= s.scheduled[slot], "a scheduled token has no page"
             np.add.at(ref, pages, 1)

@@ -86,6 +86,8 @@ class SlotLimitControl:
         self._settling = 1  # windows to skip after a change, while the number of running requests adapts
         self._odd: list[float] = []  # consecutive windows that do not fit the level
         self._raised_from = 0  # the limit before the last change if that was a raise, else 0
+        self._cut = False  # the last change was a cut because of lateness
+        self._early = 0  # late windows while a raise settles
         self._over = 0  # consecutive late windows with free slots
         self._quiet = 0  # windows learned from since the last change
         self._remembered: _Level | None = None  # the earlier level of the current limit
@@ -100,6 +102,7 @@ class SlotLimitControl:
             return self.limit  # still above the limit: requests are not preempted
         if self._settling:
             self._settling -= 1
+            self._early += self._raised_from > 0 and window.strain > 1
             return self.limit
         x = math.log(window.strain)
         if not window.short and window.running < 0.95 * self.limit:
@@ -132,7 +135,7 @@ class SlotLimitControl:
         level = self._levels.get(self.limit)
         if level is None:
             self._odd = []
-            level = self._levels[self.limit] = _Level(x, rate, late=int(x > 0))
+            level = self._levels[self.limit] = _Level(x, rate, late=self._early + int(x > 0))
             return level
         apart = abs(x - level.mean)
         if level.n >= 3 and apart > max(SUDDEN[0][0], 4 * self._noise):
@@ -212,7 +215,10 @@ class SlotLimitControl:
             wanted = at * objective / strain  # keeps the objective unless throughput falls
             below = [limit for limit in self._levels if limit < at]
             if below:
-                line = _crossing(max(below), math.exp(self._levels[max(below)].mean), at, strain, objective)
+                # The line may be steeper than the two means suggest, by their errors.
+                other = self._levels[max(below)]
+                error = SURE * self._noise * math.sqrt(1 / min(level.n, MEMORY) + 1 / min(other.n, MEMORY))
+                line = _crossing(max(below), math.exp(other.mean - error), at, strain, objective)
                 wanted = max(wanted, at + 0.6 * (line - at), at + 1 if line >= at + 1 else 0)
             wanted = min(wanted, GROWTH * at)
         more = min(int(wanted), self.capacity)
@@ -223,6 +229,8 @@ class SlotLimitControl:
         at, strain, objective = self.limit, math.exp(level.mean), math.exp(self._target)
         if level.n >= 12:  # it has become late after a long time, so other measurements are outdated
             self._forget(level)
+        elif self._cut and level.n <= 2:  # the smaller limits that the last cut relied on are outdated
+            self._levels = {limit: other for limit, other in self._levels.items() if limit >= at}
         many = [
             limit for limit, other in self._levels.items() if limit >= REACH * at and other.mean < level.mean + 0.15
         ]
@@ -243,7 +251,8 @@ class SlotLimitControl:
         if limit != self.limit or why == "out_of_reach":
             self.changes[why] += 1
         self._raised_from = self.limit if limit > self.limit else 0
-        self.limit, self._settling, self._odd, self._over = limit, 1, [], 0
+        self._cut = why == "late"
+        self.limit, self._settling, self._odd, self._over, self._early = limit, 1, [], 0, 0
         self._quiet = 0
         self._remembered = self._levels.pop(limit, None)  # it is measured again
         return limit

@@ -16,6 +16,7 @@ from enum import IntEnum
 import numpy as np
 
 from weft.engine.scheduling.request import Request
+from weft.engine.scheduling.state_table import StateTable
 from weft.engine.wire.sampling import COLUMNS, Pooling, SamplingParams
 
 
@@ -31,11 +32,15 @@ class Phase(IntEnum):
 
 class SlotTable:
     """`num_slots` rows, allocated once; only the width of `stop_ids` grows later. `window` is the maximum of positions
-    that a query sees, including its own, if every layer has a window."""
+    that a query sees, including its own, if every layer has a window. `state_pages` are the pages of a request's
+    recurrent states."""
 
-    def __init__(self, num_slots: int, max_model_len: int, page_size: int, window: int | None = None) -> None:
+    def __init__(
+        self, num_slots: int, max_model_len: int, page_size: int, window: int | None = None, state_pages: int = 0
+    ) -> None:
         n = self.num_slots = num_slots
         self.page_size, self.window = page_size, window
+        self.states = StateTable(n, state_pages) if state_pages else None
         self.limit = num_slots
         """Slot limit: rows that may be in use at once. Lowering it takes no rows away; freed rows stay free."""
         max_pages = -(-max_model_len // page_size)
@@ -160,15 +165,23 @@ class SlotTable:
         self.stop_ids[slot, : len(stops)] = stops
         return slot
 
+    def held(self, slot: int) -> np.ndarray:
+        """Return a copy of the row's pages: K and V in token order, then recurrent states."""
+        pages = self.page_table[slot, self.given_back[slot] : self.num_pages[slot]].copy()
+        if self.states is None:
+            return pages
+        return np.concatenate((pages, self.states.held(slot), *(state for _, state in self.of(slot).checkpoints)))
+
     def retire(self, slot: int) -> np.ndarray:
         """End the row's request: results in flight become stale. Returns its pages, to be freed after a fence."""
-        pages = self.page_table[slot, self.given_back[slot] : self.num_pages[slot]].copy()
+        pages = self.held(slot)
         self.page_table[slot, : self.num_pages[slot]] = 0
         self.phase[slot] = Phase.ENDING
         self.epoch[slot] += 1
         self.num_pages[slot] = 0
         if (request := self.request[slot]) is not None:
             request.joules = float(self.joules[slot])
+            request.checkpoints = []
         self.request[slot] = None
         return pages
 

@@ -52,7 +52,7 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
     """Prompt tokens to retain, from the first one."""
     seconds: float
-    """Seconds to retain them, from when the prompt is computed."""
+    """Seconds to retain them, from when the prompt is computed. 0: only save the recurrent state after them."""
 
 
 class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
@@ -79,6 +79,8 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     """Names of the conversation for its next turn, 16 bytes each."""
     adapter: str = ""
     """Digest of the LoRA adapter (`AdapterNews`); "" for none."""
+    segment: int = 0
+    """Prompt tokens before the second text of a pair, for encoders that distinguish the two; 0: no pair."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
@@ -188,8 +190,14 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """Model id in the root of page keys (`page_keys.root`)."""
     pages: bytes = b""
     """Brief keys of the pages in the prefix index, if the client requested them."""
+    tasks: tuple[str, ...] = ("generate", "embed")
+    """What the model can do, in vLLM's words: generate, embed, classify, score."""
+    labels: tuple[str, ...] = ()
+    """Names of the model's classes."""
     prefetches: bool = False
     """The engine has tiers, so `Prefetch` has an effect."""
+    recurrent: bool = False
+    """A cached prefix is used only up to a page with a recurrent state."""
 
 
 class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
@@ -259,6 +267,12 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Pages released early in favor of other retained pages."""
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    prefix_stateless_tokens: int = 0
+    """Prompt tokens whose K and V were found, but that were computed again: no recurrent state was saved there."""
+    state_checkpoints: dict[str, int] = {}
+    """Recurrent states in the prefix index, by the tiers that hold them."""
+    state_bytes: int = 0
+    """Device memory of recurrent states: those of running requests and those in the prefix index."""
     prefix_lengths: dict[str, LengthHits] = {}
     """Hits by the name of the prompt's length class (`LENGTHS`)."""
     tiers: dict[str, TierStats] = {}

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+KEY_BYTES = 16
 BRIEF = 8  # bytes of a brief key, for uses in which a collision only costs time
 
 
@@ -37,6 +38,14 @@ def split_salt(salt: str) -> tuple[str, str]:
 def chain(parent: bytes, tokens: bytes) -> bytes:
     """Return the key of a page of `tokens` (int32) after the page with the key `parent`."""
     return xxhash.xxh3_128_digest(parent + tokens)
+
+
+def state_tokens(pages: int, page_size: int) -> list[bytes]:
+    """Return the tokens from which the keys of a recurrent state's pages are chained, after the key of the page that it
+    stands after. No prompt contains them."""
+    tokens = np.zeros((pages, page_size), np.int32)
+    tokens[:, 0] = -1 - np.arange(pages)
+    return [row.tobytes() for row in tokens]
 
 
 def page_keys(

@@ -62,8 +62,11 @@ BOUNDS = {
 """Bounds of the numeric sampling fields. `SamplingParams` checks them; the HTTP bodies and their schema use them."""
 
 
-Pooling = Literal["last", "mean"]
-"""The embedding of a prompt: the hidden state of its last token, or the mean over all tokens."""
+Pooling = Literal["last", "mean", "cls", "max", "all", "head"]
+"""What to return of a prompt: the hidden state of its last token, or the mean over all tokens. Encoders also return the
+first token's state, the maximum over all tokens, all states, or, if they classify, the logits of the classes."""
+DECODER_POOLING = ("last", "mean")
+"""What decoders return."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -5,4 +5,4 @@ May import: `common`, `formats`.
 Never: uses Triton.
 """
 
-PUBLIC = ("experts", "layer", "sampling", "sampling_shards", "states")  # The modules that other folders may import.
+PUBLIC = ("adapters", "experts", "layer", "sampling", "sampling_shards", "states")  # The modules that other folders may import.

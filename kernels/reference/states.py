@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.kernels.reference.layer import ACTIVATIONS
+from weft.kernels.reference.layer import ACTIVATIONS, Means
 
 BLOCK = 64  # Tokens of a scan's block.
 
 
 class Turn(NamedTuple):
-    """The i-th block of each request that has so many; a scan computes turn after turn."""
+    """The i-th block of each request that has one; a scan computes one turn after another."""
 
     blocks: Tensor  # [M] int64
     rows: Tensor  # [M] int64 requests.
@@ -80,11 +80,10 @@ def plan_states(
         inside = np.flatnonzero(token_block[last] - first_block[rows] == turn)
         of = (first_block[own] + turn, own, inside, np.searchsorted(own, rows[inside]), offset[last[inside]] + 1)
         turns.append(Turn(*map(torch.from_numpy, of)))
-    ints = (
-        starts, row, np.concatenate((np.arange(len(first)), rows)), np.concatenate((query_len, ends)), tokens,
-        token_block * block + offset,
-    )  # fmt: skip
-    return StateWork(*map(torch.from_numpy, ints), tuple(turns))
+    end_rows, end_tokens = np.concatenate((np.arange(len(first)), rows)), np.concatenate((query_len, ends))
+    ints = (starts, row, end_rows, end_tokens, tokens, token_block * block + offset)
+    a, b, c, d, e, f = map(torch.from_numpy, ints)
+    return StateWork(a, b, c, d, e, f, tuple(turns))
 
 
 def causal_conv(
@@ -235,16 +234,19 @@ def ssd_scan(
 
 
 def gated_norm(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float, *, groups: int, norm_first: bool, dtype: torch.dtype | None = None
-) -> Tensor:
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, *, groups: int, norm_first: bool,
+    dtype: torch.dtype | None = None, means: Means | None = None,
+) -> Tensor:  # fmt: skip
     """Return the RMS norm of each group of `x [T, W]` with the gate silu(z), `[T, W]` in `dtype` (None: z's).
 
     weight `[W]`, or `[W / groups]` for all groups. norm_first: the norm is of x (delta rule: a group is a head); if
-    not, of x times the gate (Mamba-2)."""
+    not, of x times the gate (Mamba-2). means: if a group spans several ranks, converts the mean squares `[T,
+    groups, 1]` of a rank's part to those of all."""
     gate, h = F.silu(z.float()), x.float()
     if not norm_first:
         h = h * gate
     h = h.unflatten(-1, (groups, -1))
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    squares = h.square().mean(-1, keepdim=True)
+    h = h * torch.rsqrt((squares if means is None else means(squares)) + eps)
     h = (h * weight.float().view(-1, h.shape[-1])).flatten(-2)
     return (h * gate if norm_first else h).to(dtype or z.dtype)

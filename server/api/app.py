@@ -28,6 +28,7 @@ from weft.server.api import (
     messages,
     ollama,
     operations,
+    scores,
     tokens,
     ui,
 )
@@ -65,8 +66,8 @@ def create_app(service: Service) -> FastAPI:
     app.state.background = Background()
     stateful = (responses, conversations)
     common = (
-        completions, chat, embeddings, messages, *stateful, tokens, operations, adapters, ollama, llama_cpp, aliases,
-        docs,
+        completions, chat, embeddings, scores, messages, *stateful, tokens, operations, adapters, ollama, llama_cpp,
+        aliases, docs,
     )  # fmt: skip
     for module in (*common, *([ui] if config.ui else [])):
         app.include_router(module.router)
@@ -83,7 +84,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(BodyLimit, bounds=lambda: service.body_bounds, uploads=uploads)
     admin_key = digest(config.admin_api_key) if config.admin_api_key is not None else None
     salted = len(service.keys) > 1 if config.salt_per_key is None else config.salt_per_key
-    app.state.browsers = BrowserChecks(config.allowed_host, config.cors_origin)
+    app.state.browsers = BrowserChecks(config.allowed_host, config.cors_origin, service.local_hosts)
     app.add_middleware(
         Authorise, keys=service.keys, admin_key=admin_key, limits=service.limits, browsers=app.state.browsers,
         salted=salted,

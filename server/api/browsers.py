@@ -24,8 +24,11 @@ class BrowserChecks:
     """A page whose name an attacker points at this server (DNS rebinding) sends its own name as `Host`. A page of
     another site that sends a form or an upload has a `Sec-Fetch-Site` or an `Origin` that gives it away."""
 
-    def __init__(self, hosts: Sequence[str], origins: Sequence[str]) -> None:
-        """`hosts`: `--allowed-host`; empty for all. `origins`: `--cors-origin`."""
+    def __init__(self, hosts: Sequence[str], origins: Sequence[str], local_hosts: Sequence[str] = ()) -> None:
+        """`hosts`: `--allowed-host`. `origins`: `--cors-origin`. `local_hosts`: allowed at TCP ports if `hosts` is
+        empty. If both are empty, all hosts are allowed."""
+        self._unix = bool(hosts)  # check hosts at a Unix socket, too
+        hosts = hosts or local_hosts
         self._names = frozenset(hosts)
         self._subdomains = tuple(host.removeprefix("*") for host in hosts if host[0] in "*.")
         self._any_host = not hosts or "*" in self._names
@@ -43,7 +46,7 @@ class BrowserChecks:
                 site = value.decode("latin-1").strip().lower()
             elif name == b"x-forwarded-host":
                 forwarded = value.decode("latin-1").partition(",")[0].strip()
-        if not self.allows(host):
+        if not self.allows(host, scope["server"]):
             what = f"This server is not {clip(host)!r}. Its operator can allow the name with --allowed-host."
             return ApiError(403, what, code="host_not_allowed")
         if scope["method"] in SAFE_METHODS or site in ("same-origin", "none") or "*" in self._origins:
@@ -56,10 +59,11 @@ class BrowserChecks:
         what = f"A page of another site ({clip(origins[0]) if origins else site}) must not send this request."
         return ApiError(403, f"{what} Its operator can allow it with --cors-origin.", code="cross_site_request")
 
-    def allows(self, host: str) -> bool:
+    def allows(self, host: str, server: tuple[str, int | None] | None = None) -> bool:
         """Whether requests may have this `Host`. Rebinding needs a name, so that addresses and localhost always may,
-        and requests of HTTP/1.0 without one."""
-        if self._any_host or not host:
+        and requests of HTTP/1.0 without one. `server`: as in ASGI's scope; browsers cannot reach a Unix socket, which
+        has no port."""
+        if self._any_host or not host or (server is not None and server[1] is None and not self._unix):
             return True
         match = _HOST.fullmatch(host.lower())
         name = match[1].removesuffix(".") if match else ""

@@ -54,7 +54,8 @@ class ChatMessage(Body):
         }
     )
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$", max_length=64, examples=["user", "assistant"])]
+    """system, developer, user, assistant, tool, or another that the chat template renders."""
     content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS)
@@ -67,8 +68,11 @@ class ChatMessage(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_parts(cls, data: Any) -> Any:
-        """Move the assistant's thinking parts to its reasoning, and apply a mark on a part to the message."""
+    def _read_forms(cls, data: Any) -> Any:
+        """Move the assistant's thinking parts to its reasoning, and apply a mark on a part to the message. The role
+        function is OpenAI's former name of tool."""
+        if isinstance(data, dict) and data.get("role") == "function":
+            data = {**data, "role": "tool"}
         if not isinstance(data, dict) or not isinstance(parts := data.get("content"), list):
             return data
         assistant = data.get("role") == "assistant"

@@ -321,7 +321,7 @@ class Connection(HttpToolsProtocol):
             and not self._service.closing
             and self.vital_only is None
             and not any(name in _NO_SHORTCUT_HEADERS for name, _ in self.headers)
-            and all(map(self._browsers.allows, hosts))
+            and all(self._browsers.allows(host, self.server) for host in hosts)
         )
 
     def send_400_response(self, msg: str) -> None:

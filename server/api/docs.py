@@ -31,8 +31,14 @@ _TEXT = "What is 12 + 30?"
 _CHAT: dict[str, Any] = {"model": "MODEL", "messages": [{"role": "user", "content": _TEXT}]}
 _ITEMS = {"items": [{"role": "user", "content": _TEXT}]}
 _COMPLETION: dict[str, Any] = {"model": "MODEL", "prompt": "1 2 3 4"}
+_RERANK: dict[str, Any] = {"model": "MODEL", "query": _TEXT, "documents": ["It is 42.", "Paris is in France."]}
+_SCORE: dict[str, Any] = {"model": "MODEL", "text_1": _TEXT, "text_2": ["It is 42.", "Paris"]}
+_INPUT: dict[str, Any] = {"model": "MODEL", "input": ["12 + 30"]}
 EXAMPLES: dict[str, Any] = {
     "/v1/embeddings": {"input": ["The capital of France is Paris.", "12 + 30"]},
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _RERANK),
+    **dict.fromkeys(("/score", "/v1/score"), _SCORE),
+    **dict.fromkeys(("/classify", "/pooling"), _INPUT),
     "/v1/completions": {**_COMPLETION, "max_tokens": 16},
     "/v1/chat/completions": {**_CHAT, "max_tokens": 64, "stream": True},
     "/v1/messages": {**_CHAT, "max_tokens": 64, "stream": True},

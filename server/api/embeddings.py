@@ -15,9 +15,10 @@ import numpy.typing as npt
 import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
+from starlette.types import Scope
 
 from weft.engine.errors import ModelError
-from weft.engine.wire.sampling import Pooling, SamplingParams
+from weft.engine.wire.sampling import DECODER_POOLING, Pooling, SamplingParams
 from weft.server.api.answer import Answer
 from weft.server.api.chat_message import Messages
 from weft.server.api.chat_prompt import template_input
@@ -29,6 +30,7 @@ from weft.server.api.model_text import too_long
 from weft.server.api.protocol import REQUEST_ID, GenerationBody
 from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.api.service import Service
+from weft.server.bodies import Body
 from weft.server.errors import ApiError, bad_request, clip
 from weft.server.text.tokenizer import Side, Truncation
 from weft.server.tools.template import TemplateBody
@@ -36,13 +38,27 @@ from weft.server.tools.template import TemplateBody
 router = APIRouter(route_class=JsonRoute)
 
 
-class EmbeddingBody(TemplateBody):
+class PoolingFields(Body):
+    """Fields of all requests for states instead of output."""
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32)
+    """Truncate inputs to this many tokens; -1: to the context."""
+    truncation_side: Side = "right"  # the side that is cut
+    priority: Priority = 0
+    cache_salt: CacheSalt = ""
+    prompt_cache_key: CacheKey | None = None
+    user: str | None = None
+    request_id: str | None = Field(None, pattern=REQUEST_ID)
+    include_energy: bool = False  # see `GenerationBody`
+
+
+class EmbeddingBody(PoolingFields, TemplateBody):
     """Either `input`, or `messages`, which the chat template makes one input."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [given("input"), given("messages")]})
     endpoint_path: ClassVar[str] = "/v1/embeddings"
 
-    model: str | None = None
     input: Inputs | None = None
     messages: Messages | None = None
     add_generation_prompt: bool = False
@@ -55,15 +71,6 @@ class EmbeddingBody(TemplateBody):
     """Scale embeddings to length 1."""
     add_special_tokens: bool | None = None
     """Default: true for `input`, false for messages, whose template adds its own."""
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32)
-    """Truncate inputs to this many tokens; -1: to the context."""
-    truncation_side: Side = "right"  # the side that is cut
-    priority: Priority = 0
-    cache_salt: CacheSalt = ""
-    prompt_cache_key: CacheKey | None = None
-    user: str | None = None
-    request_id: str | None = Field(None, pattern=REQUEST_ID)
-    include_energy: bool = False  # see `GenerationBody`
 
     def check(self) -> None:
         """Raises `ApiError`."""
@@ -83,26 +90,39 @@ async def begin_embeddings(
     body: EmbeddingBody, request: Request, service: Service, dialect: type[Embeddings], model: str | None = None
 ) -> Answer:
     """The answer to a request, in a dialect. `model`: its name in the answer, instead of the body's."""
-    service = await service.enter(body.model, request.scope, body.check)
-    width = service.loaded.ready.hidden_size
+    service = await service.enter(body.model, request.scope, body.check, task="embed")
     model = service.name(model or body.model)
-    pooler = await _pooler(service)
-    if body.dimensions is not None and body.dimensions > width:
-        raise bad_request(f"dimensions: this model's embeddings have only {width}.", "dimensions")
-    prompts = await _prompts(service, body, pooler)
-    params = SamplingParams(max_tokens=0, pooling=pooler.pooling)
-    shared = {name: getattr(body, name) for name in _SHARED if getattr(body, name) is not None}
-    generation = Generation(service, GenerationBody(**shared), prompts, [params] * len(prompts), request.scope)
+    pooler = await pooler_of(service)
+    check_dimensions(body, service)
+    prompts = await prompts_of(service, body, pooler)
+    generation = pooling_generation(service, body, prompts, pooler.pooling, request.scope)
     return Answer(generation, dialect(generation, body, pooler, model))
 
 
-_SHARED = set(GenerationBody.model_fields) & set(EmbeddingBody.model_fields)
+def check_dimensions(body: EmbeddingBody, service: Service) -> None:
+    """Raises `ApiError`."""
+    width = service.loaded.ready.hidden_size
+    if body.dimensions is not None and body.dimensions > width:
+        raise bad_request(f"dimensions: this model's embeddings have only {width}.", "dimensions")
 
 
-async def _pooler(service: Service) -> Pooler:
-    config = service.config
+def pooling_generation(
+    service: Service, body: PoolingFields, prompts: Sequence[Prompt], pooling: Pooling, scope: Scope
+) -> Generation:
+    """A request for pooled states of each prompt, without output."""
+    params = SamplingParams(max_tokens=0, pooling=pooling)
+    shared = {name: getattr(body, name) for name in _SHARED if getattr(body, name) is not None}
+    return Generation(service, GenerationBody(**shared), prompts, [params] * len(prompts), scope)
+
+
+_SHARED = set(GenerationBody.model_fields) & set(PoolingFields.model_fields)
+
+
+async def pooler_of(service: Service) -> Pooler:
+    """The model's pooler. Raises `ApiError`."""
+    config, encoder = service.config, "generate" not in service.loaded.ready.tasks
     try:
-        pooler = await service.offload(partial(read_pooler, config.model_path, config.pooling))
+        pooler = await service.offload(partial(read_pooler, config.model_path, config.pooling, encoder=encoder))
     except ModelError as error:
         raise ApiError(501, f"This model cannot embed: {error}.", code="pooling_not_supported") from None
     if pooler is None:
@@ -110,18 +130,20 @@ async def _pooler(service: Service) -> Pooler:
     return pooler
 
 
-async def _prompts(service: Service, body: EmbeddingBody, pooler: Pooler) -> list[Prompt]:
+async def prompts_of(service: Service, body: EmbeddingBody, pooler: Pooler | None) -> list[Prompt]:
+    """The prompts of the body's inputs, after the pooler's text. Raises `ApiError`."""
     limit = service.loaded.ready.max_model_len
-    before, text = pooler.default, service.loaded.text
+    before, text = pooler.default if pooler is not None else "", service.loaded.text
     asked = limit if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
     truncation = None if asked is None else Truncation(asked, body.truncation_side)
     if (name := body.prompt_name) is not None:
-        if name not in pooler.prompts:
-            known = ", ".join(map(repr, pooler.prompts)) or "none"
+        named = pooler.prompts if pooler is not None else {}
+        if name not in named:
+            known = ", ".join(map(repr, named)) or "none"
             raise bad_request(f"prompt_name: there is no prompt {clip(name)!r}; known prompts: {known}.", "prompt_name")
         if body.input is None or not isinstance(body.input[0], str):
             raise bad_request("prompt_name needs texts, not token ids or messages.", "prompt_name")
-        before = pooler.prompts[name]
+        before = named[name]
     if body.input is not None:
         param, special = "input", body.add_special_tokens is not False
         inputs = [before + part if isinstance(part, str) else part for part in body.input]
@@ -157,7 +179,7 @@ class Embeddings(Dialect):
             for state in states
             if state is not None
         )
-        code: Any = _base64 if body.encoding_format == "base64" else np.ascontiguousarray
+        code: Any = base64_of if body.encoding_format == "base64" else np.ascontiguousarray
         return orjson.dumps(self._answer([code(vector) for vector in vectors]), option=orjson.OPT_SERIALIZE_NUMPY)
 
     def _answer(self, vectors: list[Any]) -> dict[str, Any]:
@@ -167,13 +189,17 @@ class Embeddings(Dialect):
         return {"object": "list", "data": data, "model": self._model, "usage": usage}
 
 
-def _base64(vector: npt.NDArray[np.float32]) -> str:
+def base64_of(vector: npt.NDArray[np.float32]) -> str:
+    """Little-endian float32."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
-_MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
+_MODES: dict[str, Pooling] = {
+    "lasttoken": "last", "mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls", "max": "max",
+    "max_tokens": "max",
+}  # fmt: skip
 _HARMLESS = ("Transformer", "Pooling", "Normalize")
 
 
@@ -194,7 +220,7 @@ class Pooler:
         return (vector / (length or 1.0)).astype(np.float32)
 
 
-def read_pooler(path: Path, asked: Literal["auto", "last", "mean", "none"]) -> Pooler | None:
+def read_pooler(path: Path, asked: Literal["auto", "last", "mean", "none"], *, encoder: bool = False) -> Pooler | None:
     """The pooler of the model at `path`; None if embeddings are disabled. An explicit `asked` overrides the model's
     pooling but not its prompts. Raises `ModelError` for unreadable files and unsupported steps."""
     if asked == "none":
@@ -206,24 +232,26 @@ def read_pooler(path: Path, asked: Literal["auto", "last", "mean", "none"]) -> P
             raise ModelError(f"{MODULES} has an unsupported step: {clip(kind)}")
         if kind == "Pooling":
             config = _read(path / str(module.get("path", "")) / "config.json", dict) or {}
-            pooling = _pooling_of(config, strict=asked == "auto")
+            pooling = _pooling_of(config, encoder=encoder, strict=asked == "auto")
     about = _read(path / PROMPTS, dict) or {}
     prompts = {str(k): v for k, v in (about.get("prompts") or {}).items() if isinstance(v, str)}
     default = prompts.get(str(about.get("default_prompt_name")), "")
-    return Pooler(pooling or "last" if asked == "auto" else asked, prompts, default)
+    usual: Pooling = "mean" if encoder else "last"
+    return Pooler(pooling or usual if asked == "auto" else asked, prompts, default)
 
 
-def _pooling_of(config: dict[str, Any], *, strict: bool) -> Pooling | None:
+def _pooling_of(config: dict[str, Any], *, encoder: bool, strict: bool) -> Pooling | None:
     """The mode in a `1_Pooling/config.json`. Unsupported modes raise `ModelError` if `strict`, else return None."""
     modes = [key.removeprefix("pooling_mode_") for key, on in config.items() if key.startswith("pooling_mode_") and on]
-    if isinstance(mode := config.get("pooling_mode"), str):
-        modes = [mode]
-    if len(modes) == 1 and modes[0] in _MODES:
-        return _MODES[modes[0]]
+    if isinstance(named := config.get("pooling_mode"), str):
+        modes = [named]
+    mode = _MODES.get(modes[0]) if len(modes) == 1 else None
+    if mode is not None and (encoder or mode in DECODER_POOLING):
+        return mode
     if not strict:
         return None
-    named = clip(", ".join(modes)) or "nothing"
-    raise ModelError(f"its pooling ({named}) is not supported; override it with --pooling last or mean")
+    found = clip(", ".join(modes)) or "nothing"
+    raise ModelError(f"its pooling ({found}) is not supported; override it with --pooling last or mean")
 
 
 def _read(path: Path, kind: type) -> Any:

@@ -39,6 +39,7 @@ class Prompt:
     token_ids: Sequence[int]
     text: str | None = None
     retention: tuple[Retention, ...] = ()  # prefixes whose pages are retained, and for how long
+    segment: int = 0  # tokens before the second text of a pair, see `AddRequest`
 
 
 class Generation:
@@ -133,6 +134,7 @@ class Generation:
             retention=prompt.retention if leader < 0 else (),
             names=self._names if leader < 0 else (),
             adapter=self._adapter,
+            segment=prompt.segment,
         )
         self._tickets[index:] = [ticket, *self._tickets[index + 1 :]]
         self._prefilling[index] = len(prompt.token_ids)

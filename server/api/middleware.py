@@ -41,6 +41,7 @@ OLLAMA = "/api/"
 LIMITED_PATHS = frozenset(
     {
         "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", MESSAGES, INVOCATIONS,
+        "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling",
         "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/completion",
     }
 )  # fmt: skip

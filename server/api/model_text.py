@@ -12,9 +12,23 @@ from weft.engine.wire.messages import EngineReady
 from weft.server.api.chat_message import ChatMessage
 from weft.server.api.protocol import GenerationBody
 from weft.server.errors import ApiError, bad_request
-from weft.server.text.tokenizer import Tokenizer, Truncation
+from weft.server.text.tokenizer import PairIds, Side, Tokenizer, Truncation
 
 RENDER_SECONDS = 5.0  # time limit of a chat template, in seconds
+
+
+class PairLimits(NamedTuple):
+    """How pairs of texts are truncated. Only documents are, never the query or the end of a prompt."""
+
+    prompt: int | None = None  # tokens of the prompt; -1: what the model allows; None: no limit is asked for
+    document: int | None = None  # tokens of the document; None: no limit is asked for
+    side: Side = "right"  # the side that is cut
+
+    def total(self, longest: int) -> int | None:
+        """The limit of a prompt, at most `longest`; None if nothing may be truncated."""
+        if self.prompt is None and self.document is None:
+            return None
+        return longest if self.prompt in (None, -1) else min(longest, self.prompt or 0)
 
 
 class EncodedChat(NamedTuple):
@@ -45,7 +59,7 @@ class ModelText:
         )
         if truncation is None:
             return ids
-        bos = self._tokenizer.bos_token_id if add_special_tokens else None
+        bos = self._tokenizer.first_token_id if add_special_tokens else None
         ending = [i for i in encode("", add_special_tokens=True) if i != bos] if add_special_tokens else []
         return [truncation.ids(i, bos, ending) for i in ids]
 
@@ -61,6 +75,37 @@ class ModelText:
                 self.check_ids(ids, param)
         if not all(found):
             raise bad_request(f"{param}: must have at least one token.", param)
+        return found
+
+    async def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], limits: PairLimits, form: str, instruction: str
+    ) -> list[tuple[list[int], int]]:
+        """Token ids of pairs of query and document, and the tokens before the second text if the model distinguishes
+        them. form: see `Scorer.prompt`. Raises `ApiError` for a pair that cannot fit, and for one that would have to be
+        truncated although that is not asked for."""
+        longest = self._ready.max_model_len
+        total = limits.total(longest)
+        if total is not None:
+            cut = Truncation(longest, limits.side)
+            pairs = [(query, cut.text(document, self._longest_text)) for query, document in pairs]
+        for query, document in pairs:
+            self._check_length(len(query) + len(document), "query" if len(query) > len(document) else "documents")
+        tokenizer = self._tokenizer
+
+        def encode() -> list[PairIds]:
+            if form == "pair":
+                return tokenizer.encode_pairs(pairs)
+            return [tokenizer.encode_prompt_of(pair, form, instruction) for pair in pairs]
+
+        found = []
+        for i, pair in enumerate(await asyncio.get_running_loop().run_in_executor(self._threads, encode)):
+            ids = pair.ids if total is None else pair.truncated(total, limits.document, limits.side)
+            if len(ids) > (longest if total is None else total):
+                how = "give truncate_prompt_tokens: -1 or max_tokens_per_doc to truncate documents"
+                if total is not None:
+                    raise bad_request(f"query: it leaves no room for document {i} in {total} tokens.", "query")
+                raise too_long(longest, f"document {i} makes a prompt of {len(ids)} tokens; {how}", "documents")
+            found.append((ids, pair.segment))
         return found
 
     async def render(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any]) -> str:

@@ -121,7 +121,7 @@ def _checked(kind: type[Any], fields: dict[str, Any]) -> Any:
 
 
 async def _wake(body: GeneratingBody, request: Request, service: Service, empty: dict[str, Any]) -> Response:
-    chosen = await service.enter(_served(service, body.model), request.scope)
+    chosen = await service.enter(_served(service, body.model), request.scope, task=None)
     _ = chosen.loaded  # raises the reason
     answer = {"model": body.model, "created_at": _now(), **empty, "done_reason": "load", "done": True}
     return Response(orjson.dumps(answer) + b"\n", media_type=f"application/{'x-ndjson' if body.stream else 'json'}")
@@ -276,7 +276,7 @@ async def _embed(
 ) -> Response:  # fmt: skip
     body.options.fields()
     model = _served(service, body.model)
-    chosen = await service.enter(model, request.scope)
+    chosen = await service.enter(model, request.scope, task="embed")
     body.options.check_context(chosen.loaded.ready.max_model_len)
     answer = _checked(EmbeddingBody, {**fields, "model": model})
     return await begin_embeddings(answer, request, service, dialect, body.model)

@@ -53,6 +53,7 @@ def _model(service: Service, name: str, request: Request) -> dict[str, Any]:
         "root": service.config.model_names[0] if adapter is None else adapter.path,
         "parent": None if adapter is None else service.config.model_names[0],
         "max_model_len": limit,
+        "tasks": list(known.tasks) if known is not None else None,
     }
 
 

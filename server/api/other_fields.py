@@ -34,6 +34,13 @@ ALIASES = {
     "reasoning_budget_tokens": ("max_thinking_tokens",),
     "thinking_budget": ("max_thinking_tokens",),  # Qwen
     "use_activation": ("normalize",),  # vLLM
+    "activation": ("use_activation", "normalize"),
+    "softmax": ("use_activation", "normalize"),
+    "queries": ("text_1",),
+    "data_1": ("text_1",),
+    "items": ("text_2",),
+    "data_2": ("text_2",),
+    "documents": ("text_2",),
 }
 """Fields of other servers that mean the same as one here. The first target that the body has is used."""
 
@@ -139,6 +146,8 @@ _GROUPS: dict[str, str] = {
     "custom_labels": "use user",
     "embed_dtype endianness": "embeddings are little-endian float32; convert them in the client",
     "padding": "prompts need no padding",
+    "rank_fields": "a document is one text; join the fields in the client",
+    "max_chunks_per_doc": "use max_tokens_per_doc",
 }  # fmt: skip
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "cache_prompt": (True,), "separate_reasoning": (True,), "stream_reasoning": (True,), "parse_tool_calls": (True,),

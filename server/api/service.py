@@ -16,9 +16,10 @@ from weft.engine.wire.streams import Streams
 from weft.server.api.adapter_names import AdapterNames, Served
 from weft.server.api.admission import Admission
 from weft.server.api.model_text import ModelText
+from weft.server.api.scorer import Scorer, tasks_of
 from weft.server.bodies import BodyBounds
 from weft.server.config import ServeConfig
-from weft.server.errors import ApiError, clip, unavailable
+from weft.server.errors import ApiError, bad_request, clip, unavailable
 from weft.server.keys import load_keys
 from weft.server.observe.limits import RateLimits
 from weft.server.observe.metrics import Metrics
@@ -28,6 +29,14 @@ from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.grammar_compiler import GrammarCompiler
 
 T = TypeVar("T")
+
+TASK_PATHS = {
+    "generate": ("/v1/chat/completions", "/v1/completions"),
+    "embed": ("/v1/embeddings", "/pooling"),
+    "classify": ("/classify",),
+    "score": ("/v1/rerank", "/v1/score"),
+}
+"""The main endpoints of what a model can do."""
 
 UNKNOWN_CONTEXT = 2**15  # Context length assumed for bodies that arrive before the model is loaded.
 
@@ -68,6 +77,7 @@ class LoadedModel(NamedTuple):
     text: ModelText
     admission: Admission
     grammars: GrammarCompiler
+    tasks: tuple[str, ...]  # see `tasks_of`
 
 
 class Service:
@@ -115,6 +125,7 @@ class Service:
         self.body_bounds = BodyBounds.of(config.max_body_mib, UNKNOWN_CONTEXT)
         """The limits of request bodies, for any model. Lead only."""
         self.phase = Phase.LOADING
+        self.local_hosts: Sequence[str] = ()  # See `control.Start`. Lead only.
         self.handed_over = False  # Another daemon accepts the connections now. Lead only.
         self.created = int(time.time())
         self.restart_engines: Callable[[Sequence[int]], Awaitable[str]] | None = None
@@ -138,6 +149,7 @@ class Service:
         self.last_loaded: LoadedModel | None = None
         """The model as it was last loaded, even if it is not loaded now; None before its first load."""
         self._served = False  # every API process has served the model at least once
+        self.scorer: tuple[Any, Scorer] | None = None  # how the model scores, and the key of what it was read from
         self._grammars: GrammarCompiler | None = None
         self.shared_state.load[row, self.model, ENTERED:] = 0
         if lead is None:
@@ -166,7 +178,8 @@ class Service:
             vocabulary = (tokenizer.to_json, ready.vocab_size, ready.eos_token_ids)
             self._grammars = GrammarCompiler(*vocabulary, self.metrics.grammar_tried)
         text = ModelText(tokenizer, ready, self._threads, control=self.config.allow_special_tokens)
-        self.last_loaded = LoadedModel(self.replicas, ready, tokenizer, text, self._admission, self._grammars)
+        tasks = tasks_of(ready, self.config.model_path, self.config.classifier_from_token)
+        self.last_loaded = LoadedModel(self.replicas, ready, tokenizer, text, self._admission, self._grammars, tasks)
         longest = max(each.last_loaded.ready.max_model_len for each in self.models if each.last_loaded is not None)
         self.lead.body_bounds = BodyBounds.of(self.config.max_body_mib, longest)
         if self.phase is Phase.LOADING:
@@ -250,19 +263,31 @@ class Service:
         return self.sleep_state.word
 
     async def enter(
-        self, asked: str | None, scope: MutableMapping[str, Any], check: Callable[[], None] | None = None
-    ) -> Service:
+        self, asked: str | None, scope: MutableMapping[str, Any], check: Callable[[], None] | None = None, *,
+        task: str | None = "generate",
+    ) -> Service:  # fmt: skip
         """The service of the requested model. Wakes the model and keeps it awake until `leave`. `check`: checks the
-        request before the model wakes. Idempotent for a scope. Raises `ApiError`."""
+        request before the model wakes. `task`: what the model must be able to do; None for anything. Idempotent for a
+        scope. Raises `ApiError`."""
         await self._load_adapter(asked)
         service = self.for_model(asked)
         if check is not None:
             check()
+        service._check_task(task)
         entered: list[Service] = scope.setdefault("weft.entered", [])
         if service not in entered:
             await service._admit()
             entered.append(service)
+            service._check_task(task)
         return service
+
+    def _check_task(self, task: str | None) -> None:
+        """Raises `ApiError` if the model, once loaded, is known not to do this."""
+        if task is None or self.last_loaded is None or task in (tasks := self.last_loaded.tasks):
+            return
+        able = ", ".join(path for each in tasks for path in TASK_PATHS[each])
+        what = f"The model '{self.config.model_names[0]}' ({self.last_loaded.ready.model_type}) does not {task}"
+        raise bad_request(f"{what}; it serves {able}.", "model", "wrong_kind_of_model")
 
     @staticmethod
     def leave(scope: MutableMapping[str, Any]) -> None:

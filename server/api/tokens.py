@@ -36,7 +36,7 @@ DETOKENIZED_CONTEXTS = 16  # token ids per request, in multiples of the context 
 
 @router.post("/tokenize", summary="Tokenize a text or a conversation")
 async def tokenize(body: TokenizeBody, request: Request, service: ServiceOf) -> dict[str, Any]:
-    service = await service.enter(body.model, request.scope, body.check)
+    service = await service.enter(body.model, request.scope, body.check, task=None)
     if body.content is not None:
         return await tokenize_content(body, service)
     loaded, prompts = service.loaded, body.prompt
@@ -63,7 +63,7 @@ async def tokenize(body: TokenizeBody, request: Request, service: ServiceOf) -> 
 
 @router.post("/detokenize", summary="Convert token ids to text")
 async def detokenize(body: DetokenizeBody, request: Request, service: ServiceOf) -> dict[str, str]:
-    service = await service.enter(body.model, request.scope)
+    service = await service.enter(body.model, request.scope, task=None)
     loaded = service.loaded
     loaded.text.check_ids(body.tokens, "tokens", at_most=DETOKENIZED_CONTEXTS * loaded.ready.max_model_len)
     text = await service.offload(lambda: loaded.tokenizer.decode(body.tokens))

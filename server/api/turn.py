@@ -54,7 +54,10 @@ async def begin_turn(
     )
     params = bounded_thinking(params, thinking, body.max_thinking_tokens, tokenizer, tools=form is not None)
     retention: tuple[Retention, ...] = ()
-    if marks := marks_of(body, by_key=retain_by_key):
+    marks = marks_of(body, by_key=retain_by_key)
+    if service.loaded.ready.recurrent:
+        marks.append(Mark(HEAD, 0.0))  # other conversations continue from the state there
+    if marks:
         retention = await service.offload(lambda: retention_of(marks, body, prompt.text, prompt.ids, tokenizer))
     markers = (*(form.markers if form is not None else ()), *(thinking.format.markers if thinking is not None else ()))
     marker_ids = map(tokenizer.token_id, markers)

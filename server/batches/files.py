@@ -177,10 +177,17 @@ class Files:
     def sweep(self) -> None:
         """Remove expired files and leftovers of killed processes."""
         self.clock.save()
-        now = self.clock.earliest()
+        now, bound = self.clock.earliest(), self.clock.bound()
         for path in self._root.glob("*.json"):
-            if (file := read(path, StoredFile)) is not None and file.expires_at <= now:
+            if (file := read(path, StoredFile)) is None:
+                continue
+            if file.expires_at <= now:
                 self.remove(path.stem)
+            elif file.created_at > bound:
+                kept = file.expires_at - file.created_at
+                file.created_at = int(self.clock.latest())
+                file.expires_at = file.created_at + kept
+                replace(path, msgspec.json.encode(file), by=self._partial / uuid.uuid4().hex)
         with self._lock():
             orphans = (p for p in self._root.glob("*.jsonl") if not p.with_suffix(".json").exists())
             for path in (*self._partial.iterdir(), *orphans):

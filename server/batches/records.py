@@ -171,10 +171,13 @@ class Batches:
 
     def sweep(self) -> None:
         """Remove batches that ended long ago and leftovers of killed processes."""
-        past = self.clock.earliest() - KEPT_SECONDS
+        past, bound = self.clock.earliest() - KEPT_SECONDS, self.clock.bound()
         for path in self.root.iterdir():
             with suppress(OSError):
                 batch = self._read(path.name.split(".")[0], strict=True)
+                if batch is not None and batch.ended and batch.created_at > bound:
+                    batch.created_at = int(self.clock.latest())
+                    self.save(batch)
                 old = batch is None or (batch.ended and batch.created_at < past)
                 if old and path.stat().st_mtime < past:
                     self._ended.discard(path.stem)

@@ -23,16 +23,20 @@ GIB = 2**30
 
 def announce(
     config: ServeConfig, address: tuple[Any, ...] | str, engines: Sequence[EngineReady], seconds: float, *, chat: bool,
-    key: bool,
+    key: bool, admin: tuple[Any, ...] | None = None,
 ) -> None:  # fmt: skip
-    """Print the greeting. `address`: the listening socket's. `seconds`: since the start. `key`: requests need one."""
+    """Print the greeting. `address`: the listening socket's. `seconds`: since the start. `key`: requests need one.
+    `admin`: the address of --admin-port."""
     several, tls = len(config.each) > 1, config.tls_cert
     url, name = url_of(address, tls=tls is not None), config.each[0].model_names[0]
     self_signed = not several and tls is not None and _is_self_signed(tls)
-    command = _curl(url, name, chat=chat, key=key, self_signed=self_signed)
+    command = _curl(url, name, engines[0].tasks, chat=chat, key=key, self_signed=self_signed)
     write = _several_models if several else _one_model
     try:
-        print(write(config, url, engines, seconds, command), flush=True)
+        text = write(config, url, engines, seconds, command)
+        if admin is not None:
+            text += f"\nadmin: {url_of(admin, tls=tls is not None)} (health, metrics and /admin/ only)"
+        print(text, flush=True)
     except OSError as error:  # a full disk or a closed pipe must not stop the daemon
         logging.getLogger("weft").warning("cannot write the greeting to stdout: %s", error.strerror)
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the rest of its buffer would fail again at exit)
@@ -41,6 +45,8 @@ def announce(
 def _one_model(config: ServeConfig, url: str, engines: Sequence[EngineReady], seconds: float, command: str) -> str:
     ready = engines[0]
     pages = f"{ready.num_pages} KV pages of {ready.page_size} tokens"
+    if "generate" not in ready.tasks:
+        pages = f"inputs of up to {ready.max_model_len} tokens"
     if len(engines) > 1:
         pages = f"{len(engines)} engines with {pages} each"
     return (
@@ -94,11 +100,16 @@ def _is_self_signed(path: str) -> bool:
     return alone and any(entry.get("subject") == entry.get("issuer") for entry in context.get_ca_certs())
 
 
-def _curl(url: str, model: str, *, chat: bool, key: bool, self_signed: bool = False) -> str:
+def _curl(url: str, model: str, tasks: Sequence[str], *, chat: bool, key: bool, self_signed: bool = False) -> str:
     """Return a command to paste into a shell. `self_signed`: the certificate is self-signed."""
     question = "What is 12 + 30?"
     path = "/v1/chat/completions" if chat else "/v1/completions"
     prompt = {"messages": [{"role": "user", "content": question}]} if chat else {"prompt": question}
+    if "generate" not in tasks:
+        path = {"embed": "/v1/embeddings", "classify": "/classify"}[tasks[0]]
+        prompt = {"input": question}
+    if "score" in tasks:
+        path, prompt = "/v1/rerank", {"query": question, "documents": ["It is 42.", "Paris is in France."]}
     body = json.dumps({"model": model, **prompt})
     authorization = ' -H "Authorization: Bearer $WEFT_API_KEY"' if key else ""
     if url.startswith(UNIX):

@@ -55,11 +55,7 @@ class ApiProcess:
         fds = [listener.fileno() for listener in listeners]
         tls_fds = [] if certificate is None else [certificate.fd]
         # Keys stay in the daemon; only their digests are sent.
-        own: dict[str, Any] = {
-            "api_key": [],
-            "api_key_file": None,
-            "allowed_host": _allowed_hosts(config, keys, listeners),
-        }
+        own: dict[str, Any] = {"api_key": [], "api_key_file": None}
         if certificate is not None:
             own |= {"tls_cert": certificate.path, "tls_key": None}
         stacks = Stacks()
@@ -87,6 +83,7 @@ class ApiProcess:
                 shared_state_fd=shared_state.fd,
                 heartbeats_fd=heartbeats.fd,
                 listener_fds=fds,
+                local_hosts=_local_hosts(config, keys, listeners),
                 admin_fd=None if config.admin_port is None else fds[-1],
                 taking_over=taking_over,
                 hold=list(hold),
@@ -136,17 +133,14 @@ class ApiProcess:
             await self.wait()
 
 
-def _allowed_hosts(config: ServeConfig, keys: Sequence[bytes], listeners: Sequence[socket.socket]) -> list[str]:
-    """`--allowed-host`. Where only programs of this machine connect, and without keys, it is localhost and `--host` by
-    default: a web page must not become such a program by DNS rebinding."""
-    if config.allowed_host or keys or not all(map(_is_loopback, listeners)):
-        return config.allowed_host
+def _local_hosts(config: ServeConfig, keys: Sequence[bytes], listeners: Sequence[socket.socket]) -> list[str]:
+    """See `Start.local_hosts`: a web page must not become a program of this machine by DNS rebinding."""
+    names = [listener.getsockname() for listener in listeners if listener.family != socket.AF_UNIX]
+    if config.allowed_host or keys or not names or not all(map(_is_loopback, names)):
+        return []
     return ["localhost", *filter(HOST.fullmatch, [config.host.lower().removesuffix(".")])]
 
 
-def _is_loopback(listener: socket.socket) -> bool:
-    name = listener.getsockname()
-    if isinstance(name, str):  # a Unix socket, which browsers cannot reach
-        return False
+def _is_loopback(name: tuple[Any, ...]) -> bool:
     address = ip_address(name[0].partition("%")[0])
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback

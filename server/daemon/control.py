@@ -33,6 +33,9 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     shared_state_fd: int
     heartbeats_fd: int
     listener_fds: list[int]
+    local_hosts: list[str]
+    """Hosts allowed at TCP ports that only programs of this machine reach, if there are no keys and no --allowed-host.
+    Else it is empty."""
     admin_fd: int | None
     """The one of `listener_fds` that is of --admin-port."""
     taking_over: bool

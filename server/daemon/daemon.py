@@ -362,8 +362,11 @@ class Daemon:
             self.announced = True
             self._sleep_manager.begin()
             seconds = time.monotonic() - self._begun
-            key = bool(self._front.keys)
-            announce(self._config, self._front.address, readies, seconds, chat=self._chat, key=key)
+            front = self._front
+            announce(
+                self._config, front.address, readies, seconds, chat=self._chat, key=bool(front.keys),
+                admin=front.admin_address,
+            )  # fmt: skip
             self._front.serving(self._on_successor)
 
     # -- shutdown

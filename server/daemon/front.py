@@ -95,6 +95,11 @@ class Front:
         name = self._taken[0].getsockname()
         return name if isinstance(name, str) else name[:2]
 
+    @property
+    def admin_address(self) -> tuple[str, int] | None:
+        """Address of --admin-port."""
+        return None if self._admin is None else self._admin.getsockname()[:2]
+
     def serving(self, on_successor: Callable[[], None]) -> None:
         """Mark everything as serving: stop the predecessor and wait for a successor."""
         if self._config.handover is not None:

@@ -138,6 +138,11 @@ class EngineMetrics:
         yield _counter(queried, "Prompt tokens looked up", stats.prefix_queried_tokens)
         yield from self._tiers(stats)
         yield _by_length(stats)
+        lost = "Prompt tokens whose K and V were found, without a recurrent state to continue from"
+        yield _counter("weft_prefix_cache_stateless_tokens", lost, stats.prefix_stateless_tokens)
+        saved = {tier: stats.state_checkpoints.get(tier, 0) for tier in stats.tiers or ("gpu",)}
+        yield family("weft_state_checkpoints", "gauge", "Recurrent states saved for prefixes", "tier", saved)
+        yield _gauge("weft_state_bytes", "Device memory of recurrent states in bytes", stats.state_bytes)
         yield _gauge("weft_pinned_pages", "Retained KV pages, which are evicted last", stats.retained_pages)
         lost = "Retained KV pages displaced by other retained pages"
         yield _counter("weft_pins_displaced", lost, stats.retentions_displaced)

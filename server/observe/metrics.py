@@ -28,7 +28,8 @@ _SIZE = tuple(float(2**i) for i in range(17))
 PROBES = ("/health", "/ready", "/metrics", "/version", "/ping")  # Paths that need no key.
 ENDPOINTS = (
     *PROBES, "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings",
-    "/v1/conversations", "/tokenize", "/detokenize", "/tokenizer_info", "/v1/files", "/v1/batches",
+    "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling", "/v1/conversations",
+    "/tokenize", "/detokenize", "/tokenizer_info", "/v1/files", "/v1/batches",
     "/v1/completions/render", "/v1/chat/completions/render", "/v1/messages", "/v1/messages/count_tokens",
     "/invocations", "/server_info", "/load", "/props", "/apply-template", "/slots", "/completion", "/api/chat",
     "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/show", "/api/ps", "/api/version",

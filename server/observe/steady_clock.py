@@ -60,6 +60,17 @@ class SteadyClock:
             return 0.0
         return min(self._steady(), time.time(), math.inf if kept is None else kept)
 
+    def bound(self) -> float:
+        """The latest time that a stamp can have, in Unix seconds; later ones are of a clock that was ahead. It is
+        infinite while the file cannot be read."""
+        try:
+            kept = self._kept()
+        except OSError:
+            return math.inf
+        if kept is None and self._file is not None:
+            return math.inf
+        return max(self.latest(), kept or 0.0) + STEP
+
     def save(self) -> None:
         """Write the file, at most once a minute. A disk that fails is ignored."""
         if self._file is None or boottime() - self._saved < SAVE_SECONDS:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
+from weft.server.errors import ApiError
 from weft.server.observe.exposition import family
 from weft.server.observe.shared_state import STORES, SharedState
 
@@ -38,15 +39,21 @@ class Storage:
                 logger.warning("storage of %s works again", store)
 
     async def watch(self, probes: Mapping[str, Callable[[], Awaitable[None]]]) -> None:
-        """Try stores that fail until cancelled. `probes` write to a store, and raise if that fails."""
+        """Try stores that fail until cancelled. `probes` write to a store, and raise `ApiError` or `OSError` if that
+        fails. Any other exception is a fault of the probe; the first is logged with its traceback."""
+        faulty: set[str] = set()
         while True:
             await asyncio.sleep(PROBE_SECONDS)
             for store, probe in probes.items():
                 if self._failing[self._row, STORES.index(store)]:
                     try:
                         await probe()
-                    except Exception as error:
+                    except (ApiError, OSError) as error:
                         logger.debug("storage of %s still fails: %s", store, error)
+                    except Exception:
+                        if store not in faulty:
+                            logger.warning("the check whether storage of %s works again failed", store, exc_info=True)
+                        faulty.add(store)
                     else:
                         self.worked(store)
 

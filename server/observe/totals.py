@@ -15,8 +15,8 @@ Stats = TypeVar("Stats", bound=Struct)
 
 _ENGINE = ("iterations", "iterations_pipelined", "iterations_idle_seconds")
 _SCHEDULER = (
-    "prefix_queried_tokens", "prefix_hit_tokens", "retentions_displaced", "preemptions", "prompt_tokens",
-    "generation_tokens", "decode_tokens", "prefill_tokens", "nonfinite_logits", "displaced", "yielded",
+    "prefix_queried_tokens", "prefix_hit_tokens", "prefix_stateless_tokens", "retentions_displaced", "preemptions",
+    "prompt_tokens", "generation_tokens", "decode_tokens", "prefill_tokens", "nonfinite_logits", "displaced", "yielded",
     "overtaken", "chunks_late",
 )  # fmt: skip
 _ENERGY = ("joules", "idle_joules", "charged")

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from weft.engine.errors import EngineDead
 from weft.engine.wire.messages import EngineReady, EngineStats, PageChanges
-from weft.engine.wire.page_keys import BRIEF, page_keys, root
+from weft.engine.wire.page_keys import BRIEF, chain, page_keys, root, state_tokens
 from weft.engine.wire.streams import Streams
 from weft.server.observe.shared_state import SharedState
 from weft.server.replicas.router import POLICY, Candidate, Policy, choose
@@ -31,21 +31,39 @@ class PromptPages:
 
     def __init__(self, tokens: Sequence[int], salt: str, readies: Iterable[EngineReady]) -> None:
         self.tokens: npt.NDArray[np.int32] = np.asarray(tokens, np.int32)
-        self._keys = {
-            (ready.model_id, ready.page_size): [
-                key[:BRIEF] for key in page_keys(root(ready.model_id, salt), self.tokens, ready.page_size)
-            ]
-            for ready in {(ready.model_id, ready.page_size): ready for ready in readies}.values()
-        }
+        self._keys: dict[tuple[str, int], list[bytes]] = {}
+        self._states: dict[tuple[str, int], list[bytes]] = {}
+        for ready in {(ready.model_id, ready.page_size): ready for ready in readies}.values():
+            keys = page_keys(root(ready.model_id, salt), self.tokens, ready.page_size)
+            self._keys[ready.model_id, ready.page_size] = [key[:BRIEF] for key in keys]
+            if ready.recurrent:
+                (first,) = state_tokens(1, ready.page_size)
+                self._states[ready.model_id, ready.page_size] = [chain(key, first)[:BRIEF] for key in keys]
 
     def keys(self, ready: EngineReady) -> list[bytes]:
         """Keys of the full pages; empty for an engine that became ready later."""
         return self._keys.get((ready.model_id, ready.page_size), [])
 
+    def states(self, ready: EngineReady) -> list[bytes]:
+        """Keys of the recurrent states after the full pages; empty for a model without any."""
+        return self._states.get((ready.model_id, ready.page_size), [])
+
+    def expected(self, ready: EngineReady) -> list[bytes]:
+        """Keys of what the engine has cached once it has computed the prompt."""
+        return self.keys(ready) + self.states(ready)[: self._reusable(ready)][-1:]
+
+    def _reusable(self, ready: EngineReady) -> int:
+        """Full pages that leave at least one token to compute."""
+        return (len(self.tokens) - 1) // ready.page_size
+
     def cached_tokens(self, replica: Replica) -> int:
-        """Tokens whose pages the engine has cached, leaving at least one token to compute."""
-        page_size = replica.ready.page_size
-        return replica.cached_pages.match(self.keys(replica.ready)[: (len(self.tokens) - 1) // page_size]) * page_size
+        """Tokens whose pages, and recurrent state if the model has any, the engine has cached."""
+        ready, cached = replica.ready, replica.cached_pages
+        count = cached.match(self.keys(ready)[: self._reusable(ready)])
+        if ready.recurrent:
+            states = self.states(ready)
+            count = next((i for i in range(count, 0, -1) if cached.match(states[i - 1 : i])), 0)
+        return count * ready.page_size
 
 
 class Ticket:
@@ -193,7 +211,7 @@ class Replicas:
         given[engine] += (prefill + output, 1)
         if requests + 1 >= self.policy.window:
             given[own] /= 2
-        return Ticket(replica, self._load, prefill, output, pages.keys(replica.ready))
+        return Ticket(replica, self._load, prefill, output, pages.expected(replica.ready))
 
 
 def credit_new_engine(shared_state: SharedState, engine: int, others: Sequence[int] | None = None) -> None:

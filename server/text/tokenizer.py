@@ -31,6 +31,9 @@ _CONTEXT_TOKENS = 8  # prompt tokens in a window detokenizer's context
 
 _TAIL_TOKENS = 16
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TRUSTED = ("system", "developer", "assistant")  # their messages may spell control tokens
+
 
 class Tokenizer:
     """Thread-safe: immutable while it serves. Call encoding and rendering in worker threads."""
@@ -103,6 +106,35 @@ class Tokenizer:
         if salt is not None:
             return sum((self._encoder.encode_cached(part, salt) for part in rest), ids)
         return sum(self._encoder.encode(rest, add_special_tokens=False), ids)
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[PairIds]:
+        """Token ids of pairs of texts, in the tokenizer's own form."""
+        found = []
+        for each in self._backend.encode_batch(list(pairs), add_special_tokens=True):
+            own = [i for i, number in enumerate(each.sequence_ids) if number == 1]
+            at = (own[0], own[-1] + 1) if own else (len(each.ids), len(each.ids))
+            found.append(PairIds(list(each.ids), *at, segment=next((i for i, t in enumerate(each.type_ids) if t), 0)))
+        return found
+
+    def encode_prompt_of(self, pair: tuple[str, str], form: str, instruction: str) -> PairIds:
+        """Token ids of the prompt that asks whether a document answers a query. form: `template` for the chat template,
+        else a format string. Special tokens in the texts remain text."""
+        query, document = map(self.as_text, pair)
+        mark = f"{self._seam}document{self._seam}"
+        if form == "template":
+            conversation = [{"role": "query", "content": query}, {"role": "document", "content": mark}]
+            prompt: str = self._hf.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=True, instruction=instruction
+            )
+        else:
+            prompt = form.format(instruction=self.as_text(instruction), query=query, document=mark)
+        before, _, after = prompt.partition(mark)
+        whole, end = (
+            self.encode(before + document, add_special_tokens=False),
+            self.encode(after, add_special_tokens=False),
+        )
+        begin = len(self.encode(before, add_special_tokens=False))
+        return PairIds(whole + end, min(begin, len(whole)), len(whole))
 
     def as_text(self, text: str) -> str:
         """The text, with seams so that `encode` finds no control tokens in it."""
@@ -198,20 +230,34 @@ class Tokenizer:
                 _place_thinking(message, template)
         if not control:
             for message in conversation:
-                if message["role"] in ("user", "tool") and isinstance(message["content"], str):
+                if message["role"] not in _TRUSTED and isinstance(message["content"], str):
                     message["content"] = self.as_text(message["content"])
                     if "name" in message:
                         message["name"] = self.as_text(message["name"])
             outer = [name for name in ("tools", "documents") if name in arguments]
             arguments = {**arguments, **{name: self._strings_as_text(arguments[name]) for name in outer}}
         try:
-            return self._render(conversation, arguments)
+            text = self._render(conversation, arguments)
+            left_out = self._left_out(conversation, arguments)
         except (TemplateError, TypeError, ValueError, LookupError) as error:  # templates raise them for odd messages
             self._blame_tool(conversation, arguments)
             # the template's own words, or those of Python, which say nothing to a client
             own = isinstance(error, TemplateError) and not isinstance(error, UndefinedError)
             reason = clip(self.without_seams(str(error))) if own else "a field has a value that it does not expect."
             raise bad_request(f"The chat template rejects these messages: {reason}", "messages") from error
+        if left_out:
+            what = f"The chat template leaves out messages with the role {left_out[0]}"
+            raise bad_request(f"{what}. Use one of {', '.join(_ROLES)}.", "messages")
+        return text
+
+    def _left_out(self, conversation: list[dict[str, Any]], arguments: Mapping[str, Any]) -> list[str]:
+        """Roles outside `_ROLES` whose messages the template does not render."""
+        probes = {i: f"_{i}_{self._seam}" for i, message in enumerate(conversation) if message["role"] not in _ROLES}
+        if not probes:
+            return []
+        probed = [{**message, "content": probes.get(i, message["content"])} for i, message in enumerate(conversation)]
+        text = self._render(probed, arguments)
+        return [conversation[i]["role"] for i, probe in probes.items() if probe not in text]
 
     def _blame_tool(self, conversation: list[dict[str, Any]], arguments: Mapping[str, Any]) -> None:
         """Raises `ApiError` if the conversation can be rendered, but not with one of the tools."""
@@ -288,8 +334,10 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     @property
-    def bos_token_id(self) -> int | None:
-        return self._hf.bos_token_id
+    def first_token_id(self) -> int | None:
+        """The special token before a text: that of a decoder, or that of an encoder."""
+        bos: int | None = self._hf.bos_token_id
+        return getattr(self._hf, "cls_token_id", None) if bos is None else bos
 
     @property
     def vocab_size(self) -> int:
@@ -356,6 +404,23 @@ def _place_thinking(message: dict[str, Any], template: str) -> None:
 
 
 Side = Literal["left", "right"]
+
+
+@dataclass(frozen=True, slots=True)
+class PairIds:
+    """Token ids of a query and a document, with the document's from `begin` to `end`."""
+
+    ids: list[int]
+    begin: int
+    end: int
+    segment: int = 0  # tokens before the second text, if the tokenizer marks it as such
+
+    def truncated(self, limit: int, document: int | None, side: Side) -> list[int]:
+        """The ids, with the document cut to `document` tokens and to what `limit` leaves for it."""
+        size = self.end - self.begin
+        kept = max(0, min(size, size if document is None else document, limit - (len(self.ids) - size)))
+        own = self.ids[self.end - kept : self.end] if side == "left" else self.ids[self.begin : self.begin + kept]
+        return self.ids[: self.begin] + own + self.ids[self.end :]
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,16 +45,18 @@ class HarmonyFormat(ToolFormat):
         reader.at -= len(mark) if mark == CALL else 0  # without a message
         if recipient is not None and (recipient[1].startswith(_FUNCTIONS) or recipient[1] in tools):
             reader.call(recipient[1].removeprefix(_FUNCTIONS) or recipient[1])
-            yield from reader.space()
-            fence = yield from reader.take("```json\n", "```\n")
+            reader.attempt()
+            fence = yield from reader.fence()
             if (yield from reader.arguments_follow(*_STOPS)):
+                reader.accept()
                 yield from reader.arguments(*_STOPS)
                 yield from reader.space()
-                yield from reader.take(fence.strip()[:3])
+                yield from reader.take(fence)
                 yield from reader.surplus(*_STOPS)
                 end = yield from reader.until(*_STOPS, to=reader.emit_text)
             else:
-                reader.emit_arguments(fence)
+                reader.back()
+                yield from reader.space()
                 end = yield from reader.until(*_STOPS, to=reader.emit_arguments)
         elif recipient is not None or (channel is not None and channel[1] == "analysis"):
             reader.begin_thought()

@@ -151,16 +151,20 @@ def _values(schema: Any, root: Schema, depth: int) -> list[Any] | None:
 
 
 def as_json(text: str, schema: Schema, root: Schema) -> str:
-    """Convert text between tags to JSON of one of the schema's types. Objects and lists may be in Python's syntax if
-    the schema does not allow a string."""
+    """Convert text between tags to JSON of one of the schema's types. If the schema does not allow a string, values may
+    be in Python's syntax, in a code fence, or in a JSON string."""
     allowed = kinds(schema, root)
     bare, is_text = text.strip(SPACE), "string" in allowed
+    if not is_text and (fenced := _FENCED.fullmatch(bare)) is not None:
+        bare = fenced[1]
     bare = WORDS.get(bare if is_text else bare.capitalize(), bare)
     try:
         value = parse_json(bare)
     except ValueError:
-        found = None if is_text else _literal(bare)
+        found = None if is_text else _literal(bare, numbers=not allowed.isdisjoint(("integer", "number")))
         return f'"{quoted(text)}"' if found is None else found
+    if isinstance(value, str) and not is_text:
+        return as_json(value, schema, root)
     if isinstance(value, str) and is_text and allowed != KINDS:
         return f'"{quoted(text)}"'  # the quotes are part of the text
     if is_text and not _accepts(schema, root, _kind(value), value, {}):
@@ -175,21 +179,30 @@ def fitted(schema: Schema, key: str, value: str) -> str:
     return f'"{value}"' if scalar and kind not in allowed and "string" in allowed else value
 
 
-def _literal(text: str) -> str | None:
-    """Return an object or a list in Python's syntax, or in JSON with faults, as JSON; None if it is neither."""
-    if text[:1] not in ("{", "[", "("):
-        return None
-    readers: tuple[Callable[[], Any], ...] = (
-        lambda: json.loads(text, strict=False),
-        lambda: ast.literal_eval(text),
-        lambda: _repaired(text),
-    )
+def _literal(text: str, *, numbers: bool) -> str | None:
+    """Return an object, a list or, with `numbers`, a number in Python's syntax, or JSON with faults, as JSON; None if
+    it is neither."""
+    readers: tuple[Callable[[], Any], ...] = ()
+    if text[:1] in ("{", "[", "("):
+        readers = (lambda: json.loads(text, strict=False), lambda: ast.literal_eval(text), lambda: _repaired(text))
+    elif numbers:
+        readers = (lambda: int(text), lambda: float(text))
     for read in readers:
         with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            out = json.dumps(read(), ensure_ascii=False, allow_nan=False)
+            out = json.dumps(read(), ensure_ascii=False, allow_nan=False, default=_sorted)
             parse_json(out)
             return out
     return None
+
+
+_FENCED = re.compile(r"```(?:\w*\n)?\s*(.*?)\s*```", re.DOTALL)
+
+
+def _sorted(value: object) -> list[Any]:
+    """Return a set as a list. Raises `TypeError` for other values."""
+    if not isinstance(value, set):
+        raise TypeError(value)
+    return sorted(value)
 
 
 def _repaired(text: str) -> Any:

@@ -177,6 +177,11 @@ class Reader:
                 self.at = len(self.text)
                 return name, ""
 
+    def fence(self) -> Steps[str]:
+        """Skip white space and the beginning of a code fence around JSON. Returns the mark that ends the fence."""
+        yield from self.space()
+        return "```" if (yield from self.take("```json", "```")) else ""
+
     def match(self, pattern: re.Pattern[str]) -> Steps[re.Match[str] | None]:
         """Return the match at this position without skipping it. Waits while it could become longer."""
         while True:

@@ -58,12 +58,13 @@ class ToolFormat(ABC):
 
 
 def either_number(*marks: str) -> tuple[str, ...]:
-    """Return marks with the spellings in the other number, such as `<tool_calls>` for `<tool_call>`: models mix them
-    up."""
-    other = (
+    """Return marks with the spellings in the other number, such as `<tool_calls>` for `<tool_call>`, and sections with
+    `tool_calls` for `function_calls`: models and versions of a format differ."""
+    other = [
         _CALL.sub(lambda found: found[1] + ("" if found[2] else "s" if found[1].islower() else "S"), m) for m in marks
-    )
-    return tuple(dict.fromkeys(filter(None, (*marks, *other))))
+    ]
+    named = (mark.replace("function_call", "tool_call") for mark in (*marks, *other))
+    return tuple(dict.fromkeys(filter(None, (*marks, *other, *named))))
 
 
 _CALL = re.compile(r"(call)(s?)(?![a-z])", re.IGNORECASE)

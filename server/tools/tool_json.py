@@ -7,8 +7,8 @@ import re
 from contextlib import suppress
 from typing import Any
 
-_ARGUMENTS = ("arguments", "parameters")
-_FIRST = frozenset({"name", "id", "type", "index", "function", *_ARGUMENTS})
+_ARGUMENTS = ("arguments", "parameters", "args", "params", "input")
+_FIRST = frozenset({"name", "id", "type", "index", "function", *_ARGUMENTS[:2]})
 """First keys of a call. An object with another first key is no call and is not held back."""
 _SPACE = " \t\r\n"
 _CLOSERS = {"{": "}", "[": "]"}

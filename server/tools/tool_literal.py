@@ -56,9 +56,23 @@ class Literals:
         if char not in _CLOSING or depth >= MAX_DEPTH:
             return (yield from self._bare(reader, fit))
         reader.at += 1
-        if char == "{":
+        if char == "{" and not (yield from self._set_begins(reader)):
             return (yield from self.pairs(reader, ":", "}", depth + 1))
         return (yield from self._elements(reader, _CLOSING[char], "[]", depth + 1, _no_head))
+
+    def _set_begins(self, reader: Reader) -> Steps[bool]:
+        """Return whether an element without a key comes next, as in Python's sets. Skips nothing."""
+        reader.attempt()
+        yield from reader.space()
+        empty = yield from reader.take("}")
+        if not empty and (quote := (yield from reader.take(*self.quotes, self.raw))):
+            yield from self._scan(reader, quote, drop)
+        elif not empty and (found := (yield from reader.match(_KEY))) is not None:
+            reader.at = found.end()
+        yield from reader.space()
+        after = yield from reader.peek()
+        reader.back()
+        return not empty and after in (",", "}")
 
     def pairs(self, reader: Reader, equals: str, end: str, depth: int = 0, schema: Schema | None = None) -> Steps[bool]:
         """Emit pairs of keys and values as an object and skip the mark `end`. Returns False if the answer ended first.

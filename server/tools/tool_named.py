@@ -60,26 +60,24 @@ class NamedFormat(ToolFormat):
     def _call(self, reader: Reader, tools: Tools) -> Steps[bool]:
         """Read a call from its name on. Returns False if it is text."""
         yield from reader.space()
-        yield from reader.take(self.prefix)
+        yield from reader.take(self.prefix, *([] if "function" in tools else [_TYPED]))
         stops = (*self._closes, *self.opens)
-        name, mark = yield from reader.name(self.name_end, "{", *stops, names=tools)
+        name, mark = yield from reader.name(self.name_end, "{", _FENCE, *stops, names=tools)
         if mark != self.name_end:
             reader.at -= len(mark)
             name = _MARK.sub("", name)
         id, name = name.strip(), name.strip()
         if self.numbered:
             name = _NUMBER.sub("", id).removeprefix("functions.")
-        if self.fence[0]:
-            yield from reader.space()
-            yield from reader.take(self.fence[0].strip(), self.fence[1].strip())
-            stops = (*stops, self.fence[1].strip())
+        fence = (yield from reader.fence()) or self.fence[1].strip()
+        stops = (*stops, _FENCE)
         if not name or any(char in name for char in SPACE) or not (yield from reader.arguments_follow(*stops)):
             reader.give_up()
             return False
         reader.call(name, id if self.numbered and id != name else None)
         yield from reader.arguments(*stops)
         yield from reader.surplus(*stops)
-        for mark in (self.fence[1].strip(), self.end):
+        for mark in (fence, self.end):
             yield from reader.space()
             if not (yield from reader.take(mark)) and reader.rest_begins(mark):
                 reader.at = len(reader.text)
@@ -113,6 +111,8 @@ class NamedFormat(ToolFormat):
 
 
 _MARK = re.compile(r"<[^<>]+>")
+_TYPED = "function<｜tool▁sep｜>"  # DeepSeek's V3 writes it before the name, later models by mistake.
+_FENCE = "```"
 _NUMBER = re.compile(r":\d+$")
 
 
@@ -150,7 +150,7 @@ class MistralFormat(ToolFormat):
         while (yield from reader.text_until(*self.opens)):
             yield from reader.space()
             if (yield from reader.peek()) in ("[", "{"):
-                yield from read_objects(reader, (), self.opens)
+                yield from read_objects(reader, tools, (), self.opens)
             else:
                 yield from self._named(reader, tools)
 
@@ -162,11 +162,15 @@ class MistralFormat(ToolFormat):
         if mark != ARGS:
             reader.at -= len(mark)
         name = name.strip()
+        fence = yield from reader.fence()
         if not name or any(char in name for char in SPACE) or not (yield from reader.arguments_follow(*self.opens)):
             reader.give_up()
             return
         reader.call(name)
         yield from reader.arguments(*self.opens)
+        if fence:
+            yield from reader.space()
+            yield from reader.take(fence)
         yield from reader.surplus(*self.opens)
 
     def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:

@@ -41,7 +41,7 @@ class ObjectFormat(ToolFormat):
     def markup(self) -> tuple[str, str | None] | None:
         return self.begin, self.end or None
 
-    def steps(self, reader: Reader, _: Tools) -> Steps[None]:
+    def steps(self, reader: Reader, tools: Tools) -> Steps[None]:
         begins, all_ends = self.opens, either_number(self.end)
         ends: tuple[str, ...] = ()
         wrapped = False  # Whether a mark surrounds all calls, in addition to those of each call.
@@ -52,7 +52,7 @@ class ObjectFormat(ToolFormat):
                 continue
             yield from reader.space()
             wrapped |= bool((yield from reader.take(*begins)))
-            if (yield from read_objects(reader, all_ends, begins)) or wrapped:
+            if (yield from read_objects(reader, tools, all_ends, begins)) or wrapped:
                 ends = all_ends
 
     def grammar(self, tools: Sequence[tuple[str, Schema]], marker: Marker, *, several: bool, free: bool = False) -> str:
@@ -71,8 +71,10 @@ class ObjectFormat(ToolFormat):
         return f"{self.begin}{self.pad}{f'[{call}]' if self.listed else call}{self.pad}{self.end}"
 
 
-def read_objects(reader: Reader, ends: Sequence[str], begins: Sequence[str]) -> Steps[bool]:
-    """Read an object, or a list of objects, after a mark. Returns whether one of the marks `ends` is still missing."""
+def read_objects(reader: Reader, tools: Tools, ends: Sequence[str], begins: Sequence[str]) -> Steps[bool]:
+    """Read an object, or several of them, after a mark. Returns whether one of the marks `ends` is still missing.
+    Outside a list, a second object counts only if it names an offered tool."""
+    fence = yield from reader.fence()
     yield from reader.space()
     listed = yield from reader.take("[")
     found = False
@@ -82,20 +84,28 @@ def read_objects(reader: Reader, ends: Sequence[str], begins: Sequence[str]) -> 
         yield from reader.space(SPACE + ",}" if listed else SPACE)
         if (yield from reader.peek()) != "{":
             break
-        if not (yield from reader.object_call(*ends, *begins)):
+        if (yield from reader.take("{{")):  # a doubled bracket, as in text of a Python format
+            reader.at -= 1
+        names = frozenset(tools) if found and not listed else None
+        if not (yield from reader.object_call(*ends, *begins, names=names)):
             reader.give_up()
             return found and bool(ends)
         found = True
         if not listed:
-            yield from reader.surplus(*ends, *begins)
-            break
+            yield from reader.surplus(*filter(None, (fence, *ends)), *begins)
+            if not ends:
+                break
     if not found:
         reader.give_up()
         return False
-    if listed:
+    if reader.trying:
         reader.back()
+    if listed:
         yield from reader.space(SPACE + "}")
         yield from reader.take("]")
+    if fence:
+        yield from reader.space()
+        yield from reader.take(fence)
     if ends:
         yield from reader.space()
     return bool(ends) and not (yield from reader.take(*ends))

@@ -244,7 +244,7 @@ class CallFormat(ToolFormat):
                 ends = ()
                 continue
             yield from reader.space()
-            yield from reader.take(self.head)
+            yield from reader.take(self.head, ":")
             name, mark = yield from reader.name("{", *all_ends, *self.opens, names=tools)
             name = name.strip()
             name = bare if (bare := _NOTHING.sub("", name)) in tools else name

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from weft.autosearch import cost_model
 from weft.autosearch.accelerators import ACCELERATORS, accelerator
+from weft.engine.config import PRESETS
 from weft.engine.errors import ConfigError
+from weft.engine.model.directory import read_spec
 from weft.engine.model.operations import Resource
 from weft.engine.model.parts import Norm
 from weft.engine.model.rope import Rope
@@ -93,3 +97,22 @@ def test_power_bounds_a_gemm_longer_than_its_arithmetic_on_the_h200() -> None:
 def test_an_unknown_accelerator_is_named() -> None:
     with pytest.raises(ConfigError, match="'tpu'; known: v100"):
         accelerator("tpu")
+
+
+def test_recurrences_are_costs_of_their_own() -> None:
+    """A decode moves the states twice, at any context; a request holds two of them."""
+    spec = read_spec(PRESETS / "qwen3-next-80b-a3b")
+    states = sum(state.nbytes for state in spec.states if state is not None)
+    assert states / 2**20 == pytest.approx(73.7, abs=0.1)
+    assert sum(state is not None for state in spec.states) == 36
+    short, long = (
+        {cost.name: cost for cost in cost_model.operation_costs(spec, cost_model.Usage(64, length, length))}
+        for length in (64, 64 * 1024)
+    )
+    assert short["state_step"].mem_gb == pytest.approx(2 * states * 32 / 1e9, rel=0.02)
+    assert long["state_step"] == short["state_step"]
+    assert long["decode"].mem_gb > 100 * short["decode"].mem_gb
+    assert {"state_in", "state_scan", "state_out", "output_gate"} <= set(short)
+    without = replace(spec, layers=tuple(replace(layer, state=None) for layer in spec.layers))
+    usage = cost_model.Usage(64, 1024, 1024)
+    assert cost_model.most_tokens(spec, usage, 400) < cost_model.most_tokens(without, usage, 400)

@@ -131,30 +131,12 @@ class Customers:
     async def _ask(self, question: Question, rng: Random, **fields: Any) -> bool:
         """Return whether it was served."""
         ledger, path = self.ledger, question.path
-        leaves = rng.random() < 0.05
-        try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        except OSError:
-            ledger.refused += 1
-            return False
-        try:
-            writer.write(request(replace(question, body=question.body | fields), keep_alive=False))
-            if leaves:
-                await asyncio.sleep(rng.uniform(0, 0.3))
-                ledger.left[path] += 1
-                return True
-            status, body = await asyncio.wait_for(whole(reader), PATIENCE_SECONDS)
-        except TimeoutError:
-            ledger.unanswered.append(f"{path} {question.body}")
-            return False
-        except (Broken, OSError):
-            ledger.broken[path] += 1
-            return False
-        finally:
-            writer.close()
-            with suppress(OSError):
-                await writer.wait_closed()
-        ledger.answered[path, str(status)] += 1
+        data = request(replace(question, body=question.body | fields), keep_alive=False)
+        leaves = rng.uniform(0, 0.3) if rng.random() < 0.05 else None
+        got = await exchange(self._port, ledger, path, data, f"{path} {question.body}", leaves)
+        if got is None:
+            return leaves is not None
+        status, body = got
         if status not in (200, *REFUSALS):
             return False
         text = f"{status}" if status in REFUSALS else answer(body)
@@ -165,6 +147,37 @@ class Customers:
         else:
             ledger.wrong.append(f"{question.body}: {text!r} instead of {self._answers[question]!r}")
         return True
+
+
+async def exchange(
+    port: int, ledger: Ledger, path: str, data: bytes, what: str, leave_after: float | None = None
+) -> tuple[int, bytes] | None:
+    """Send a request on its own connection, and return status and body. None, counted under `path`, if there is no
+    answer or the client leaves after `leave_after` seconds. `what` names a request that gets none in time."""
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        ledger.refused += 1
+        return None
+    try:
+        writer.write(data)
+        if leave_after is not None:
+            await asyncio.sleep(leave_after)
+            ledger.left[path] += 1
+            return None
+        status, body = await asyncio.wait_for(whole(reader), PATIENCE_SECONDS)
+    except TimeoutError:
+        ledger.unanswered.append(what)
+        return None
+    except (Broken, OSError):
+        ledger.broken[path] += 1
+        return None
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+    ledger.answered[path, str(status)] += 1
+    return status, body
 
 
 async def references(port: int, requested: Sequence[Question]) -> dict[Question, str]:

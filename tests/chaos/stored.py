@@ -6,11 +6,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from contextlib import suppress
 from random import Random
 from typing import Any
 
-from customers import PATIENCE_SECONDS, Broken, whole
+from customers import exchange
 from ledger import Ledger
 
 PATH = "/v1/responses"
@@ -58,29 +57,9 @@ class StoringClients:
             self._ledger.wrong.append(f"{id} was stored, but reading it is {found[0]}: {found[1][:200]!r}")
 
     async def _ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes] | None:
-        ledger = self._ledger
-        try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        except OSError:
-            ledger.refused += 1
-            return None
-        try:
-            head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-            kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-            writer.write((head + kind).encode() + body)
-            status, answer = await asyncio.wait_for(whole(reader), PATIENCE_SECONDS)
-        except TimeoutError:
-            ledger.unanswered.append(f"{method} {path}")
-            return None
-        except (Broken, OSError):
-            ledger.broken[PATH] += 1
-            return None
-        finally:
-            writer.close()
-            with suppress(OSError):
-                await writer.wait_closed()
-        ledger.answered[PATH, str(status)] += 1
-        return status, answer
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        return await exchange(self._port, self._ledger, PATH, (head + kind).encode() + body, f"{method} {path}")
 
 
 def _body(rng: Random) -> bytes:

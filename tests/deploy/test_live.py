@@ -223,8 +223,11 @@ def test_weft_load_agrees_with_the_daemon(scraped: Scraped, tmp_path: Path) -> N
     assert tokens["prompt_received"] == tokens["prompt_asked"] == theirs["totals"]["prompt_tokens"]
     for name, counted in {"ttft": 16, "e2e": 16, "normalized": 16, "itl": tokens["events"] - 16}.items():
         assert ours[name]["n"] == counted, name
-        # A busy machine delays one side more than the other, so only seconds are compared.
-        assert theirs["means"][name] / 10 <= ours[name]["mean"] <= 10 * theirs["means"][name] + 5, name
+        # A busy machine delays one side more than the other.
+        assert ours[name]["mean"] <= 10 * theirs["means"][name] + 60, name
+    for name in ("ttft", "e2e", "normalized"):  # what the client waits for includes what the server takes
+        assert theirs["means"][name] <= ours[name]["mean"] + 0.001, name
+    assert ours["itl"]["mean"] * ours["itl"]["n"] <= 16 * (ours["e2e"]["mean"] - ours["ttft"]["mean"]) + 0.001
 
 
 def test_rules_run_without_an_error(scraped: Scraped) -> None:

@@ -50,7 +50,7 @@ def rejection(kind: str) -> str:
 
 
 def attempt(kind: str) -> tuple[str, str]:
-    """Return (`transformers` or `no`, the reason for `no`)."""
+    """Return (`transformers` or `no`, the reason for `no` or how many results were taken at a tie)."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             with quiet():
@@ -67,7 +67,7 @@ def attempt(kind: str) -> tuple[str, str]:
             return "no", str(error).rpartition(" here: ")[2]
         except Exception as error:
             return "no", f"tokens differ from transformers ({condition}: {type(error).__name__})"
-    return "transformers", ""
+    return "transformers", f"({parity.ties} at a tie)" if parity.ties else ""
 
 
 def in_child(do: Callable[[], tuple[str, str]]) -> tuple[str, str]:
@@ -117,6 +117,9 @@ def passing(page: str) -> set[str]:
 
 
 def main(arguments: list[str]) -> int:
+    if unknown := set(arguments) - {*CLASSES, "--check"}:
+        print(f"neither --check nor a model_type of transformers: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
     chosen = [kind for kind in arguments if not kind.startswith("-")]
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity(50)

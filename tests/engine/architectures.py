@@ -59,6 +59,15 @@ COMMON: dict[str, Any] = {
     **dict.fromkeys(("image_size",), 32),
     **dict.fromkeys(("patch_size",), 8),
     **dict.fromkeys(("type_vocab_size",), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_head_dim"), 16),
+    **dict.fromkeys(("linear_num_key_heads",), 2),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
+    **dict.fromkeys(("mamba_n_heads", "n_mamba_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "index_head_dim"), 16),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size", "index_topk"), 8),
+    **dict.fromkeys(("mamba_d_ssm",), 128),
+    **dict.fromkeys(("index_n_heads",), 16),
+    **dict.fromkeys(("sliding_window_size", "rel_extent"), 24),
 }
 """value of every configuration field with such a name"""
 
@@ -69,7 +78,11 @@ _VISION = {
 }  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
+_HYBRID = ["linear_attention", "full_attention"] * (_LAYERS // 2)
+
 OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_group_size": 2, "n_group": 1, "topk_group": 1},
+    "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"layer_types": _ALTERNATING},
     "dbrx": {
@@ -84,16 +97,30 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4_unified": {
         "vision_config": {"patch_size": 8, "mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32}
     },
+    "granitemoehybrid": {"layer_types": _HYBRID},
     "got_ocr2": {"text_config": "qwen2"},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "gptj": {"rotary_dim": 8},
+    "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
+    "inkling_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": _HYBRID},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm3": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
     "longcat_flash": {"zero_expert_num": 2},
     "moshi": {"audio_vocab_size": 199, "ffn_dim": 96, "num_codebooks": 2, "sliding_window": 256},
     "moss_transcribe_diarize": {"text_config": "qwen3"},
+    "nemotron_h": {"layer_types": ["linear_attention", "full_attention", "linear_attention", "moe"], "n_groups": 2},
+    "olmo_hybrid": {"layer_types": _HYBRID},
     "phimoe": {"sliding_window": 256},
+    **{kind: {"layer_types": _HYBRID} for kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")},
+    **{kind: {"text_config": {"layer_types": _HYBRID}} for kind in ("qwen3_5", "qwen3_5_moe")},
     "roc_bert": {"eos_token_id": 198},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 2},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
     "xmod": {"default_language": "en_XX"},
 }
 """by `model_type`; for a nested configuration, a dictionary, or its `model_type`"""

@@ -3,12 +3,15 @@
 The device stores, for every KV position, a hash of the token that was fed there and of all the positions before it, as
 real KV depends on its context. A sampled token is a hash of all that the request's page table makes visible, so any
 lost or overwritten page changes an answer, and so does the right page after the wrong beginning.
+
+A recurrent state is a hash folded over the tokens, kept in pages of the same pool. A token that is counted twice, left
+out or another request's changes every later answer.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +19,14 @@ import xxhash
 
 from weft.engine.memory.pages import DUMMY_PAGE, PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
+from weft.engine.memory.tiers import Tiers
 from weft.engine.runner.iteration.batch import Batch, StepResult
 from weft.engine.scheduling.admission import OutputLengths
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
+from weft.engine.scheduling.states import StatePolicy
 from weft.engine.wire.messages import Retention
 from weft.engine.wire.sampling import SamplingParams
 
@@ -34,23 +39,29 @@ def kv_of(before: np.ndarray, token: int, window: int | None = None) -> int:
     return xxhash.xxh32_intdigest(seen.tobytes() + bytes([token])) >> 1
 
 
-def sampled(visible: np.ndarray, window: int | None = None) -> int:
-    return xxhash.xxh32_intdigest(visible[-window if window else 0 :].tobytes()) % VOCAB
+def sampled(visible: np.ndarray, window: int | None = None, state: int = 0) -> int:
+    return (xxhash.xxh32_intdigest(visible[-window if window else 0 :].tobytes()) + state) % VOCAB
 
 
-def next_token(tokens: Sequence[int], window: int | None = None) -> int:
+def fold(state: int, token: int) -> int:
+    """The recurrent state after one more token; before the first it is 0."""
+    return xxhash.xxh32_intdigest(state.to_bytes(4, "little") + bytes([token])) >> 1
+
+
+def next_token(tokens: Sequence[int], window: int | None = None, recurrent: bool = False) -> int:
     """The token that the device samples after these when no page is lost."""
-    visible = np.zeros(len(tokens), np.int32)
+    visible, state = np.zeros(len(tokens), np.int32), 0
     for position, token in enumerate(tokens):
         visible[position] = kv_of(visible[:position], token, window)
-    return sampled(visible, window)
+        state = fold(state, token)
+    return sampled(visible, window, state if recurrent else 0)
 
 
-def continuation(prompt: Sequence[int], count: int) -> list[int]:
+def continuation(prompt: Sequence[int], count: int, recurrent: bool = False) -> list[int]:
     """The `count` tokens that the device samples after the prompt when no page is lost."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, recurrent=recurrent))
     return tokens[len(prompt) :]
 
 
@@ -72,13 +83,47 @@ class ListDevice:
         tokens = np.zeros(len(ends), np.int32)
         for row, end in enumerate(ends.tolist()):
             visible = self.kv[batch.page_table[row]].reshape(-1)[: batch.kv_len[row]]
-            for at in range(end - int(batch.query_len[row]), end):
+            first = end - int(batch.query_len[row])
+            for at in range(first, end):
                 visible[batch.positions[at]] = kv_of(visible[: batch.positions[at]], int(ids[at]), self.window)
                 self.kv.reshape(-1)[batch.slot_mapping[at]] = visible[batch.positions[at]]
-            tokens[row] = sampled(visible, self.window)
+            tokens[row] = sampled(visible, self.window, self._advance(batch, row, ids[first:end]))
         result = tokens[batch.sampled_rows]
         self.last_token[batch.sampling.slots] = result
         return StepResult(batch, result, None, (), 0.0)
+
+    def _advance(self, batch: Batch, row: int, ids: np.ndarray) -> int:
+        """Fold a row's tokens into its state, save the checkpoints on the way, and return the state at the end."""
+        if batch.states is None:
+            return 0
+        read, fresh, write, rows, counts, pages = batch.states
+        assert fresh[row] == (batch.kv_len[row] == len(ids)), "a state starts in the middle"
+        state = 0 if fresh[row] else self._state(read[row])
+        mine = {int(counts[c]): pages[c] for c in np.flatnonzero(rows == row)}
+        for count, token in enumerate(ids.tolist(), 1):
+            state = fold(state, token)
+            if (checkpoint := mine.pop(count, None)) is not None:
+                assert (batch.kv_len[row] - len(ids) + count) % self.kv.shape[1] == 0, "a checkpoint inside a page"
+                self._keep(checkpoint, state)
+        assert not mine, "a checkpoint behind the row's tokens"
+        self._keep(write[row], state)
+        return state
+
+    def _state(self, pages: np.ndarray) -> int:
+        assert DUMMY_PAGE not in pages
+        state = int(self.kv[pages[0], 0])
+        for piece, page in enumerate(pages.tolist()):
+            assert (self.kv[page] == self._piece(state, piece)).all(), "pages of several states, or of none"
+        return state
+
+    def _keep(self, pages: np.ndarray, state: int) -> None:
+        assert DUMMY_PAGE not in pages
+        for piece, page in enumerate(pages.tolist()):
+            self.kv[page] = self._piece(state, piece)
+
+    @staticmethod
+    def _piece(state: int, piece: int) -> int:
+        return state if not piece else fold(state, piece)
 
 
 class ListEngine:
@@ -96,19 +141,25 @@ class ListEngine:
         prefix_caching: bool = True,
         chunk_step: int = 1,
         fairness: Fairness | None = None,
+        state_pages: int = 0,
+        state_policy: StatePolicy | None = None,
+        tiers: Callable[[PagePool, ListDevice], Tiers] | None = None,
     ) -> None:
+        self.recurrent = state_pages > 0
         self.pool = PagePool(capacity + 1, page_size, PrefixIndex("m") if index is None else index)
-        self.max_len = capacity * page_size
+        self.max_len = (capacity - 3 * state_pages) * page_size
+        self.device = ListDevice(capacity + 1, page_size, slots)
         self.scheduler = Scheduler(
-            SlotTable(slots, self.max_len, page_size),
+            SlotTable(slots, self.max_len, page_size, state_pages=state_pages),
             self.pool,
             max_num_batched_tokens=budget,
             prefix_caching=prefix_caching,
             chunk_step=chunk_step,
             fairness=fairness,
+            state_policy=state_policy,
+            tiers=None if tiers is None else tiers(self.pool, self.device),
         )
         self.scheduler.output_lengths = OutputLengths(mean=0.0, weight=1e30)
-        self.device = ListDevice(capacity + 1, page_size, slots)
         self.launched: deque[Batch] = deque()
         self.requests: list[Request] = []
         self.output: dict[int, list[int]] = {}
@@ -190,7 +241,8 @@ class ListEngine:
         for request in self.requests:
             prompt = request.token_ids[: request.prompt_len].tolist()
             got = self.output[request.handle]
-            assert got == continuation(prompt, len(got)), "a token that the prompt does not explain"
+            explained = continuation(prompt, len(got), self.recurrent)
+            assert got == explained, "a token that the prompt does not explain"
 
     def settle(self) -> None:
         """Let asynchronous work end."""

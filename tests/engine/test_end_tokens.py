@@ -127,6 +127,18 @@ def test_the_tokenizers_end_token_may_be_an_ordinary_one_or_stand_in_an_older_fi
     assert eos_ids(tmp_path, {}) == (), "null is absent here as well"
 
 
+def test_one_of_several_templates_names_the_end(tmp_path: Path) -> None:
+    last = {"template": CHATML.replace("<|im_end|>", "<|eot|>"), "name": "tool_use"}
+    for given, end in (
+        ([last, {"name": "default", "template": CHATML}], 11),
+        ([last], 12),  # the only one that there is
+        ({"default": CHATML}, 11),
+    ):
+        _directory(tmp_path, special=("<|im_start|>", "<|im_end|>", "<|eot|>"))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
+        assert eos_ids(tmp_path, {}) == (end,)
+
+
 def test_damaged_tokenizer_files_hide_no_end_tokens(tmp_path: Path) -> None:
     decoder: Any = {"x": {"content": "<e>"}, "7": "<e>", "8": {"content": "<f>"}}
     _directory(tmp_path, special=("</s>",), eos_token="<f>", added_tokens_decoder=decoder)

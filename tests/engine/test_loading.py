@@ -79,6 +79,7 @@ def test_shape_that_does_not_fit_the_config(broken: Path) -> None:
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "1 factors for 8"),
         ({"num_key_value_heads": 3}, "evenly"),
         ({"hidden_size": "many"}, "wrong kind"),
+        ({"hidden_size": None}, "config.json lacks hidden_size"),
         ({"num_hidden_layers": 0}, "num_layers"),
         ({"vocab_size": 1}, "config.json requires (1, 64)"),
     ],
@@ -86,6 +87,18 @@ def test_shape_that_does_not_fit_the_config(broken: Path) -> None:
 def test_configs_that_cannot_be_served(broken: Path, changes: dict, word: str) -> None:
     _edit(broken, **changes)
     assert word in _refusal(broken)
+
+
+def test_null_means_absent_except_where_it_means_none(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    for family, key, value in (("llama2", "rms_norm_eps", 1e-6), ("gemma2", "tie_word_embeddings", True)):
+        path = Path(shutil.copytree(tiny_model(family), tmp_path / family))
+        _edit(path, **{key: value})
+        want = read_spec(path)
+        _edit(path, **{key: None})
+        assert read_spec(path) == want
+    _edit(path, sliding_window=None, final_logit_softcapping=None)
+    spec = read_spec(path)
+    assert (set(spec.windows), spec.logits_softcap) == ({None}, 0.0)
 
 
 def test_config_that_is_not_json(broken: Path) -> None:

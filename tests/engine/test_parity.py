@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from harness import GREEDY, Harness
-from tiny import FAMILIES
+from tiny import FAMILIES, RECURRENT
 from transformers import AutoModelForCausalLM
 
 MAX_TOKENS = 14
@@ -27,6 +27,11 @@ on the length, learned ones. The additions of a family are in its layers, not in
 EVERY = [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES]
 
 Made = Callable[[str], Path]
+
+
+def _pages(family: str, number: int) -> int:
+    """`number`, and room for the states of all requests, each of which takes more pages than a prompt."""
+    return number + 600 * (family in RECURRENT)
 
 
 @cache
@@ -56,17 +61,17 @@ def _run(harness: Harness, prompts: list[np.ndarray], max_tokens: int = MAX_TOKE
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_chunks(tiny_model: Made, family: str) -> None:
-    in_chunks_of(7, tiny_model(family))
+    in_chunks_of(7, tiny_model(family), _pages(family, 80))
 
 
 @pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize("chunk", [1, 64])
 def test_in_chunks_of_any_size(tiny_model: Made, family: str, chunk: int) -> None:
-    in_chunks_of(chunk, tiny_model(family))
+    in_chunks_of(chunk, tiny_model(family), _pages(family, 80))
 
 
-def in_chunks_of(chunk: int, model: Path) -> None:
-    harness = Harness(model, **{**OPTIONS, "max_num_batched_tokens": chunk}, num_pages=80)
+def in_chunks_of(chunk: int, model: Path, pages: int = 80) -> None:
+    harness = Harness(model, **{**OPTIONS, "max_num_batched_tokens": chunk}, num_pages=pages)
     harness.poison_pages()
     if chunk == 1:
         _run(harness, _prompts(1, 5, 30), 6)
@@ -77,7 +82,7 @@ def in_chunks_of(chunk: int, model: Path) -> None:
 
 @pytest.mark.parametrize("family", EVERY)
 def test_with_a_cached_prefix(tiny_model: Made, family: str) -> None:
-    harness = Harness(tiny_model(family), **OPTIONS, num_pages=80)
+    harness = Harness(tiny_model(family), **OPTIONS, num_pages=_pages(family, 80))
     harness.poison_pages()
     (prompt,) = _prompts(3, 61)
     _run(harness, [prompt])
@@ -96,7 +101,7 @@ def test_when_requests_are_preempted(tiny_model: Made, family: str) -> None:
 
 @pytest.mark.parametrize("family", EVERY)
 def test_with_pages_that_return_from_the_host(tiny_model: Made, family: str) -> None:
-    harness = Harness(tiny_model(family), **OPTIONS, num_pages=60, host_kv_gib=0.02)
+    harness = Harness(tiny_model(family), **OPTIONS, num_pages=_pages(family, 60), host_kv_gib=0.02)
     tiers, pool = harness.engine.tiers, harness.engine.scheduler.pool
     assert tiers is not None
     tiers.speeds.worthwhile = lambda entries, *_: len(entries)  # type: ignore[method-assign]

@@ -405,7 +405,7 @@ def test_copies_wait_for_earlier_iterations_on_this_rank_too(
     monkeypatch.setattr(follower, "batch_of", lambda arrays: arrays)
     links: Any = SimpleNamespace(rank=1, outcomes=lambda: outcomes)
     runner: Any = kind_of_runner()
-    one = follower.Follower(links, runner, SingleRank(), None, 1)
+    one = follower.Follower(links, runner, SingleRank(), None, 1, lambda: pytest.fail("there is no store"))
     thread = threading.Thread(target=one.run, args=(lambda: None,), daemon=True)
     thread.start()
 

@@ -36,7 +36,7 @@ def tensors_of(weights: Weights) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_family_gives_finite_answers(tiny_model: Made, family: str) -> None:
-    harness = Harness(tiny_model(family), page_size=8, num_pages=20, **DUMMY)
+    harness = Harness(tiny_model(family), page_size=8, num_pages=80, **DUMMY)
     handle = harness.add(np.arange(3, 23), max_tokens=3, logprobs=5, ignore_eos=True, **GREEDY)
     harness.run()
     assert len(harness.tokens[handle]) == 3

@@ -27,6 +27,7 @@ from weft.engine.scheduling.fairness import MAX_OVERTAKEN, MAX_PREEMPTED, Fairne
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
+from weft.engine.scheduling.states import StatePolicy
 from weft.engine.wire.messages import Finish, Retention
 from weft.engine.wire.sampling import SamplingParams
 
@@ -40,6 +41,10 @@ NUM_SLOTS = 5
 class SchedulerMachine(RuleBasedStateMachine):
     requests = Bundle("requests")
     window: ClassVar[int | None] = None
+    num_pages: ClassVar[int] = NUM_PAGES
+    state_pages: ClassVar[int] = 0
+    state_policy: ClassVar[StatePolicy] = StatePolicy()
+    chunk_step: ClassVar[int] = 1
 
     def make_index(self) -> PrefixIndex:
         return PrefixIndex("m")
@@ -49,12 +54,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.device = ListDevice(NUM_PAGES, PAGE_SIZE, NUM_SLOTS, self.window)
-        pool = PagePool(NUM_PAGES, PAGE_SIZE, self.make_index())
-        slots = SlotTable(NUM_SLOTS, MAX_LEN, PAGE_SIZE, self.window)
+        self.device = ListDevice(self.num_pages, PAGE_SIZE, NUM_SLOTS, self.window)
+        pool = PagePool(self.num_pages, PAGE_SIZE, self.make_index())
+        slots = SlotTable(NUM_SLOTS, MAX_LEN, PAGE_SIZE, self.window, self.state_pages)
         self.scheduler = Scheduler(
             slots, pool, max_num_batched_tokens=6, prefix_caching=True, tiers=self.make_tiers(pool),
-            fairness=Fairness(patience=2),
+            fairness=Fairness(patience=2), chunk_step=self.chunk_step, state_policy=self.state_policy,
         )  # fmt: skip
         self.prefills = self.scheduler._prefills
         self.scheduler._prefills = SimpleNamespace(schedule=self._schedule_prefills)  # type: ignore[assignment]
@@ -152,9 +157,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if sum(of_slot.values()) == budget:
             return chunks
         for slot in s.prefilling().tolist():
-            assert of_slot.get(slot) == s.target[slot] - s.scheduled[slot], (
-                "a prompt under way waits beside room for it"
-            )
+            left = s.target[slot] - s.scheduled[slot]
+            assert of_slot.get(slot) == left, "a prompt under way waits beside room for it"
         head = queue.head()
         if head is not None and s.num_open:
             assert scheduler._find_if_fits(head) is None, "the first in line waits beside room for it"
@@ -202,6 +206,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def launched_steps_own_what_they_touch(self) -> None:
         for batch in self.launched:
             touched = np.concatenate((batch.slot_mapping // PAGE_SIZE, batch.page_table[batch.page_table > 0]))
+            if batch.states is not None:
+                of_states = [batch.states.read, batch.states.write, batch.states.checkpoint_pages]
+                of_states = [pages[pages > 0] for pages in of_states]
+                touched = np.concatenate((touched, *of_states))
             assert (self.scheduler.pool.ref[touched] > 0).all(), "a page was freed under a launched step"
 
     @invariant()
@@ -219,7 +227,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if token >= 0:
                 out = self.output[handle]
                 assert self.requests_made[handle].scheduled_at, "a token of a request that never began"
-                assert token == next_token(prompt + out, self.window), "a token that the prompt does not explain"
+                expected_token = next_token(prompt + out, self.window, self.state_pages > 0)
+                assert token == expected_token, "a token that the prompt does not explain"
                 out.append(token)
                 at_limit = len(prompt) + len(out) >= min(len(prompt) + max_tokens, MAX_LEN)
                 expected = Finish.STOP if token == stop else Finish.LENGTH if at_limit else Finish.RUNNING

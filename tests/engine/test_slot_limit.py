@@ -16,12 +16,14 @@ from list_device import ListEngine
 
 from weft.engine.config import Objective
 from weft.engine.demo import MODEL_PATH
-from weft.engine.scheduling.slot_limit import BACKOFF, START, SlotLimitControl, Window, _Level
+from weft.engine.scheduling.slot_limit import BACKOFF, LONG, START, SlotLimitControl, Window, _Level
 from weft.engine.scheduling.slot_limit_keeper import Pace
 
 SECONDS = 300
 """of a phase"""
 SETTLED = 60
+RAMP = 10
+"""seconds of a phase in which it may be late: no request is preempted, and each cut at most halves the limit"""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,10 @@ class Plant:
 @dataclass
 class Phase:
     best: int
-    late: float
-    """share of windows above the objective, except the first ten"""
+    late: int
+    """windows above the objective, except the first ten"""
+    limits: int
+    """limits that it served at in these windows; one it returns to counts again"""
     throughput: float
     """throughput relative to that of the best fixed limit, including the ramp"""
     moves: int
@@ -65,18 +69,20 @@ def serve(control: SlotLimitControl, plants: list[Plant], seed: int) -> list[Pha
     rng, running, phases = random.Random(seed), 0.0, []
     for plant in plants:
         late = moves = 0
+        limits = 1
         tokens = 0.0
         for second in range(SECONDS):
             num_slots = control.limit
             running = num_slots if running < num_slots else max(num_slots, running - running / plant.life)
             strain = plant.strain(running) * math.exp(rng.gauss(0, plant.noise))
             tokens += plant.rate(running)
-            late += second >= 10 and strain > 1
+            late += second >= RAMP and strain > 1
             reported = plant.rate(running) * math.exp(rng.gauss(0, plant.noise))
             control.observe(Window(strain, running, reported, short=True))
             moves += second >= SETTLED and control.limit != num_slots
+            limits += second >= RAMP and control.limit != num_slots
         best = plant.best(control.capacity)
-        phases.append(Phase(best, late / (SECONDS - 10), tokens / (SECONDS * plant.rate(best)), moves))
+        phases.append(Phase(best, late, limits, tokens / (SECONDS * plant.rate(best)), moves))
     return phases
 
 
@@ -106,10 +112,30 @@ def test_two_abrupt_shifts_keep_the_objective_and_the_throughput(
     # No request is preempted: lowering the limit takes as long as requests take to end.
     assume(max(a / b for a, b in pairwise(bests)) < 6)
     for phase in serve(SlotLimitControl(capacity), list(plants), seed):
-        # With the most noise, three windows of 290 may be late.
-        assert phase.late <= (0.0104 if plants[0].noise == 0.01 else 0.01), phase
+        # It leaves a limit at the second late window, and forgets one in `LONG`.
+        assert phase.late <= 2 * phase.limits + SECONDS // LONG, phase
         assert phase.throughput >= 0.95, phase
         assert phase.moves <= 6, phase
+
+
+def test_one_window_in_a_thousand_is_late() -> None:
+    """On random plants, always the same. Above, noise alone may make any number of windows late."""
+    late = windows = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        life, noise = rng.uniform(0.5, 2.0), rng.choice([0.005, 0.01])
+        plants = [
+            Plant(rng.uniform(0.1, 0.4), math.exp(rng.uniform(2, 5.5)), rng.choice([1, 2, 4]), noise, life)
+            for _ in range(3)
+        ]
+        bests = [plant.best(1024) for plant in plants]
+        if max(a / b for a, b in pairwise(bests)) < 6:
+            for phase in serve(SlotLimitControl(1024), plants, seed):
+                assert phase.late <= 0.01 * (SECONDS - RAMP), (seed, phase)
+                late += phase.late
+                windows += SECONDS - RAMP
+    assert windows > 90_000
+    assert late / windows < 0.001
 
 
 def test_without_noise_it_converges() -> None:
@@ -172,6 +198,34 @@ def test_a_limit_that_was_late_is_retried_less_and_less_often() -> None:
         control.observe(Window(0.5 if num_slots < 40 else 1.04, float(num_slots), 100.0, short=True))
     assert sum(a < b for a, b in pairwise(seen)) < 20
     assert sum(num_slots >= 40 for num_slots in seen) < 0.02 * len(seen)
+
+
+def test_a_cut_that_stays_late_drops_what_smaller_limits_showed_before() -> None:
+    """A shift right after a change has nothing at this limit to compare with."""
+    control = SlotLimitControl(256, start=98)
+    control._levels = {limit: _Level(math.log(limit / 100), 100.0, n=9) for limit in (16, 32, 64, 88, 92, 94)}
+    windows = 0
+    while control.limit > 30:
+        feed(control, 1, control.limit / 30)
+        windows += 1
+    assert windows < RAMP
+
+
+def test_two_late_windows_after_a_raise_revert_it_even_if_it_still_settles() -> None:
+    control = SlotLimitControl(64, start=16)
+    while control.limit == 16:
+        feed(control, 1, 0.5)
+    feed(control, 2, 1.005)
+    assert control.limit < 32
+    assert control.changes["late"] == 1
+
+
+def test_noise_between_two_limits_near_the_objective_does_not_double_the_limit() -> None:
+    control = SlotLimitControl(1024, start=93)
+    control._settling, control._variance = 0, 0.01**2
+    control._levels = {91: _Level(math.log(0.94), 100.0, n=7)}
+    feed(control, 2, 0.93)
+    assert 93 < control.limit <= 100
 
 
 def test_lowering_the_limit_preempts_no_request_and_slots_are_not_refilled() -> None:

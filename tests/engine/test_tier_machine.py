@@ -62,9 +62,9 @@ class ListCopies:
     sizes = PageSizes(4 * PAGE_SIZE, 4 * PAGE_SIZE)
     remainders = None
 
-    def __init__(self, device: ListDevice) -> None:
+    def __init__(self, device: ListDevice, slots: int = NUM_SLOTS) -> None:
         self.device = device
-        self.host = np.full((NUM_SLOTS, PAGE_SIZE), -8, np.int32)
+        self.host = np.full((slots, PAGE_SIZE), -8, np.int32)
         self.under_way: list[ListCopy] = []
 
     def _start(self, pairs: Pairs, to_host: bool) -> Copy:
@@ -94,10 +94,10 @@ class ListJob(Job):
 class ListStore:
     """Extents as lists. A failed read leaves garbage in the host slot."""
 
-    num_extents = NUM_EXTENTS
     gone = None
 
-    def __init__(self, copies: ListCopies) -> None:
+    def __init__(self, copies: ListCopies, num_extents: int = NUM_EXTENTS) -> None:
+        self.num_extents = num_extents
         self.copies = copies
         self.extents: dict[int, list[int]] = {}
         self.under_way: list[ListJob] = []
@@ -139,10 +139,13 @@ class ListStore:
 
 
 class TierMachine(SchedulerMachine):
+    num_host: ClassVar[int] = NUM_SLOTS
+    num_extents: ClassVar[int] = NUM_EXTENTS
+
     def make_tiers(self, _pool: PagePool) -> Tiers | None:
-        self.copies = ListCopies(self.device)
-        self.store = ListStore(self.copies)
-        tiers = Tiers(_pool, self.copies, NUM_SLOTS, self.store)
+        self.copies = ListCopies(self.device, self.num_host)
+        self.store = ListStore(self.copies, self.num_extents)
+        tiers = Tiers(_pool, self.copies, self.num_host, self.store)
         self.worthwhile = 99
         tiers.speeds.worthwhile = lambda entries, *_: min(len(entries), self.worthwhile)  # type: ignore[method-assign]
         self.tiers = tiers

@@ -182,9 +182,8 @@ def test_modelopts_own_file_is_read(tiny_model: Made, tmp_path: Path) -> None:
          r"quantized \(awq\)"),
         ({"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "quantization_config": {"bits": 4}},
          r"quantized \(no quant_method\)"),
-        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "recurrent"),
-        ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, "never calls the attention interface"),
-        ({"architectures": ["GPTJForCausalLM"], "model_type": "gptj"}, "no attention interface"),
+        ({"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}, "takes no cache"),
+        ({"architectures": ["XLMWithLMHeadModel"], "model_type": "xlm"}, "takes no cache"),
     ],
 )  # fmt: skip
 def test_unsupported_models_are_refused_with_one_line(

@@ -45,7 +45,16 @@ _PHI_LONG = {
     "partial_rotary_factor": 0.75,
 }
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+_DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 48}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
@@ -124,13 +133,62 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_qk_norm": True,
         },
     ),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {
+            "layer_types": [_LINEAR, _FULL, _LINEAR],
+            "position_embedding_type": "rope",
+            "residual_multiplier": 0.75,
+            "attention_multiplier": 0.2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 8,
+            "mamba_d_head": 16,
+            "mamba_chunk_size": 16,
+        },
+    ),
+    "nemotron-h": (
+        "NemotronH",
+        {
+            "num_hidden_layers": 5,
+            "layers_block_type": [_LINEAR, "mlp", _FULL, "moe", _LINEAR],
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "chunk_size": 16,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 48,
+        },
+    ),
+    "qwen3.5": ("Qwen3_5Text", _DELTA),
+    "qwen3.5-moe": ("Qwen3_5MoeText", {**_DELTA, **_SHARED}),
+    "qwen3-next": ("Qwen3Next", {**_DELTA, **_SHARED, "mlp_only_layers": [1]}),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", _FULL, "conv"], "block_multiple_of": 16, "conv_bias": True}),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {**_EXPERTS, "layer_types": ["conv", _FULL, "conv"], "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    ),
     "starcoder2": ("Starcoder2", {"sliding_window": 24}),
     "opt": ("OPT", {"ffn_dim": 112, "word_embed_proj_dim": 64, "init_std": 0.25}),
     "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}),
 }
 
-_SMALL_EMBEDDING = ("Gemma", "Gemma2", "Gemma3Text", "Olmo2", "Granite", "GraniteMoe", "Starcoder2")
-_MODELS = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+_SMALL_EMBEDDING = (
+    "Gemma", "Gemma2", "Gemma3Text", "Olmo2", "Granite", "GraniteMoe", "Starcoder2", "GraniteMoeHybrid", "NemotronH",
+    "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next", "Lfm2", "Lfm2Moe",
+)  # fmt: skip
+_MODELS = {
+    "Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel", "Qwen3_5Text": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
+}  # fmt: skip
+RECURRENT = ("granite-hybrid", "nemotron-h", "qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe")
+"""families with recurrent states"""
 
 
 def make_tiny(family: str, **overrides: Any) -> Any:
@@ -153,6 +211,10 @@ def make_tiny(family: str, **overrides: Any) -> Any:
                 tensor.normal_(0, 0.1)
             elif "embed_tokens" in tensor_name and name in _SMALL_EMBEDDING:
                 tensor.normal_(0, 0.02)  # otherwise a token's own row outweighs what the layers add
+            elif tensor_name.endswith("A_log"):
+                tensor.uniform_(-2, 1)
+            elif "conv" in tensor_name and tensor.ndim == 3:
+                tensor.normal_(0, 0.4)
             elif "experts" in tensor_name or "embed_positions" in tensor_name or "wpe" in tensor_name:
                 tensor.normal_(0, 0.25)
     return model.eval()

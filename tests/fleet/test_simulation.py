@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from fleets import ENGINE, at, drawn, profile, run
+from msgspec import structs
 
 from weft.deploy.fleet.clock import Clock, Processor, Sharing, Slowdown
 from weft.deploy.fleet.engine import EngineOptions, SimulatedEngine, SimulatedRequest
@@ -16,6 +18,7 @@ from weft.engine.config import itl_objective
 from weft.loadgen.lengths import Lengths
 from weft.loadgen.record import Outcome
 from weft.tools.fleet.overhead import Observations, derive
+from weft.tools.fleet.record import limits_of
 
 BROKEN, OK = Outcome.BROKEN, Outcome.OK
 
@@ -46,14 +49,19 @@ def test_a_long_prompt_takes_as_many_iterations_as_the_budget_requires() -> None
     assert result.everything.records[0].first == pytest.approx(0.040)
 
 
-def test_iterations_are_those_of_a_real_engine() -> None:
-    """Compares batch by batch: the demo model's engine, offline, and a simulated one of the same size."""
+@pytest.mark.parametrize(("family", "pages"), [("", 40), ("nemotron-h", 120)])
+def test_iterations_are_those_of_a_real_engine(family: str, pages: int, tmp_path: Path) -> None:
+    """Compares batch by batch: a model's engine, offline, and a simulated one of the same size; also with recurrent
+    states, which take pages."""
     from harness import Harness
+    from tiny import save_tiny
 
-    options = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "num_pages": 40, "page_size": 16, "max_model_len": 256}
-    harness = Harness("demo", cpu_threads=1, **options)
+    size = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "num_pages": pages, "page_size": 16, "max_model_len": 256}
+    harness = Harness(save_tiny(family, tmp_path) if family else "demo", cpu_threads=1, **size)
+    limits = limits_of(harness.engine)
+    assert (limits.state_pages > 0) == bool(family)
     rng = np.random.default_rng(3)
-    requested = [(rng.integers(300, 2000, n).astype(np.int32), out) for n, out in zip(
+    requested = [(rng.integers(3, 199, n).astype(np.int32), out) for n, out in zip(
         rng.integers(5, 150, 14).tolist(), rng.integers(1, 40, 14).tolist(), strict=True)]  # fmt: skip
     requested += [(requested[0][0].copy(), 9), (np.concatenate((requested[1][0], requested[0][0][:7])), 5)]
     real: list[Features] = []
@@ -67,7 +75,9 @@ def test_iterations_are_those_of_a_real_engine() -> None:
     simulated: list[Features] = []
     made = profile()
     clock = Clock()
-    engine = SimulatedEngine(clock, Processor(clock), made, EngineOptions(**options), lambda _heard: None)
+    engine = SimulatedEngine(
+        clock, Processor(clock), made, EngineOptions(**structs.asdict(limits)), lambda _heard: None
+    )
     started = engine.device.launch
     engine.device.launch = lambda batch: (simulated.append(Features.of(batch)), started(batch))[1]  # type: ignore[method-assign]
     for handle, (prompt, out) in enumerate(requested):

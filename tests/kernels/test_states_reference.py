@@ -158,7 +158,7 @@ def test_the_gated_norm_equals_transformers() -> None:
 def test_cuts_at_blocks_and_other_requests_change_no_bit(
     make: Callable[[int], Tokens], layer: Layer, shape: tuple[int, ...]
 ) -> None:
-    """One request of 200 tokens in one piece alone, and in three behind its own states beside other requests."""
+    """One request of 200 tokens alone in one piece, and in three pieces next to other requests."""
     tokens, state = make(200), torch.randn(1, *shape)
     y, after = layer(tokens, state, plan_states(np.array([200]), np.array([0])))
     carried = state

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from weft.loadgen import preflight
+from weft.loadgen.client import Target
+from weft.loadgen.connection import Address
 from weft.loadgen.server_view import Snapshot, difference
 
 WEFT = """\
@@ -52,3 +55,22 @@ def test_a_run_without_a_request_has_no_means() -> None:
 @pytest.mark.parametrize("text", ["", "<html>", "go_goroutines 5\n", "weft_x{ 1\n"])
 def test_an_unknown_exposition_is_not_a_snapshot(text: str) -> None:
     assert Snapshot.parse(text) is None
+
+
+async def test_counters_are_read_again_while_a_request_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The HTTP process that is asked may not have the last tokens yet, which another one has sent."""
+    shown = [WEFT.format(n=10, total=1.0, hits=7) + f"weft_requests_running {n}.0\n" for n in (2, 1, 0, 0)]
+
+    async def get(*_: object) -> tuple[int, bytes]:
+        return 200, shown.pop(0).encode()
+
+    monkeypatch.setattr(preflight, "get", get)
+    found = await preflight.settled(Target("weft", Address.parse("http://127.0.0.1:1"), "m"))
+    assert found is not None
+    assert found.idle
+    assert len(shown) == 1
+    monkeypatch.setattr(preflight, "SETTLE_SECONDS", 0.0)
+    shown[:] = [WEFT.format(n=10, total=1.0, hits=7) + "weft_requests_waiting 3.0\n"]
+    found = await preflight.settled(Target("weft", Address.parse("http://127.0.0.1:1"), "m"))
+    assert found is not None
+    assert not found.idle, "others may always have open requests"

@@ -78,6 +78,8 @@ READ_FD(pread, fd, (int fd, void *data, size_t size, off_t at), (fd, data, size,
 READ_FD(pread64, fd, (int fd, void *data, size_t size, off64_t at), (fd, data, size, at))
 READ_FD(preadv, fd, (int fd, const struct iovec *data, int count, off_t at), (fd, data, count, at))
 READ_FD(preadv64, fd, (int fd, const struct iovec *data, int count, off64_t at), (fd, data, count, at))
+READ_FD(preadv2, fd, (int fd, const struct iovec *data, int count, off_t at, int flags), (fd, data, count, at, flags))
+READ_FD(preadv64v2, fd, (int fd, const struct iovec *data, int count, off64_t at, int flags), (fd, data, count, at, flags))
 WRITE_PATH(rename, to, (const char *from, const char *to), (from, to))
 WRITE_PATH(unlink, path, (const char *path), (path))
 

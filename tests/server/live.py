@@ -44,6 +44,12 @@ class Daemon:
         assert match, self.stderr()
         self.url = match[0]
 
+    def admin_url(self) -> str:
+        """The URL of `--admin-port`, from the greeting. Call it once."""
+        assert self.process.stdout is not None
+        lines = iter(self.process.stdout.readline, "")
+        return next(line.split()[1] for line in lines if line.startswith("admin: "))
+
     def stderr(self) -> str:
         return self._log.read_text()
 

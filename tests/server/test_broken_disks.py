@@ -301,3 +301,35 @@ def test_a_daemon_starts_while_its_caches_cannot_be_used(tmp_path: Path, name: s
         assert 'weft_kv_tier_up{tier="ssd"} 0.0' in httpx.get(f"{daemon.url}/metrics", timeout=SECONDS).text
         disk.work()
         until(lambda: 'weft_kv_tier_up{tier="ssd"} 1.0' in httpx.get(f"{daemon.url}/metrics", timeout=SECONDS).text)
+
+
+def test_requests_are_served_while_the_log_cannot_be_written(tmp_path: Path) -> None:
+    try:
+        disk = BrokenDisk(tmp_path / "disk", tmp_path / "shim")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    disk.fail(FAULTS["full"])
+    with (
+        running(disk.folder, "--log-requests", env=disk.env) as daemon,
+        httpx.Client(base_url=daemon.url, timeout=SECONDS) as http,
+    ):
+
+        def served() -> int:
+            """Send a request and return how many lines of the log are lost."""
+            body = {"prompt": "a", "max_tokens": 2}
+            assert http.post("/v1/completions", json=body).status_code == 200
+            lines = http.get("/metrics").text.splitlines()
+            return sum(
+                int(float(line.split()[-1])) for line in lines if line.startswith("weft_log_lines_dropped_total")
+            )
+
+        before = served()
+        until(lambda: served() > before)
+        assert not daemon.stderr()
+        disk.work()
+        until(lambda: served() and "log lines dropped" in daemon.stderr())
+        disk.hang()
+        for _ in range(20):
+            served()
+        os.kill(daemon.process.pid, signal.SIGTERM)
+        assert daemon.process.wait(SECONDS) == 0

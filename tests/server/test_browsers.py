@@ -16,7 +16,7 @@ from stub import Server, serving
 
 from weft.server.api.browsers import BrowserChecks
 from weft.server.config import ServeConfig
-from weft.server.daemon.api_process import _allowed_hosts
+from weft.server.daemon.api_process import _local_hosts
 from weft.server.keys import digest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -175,8 +175,10 @@ async def test_origins_of_cors_may_do_what_own_pages_may(tmp_path: Path) -> None
         (["0.0.0.0"], [], [], []),
         (["127.0.0.1", "0.0.0.0"], [], [], []),
         (["unix"], [], [], []),
-        (["unix"], [], ["a.example"], ["a.example"]),
-        (["0.0.0.0"], [digest("k")], ["a.example"], ["a.example"]),
+        (["unix", "127.0.0.1"], [], [], ["localhost"]),
+        (["unix", "127.0.0.1"], [digest("k")], [], []),
+        (["unix"], [], ["a.example"], []),
+        (["0.0.0.0"], [digest("k")], ["a.example"], []),
     ],
 )
 async def test_hosts_are_checked_on_loopback_without_keys_or_if_given(
@@ -191,12 +193,22 @@ async def test_hosts_are_checked_on_loopback_without_keys_or_if_given(
         except OSError:
             pytest.skip(f"needs the address {address}")
         listeners.append(listener)
-    assert _allowed_hosts(ServeConfig(host="::1", allowed_host=given), keys, listeners) == hosts
+    assert _local_hosts(ServeConfig(host="::1", allowed_host=given), keys, listeners) == hosts
     for listener in listeners:
         listener.close()
 
 
 async def test_a_name_that_the_server_listens_on_is_allowed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        hosts = _allowed_hosts(ServeConfig(host="Box.lan."), [], [listener])
-    assert BrowserChecks(ServeConfig(allowed_host=hosts).allowed_host, []).allows("box.lan:8000")
+        hosts = _local_hosts(ServeConfig(host="Box.lan."), [], [listener])
+    assert BrowserChecks([], [], hosts).allows("box.lan:8000")
+    assert not BrowserChecks([], [], hosts).allows("evil.example")
+
+
+async def test_a_unix_socket_is_checked_only_if_hosts_are_given() -> None:
+    unix, tcp = ("/run/weft.sock", None), ("127.0.0.1", 8000)
+    default, given = BrowserChecks([], [], ["localhost"]), BrowserChecks(["a.example"], [])
+    assert default.allows("proxy.example", unix)
+    assert not default.allows("proxy.example", tcp)
+    assert not given.allows("proxy.example", unix)
+    assert given.allows("a.example", unix)

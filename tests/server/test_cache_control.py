@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from chat_templates import TEMPLATES
@@ -52,6 +53,21 @@ async def chat(server: Server, **fields: Any) -> Any:
 async def test_nothing_is_retained_without_a_request(server: Server) -> None:
     await chat(server)
     assert server.engine.added[-1].retention == ()
+
+
+async def test_the_engine_of_a_recurrent_model_saves_a_state_after_tools_and_system_messages(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = server.service.loaded
+    ready = msgspec.structs.replace(loaded.ready, recurrent=True)
+    monkeypatch.setattr(server.service, "last_loaded", loaded._replace(ready=ready))
+    await chat(server)
+    ((text, seconds),) = kept(server)
+    assert "Be very brief." in text
+    assert "first question" not in text
+    assert seconds == 0
+    await chat(server, messages=marked(0, SHORT))
+    assert [seconds for _, seconds in kept(server)] == [300]
 
 
 @pytest.mark.parametrize("part", [True, False])

@@ -51,18 +51,16 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if before[1] < 2 * CROWD:
         pytest.skip("this process has too few file descriptors for so many clients")
-    admin_port = free_port()
     log = tmp_path_factory.mktemp("limited") / "stderr"
     limit = f"ulimit -n {LIMIT}; exec "
-    daemon = Daemon(
-        log, "--admin-port", str(admin_port), "--admin-api-key", "admin", prefix=("bash", "-c", f'{limit}"$@"', "-")
-    )
+    words = ("--admin-port", "0", "--admin-api-key", "admin")
+    daemon = Daemon(log, *words, prefix=("bash", "-c", f'{limit}"$@"', "-"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     try:
         daemon.wait_ready()
         url = httpx.URL(daemon.url)
         assert url.port is not None
-        yield Limited(daemon, url.host, url.port, f"http://{url.host}:{admin_port}")
+        yield Limited(daemon, url.host, url.port, daemon.admin_url())
     finally:
         daemon.end()
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from broken_disk import FAULTS, READS, BrokenDisk
 from fake_hub import Hub, Repository, hub
 from gguf_files import Kind, write_gguf
 from live import running
@@ -271,3 +274,52 @@ def test_models_lists_present_models_and_reasons_against_others(there: Hub, tmp_
     more = sum(len(there.repositories[NAME].files[name]) for name in (TEMPLATE, POOLING))
     assert rows[1]["bytes"] - more == rows[0]["bytes"] - (MODEL_PATH / "README.md").stat().st_size
     assert "BertModel is not supported" in rows[2]["why_not"]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> BrokenDisk:
+    """The disk of the hub's cache."""
+    try:
+        return BrokenDisk(tmp_path / "disk", tmp_path / "shim")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_download_on_a_failing_disk_says_so_and_continues_later(there: Hub, disk: BrokenDisk, fault: str) -> None:
+    whole = (MODEL_PATH / WEIGHTS).read_bytes()
+    released = threading.Event()
+    there.hold[WEIGHTS] = (len(whole) - 1000, released)
+    with starting(disk.folder, there.url, "pull", NAME, **disk.env) as process:
+        until(lambda: waits_for_weights(disk.folder))
+        disk.fail(FAULTS[fault])
+        released.set()
+        _, err = process.communicate(timeout=240)
+    assert process.returncode == 1
+    downloading, refused = err.strip().splitlines()
+    assert "downloading acme/tiny-model: " in downloading
+    cause = os.strerror(errno.EIO if FAULTS[fault] == READS else FAULTS[fault])
+    assert re.fullmatch(rf"weft pull: cannot use {disk.folder}/hub.*: {cause}", refused)
+    again = weft(disk.folder, there.url, "pull", NAME, **disk.env)
+    assert re.fullmatch(rf"weft pull: cannot use {disk.folder}/.*: {cause}", again.stderr.splitlines()[-1])
+    disk.work()
+    there.requests.clear()
+    assert weft(disk.folder, there.url, "pull", NAME, **disk.env).returncode == 0
+    assert there.fetched() == [WEIGHTS]
+    assert next(disk.folder.rglob(WEIGHTS)).read_bytes() == whole
+
+
+@pytest.mark.parametrize("fault", ["read-only", "slow"])
+def test_a_start_needs_no_write_to_a_complete_cache(there: Hub, disk: BrokenDisk, tmp_path: Path, fault: str) -> None:
+    """A disk that is slow delays the download only."""
+    if fault == "slow":
+        disk.hang(50)
+    assert weft(disk.folder, there.url, "pull", NAME, **disk.env).returncode == 0
+    if fault == "slow":
+        disk.hang()
+    else:
+        disk.fail(FAULTS[fault])
+    hub = {"HF_HOME": str(disk.folder), "HF_ENDPOINT": NOWHERE}
+    with running(tmp_path, NAME, env=disk.env | hub) as daemon:
+        body = {"prompt": "a", "max_tokens": 2}
+        assert httpx.post(f"{daemon.url}/v1/completions", json=body, timeout=240).status_code == 200

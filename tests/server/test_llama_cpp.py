@@ -211,7 +211,7 @@ async def test_slots_count_open_requests(server: Server) -> None:
 async def test_the_start_token_is_added_on_request() -> None:
     async with serving(adds_bos=True) as server:
         assert (await completed(server))["prompt"] == "<|bos|>hi"
-        bos = server.engine.tokenizer.bos_token_id
+        bos = server.engine.tokenizer.first_token_id
         for add in (False, True):
             tokens = (await server.post("/tokenize", {"content": "hello", "add_special": add})).json()["tokens"]
             assert (tokens[0] == bos) == add

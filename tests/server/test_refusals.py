@@ -142,7 +142,7 @@ OF_CHAT = [
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),
     ({"messages": "hi"}, "messages"),
-    ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "a wizard", "content": "hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0]"),
     ({"messages": [{"role": "assistant", "content": "a", "prefix": True}]}, "messages[].prefix"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0]"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from weft.engine.errors import EngineDead
 from weft.engine.wire.messages import EngineReady, EngineStats, PageChanges
-from weft.engine.wire.page_keys import BRIEF, page_keys, root
+from weft.engine.wire.page_keys import BRIEF, chain, page_keys, root, state_tokens
 from weft.server.observe.shared_state import SharedState
 from weft.server.replicas.replicas import CachedPages, Replicas, credit_new_engine
 
@@ -239,3 +239,22 @@ def test_a_short_memory_changes_that_little() -> None:
     share, computed = converse(3, 2, pages=3_000, seed=3, shared=100)
     assert share >= 0.9 * alone
     assert max(computed) <= 1.3 * sum(computed) / 3
+
+
+def test_pages_of_a_recurrent_model_count_up_to_the_last_state() -> None:
+    two, tokens = replicas(2), list(range(70))
+    for engine in (0, 1):
+        two.attach(engine, client(), ready(recurrent=True), lambda _: None)
+    full = page_keys(root("m", ""), np.array(tokens, np.int32), PAGE)
+    (first,) = state_tokens(1, PAGE)
+    states = [chain(key, first)[:BRIEF] for key in full]
+    send_news(two, 0, [key[:BRIEF] for key in full])
+    send_news(two, 1, [full[0][:BRIEF], full[1][:BRIEF], states[1]])
+    pages = two.prompt_pages(tokens, "")
+    assert [pages.cached_tokens(replica) for replica in two] == [0, 32]
+    ticket = two.route(pages, 1)
+    assert ticket.replica.engine == 1
+    assert pages.cached_tokens(ticket.replica) == 64, "a request that is computing the prompt saves its last state"
+    ticket.end()
+    send_news(two, 1, left=[states[1]])
+    assert [pages.cached_tokens(replica) for replica in two] == [0, 0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from chat_templates import TEMPLATES
+from pydantic import ValidationError
 from vocabularies import byte_level, wrapped
 
 from weft.server.api.chat_message import ChatMessage
@@ -142,6 +143,42 @@ def test_reasoning_has_two_names() -> None:
     ]
     assert texts[0] == texts[1]
     assert "<think>\n2 + 2\n</think>" in texts[0]
+
+
+EACH = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+SOME = "{% for m in messages if m.role in ('user', 'bot') %}{{ m.content | trim }}.{% endfor %}"
+RAISES = "{% for m in messages if m.role != 'user' %}{{ raise_exception('who is ' + m.role + '?') }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "rendered"),
+    [
+        (EACH, "critic", "[user]hi[critic]be <|bos|>"),
+        (EACH, "function", "[user]hi[tool]be <|bos|>"),  # OpenAI's former name
+        (SOME, "bot", "hi.be <|bos|>."),
+        (SOME, "critic", "The chat template leaves out messages with the role critic."),
+        (SOME, "system", "hi."),
+        (RAISES, "critic", "The chat template rejects these messages: who is critic?"),
+    ],
+)
+def test_a_template_may_render_other_roles(template: str, role: str, rendered: str) -> None:
+    tokenizer = Tokenizer(wrapped(byte_level(), chat_template=template))
+    messages = [{"role": "user", "content": "hi"}, {"role": role, "content": "be <|bos|>"}]
+    if rendered.startswith("The "):
+        with pytest.raises(ApiError) as error:
+            _rendered(tokenizer, messages, {})
+        assert rendered in error.value.message
+        assert (error.value.status, error.value.param) == (400, "messages")
+        return
+    text = _rendered(tokenizer, messages, {})
+    assert tokenizer.without_seams(text) == rendered
+    assert tokenizer.token_id("<|bos|>") not in tokenizer.encode(text)  # a control token only if the server writes it
+
+
+@pytest.mark.parametrize("role", ["", "<|user|>", "a b", "ü", "a" * 65, None, 3])
+def test_roles_are_short_names(role: Any) -> None:
+    with pytest.raises(ValidationError, match="role"):
+        ChatMessage.model_validate({"role": role, "content": "a"})
 
 
 NAMED = {

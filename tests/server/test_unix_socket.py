@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from live import Daemon
 
@@ -66,7 +67,7 @@ def test_urls_of_sockets() -> None:
 
 def ask(path: Path, url: str, body: dict[str, Any] | None = None) -> Any:
     connection = UnixConnection(str(path), timeout=240)
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", "Host": "behind.a.proxy.example"}
     connection.request("POST" if body else "GET", url, json.dumps(body) if body else None, headers)
     response = connection.getresponse()
     assert response.status == 200
@@ -83,7 +84,7 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_a_daemon_serves_commands_and_clients_on_its_socket(tmp_path: Path) -> None:
     path = tmp_path / "weft.sock"
-    daemon = Daemon(tmp_path / "log", "--uds", str(path), "--api-workers", "2")
+    daemon = Daemon(tmp_path / "log", "--uds", str(path), "--api-workers", "2", "--admin-port", "0")
     try:
         assert daemon.process.stdout is not None
         assert f"at unix:{path} " in daemon.process.stdout.readline(), daemon.stderr()
@@ -92,6 +93,10 @@ def test_a_daemon_serves_commands_and_clients_on_its_socket(tmp_path: Path) -> N
             assert ask(path, "/health")["status"] == "ok"
         body = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}
         assert ask(path, "/v1/chat/completions", body)["choices"][0]["message"]["content"] == "42"
+        metrics = f"{daemon.admin_url()}/metrics"
+        assert httpx.get(metrics, timeout=240).status_code == 200
+        rebound = httpx.get(metrics, headers={"Host": "evil.example"}, timeout=240)
+        assert (rebound.status_code, rebound.json()["error"]["code"]) == (403, "host_not_allowed")
         health = run("weft.server.commands.health")
         assert f"unix:{path} ok" in health.stdout
         chat = run("weft.server", "chat", "--url", f"unix:{path}", "--temperature", "0", input="What is 12 + 30?")

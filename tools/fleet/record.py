@@ -179,6 +179,8 @@ def limits_of(engine: Engine) -> Limits:
         max_num_seqs=engine.resolved.max_num_seqs,
         max_num_batched_tokens=engine.resolved.max_num_batched_tokens,
         max_model_len=engine.resolved.max_model_len,
+        state_pages=engine.resolved.states.pages,
+        chunk_step=engine.resolved.chunk_step(engine.spec),
     )
 
 

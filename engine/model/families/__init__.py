@@ -30,8 +30,8 @@ FAMILIES = _families()
 def family_of(architecture: str) -> Family:
     """Return the family of an architecture. Raises `UnknownArchitecture`, which lists those supported.
 
-    An embedding model without a head (`Qwen3Model`) has the family of the model with one."""
-    headed = architecture.removesuffix("Model") + "ForCausalLM"
+    A model without a head (`Qwen3Model`), or with one for classes, has the family of the model that generates text."""
+    headed = architecture.removesuffix("Model").removesuffix("ForSequenceClassification") + "ForCausalLM"
     for name in (architecture, headed):
         for family in FAMILIES:
             if name in family.architectures:

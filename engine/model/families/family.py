@@ -22,6 +22,21 @@ ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh
 
 
 @dataclass(frozen=True, slots=True)
+class StateNames:
+    """Names of a recurrence's tensors in a layer."""
+
+    inputs: tuple[tuple[str, str], ...]
+    """Modules that project the stream, and the sections of `Recurrence` in each, in the order of its rows."""
+    conv: str
+    out: str
+    norm: str = ""  # Weight of the norm of the output.
+    a_log: str = ""
+    time_bias: str = ""
+    skip: str = ""  # Factor of a mamba2's input in its output.
+    by_key_head: bool = False  # Rows of a module are ordered by key head, then by section.
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Tensor names in the checkpoint. Those of a layer are prefixed with `layer` and end in `.weight` or `.bias`."""
 
@@ -61,11 +76,13 @@ class TensorNames:
     shared_gate_up: str = ""
     shared_down: str = "mlp.shared_expert.down_proj"
     shared_switch: str = "mlp.shared_expert_gate"
+    state: StateNames | None = None
     transposed: bool = False  # Matrices are `[in, out]`.
     prefix: str = "model."
     other_prefixes: tuple[str, ...] = ()  # Prefixes of some checkpoints instead of `prefix`.
     draft_layers: int = 0  # Layers after the last one that predict further tokens; ignored.
     harmless: tuple[str, ...] = ()  # Endings of checkpoint names that are not needed.
+    unused: tuple[str, ...] = ()  # Beginnings of checkpoint names that are not needed.
 
 
 def windows(config: Config, sliding: Callable[[int], bool] = lambda _: True) -> list[int | None]:
@@ -114,6 +131,8 @@ class Family:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         max_positions = int(config.get("max_position_embeddings") or 2048)
         activation = config.get("hidden_act") or "silu"
+        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+        config["dtype"] = str(dtype).removeprefix("torch.")
         fields: dict[str, Any] = {
             "architecture": architecture,
             "vocab_size": int(config["vocab_size"]),
@@ -130,7 +149,7 @@ class Family:
             "o_bias": bool(config.get("attention_bias", False)),
             "mlp_bias": bool(config.get("mlp_bias", False)),
             "activation": ACTIVATIONS.get(activation, activation),
-            "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+            "dtype": config["dtype"],
             "quantization": None if integers or not quantization else read_quantization(quantization),
             "integers": integers,
         }

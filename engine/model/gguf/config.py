@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,12 @@ def to_config(file: GgufFile) -> Config:
         return value
 
     config: Config = {name: key(there) for name, there in _COMMON.items()}
-    if varying := [there for there in _COMMON.values() if isinstance(key(there), list)]:
-        raise ModelError(f"{file.path}: layers that differ in {varying[0]} are not supported")
+    counts = {there: key(there, 1) for there in (*_COMMON.values(), "attention.head_count_kv")}
+    for there, count in counts.items():
+        if isinstance(count, list):
+            raise ModelError(f"{file.path}: layers that differ in {there} are not supported")
+        if type(count) is not int or count < 1:
+            raise ModelError(f"{file.path}: {arch}.{there} is {count!r}, must be a number above 0")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head_dim = key("attention.key_length", hidden // heads)
     if key("attention.value_length", head_dim) != head_dim:
@@ -85,7 +90,9 @@ def _rope(file: GgufFile, key: Key, head_dim: int) -> Config:
     rope: Config = {"rope_theta": key("rope.freq_base", 10000.0), "rope_type": "default"}
     if (rotated := key("rope.dimension_count", head_dim)) != head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
-    kind, factor = key("rope.scaling.type", None), key("rope.scaling.factor", None)
+    # Old files have only a factor, which is linear.
+    factor = key("rope.scaling.factor", None) or key("rope.scale_linear", None)
+    kind = key("rope.scaling.type", "linear" if factor else None)
     original = key("rope.scaling.original_context_length", None)
     if "rope_freqs.weight" in file.tensors:
         # Factors per frequency, for any kind of scaling.
@@ -101,8 +108,10 @@ def _rope(file: GgufFile, key: Key, head_dim: int) -> Config:
             "original_max_position_embeddings": original,
             "attention_factor": key("rope.scaling.attn_factor", None),
         }
-    if kind in (None, "none"):
+    if kind in (None, "none") or (kind == "linear" and factor in (None, 1)):
         return rope
+    if kind == "yarn" and not factor:
+        raise ModelError(f"{file.path} has no {file.get('general.architecture')}.rope.scaling.factor in its metadata")
     if kind not in ("linear", "yarn"):
         raise ModelError(f"{file.path}: rope scaling {kind!r} is not supported")
     rope |= {"rope_type": kind, "factor": factor}
@@ -112,6 +121,8 @@ def _rope(file: GgufFile, key: Key, head_dim: int) -> Config:
             "beta_fast": key("rope.scaling.yarn_beta_fast", None),
             "beta_slow": key("rope.scaling.yarn_beta_slow", None),
         }
+        if more := key("rope.scaling.attn_factor", None):
+            rope["attention_factor"] = more * (0.1 * math.log(factor) + 1)
     return rope
 
 
@@ -170,7 +181,7 @@ def _gemma(architecture: str, largest: int = 0) -> Callable[[GgufFile, Key, Conf
 def _gemma3(file: GgufFile, key: Key, config: Config) -> Config:
     rope = config["rope_parameters"]
     local = {"rope_type": "default", "rope_theta": key("rope.freq_base_swa", 10000.0)}
-    pattern, types = key("attention.sliding_window_pattern", 6), None
+    pattern, types = file.get("gemma3.attention.sliding_window_pattern", 6), None
     if isinstance(pattern, list):
         types = ["sliding_attention" if sliding else "full_attention" for sliding in pattern]
     return {

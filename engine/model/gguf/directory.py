@@ -19,7 +19,7 @@ from weft.engine.model.gguf.file import INDEX, GgufFile, name_of, parts_of
 from weft.engine.model.gguf.tokenizer import end_tokens, write_tokenizer
 from weft.engine.progress import notice
 
-FORMAT = 2  # Version of the directory's contents; a change creates directories anew.
+FORMAT = 3  # Version of the directory's contents; a change creates directories anew.
 
 
 def gguf_directory(path: Path, *, tokenizer: bool = True) -> Path:

@@ -14,20 +14,25 @@ from weft.engine.errors import ModelError, UnknownArchitecture
 MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 
-@functools.cache
 def decoders() -> dict[str, str]:
     """Return the class of each `model_type` that generates text."""
+    return classes(MAPPING)
+
+
+@functools.cache
+def classes(mapping: str) -> dict[str, str]:
+    """Return the class of each `model_type` in one of `transformers`' tables."""
     found = importlib.util.find_spec("transformers")
     assert found is not None
     assert found.origin is not None
     tree = ast.parse((Path(found.origin).parent / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8"))
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        if isinstance(target, ast.Name) and target.id == MAPPING:
+        if isinstance(target, ast.Name) and target.id == mapping:
             value = getattr(node, "value", None)
             assert isinstance(value, ast.Call)
             return dict(ast.literal_eval(value.args[0]))
-    raise AssertionError(f"transformers has no {MAPPING}")
+    raise AssertionError(f"transformers has no {mapping}")
 
 
 def refuse_undecodable(raw: dict[str, Any], *, trusted: bool) -> None:

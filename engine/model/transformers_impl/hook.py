@@ -1,8 +1,9 @@
-"""The hook in `transformers`' attention interface, through which weft computes a model's attention."""
+"""The hooks through which weft computes a `transformers` model's attention and hands states to its mixers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -40,6 +41,38 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
     return _attend.get()(module, query, key, value, {**given, "attention_mask": attention_mask}), None
+
+
+class Mix(Protocol):
+    def __call__(self, number: int, own: Callable[..., Any], given: dict[str, Any], /) -> Any:
+        """Compute a mixer. number: its index in the spec. own: its forward function. given: its arguments by name."""
+        ...
+
+
+_mix: ContextVar[Mix] = ContextVar("weft_mix")
+
+
+@contextmanager
+def mixing(mix: Mix) -> Iterator[None]:
+    """Compute the mixers of this thread's models with `mix` inside `with`. See `hook_mixer`."""
+    token = _mix.set(mix)
+    try:
+        yield
+    finally:
+        _mix.reset(token)
+
+
+def hook_mixer(part: nn.Module, number: int) -> None:
+    """Replace the forward function of a mixer."""
+    own = part.forward
+    names = list(inspect.signature(own).parameters)
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        if (mix := _mix.get(None)) is None:
+            return own(*arguments, **named)
+        return mix(number, own, dict(zip(names, arguments, strict=False)) | named)
+
+    part.forward = forward
 
 
 AttentionInterface.register(NAME, _attention)

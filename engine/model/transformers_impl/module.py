@@ -12,6 +12,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from weft.engine.model.transformers_impl.hook import positions as positions_now
 
+CACHE_NAMES = ("past_key_values", "cache_params", "past_key_value")
+
 
 class TransformersModule:
     """Wraps a `transformers` model, modified in place to take the tokens of many requests in one row."""
@@ -21,6 +23,7 @@ class TransformersModule:
         takes = inspect.signature(module.forward).parameters
         self._keeps = "logits_to_keep" in takes
         self._takes_positions = "position_ids" in takes
+        self.cache_name = next((name for name in CACHE_NAMES if name in takes), "")
         self._states: Tensor | None = None
         self._keeps_states = False
         self.has_hidden_states = False
@@ -32,11 +35,18 @@ class TransformersModule:
                 if isinstance(table := getattr(part, "embed_positions", None), nn.Embedding):
                     _look_up_positions(table)
 
-    def logits(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    def logits(
+        self, token_ids: Tensor, positions: Tensor, rows: Tensor, cache: Any = None, past: int | None = None
+    ) -> Tensor:
         """Return `[S, V]` for the rows `[S]` among T tokens; call it inside `hook.attending`.
 
-        token_ids, positions: `[T]` int64."""
-        given: dict[str, Any] = {"input_ids": token_ids[None], "use_cache": False, "return_dict": True}
+        token_ids, positions: `[T]` int64. cache: one of `transformers`, or None. past: tokens in the cache, if the T
+        tokens are those of one request and the model's own attention computes them."""
+        given: dict[str, Any] = {"input_ids": token_ids[None], "use_cache": cache is not None, "return_dict": True}
+        if cache is not None:
+            given[self.cache_name] = cache
+        if past is not None:
+            given["attention_mask"] = token_ids.new_ones(1, past + len(token_ids))
         if self._takes_positions:
             given["position_ids"] = positions[None]
         if self._keeps:
@@ -48,11 +58,13 @@ class TransformersModule:
             positions_now.reset(token)
         return logits if self._keeps else logits[rows]
 
-    def logits_and_states(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def logits_and_states(
+        self, token_ids: Tensor, positions: Tensor, rows: Tensor, cache: Any = None, past: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Like `logits`, plus the hidden states `[S, H]` after the final norm. Needs `has_hidden_states`."""
         self._keeps_states = True
         try:
-            logits = self.logits(token_ids, positions, rows)
+            logits = self.logits(token_ids, positions, rows, cache, past)
             states = self._states
         finally:
             self._keeps_states, self._states = False, None

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from weft.engine.errors import ModelError, one_line
 from weft.engine.model.checkpoint import Checkpoint
 from weft.engine.model.finite import FiniteCheck
-from weft.engine.model.transformers_impl.hook import NAME
+from weft.engine.model.transformers_impl.hook import NAME, hook_mixer
 from weft.engine.model.transformers_impl.module import TransformersModule, pin_rope
-from weft.engine.model.transformers_impl.reading import build, quiet
+from weft.engine.model.transformers_impl.reading import build, quiet, torch_functions
 from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import HARMLESS, OTHER_HEAD, warn_of_surplus
 from weft.engine.progress import notice
@@ -28,13 +28,14 @@ def load_transformers(
 
     Raises `ModelError` for missing weights, other shapes and values that are not finite. Prints one line about unused
     tensors."""
+    attention = "eager" if spec.single else NAME
     with quiet():
         if dummy_seed is not None:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 torch.manual_seed(dummy_seed)
-                module = build(spec.config, dtype, device, trusted)
+                module = build(spec.config, dtype, device, trusted, attention)
         else:
-            module = _read(path, dtype, trusted).to(device)
+            module = _read(path, dtype, trusted, attention).to(device)
     finite = FiniteCheck()
     for name, tensor in module.named_parameters():
         finite.add(name, tensor)
@@ -43,15 +44,18 @@ def load_transformers(
             finite.add(name, tensor.nan_to_num(nan=float("nan"), posinf=0.0, neginf=0.0))
     finite.end(dtype)
     pin_rope(module, max_positions)
+    for number, mixer in enumerate(spec.mixers if not spec.single else ()):
+        hook_mixer(module.get_submodule(mixer.path), number)
     return TransformersModule(module)
 
 
-def _read(path: Path, dtype: torch.dtype, trusted: bool) -> nn.Module:
+def _read(path: Path, dtype: torch.dtype, trusted: bool, attention: str) -> nn.Module:
     _refuse_quantized(path)
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=NAME, trust_remote_code=trusted, output_loading_info=True
-        )
+        with torch_functions():
+            module, info = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation=attention, trust_remote_code=trusted, output_loading_info=True
+            )
     except Exception as error:  # the loader fails in many ways
         raise ModelError(f"transformers cannot load the weights in {path}: {one_line(error)}") from None
     if missing := sorted(info["missing_keys"]):
@@ -61,7 +65,8 @@ def _read(path: Path, dtype: torch.dtype, trusted: bool) -> nn.Module:
         raise ModelError(f"{name} has shape {tuple(there)}, config.json requires {tuple(asked)}")
     warn_of_surplus(sorted(name for name in info["unexpected_keys"] if not name.endswith(HARMLESS)))
     head, config = module.get_output_embeddings(), module.config.get_text_config(decoder=True)
-    if head is not None and config.tie_word_embeddings and head.weight is not module.get_input_embeddings().weight:
+    tied = getattr(config, "tie_word_embeddings", False)
+    if head is not None and tied and head.weight is not module.get_input_embeddings().weight:
         notice(OTHER_HEAD)
     _copy(module)
     return module

@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.engine.memory.state_layout import NO_STATES, StateLayout
 from weft.engine.model.adapter import Adapter
 from weft.engine.model.layer_weights import ProjectionWeights
-from weft.engine.model.operations import ALL_REDUCE, Operation
+from weft.engine.model.operations import ALL_REDUCE, Operation, Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
+from weft.engine.runner.cpu.cpu_states import CpuStates, StateStep
 from weft.engine.runner.device.collectives import Collectives, SingleRank
 from weft.engine.runner.device.launchers import launchers_for
 from weft.engine.runner.iteration.batch import Batch
@@ -38,6 +40,7 @@ class CpuInputs(NamedTuple):
     adapters: Tensor | None  # Number of each token's adapter, 0 for none; None: no token has any.
     attention: Any  # The attention back end's step.
     rows: Tensor | None = None  # `[N]` int64 tokens whose state after the last layer is read, ascending; None: all.
+    states: StateStep | None = None  # None: the model has no recurrent states.
 
 
 class _Iteration:
@@ -55,7 +58,9 @@ class _Iteration:
         )  # fmt: skip
         self.partial: Tensor | None = None
         """`[T, H]` this rank's partial sum for the stream, until the next all-reduce."""
-        self.activations: dict[str, Tensor] = {"x": x, "a": x.new_empty(len(x), spec.num_heads * spec.head_dim)}
+        self.activations: dict[str, Tensor] = {"x": x}
+        for name, width in executor.mixed.items():
+            self.activations[name] = x.new_empty(len(x), width)
         self.rotary = [table[inputs.positions] for table in weights.rotary]  # once for all layers
         self.post_norm: Tensor | None = None  # Norm weight to apply after that all-reduce.
         self.routing: reference_experts.Routing | None = None
@@ -97,8 +102,9 @@ def _qkv(it: _Iteration, op: Operation, layer: int) -> None:
     w, spec = _weights_of(it, op, layer), it.executor.spec
     it.activations[op.target] = reference.qkv_project(
         it.activations[op.source], it.stream_sums, w.matrix, w.bias, spec.norm.eps,
-        it.rotary[spec.rotary_table(layer)], slice(None), it.inputs.slot_mapping, it.executor.kv, layer,
-        spec.num_heads, w.q_norm, w.k_norm, it.executor.means, it.executor.kv_inverse(layer), it.delta(op, layer),
+        it.rotary[spec.rotary_table(layer)], slice(None), it.inputs.slot_mapping, it.executor.kv,
+        it.executor.kv_layers[layer], spec.num_heads, w.q_norm, w.k_norm, it.executor.means,
+        it.executor.kv_inverse(layer), it.delta(op, layer),
     )  # fmt: skip
 
 
@@ -106,13 +112,50 @@ def _attention_arguments(it: _Iteration, layer: int) -> dict[str, Any]:
     """Return attention's optional arguments, for sinks and scaled pages."""
     sinks, scales = it.executor.weights.layers[layer]["qkv"].sinks, it.executor.kv_scales
     parts = {} if sinks is None else {"sinks": sinks}
-    return parts if scales is None or it.executor.unit_scales else {**parts, "kv_scale": scales.scale[layer]}
+    if scales is None or it.executor.unit_scales:
+        return parts
+    return {**parts, "kv_scale": scales.scale[it.executor.kv_layers[layer]]}
 
 
 def _attend(it: _Iteration, op: Operation, layer: int) -> None:
     q, out, attention = it.activations[op.source], it.activations[op.target], it.executor.attention
     attend = attention.decode if op.kernel == "decode" else attention.prefill
-    attend(q, it.executor.kv, layer, it.inputs.attention, out=out, **_attention_arguments(it, layer))
+    arguments = _attention_arguments(it, layer)
+    attend(q, it.executor.kv, it.executor.kv_layers[layer], it.inputs.attention, out=out, **arguments)
+
+
+def _output_gate(it: _Iteration, op: Operation, layer: int) -> None:
+    w, eps = _weights_of(it, op, layer), it.executor.spec.norm.eps
+    it.activations[op.target] = reference.normed_linear(
+        it.activations[op.source], it.stream_sums, w.matrix, w.bias, eps
+    )
+
+
+def _gated_residual(it: _Iteration, op: Operation, layer: int) -> None:
+    it.activations[op.source].mul_(torch.sigmoid(it.activations["g"]))
+    _residual(it, op, layer)
+
+
+def _state_in(it: _Iteration, op: Operation, layer: int) -> None:
+    w, eps, x = _weights_of(it, op, layer), it.executor.spec.norm.eps, it.activations[op.source]
+    assert w.state is not None
+    wide = reference.normed_linear(x, it.stream_sums, w.matrix, w.bias, eps)
+    if w.state.scalars is not None:
+        few = reference.normed_linear(x, it.stream_sums, w.state.scalars, w.state.scalars_bias, eps)
+        wide = torch.cat((wide, few), -1)
+    it.activations[op.target] = wide
+
+
+def _recur(it: _Iteration, op: Operation, layer: int) -> None:
+    states, work = it.executor.states, it.inputs.states
+    w = it.executor.weights.layers[layer]["state_in"].state
+    assert states is not None
+    assert work is not None
+    assert w is not None
+    scan = op.role is Role.STATE_SCAN
+    for group in work.prefill if scan else work.decode:
+        inputs = it.activations[op.source][group.tokens]
+        it.activations[op.target][group.tokens] = states.run(inputs, layer, w, group, scan=scan)
 
 
 def _residual(it: _Iteration, op: Operation, layer: int) -> None:
@@ -153,7 +196,7 @@ def _router(it: _Iteration, op: Operation, layer: int) -> None:
     it.routing = reference_experts.route(
         it.activations[op.source], it.stream_sums, w.weight, spec.norm.eps, kind=e.router, top=e.top,
         normalise=e.normalise, scaling=e.scaling, bias=w.bias, choice_bias=w.choice_bias, groups=e.groups,
-        top_groups=e.top_groups,
+        top_groups=e.top_groups, group_best=e.group_best, weight_eps=e.weight_eps,
     )  # fmt: skip
 
 
@@ -162,7 +205,7 @@ def _experts_gate_up(it: _Iteration, op: Operation, layer: int) -> None:
     assert it.routing is not None
     it.activations[op.target] = reference_experts.experts_gate_up(
         it.activations[op.source], it.stream_sums, it.routing, w.matrix, spec.norm.eps, activation=spec.activation,
-        bias=w.bias,
+        bias=w.bias, has_gate=spec.gated,
     )  # fmt: skip
 
 
@@ -197,10 +240,16 @@ TABLE: Mapping[str, Launcher] = {
     "decode": _attend,
     "prefill": _attend,
     "residual": _residual,
+    "output_gate": _output_gate,
+    "gated_residual": _gated_residual,
+    "state_in": _state_in,
+    "state_step": _recur,
+    "state_scan": _recur,
     "gate_up": _gate_up,
     "up": _up,
     "router": _router,
     "experts_gate_up": _experts_gate_up,
+    "experts_up": _experts_gate_up,
     "experts_residual": _experts_residual,
     ALL_REDUCE: _all_reduce,
 }
@@ -213,8 +262,8 @@ class CpuExecutor:
     operations between attentions run in padded blocks of a fixed number of rows."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, kv: Tensor, attention: HostAttention[Any], *, invariant: bool = False,
-        collectives: Collectives | None = None,
+        self, spec: ModelSpec, weights: Weights, kv: Tensor, attention: HostAttention[Any], *,
+        states: StateLayout = NO_STATES, invariant: bool = False, collectives: Collectives | None = None,
     ) -> None:  # fmt: skip
         self.spec, self.weights, self.kv, self.attention = spec, weights, kv, attention
         self.collectives = collectives or SingleRank()
@@ -224,6 +273,14 @@ class CpuExecutor:
         self.means: reference.Means | None = None
         if self.collectives.ranks > 1 and spec.qk_norm == "projection":
             self.means = self._means
+        self.kv_layers = [spec.kv_layer(layer) for layer in range(spec.num_layers)]
+        """Index of each layer among those that keep K and V."""
+        self.mixed = {"a": spec.num_heads * spec.head_dim} if any(layer.attention for layer in spec.layers) else {}
+        """Columns of what attention and recurrences write, by activation."""
+        self.states: CpuStates | None = None
+        if spec.recurrence is not None:
+            self.mixed["m"] = spec.recurrence.width
+            self.states = CpuStates(spec, states, kv, alone=invariant, collectives=self.collectives)
         self.block_rows = 0  # Rows per block of operations between attentions; 0: no blocks.
         self._must_find_block_rows = invariant
         self._last_attention = -1
@@ -237,7 +294,7 @@ class CpuExecutor:
 
     def kv_inverse(self, layer: int) -> Tensor | None:
         """Return the factors `[2, Hkv]` that K and V are multiplied by before they are stored in FP8 pages."""
-        return None if self.kv_scales is None else self.kv_scales.inverse[layer]
+        return None if self.kv_scales is None else self.kv_scales.inverse[self.kv_layers[layer]]
 
     def inputs(self, batch: Batch, token_ids: Tensor) -> CpuInputs:
         """Return an iteration's inputs. token_ids `[T]` int64: the batch's, completed with the decodes' tokens."""
@@ -248,6 +305,7 @@ class CpuExecutor:
             _by_token(batch),
             self.attention.prepare(batch),
             torch.from_numpy(batch.read_rows),
+            None if self.states is None else self.states.prepare(batch),
         )
 
     def forward(self, inputs: CpuInputs) -> tuple[Tensor, Tensor]:
@@ -289,17 +347,23 @@ class CpuExecutor:
         columns = (_padded(column, height).split(height) for column in (*inputs[:3], adapters))
         parts = zip(*columns, strict=True)
         blocks = [
-            _Iteration(self, CpuInputs(ids, at, slots, None if inputs.adapters is None else which, inputs.attention))
+            _Iteration(
+                self,
+                CpuInputs(
+                    ids, at, slots, None if inputs.adapters is None else which, inputs.attention, states=inputs.states
+                ),
+            )
             for ids, at, slots, which in parts
         ]
-        attended = torch.cat([block.activations["a"].zero_() for block in blocks])
-        for block, part in zip(blocks, attended.split(height), strict=True):
-            block.activations["a"] = part
+        mixed = {name: torch.cat([block.activations[name].zero_() for block in blocks]) for name in self.mixed}
+        for name, tensor in mixed.items():
+            for block, part in zip(blocks, tensor.split(height), strict=True):
+                block.activations[name] = part
         whole = copy.copy(blocks[0])
         for step, (launch, op, layer) in enumerate(self._steps):
             if op.role.attends:
                 queries = torch.cat([block.activations[op.source] for block in blocks])
-                whole.activations = {op.source: queries, op.target: attended}
+                whole.activations = {op.source: queries, op.target: mixed[op.target]}
                 launch(whole, op, layer)
             else:
                 for block in blocks:
@@ -364,29 +428,35 @@ class CpuExecutor:
     def _is_invariant(self, rows: int) -> bool:
         """Return whether a row's result in a block of this size is bit-equal in any row, with any other rows."""
         generator = torch.Generator().manual_seed(0)
-        width = self.spec.num_heads * self.spec.head_dim
+        width = sum(self.mixed.values())
         holds = True
         for _ in range(PROBES):  # no early exit, because other ranks take part
             token = torch.randint(self.spec.vocab_size, (rows,), generator=generator)
-            attended = torch.randn(rows, width, generator=generator)
-            alike = self._probe(token[:1].expand(rows), attended[:1].expand(rows, -1))
-            seen = [*alike.unbind(), self._probe(token, attended)[0]]
-            token[rows - 1], attended[rows - 1] = token[0], attended[0]
-            seen.append(self._probe(token, attended)[rows - 1])
+            mixed = torch.randn(rows, width, generator=generator)
+            alike = self._probe(token[:1].expand(rows), mixed[:1].expand(rows, -1))
+            seen = [*alike.unbind(), self._probe(token, mixed)[0]]
+            token[rows - 1], mixed[rows - 1] = token[0], mixed[0]
+            seen.append(self._probe(token, mixed)[rows - 1])
             holds &= all(torch.equal(row, seen[0]) for row in seen)
         return holds
 
-    def _probe(self, token_ids: Tensor, attended: Tensor) -> Tensor:
-        """Return all results of the first layer's operations and of the head, `[rows, …]`, with given attention."""
+    def _probe(self, token_ids: Tensor, mixed: Tensor) -> Tensor:
+        """Return all results of one layer of each kind and of the head, `[rows, …]`; mixed `[rows, …]`: what attention
+        and recurrences give."""
         nowhere = torch.zeros(len(token_ids), dtype=torch.int64)
         iteration = _Iteration(self, CpuInputs(token_ids, nowhere, nowhere, None, None))
         made = iteration.activations
-        made["a"] = attended.to(made["x"].dtype)
-        for launch, op, layer in self._steps:
-            if layer == 0 and not op.role.attends:
-                launch(iteration, op, layer)
+        given = dict(zip(self.mixed, mixed.to(made["x"].dtype).split(list(self.mixed.values()), -1), strict=True))
+        kinds = {self.spec.layer(i): i for i in reversed(range(self.spec.num_layers))}
+        found = []
+        for kind in sorted(kinds.values()):
+            made |= {name: tensor.clone() for name, tensor in given.items()}
+            for launch, op, layer in self._steps:
+                if layer == kind and not op.role.attends:
+                    launch(iteration, op, layer)
+            found += [tensor.flatten(1).float() for tensor in made.values()]
         self.kv[0] = 0  # clear the dummy page, which received the keys and values
-        return torch.cat([*(x.flatten(1).float() for x in made.values()), self._head(made["x"], iteration.sumsq)], 1)
+        return torch.cat([*found, self._head(made["x"], iteration.sumsq)], 1)
 
 
 def _by_token(batch: Batch) -> Tensor | None:

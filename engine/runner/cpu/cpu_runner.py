@@ -108,8 +108,9 @@ class CpuRunner:
                 config.attention, config.attention_shape(spec), batch_invariant=config.batch_invariant
             )
             self._executor = CpuExecutor(
-                spec, weights, self.kv, attention, invariant=config.batch_invariant, collectives=collectives
-            )
+                spec, weights, self.kv, attention, states=config.states, invariant=config.batch_invariant,
+                collectives=collectives,
+            )  # fmt: skip
         self._last_token = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=config.device)
         self._sampling = Sampling(config.device, config.max_num_seqs, spec.vocabulary, collectives)
         self._num_threads = config.cpu_threads

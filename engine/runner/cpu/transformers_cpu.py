@@ -8,11 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.engine.model.transformers_impl.hook import attending
+from weft.engine.memory.kv_layout import page_rows
+from weft.engine.model.transformers_impl.hook import attending, mixing
 from weft.engine.model.transformers_impl.module import TransformersModule
 from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.runner.device.sampling import pooled_rows
-from weft.engine.runner.device.transformers_attention import PagedCalls
+from weft.engine.runner.device.transformers_attention import Context, PagedCalls
+from weft.engine.runner.device.transformers_single import SingleRequests
+from weft.engine.runner.device.transformers_states import MixerCalls, States
 from weft.engine.runner.iteration.batch import Batch
 from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.kernels.attention.backend import HostAttention
@@ -26,8 +29,8 @@ class TransformersInputs(NamedTuple):
     positions: Tensor
     slot_mapping: Tensor
     steps: list[Any]  # One for each attention back end.
-    rows: Tensor  # Rows whose logits or states are needed, int64.
-    states: bool  # Whether the states of any row are needed.
+    rows: Tensor  # Rows whose logits or hidden states are needed, int64.
+    batch: Batch
 
 
 class TransformersCpuExecutor:
@@ -36,6 +39,9 @@ class TransformersCpuExecutor:
 
     def __init__(self, spec: TransformersSpec, model: TransformersModule, kv: Tensor, config: ResolvedConfig) -> None:
         self._model, self._kv = model, kv
+        self._spec, self._states_layout = spec, config.states
+        self._mixers = MixerCalls(spec.mixers)
+        self._single = SingleRequests(spec, config.kv) if spec.single else None
         self._backends: list[HostAttention[Any]] = []
 
         def make(shape: Any) -> HostAttention[Any]:
@@ -43,7 +49,7 @@ class TransformersCpuExecutor:
             return self._backends[-1]
 
         self._calls = PagedCalls(spec, config, make)
-        self._states: Tensor | None = None  # States of the last iteration that needed any.
+        self._hidden: Tensor | None = None  # Hidden states of the last iteration that needed any.
 
     def inputs(self, batch: Batch, token_ids: Tensor) -> TransformersInputs:
         scored = (asked.token_rows for asked in batch.prompt_logprobs)
@@ -54,22 +60,40 @@ class TransformersCpuExecutor:
             torch.from_numpy(batch.slot_mapping),
             [backend.prepare(batch) for backend in self._backends],
             torch.from_numpy(np.unique(np.concatenate(asked)).astype(np.int64)),
-            bool(batch.pooled),
+            batch,
         )
 
     def forward(self, inputs: TransformersInputs) -> tuple[Tensor, Tensor]:
         """Return logits `[rows, V]` float32, and the index of each token's row among them, `[T]` int64."""
-        self._calls.begin(self._kv, inputs.slot_mapping, inputs.steps)
-        with attending(self._calls):
-            given = inputs.token_ids, inputs.positions, inputs.rows
-            if inputs.states:
-                logits, self._states = self._model.logits_and_states(*given)
-            else:
-                logits = self._model.logits(*given)
-        self._calls.end()
+        batch = inputs.batch
+        model = self._model.logits_and_states if batch.pooled else self._logits
+        states = None
+        if batch.states is not None:
+            states = States(self._spec, self._states_layout, batch.states, page_rows(self._kv))
+        contexts = _contexts(batch)
+        given = inputs.token_ids, inputs.positions
+        if self._single is not None:
+            found = self._single.forward(
+                model, self._kv, batch, states, contexts, given, inputs.slot_mapping, inputs.rows
+            )  # fmt: skip
+        else:
+            self._calls.begin(self._kv, inputs.slot_mapping, inputs.steps, contexts)
+            if states is not None:
+                self._mixers.begin(states, batch)
+            with attending(self._calls), mixing(self._mixers):
+                found = model(*given, inputs.rows, self._calls.cache)
+            self._calls.end()
+        if states is not None:
+            states.save()
+        logits = found[0]
+        if batch.pooled:
+            self._hidden = found[1]
         place = torch.zeros(len(inputs.token_ids), dtype=torch.int64)
         place[inputs.rows] = torch.arange(len(inputs.rows))
         return logits.float(), place
+
+    def _logits(self, *given: Any) -> tuple[Tensor]:
+        return (self._model.logits(*given),)
 
     def logits(self, x: Tensor, place: Tensor, rows: Tensor) -> Tensor:
         """Return a copy of the float32 logits `[S, V]` of rows `[S]`."""
@@ -77,5 +101,12 @@ class TransformersCpuExecutor:
 
     def hidden(self, _x: Tensor, place: Tensor, rows: Tensor) -> Tensor:
         """Return the states `[N, H]` after the final norm of rows `[N]` of the last iteration."""
-        assert self._states is not None
-        return self._states[place[rows]]
+        assert self._hidden is not None
+        return self._hidden[place[rows]]
+
+
+def _contexts(batch: Batch) -> list[Context]:
+    ends = np.cumsum(batch.query_len).tolist()
+    pages = torch.from_numpy(batch.page_table.astype(np.int64))
+    rows = zip(pages, batch.kv_len.tolist(), batch.query_len.tolist(), ends, strict=True)
+    return [Context(own, length, end - tokens, end) for own, length, tokens, end in rows]

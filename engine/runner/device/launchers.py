@@ -17,7 +17,7 @@ Launcher = TypeVar("Launcher")
 def launchers_for(spec: ModelSpec, table: Mapping[str, Launcher], device: str) -> dict[str, Launcher]:
     """Return the launcher of each layer operation by name. Raises `ModelError` if `table` lacks one."""
     found = {}
-    kinds = {spec.layer(i).experts: i for i in range(spec.num_layers)}
+    kinds = {spec.layer(i): i for i in range(spec.num_layers)}
     for op in (op for layer in kinds.values() for op in spec.layer_operations(layer)):
         if op.kernel not in table:
             raise ModelError(f"{device} cannot launch the operation {op.name} ({op.kernel}), only {', '.join(table)}")

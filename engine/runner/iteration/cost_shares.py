@@ -43,10 +43,12 @@ class CostShares:
     """Computes shares from the tokens and the context of each request.
 
     All tokens of an iteration share its dense GEMMs, which cost the higher of reading the weights and multiplying.
-    Attention counts per request: a decode reads its KV, a chunk multiplies with it."""
+    Attention counts per request: a decode reads its KV, a chunk multiplies with it. Recurrent states are read and
+    written once by each request."""
 
     def __init__(self, spec: ModelSpec, weight_bytes: int, kv_bytes: int, *, cuda: bool) -> None:
         """kv_bytes: bytes of a token in one layer."""
+        self._state_bytes = 2.0 * sum(state.nbytes for state in spec.states if state is not None)
         self._balance = GPU_BALANCE if cuda else CPU_BALANCE
         self._weight_bytes = float(weight_bytes)
         self._per_token = 2.0 * spec.active_parameters / self._balance
@@ -65,5 +67,5 @@ class CostShares:
         dense = max(self._per_token, self._weight_bytes / max(batch.num_tokens, 1))
         context = batch.kv_len - 0.5 * (tokens - 1)
         seen = self.costs.all_seen(context)
-        cost = tokens * dense + seen * np.maximum(self._kv_bytes, self._per_pair * tokens)
+        cost = tokens * dense + seen * np.maximum(self._kv_bytes, self._per_pair * tokens) + self._state_bytes
         return np.asarray(cost / cost.sum())

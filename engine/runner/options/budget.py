@@ -82,4 +82,14 @@ def _cpu_buffers(spec: ModelSpec, config: ResolvedConfig) -> int:
     # Lengths in a group differ by less than a factor of two; float32, and once more in the computation's dtype.
     masks = (4 + config.compute_dtype.itemsize) * min(GROUP_ELEMENTS, 2 * tokens * spec.heads_per_kv * length)
     slots = 4 * seqs * length
-    return activations + logits + penalties + gathered + masks + slots
+    return activations + logits + penalties + gathered + masks + slots + _state_buffers(spec, tokens, rows)
+
+
+def _state_buffers(spec: ModelSpec, tokens: int, rows: int) -> int:
+    """Return the bytes that a recurrent layer needs in the largest iteration: its inputs, rows of a block's square
+    matrices for each token and head, and the states of all requests before and after."""
+    own = spec.recurrence
+    if own is None:
+        return 0
+    each = 6 * own.block + 8 * (own.key_dim + own.value_dim)
+    return 4 * tokens * (3 * own.inner + own.heads * each) + 4 * rows * own.state.nbytes

@@ -9,6 +9,7 @@ import torch
 from weft.engine.config import EngineConfig
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
+from weft.engine.memory.state_layout import NO_STATES, StateLayout
 from weft.engine.runner.options.machine import CPU_MEMORY_SHARE, machine_memory
 
 GIB = 2**30
@@ -46,7 +47,7 @@ class Footprint:
             "use a smaller model or --dtype bfloat16"
         )
 
-    def pages(self, kv: KvLayout, most: int) -> int | None:
+    def pages(self, kv: KvLayout, most: int, states: StateLayout = NO_STATES) -> int | None:
         """Return the size of an engine's pool: as configured, or on a CPU `most` at most. On a GPU, None means that it
         is measured later. Raises `OutOfMemory` if there are too few pages, or the engines do not fit together."""
         config, share = self.config, self.config.share
@@ -59,10 +60,11 @@ class Footprint:
         else:
             room = int(memory_bytes(self.device) * share.memory * CPU_MEMORY_SHARE / (share.sharers * self.ranks))
             pages = min(most, kv.pages_in(room - self.weight_bytes * self.copies // share.sharers))
-        if pages < 2:
+        if pages < (needed := 2 + states.reserved):
+            of_states = f" ({states.reserved} for the recurrent states of a request)" if states.pages else ""
             raise OutOfMemory(
-                f"the KV pool holds {max(pages, 0)} pages of {kv.page_bytes / 2**20:.1f} MiB, but needs at least 2: "
-                "raise --kv-cache-gib or lower --page-size"
+                f"the KV pool holds {max(pages, 0)} pages of {kv.page_bytes / 2**20:.1f} MiB, but needs at least "
+                f"{needed}{of_states}: raise --kv-cache-gib or lower --page-size"
             )
         if self.device.type != "meta" and (share.sharers > 1 or (share.memory < 1 and not self.on_gpu)):
             self._check_together(pages * kv.page_bytes)

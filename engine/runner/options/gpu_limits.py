@@ -38,6 +38,8 @@ def _unsupported_parts(spec: ModelSpec) -> dict[str, bool]:
     """Return features that only the reference implementations support, and whether the model uses them."""
     e = spec.experts
     return {
+        "recurrent states": spec.recurrence is not None,
+        "gates of attention's output": spec.output_gate,
         f"experts with norms placed {spec.placement.value}": e is not None and spec.placement is not Placement.PRE,
         "experts with LayerNorm": e is not None and spec.norm.centred,
         "norm over all heads on several ranks": spec.qk_norm == "projection" and spec.shard_of.ranks > 1,

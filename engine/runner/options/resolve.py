@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +14,9 @@ import torch
 from weft.engine.config import EngineConfig, Pod, expanded
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
+from weft.engine.memory.state_layout import NO_STATES, StateLayout
 from weft.engine.model.implementation import widened
+from weft.engine.model.parts import StateTensor
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.plans.choose import choose_plan, target_of
@@ -62,12 +65,15 @@ class ResolvedConfig:
     pod: Pod = "off"  # Whether decodes and chunks share one attention launch.
     enforce_eager: bool = False  # Launch every kernel of an iteration instead of replaying CUDA graphs.
     late_launch: bool = False  # Delay launches so that late arrivals can join.
+    states: StateLayout = NO_STATES  # Recurrent states in pages, in the dtypes in which they are kept.
 
     def chunk_step(self, spec: ModelSpec) -> int:
-        """Return the tokens at whose multiples prompts are cut. With batch invariance no attention tile is divided."""
-        if not self.batch_invariant:
-            return 1
-        return tokens_of_whole_tiles(spec.heads_per_kv) if self.attention == "triton" else INVARIANT_CHUNK
+        """Return the tokens at whose multiples prompts are cut. With batch invariance no attention tile is divided.
+        With recurrent states no block of theirs is, and states stand at the ends of pages."""
+        step = 1
+        if self.batch_invariant:
+            step = tokens_of_whole_tiles(spec.heads_per_kv) if self.attention == "triton" else INVARIANT_CHUNK
+        return math.lcm(step, self.states.block, self.kv.page_size) if self.states.pages else step
 
     def attention_shape(self, spec: ModelSpec) -> AttentionShape:
         return _attention_shape(spec, self.kv, self.compute_dtype, self.device, self.max_model_len)
@@ -109,8 +115,9 @@ def _pages_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, here
 
 def served_as(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
     """Return the model as its device computes it."""
-    cuda = config.device != "cpu" and gpu() is not None
-    return widened(spec) if cuda and not isinstance(spec, TransformersSpec) else spec
+    if config.device == "cpu" or gpu() is None:
+        return spec
+    return spec.expanded() if isinstance(spec, TransformersSpec) else widened(spec)
 
 
 def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
@@ -126,7 +133,9 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     max_model_len = _context(config, spec, max_num_seqs)
     pages_dtype = _pages_dtype(config, spec, dtype, here)
     kv, shapes = _pages(config, spec, dtype, pages_dtype, device, max_model_len)
-    (backend,) = {_attention(config, shape) for shape in shapes}
+    states = _states(config, spec, dtype, kv.page_bytes, device)
+    kv = replace(kv, states=states.id)
+    (backend,) = {_attention(config, device, shape) for shape in shapes or (None,)}
     planned = cuda and spec.native
     if not planned:
         _check_plan(config)
@@ -140,15 +149,16 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     copies = sharers if isinstance(spec, TransformersSpec) else sharers // config.share.weight_sharers
     footprint = Footprint(config, device, cuda, ranks, spec.weight_bytes(dtype.itemsize), copies)
     footprint.check_weights(dtype)
-    num_pages = footprint.pages(kv, max_num_seqs * -(-max_model_len // kv.page_size) + 1)
+    each = -(-max_model_len // kv.page_size) + states.reserved
+    num_pages = footprint.pages(kv, max_num_seqs * each + 1, states)
     # A context cannot exceed the pool, so longer ones need no table of positions.
     in_memory = num_pages - 1 if num_pages is not None else kv.pages_in(memory_bytes(device))
-    max_model_len = max(2, min(max_model_len, in_memory * kv.page_size))
+    max_model_len = max(2, min(max_model_len, (in_memory - states.reserved) * kv.page_size))
     if config.pod != "off":
         check_pod(config, spec, backend, _attention_shape(spec, kv, dtype, device, max_model_len))
     # The default where late launches were measured to help: iterations on CPUs and shared GPUs vary too much.
     alone = cuda and ranks == sharers == 1 and config.async_scheduling
-    return ResolvedConfig(
+    resolved = ResolvedConfig(
         device=device,
         weight_dtype=dtype,
         compute_dtype=dtype,
@@ -174,7 +184,39 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         packed=_packed(kv) if config.tier_kv_format == "packed" else None,
         pod=config.pod,
         late_launch=alone if config.late_launch is None else config.late_launch,
+        states=states,
     )
+    if config.batch_invariant and states.pages and max_num_batched_tokens < (step := resolved.chunk_step(spec)):
+        raise ConfigError(f"--batch-invariant needs --max-num-batched-tokens {step} or more for this model")
+    return resolved
+
+
+def _states(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, page_bytes: int, device: torch.device
+) -> StateLayout:
+    """Return the layout of recurrent states. Convolutions keep their last inputs, in `dtype`, that of activations.
+    Raises `ConfigError` for options that exclude states, or have no effect without them."""
+    if not spec.recurrent:
+        if config.state_dtype != "auto" or config.state_interval:
+            name = "--state-interval" if config.state_interval else "--state-dtype"
+            raise ConfigError(f"{name}: {spec.architecture} has no recurrent layers; leave it out")
+        return NO_STATES
+    if config.plan not in ("auto", "serial"):
+        raise ConfigError(f"--plan {config.plan}: a model with recurrent layers runs serially; leave it out")
+    if config.pod != "off":
+        raise ConfigError(f"--pod {config.pod}: a model with recurrent layers has no such launch; leave it out")
+    if config.tier_kv_format == "packed":
+        raise ConfigError("--tier-kv-format packed: recurrent states cannot be packed; leave it out")
+    if device.type == "cuda":
+        raise ConfigError(f"{spec.architecture} has recurrent layers, which run on a CPU only so far: use --device cpu")
+    activations = str(dtype).removeprefix("torch.")
+
+    def kept(tensor: StateTensor) -> StateTensor:
+        recurrent = tensor.dtype if config.state_dtype == "auto" else config.state_dtype
+        return replace(tensor, dtype=activations if tensor.name.startswith("conv") else recurrent)
+
+    layers = [state and replace(state, tensors=tuple(map(kept, state.tensors))) for state in spec.states]
+    return StateLayout.of(layers, page_bytes)
 
 
 def _context(config: EngineConfig, spec: ModelSpec, max_num_seqs: int) -> int:
@@ -221,9 +263,9 @@ def _pages(
     cuda = device.type == "cuda"
     kv = KvLayout.of(spec, config.page_size, dtype, TRITON_HEAD_DIMS if cuda else ())
     kinds = attention_kinds(spec, kv)
-    shapes = [kind.shape(kv, dtype, device, max_model_len) for kind in dict.fromkeys(kinds)]
+    shapes = [kind.shape(kv, dtype, device, max_model_len) for kind in dict.fromkeys(kinds.values())]
     if cuda:
-        refuse_on_gpu(spec, kinds, config.attention_backend)
+        refuse_on_gpu(spec, kinds.values(), config.attention_backend)
     return kv, shapes
 
 
@@ -252,6 +294,8 @@ def _plan(
         excluded = "pipelines need the triton attention back end"
     elif config.enforce_eager:
         excluded = "pipelines run in CUDA graphs: leave out --enforce-eager"
+    elif spec.recurrent:
+        excluded = "a model with recurrent layers runs serially"
     elif config.batch_invariant and any(spec.windows):  # attention's order of sums would depend on where chunks are cut
         excluded = "--batch-invariant excludes plans for a model with attention windows"
     if named and excluded:
@@ -273,11 +317,12 @@ def _attention_shape(
     )  # fmt: skip
 
 
-def _attention(config: EngineConfig, shape: AttentionShape) -> BackendName:
-    """Return an attention back end that works here. Raises `ConfigError`."""
+def _attention(config: EngineConfig, device: torch.device, shape: AttentionShape | None) -> BackendName:
+    """Return an attention back end that works here. shape: None if no layer needs one. Raises `ConfigError`."""
     try:
-        name = attention_backends.choose(config.attention_backend, shape.device)
-        attention_backends.check(name, shape)
+        name = attention_backends.choose(config.attention_backend, device)
+        if shape is not None:
+            attention_backends.check(name, shape)
     except AttentionUnavailable as error:
         raise ConfigError(f"--attention-backend {config.attention_backend}: {error}") from None
     return name

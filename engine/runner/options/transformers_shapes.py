@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -30,18 +31,24 @@ class AttentionKind(NamedTuple):
         )  # fmt: skip
 
 
-def attention_kinds(spec: TransformersSpec, layout: KvLayout) -> list[AttentionKind]:
-    """Return the kind of each attention call."""
-    return [
-        AttentionKind(call.heads, *layout.heads(i), call.scale, call.window, call.softcap, call.sinks)
+def attention_kinds(spec: TransformersSpec, layout: KvLayout) -> dict[int, AttentionKind]:
+    """Return the kind of each attention call that keeps K and V, by its number."""
+    return {
+        i: AttentionKind(call.heads, *layout.heads(i), call.scale, call.window, call.softcap, call.sinks)
         for i, call in enumerate(spec.calls)
-    ]
+        if not call.row
+    }
 
 
-def refuse_on_gpu(spec: TransformersSpec, kinds: list[AttentionKind], backend: str) -> None:
+def refuse_on_gpu(spec: TransformersSpec, kinds: Iterable[AttentionKind], backend: str) -> None:
     """Raise `ConfigError` for options and models that the GPU's work lists and back ends do not support."""
     if backend not in ("auto", "triton"):
         raise ConfigError(f"--attention-backend {backend}: transformers' code needs triton on a GPU")
+    if spec.mixers or spec.single:
+        what = f"one request at a time ({spec.single})" if spec.single else "recurrent states"
+        raise ConfigError(
+            f"{spec.architecture}: transformers' code with {what} is not supported on a GPU yet; use --device cpu"
+        )
     if len({(kind.heads, kind.kv_heads) for kind in kinds}) > 1:
         raise ConfigError(
             f"{spec.architecture}: with transformers' code, a GPU needs the same heads in all layers; use --device cpu"

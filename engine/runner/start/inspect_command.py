@@ -65,7 +65,7 @@ def _on_cpu(config: EngineConfig, spec: ModelSpec) -> dict[str, Any] | None:
     from weft.engine.runner.options.machine import CPU_MEMORY_SHARE, CPU_SEQUENCES, has_bfloat16, machine_memory
 
     plain = spec.native and spec.quantization is None and spec.integers is None and len(set(spec.kv_heads)) == 1
-    if not plain or config.tensor_parallel_size > 1:
+    if not plain or spec.recurrent or config.tensor_parallel_size > 1:
         return None
     dtype, itemsize = ("bfloat16", 2) if spec.dtype == "bfloat16" and has_bfloat16() else ("float32", 4)
     weights, memory, page_size = spec.weight_bytes(itemsize), machine_memory(), config.page_size
@@ -112,14 +112,19 @@ def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]
             "kv_tokens": pages * resolved.kv.page_size,
             "max_model_len": resolved.max_model_len,
         }
+        if resolved.states.pages:
+            found[name]["state_bytes_per_request"] = resolved.states.nbytes
     return found
 
 
 def inspect(config: EngineConfig) -> dict[str, Any]:
     """Return the command's output as data. Raises `ModelError` for a model that no device supports."""
     from weft.engine.model.description import describe
+    from weft.engine.model.encoders import serves_encoder
     from weft.engine.model.implementation import choose_spec
 
+    if serves_encoder(config.model_copy(update={"load_format": "auto"})):
+        return _encoder(config)
     spec, implementation = choose_spec(config)
     own = spec.shard(0, config.tensor_parallel_size)
     return {
@@ -132,6 +137,31 @@ def inspect(config: EngineConfig) -> dict[str, Any]:
         "kv_values_per_token": 2 * sum(heads * width for heads, width in spec.kv_heads),
         "ranks": [ranks for ranks in range(1, MAX_RANKS + 1) if _splits(spec, ranks)],
         "devices": _devices(config, own),
+    }
+
+
+def _encoder(config: EngineConfig) -> dict[str, Any]:
+    """Return the command's output for an encoder."""
+    from weft.engine.model.encoders import read_encoder
+
+    spec = read_encoder(config.model_path)
+    parts = {"layers": f"{spec.num_layers} of width {spec.hidden_size}", "vocabulary": f"{spec.vocab_size} tokens"}
+    if spec.classifies:
+        parts["classes"] = f"{len(spec.labels)}: {', '.join(spec.labels[:8])}"
+    longest = config.max_model_len or spec.max_tokens
+    device = {"served": True, "dtype": "float32", "weight_bytes": 4 * spec.num_parameters, "max_model_len": longest}
+    if longest > spec.positions:
+        device = {"served": False, "why_not": f"{longest} tokens are more than its {spec.positions} positions"}
+    return {
+        "model": config.model_name,
+        "architecture": spec.architecture,
+        "implementation": "transformers' code, as an encoder",
+        "parts": parts,
+        "parameters": spec.num_parameters,
+        "active_parameters": spec.num_parameters,
+        "kv_values_per_token": 0,
+        "ranks": [1],
+        "devices": {"cpu": device},
     }
 
 
@@ -166,7 +196,8 @@ def run(arguments: argparse.Namespace) -> int:
     rows += facts["parts"].items()
     rows.append(("parameters", f"{_amount(facts['parameters'])}, {_amount(facts['active_parameters'])} a token"))
     values = facts["kv_values_per_token"]
-    rows.append(("KV", f"{values:,} values a token, {values * 2 / 1024:.1f} KiB in bfloat16"))
+    if values:
+        rows.append(("KV", f"{values:,} values a token, {values * 2 / 1024:.1f} KiB in bfloat16"))
     rows.append(("weights", facts["weights"]))
     rows.append(("ranks", " or ".join(map(str, facts["ranks"]))))
     each = f"on each of {ranks} ranks, " if (ranks := config.tensor_parallel_size) > 1 else ""
@@ -184,8 +215,15 @@ def _amount(number: int) -> str:
 def _device_text(device: dict[str, Any], each: str) -> str:
     if not device["served"]:
         return f"does not serve it: {device['why_not']}"
+    size = device.get("state_bytes_per_request", 0) / 2**20
+    states = f" and {size:.2f} MiB of states a request" if size else ""
+    if "kv_tokens" not in device:
+        size = device["weight_bytes"] / GIB
+        return (
+            f"serves it in {device['dtype']}: {size:.1f} GiB of weights, inputs of {device['max_model_len']:,} tokens"
+        )
     return (
         f"serves it in {device['dtype']}: {each}{device['weight_bytes'] / GIB:.1f} GiB of weights, "
-        f"{device['kv_bytes_per_token'] / 1024:.1f} KiB of KV a token, room for {device['kv_tokens']:,} tokens, "
-        f"contexts of {device['max_model_len']:,}"
+        f"{device['kv_bytes_per_token'] / 1024:.1f} KiB of KV a token{states}, "
+        f"room for {device['kv_tokens']:,} tokens, contexts of {device['max_model_len']:,}"
     )

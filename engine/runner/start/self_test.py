@@ -16,13 +16,12 @@ from transformers import GenerationConfig
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ModelError, one_line
-from weft.engine.model.transformers_impl.hook import NAME
 from weft.engine.model.transformers_impl.module import TransformersModule
 from weft.engine.model.transformers_impl.reading import quiet
 from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.transformers_impl.weights import load_transformers
 from weft.engine.runner.cpu.transformers_cpu import TransformersCpuExecutor
-from weft.engine.runner.iteration.batch import Batch, SamplingInputs
+from weft.engine.runner.iteration.batch import Batch, SamplingInputs, StateRows
 from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.engine.wire.sampling import COLUMNS, SamplingParams
 
@@ -52,7 +51,7 @@ def load_tested(spec: TransformersSpec, options: EngineConfig, config: ResolvedC
 
 
 def _test(spec: TransformersSpec, model: TransformersModule, config: ResolvedConfig) -> None:
-    shape = config.kv.shape(1 + pages_needed(config.kv.page_size))
+    shape = config.kv.shape(1 + pages_needed(config.kv.page_size, config.states.pages))
     with torch.inference_mode():
         # Unwritten pages may contain anything.
         pool = torch.full(shape, float("nan"), dtype=config.kv.dtype)
@@ -67,9 +66,9 @@ def _test(spec: TransformersSpec, model: TransformersModule, config: ResolvedCon
     self_test(spec, model, run, config)
 
 
-def pages_needed(page_size: int) -> int:
-    """Return how many pages a self-test uses, starting with page 1."""
-    return 2 * -(-(LONG + NEW) // page_size)
+def pages_needed(page_size: int, states: int = 0) -> int:
+    """Return how many pages a self-test uses, starting with page 1. states: pages of a request's states."""
+    return 2 * -(-(LONG + NEW) // page_size) + 4 * states
 
 
 def self_test(spec: TransformersSpec, model: TransformersModule, run: Run, config: ResolvedConfig) -> None:
@@ -92,7 +91,7 @@ def _self_test(spec: TransformersSpec, model: TransformersModule, run: Run, conf
     try:
         with torch.inference_mode(), quiet():
             expected = [_generate_alone(model, prompt, device) for prompt in prompts]
-            got = _run_batched(run, expected, config.kv.page_size)
+            got = _run_batched(run, expected, config.kv.page_size, config.states.pages)
     except ModelError:
         raise
     except Exception as error:  # of the model's code, on weft's batch
@@ -114,6 +113,7 @@ def _generate_alone(model: TransformersModule, prompt: np.ndarray, device: torch
     ids = torch.from_numpy(prompt.astype(np.int64))[None].to(device)
     module = model.module
     before, module.generation_config = module.generation_config, GenerationConfig()
+    attention = module.config._attn_implementation
     module.set_attn_implementation("eager")
     try:
         output = module.generate(
@@ -121,7 +121,7 @@ def _generate_alone(model: TransformersModule, prompt: np.ndarray, device: torch
             pad_token_id=0, use_cache=True, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
     finally:
-        module.set_attn_implementation(NAME)
+        module.set_attn_implementation(attention)
         module.generation_config = before
     tokens = output.sequences[0].cpu().numpy().astype(np.int32)
     if len(tokens) != len(prompt) + NEW:
@@ -129,7 +129,7 @@ def _generate_alone(model: TransformersModule, prompt: np.ndarray, device: torch
     return _Sequence(tokens, len(prompt), torch.cat(list(output.logits)).float().cpu())
 
 
-def _run_batched(run: Run, sequences: list[_Sequence], page_size: int) -> list[Tensor]:
+def _run_batched(run: Run, sequences: list[_Sequence], page_size: int, states: int) -> list[Tensor]:
     """Return the logits `[NEW, V]` of each sequence computed by weft: the first prompt in two chunks, the second prompt
     in a batch with the second chunk, then both token by token."""
     own = -(-(LONG + NEW) // page_size)
@@ -146,10 +146,23 @@ def _run_batched(run: Run, sequences: list[_Sequence], page_size: int) -> list[T
     found: list[list[Tensor]] = [[], []]
     for number, parts in enumerate(steps, 1):
         decodes = len(parts) if number > len(steps) - (NEW - 1) else 0
-        logits = run(_batch(number, parts, decodes, sequences, tables, page_size)).float().cpu()
+        batch = _batch(number, parts, decodes, sequences, tables, page_size)
+        if states:
+            batch = batch._replace(states=_states(number, batch, parts, 1 + 2 * own, states))
+        logits = run(batch).float().cpu()
         for row, (i, *_) in enumerate(part for part in parts if part[3]):
             found[i].append(logits[row])
     return [torch.stack(rows) for rows in found]
+
+
+def _states(number: int, batch: Batch, parts: list[tuple[int, int, int, bool]], first: int, pages: int) -> StateRows:
+    """Let each sequence use two states in turn, of `pages` pages each, from page `first` on."""
+    table = first + np.arange(4 * pages, dtype=np.int32).reshape(2, 2, pages)
+    rows = [i for i, *_ in parts]
+    fresh = batch.kv_len == batch.query_len
+    read = np.where(fresh[:, None], np.int32(0), table[(number - 1) % 2][rows])
+    none = np.zeros(0, np.int32)
+    return StateRows(read, fresh, table[number % 2][rows], none, none, none.reshape(0, pages))
 
 
 def _batch(

@@ -306,6 +306,8 @@ class Store:
     def _evict(self) -> None:
         self._clock.save()
         self._record_uses()
+        # A clock that was ahead must not keep a document for ever.
+        self._db.execute("update documents set used = ? where used > ?", (self._clock.latest(), self._clock.bound()))
         self._db.execute("delete from documents where used < ?", (self._clock.earliest() - self._max_seconds,))
         while True:
             count, size = self._db.execute("select count, bytes from totals").fetchone()
