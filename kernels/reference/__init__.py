@@ -5,4 +5,11 @@ May import: `common`, `formats`.
 Never: uses Triton.
 """
 
-PUBLIC = ("adapters", "experts", "layer", "sampling", "sampling_shards", "states")  # The modules that other folders may import.
+PUBLIC = (
+    "adapters",
+    "experts",
+    "layer",
+    "sampling",
+    "sampling_shards",
+    "states",
+)  # The modules that other folders may import.

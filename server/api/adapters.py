@@ -32,7 +32,7 @@ class UnloadBody(Body):
 
 
 def _refused(status: int, kind: str, message: str) -> Response:
-    """An error with vLLM's fields at the top level, which its sidecars read, beside OpenAI's."""
+    """An error with vLLM's fields at the top level, which its sidecars read, and OpenAI's."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": kind}
     return JSONResponse({"object": "error", "message": message, "type": kind, "code": status, "error": error}, status)
 

@@ -1,4 +1,4 @@
-"""`Adapters`: which adapters are in memory, and which requests wait, whatever is loaded, dropped, asked and ended."""
+"""`Adapters`: which adapters are in memory and which requests wait, under any order of loads, requests and ends."""
 
 from __future__ import annotations
 
