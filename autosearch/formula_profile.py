@@ -95,6 +95,8 @@ class Formulas:
                 rate = device.net_gbs / 2 * k.link * float(np.interp(share, *k.send_on))
                 hops = 2 if op.kernel == ALL_REDUCE else 1
                 return hops * k.hop_ms + work * op.sent * 2 / rate / 1e6
+            case Role.STATE_STEP | Role.STATE_SCAN:
+                raise ConfigError(f"{op.name}: there are no formulas for recurrent states")
 
 
 def formula_profile(spec: ModelSpec, load: Load, device: Accelerator) -> Profile:

@@ -44,6 +44,7 @@ NOT_OURS = {
     "modules.json",
     "special_tokens_map.json",
     "config_sentence_transformers.json",
+    "sentence_bert_config.json",
 }
 """names of files that a user has"""
 

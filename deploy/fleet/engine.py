@@ -69,6 +69,8 @@ class SimulatedRequest(NamedTuple):
     output_tokens: int
     known: bool
     """The request sets the length of its answer; otherwise the answer ends with an end token."""
+    key: int = 0
+    salt: str = ""
 
 
 class SimulatedOutputs(NamedTuple):
@@ -235,8 +237,8 @@ class SimulatedEngine:
         self.scheduler.add(
             Request(
                 handle=sent.handle, token_ids=sent.prompt, prompt_len=len(sent.prompt), params=params,
-                max_total_tokens=limit, priority=0, order=self._arrivals, arrival=self._clock.now, salt="",
-                stop_ids=() if sent.known else (END,), seed=0,
+                max_total_tokens=limit, priority=0, order=self._arrivals, arrival=self._clock.now, salt=sent.salt,
+                stop_ids=() if sent.known else (END,), seed=0, tenant=sent.key,
             )
         )  # fmt: skip
 

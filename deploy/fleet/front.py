@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -60,8 +60,35 @@ class _Sequence:
     on_end: OnEnd
     answer: list[int]
     silent: int  # Tokens before the first one with text.
+    key: int
     attempts: int = 1
     started: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The API keys of requests. `turns`: the key of each request of a period, or of each user. `users`: 0 for an open
+    loop."""
+
+    turns: tuple[int, ...] = (0,)
+    users: int = 0
+
+    @classmethod
+    def of(cls, shares: Sequence[int], users: int = 0) -> Keys:
+        """Spread keys evenly by their shares."""
+        total, given, turns = sum(shares), [0] * len(shares), []
+        for n in range(1, total + 1):
+            turns.append(max(range(len(shares)), key=lambda key: shares[key] * n - given[key] * total))
+            given[turns[-1]] += 1
+        return cls(tuple(turns), users)
+
+    @property
+    def count(self) -> int:
+        return max(self.turns) + 1
+
+    def key(self, index: int) -> int:
+        """Return the key of request (or conversation) `index`."""
+        return self.turns[(index % self.users if self.users else index) % len(self.turns)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +97,7 @@ class FrontOptions:
 
     engines: int
     known: bool = True
+    keys: Keys = Keys()
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_000_000
     policy: Policy = POLICY
@@ -85,7 +113,7 @@ class Front:
         self.retried = 0
         self._lucks = evenly(random.Random(seed).random())
         self._clock, self._processor, self._profile = clock, processor, profile
-        self._engine, self._known = engine, options.known
+        self._engine, self._known, self._keys = engine, options.known, options.keys
         self._shared_state = SharedState(2, engines=options.engines)
         self.replicas = Replicas(self._shared_state, ROW, policy=options.policy)
         rejected = Counter(Store(self._shared_state, ROW), "rejected", "", code=("queue_full", "queue_tokens_full"))
@@ -159,7 +187,8 @@ class Front:
         self._processor.start(seconds, lambda: self._admit(record, prompt, output_tokens, on_end), prompt=True)
 
     def _admit(self, record: Record, prompt: npt.NDArray[np.int32], output_tokens: int, on_end: OnEnd) -> None:
-        pages = self.replicas.prompt_pages(prompt, "")  # type: ignore[arg-type]  # it accepts any array
+        key = self._keys.key(record.index)
+        pages = self.replicas.prompt_pages(prompt, self._salt(key))  # type: ignore[arg-type]  # it accepts any array
         try:
             with self._admission.admit(1, len(prompt)):
                 ticket = self._route(pages, output_tokens)
@@ -169,7 +198,11 @@ class Front:
             return
         seen = sorted(self._profile.silent)
         silent = min(seen[int(next(self._lucks) * len(seen))], output_tokens - 1) if seen else 0
-        self._submit(_Sequence(record, prompt, output_tokens, pages, ticket, on_end, [], silent))
+        self._submit(_Sequence(record, prompt, output_tokens, pages, ticket, on_end, [], silent, key))
+
+    def _salt(self, key: int) -> str:
+        """Several keys share no prefixes, as by default."""
+        return f"{key}:" if self._keys.count > 1 else ""
 
     def _route(self, pages: PromptPages, output_tokens: int) -> Ticket:
         return self.replicas.route(pages, output_tokens if self._known else None)
@@ -181,7 +214,8 @@ class Front:
         self._admission.prefill_tokens += len(sequence.prompt)
         client.open.add(handle)
         client.report_open()
-        client.engine.send(SimulatedRequest(handle, sequence.prompt, sequence.output_tokens, self._known))
+        key, salt = sequence.key, self._salt(sequence.key)
+        client.engine.send(SimulatedRequest(handle, sequence.prompt, sequence.output_tokens, self._known, key, salt))
 
     def _receive(self, client: _Client, outputs: SimulatedOutputs) -> None:
         if not client.alive:

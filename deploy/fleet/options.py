@@ -25,6 +25,8 @@ def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     fleet("--cores", metavar="N", help="cores shared by CPU engines [as recorded; else each engine has its own]")
     fleet("--fail", metavar="ENGINE:AT:FOR", action="append", default=[],
         help="end this engine AT a time and restart it after FOR, such as 0:30s:20s; repeatable")  # fmt: skip
+    fleet("--keys", metavar="LIST",
+        help="shares of API keys in the requests, or users: with 9,1 the second key has one of ten [1]")  # fmt: skip
     engine = parser.add_argument_group("each engine").add_argument
     engine("--max-num-seqs", metavar="LIST",
         help="sequence limits; auto or auto:N adapts to the itl objectives of --slo [the profile's]")  # fmt: skip

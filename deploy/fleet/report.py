@@ -11,6 +11,7 @@ from rich.table import Table
 from weft.deploy.fleet.search import Point, best
 from weft.deploy.fleet.settings import Settings
 from weft.engine.progress import for_stdout
+from weft.loadgen.statistics import Distribution
 
 
 def print_points(points: Sequence[Point], settings: Settings) -> None:
@@ -46,6 +47,7 @@ def print_points(points: Sequence[Point], settings: Settings) -> None:
         )
 
 
+SHOWN_KEYS = 4  # most API keys that have a column each; a JSON report has all
 LONG_ENOUGH = 10
 """Minimum duration of arrivals in mean latencies; shorter runs do not show a growing queue."""
 
@@ -63,17 +65,23 @@ def too_short(points: Sequence[Point]) -> str | None:
     return None
 
 
+def _ms(of: Distribution) -> str:
+    return f"{of.mean * 1e3:.0f} / {of.p99 * 1e3:.0f}"
+
+
 def _row(point: Point) -> dict[str, str]:
     r, c = point.result, point.configuration
     ttft, tpot = r.distributions["ttft"], r.distributions["tpot"]
     answered = sum(record.ok for record in r.everything.records)
     tokens = sum(record.received_tokens for record in r.everything.records if record.ok)
+    of_keys = [measures.distributions["ttft"] for measures in r.by_key]
     return {
         "engines": str(point.engines),
         "seqs": c.seqs,
         "budget": str(c.max_num_batched_tokens),
         "offered /s": "" if r.offered_rate is None else f"{r.offered_rate:.3g}",
-        "TTFT": f"{ttft.mean * 1e3:.0f} / {ttft.p99 * 1e3:.0f}",
+        "TTFT": _ms(ttft),
+        **{f"TTFT of key {k}": _ms(of) for k, of in enumerate(of_keys, 1) if 1 < len(of_keys) <= SHOWN_KEYS},
         "TPOT": f"{tpot.mean * 1e3:.1f} / {tpot.p99 * 1e3:.1f}",
         "output tok/s": f"{r.throughput()['output_tokens_per_second']:,.0f}",
         "goodput /s": f"{r.attainment.goodput:.3g}",

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from weft.deploy.fleet.engine import EngineOptions
-from weft.deploy.fleet.front import FrontOptions
+from weft.deploy.fleet.front import FrontOptions, Keys
 from weft.deploy.fleet.profile import IterationProfile, load_profile
 from weft.deploy.fleet.simulation import Failure, Fleet
 from weft.engine import config as serving
@@ -25,6 +25,7 @@ from weft.loadgen.workload import ArrivalOptions, ContentOptions, Workload, buil
 
 MAX_ENGINES, MAX_PAGES, MAX_SEQS = 4096, 2**22, 65_536
 MAX_POINTS = 1000
+MAX_KEYS, MAX_SHARE = 256, 10_000
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,10 @@ def read(a: argparse.Namespace) -> Settings:
         if failure.at <= down_until.get(failure.engine, -1.0):
             raise LoadError(f"--fail: engine {failure.engine} is still down at {failure.at:g}s")
         down_until[failure.engine] = failure.at + failure.away
-    front = FrontOptions(1, not a.eos)
+    shares = optional(a.keys, "--keys", _list, (1,), most=MAX_SHARE)
+    if len(shares) > MAX_KEYS:
+        raise LoadError(f"--keys names {len(shares)} keys; the most is {MAX_KEYS}")
+    front = FrontOptions(1, not a.eos, keys=Keys.of(shares, arrival.users if arrival.process == "closed" else 0))
     queued = optional(a.max_queued_requests, "--max-queued-requests", whole, front.max_queued_requests, low=0)
     queued_tokens = optional(a.max_queued_tokens, "--max-queued-tokens", whole, front.max_queued_tokens)
     configurations = tuple(_configurations(a, profile, keeps))

@@ -109,6 +109,17 @@ class Result:
         total = sum(self.computed_tokens)
         return max(self.computed_tokens) * len(self.computed_tokens) / total if total else 1.0
 
+    @cached_property
+    def by_key(self) -> list[Measures]:
+        """The judged requests of each API key."""
+        keys = self.fleet.front.keys
+        return [Measures([r for r in self.judged.records if keys.key(r.index) == key]) for key in range(keys.count)]
+
+    def _of_key(self, key: int) -> dict[str, Any]:
+        measures = self.by_key[key]
+        latency = {name: asdict(distribution) for name, distribution in measures.distributions.items()}
+        return {"requests": len(measures.records), "outcomes": measures.outcomes(), "latency": latency}
+
     def throughput(self) -> dict[str, float]:
         """Return rates per second of answered requests over the run, as in `weft load`."""
         answered = [r for r in self.everything.records if r.ok]
@@ -141,6 +152,7 @@ class Result:
                     {"objective": str(v.objective), "value": v.value, "met": v.met} for v in attainment.verdicts
                 ],
             },
+            **({"keys": [self._of_key(key) for key in range(len(self.by_key))]} if len(self.by_key) > 1 else {}),
             "prefix_hit_share": self.hit_share,
             "imbalance": self.imbalance,
             "busy_share": [b / self.span for b in self.busy],

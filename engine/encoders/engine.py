@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -208,7 +209,7 @@ class EncoderEngine:
                 return self._outbox.outputs(self._with_aborts(Events.none()), self.stats())
             return None
         self._step += 1
-        jobs = [Job(r.token_ids, r.segment, r.params.pooling or "mean", lambda r=r: r.ended) for r in requests]
+        jobs = [Job(r.token_ids, r.segment, r.params.pooling or "mean", partial(getattr, r, "ended")) for r in requests]
         encoding = self.runner.launch(EncoderBatch(self._step, jobs))
         self._batch = encoding, requests
         for on_wait in self.listeners.on_wait:

@@ -154,7 +154,7 @@ def _use_onednn(module: nn.Module) -> None:
     """Let oneDNN compute linear layers in float32: torch uses MKL, which is half as fast on AMD CPUs with AVX-512."""
     for part in module.modules():
         if type(part) is nn.Linear and part.weight.dtype == torch.float32:
-            part.forward = _linear_of(part)  # type: ignore[method-assign]
+            part.forward = _linear_of(part)  # type: ignore[method-assign,assignment]
 
 
 def _linear_of(part: nn.Linear) -> Callable[[Tensor], Tensor]:

@@ -22,7 +22,8 @@ EMPTY_PAGE_BYTES = 1 << 16  # Bytes of a page, at least, if no layer keeps K and
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """`[page][layer][plane][token][kv_head][head_dim]` of `dtype`. Grouped-query attention has two planes, K and V.
+    """`[page][layer][plane][token][kv_head][head_dim]` of `dtype`. Grouped-query attention has two planes, K and V,
+    latent attention one.
     Layers of different shapes (`mixed`) follow each other in the page, each in this order. Layers without K and V have
     no part of it. If no layer has any, a page is `EMPTY_PAGE_BYTES` that no layer reads, for recurrent states."""
 
@@ -47,7 +48,9 @@ class KvLayout:
         maker = "" if spec.native else "transformers"
         if not heads:
             return cls(1, 1, page_size, 1, -(-EMPTY_PAGE_BYTES // (page_size * dtype.itemsize)), dtype, (), maker)
-        return cls(len(heads), 2, page_size, spec.num_kv_heads, max(w for _, w in heads), dtype, mixed, maker)
+        return cls(
+            len(heads), spec.kv_planes, page_size, spec.num_kv_heads, max(w for _, w in heads), dtype, mixed, maker
+        )
 
     @property
     def page_shape(self) -> tuple[int, ...]:

@@ -271,8 +271,8 @@ class PrefixIndex:
                 count[1] += entry.lower
                 count[2] += entry.extent >= 0
         of_states = [entry for entry in self._entries.values() if entry.of_state]
-        for tier, count in self.states.items():
-            assert count == sum(getattr(e, tier) >= 0 for e in of_states), "pages of states are miscounted"
+        for tier, pages in self.states.items():
+            assert pages == sum(getattr(e, tier) >= 0 for e in of_states), "pages of states are miscounted"
         for entry in of_states:
             assert entry.parent is not None, "a state has no page before it"
             assert entry.parent.state is entry, "a state is not found below its page"

@@ -37,7 +37,7 @@ class StateLayout:
     page_bytes: int
     pages: int  # n: pages of one request's states; 0 if the model has none.
     runs: tuple[tuple[tuple[Run, ...], ...], ...]
-    """Of each layer and tensor: its bytes in order."""
+    """The bytes of each tensor of each layer, in order."""
 
     @classmethod
     def of(cls, states: Sequence[StateSpec | None], page_bytes: int) -> Self:

@@ -20,10 +20,7 @@ def describe(spec: ModelSpec) -> list[tuple[str, str]]:
         ("layers", f"{spec.num_layers} of width {spec.hidden_size}, norms {spec.placement.value}"),
         ("norm", _norm(spec)),
         ("positions", _positions(spec)),
-        (
-            "attention",
-            f"{spec.num_heads} query heads, {spec.num_kv_heads} KV heads of {spec.head_dim}{_attention(spec)}",
-        ),
+        ("attention", f"{spec.num_heads} query heads, {_kept(spec)}{_attention(spec)}"),
         ("windows", _windows(spec)),
     ]
     if spec.recurrence is not None:
@@ -107,6 +104,13 @@ def _positions(spec: ModelSpec) -> str:
     if none and spec.ropes:
         words.append(f"none on {none} layers")
     return f"{'; '.join(words)}; {spec.max_positions} at most"
+
+
+def _kept(spec: ModelSpec) -> str:
+    if (own := spec.latent) is None:
+        return f"{spec.num_kv_heads} KV heads of {spec.head_dim}"
+    queries = f", of {own.query_rank} for queries" if own.query_rank else ""
+    return f"latents of {own.rank} and rotated keys of {own.rotated}{queries}"
 
 
 def _attention(spec: ModelSpec) -> str:

@@ -63,8 +63,10 @@ def is_encoder(raw: dict[str, Any]) -> bool:
 def serves_encoder(config: EngineConfig) -> bool:
     """Return whether the configured model is an encoder. Raises `ModelError` if its `config.json` cannot be read, and
     `ConfigError` for an option that encoders do not have."""
-    if config.model_preset is not None or not is_encoder(read_config(config.model_path)):
+    if config.model_preset is not None or not is_encoder(raw := read_config(config.model_path)):
         return False
+    if raw.get("quantization_config"):
+        raise ModelError(f"{architecture(raw)} is quantized: encoders are served only in bf16, fp16 and fp32")
     conflicts = {
         "--tensor-parallel-size": config.tensor_parallel_size > 1,
         "--quantization": config.quantization is not None,

@@ -19,10 +19,12 @@ OWN_LAYERS = "weft's own layers"
 
 def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
     """Return the model's spec and a phrase on what computes it and why. Raises `ModelError`, one line."""
-    path = config.model_path
+    path, lacking = config.model_path, ""
     if config.model_impl != "transformers":
         try:
-            return in_format(read_spec(path), config.quantization), OWN_LAYERS + _text_only(path)
+            own = in_format(read_spec(path), config.quantization)
+            if not (lacking := _lacking_on_gpu(own, config)):
+                return own, OWN_LAYERS + _text_only(path)
         except UnknownArchitecture:
             if config.model_impl == "native":
                 raise
@@ -43,10 +45,21 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
     except ModelError as error:
         raise ModelError(f"transformers' code cannot serve {name} here: {error}") from None
     spec = replace(spec, eos_token_ids=eos_ids(path, raw, spec.vocab_size) or spec.eos_token_ids)
-    why = "as --model-impl requests" if config.model_impl == "transformers" else f"as weft has no layers for {name}"
+    why = lacking or f"as weft has no layers for {name}"
+    if config.model_impl == "transformers":
+        why = "as --model-impl requests"
     limit = f"; context limited to {spec.max_positions}: {spec.limit}" if spec.limit else ""
     how = f"one request at a time ({spec.single})" if spec.single else "with weft's attention"
     return spec, f"transformers' code {how}, {why}{limit}{_text_only(path)}"
+
+
+def _lacking_on_gpu(spec: ModelSpec, config: EngineConfig) -> str:
+    """Return why `transformers`' code computes a model on a GPU although weft has layers for it, or ""."""
+    if spec.latent is None or config.device == "cpu" or config.model_impl == "native":
+        return ""
+    from weft.kernels.common.gpu import gpu  # imports torch
+
+    return "" if gpu() is None else "as weft's layers of latent attention run on a CPU only so far"
 
 
 def _text_only(path: Path) -> str:

@@ -14,7 +14,7 @@ from weft.engine.model.checkpoint import WHOLE, Part, Tensors
 from weft.engine.model.expert_weights import ExpertWeights, cut_to
 from weft.engine.model.families.family import TensorNames
 from weft.engine.model.matrices import QuantizedMatrix, Unpacked
-from weft.engine.model.parts import Experts, Recurrence
+from weft.engine.model.parts import Experts, Latent, Recurrence
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.state_weights import StateWeights, read_state_weights
 from weft.kernels.formats.fp8_matrix import Fp8Matrix, Matrix
@@ -261,6 +261,53 @@ class _Layer:
         bias = self.bias(names.o, spec.hidden_size) if spec.o_bias else None
         return self.output_projection(weight, bias, post_norm=self.post_norm(names.attention_post_norm))
 
+    # -- latent attention
+
+    def latent_attention(self, own: Latent) -> dict[str, ProjectionWeights]:
+        spec, names, heads = self.spec, self.names, self.spec.num_heads
+        queries, norm = heads * own.query_dim, names.attention_norm
+        paired = not (spec.ropes and spec.ropes[0].interleaved)
+
+        def rotated_last(t: Tensor, width: int) -> Tensor:
+            """Make rotary pairs of the last rows of each head of `width` rows neighbors."""
+            per_head = t.unflatten(0, (-1, width))
+            last = per_head[:, width - own.rotated :].flatten(0, 1)
+            if paired:
+                last = pack.interleave_rotary(last, own.rotated)
+            last = last.unflatten(0, (-1, own.rotated))
+            return torch.cat((per_head[:, : width - own.rotated], last), 1).flatten(0, 1)
+
+        def projected(t: Tensor) -> Tensor:
+            return rotated_last(t, own.query_dim)
+
+        found: dict[str, ProjectionWeights] = {}
+        q_norm = None
+        if own.query_rank:
+            first = self.matrix(names.query_down, own.query_rank, spec.hidden_size)
+            up = self.in_format(
+                self.map_rows(projected, self.matrix(names.query_up, queries, own.query_rank, self.rows))
+            )
+            q_norm = self.tensors.get(f"{self.prefix}{names.query_norm}.weight", (own.query_rank,))
+            found["query_up"] = ProjectionWeights(
+                up if isinstance(up, Tensor) else up.weight.values, q_norm=q_norm,
+                fp8=None if isinstance(up, Tensor) else self.fp8_matrix(up),
+            )  # fmt: skip
+        else:
+            first = self.map_rows(projected, self.matrix(names.q, queries, spec.hidden_size, self.rows))
+        down = self.matrix(names.latent_down, own.width, spec.hidden_size)
+        down = self.map_rows(lambda t: rotated_last(t, own.width), down)
+        weight = self.map_rows(lambda *each: torch.cat(each), first, down)
+        found["latent_in"] = self.input_projection(weight, norm)
+        # Multiplied with each other's outputs, not with activations: in 16 or 32 bits.
+        both = self.matrix(names.latent_up, heads * (own.plain + own.value_dim), own.rank, self.rows)
+        per_head = matrices.dequantize(both, self.tensors.dtype).unflatten(0, (heads, -1))
+        keys, values = per_head.split((own.plain, own.value_dim), 1)
+        latent_norm = self.tensors.get(f"{self.prefix}{names.latent_norm}.weight", (own.rank,))
+        found["latent_queries"] = ProjectionWeights(keys.contiguous(), k_norm=latent_norm)
+        found["latent_values"] = ProjectionWeights(values.contiguous())
+        o = self.matrix(names.o, spec.hidden_size, heads * own.value_dim, self.columns)
+        return found | {"o": self.output_projection(o, None)}
+
     # -- recurrence
 
     def recurrence(self, own: Recurrence) -> dict[str, ProjectionWeights]:
@@ -388,7 +435,7 @@ def pack_layer(tensors: Tensors, spec: ModelSpec, names: TensorNames, i: int) ->
     layer, own = _Layer(tensors, spec, names, i), spec.recurrence
     found: dict[str, ProjectionWeights] = {}
     if layer.parts.attention:
-        found |= layer.attention()
+        found |= layer.attention() if spec.latent is None else layer.latent_attention(spec.latent)
     elif layer.parts.state is not None and own is not None:
         found |= layer.recurrence(own)
     if layer.parts.mlp:

@@ -79,6 +79,29 @@ class StateSpec:
         return replace(self, tensors=tuple(replace(own, shape=other.shape) for own, other in pairs))
 
 
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Latent attention: a token keeps a latent and a rotated key for all heads, instead of keys and values of each. See
+    `kernels.reference.latent`."""
+
+    rank: int  # Numbers of the latent.
+    rotated: int  # Columns of the rotated key, and of the rotated part of a query.
+    plain: int  # Columns of a head's key without rotation, which are made from the latent.
+    value_dim: int
+    query_rank: int = 0  # Numbers of a token's latent for queries; 0: queries are made from the stream.
+    eps: float = 1e-6  # Epsilon of the norms of latents.
+
+    @property
+    def width(self) -> int:
+        """Values that a token keeps in a layer."""
+        return self.rank + self.rotated
+
+    @property
+    def query_dim(self) -> int:
+        """Columns of a head's query."""
+        return self.plain + self.rotated
+
+
 RecurrenceKind = Literal["gated_delta", "mamba2", "short_conv"]
 
 

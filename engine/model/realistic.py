@@ -41,7 +41,7 @@ class RealisticDummy:
         self.outliers = torch.randperm(hidden, generator=generator)[:count].sort().values
         """Outlier channels of the stream."""
         self._signs = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1.0
-        writes = (names.o, names.down, names.expert_down, names.experts_down, names.shared_down)
+        writes: tuple[str, ...] = (names.o, names.down, names.expert_down, names.experts_down, names.shared_down)
         writes += (names.state.out,) if names.state is not None else ()
         self._writes = tuple(name.removesuffix(".weight") for name in writes if name)
         own, d = spec.shard_of, spec.head_dim

@@ -17,6 +17,7 @@ from weft.engine.model.parts import (
     GATED_ACTIVATIONS,
     Experts,
     Integers,
+    Latent,
     Layer,
     Norm,
     Placement,
@@ -73,6 +74,8 @@ class ModelSpec:
     attention_softcap: float = 0.0
     sinks: bool = False  # Each head has an extra logit in the softmax of its scores.
     output_gate: bool = False  # Attention's output is multiplied by the sigmoid of a separate projection.
+    latent: Latent | None = None
+    """Attention keeps latents: one KV head of `latent.width` columns, in one plane instead of two."""
     recurrence: Recurrence | None = None  # The mixer of all layers that have a state.
     learned_positions: int | None = None  # Positions are rows of a table, starting at this offset; None: no table.
     embedding_scale: float = 1.0  # Rounded to the dtype of the weights.
@@ -93,6 +96,16 @@ class ModelSpec:
     def kv_heads(self) -> tuple[tuple[int, int], ...]:
         """(Hkv, D) of the keys and values of each layer that keeps them."""
         return ((self.num_kv_heads, self.head_dim),) * self.kv_layer(self.num_layers)
+
+    @property
+    def kv_planes(self) -> int:
+        """Rows that a token has in a page, for each layer and KV head: K and V, or one latent."""
+        return 2 if self.latent is None else 1
+
+    @property
+    def rotary_width(self) -> int:
+        """Columns of a head that a rope may rotate."""
+        return self.head_dim if self.latent is None else self.latent.rotated
 
     def kv_layer(self, layer: int) -> int:
         """Return the index of a layer among those that keep K and V: how many earlier layers do."""
@@ -151,6 +164,8 @@ class ModelSpec:
             layer = self.layer(i)
             norms = self.placement.norms if layer.mlp and (layer.attention or layer.state) else 1
             every += norms * norm + (heads * self.head_dim if layer.attention else 0)
+            if self.latent is not None and layer.attention:
+                every += self.latent.query_rank + self.latent.rank
             every += sum(op.parameters for op in self.layer_operations(i))
             if layer.state is not None and self.recurrence is not None:
                 every += self.recurrence.small_parameters
@@ -186,10 +201,10 @@ class ModelSpec:
         """Return the operations of a layer in order, with dependencies inside it; plans describe the last layer.
 
         Activations: x residual stream, q queries or a recurrence's inputs, g gate of attention's output, a attention
-        output, m a recurrence's output, h hidden part of the MLP, r router choice, s hidden part of a shared expert.
-        With several ranks, projections with target x leave partial sums; an all-reduce adds them up, applies the
-        post-norm if any, and adds the result to x. `sums` selects other collectives. Raises `ModelError` if they are
-        impossible.
+        output, l latents, p queries made from one, v values made from one, m a recurrence's output, h hidden part of
+        the MLP, r router choice, s hidden part of a shared expert. With several ranks, projections with target x leave
+        partial sums; an all-reduce adds them up, applies the post-norm if any, and adds the result to x. `sums` selects
+        other collectives. Raises `ModelError` if they are impossible.
         """
         operations = self._operations(layer)
         return with_reductions(operations, dict(self.sums), self.shard_of.ranks) if self.sums else operations
@@ -239,6 +254,9 @@ class ModelSpec:
     def _mixer(self, layer: Layer) -> Iterator[Operation]:
         """Yield the operations of attention or a recurrence; the first reads the stream, the last adds to it."""
         hidden, width, own = self.hidden_size, self.num_heads * self.head_dim, self.recurrence
+        if layer.attention and self.latent is not None:
+            yield from self._latent_attention(self.latent)
+            return
         if layer.attention:
             yield projection("qkv", (), self.qkv_size, hidden, kernel="qkv", source="x", target="q")
             gate: tuple[str, ...] = ()
@@ -259,6 +277,26 @@ class ModelSpec:
             yield state(name, role, resource, ("state_in",), own.inner, own.width, values)
         parents = ("state_step", "state_scan")
         yield projection("state_out", parents, hidden, own.width, kernel="residual", source="m", target="x")
+
+    def _latent_attention(self, own: Latent) -> Iterator[Operation]:
+        hidden, heads = self.hidden_size, self.num_heads
+        queries, rows = heads * own.query_dim, heads * own.rank
+        inner = own.width + (own.query_rank or queries)
+        yield projection("latent_in", (), inner, hidden, kernel="latent_in", source="x", target="l")
+        before = "latent_in"
+        if own.query_rank:
+            before = "query_up"
+            yield projection(before, ("latent_in",), queries, own.query_rank, kernel="query_up", source="l", target="p")
+        absorbed = projection("latent_queries", (before,), rows, own.plain, kernel="latent_queries", target="q")
+        yield replace(absorbed, source="p" if own.query_rank else "l")
+        width = heads * own.width
+        yield attention("decode", Role.DECODE_ATTENTION, Resource.MEMORY, ("latent_queries",), width)
+        yield attention("prefill", Role.PREFILL_ATTENTION, Resource.COMPUTE, ("latent_queries",), width)
+        values = heads * own.value_dim
+        yield projection(
+            "latent_values", ("decode", "prefill"), values, own.rank, kernel="latent_values", source="a", target="v"
+        )
+        yield projection("o", ("latent_values",), hidden, values, kernel="residual", source="v", target="x")
 
     def _mlp_reads(self, parents: tuple[str, ...], experts: Experts | None) -> Iterator[Operation]:
         """Yield the operations of an MLP that read the stream."""
@@ -281,7 +319,7 @@ class ModelSpec:
         """Return `rope.inv_freq` of each of `ropes`, and an empty table if some layers have no rope."""
         import torch
 
-        tables = [inv_freq(self.head_dim, rope, max_positions) for rope in self.ropes]
+        tables = [inv_freq(self.rotary_width, rope, max_positions) for rope in self.ropes]
         if any(self.layer(i).rope is None for i in range(self.num_layers)):
             tables.append((torch.zeros(0), 1.0))
         return tables
@@ -345,7 +383,7 @@ class ModelSpec:
                 raise ModelError(f"config.json: {name} is {getattr(self, name)}, must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly")
-        if self.head_dim % 2 or any(rope.dim(self.head_dim) % 2 for rope in self.ropes):
+        if self.head_dim % 2 or any(rope.dim(self.rotary_width) % 2 for rope in self.ropes):
             raise ModelError(f"head_dim {self.head_dim}: rotary embedding needs pairs")
         known = GATED_ACTIVATIONS if self.gated else ACTIVATIONS
         if self.activation not in known:

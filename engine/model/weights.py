@@ -164,7 +164,7 @@ def load_weights(
     not finite. Prints one line about unused tensors."""
     names = family_of(spec.architecture).names
     tables = tuple(
-        pack.rotary_table(inv_freq.to(device), max_positions, scale, spec.head_dim // 2)
+        pack.rotary_table(inv_freq.to(device), max_positions, scale, spec.rotary_width // 2)
         for inv_freq, scale in spec.rotary(max_positions)
     )
     if dummy_seed is not None:

@@ -53,7 +53,8 @@ class Prefills:
         self._slots, self._waiting, self._fairness = slots, waiting, fairness
         self._admit, self._chunk_step = admit, chunk_step
         self._chunks: dict[int, int] = {}  # tokens by slot of the iteration being formed
-        self._loose, self._steps = loose, (chunk_step,)
+        self._loose = loose
+        self._steps: tuple[int, ...] = (chunk_step,)  # where the iteration being formed may cut prompts, coarsest first
         self._cut: Cut | None = None  # a further limit besides the budget
 
     def in_turn(self) -> list[Request]:

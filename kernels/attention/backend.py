@@ -34,6 +34,7 @@ class AttentionShape(NamedTuple):
     scale: float | None = None  # Scale of the scores; None: head_dim ** -0.5.
     softcap: float = 0.0  # Soft limit of the scores; 0: none.
     sinks: bool = False  # Whether each head has a logit in the softmax (`sinks [Hq]` of `decode` and `prefill`).
+    latent: int = 0  # Columns of a key that are its value too (`reference.latent`); 0: K and V are separate.
 
     @property
     def pool_dtype(self) -> torch.dtype:

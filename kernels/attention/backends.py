@@ -55,12 +55,15 @@ def _lacking(shape: AttentionShape) -> str:
         "a custom scale of the scores": shape.scale not in (None, shape.head_dim**-0.5),
         "soft-cap on scores": bool(shape.softcap),
         "attention sinks": shape.sinks,
+        "latent attention": bool(shape.latent),
     }
     return next((name for name, asked in parts.items() if asked), "")
 
 
 def check_triton(shape: AttentionShape) -> None:
     """Raise `AttentionUnavailable` if the Triton kernels do not support `shape`."""
+    if shape.latent:
+        raise AttentionUnavailable("the triton attention backend does not support latent attention yet; use torch")
     if shape.head_dim not in TRITON_HEAD_DIMS:
         raise AttentionUnavailable(
             f"the triton attention backend supports head_dim 16, 32, 48 ... 256, the model has {shape.head_dim}; "

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels.attention.backend import AttentionRequests, AttentionShape, HostAttention
+from weft.kernels.reference.latent import latent_attention
 from weft.kernels.reference.layer import AttentionGroup, AttentionWork, paged_attention
 
 INVARIANT_TILE = 128
@@ -121,6 +122,9 @@ class TorchAttention(HostAttention[TorchStep]):
         kv_scale: Tensor | None,
     ) -> Tensor:  # fmt: skip
         shape = self._shape
+        if shape.latent:
+            assert shape.scale is not None
+            return latent_attention(q, kv, layer, work, out=out, scale=shape.scale, rank=shape.latent)
         return paged_attention(
             q, kv, layer, work, out=out, scale=shape.scale, softcap=shape.softcap,
             sinks=sinks if shape.sinks else None, kv_scale=kv_scale,

@@ -5,11 +5,5 @@ May import: `common`, `formats`.
 Never: uses Triton.
 """
 
-PUBLIC = (
-    "adapters",
-    "experts",
-    "layer",
-    "sampling",
-    "sampling_shards",
-    "states",
-)  # The modules that other folders may import.
+PUBLIC = ("adapters", "experts", "latent", "layer", "sampling", "sampling_shards", "states")
+"""The modules that other folders may import."""

@@ -99,7 +99,7 @@ def embed(
     return x, row_sumsq(x, centred)
 
 
-def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotate neighbor pairs of `x [T, heads, D]` by `cos_sin [T, D/2, 2]`, in float32."""
     pairs = x.float().unflatten(-1, (-1, 2))
     a, b = pairs.unbind(-1)
@@ -110,7 +110,7 @@ def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
 Means = Callable[[Tensor], Tensor]
 
 
-def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over each head of `x [T, heads, D]`, weight `[D]` (Qwen 3)."""
     h = x.float()
     return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
@@ -151,10 +151,10 @@ def qkv_project(
     if q_norm is not None and k_norm is not None:
         q, k = qk.split((num_heads, num_kv_heads), dim=1)
         if q_norm.numel() == head_dim and means is None:
-            qk = torch.cat((_head_norm(q, q_norm, eps), _head_norm(k, k_norm, eps)), dim=1)
+            qk = torch.cat((head_norm(q, q_norm, eps), head_norm(k, k_norm, eps)), dim=1)
         else:
             qk = _all_heads_norm(q, k, (q_norm, k_norm), eps, means)
-    q, k = _rotate(qk, rotary[positions]).split((num_heads, num_kv_heads), dim=1)
+    q, k = rotate(qk, rotary[positions]).split((num_heads, num_kv_heads), dim=1)
     page_size = kv.shape[3]
     page, offset = slot_mapping // page_size, slot_mapping % page_size
     if kv_inverse is None:

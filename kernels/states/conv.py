@@ -20,6 +20,7 @@ from weft.kernels.states.state_pages import BLOCK, ChunkWork, StateTables, State
 STEP_CHANNELS = 256  # Channels per task.
 CHUNK_CHANNELS = 64
 PROGRAMS = 4  # Programs per SM.
+MAX_REGISTERS = 128  # A thread of `_chunks_kernel` has no more, so that two programs fit an SM.
 
 
 @triton.jit
@@ -202,6 +203,7 @@ def conv_chunks(
         x, x.stride(0), weight, bias, before, after, stride_gate, out, out.stride(0), state.pool, state.pool.stride(0),
         state.places, tables.read, tables.write, work.pages, work.chunks, work.blocks, work.checkpoints, work.counts,
         x.shape[1], tables.read.shape[1], K=weight.shape[1], SILU=silu, BT=BLOCK, BC=CHUNK_CHANNELS, num_warps=8,
+        maxnreg=MAX_REGISTERS,
         **pdl_options(),
     )  # fmt: skip
     return out

@@ -37,7 +37,7 @@ from weft.kernels.states.state_pages import (
     unit_at,
 )
 
-STEP_PROGRAMS, STEP_COLUMNS, STEP_WARPS = 4, 32, 4  # Programs per SM, columns of a state at a time.
+STEP_PROGRAMS, STEP_COLUMNS, STEP_WARPS = 5, 32, 4  # Programs per SM, columns of a state at a time.
 BLOCKS_PROGRAMS = 2
 SCAN_PROGRAMS, SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 2, 32, 4, 2  # Programs per SM, columns of a state per program.
 NORM_EPS = 1e-6  # Added to the squared lengths of q and k.
@@ -372,7 +372,8 @@ def delta_rule_chunks(
     _scan_kernel[(max(1, min(tasks, SCAN_PROGRAMS * num_sms)),)](
         x, x.stride(0), space.values, space.reads, space.within, space.scales, out, out.stride(0), state.pool,
         state.pool.stride(0), state.places, tables.read, tables.write, work.pages, work.chunks, work.blocks,
-        work.checkpoints, work.counts, tables.read.shape[1], BV=columns, EXACT=exact, STAGES=SCAN_STAGES,
+        work.checkpoints, work.counts, tables.read.shape[1], BV=columns, EXACT=exact,
+        STAGES=SCAN_STAGES if x.element_size() == 2 else 1,
         num_warps=SCAN_WARPS, **shape, **pdl_options(),
     )  # fmt: skip
     return out

@@ -205,7 +205,7 @@ def ssd_chunks(
         x, x.stride(0), dt, dt.stride(0), dt_bias, a_log, d, out, out.stride(0), state.pool, state.pool.stride(0),
         state.places, tables.read, tables.write, work.pages, work.chunks, work.blocks, work.checkpoints, work.counts,
         tables.read.shape[1], *limit, **shape, BP=rows, SP=max(16, triton.next_power_of_2(shape["S"])), BT=BLOCK,
-        EXACT="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=SCAN_STAGES,
+        EXACT="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=SCAN_STAGES if x.element_size() == 2 else 1,
         num_warps=SCAN_WARPS, **pdl_options(),
     )  # fmt: skip
     return out

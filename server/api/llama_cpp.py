@@ -291,8 +291,8 @@ class LlamaDialect(Dialect):
         predicted_ms = 1e3 * max(0.0, choice.last_token_at - first)
         return {
             "cache_n": choice.cached_tokens,
-            **_rates("prompt", computed, prompt_ms),
-            **_rates("predicted", predicted, predicted_ms),
+            **_rates("prompt", computed, computed, prompt_ms),
+            **_rates("predicted", predicted, predicted - 1, predicted_ms),  # The prompt's step gives the first token.
         }
 
     def _selected(self, answer: dict[str, Any]) -> dict[str, Any]:
@@ -309,10 +309,13 @@ class LlamaDialect(Dialect):
         return out
 
 
-def _rates(name: str, tokens: int, milliseconds: float) -> dict[str, Any]:
+def _rates(name: str, tokens: int, timed: int, milliseconds: float) -> dict[str, Any]:
+    """Return the figures of a phase. `timed`: the tokens that took the time; without any, rates are 0."""
+    ms = round(milliseconds, 3)
+    known = timed > 0 and ms > 0
     return {
         f"{name}_n": tokens,
-        f"{name}_ms": round(milliseconds, 3),
-        f"{name}_per_token_ms": round(milliseconds / tokens, 3) if tokens else None,
-        f"{name}_per_second": round(1e3 * tokens / milliseconds, 3) if milliseconds else None,
+        f"{name}_ms": ms,
+        f"{name}_per_token_ms": ms / timed if known else 0.0,
+        f"{name}_per_second": 1e3 * timed / ms if known else 0.0,
     }

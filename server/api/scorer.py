@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,9 @@ from weft.engine.errors import ModelError
 from weft.engine.wire.messages import EngineReady
 from weft.engine.wire.sampling import Pooling
 from weft.server.errors import clip
-from weft.server.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from weft.server.text.tokenizer import Tokenizer
 
 CLASSIFIER = "ForSequenceClassification"
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"

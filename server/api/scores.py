@@ -51,7 +51,7 @@ def _parse_documents(value: Any) -> list[str]:
         raise ValueError("must be a list of at least one text, or of objects with a text")
     if len(value) > MAX_INPUTS:
         raise ValueError(f"must have at most {MAX_INPUTS} entries, not {len(value)}")
-    texts = [item.get("text") if isinstance(item, dict) else item for item in value]
+    texts: list[Any] = [item.get("text") if isinstance(item, dict) else item for item in value]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("entries must be texts, or objects with a text: this server takes text only")
     return texts

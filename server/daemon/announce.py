@@ -14,6 +14,7 @@ from typing import Any
 
 from weft import __version__
 from weft.engine.wire.messages import EngineReady, MemoryBudget
+from weft.server.api.scorer import tasks_of
 from weft.server.config import ServeConfig
 from weft.server.daemon.placement import shares_weights
 from weft.server.observe.server_urls import UNIX, url_of
@@ -30,7 +31,9 @@ def announce(
     several, tls = len(config.each) > 1, config.tls_cert
     url, name = url_of(address, tls=tls is not None), config.each[0].model_names[0]
     self_signed = not several and tls is not None and _is_self_signed(tls)
-    command = _curl(url, name, engines[0].tasks, chat=chat, key=key, self_signed=self_signed)
+    first = config.each[0]
+    tasks = tasks_of(engines[0], first.model_path, first.classifier_from_token)
+    command = _curl(url, name, tasks, chat=chat, key=key, self_signed=self_signed)
     write = _several_models if several else _one_model
     try:
         text = write(config, url, engines, seconds, command)
@@ -104,11 +107,12 @@ def _curl(url: str, model: str, tasks: Sequence[str], *, chat: bool, key: bool, 
     """Return a command to paste into a shell. `self_signed`: the certificate is self-signed."""
     question = "What is 12 + 30?"
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    prompt = {"messages": [{"role": "user", "content": question}]} if chat else {"prompt": question}
+    prompt: dict[str, Any] = {"prompt": question}
+    if chat:
+        prompt = {"messages": [{"role": "user", "content": question}]}
     if "generate" not in tasks:
-        path = {"embed": "/v1/embeddings", "classify": "/classify"}[tasks[0]]
-        prompt = {"input": question}
-    if "score" in tasks:
+        path, prompt = ("/v1/embeddings" if "embed" in tasks else "/classify"), {"input": question}
+    if "score" in tasks and tasks[0] != "embed":
         path, prompt = "/v1/rerank", {"query": question, "documents": ["It is 42.", "Paris is in France."]}
     body = json.dumps({"model": model, **prompt})
     authorization = ' -H "Authorization: Bearer $WEFT_API_KEY"' if key else ""

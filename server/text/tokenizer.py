@@ -109,11 +109,14 @@ class Tokenizer:
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[PairIds]:
         """Token ids of pairs of texts, in the tokenizer's own form."""
+        inputs = getattr(self._hf, "init_kwargs", {}).get("model_input_names")  # only if the model's files list them
+        marked = inputs is None or "token_type_ids" in inputs
         found = []
         for each in self._backend.encode_batch(list(pairs), add_special_tokens=True):
             own = [i for i, number in enumerate(each.sequence_ids) if number == 1]
             at = (own[0], own[-1] + 1) if own else (len(each.ids), len(each.ids))
-            found.append(PairIds(list(each.ids), *at, segment=next((i for i, t in enumerate(each.type_ids) if t), 0)))
+            segment = next((i for i, kind in enumerate(each.type_ids) if kind), 0) if marked else 0
+            found.append(PairIds(list(each.ids), *at, segment))
         return found
 
     def encode_prompt_of(self, pair: tuple[str, str], form: str, instruction: str) -> PairIds:

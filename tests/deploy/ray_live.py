@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-PATIENCE = 180.0
+PATIENCE = 400.0
 """seconds for an operation that takes one to ten on an idle machine"""
 
 

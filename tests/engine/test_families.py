@@ -14,19 +14,22 @@ import pytest
 import torch
 from harness import GREEDY, Harness
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, RECURRENT, make_tiny, save_tiny
+from tiny import FAMILIES, LATENT, RECURRENT, make_tiny, save_tiny
 
 from weft.autosearch.cost_model import Usage, operation_costs
-from weft.engine.config import EngineConfig
+from weft.engine.config import PRESETS, EngineConfig
 from weft.engine.errors import ConfigError, ModelError
+from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model import parts
 from weft.engine.model.directory import read_spec
+from weft.engine.model.implementation import choose_spec
 from weft.engine.model.operations import Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights, load_weights
 from weft.engine.runner.cpu import cpu_executor
 from weft.engine.runner.device.launchers import launchers_for
 from weft.engine.runner.options import gpu_limits
+from weft.engine.runner.options.resolve import resolve
 from weft.kernels.reference import layer as reference
 
 
@@ -73,6 +76,13 @@ def test_shards_hold_the_whole_model_between_them(tiny_model: Callable[[str], Pa
         if name in whole:
             assert torch.equal(torch.cat([p[name].weight for p in parts], dim), whole[name].weight), name
     assert [p["o"].bias is not None for p in parts] == [whole["o"].bias is not None] + [False] * (ranks - 1)
+    if spec.latent is not None:
+        for name in ("latent_queries", "latent_values"):
+            assert torch.equal(torch.cat([p[name].weight for p in parts]), whole[name].weight)
+        for part in parts:  # every rank has the latents
+            rows = spec.latent.width
+            assert torch.equal(part["latent_in"].weight[-rows:], whole["latent_in"].weight[-rows:])
+        return
     queries, d = spec.num_heads * spec.head_dim, spec.head_dim
     own = shards[0].num_heads * d
     assert torch.equal(torch.cat([p["qkv"].weight[:own] for p in parts]), whole["qkv"].weight[:queries])
@@ -219,8 +229,9 @@ def test_the_gpu_names_the_part_that_it_does_not_support(tiny_model: Callable[[s
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_have_no_part_that_a_gpu_does_not_support(tiny_model: Callable[[str], Path], family: str) -> None:
-    if family in RECURRENT:
-        with pytest.raises(ConfigError, match="do not support recurrent states yet; use --device cpu"):
+    if family in (*RECURRENT, *LATENT):
+        lacking = "recurrent states" if family in RECURRENT else "latent attention"
+        with pytest.raises(ConfigError, match=f"do not support {lacking} yet; use --device cpu"):
             gpu_limits.check_kernels(read_spec(tiny_model(family)))
         return
     gpu_limits.check_kernels(read_spec(tiny_model(family)))
@@ -259,3 +270,25 @@ def test_costs_count_the_experts_of_a_token(tiny_model: Callable[[str], Path]) -
     assert experts["experts_down"].flops == 2 * 2 * 64 * 40
     rows = {c.name for c in operation_costs(spec, Usage(64, 10, 10))}
     assert {"router", "experts_gate_up", "experts_down", "shared_down", "down"} <= rows
+
+
+def test_a_gpu_without_kernels_for_latents_leaves_them_to_transformers(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model=str(tiny_model("deepseek-v2")))
+    assert choose_spec(config)[1] == "weft's own layers"
+    monkeypatch.setattr("weft.kernels.common.gpu.gpu", lambda: object())
+    spec, why = choose_spec(config)
+    assert not spec.native
+    assert "weft's layers of latent attention run on a CPU only so far" in why
+    assert choose_spec(config.model_copy(update={"device": "cpu"}))[0].native
+    assert choose_spec(config.model_copy(update={"model_impl": "native"}))[0].native
+    with pytest.raises(ConfigError, match="latents are kept in 16 or 32 bits"):
+        resolve(config.model_copy(update={"device": "cpu", "kv_cache_dtype": "fp8"}), read_spec(config.model_path))
+
+
+def test_a_page_of_latents_is_small() -> None:
+    """DeepSeek-V2-Lite keeps 576 numbers a token and layer, its 16 heads' keys and values would be 5,120."""
+    layout = KvLayout.of(read_spec(PRESETS / "deepseek-v2-lite"), 16, torch.bfloat16)
+    assert layout.token_bytes == 27 * 576 * 2
+    assert layout.planes == 1

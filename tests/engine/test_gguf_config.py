@@ -47,7 +47,11 @@ def test_scaled_positions(metadata: dict[str, Any], kind: str, factor: float | N
 
 
 def test_yarn_may_scale_attention_further() -> None:
-    metadata = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 1.5}
+    metadata: dict[str, Any] = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.attn_factor": 1.5,
+    }
     assert _config(**metadata)["rope_parameters"]["attention_factor"] == 1.5 * (0.1 * math.log(4.0) + 1)
 
 
@@ -68,7 +72,8 @@ def test_unusable_values_are_one_line(metadata: dict[str, Any], words: str) -> N
 
 
 def test_equal_layers_may_be_listed() -> None:
-    config = _config(**{"attention.head_count": [4, 4], "attention.head_count_kv": [2, 2]})
+    listed: dict[str, Any] = {"attention.head_count": [4, 4], "attention.head_count_kv": [2, 2]}
+    config = _config(**listed)
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 2)
-    pattern = {"attention.sliding_window": 16, "attention.sliding_window_pattern": [True, True]}
+    pattern: dict[str, Any] = {"attention.sliding_window": 16, "attention.sliding_window_pattern": [True, True]}
     assert _config("gemma3", **pattern)["layer_types"] == ["sliding_attention"] * 2

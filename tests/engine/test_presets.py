@@ -24,11 +24,11 @@ BILLIONS = {
     "gpt-oss-20b": 20.91, "gemma-3-4b": 3.88, "phi-4": 14.66, "gpt-oss-120b": 116.79, "gemma-3-27b": 27.01,
     "glm-4-9b": 9.40, "glm-4.5-air": 106.85, "olmo-2-7b": 7.30, "granite-3.3-8b": 8.17, "smollm3-3b": 3.08,
     "gpt-2": 0.124, "qwen2.5-72b": 72.71, "qwen3.5-35b-a3b": 34.66, "qwen3-next-80b-a3b": 79.67, "nemotron-h-8b": 8.10,
-    "lfm2-1.2b": 1.17,
+    "lfm2-1.2b": 1.17, "deepseek-v2-lite": 15.71,
 }  # fmt: skip
 ACTIVE = {
     "qwen3-30b-a3b": 3.35, "mixtral-8x7b": 12.88, "gpt-oss-20b": 4.19, "gpt-oss-120b": 5.71, "glm-4.5-air": 13.42,
-    "qwen3.5-35b-a3b": 3.45, "qwen3-next-80b-a3b": 3.87,
+    "qwen3.5-35b-a3b": 3.45, "qwen3-next-80b-a3b": 3.87, "deepseek-v2-lite": 2.66,
 }  # fmt: skip
 
 

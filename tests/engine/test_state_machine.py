@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 from list_device import fold
 from test_scheduler_machine import MAX_LEN, PAGE_SIZE, Collisions, SchedulerMachine
-from test_tier_machine import TierMachine
+from test_tier_machine import ListCopies, ListStore, TierMachine
 
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry
@@ -89,18 +89,38 @@ class StateWindowMachine(StateMachine):
 
 class StateTierMachine(StateMachine, TierMachine):
     num_host: ClassVar[int] = 10
-    num_extents: ClassVar[int] = 10
+    num_extents: ClassVar[int] = 14
     seen: ClassVar[Counter[str]] = Counter()
+    stored: ClassVar[ListStore | None] = None  # what another machine left on the SSD
 
     def make_tiers(self, pool: PagePool) -> Tiers | None:
-        tiers = super().make_tiers(pool)
-        assert tiers is not None
+        self.copies = ListCopies(self.device, self.num_host)
+        self.store = ListStore(self.copies, self.num_extents, self.stored)
+        self.worthwhile = 99
+        tiers = self.tiers = Tiers(pool, self.copies, self.num_host, self.store)
 
         def worthwhile(_entries: Sequence[PrefixEntry], _pages: Any, _tokens: Any, states: dict[int, Any]) -> int:
             return max((count for count in states if count <= self.worthwhile), default=0)
 
         tiers.speeds.worthwhile = worthwhile  # type: ignore[method-assign, assignment]
         return tiers
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self.stored is None and self.store.extents:
+            self.the_daemon_restarts()
+
+    def the_daemon_restarts(self) -> None:
+        machine = type(self)
+        machine.stored = self.store
+        try:
+            again = machine()
+            for handle, (prompt, _, stop) in self.prompts.items():
+                again.submit((prompt + self.output[handle])[: MAX_LEN - 3], 2, 0, self.salts[handle], stop >= 0)
+            again.teardown()
+        finally:
+            machine.stored = None
+        self.seen["found after a restart"] += sum(r.hits.ssd > 0 for r in again.requests_made.values())
 
 
 MACHINE_SETTINGS = settings(
@@ -115,11 +135,12 @@ MACHINE_SETTINGS = settings(
 class Checked:
     settings = MACHINE_SETTINGS
     machine: ClassVar[type[StateMachine]]
+    others: ClassVar[tuple[str, ...]] = ()
 
     def runTest(self) -> None:
         super().runTest()  # type: ignore[misc]
         seen = self.machine.seen
-        few = [kind for kind in ("saved", "hits", "stateless", "preempted") if seen[kind] < 5]
+        few = [kind for kind in ("saved", "hits", "stateless", "preempted", *self.others) if seen[kind] < 5]
         assert not few, f"hardly any {few}: {seen}"
 
 
@@ -137,3 +158,4 @@ class TestCollidingStateMachine(Checked, CollidingStateMachine.TestCase):  # typ
 
 class TestStateTierMachine(Checked, StateTierMachine.TestCase):  # type: ignore[misc]
     machine = StateTierMachine
+    others = ("found after a restart",)

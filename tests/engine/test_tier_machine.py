@@ -96,17 +96,20 @@ class ListStore:
 
     gone = None
 
-    def __init__(self, copies: ListCopies, num_extents: int = NUM_EXTENTS) -> None:
+    def __init__(self, copies: ListCopies, num_extents: int = NUM_EXTENTS, stored: ListStore | None = None) -> None:
+        """`stored`: the store of an engine that has ended."""
         self.num_extents = num_extents
+        self.records: dict[int, Record] = {} if stored is None else stored.records
         self.copies = copies
-        self.extents: dict[int, list[int]] = {}
+        self.extents: dict[int, list[int]] = {} if stored is None else stored.extents
         self.under_way: list[ListJob] = []
 
     def scan(self) -> list[tuple[int, Record]]:
-        return []
+        return [(extent, record) for extent, record in self.records.items() if extent in self.extents]
 
-    def write(self, extent: int, _record: Record, slot: int) -> Job:
+    def write(self, extent: int, record: Record, slot: int) -> Job:
         self.extents.pop(extent, None)
+        self.records[extent] = record
         return self._start(extent, slot, True)
 
     def read(self, extent: int, slot: int) -> Job:

@@ -54,6 +54,21 @@ _DELTA = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
 _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 48}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -174,6 +189,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2Moe",
         {**_EXPERTS, "layer_types": ["conv", _FULL, "conv"], "num_dense_layers": 1, "routed_scaling_factor": 1.5},
     ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {**_LATENT, "q_lora_rank": 20, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8}},
+    ),
+    "glm4-moe-lite": ("Glm4MoeLite", {**_LATENT, "q_lora_rank": 20, "rope_interleave": False}),
     "starcoder2": ("Starcoder2", {"sliding_window": 24}),
     "opt": ("OPT", {"ffn_dim": 112, "word_embed_proj_dim": 64, "init_std": 0.25}),
     "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}),
@@ -181,12 +205,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 _SMALL_EMBEDDING = (
     "Gemma", "Gemma2", "Gemma3Text", "Olmo2", "Granite", "GraniteMoe", "Starcoder2", "GraniteMoeHybrid", "NemotronH",
-    "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next", "Lfm2", "Lfm2Moe",
+    "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next", "Lfm2", "Lfm2Moe", "DeepseekV2", "DeepseekV3", "Glm4MoeLite",
 )  # fmt: skip
 _MODELS = {
     "Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel", "Qwen3_5Text": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
 }  # fmt: skip
+LATENT = ("deepseek-v2", "deepseek-v3", "glm4-moe-lite")
+"""families with latent attention"""
 RECURRENT = ("granite-hybrid", "nemotron-h", "qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe")
 """families with recurrent states"""
 

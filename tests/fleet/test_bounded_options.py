@@ -33,7 +33,8 @@ FLEET = [
     "--rates 1,99999999", "--cores 1e300", "--fail 99999999:1s:1s", "--fail 0:1s:9999999999h",
     "--max-num-seqs 99999999", "--max-num-seqs auto:99999999 --slo itl:p99:50ms", "--num-pages 99999999",
     "--max-num-batched-tokens 99999999999", "--max-model-len 99999999999", "--max-queued-requests 99999999999",
-    "--max-queued-tokens 99999999999", "--engines " + ",".join(["1"] * 1001),
+    "--max-queued-tokens 99999999999",
+    "--keys 99999999", "--keys " + ",".join(["1"] * 1001), "--engines " + ",".join(["1"] * 1001),
 ]  # fmt: skip
 LOAD = [
     *COMMON, "--processes 99999999", "--timeout 9999999999h", "--max-context 99999999999", "--drain 9999999999h",

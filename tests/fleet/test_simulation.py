@@ -12,6 +12,7 @@ from msgspec import structs
 
 from weft.deploy.fleet.clock import Clock, Processor, Sharing, Slowdown
 from weft.deploy.fleet.engine import EngineOptions, SimulatedEngine, SimulatedRequest
+from weft.deploy.fleet.front import Keys
 from weft.deploy.fleet.profile import Features, SideBySide, load_profile
 from weft.deploy.fleet.simulation import Failure
 from weft.engine.config import itl_objective
@@ -257,3 +258,35 @@ def test_a_prefix_shared_by_all_is_computed_about_once_per_engine() -> None:
 def test_the_shipped_profile_can_be_read() -> None:
     shipped = load_profile("llama-3-8b-h200")
     assert shipped.seconds(Features(1, 1, 1280, 0, 0)) == pytest.approx(4.35e-3, rel=0.03)
+
+
+def test_a_key_does_not_wait_for_the_queue_of_another() -> None:
+    """One key floods the engine; another one sends a request from time to time."""
+    times = [i * 1e-3 for i in range(60)] + [2.0, 4.0]
+    workload = at(times, 32, [400] * 60 + [8, 8])
+    keys = Keys((0,) * 60 + (1, 1))
+    alone, both = run(workload), run(workload, keys=keys)
+    waited = [[r.first - r.due for r in result.everything.records[60:]] for result in (alone, both)]
+    assert min(waited[0]) > 4.0, "without keys, they wait for all earlier requests"
+    assert max(waited[1]) < 1.0
+    summary = both.summary()["keys"]
+    assert [key["requests"] for key in summary] == [60, 2]
+    assert summary[1]["latency"]["ttft"]["mean"] == pytest.approx(sum(waited[1]) / 2)
+    assert "keys" not in alone.summary()
+
+
+def test_keys_share_no_prefixes() -> None:
+    workload = drawn(rate=1.0, duration=8.0, inputs="96", shared=0.5)
+    one, two = run(workload), run(workload, keys=Keys((0, 1)))
+    found = [sum(r.cached_tokens > 0 for r in result.everything.records) for result in (one, two)]
+    assert found == [len(workload) - 1, len(workload) - 2]
+
+
+@pytest.mark.parametrize(("shares", "turns"), [((1,), "0"), ((3, 1), "0010"), ((2, 1, 2), "02102"), ((1, 1), "01")])
+def test_keys_are_spread_by_their_shares(shares: tuple[int, ...], turns: str) -> None:
+    keys = Keys.of(shares)
+    assert "".join(map(str, keys.turns)) == turns
+    assert keys.count == len(shares)
+    assert [keys.key(i) for i in range(len(turns), 2 * len(turns))] == list(keys.turns)
+    of_users = Keys.of(shares, users=3)
+    assert [of_users.key(i) for i in range(3)] == [of_users.key(3 + i) for i in range(3)]

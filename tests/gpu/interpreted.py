@@ -56,7 +56,9 @@ def _capture_while_running(_: cuda_runner.CudaRunner, graph: Replayed, launch: C
 
 
 def _numbers(x: Any) -> Any:
-    """The numbers of a tile. A tile of e4m3 holds bytes."""
+    """The numbers of a tile. A tile of e4m3 holds bytes, one of bfloat16 the upper halves of float32."""
+    if x.dtype.scalar == tl.bfloat16:
+        return (x.data.astype(np.uint32) << 16).view(np.float32)
     if x.dtype.scalar != tl.float8e4nv:
         return x.data
     return interpreter._convert_float(x.data, tl.float8e4nv, tl.float16, None).view(np.float16)

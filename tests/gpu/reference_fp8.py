@@ -68,8 +68,8 @@ def qkv_project(
     qkv = _normed_product(x, sumsq, weight, bias, eps).view(len(x.values), -1, head_dim)
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if q_norm is not None and k_norm is not None:
-        q, k = reference._head_norm(q, q_norm, eps), reference._head_norm(k, k_norm, eps)
-    q, k = reference._rotate(torch.cat((q, k), 1), rotary[positions]).split((num_heads, num_kv_heads), dim=1)
+        q, k = reference.head_norm(q, q_norm, eps), reference.head_norm(k, k_norm, eps)
+    q, k = reference.rotate(torch.cat((q, k), 1), rotary[positions]).split((num_heads, num_kv_heads), dim=1)
     page, offset = slot_mapping // kv.shape[3], slot_mapping % kv.shape[3]
     for i, part in enumerate((k.to(dtype), v.to(dtype))):
         if kv_scales is None:

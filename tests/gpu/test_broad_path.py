@@ -67,7 +67,8 @@ def test_tokens_are_as_good_as_those_of_transformers(
         rounded = rounded.log_softmax(-1)[: len(prompt) - 1].cpu()
         rounded = rounded.gather(1, torch.from_numpy(prompt[1:].astype(np.int64))[:, None])[:, 0]
         deviations.append(float((reported - expected).abs().median()))
-        # Experts that are chosen differently in float16 move some models further from float32 than others.
+        # Rounding to float16 may select another expert, which changes a result by more than rounding does: jetmoe's
+        # median is 0.069 in `transformers` itself. So weft may be as far from float32 as that, and half as far again.
         allowed.append(max(0.05, 1.5 * float((rounded - expected).abs().median())))
     assert all(deviation < bound for deviation, bound in zip(deviations, allowed, strict=True)), (deviations, allowed)
     assert good >= 0.95 * total

@@ -64,7 +64,8 @@ while True:
 PAGE_BYTES = 2 * 24 * 16 * 2048 * 2
 """OPT-1.3B: K and V of 24 layers, 16 tokens, 2,048 numbers, bf16"""
 ALLOCATOR_BYTES = 2 * (20 << 20)
-"""The allocator reserves blocks of 20 MiB. The engine that loaded the weights may keep another number of them."""
+"""torch's allocator reserves blocks of 20 MiB, and pages take what is left. The engine that loads the weights may keep
+other blocks than the one that maps them: one more was seen (5 pages of 3 MiB), two are allowed."""
 START_SECONDS, SECONDS, SILENCE_SECONDS = 240.0, 6.0, 3.0
 """seconds of a start, which compiles; of the load; without an iteration: a hang"""
 

@@ -58,7 +58,7 @@ def before_call(_: Any, case: Any, __: dict[str, Any]) -> None:
         case.body["options"] = {**(body.get("options") or {}), "num_predict": 2, "num_ctx": 8, "repeat_last_n": -1}
     if case.path == "/completion":
         body |= {"n_predict": 2, "repeat_last_n": -1, "logit_bias": []}
-    if case.path in ("/v1/embeddings", "/tokenize") and body.get("messages") is None:
+    if case.path in ("/v1/embeddings", "/classify", "/pooling", "/tokenize") and body.get("messages") is None:
         for name in TemplateBody.model_fields:
             body.pop(name, None)
     if case.path == "/tokenize":

@@ -130,6 +130,17 @@ def test_an_answer_says_whether_it_is_stored(server: Server, fault: int) -> None
     assert server.http.get("/ready").status_code == 200
 
 
+def test_connections_opened_on_a_read_only_disk_do_not_stay_read_only(server: Server) -> None:
+    for fault in (READS, FAULTS["read-only"]):  # the first closes the connections, the second opens them again
+        server.disk.fail(fault)
+        for _ in range(2):
+            server.ask()
+            server.http.get(f"/v1/responses/{server.response}")
+    server.disk.work()
+    until(lambda: not server.failing("responses"))
+    assert server.ask().json()["store"] is True
+
+
 @pytest.mark.parametrize("fields", [{"background": True}, {"conversation": "stored"}])
 def test_work_that_needs_the_store_is_refused_before_it_starts(
     server: Server, fault: int, fields: dict[str, Any]
@@ -333,3 +344,31 @@ def test_requests_are_served_while_the_log_cannot_be_written(tmp_path: Path) -> 
             served()
         os.kill(daemon.process.pid, signal.SIGTERM)
         assert daemon.process.wait(SECONDS) == 0
+
+
+def test_a_hung_disk_does_not_keep_the_daemon_from_ending(tmp_path: Path) -> None:
+    try:
+        disk = BrokenDisk(tmp_path / "disk", tmp_path / "shim")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    words = (
+        "--files-dir",
+        f"{disk.folder}/files",
+        "--responses-dir",
+        f"{disk.folder}/responses",
+        "--drain-timeout",
+        "1",
+    )
+    with (
+        running(tmp_path, *words, env=disk.env) as daemon,
+        httpx.Client(base_url=daemon.url, timeout=SECONDS) as http,
+        ThreadPoolExecutor(1) as other,
+    ):
+        batch = batch_of(http, upload(http).json()["id"]).json()["id"]
+        until(lambda: http.get(f"/v1/batches/{batch}").json()["status"] != "validating")
+        disk.hang()
+        answer = other.submit(http.post, "/v1/responses", json={"input": "hi", "max_output_tokens": 2})
+        until(lambda: 'weft_storage_failing{store="responses"} 1.0' in http.get("/metrics").text.splitlines())
+        os.kill(daemon.process.pid, signal.SIGTERM)
+        assert daemon.process.wait(SECONDS) == 0
+        assert answer.exception() or answer.result().status_code in (200, 503)

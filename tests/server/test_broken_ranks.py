@@ -23,7 +23,7 @@ PROMPTS = iter(np.random.default_rng(3).integers(3, 120, (40, max(LENGTHS))))
 
 
 class Pair(NamedTuple):
-    """Two ranks; the disk of rank 1 fails when told to."""
+    """Two ranks; the disk of rank 1 fails on demand."""
 
     harness: Harness
     tiers: Tiers

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiny_encoders
 from live import Daemon, running
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "foreign"
 BUILT = ROOT / "build" / "clients"
-NIGHTLY = {"haystack", "smolagents", "autogen", "outlines", "guidance", "dspy"}
+NIGHTLY = {"haystack", "smolagents", "autogen", "outlines", "guidance", "dspy", "cohere"}
 """ten seconds of a core each; `make clients` runs all, and `make test` installs only the others"""
 LISTED = re.findall(r"^(\w+):", (FOLDER / "clients.txt").read_text(), re.MULTILINE)
 pytestmark = pytest.mark.slow
@@ -29,6 +30,17 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield daemon
 
 
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    path = tiny_encoders.save("xlm-roberta", tmp_path_factory.mktemp("reranker") / "model", labels=1)
+    with running(tmp_path_factory.mktemp("ranking"), str(path), "--served-model-name", "reranker") as daemon:
+        yield daemon
+
+
+RERANKS = {"cohere"}
+"""clients that need a reranker instead of the demo"""
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -37,7 +49,8 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         if name != "litellm"  # that one is test_conformance_proxy
     ],
 )
-def test_a_client_gets_valid_answers(name: str, daemon: Daemon) -> None:
+def test_a_client_gets_valid_answers(name: str, request: pytest.FixtureRequest) -> None:
+    daemon: Daemon = request.getfixturevalue("reranker" if name in RERANKS else "daemon")
     python = BUILT / name / "bin" / "python"
     if not python.exists():
         pytest.skip("it could not be installed")

@@ -40,8 +40,8 @@ def statuses(report: Path) -> Counter[tuple[str, int]]:
 NEVER = "^/admin/profile$|/input_tokens$|/count_tokens$|^/pause$|^/sleep$"
 """paths: the first takes as long as the request says, the next take other endpoints' bodies, and after the last two
 later requests would wait for an operator"""
-SAME_BODIES = "^/invocations$|/render$"
-"""paths with the bodies and rules of chat and completions"""
+SAME_BODIES = "^/invocations$|/render$|^/rerank$|^/v2/rerank$|^/score$|^/classify$|^/pooling$"
+"""paths with the bodies and rules of other paths"""
 
 
 @pytest.mark.parametrize(("cases", "without"), [(10, SAME_BODIES), pytest.param(60, "^$", marks=pytest.mark.nightly)])

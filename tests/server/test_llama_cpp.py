@@ -48,10 +48,17 @@ async def test_an_answer_has_llama_cpps_fields_and_defaults(server: Server) -> N
     assert answer["tokens_cached"] == prompt + answer["tokens_predicted"]
     assert answer["timings"]["prompt_n"] == prompt
     assert answer["timings"]["predicted_n"] == answer["tokens_predicted"]
+    assert all(isinstance(value, int | float) for value in answer["timings"].values())
     params = server.engine.added[-1].params
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
     assert params.max_tokens == MAX_MODEL_LEN - prompt
     assert params.seed is None
+
+
+async def test_rates_are_numbers_without_a_decode_step(server: Server) -> None:
+    timings = (await completed(server, n_predict=1))["timings"]
+    assert timings["predicted_n"] == 1
+    assert timings["predicted_per_second"] == timings["predicted_per_token_ms"] == 0.0
 
 
 async def test_a_stream_ends_with_an_event_that_stops_and_no_mark(server: Server) -> None:

@@ -19,6 +19,7 @@ from weft.server.api.messages_protocol import CountTokensBody, MessagesBody
 from weft.server.api.ollama_protocol import EmbedBody, GenerateBody, OllamaChatBody, Options
 from weft.server.api.protocol import ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody
 from weft.server.api.responses.body import ResponseBody
+from weft.server.api.scores import ClassifyBody, PoolingBody, RerankBody, ScoreBody
 from weft.server.bodies import Body
 from weft.server.tools.structured import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MESSAGES, EMBEDDINGS = "/v1/messages", "/v1/embeddings"
+RERANK, SCORE = "/v1/rerank", "/v1/score"
 USER = [{"role": "user", "content": "hi"}]
 LEAST: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hi"},
@@ -34,12 +36,18 @@ LEAST: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": USER, "max_tokens": 9},
     EMBEDDINGS: {"input": "hi"},
 }
+SCORED: dict[str, dict[str, Any]] = {RERANK: {"query": "a", "documents": ["b"]}, SCORE: {"text_1": "a", "text_2": "b"}}
+"""For a model that scores."""
 BODIES: dict[str, type[Body]] = {
     COMPLETIONS: CompletionBody,
     CHAT: ChatBody,
     RESPONSES: ResponseBody,
     MESSAGES: MessagesBody,
     EMBEDDINGS: EmbeddingBody,
+    RERANK: RerankBody,
+    SCORE: ScoreBody,
+    "/classify": ClassifyBody,
+    "/pooling": PoolingBody,
     "/v1/messages/count_tokens": CountTokensBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
@@ -99,7 +107,7 @@ async def test_the_page_of_request_fields_is_right() -> None:
             nested = name in StructuredOutputs.attributes and name != "regex" and name != "grammar"
             for place in ["structured_outputs"] if nested else [LETTERS[letter] for letter in letters.split()]:
                 assert name in BODIES[place].attributes, (name, place)
-    other_names = working[working.index("\nOther names") :]
+    other_names = working[working.index("| other names |") :]
     assert all(f"`{name}`" in other_names for name in other_fields.ALIASES)
     listed = [name for cell in re.findall(r"^\| (`.*?) \|", refused, re.M) for name in re.findall(r"`(\w+)", cell)]
     assert len(listed) > 20
@@ -143,12 +151,17 @@ async def test_a_field_that_would_change_the_answer_is_refused_by_name(server: S
         (EMBEDDINGS, "temperature", 0.5, COMPLETIONS),
         (COMPLETIONS, "tools", [{}], CHAT),
         (COMPLETIONS, "top_logprobs", 3, CHAT),
+        (RERANK, "temperature", 0.5, COMPLETIONS),
+        (RERANK, "rank_fields", ["title"], "join the fields"),
+        (RERANK, "text_1", "a", SCORE),
+        (SCORE, "top_n", 3, RERANK),
+        (CHAT, "query", "a", RERANK),
     ],
 )
 async def test_a_field_of_another_endpoint_is_refused_with_its_place(
     server: Server, path: str, name: str, value: Any, instead: str
 ) -> None:
-    response = await server.post(path, {**LEAST[path], name: value})
+    response = await server.post(path, {**{**LEAST, **SCORED}[path], name: value})
     assert response.status_code == 400, response.text
     assert instead in response.json()["error"]["message"]
 

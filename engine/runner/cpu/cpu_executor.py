@@ -23,6 +23,7 @@ from weft.engine.runner.device.launchers import launchers_for
 from weft.engine.runner.iteration.batch import Batch
 from weft.kernels.attention.backend import HostAttention
 from weft.kernels.reference import experts as reference_experts
+from weft.kernels.reference import latent
 from weft.kernels.reference import layer as reference
 from weft.kernels.reference.adapters import Delta, add_values
 
@@ -110,6 +111,8 @@ def _qkv(it: _Iteration, op: Operation, layer: int) -> None:
 
 def _attention_arguments(it: _Iteration, layer: int) -> dict[str, Any]:
     """Return attention's optional arguments, for sinks and scaled pages."""
+    if it.executor.spec.latent is not None:
+        return {}
     sinks, scales = it.executor.weights.layers[layer]["qkv"].sinks, it.executor.kv_scales
     parts = {} if sinks is None else {"sinks": sinks}
     if scales is None or it.executor.unit_scales:
@@ -122,6 +125,38 @@ def _attend(it: _Iteration, op: Operation, layer: int) -> None:
     attend = attention.decode if op.kernel == "decode" else attention.prefill
     arguments = _attention_arguments(it, layer)
     attend(q, it.executor.kv, it.executor.kv_layers[layer], it.inputs.attention, out=out, **arguments)
+
+
+def _latent_in(it: _Iteration, op: Operation, layer: int) -> None:
+    w, eps = _weights_of(it, op, layer), it.executor.spec.norm.eps
+    it.activations[op.target] = reference.normed_linear(
+        it.activations[op.source], it.stream_sums, w.matrix, w.bias, eps
+    )
+
+
+def _query_up(it: _Iteration, op: Operation, layer: int) -> None:
+    w, own = _weights_of(it, op, layer), it.executor.spec.latent
+    assert own is not None
+    assert w.q_norm is not None
+    normed = reference.head_norm(it.activations[op.source][:, : own.query_rank], w.q_norm, own.eps)
+    it.activations[op.target] = reference.linear(normed, w.matrix)
+
+
+def _latent_queries(it: _Iteration, op: Operation, layer: int) -> None:
+    w, spec = _weights_of(it, op, layer), it.executor.spec
+    own, inner = spec.latent, it.activations["l"]
+    assert own is not None
+    assert w.k_norm is not None
+    queries = it.activations[op.source][:, : spec.num_heads * own.query_dim]
+    it.activations[op.target] = latent.latent_queries(
+        queries.unflatten(-1, (spec.num_heads, -1)), inner[:, -own.width :], w.k_norm, w.weight,
+        it.rotary[spec.rotary_table(layer)], it.inputs.slot_mapping, it.executor.kv, it.executor.kv_layers[layer],
+        own.eps,
+    )  # fmt: skip
+
+
+def _latent_values(it: _Iteration, op: Operation, layer: int) -> None:
+    it.activations[op.target] = latent.latent_values(it.activations[op.source], _weights_of(it, op, layer).weight)
 
 
 def _output_gate(it: _Iteration, op: Operation, layer: int) -> None:
@@ -240,6 +275,10 @@ TABLE: Mapping[str, Launcher] = {
     "decode": _attend,
     "prefill": _attend,
     "residual": _residual,
+    "latent_in": _latent_in,
+    "query_up": _query_up,
+    "latent_queries": _latent_queries,
+    "latent_values": _latent_values,
     "output_gate": _output_gate,
     "gated_residual": _gated_residual,
     "state_in": _state_in,
@@ -275,7 +314,8 @@ class CpuExecutor:
             self.means = self._means
         self.kv_layers = [spec.kv_layer(layer) for layer in range(spec.num_layers)]
         """Index of each layer among those that keep K and V."""
-        self.mixed = {"a": spec.num_heads * spec.head_dim} if any(layer.attention for layer in spec.layers) else {}
+        width = spec.head_dim if spec.latent is None else spec.latent.rank
+        self.mixed = {"a": spec.num_heads * width} if any(layer.attention for layer in spec.layers) else {}
         """Columns of what attention and recurrences write, by activation."""
         self.states: CpuStates | None = None
         if spec.recurrence is not None:

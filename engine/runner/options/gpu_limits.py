@@ -39,6 +39,7 @@ def _unsupported_parts(spec: ModelSpec) -> dict[str, bool]:
     e = spec.experts
     return {
         "recurrent states": spec.recurrence is not None,
+        "latent attention": spec.latent is not None,
         "gates of attention's output": spec.output_gate,
         f"experts with norms placed {spec.placement.value}": e is not None and spec.placement is not Placement.PRE,
         "experts with LayerNorm": e is not None and spec.norm.centred,

@@ -108,6 +108,8 @@ def _pages_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, here
         return dtype
     if isinstance(spec, TransformersSpec):
         raise ConfigError("--kv-cache-dtype fp8 needs weft's own layers, not transformers' code; leave it out")
+    if spec.latent is not None:
+        raise ConfigError("--kv-cache-dtype fp8: latents are kept in 16 or 32 bits so far; leave it out")
     if here is not None and here.capability < (8, 9):
         raise ConfigError(f"--kv-cache-dtype fp8: {here.name} has no FP8; leave it out, or use --device cpu")
     return E4M3
@@ -313,7 +315,7 @@ def _attention_shape(
     windows = tuple(w if w and w < max_model_len else None for w in spec.windows)
     return AttentionShape(
         spec.num_heads, kv.num_kv_heads, kv.head_dim, kv.page_size, dtype, device, kv.dtype, windows,
-        spec.attention_scale, spec.attention_softcap, spec.sinks,
+        spec.attention_scale, spec.attention_softcap, spec.sinks, 0 if spec.latent is None else spec.latent.rank,
     )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def _on_cpu(config: EngineConfig, spec: ModelSpec) -> dict[str, Any] | None:
         return None
     dtype, itemsize = ("bfloat16", 2) if spec.dtype == "bfloat16" and has_bfloat16() else ("float32", 4)
     weights, memory, page_size = spec.weight_bytes(itemsize), machine_memory(), config.page_size
-    token_bytes = 2 * itemsize * sum(heads * width for heads, width in spec.kv_heads)
+    token_bytes = spec.kv_planes * itemsize * sum(heads * width for heads, width in spec.kv_heads)
     sequences, longest = config.sequence_limit or CPU_SEQUENCES, config.max_model_len or spec.max_positions
     most = sequences * -(-longest // page_size) + 1
     pages = min(most, int((int(memory * CPU_MEMORY_SHARE) - weights) // (page_size * token_bytes)))
@@ -134,7 +134,7 @@ def inspect(config: EngineConfig) -> dict[str, Any]:
         "parts": dict(describe(spec)),
         "parameters": spec.num_parameters,
         "active_parameters": spec.active_parameters,
-        "kv_values_per_token": 2 * sum(heads * width for heads, width in spec.kv_heads),
+        "kv_values_per_token": spec.kv_planes * sum(heads * width for heads, width in spec.kv_heads),
         "ranks": [ranks for ranks in range(1, MAX_RANKS + 1) if _splits(spec, ranks)],
         "devices": _devices(config, own),
     }

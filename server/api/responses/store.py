@@ -78,12 +78,14 @@ class _Database:
         self._file = file
         self._db: sqlite3.Connection | None = None
         self._opened: tuple[int, int] | None = None
+        self.outdated = False  # open it again at its next use
 
     def get(self) -> sqlite3.Connection:
         """Raises `OSError` and `sqlite3.Error`. It writes nothing if the database exists."""
-        if self._db is not None and self._opened == self._there():
+        if self._db is not None and self._opened == self._there() and not self.outdated:
             return self._db
         self.close()
+        self.outdated = False
         path = ":memory:"
         if self._file is not None:
             if not self._file.exists():
@@ -189,6 +191,7 @@ class Store:
 
     async def probe(self) -> None:
         """Try to write. Raises `ApiError`."""
+        await self.read(lambda: None)  # opens an outdated connection again
         await self.run(self._try_out, PROBE_BYTES)
         await self.run(self._try_out, 0)
 
@@ -231,6 +234,10 @@ class Store:
         except (OSError, sqlite3.Error) as error:
             with suppress(sqlite3.Error):
                 database.recover(error)
+            # The connections of a process share the WAL index. One opened on a read-only disk keeps it read-only for
+            # all of them until it is closed, even if the disk takes writes again.
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY:
+                self._reads.outdated = self._reads is not self._writes
             raise self._failed(_api_error(error)) from error
         if self._used and function != self._record_uses:
             with suppress(RuntimeError):  # closed

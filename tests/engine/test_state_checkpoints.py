@@ -7,11 +7,10 @@ import pytest
 from list_device import ListDevice, ListEngine, continuation
 from test_tier_machine import ListCopies, ListStore
 
-from weft.engine.memory.extent import Record
 from weft.engine.memory.loads import LoadSpeeds
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import NOWHERE, PrefixEntry
-from weft.engine.memory.ssd_store import Job, Outcome
+from weft.engine.memory.ssd_store import Outcome
 from weft.engine.memory.tiers import Tiers
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.states import StatePolicy
@@ -291,33 +290,17 @@ def test_rows_of_a_batch_say_where_states_are() -> None:
     of.run()
 
 
-class RecordingStore(ListStore):
-    """Extents that another engine finds again."""
-
-    def __init__(self, copies: ListCopies, num_extents: int, stored: RecordingStore | None = None) -> None:
-        super().__init__(copies, num_extents)
-        self.records: dict[int, Record] = {} if stored is None else stored.records
-        if stored is not None:
-            self.extents = stored.extents
-
-    def scan(self) -> list[tuple[int, Record]]:
-        return list(self.records.items())
-
-    def write(self, extent: int, record: Record, slot: int) -> Job:
-        self.records[extent] = record
-        return super().write(extent, record, slot)
-
-
 class TieredEngine(ListEngine):
     """An engine with two pages of two tokens per state, and a host pool and an SSD whose transfers end at once."""
 
-    def __init__(self, stored: RecordingStore | None = None) -> None:
-        super().__init__(60, page_size=2, state_pages=N, tiers=lambda pool, device: self._tiers(pool, device, stored))
+    def __init__(self, stored: ListStore | None = None, idle_seconds: float = 0.0) -> None:
+        self.stored, self.idle_seconds = stored, idle_seconds
+        super().__init__(60, page_size=2, state_pages=N, tiers=self._tiers)
 
-    def _tiers(self, pool: PagePool, device: ListDevice, stored: RecordingStore | None) -> Tiers:
+    def _tiers(self, pool: PagePool, device: ListDevice) -> Tiers:
         self.copies = ListCopies(device, 40)
-        self.store = RecordingStore(self.copies, 60, stored)
-        self.tiers = Tiers(pool, self.copies, 40, self.store)
+        self.store = ListStore(self.copies, 60, self.stored)
+        self.tiers = Tiers(pool, self.copies, 40, self.store, idle_seconds=self.idle_seconds)
         return self.tiers
 
     def step(self) -> list[int]:
@@ -373,7 +356,7 @@ def test_a_state_without_one_of_its_pages_is_not_found_after_a_restart(lost: int
     first = TieredEngine()
     run(first, prompt(9))
     (extent,) = [i for i, r in first.store.records.items() if r.tokens == state_tokens(N, 2)[lost]]
-    del first.store.records[extent]
+    first.store.erase(extent)
     second = TieredEngine(first.store)
     request = run(second, prompt(9))
     assert (request.cached_tokens, request.stateless) == (0, 8)
@@ -390,6 +373,27 @@ def test_the_next_turn_is_fetched_with_its_state() -> None:
     before = of.tiers.stats()["host"].bytes_out
     assert run(of, prompt(9) + of.output[0]).cached_tokens == 12
     assert of.tiers.stats()["host"].bytes_out == before
+
+
+def test_idle_states_are_copied_after_the_host_lost_them() -> None:
+    of = TieredEngine(idle_seconds=1e-9)
+    run(of, prompt(9))
+    of.tiers.host.evict_all()
+    of.tiers.ssd._switch_off("a test")
+    assert of.scheduler.stats().state_checkpoints == {"gpu": 1, "host": 0, "ssd": 0}
+    for _ in range(4):
+        of.settle()
+    assert of.scheduler.stats().state_checkpoints == {"gpu": 1, "host": 1, "ssd": 0}
+
+
+def test_external_routers_get_no_events_of_states() -> None:
+    of = engine()
+    of.pool.index.changes = []
+    run(of, prompt(14), 9)
+    changes = of.pool.index.changes
+    assert len(changes) == 5
+    assert not any(change is None or change.entry.of_state for change in changes)
+    assert sum(entry.of_state for entry in of.pool.index.entries()) == 2 * N
 
 
 def test_a_load_that_fails_leads_to_a_shorter_prefix() -> None:
