@@ -54,7 +54,7 @@ KERNELS = (
     ("common",),
     ("formats",),
     ("reference",),
-    ("matmul", "attention", "states"),
+    ("matmul", "attention"),
     ("experts", "collectives"),
     ("sampling", "tiers"),
     ("tuning",),

@@ -22,6 +22,7 @@ from weft.engine.progress import Phases, Progress, notice
 from weft.engine.runner.memory.host_arena import host_sleepable_memory
 from weft.engine.runner.memory.sleep import SleepableMemory, Sleepless
 from weft.engine.runner.options.budget import RUNTIME_BYTES
+from weft.engine.runner.options.footprint import Footprint
 from weft.engine.scheduling.adapters import Adapters
 from weft.engine.scheduling.events import Events, Outbox
 from weft.engine.scheduling.listeners import Listeners
@@ -63,11 +64,15 @@ class EncoderEngine:
         self._device = _device_of(config)
         self._dtype = _dtype_of(config, self.spec, self._device)
         self.max_model_len = _length_of(config, self.spec)
+        size = self.spec.num_parameters * self._dtype.itemsize
+        Footprint(config, self._device, self._device.type == "cuda", 1, size, config.share.sharers).check_weights(
+            self._dtype
+        )
         kind = self._device.type
         self._max_tokens = max(config.max_num_batched_tokens or BATCH_TOKENS[kind], self.max_model_len)
         self._max_seqs = config.sequence_limit or MAX_SEQUENCES[kind]
         self._threads = config.cpu_threads or len(os.sched_getaffinity(0))
-        phases("loading weights", 0, self.spec.num_parameters * self._dtype.itemsize)
+        phases("loading weights", 0, size)
         with ThreadPoolExecutor(1) as loader:  # an OpenMP team left on this thread would slow down the runner's
             module = loader.submit(load_encoder, self.spec, config.model_path, self._device, self._dtype).result()
         tensors = [*module.parameters(), *module.buffers()]

@@ -13,6 +13,7 @@ from weft.engine.memory.extent import Record, checksum
 from weft.engine.memory.store_file import StoreFile, StoreUnavailable, reason_of
 from weft.engine.memory.transfer import aligned
 from weft.engine.progress import for_stdout
+from weft.engine.wire.page_keys import of_state
 
 
 def run(verb: str, path: Path) -> int:
@@ -65,10 +66,11 @@ def _bad(file: StoreFile, records: list[tuple[int, Record]]) -> list[int]:
 
 def _print(file: StoreFile, records: list[tuple[int, Record]], bad: list[int] | None) -> None:
     geometry = file.geometry
+    states = sum(of_state(record.tokens) for _, record in records)
     table = Table(title=str(file.path), show_header=False)
     rows = {
         "pages": f"{len(records):,} of {geometry.num_extents:,}",
-        "tokens": f"{len(records) * geometry.page_tokens:,}",
+        "tokens": f"{(len(records) - states) * geometry.page_tokens:,}",
         "bytes": f"{len(records) * geometry.extent_bytes:,} of {geometry.file_bytes:,}",
         "tokens per page": str(geometry.page_tokens),
         "bytes per page": f"{geometry.payload_bytes:,}",
@@ -76,6 +78,8 @@ def _print(file: StoreFile, records: list[tuple[int, Record]], bad: list[int] | 
         "model and layout": geometry.owner.hex(),
         "direct I/O": "yes" if file.direct else "no",
     }
+    if states:
+        rows["pages of recurrent states"] = f"{states:,}"
     if geometry.num_remainders:
         rows["pages not packed"] = f"{sum(r.remainder >= 0 for _, r in records):,} of {geometry.num_remainders:,}"
     if bad is not None:

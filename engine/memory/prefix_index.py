@@ -54,7 +54,7 @@ class PrefixEntry:
     @property
     def of_state(self) -> bool:
         """Whether the page holds part of a recurrent state, instead of K and V."""
-        return self.tokens[3:4] > b"\x7f"
+        return page_keys.of_state(self.tokens)
 
     def state_pages(self, pages: int) -> list[PrefixEntry]:
         """Return the entries of the recurrent state here, which has this many pages; none unless all are in a tier."""

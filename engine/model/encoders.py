@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CLASSIFIER = "ForSequenceClassification"
 SENTENCE_CONFIG = "sentence_bert_config.json"
-GENERATING = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+GENERATING = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "WithLMHead")
 UNSET_LENGTH = 10**9  # Tokenizers without a limit state an enormous one.
 
 

@@ -31,7 +31,7 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
     _refuse_gguf(path)
     raw = read_config(path)
     if is_encoder(raw):
-        raise ModelError(f"{architecture(raw)} is an encoder: it generates no text")
+        raise ModelError(f"{architecture(raw)} is an encoder: it does not generate text")
     name = architecture(raw)
     if config.quantization is not None:
         raise ModelError(

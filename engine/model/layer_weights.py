@@ -116,6 +116,12 @@ class _Layer:
         turned = part._replace(dim=1 - part.dim)
         return self.tensors.get(f"{self.prefix}{name}.weight", (inner, out), turned).t().contiguous()
 
+    def _in_32_bits(self, name: str, out: int, inner: int, part: Part = WHOLE) -> Tensor:
+        """Read a matrix in float32, which some checkpoints store in FP8."""
+        if matrices.find_scale(self.tensors, f"{self.prefix}{name}") is None:
+            return self.tensors.get(f"{self.prefix}{name}.weight", (out, inner), part, torch.float32)
+        return matrices.dequantize(self.stored(name, out, inner, part), torch.float32)
+
     def bias(self, name: str, out: int, part: Part = WHOLE) -> Tensor:
         return self.tensors.get(f"{self.prefix}{name}.bias", (out,), part)
 
@@ -325,9 +331,8 @@ class _Layer:
         projection = self.input_projection(weight, self.names.attention_norm, bias)
         state = read_state_weights(self.tensors, own, names, self.prefix, self.rows, self.state_keys)
         if own.scalars:
-            # Few rows, which decide what a state forgets: kept in 16 or 32 bits.
-            few = torch.cat([matrices.dequantize(rows[name], self.tensors.dtype) for name in own.scalars])
-            few_bias = torch.cat([biases[name] for name in own.scalars]) if own.bias else None
+            few = torch.cat([matrices.dequantize(rows[name], torch.float32).float() for name in own.scalars])
+            few_bias = torch.cat([biases[name].float() for name in own.scalars]) if own.bias else None
             scalars, scalars_bias = self.folded(few, self.names.attention_norm, few_bias)
             state = replace(state, scalars=scalars, scalars_bias=scalars_bias)
         out = self.matrix(names.out, spec.hidden_size, own.width, self.columns)
@@ -345,13 +350,19 @@ class _Layer:
         names, hidden = self.names.state, self.spec.hidden_size
         assert names is not None
         sizes, parts = self._columns(own, sections)
+        # A module with only one number a head is not quantized: it decides what a state forgets.
+        get = self._in_32_bits if set(sections) <= own.scalars.keys() else self.matrix
         if not names.by_key_head:
-            return dict(zip(sections, self.rows_of(module, (), sizes, parts, hidden), strict=True))
+
+            def read(name: str, size: int, part: Part) -> Unpacked:
+                return get(name, size, hidden, part)
+
+            return dict(zip(sections, self._rows_of(read, module, (), sizes, parts), strict=True))
         # Several ranks may share a key head: each takes its part of the head's values.
         shared = Part(0, self.rows.part % (self.rows.of // own.key_parts), self.rows.of // own.key_parts)
         cuts = [WHOLE if name in own.keyed else shared for name in sections]
         widths = [size * cut.of // own.key_heads for size, cut in zip(sizes, cuts, strict=True)]
-        whole = self.matrix(module, own.key_heads * sum(widths), hidden, self.state_keys)
+        whole = get(module, own.key_heads * sum(widths), hidden, self.state_keys)
 
         def take(begin: int, width: int, cut: Part, t: Tensor) -> Tensor:
             return cut_to(t.unflatten(0, (own.key_heads, -1))[:, begin : begin + width].flatten(0, 1), cut)
@@ -393,11 +404,7 @@ class _Layer:
 
     def experts(self, e: Experts) -> dict[str, ProjectionWeights]:
         spec, names, get = self.spec, self.names, self.tensors.get
-        h = spec.hidden_size
-        if matrices.find_scale(self.tensors, f"{self.prefix}{names.router}") is None:
-            router = get(f"{self.prefix}{names.router}.weight", (e.count, h), dtype=torch.float32)
-        else:  # stored in FP8 by some checkpoints; kept in 32 bits here
-            router = matrices.dequantize(self.stored(names.router, e.count, h), torch.float32)
+        h, router = spec.hidden_size, self._in_32_bits(names.router, e.count, spec.hidden_size)
         router_bias = choice = None
         if e.router_bias:
             router_bias = get(f"{self.prefix}{names.router}.bias", (e.count,), dtype=torch.float32)

@@ -18,10 +18,8 @@ class StateWeights:
 
     conv: Tensor  # [C, taps], in the serving dtype.
     conv_bias: Tensor | None = None  # [C].
-    scalars: Tensor | None = (
-        None  # [S, H], in the serving dtype: the projection to `Recurrence.scalars`, norm folded in.
-    )
-    scalars_bias: Tensor | None = None  # [S].
+    scalars: Tensor | None = None  # [S, H] float32: the projection to `Recurrence.scalars`, norm folded in.
+    scalars_bias: Tensor | None = None  # [S] float32.
     a_log: Tensor | None = None  # [heads] float32.
     time_bias: Tensor | None = None  # [heads] float32.
     skip: Tensor | None = None  # [heads] float32.

@@ -192,7 +192,9 @@ def load_weights(
             _report_conversion(checkpoint, wanted, weights, spec)
             harmless = (*HARMLESS, *names.harmless, *matrices.HARMLESS)
             surplus = checkpoint.surplus((*harmless, head) if tied else harmless)
-            warn_of_surplus([name for name in surplus if not name.startswith(names.unused)])
+            drafts = (names.layer.format(spec.num_layers + i) for i in range(names.draft_layers))
+            skipped = (*names.unused, *drafts)
+            warn_of_surplus([name for name in surplus if not name.startswith(skipped)])
     return weights
 
 

@@ -1,9 +1,9 @@
 """`SlotLimitControl`: adapts the number of requests that may run at once to the objective on the time between tokens.
 
 No clock and no I/O: it gets measured windows of about a second and returns the slot limit. It only moves on
-measurements. A raise goes to where the line through two measured limits meets the objective, and never further than the
-objective would allow at constant throughput. A cut goes to where the line to a limit that kept the objective meets it.
-Measurements are dropped when the same limit suddenly behaves differently.
+measurements. A raise goes to where the line through two measured limits, made steeper by their errors, meets the
+objective, or as far as constant throughput would allow. A cut goes to where the line to a limit that kept the objective
+meets it. Measurements are dropped when the same limit suddenly behaves differently.
 
 "Level" is what was measured at one limit; "strain" is the time between tokens divided by the objective.
 """

@@ -48,6 +48,11 @@ def state_tokens(pages: int, page_size: int) -> list[bytes]:
     return [row.tobytes() for row in tokens]
 
 
+def of_state(tokens: bytes) -> bool:
+    """Return whether a page with these tokens holds part of a recurrent state, instead of K and V."""
+    return tokens[3:4] > b"\x7f"  # the sign of the first number
+
+
 def page_keys(
     key: bytes, tokens: npt.NDArray[np.int32], page_size: int, chain: Callable[[bytes, bytes], bytes] = chain
 ) -> list[bytes]:

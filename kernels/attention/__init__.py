@@ -6,7 +6,7 @@ Never: multiplies by a weight.
 """
 
 PUBLIC = (
-    "backend", "backends", "break_evens", "decode_attention", "decode_workspace", "fp8_unpack", "latent_decode",
-    "output", "prefill_attention", "torch_backend", "triton_backend", "work_lists",
+    "backend", "backends", "break_evens", "decode_attention", "decode_workspace", "fp8_unpack", "output",
+    "prefill_attention", "torch_backend", "triton_backend", "work_lists",
 )  # fmt: skip
 """The modules that other folders may import."""

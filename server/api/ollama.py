@@ -355,7 +355,10 @@ async def ollama_show(body: ShowBody, service: ServiceOf) -> dict[str, Any]:
     loaded = chosen.known
     entry, ready, tokenizer = _entry(chosen, name), loaded.ready, loaded.tokenizer
     family = _family(ready.model_type)
-    capabilities = ["completion"]
+    named = {"generate": "completion", "embed": "embedding"}
+    capabilities = [named[task] for task in loaded.tasks if task in named]
+    if "generate" in ready.tasks and "embed" in loaded.tasks:
+        capabilities.remove("embedding")  # Ollama's clients would take a chat model for an embedder
     if tokenizer.can_chat and tool_format(chosen.config.tool_call_parser, tokenizer) is not None:
         capabilities.append("tools")
     if reasoning_format(chosen.config.reasoning_parser, tokenizer) is not None:

@@ -179,6 +179,8 @@ INSTEAD = {
     ("/v1/responses", "reasoning_effort"): "use reasoning.effort",
     ("/v1/responses", "logprobs"): "use top_logprobs, or include message.output_text.logprobs",
     ("/v1/responses", "truncate_prompt_tokens"): "use truncation: auto",
+    ("/v1/rerank", "truncation"): "use truncate_prompt_tokens or max_tokens_per_doc",
+    ("/v1/score", "truncation"): "use truncate_prompt_tokens or max_tokens_per_doc",
     ("/v1/messages", "stop"): "use stop_sequences",
     **{
         ("/v1/messages", name): "use thinking.budget_tokens"

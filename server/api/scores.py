@@ -213,7 +213,7 @@ async def _pair_prompts(
 async def _scorer(service: Service) -> Scorer:
     """The model's scorer, read once. Raises `ApiError`."""
     loaded, config = service.loaded, service.config
-    key = loaded.ready.model_type, loaded.tokenizer
+    key = loaded.ready.model_id, loaded.ready.labels, loaded.tokenizer  # other weights after a restart
     if service.scorer is None or service.scorer[0] != key:
         read = partial(read_scorer, config.model_path, loaded.ready, loaded.tokenizer, config.classifier_from_token)
         try:

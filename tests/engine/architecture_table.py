@@ -26,15 +26,19 @@ from architecture_parity import Parity
 from architectures import CLASSES, save_architecture
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from weft.engine.config import EngineConfig
 from weft.engine.errors import ModelError, WeftError
 from weft.engine.model.families import FAMILIES
+from weft.engine.model.implementation import choose_spec
 from weft.engine.model.transformers_impl.reading import one_line, quiet, spec_of
+from weft.engine.model.transformers_impl.spec import TransformersSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 BEGIN = "<!-- made by make architectures -->"
-ENOUGH = 110
+ENOUGH = 160
 MEMORY_BYTES, SECONDS = 4 << 30, 600
 """Limits per architecture."""
+SINGLE = ", one request at a time"
 NATIVE = {name for family in FAMILIES for name in family.architectures}
 
 
@@ -63,6 +67,8 @@ def attempt(kind: str) -> tuple[str, str]:
             parity = Parity(path)
             for condition in parity.CONDITIONS:
                 getattr(parity, condition)()
+            spec, _ = choose_spec(EngineConfig(model=str(path), model_impl="transformers"))
+            return "transformers", SINGLE if isinstance(spec, TransformersSpec) and spec.single else ""
         except WeftError as error:
             return "no", str(error).rpartition(" here: ")[2]
         except Exception as error:
@@ -105,7 +111,7 @@ def table(found: dict[str, tuple[str, str]]) -> str:
         "|---|---|---|---|",
     ]
     for kind, (how, why) in found.items():
-        words = "yes" if how == "transformers" else f"no: {why.replace('|', '/')[:120]}"
+        words = f"yes{why}" if how == "transformers" else f"no: {why.replace('|', '/')[:120]}"
         lines.append(f"| {kind} | `{CLASSES[kind]}` | {'yes' if kind in native else ''} | {words} |")
     return "\n".join(lines) + "\n"
 
@@ -113,7 +119,7 @@ def table(found: dict[str, tuple[str, str]]) -> str:
 def passing(page: str) -> set[str]:
     """Return the `model_type`s that pass in the document's table."""
     rows = [line.strip("| ").split(" | ") for line in page.partition(BEGIN)[2].splitlines() if line.count("|") > 4]
-    return {row[0] for row in rows if row[-1] == "yes"}
+    return {row[0] for row in rows if row[-1].startswith("yes")}
 
 
 def main(arguments: list[str]) -> int:

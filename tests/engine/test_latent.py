@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 import torch
 from harness import GREEDY, Harness
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+
+from weft.engine.model.directory import read_spec
+from weft.engine.model.weights import load_weights
 
 OPTIONS: dict[str, Any] = {"page_size": 16, "max_num_seqs": 6, "max_num_batched_tokens": 128, "num_pages": 100}
 Made = Callable[[str], Path]
@@ -66,3 +70,20 @@ def test_batch_invariance(tiny_model: Made) -> None:
         harness.run()
         found.append([(entry.ids, entry.values) for entry in harness.logprobs[handles[0]]])
     assert found[0] == found[1]
+
+
+def test_layers_that_predict_further_tokens_are_not_read(
+    tiny_model: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tiny_model("deepseek-v3")
+    tensors = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    layer = read_spec(source).num_layers
+    more = {
+        f"model.layers.{layer}.eh_proj.weight": torch.ones(4, 8),
+        f"model.layers.{layer}.enorm.weight": torch.ones(4),
+    }
+    save_file({**tensors, **more}, tmp_path / "model.safetensors")
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    load_weights(read_spec(tmp_path), tmp_path, device=torch.device("cpu"), dtype=torch.float32, max_positions=64)
+    assert "not used" not in capsys.readouterr().err

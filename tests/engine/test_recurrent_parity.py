@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.memory.state_layout import StateLayout
 from weft.engine.model.directory import read_spec
+from weft.engine.model.quantize import quantize
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights, load_weights
 
@@ -189,13 +190,20 @@ def test_the_text_part_of_a_checkpoint_with_vision_is_served(
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next", "nemotron-h"])
-def test_in_sixteen_bits_and_in_fp8(tiny_model: Made, family: str) -> None:
+def test_in_sixteen_bits_and_in_fp8(tiny_model: Made, tmp_path: Path, family: str) -> None:
     """The likeliest token of float32 is still likely."""
     prompt, model = _prompt(60, 80), _reference(tiny_model(family))
     with torch.inference_mode():
         want = model(torch.from_numpy(prompt)[None]).logits[0, -1]
-    for options in ({"dtype": "bfloat16"}, {"quantization": "fp8"}, {"state_dtype": "bfloat16"}):
-        harness = Harness(tiny_model(family), **{**OPTIONS, **options})
+    made = quantize(tiny_model(family), tmp_path / "fp8")
+    assert not any("in_proj_a" in each.name or "in_proj_ba" in each.name for each in made.errors)
+    for path, options in (
+        (tiny_model(family), {"dtype": "bfloat16"}),
+        (tiny_model(family), {"quantization": "fp8"}),
+        (tiny_model(family), {"state_dtype": "bfloat16"}),
+        (made.path, {}),
+    ):
+        harness = Harness(path, **{**OPTIONS, **options})
         handle = harness.add(prompt, max_tokens=1, logprobs=5, ignore_eos=True, **GREEDY)
         harness.run()
         entry = harness.logprobs[handle][0]

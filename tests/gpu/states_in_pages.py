@@ -13,7 +13,14 @@ from weft.engine.memory.state_layout import StateLayout
 from weft.engine.model.parts import StateSpec
 from weft.engine.model.parts import StateTensor as StateShape
 from weft.kernels.reference.states import StateWork, plan_states
-from weft.kernels.states.state_pages import ChunkWork, StateTables, StateTensor, chunk_lists, chunk_work, unit_places
+from weft.tools.kernels.states.state_pages import (
+    ChunkWork,
+    StateTables,
+    StateTensor,
+    chunk_lists,
+    chunk_work,
+    unit_places,
+)
 
 LAYER = 1  # The layer under test; layer 0's state lies in the same pages.
 

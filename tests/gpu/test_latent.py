@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.kernels.attention import latent_decode as kernels
 from weft.kernels.attention.work_lists import decode_items
 from weft.tools.kernels import bench_latent
+from weft.tools.kernels import latent_decode as kernels
 
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # The interpreter's GEMMs take no bfloat16.
 LAYERS, LAYER = 3, 1

@@ -13,9 +13,9 @@ from triton.runtime import interpreter
 
 from weft.engine.model.parts import Recurrence
 from weft.kernels.reference import states as reference
-from weft.kernels.states import conv, delta_rule, mamba2
-from weft.kernels.states import gated_norm as norms
 from weft.tools.kernels import bench_states
+from weft.tools.kernels.states import conv, delta_rule, mamba2
+from weft.tools.kernels.states import gated_norm as norms
 
 MIXED = (
     Row(1, 70), Row(1, 5, in_place=False), Row(1, 1),  # decodes

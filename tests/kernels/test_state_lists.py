@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from weft.engine.memory.state_layout import StateLayout
 from weft.engine.model.parts import StateSpec, StateTensor
-from weft.kernels.states.state_pages import BLOCK, chunk_lists, unit_places
+from weft.tools.kernels.states.state_pages import BLOCK, chunk_lists, unit_places
 
 CHUNK = st.tuples(st.integers(1, 300), st.integers(0, 200), st.lists(st.integers(1, 300), max_size=3, unique=True))
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 SCRIPT = """
 import sys
 import torch
-from weft.kernels.attention.latent_decode import latent_decode, latent_workspace
+from weft.tools.kernels.latent_decode import latent_decode, latent_workspace
 from weft.kernels.common.compilation import collect
 from weft.kernels.common.gpu import Gpu
 from weft.tools.kernels import bench_states

@@ -44,7 +44,9 @@ class InProcess(Streams):
     async def _run(self) -> None:
         while self.engine.has_work:
             await asyncio.sleep(0)  # requests of one body arrive before the step
-            if (outputs := self.engine.step()) is not None:
+            if (outputs := self.engine.step()) is None:
+                await asyncio.sleep(0.002)
+            else:
                 self.batches.append(outputs.stats.iteration.requests)
                 self._deliver(outputs)
 

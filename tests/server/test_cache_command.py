@@ -8,9 +8,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from test_ssd_store import EXTENTS, GEOMETRY, filled
+from test_ssd_store import EXTENTS, GEOMETRY, TOKENS, Open, filled
 
+from weft.engine.memory.extent import Record
+from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.store_file import FILE_NAME, StoreFile
+from weft.engine.wire.page_keys import state_tokens
 from weft.server.daemon.cli import main
 
 VERBS = pytest.mark.parametrize("verb", ["stats", "verify", "clear"])
@@ -50,6 +53,17 @@ def test_a_whole_store_is_counted_verified_and_cleared(tmp_path: Path, capsys: p
     assert "cleared" in capsys.readouterr().out
     assert main(["cache", "verify", str(tmp_path)]) == 0
     assert table(capsys)["pages"] == f"0 of {EXTENTS}"
+
+
+def test_pages_of_recurrent_states_are_no_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record, opened = filled(tmp_path)[-1], Open(tmp_path)
+    (tokens,) = state_tokens(1, TOKENS)
+    opened.write(8, Record(PrefixIndex.chain(record.key, tokens), record.key, tokens, "s"))
+    opened.close()
+    assert main(["cache", "verify", str(tmp_path)]) == 0
+    rows = table(capsys)
+    assert (rows["pages"], rows["tokens"]) == (f"9 of {EXTENTS}", str(8 * TOKENS))
+    assert rows["pages of recurrent states"] == "1"
 
 
 def test_verify_counts_and_names_invalid_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from weft.engine.config import EngineConfig
 from weft.engine.encoders.engine import EncoderEngine
 from weft.engine.encoders.runner import groups
-from weft.engine.errors import ConfigError, ModelError, RequestError
+from weft.engine.errors import ConfigError, ModelError, OutOfMemory, RequestError
 from weft.engine.llm import LLM
 from weft.engine.model.encoders import serves_encoder
+from weft.engine.runner.options import footprint
 from weft.engine.runner.start.inspect_command import inspect
 from weft.engine.wire.messages import AddRequest, EngineReady, Finish, MemoryBudget, Outputs
 from weft.engine.wire.sampling import SamplingParams
@@ -180,6 +181,12 @@ def test_contexts_are_those_of_the_model(path: Path, tmp_path: Path) -> None:
     (roberta / "sentence_bert_config.json").write_text('{"max_seq_length": 24}')
     assert EncoderEngine(_config(roberta)).max_model_len == 24
     assert EncoderEngine(_config(roberta, max_model_len=62)).max_model_len == 62
+
+
+def test_weights_that_do_not_fit_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint, "machine_memory", lambda: 10_000)
+    with pytest.raises(OutOfMemory, match="the weights need"):
+        EncoderEngine(_config(path))
 
 
 def test_quantized_checkpoints_are_refused(path: Path, tmp_path: Path) -> None:

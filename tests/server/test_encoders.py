@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import importlib.util
 import os
@@ -244,6 +245,8 @@ async def test_models_list_what_they_do(served: Served) -> None:
         http, _ = await served.of(kind, labels)
         (model,) = (await http.get("/v1/models")).json()["data"]
         assert (model["tasks"], model["max_model_len"]) == (tasks, 64)
+        shown = (await _post(http, "/api/show", model=model["id"]))["capabilities"]
+        assert shown == (["embedding"] if "embed" in tasks else [])
 
 
 @pytest.mark.parametrize(
@@ -280,3 +283,29 @@ async def test_many_documents_share_batches(served: Served) -> None:
     assert len(batches) - before < 6
     for i in range(0, 300, 37):
         assert answer["data"][i]["score"] == pytest.approx(float(oracle.logits(QUERY, documents[i])), abs=1e-5)
+
+
+async def test_a_client_that_leaves_ends_its_documents(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    http, _ = await served.of("bert", 1)
+    client = served.clients["bert-1"]
+    monkeypatch.setattr(client.engine, "_take", list)  # nothing is computed
+    asked = asyncio.create_task(http.post("/v1/rerank", json={"query": "a", "documents": ["a cat"] * 30}))
+    while client.engine.stats().scheduler.waiting < 30:
+        await asyncio.sleep(0.01)
+    asked.cancel()
+    while client.engine.has_work:
+        await asyncio.sleep(0.01)
+    assert client.num_open == 0
+
+
+async def test_documents_beyond_the_queue_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = in_process.start(tiny_encoders.save("bert", tmp_path / "bert", labels=1), max_num_seqs=8)
+    async with in_process.serving({"judge": engine}, max_queued_requests=20) as (http, _, (client,)):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_take", list)  # nothing is computed
+            first = asyncio.create_task(http.post("/v1/rerank", json={"query": "a", "documents": ["a cat"] * 20}))
+            while client.num_open < 20:
+                await asyncio.sleep(0.01)
+            response = await http.post("/v1/rerank", json={"query": "a", "documents": ["a cat"] * 20})
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "queue_full")
+        assert (await first).status_code == 200

@@ -153,6 +153,7 @@ async def test_a_field_that_would_change_the_answer_is_refused_by_name(server: S
         (COMPLETIONS, "top_logprobs", 3, CHAT),
         (RERANK, "temperature", 0.5, COMPLETIONS),
         (RERANK, "rank_fields", ["title"], "join the fields"),
+        (RERANK, "truncation", True, "max_tokens_per_doc"),
         (RERANK, "text_1", "a", SCORE),
         (SCORE, "top_n", 3, RERANK),
         (CHAT, "query", "a", RERANK),

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from weft import output_file
-from weft.kernels.attention import latent_decode
-from weft.kernels.attention.latent_decode import Tile
 from weft.kernels.attention.work_lists import decode_items
 from weft.kernels.tuning.measure import Meter, sustained
+from weft.tools.kernels import latent_decode
 from weft.tools.kernels.calls import copy_bandwidth
+from weft.tools.kernels.latent_decode import Tile
 
 RANK, ROTATED, PAGE, DTYPE, SCALE = 512, 64, 64, torch.bfloat16, 0.07
 BATCHES = ((1, 8192), (8, 8192), (64, 4096), (256, 1024))  # Requests and their tokens.

@@ -24,10 +24,17 @@ from weft import output_file
 from weft.engine.memory.state_layout import StateLayout
 from weft.engine.model.parts import Recurrence
 from weft.kernels.reference import states as reference
-from weft.kernels.states import conv, delta_rule, gated_norm, mamba2
-from weft.kernels.states.state_pages import ChunkWork, StateTables, StateTensor, chunk_lists, chunk_work, unit_places
 from weft.kernels.tuning.measure import Meter, sustained
 from weft.tools.kernels.calls import copy_bandwidth
+from weft.tools.kernels.states import conv, delta_rule, gated_norm, mamba2
+from weft.tools.kernels.states.state_pages import (
+    ChunkWork,
+    StateTables,
+    StateTensor,
+    chunk_lists,
+    chunk_work,
+    unit_places,
+)
 
 PAGE_BYTES = 1 << 20
 DTYPE, EPS = torch.bfloat16, 1e-6

@@ -86,7 +86,7 @@ class TensorNames:
     transposed: bool = False  # Matrices are `[in, out]`.
     prefix: str = "model."
     other_prefixes: tuple[str, ...] = ()  # Prefixes of some checkpoints instead of `prefix`.
-    draft_layers: int = 0  # Layers after the last one that predict further tokens; ignored.
+    draft_layers: int = 0  # Layers after the last one that predict further tokens; not read.
     harmless: tuple[str, ...] = ()  # Endings of checkpoint names that are not needed.
     unused: tuple[str, ...] = ()  # Beginnings of checkpoint names that are not needed.
 

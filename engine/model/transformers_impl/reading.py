@@ -73,7 +73,7 @@ KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
 def torch_functions() -> Iterator[None]:
     """Make models that are imported here compute recurrent layers in torch, even if libraries of GPU kernels are
     installed: `transformers` chooses them by import, on CPUs too, where they fail."""
-    absent = [name for name in KERNELS if name not in sys.modules]
+    modules = {name: sys.modules[name] for name in KERNELS if name in sys.modules}
     there = transformers.utils.import_utils
     checks = [
         name
@@ -84,14 +84,15 @@ def torch_functions() -> Iterator[None]:
         )
     ]
     before = {name: getattr(there, name) for name in checks}
-    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
+    sys.modules.update(dict.fromkeys(KERNELS))  # type: ignore[arg-type]
     for name in checks:
         setattr(there, name, lambda *_: False)
     try:
         yield
     finally:
-        for name in absent:
-            sys.modules.pop(name, None)
+        for name in KERNELS:
+            del sys.modules[name]
+        sys.modules.update(modules)
         for name, check in before.items():
             setattr(there, name, check)
 
@@ -122,7 +123,7 @@ def spec_of(config: Any, name: str, *, trusted: bool) -> TransformersSpec:
         try:
             return _single(config, name, trusted, str(reason))
         except ModelError as error:
-            raise ModelError(str(reason) if str(error) == str(reason) else f"{reason}; alone, {error}") from None
+            raise ModelError(str(reason) if str(error) == str(reason) else f"{reason}; one by one: {error}") from None
 
 
 def _packed(config: Any, name: str, trusted: bool) -> TransformersSpec:

@@ -176,8 +176,8 @@ def _state_in(it: _Iteration, op: Operation, layer: int) -> None:
     assert w.state is not None
     wide = reference.normed_linear(x, it.stream_sums, w.matrix, w.bias, eps)
     if w.state.scalars is not None:
-        few = reference.normed_linear(x, it.stream_sums, w.state.scalars, w.state.scalars_bias, eps)
-        wide = torch.cat((wide, few), -1)
+        few = reference.normed_linear(x.float(), it.stream_sums, w.state.scalars, w.state.scalars_bias, eps)
+        wide = torch.cat((wide, few.to(wide.dtype)), -1)
     it.activations[op.target] = wide
 
 

@@ -19,7 +19,7 @@ from weft.engine.runner.iteration.batch import Batch, StateRows
 class Piece(NamedTuple):
     """Tokens of a request that a recurrent layer computes at once."""
 
-    row: int  # Of the batch.
+    row: int  # Index in the batch.
     begin: int  # Index among the iteration's tokens.
     end: int
     fresh: bool  # Nothing is before it.

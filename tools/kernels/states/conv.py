@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
-from weft.kernels.states.state_pages import BLOCK, ChunkWork, StateTables, StateTensor, live_rows, silu, unit_at
+from weft.tools.kernels.states.state_pages import BLOCK, ChunkWork, StateTables, StateTensor, live_rows, silu, unit_at
 
 STEP_CHANNELS = 256  # Channels per task.
 CHUNK_CHANNELS = 64

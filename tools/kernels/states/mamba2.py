@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
-from weft.kernels.states.state_pages import (
+from weft.tools.kernels.states.state_pages import (
     BLOCK,
     ChunkWork,
     StateTables,

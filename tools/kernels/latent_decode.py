@@ -3,7 +3,8 @@
 A token's row of C + R numbers is the key of all heads, and its first C are the values. So a program takes a block of
 heads, loads each row once and uses it twice: as the left operand of the scores, and transposed for the sum. With 64
 heads that is 120 operations a byte, near the ratio of the hardware; more heads read the rows again, from the L2 cache.
-Work items, splits and their sum are those of `decode_attention`, with blocks of heads in place of KV heads.
+Work items, splits and their sum are those of `decode_attention`, with blocks of heads in place of KV heads. No GPU
+executor launches it yet, so it is not in the wheel.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"

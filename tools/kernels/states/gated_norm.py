@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
-from weft.kernels.states.state_pages import silu
+from weft.tools.kernels.states.state_pages import silu
 
 TILE = 4096  # Scalars per task.
 PROGRAMS = 4  # Programs per SM.

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
 from weft.kernels.common.gpu import is_hopper
-from weft.kernels.states.conv import conv_token, shift_state
-from weft.kernels.states.state_pages import (
+from weft.tools.kernels.states.conv import conv_token, shift_state
+from weft.tools.kernels.states.state_pages import (
     BLOCK,
     ChunkWork,
     StateTables,
