@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TypeVar
 
 from weft.engine.config import EngineConfig
@@ -17,6 +18,7 @@ from weft.engine.memory.index_events import IndexEvents, PageLedger
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.tier_setup import make_tiers, open_store, reopened
+from weft.engine.model.adapter import AdapterReader
 from weft.engine.progress import Phases, Progress, notice
 from weft.engine.ranks.group import OneRank, Ranks
 from weft.engine.ranks.loading import Loading
@@ -25,6 +27,7 @@ from weft.engine.runner.device.energy_meter import EnergyMeter, energy_counter
 from weft.engine.runner.iteration.cost_shares import CostShares
 from weft.engine.runner.options.budget import memory_budget
 from weft.engine.scheduling import features
+from weft.engine.scheduling.adapters import Adapters
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.energy_ledger import EnergyLedger
 from weft.engine.scheduling.events import Outbox
@@ -33,14 +36,15 @@ from weft.engine.scheduling.grammars import Grammars
 from weft.engine.scheduling.late_launch import LateLaunch
 from weft.engine.scheduling.listeners import Listener, Listeners
 from weft.engine.scheduling.loop import Loop
-from weft.engine.scheduling.request import Arrivals
+from weft.engine.scheduling.request import Arrivals, Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.scheduling.states import StatePolicy
 from weft.engine.wire.kv_events import make_publisher
 from weft.engine.wire.log_sink import dropped_lines
-from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, Outputs
+from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, LoadAdapter, Outputs
+from weft.engine.wire.page_keys import adapter_salt
 from weft.engine.wire.sampling import DECODER_POOLING
 from weft.engine.wire.weight_exchange import WeightExchange
 
@@ -108,6 +112,7 @@ class Engine:
             eos_token_ids=self.spec.eos_token_ids,
             seed=config.seed,
         )
+        self.adapters = self._adapters()
         self.listeners = Listeners(self._features())
         self.loop = Loop(self.scheduler, self.runner, self.listeners, depth=1 if config.async_scheduling else 0)
         phases.end()
@@ -161,9 +166,27 @@ class Engine:
         ledger = EnergyLedger(meter, self._work, self.scheduler.slots)
         return features.EnergyCharges(ledger, self._outbox, shares_device=share.models > 1)
 
+    def _adapters(self) -> Adapters | None:
+        """Load the configured adapters. Raises `WeftError`, one line."""
+        config, memory = self.config, self.runner.adapters
+        if not config.adapters:
+            return None
+        if memory is None:
+            raise ConfigError(
+                "LoRA adapters are supported on CPUs, for models with an implementation of weft's own; "
+                f"this one runs on {self.resolved.device.type} as {self.spec.architecture}"
+            )
+        read = AdapterReader(self.spec, config.model_path, self.resolved.compute_dtype, config.max_lora_rank)
+        made = Adapters(read, memory, config.max_loras, self.scheduler.count_by_adapter, self._queue, self._outbox)
+        for module in config.lora_modules:
+            name, _, path = module.partition("=")
+            made.load_now(LoadAdapter(name, str(Path(path).expanduser().absolute())))
+        return made
+
     def _features(self) -> Iterator[Listener]:
         """Yield the features that are on, in the order in which hooks run."""
         config, index, outbox = self.config, self.scheduler.pool.index, self._outbox
+        yield from given(self.adapters, lambda adapters: adapters)
         yield features.CompiledGrammars(self.grammars, self.scheduler, outbox)
         if self.resolved.late_launch:
             yield LateLaunch(self._work.costs)
@@ -174,7 +197,8 @@ class Engine:
             # Ahead of the chunk keeper, which forgets the iteration.
             yield SlotLimitKeeper.of(config, self.scheduler)
         yield from given(self.scheduler.chunk_keeper, lambda keeper: keeper)
-        yield from given(self._publisher, lambda to: features.KvEvents(IndexEvents(index, to, config.page_size)))
+        name = str if self.adapters is None else self.adapters.name
+        yield from given(self._publisher, lambda to: features.KvEvents(IndexEvents(index, to, config.page_size, name)))
         yield features.PlanPreparation(self.runner.preparation, lambda: self.has_work, outbox)
 
     def describe(self) -> EngineReady:
@@ -212,7 +236,16 @@ class Engine:
         if params.pooling is not None and not self._weights.has_hidden_states:
             raise RequestError(f"{self.spec.architecture} does not expose its hidden states", "input")
         request = self._arrivals.request(message)
-        if params.grammar is None and not params.bad_words:
+        if not message.adapter:
+            self._queue(request)
+        elif self.adapters is None:
+            raise RequestError("this engine serves no adapters", "model")
+        else:
+            request.salt = adapter_salt(message.adapter, request.salt)
+            self.adapters.begin(request, message.adapter)
+
+    def _queue(self, request: Request) -> None:
+        if request.params.grammar is None and not request.params.bad_words:
             self.scheduler.add(request)
         else:
             self.grammars.begin(request)
@@ -229,6 +262,8 @@ class Engine:
 
     def abort(self, handle: int) -> None:
         """End a request early. Idempotent; unknown handles are ignored."""
+        if self.adapters is not None and (held := self.adapters.take(handle)) is not None:
+            self.scheduler.add(held)
         if (request := self.grammars.take(handle)) is not None:
             self.scheduler.add(request)
         self.scheduler.abort(handle)
@@ -283,7 +318,8 @@ class Engine:
     def has_work(self) -> bool:
         """Requests are open, results are in flight, or events wait to be reported."""
         s = self.scheduler
-        waiting = s.num_requests or self.grammars.num_compiling
+        held = 0 if self.adapters is None else self.adapters.num_held
+        waiting = s.num_requests or self.grammars.num_compiling or held
         return bool(waiting or self.loop.in_flight or s.has_events() or self._outbox.refused)
 
     def step(self) -> Outputs | None:
@@ -338,7 +374,9 @@ class Engine:
         """Return the scheduler's state and the figures of the last committed iteration."""
         totals = self.loop.totals
         return EngineStats(
-            scheduler=self.scheduler.stats(compiling=self.grammars.num_compiling),
+            scheduler=self.scheduler.stats(
+                compiling=self.grammars.num_compiling, adapter=0 if self.adapters is None else self.adapters.num_held
+            ),
             iteration=totals.last,
             iterations=totals.iterations,
             iterations_pipelined=totals.pipelined,

@@ -48,6 +48,7 @@ FLUSH_POLL_MS = 100
 """Idle poll with KV tiers: the loop must process finished transfers, and notice the end of stdin in time."""
 FLUSH_PATIENCE_SECONDS = 4.5  # seconds to store pages at the end; less than the daemon waits for this process
 PROFILE_SECONDS = 300.0  # maximum seconds to start or write a profile
+NO_ADAPTERS = "LoRA adapters are off: start with --enable-lora"
 COMPILE_SECONDS = 300.0  # maximum seconds to compile a kernel that the warm-up has not compiled
 
 ENGINE_MODULES = ("weft.engine.engine",)
@@ -145,6 +146,9 @@ class _MessageLoop:
             if outputs is not None:
                 self._forget_finished(outputs)
                 self._clients.send_outputs(outputs)
+            if engine.adapters is not None:
+                for news in engine.adapters.take_news():
+                    self._clients.send_all(news)
         self._heartbeat.stage("ending", FLUSH_PATIENCE_SECONDS)
         engine.close()
         return 0
@@ -173,6 +177,8 @@ class _MessageLoop:
                 self._clients.send_all(messages.Outputs(stats=engine.stats()))
             case messages.Prefetch():
                 engine.prefetch(message.names)
+            case messages.LoadAdapter() | messages.DropAdapter():
+                self._change_adapters(engine, client, message)
             case messages.Profile():
                 self._end_profiling()
                 self._begin_profiling(message)
@@ -182,9 +188,23 @@ class _MessageLoop:
             case messages.Hello():
                 ready = engine.describe()
                 self._clients.send(client, replace(ready, pages=engine.pages()) if message.pages else ready)
+                for news in engine.adapters.all_news() if engine.adapters is not None else ():
+                    self._clients.send(client, news)
             case messages.ClientGone():
                 self._clients.forget(message.client)
                 self._abort(engine, message.client, self._open.pop(message.client, ()))
+
+    def _change_adapters(
+        self, engine: Engine | EncoderEngine, client: int, message: messages.LoadAdapter | messages.DropAdapter
+    ) -> None:
+        adapters = engine.adapters
+        if adapters is None:
+            path = message.path if isinstance(message, messages.LoadAdapter) else ""
+            self._clients.send(client, messages.AdapterNews(message.name, path=path, error=NO_ADAPTERS))
+        elif isinstance(message, messages.LoadAdapter):
+            adapters.load(message)
+        else:
+            adapters.drop(message.name)
 
     def _sleep_or_wake(
         self, engine: Engine | EncoderEngine, message: messages.Sleep | messages.Wake

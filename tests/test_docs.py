@@ -38,6 +38,7 @@ ENDINGS = "py|md|json|toml|yml|yaml|txt|svg|png|gz|js|css|html|sh"
 NOT_OURS = {
     "model.safetensors",
     "config.json",
+    "adapter_config.json",
     "generation_config.json",
     "hf_quant_config.json",
     "modules.json",

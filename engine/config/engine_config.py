@@ -28,6 +28,7 @@ NO_OPTION: dict[str, JsonValue] = {"option": False}
 MAX_BATCHED_TOKENS = 65536
 """Tokens per iteration, at most."""
 _AUTO = r"^auto(:[1-9]\d{0,2}|:[1-3]\d{3}|:40[0-8]\d|:409[0-6])?$"
+_LORA_MODULE, _LORA_TITLE = r"^[^=\s,]+=.+$", "NAME=PATH, with a NAME without spaces and commas"
 _SEQUENCE_LIMIT = Field(pattern=_AUTO, title="auto or auto:N")
 _ADDRESS = "tcp://ADDRESS:PORT or ipc://PATH"
 _SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/[0-9a-f]{40}$")
@@ -142,6 +143,17 @@ class EngineConfig(BaseModel):
     pack stay raw"""
     ssd_kv_gib: float = Field(64.0, gt=0, le=2**20)
     """disk space in GiB for --ssd-kv-path, allocated at start"""
+    enable_lora: bool = False
+    """serve LoRA adapters over the model, also without `lora_modules`; on CPUs and without tensor parallelism only"""
+    lora_modules: list[Annotated[str, Field(pattern=_LORA_MODULE, title=_LORA_TITLE)]] = Field([])
+    """adapters to load at start and their model names; may be repeated; a directory in PEFT's format each"""
+    lora_dir: str | None = Field(None, min_length=1)
+    """folder with a directory per LoRA adapter, which a request for a model of that name loads; the only folder from
+    which adapters may be loaded while serving"""
+    max_loras: int = Field(8, ge=1, le=1024)
+    """adapters in memory at once; the others are loaded again when a request needs them"""
+    max_lora_rank: int = Field(64, ge=1, le=512)
+    """largest rank of an adapter"""
     kv_events_endpoint: str | None = Field(None, pattern=r"^(tcp://.+:(\d+|\*)|ipc://.+)$", title=_ADDRESS)
     """ZeroMQ address that publishes KV cache events for routers, such as tcp://*:5557 [off]"""
     kv_events_replay_endpoint: str | None = Field(None, pattern=r"^(tcp://.+:(\d+|\*)|ipc://.+)$", title=_ADDRESS)
@@ -256,10 +268,18 @@ class EngineConfig(BaseModel):
         yield published and not self.prefix_caching, "kv_events_endpoint needs prefix_caching"
         replayed = self.kv_events_replay_endpoint is not None
         yield replayed and not published, "kv_events_replay_endpoint needs kv_events_endpoint"
+        many = self.adapters and self.tensor_parallel_size > 1
+        yield many, "LoRA adapters do not support tensor_parallel_size above 1 yet"
+        yield self.adapters and dummy, "LoRA adapters need a model with weights, not load_format dummy"
 
     def for_measuring(self) -> EngineConfig:
         """Return a copy for an engine that becomes ready only after all background preparation."""
         return self.model_copy(update={"wait_for_plan": True})
+
+    @property
+    def adapters(self) -> bool:
+        """Whether requests may use LoRA adapters."""
+        return self.enable_lora or bool(self.lora_modules) or self.lora_dir is not None
 
     @property
     def adaptive_limit(self) -> bool:

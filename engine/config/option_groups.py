@@ -34,7 +34,12 @@ INTERNALS = "internals and A/B switches (for measurements; do not set in product
 
 ENGINE_GROUPS = (
     OptionGroup(
-        MODEL, ("model", "revision", "dtype", "quantization"), ("model_impl", "trust_remote_code", "seed")
+        MODEL,
+        ("model", "revision", "dtype", "quantization"),
+        (
+            "model_impl", "trust_remote_code", "seed", "enable_lora", "lora_modules", "lora_dir", "max_loras",
+            "max_lora_rank",
+        ),
     ),
     OptionGroup(
         MEMORY,

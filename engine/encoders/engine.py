@@ -23,6 +23,7 @@ from weft.engine.runner.memory.host_arena import host_sleepable_memory
 from weft.engine.runner.memory.sleep import SleepableMemory, Sleepless
 from weft.engine.runner.options.budget import RUNTIME_BYTES
 from weft.engine.runner.options.footprint import Footprint
+from weft.engine.scheduling.adapters import Adapters
 from weft.engine.scheduling.events import Events, Outbox
 from weft.engine.scheduling.listeners import Listeners
 from weft.engine.scheduling.request import Request
@@ -51,11 +52,14 @@ class EncoderEngine:
     """Loads an encoder and serves requests one batch at a time. Raises `WeftError`, one line."""
 
     tiers = None  # there are no pages to keep
+    adapters: Adapters | None = None
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         begin = time.perf_counter()
         self.config, phases = config, Phases(progress)
         self.spec = read_encoder(config.model_path)
+        if config.adapters:
+            raise ConfigError(f"{self.spec.architecture} is an encoder, and LoRA adapters need a decoder")
         notice(f"{self.spec.architecture}: an encoder, computed by transformers' code")
         self._device = _device_of(config)
         self._dtype = _dtype_of(config, self.spec, self._device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from weft.engine.memory.prefix_index import Change, PrefixEntry, PrefixIndex
 from weft.engine.wire.kv_events import SNAPSHOT_SECONDS, AllBlocksCleared, BlockRemoved, BlockStored, Event, KvPublisher
 from weft.engine.wire.messages import PageChanges
-from weft.engine.wire.page_keys import BRIEF
+from weft.engine.wire.page_keys import BRIEF, split_salt
 
 MEDIA = {"page": "GPU", "host": "CPU", "extent": "DISK"}
 """The attribute of each tier's copy, and the medium that routers know. On a CPU device, pages are in "GPU" too."""
@@ -21,8 +21,12 @@ AT_ONCE = 1000  # changes per message of a snapshot
 class IndexEvents:
     """Runs on the scheduler's thread, which only hands changes over: the publisher's thread builds the events."""
 
-    def __init__(self, index: PrefixIndex, publisher: KvPublisher, page_size: int) -> None:
-        self._index, self._publisher, self._page_size = index, publisher, page_size
+    def __init__(
+        self, index: PrefixIndex, publisher: KvPublisher, page_size: int, adapter_name: Callable[[str], str] = str
+    ) -> None:
+        """`adapter_name` returns the name of a LoRA adapter by its digest."""
+        self._index, self._publisher = index, publisher
+        self._events = partial(events, page_size=page_size, adapter_name=adapter_name)
         self._next_snapshot = 0.0  # `time.monotonic()` before which no snapshot is published
         index.changes = []
 
@@ -36,7 +40,7 @@ class IndexEvents:
             self._snapshot()
         elif changes:
             self._index.changes = []
-            publisher.put(partial(events, changes, self._page_size))
+            publisher.put(partial(self._events, changes))
 
     def _snapshot(self) -> None:
         """Publish the full index after a reset. Entries are in creation order, parents first."""
@@ -46,7 +50,7 @@ class IndexEvents:
                 continue
             changes += [Change(entry, tier, True) for tier in MEDIA if getattr(entry, tier) >= 0]
         for i in range(0, len(changes), AT_ONCE):
-            self._publisher.put(partial(events, changes[i : i + AT_ONCE], self._page_size))
+            self._publisher.put(partial(self._events, changes[i : i + AT_ONCE]))
 
     def close(self) -> None:
         self.flush()
@@ -58,7 +62,7 @@ def block_hash(entry: PrefixEntry) -> int:
     return int.from_bytes(entry.key[:8], "big")
 
 
-def events(changes: Sequence[Change | None], page_size: int) -> list[Event]:
+def events(changes: Sequence[Change | None], page_size: int, adapter_name: Callable[[str], str] = str) -> list[Event]:
     """Convert changes into events, in order. Neighbors in a chain share an event; None means that all was cleared."""
     out: list[Event] = []
     run: list[PrefixEntry] = []
@@ -66,7 +70,9 @@ def events(changes: Sequence[Change | None], page_size: int) -> list[Event]:
 
     def end() -> None:
         if at is not None and run:
-            out.append(_stored(run, at[0], page_size) if at[1] else BlockRemoved([*map(block_hash, run)], at[0]))
+            out.append(
+                _stored(run, at[0], page_size, adapter_name) if at[1] else BlockRemoved([*map(block_hash, run)], at[0])
+            )
 
     for change in changes:
         if change is None:
@@ -83,9 +89,10 @@ def events(changes: Sequence[Change | None], page_size: int) -> list[Event]:
     return out
 
 
-def _stored(run: Sequence[PrefixEntry], medium: str, page_size: int) -> BlockStored:
+def _stored(run: Sequence[PrefixEntry], medium: str, page_size: int, adapter_name: Callable[[str], str]) -> BlockStored:
     first = run[0]
-    salted = first.parent is None and first.salt
+    digest, salt = split_salt(first.salt)
+    salted = first.parent is None and salt
     return BlockStored(
         block_hashes=[block_hash(entry) for entry in run],
         parent_block_hash=block_hash(first.parent) if first.parent is not None else None,
@@ -93,8 +100,8 @@ def _stored(run: Sequence[PrefixEntry], medium: str, page_size: int) -> BlockSto
         block_size=page_size,
         lora_id=None,
         medium=medium,
-        lora_name=None,
-        extra_keys=[(first.salt,), *[None] * (len(run) - 1)] if salted else None,
+        lora_name=adapter_name(digest) if digest else None,
+        extra_keys=[(salt,), *[None] * (len(run) - 1)] if salted else None,
     )
 
 

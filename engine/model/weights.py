@@ -198,6 +198,19 @@ def load_weights(
     return weights
 
 
+def plain_tensors(spec: ModelSpec, path: Path, dtype: torch.dtype, stack: ExitStack) -> Tensors:
+    """Return the tensors of a checkpoint on the CPU, each read when requested. Raises `ModelError`."""
+    names = family_of(spec.architecture).names
+    checkpoint = _checkpoint(spec, path, stack)
+    checkpoint.rename(f"{names.embedding}.weight", names.prefix, names.other_prefixes)
+
+    def get(name: str, shape: tuple[int, ...], part: Part, kind: torch.dtype) -> Tensor:
+        stored = checkpoint(name, shape, part)
+        return (stored.raw if stored.decode is None else stored.decode(stored.raw, kind)).to(kind).reshape(shape)
+
+    return Tensors(get, checkpoint.__contains__, dtype, checkpoint.shape_of)
+
+
 def _is_tied(spec: ModelSpec, names: TensorNames, checkpoint: TensorSource) -> bool:
     """Return whether the embedding is the output head as well. If the file contradicts `config.json`, print a line and
     use a head of its own if the file has one, as `transformers` does."""

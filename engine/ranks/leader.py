@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -19,6 +19,7 @@ from weft.engine.memory.extent import Record
 from weft.engine.memory.ssd_store import Job, Outcome, SsdStore
 from weft.engine.memory.store_file import StoreFile, StoreUnavailable
 from weft.engine.memory.transfer import Bytes, Copy, CopyEngine, Pairs, Remainders
+from weft.engine.model.adapter import Adapter
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress, notice
@@ -87,6 +88,8 @@ def lead(
 
 class LeadingRunner:
     """See `runner.Runner`. stores: every rank has an SSD tier file."""
+
+    adapters: MutableMapping[int, Adapter] | None = None
 
     def __init__(self, runner: Runner, links: Links, collectives: Collectives, *, stores: bool) -> None:
         self.own, self.stores = runner, stores

@@ -68,6 +68,7 @@ def build_batch(
         page_table=s.page_table[rows, : int(s.num_pages[rows].max())], sampled_rows=sampled_rows,
         sampling=_sampling(s, rows[sampled_rows], (np.cumsum(query_len) - 1)[sampled_rows], end[sampled_rows]),
         count_resets=tuple(count_resets), prompt_logprobs=tuple(scored), pooled=tuple(pooled),
+        adapters=adapters if (adapters := s.adapter.take(rows)).any() else None,
     )  # fmt: skip
 
 

@@ -42,6 +42,7 @@ class Request:
     leader: int = -1  # handle of the request whose pages it waits for; -1 for none
     tenant: int = 0  # Number of the tenant. Tenants of one precedence share the engine fairly.
     precedence: int = 0  # lower ones go first, of any tenant
+    adapter: int = 0  # number of its LoRA adapter; 0 for none
     ticket: int = 0  # ticket in the waiting queue; 0 if it is not queued
     charged: float = 0.0  # tokens charged to its tenant when it first got a slot
     overtaken: int = 0  # requests admitted ahead of it while it was first in line

@@ -7,6 +7,7 @@ token in the iteration in flight is scheduled once more, and that result is drop
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,13 @@ class Scheduler:
     def num_requests(self) -> int:
         """Number of requests without a terminal event so far."""
         return len(self._requests)
+
+    def count_by_adapter(self) -> dict[int, int]:
+        """Return the requests without a terminal event, and slots whose fence has not passed, by adapter number."""
+        s = self.slots
+        counts = Counter(request.adapter for request in self._requests.values())
+        counts.update(s.adapter[s.phase == Phase.ENDING].tolist())
+        return counts
 
     @property
     def num_running(self) -> int:
@@ -449,13 +457,14 @@ class Scheduler:
 
     # -- state
 
-    def stats(self, compiling: int = 0) -> SchedulerStats:
-        """`compiling` is the number of requests whose grammar is being compiled."""
+    def stats(self, compiling: int = 0, adapter: int = 0) -> SchedulerStats:
+        """`compiling` and `adapter` count the requests that wait for their grammar and for their adapter."""
         pool, loading = self.pool, int((self.slots.phase == Phase.LOADING).sum())
         saved, state_bytes = self.states.stats() if self.states is not None else ({}, 0)
         return SchedulerStats(
             running=self.num_running, slot_limit=self.slots.limit, slot_limit_changes=self.slot_limit_changes,
-            waiting=self.num_waiting, queue={**self._waiting.by_reason(), "load": loading, "grammar": compiling},
+            waiting=self.num_waiting,
+            queue={**self._waiting.by_reason(), "load": loading, "grammar": compiling, "adapter": adapter},
             pages_held=pool.num_held, pages_cached=pool.num_cached, pages_total=pool.capacity,
             retained_pages=len(pool.retention), retentions_displaced=pool.retention.displaced,
             prefix_queried_tokens=self.prefixes.stats.queried, prefix_hit_tokens=sum(self.prefixes.stats.hits),

@@ -77,6 +77,7 @@ class SlotTable:
         self.constrained = np.zeros(n, np.bool_)
         """The allowed tokens depend on the newest token: it has a grammar, bad words or bounded thinking."""
         self.seed = np.zeros(n, np.uint64)
+        self.adapter = np.zeros(n, np.int32)  # number of its LoRA adapter; 0 for none
         self.joules = np.zeros(n)  # joules charged so far
         self.metered = np.zeros(n, np.bool_)  # report the joules charged
         self.prompt_logprobs = np.full(n, -1, np.int32)
@@ -149,7 +150,7 @@ class SlotTable:
             self.columns[column.name][slot] = column.of(params)
         self.biased[slot] = bool(params.logit_bias)
         self.constrained[slot], self.masked[slot] = request.constrained, request.masked
-        self.seed[slot] = request.seed
+        self.seed[slot], self.adapter[slot] = request.seed, request.adapter
         self.joules[slot], self.metered[slot] = request.joules, request.metered
         self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.pooling[slot], request.pooled = params.pooling, None

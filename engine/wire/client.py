@@ -92,6 +92,10 @@ class EngineClient(Streams):
                     self._settled.set()
                 case messages.SleepReply():
                     self._resolve_sleep(message)
+                case messages.AdapterNews():
+                    self.adapters[message.name] = message
+                    if self.on_adapter is not None:
+                        self.on_adapter(message)
                 case messages.EngineFailed():
                     self.failure = message.message
 

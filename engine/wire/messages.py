@@ -77,6 +77,8 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     """If several cover a page, the longest time counts."""
     names: tuple[bytes, ...] = ()
     """Names of the conversation for its next turn, 16 bytes each."""
+    adapter: str = ""
+    """Digest of the LoRA adapter (`AdapterNews`); "" for none."""
     segment: int = 0
     """Prompt tokens before the second text of a pair, for encoders that distinguish the two; 0: no pair."""
 
@@ -96,6 +98,21 @@ class Prefetch(msgspec.Struct, tag="prefetch", frozen=True):
     """Names of the conversation (`AddRequest.names`), most specific first."""
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
+    """Load a LoRA adapter and give it a name. Answered by `AdapterNews`, to all clients if it succeeds."""
+
+    name: str
+    path: str
+    digest: str = ""
+    """The expected content; "" for any."""
+
+
+class DropAdapter(msgspec.Struct, tag="drop_adapter", frozen=True):
+    """Forget a name. Open requests keep the adapter. Answered by `AdapterNews` without a digest, to all clients."""
+
+    name: str
+
+
 class Profile(msgspec.Struct, tag="profile", frozen=True):
     """Record a Chrome trace of the engine process for some seconds, in a new file."""
 
@@ -111,7 +128,10 @@ class Wake(msgspec.Struct, tag="wake", frozen=True):
     """Serve again. Answered by `SleepReply`."""
 
 
-ToEngine = Hello | ClientGone | AddRequest | AbortRequests | ResetPrefixCache | Prefetch | Profile | Sleep | Wake
+ToEngine = (
+    Hello | ClientGone | AddRequest | AbortRequests | ResetPrefixCache | Prefetch | LoadAdapter | DropAdapter | Profile
+    | Sleep | Wake
+)  # fmt: skip
 
 
 class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,7 +256,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     queue: dict[str, int] = {}
     """Waiting requests by reason: slots, pages, tokens (no token budget in the iteration), sibling (another request
-    computes the same prompt), grammar (being compiled), load (KV pages being loaded to the GPU)."""
+    computes the same prompt), grammar (being compiled), load (KV pages being loaded to the GPU), adapter (not in
+    memory)."""
     pages_held: int = 0
     pages_cached: int = 0
     pages_total: int = 0
@@ -311,6 +332,15 @@ class PageChanges(msgspec.Struct, frozen=True, array_like=True):
     left: bytes = b""
 
 
+class AdapterStats(msgspec.Struct, frozen=True, array_like=True):
+    """The LoRA adapters that requests use, by name."""
+
+    most: int = 0
+    """Adapters that can be in memory at once; 0 if adapters are off."""
+    running: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's state after an iteration. Counters are totals since start."""
 
@@ -330,6 +360,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     plan: PlanStats = PlanStats()
     pages: PageChanges = PageChanges()
     """Changes since the last message, once a client has requested them."""
+    adapters: AdapterStats = AdapterStats()
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
@@ -395,7 +426,18 @@ class SleepReply(msgspec.Struct, tag="sleep_reply", frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-FromEngine = EngineReady | EngineFailed | Outputs | SleepReply
+class AdapterNews(msgspec.Struct, tag="adapter_news", frozen=True):
+    """The answer to `LoadAdapter` or `DropAdapter`, and a report to a new client."""
+
+    name: str
+    digest: str = ""
+    """Identifies the adapter's content; empty if the name is dropped, or if it could not be loaded."""
+    path: str = ""
+    error: str = ""
+    """Why it could not be loaded; the name keeps its earlier adapter, if any."""
+
+
+FromEngine = EngineReady | EngineFailed | Outputs | SleepReply | AdapterNews
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

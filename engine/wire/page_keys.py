@@ -20,6 +20,21 @@ def root(model_id: str, salt: str) -> bytes:
     return xxhash.xxh3_128_digest(model_id.encode() + b"\0" + salt.encode("utf-8", "surrogatepass"))
 
 
+ADAPTER_SALT = "lora:"
+
+
+def adapter_salt(digest: str, salt: str) -> str:
+    """Return the salt of requests with a LoRA adapter; the digest is empty without one. Salts of clients have no
+    control characters, so they never equal the salt of an adapter."""
+    return f"{ADAPTER_SALT}{digest}\0{salt}" if digest else salt
+
+
+def split_salt(salt: str) -> tuple[str, str]:
+    """Return (digest, salt of the client): the inverse of `adapter_salt`."""
+    adapter, separator, own = salt.partition("\0")
+    return (adapter.removeprefix(ADAPTER_SALT), own) if separator else ("", salt)
+
+
 def chain(parent: bytes, tokens: bytes) -> bytes:
     """Return the key of a page of `tokens` (int32) after the page with the key `parent`."""
     return xxhash.xxh3_128_digest(parent + tokens)

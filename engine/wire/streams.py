@@ -98,6 +98,8 @@ class Streams:
         self.stats = messages.EngineStats()
         self.dead: str | None = None  # why the engine has ended; None while it runs
         self.on_stats: Callable[[messages.EngineStats], None] | None = None
+        self.adapters: dict[str, messages.AdapterNews] = {}  # the engine's last report by name
+        self.on_adapter: Callable[[messages.AdapterNews], None] | None = None
         self.on_open: Callable[[int], None] | None = None  # called with the number of open requests when it changes
         self._streams: dict[int, TokenStream] = {}
         self._next_handle = (number << messages.HANDLE_BITS) + 1
@@ -116,7 +118,8 @@ class Streams:
     def submit(
         self, prompt_token_ids: Sequence[int] | npt.NDArray[np.int32], params: SamplingParams, *, priority: int = 0,
         cache_salt: str = "", leader: int = -1, tenant: int = 0, precedence: int = 0, metered: bool = False,
-        retention: tuple[messages.Retention, ...] = (), names: tuple[bytes, ...] = (), segment: int = 0,
+        retention: tuple[messages.Retention, ...] = (), names: tuple[bytes, ...] = (), adapter: str = "",
+        segment: int = 0,
     ) -> TokenStream:  # fmt: skip
         """Queue one sequence. Options are as in `AddRequest`. Raises `EngineDead` if the engine has ended."""
         if self.dead is not None:
@@ -129,7 +132,7 @@ class Streams:
         request = messages.AddRequest(
             handle=handle, prompt_token_ids=prompt, params=params, priority=priority, cache_salt=cache_salt,
             leader=leader, tenant=tenant, precedence=precedence, metered=metered, retention=retention, names=names,
-            segment=segment,
+            adapter=adapter, segment=segment,
         )  # fmt: skip
         self._send(request)
         self._report_open()
@@ -138,6 +141,14 @@ class Streams:
     def prefetch(self, names: tuple[bytes, ...]) -> None:
         """Load the pages of a conversation before its next turn arrives."""
         self._send(messages.Prefetch(names))
+
+    def load_adapter(self, name: str, path: str, digest: str = "") -> None:
+        """Load a LoRA adapter. The engine reports with `on_adapter`."""
+        self._send(messages.LoadAdapter(name, path, digest))
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget the name of a LoRA adapter. The engine reports with `on_adapter`."""
+        self._send(messages.DropAdapter(name))
 
     def reset_prefix_cache(self) -> None:
         self._send(messages.ResetPrefixCache())

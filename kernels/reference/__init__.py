@@ -5,5 +5,5 @@ May import: `common`, `formats`.
 Never: uses Triton.
 """
 
-PUBLIC = ("experts", "latent", "layer", "sampling", "sampling_shards", "states")
+PUBLIC = ("adapters", "experts", "latent", "layer", "sampling", "sampling_shards", "states")
 """The modules that other folders may import."""

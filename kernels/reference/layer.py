@@ -26,6 +26,7 @@ from torch import Tensor
 from weft.kernels.formats import fp8_matrix
 from weft.kernels.formats.fp8 import quantize_kv
 from weft.kernels.formats.fp8_matrix import Matrix
+from weft.kernels.reference.adapters import Delta, add_values
 
 OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
 
@@ -132,7 +133,7 @@ def qkv_project(
     x: Tensor, sumsq: Tensor | None, weight: Matrix, bias: Tensor | None, eps: float, rotary: Tensor,
     positions: Tensor | slice, slot_mapping: Tensor, kv: Tensor, layer: int, num_heads: int,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, means: Means | None = None,
-    kv_inverse: Tensor | None = None,
+    kv_inverse: Tensor | None = None, delta: Delta | None = None,
 ) -> Tensor:  # fmt: skip
     """Apply norm (if `sumsq` is given), QKV matrix, bias, q/k norm and rotary embedding; write K and V to the pages.
 
@@ -140,9 +141,12 @@ def qkv_project(
     or `slice(None)` if rotary already has one row per token; slot_mapping `[T]` int: page * page_size + offset of each
     token (padding points into page 0). means: if one norm spans heads of all ranks, converts the mean squares `[T, 2]`
     of this rank's q and k to those of all ranks. kv_inverse `[2, Hkv]` float32: factor of K and V for FP8 pages
-    (`fp8.KvScales`). Returns q `[T, Hq, D]`."""
+    (`fp8.KvScales`). delta: what adapters add, here and in the other projections. Returns q `[T, Hq, D]`."""
     num_kv_heads, head_dim = kv.shape[-2], kv.shape[-1]
-    qkv = normed_linear(x, sumsq, weight, bias, eps).view(x.shape[0], -1, head_dim)
+    qkv = normed_linear(x, sumsq, weight, bias, eps)
+    if delta is not None:
+        qkv = add_values(qkv, delta.values(normed(x, sumsq, eps)))
+    qkv = qkv.view(x.shape[0], -1, head_dim)
     qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = qk.split((num_heads, num_kv_heads), dim=1)
@@ -164,20 +168,24 @@ def qkv_project(
 
 def residual_project(
     a: Tensor, weight: Matrix, x: Tensor, *, post_norm: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 0.0, centred: bool = False,
+    eps: float = 0.0, centred: bool = False, delta: Delta | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return `x + a @ weight.T`, rounded once, and its sum of squares. a `[T, K]`, weight `[H, K]`, x `[T, H]`.
 
     post_norm `[H]`: an RMS norm of the addend, including its bias `[H]`."""
+    added = [] if delta is None else delta.values(a)
     if post_norm is not None:
-        h = normed_linear(a, None, weight, bias, eps).float()
+        h = add_values(normed_linear(a, None, weight, bias, eps), added).float()
         h = h * rms_scale(h.square().sum(-1), h.shape[-1], eps)[:, None] * post_norm.float()
         y = (x.float() + h).to(x.dtype)
     elif not isinstance(weight, Tensor):
-        y = (x.float() + fp8_matrix.linear(a, None, weight, bias)).to(x.dtype)
+        y = (x.float() + add_values(fp8_matrix.linear(a, None, weight, bias), added)).to(x.dtype)
     else:
         x = x if bias is None else x + bias
-        y = torch.addmm(x, a, weight.t()) if x.dtype == torch.float32 else (x.float() + F.linear(a, weight)).to(x.dtype)
+        if x.dtype == torch.float32:
+            y = add_values(torch.addmm(x, a, weight.t()), added)
+        else:
+            y = (x.float() + add_values(F.linear(a, weight), added)).to(x.dtype)
     return y, row_sumsq(y, centred)
 
 
@@ -195,27 +203,33 @@ def add_reduced(
 
 def gate_up_project(
     x: Tensor, sumsq: Tensor | None, weight: Matrix, eps: float, *, activation: str = "silu",
-    bias: Tensor | None = None, gate: Tensor | None = None,
+    bias: Tensor | None = None, gate: Tensor | None = None, delta: Delta | None = None,
 ) -> Tensor:  # fmt: skip
     """Apply norm, gate-up matrix `[2 I, H]` (rows alternate), bias and gated activation: `[T, I]`.
 
     gate `[1, H]`: of a shared expert (Qwen 2 MoE); the result is multiplied by the sigmoid of x times gate."""
+    added = [] if delta is None else delta.values(normed(x, sumsq, eps))
     if isinstance(weight, Tensor):
         h = normed(x, sumsq, eps)
         # Two GEMMs of strided weights, so that the following operations read contiguous rows.
-        g = F.linear(h, weight[0::2], None if bias is None else bias[0::2])
-        y = gated(activation, g, F.linear(h, weight[1::2], None if bias is None else bias[1::2]))
+        g = add_values(F.linear(h, weight[0::2], None if bias is None else bias[0::2]), added, slice(0, None, 2))
+        u = add_values(F.linear(h, weight[1::2], None if bias is None else bias[1::2]), added, slice(1, None, 2))
+        y = gated(activation, g, u)
     else:
-        both = normed_linear(x, sumsq, weight, bias, eps)
+        both = add_values(normed_linear(x, sumsq, weight, bias, eps), added)
         y = gated(activation, both[:, 0::2], both[:, 1::2])
     return y if gate is None else y * torch.sigmoid(F.linear(normed(x, sumsq, eps), gate))
 
 
 def up_project(
-    x: Tensor, sumsq: Tensor | None, weight: Matrix, eps: float, *, activation: str, bias: Tensor | None = None
-) -> Tensor:
+    x: Tensor, sumsq: Tensor | None, weight: Matrix, eps: float, *, activation: str, bias: Tensor | None = None,
+    delta: Delta | None = None,
+) -> Tensor:  # fmt: skip
     """Apply norm, matrix `[I, H]` of an MLP without a gate, bias and activation: `[T, I]`."""
-    return ACTIVATIONS[activation](normed_linear(x, sumsq, weight, bias, eps))
+    y = normed_linear(x, sumsq, weight, bias, eps)
+    if delta is not None:
+        y = add_values(y, delta.values(normed(x, sumsq, eps)))
+    return ACTIVATIONS[activation](y)
 
 
 def final_norm(

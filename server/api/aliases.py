@@ -29,8 +29,11 @@ _BY_FIELD = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 """The endpoint of an invocation, by the field that identifies it."""
 
 ADMIN_ALIASES = frozenset(
-    {"/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache"}
-)
+    {
+        "/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/reset_prefix_cache",
+        "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter",
+    }
+)  # fmt: skip
 """vLLM's paths for operators. They need the admin key, like those below /admin/."""
 
 router = APIRouter(route_class=JsonRoute)

@@ -16,6 +16,7 @@ from starlette.routing import compile_path
 from weft import __version__
 from weft.engine.errors import WeftError
 from weft.server.api import (
+    adapters,
     aliases,
     batches,
     chat,
@@ -65,8 +66,8 @@ def create_app(service: Service) -> FastAPI:
     app.state.background = Background()
     stateful = (responses, conversations)
     common = (
-        completions, chat, embeddings, scores, messages, *stateful, tokens, operations, ollama, llama_cpp, aliases,
-        docs,
+        completions, chat, embeddings, scores, messages, *stateful, tokens, operations, adapters, ollama, llama_cpp,
+        aliases, docs,
     )  # fmt: skip
     for module in (*common, *([ui] if config.ui else [])):
         app.include_router(module.router)

@@ -161,7 +161,7 @@ Content = Annotated[
 ]
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
 Priority = Annotated[int, Field(ge=-INT32, le=INT32)]
-CacheSalt = Annotated[str, Field(max_length=128)]
+CacheSalt = Annotated[str, Field(max_length=128, pattern=r"^[^\x00-\x1f]*$")]
 CacheKey = Annotated[str, Field(max_length=1024)]
 
 

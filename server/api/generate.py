@@ -14,12 +14,14 @@ from starlette.types import Receive, Scope
 
 from weft.engine.errors import EngineDead
 from weft.engine.wire.messages import Retention
+from weft.engine.wire.page_keys import adapter_salt
 from weft.engine.wire.sampling import SamplingParams
 from weft.engine.wire.streams import Delta
 from weft.server.api.choice import Choice, EndRules, Piece
 from weft.server.api.model_text import too_long
 from weft.server.api.protocol import GenerationBody
 from weft.server.api.service import Service
+from weft.server.errors import bad_request, clip
 from weft.server.keys import precedence
 from weft.server.replicas.replicas import PromptPages, Ticket
 from weft.server.text.stops import StopStrings
@@ -65,6 +67,13 @@ class Generation:
         self._markup = markup
         self._names = names
         self._salt: str = scope["weft.salt"]
+        self._tenant: int = scope["weft.key"]
+        adapter = service.adapter(body.lora_path or body.model)
+        if adapter is None and body.lora_path is not None:
+            raise bad_request(f"The adapter '{clip(body.lora_path)}' is not served here.", "lora_path")
+        self._adapter = "" if adapter is None else adapter.digest
+        # Without keys, adapters share the engine fairly.
+        self._account = self._tenant if service.keys or adapter is None else 1 + int(adapter.digest[:12], 16)
         self._constraint = grammar.field if grammar is not None else None
         self._loaded = service.loaded
         skip_ids = self._loaded.tokenizer.skip_ids
@@ -73,7 +82,6 @@ class Generation:
             body.min_tokens, body.stop_token_ids, self._loaded.ready.eos_token_ids, skip_ids - self._show,
             body.include_stop_str_in_output,
         )  # fmt: skip
-        self._tenant: int = scope["weft.key"]
         self._key = self._tenant if service.keys else None
         self._admitted = False
         best = service.best_priorities
@@ -95,7 +103,7 @@ class Generation:
         """Submit every sequence to an engine. Raises `ApiError` 503 if the queue is full."""
         loaded, body = self._loaded, self.body
         num_tokens = body.n * sum(len(prompt.token_ids) for prompt in self.prompts)
-        salt = self._salt + body.cache_salt
+        salt = adapter_salt(self._adapter, self._salt + body.cache_salt)
         self._lookups = [loaded.replicas.prompt_pages(prompt.token_ids, salt) for prompt in self.prompts]
         with loaded.admission.admit(body.n * len(self.prompts), num_tokens, self._key):
             for i, pages in enumerate(self._lookups):
@@ -120,11 +128,12 @@ class Generation:
             priority=body.priority,
             cache_salt=self._salt + body.cache_salt,
             leader=leader,
-            tenant=self._tenant,
+            tenant=self._account,
             precedence=precedence(body.priority, self._best_priority),
             metered=body.include_energy,
             retention=prompt.retention if leader < 0 else (),
             names=self._names if leader < 0 else (),
+            adapter=self._adapter,
             segment=prompt.segment,
         )
         self._tickets[index:] = [ticket, *self._tickets[index + 1 :]]

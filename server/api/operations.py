@@ -31,6 +31,7 @@ router = APIRouter(route_class=JsonRoute)
 
 
 def _model(service: Service, name: str, request: Request) -> dict[str, Any]:
+    adapter = service.adapter(name)
     # The limit of a model that was never loaded is unknown.
     known = service.known if service.lead is service and len(service.models) == 1 else service.last_loaded
     limit = known.ready.max_model_len if known is not None else None
@@ -49,8 +50,8 @@ def _model(service: Service, name: str, request: Request) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "weft",
-        "root": service.config.model_names[0],
-        "parent": None,
+        "root": service.config.model_names[0] if adapter is None else adapter.path,
+        "parent": None if adapter is None else service.config.model_names[0],
         "max_model_len": limit,
         "tasks": list(known.tasks) if known is not None else None,
     }
@@ -60,7 +61,11 @@ def _model(service: Service, name: str, request: Request) -> dict[str, Any]:
 @router.get("/v1/models", summary="List the served models")
 async def models(service: ServiceOf, request: Request) -> dict[str, Any]:
     """Uses Anthropic's format if the request has an `anthropic-version` header."""
-    data = [_model(each, name, request) for each in service.models for name in each.config.model_names]
+    data = [
+        _model(each, name, request)
+        for each in service.models
+        for name in (*each.config.model_names, *sorted(each.adapters.served))
+    ]
     if request.scope["weft.anthropic"]:
         return {"data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
     return {"object": "list", "data": data}

@@ -73,7 +73,7 @@ class Refusal(NamedTuple):
 _SAMPLER = "this server has temperature, top_p, top_k, min_p and penalties"
 _IMAGES = "this server takes text only"
 _GROUPS: dict[str, str] = {
-    "lora lora_path lora_request adapter_id": "merge the adapter into the weights, and serve the result",
+    "lora lora_path lora_request adapter_id": "send the adapter's name as model",
     "use_beam_search length_penalty early_stopping": "there is no beam search; use n to get several answers",
     "logits_processors custom_logit_processor custom_params vllm_xargs":
         "requests cannot bring code; use logit_bias, bad_words, allowed_token_ids or structured_outputs",

@@ -121,6 +121,8 @@ class GenerationBody(SamplingFields):
     """Fields shared by completions and chat."""
 
     model: str | None = None
+    lora_path: str | None = Field(None, max_length=256)
+    """SGLang's field: the name of a LoRA adapter of the model."""
     max_tokens: int | None = bounded("max_tokens", None, le=INT32)
     n: int = Field(1, ge=1, le=128)
     best_of: int | None = Field(None, ge=1, le=128)

@@ -7,11 +7,13 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from weft.engine.wire.heartbeat import ENGINE, LATE_SECONDS, Watch
 from weft.engine.wire.messages import EngineReady
 from weft.engine.wire.streams import Streams
+from weft.server.api.adapter_names import AdapterNames, Served
 from weft.server.api.admission import Admission
 from weft.server.api.model_text import ModelText
 from weft.server.api.scorer import Scorer, tasks_of
@@ -118,6 +120,7 @@ class Service:
             self.metrics, self.limits, self.open = lead.metrics, lead.limits, lead.open
             self._threads = lead._threads
             self.models.append(self)
+        self.adapters = AdapterNames(None if config.lora_dir is None else Path(config.lora_dir).expanduser())
         self.replicas = Replicas(self.shared_state, row, stalled=self._stalls, engines=self.engines)
         self.body_bounds = BodyBounds.of(config.max_body_mib, UNKNOWN_CONTEXT)
         """The limits of request bodies, for any model. Lead only."""
@@ -168,6 +171,8 @@ class Service:
         self.replicas.attach(engine, client, ready, figures.update)
         self._expected.add(engine)
         figures.loaded(self.config.model_names[0], ready)
+        if self.config.adapters:
+            self.adapters.attach(client)
         ready = self.replicas.ready
         if self._grammars is None:
             vocabulary = (tokenizer.to_json, ready.vocab_size, ready.eos_token_ids)
@@ -264,6 +269,7 @@ class Service:
         """The service of the requested model. Wakes the model and keeps it awake until `leave`. `check`: checks the
         request before the model wakes. `task`: what the model must be able to do; None for anything. Idempotent for a
         scope. Raises `ApiError`."""
+        await self._load_adapter(asked)
         service = self.for_model(asked)
         if check is not None:
             check()
@@ -399,14 +405,33 @@ class Service:
         if asked is None:
             return self.lead
         for service in self.models:
-            if asked in service.config.model_names:
+            if asked in service.config.model_names or service.adapter(asked) is not None:
                 return service
         for service in self.models:
             if service.config.any_name:
                 return service
-        served = ", ".join(name for service in self.models for name in service.config.model_names)
+        names = ((*service.config.model_names, *service.adapters.served) for service in self.models)
+        served = ", ".join(name for each in names for name in each)
         message = f"The model '{clip(asked)}' is not served here; served: {served}."
         raise ApiError(404, message, param="model", code="model_not_found")
+
+    def adapter(self, asked: str | None) -> Served | None:
+        """The LoRA adapter of this model that a request names, by its name or as BASE:NAME."""
+        if asked is None:
+            return None
+        base, separator, name = asked.partition(":")
+        inside = name if separator and base in self.config.model_names else asked
+        return self.adapters.find(asked) or self.adapters.find(inside)
+
+    async def _load_adapter(self, asked: str | None) -> None:
+        """Load an adapter that is requested for the first time. Raises `ApiError`."""
+        if asked is None or any(asked in each.config.model_names or each.adapter(asked) for each in self.models):
+            return
+        for each in self.models:
+            if each.config.adapters and each.last_loaded is None:
+                _ = each.loaded  # raises the reason: the engine has not reported its adapters yet
+            base, separator, name = asked.partition(":")
+            await each.adapters.load_from_folder(name if separator and base in each.config.model_names else asked)
 
     def name(self, asked: str | None) -> str:
         """The model name in answers."""

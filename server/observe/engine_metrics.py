@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
@@ -27,7 +28,7 @@ CUTS = ("slo", "least", "waited")
 """Limits that decide how --itl-slo cuts prefill (`engine.scheduling.chunk_limit.BOUNDS`)."""
 ATTENTION = ("decodes", "chunks", "serial", "pod", "pod_in_turn", "pod_tiles", "pod_together", "pipeline")
 ATTENTION_PARTS = ("split_decodes", "cut_chunks")  # Attention paths and split work.
-_QUEUE = ("slots", "pages", "tokens", "sibling", "grammar", "load")
+_QUEUE = ("slots", "pages", "tokens", "sibling", "grammar", "load", "adapter")
 
 _TIER_COUNTERS = (
     ("weft_prefix_cache_hit_tokens", "hit_tokens", "Prompt tokens found in a tier and in no faster one"),
@@ -57,6 +58,7 @@ class EngineFigures:
         self.ready: EngineReady | None = None
         self.model = ""
         self.up = False
+        self.updated = 0.0  # Unix time of the last report of an engine with LoRA adapters.
 
     def started(self, before: EngineStats) -> None:
         """Reset for a new process. `before`: totals of its predecessors."""
@@ -69,6 +71,8 @@ class EngineFigures:
     def update(self, stats: EngineStats) -> None:
         """Update the gauges. Called for every message of the engine, in every process that serves /metrics."""
         self.stats = stats
+        if stats.adapters.most:
+            self.updated = time.time()
 
     def died(self) -> None:
         self.up = False
@@ -180,7 +184,23 @@ class EngineMetrics:
         yield _counter("vllm:prefix_cache_queries", f"{queried}_total", stats.prefix_queried_tokens)
         yield _counter("vllm:prefix_cache_hits", hits, stats.prefix_hit_tokens)
         yield _counter("vllm:num_preemptions", "weft_preemptions_total", stats.preemptions)
+        yield from self._adapters()
         yield from self._constants()
+
+    def _adapters(self) -> Iterable[str]:
+        """Yield vLLM's gauge of LoRA adapters, whose value is the time of the last report."""
+        known = [engine for engine in self.engines if engine.stats.adapters.most]
+        if not known:
+            return
+        states = [engine.stats.adapters for engine in known]
+        labels = {
+            "max_lora": str(max(state.most for state in states)),
+            "running_lora_adapters": ",".join(sorted({name for state in states for name in state.running})),
+            "waiting_lora_adapters": ",".join(sorted({name for state in states for name in state.waiting})),
+        }
+        name = "vllm:lora_requests_info"
+        updated = max(engine.updated for engine in known)
+        yield f"{head(name, 'gauge', 'LoRA adapters that requests use')}{name}{labelled(labels)} {updated}\n"
 
     def _sequence_limit(self) -> int:
         """Return the current sequence limit. An engine without statistics has its initial limit."""

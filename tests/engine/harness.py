@@ -30,7 +30,9 @@ class Harness:
         self.pooled: dict[int, np.ndarray] = {}
         self.steps = 0
 
-    def add(self, prompt: Sequence[int] | np.ndarray, salt: str = "", priority: int = 0, **params: Any) -> int:
+    def add(
+        self, prompt: Sequence[int] | np.ndarray, salt: str = "", priority: int = 0, adapter: str = "", **params: Any
+    ) -> int:
         handle = len(self.tokens)
         self.engine.add(
             AddRequest(
@@ -39,6 +41,7 @@ class Harness:
                 params=SamplingParams(**{"max_tokens": 16, **params}),
                 cache_salt=salt,
                 priority=priority,
+                adapter=adapter,
             )
         )
         self.tokens[handle] = []

@@ -210,7 +210,7 @@ def test_no_error_uses_the_words_of_a_library() -> None:
         (["demo", "train", "--out", "x", "--stps", "3"], "unknown option --stps; did you mean --steps?"),
         (["bench", "server", "--stream", "3"], "unknown option --stream; did you mean --streams?"),
         (["bench", "offline", "--wrkload", "1:1:1"], "unknown option --wrkload; did you mean --workload?"),
-        (["serve", "--lora-modules", "x"], "weft serve: unknown option --lora-modules\n"),
+        (["serve", "--zebra-stripes", "x"], "weft serve: unknown option --zebra-stripes\n"),
         (["version", "--nope"], "weft version: unknown option --nope\n"),
         (["bench", "kernels", "--secnds", "1"], "weft bench kernels: unknown option --secnds; did you mean --seconds?"),
         (["bench", "attention", "--models", "x"], "weft bench attention: needs a Hopper GPU\n"),

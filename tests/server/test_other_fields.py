@@ -115,7 +115,7 @@ async def test_the_page_of_request_fields_is_right() -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "lora_path": "adapter", "input_ids": [1, 2], "custom_logit_processor": "x", "session_params": {"id": "a"},
+    "lora_request": "adapter", "input_ids": [1, 2], "custom_logit_processor": "x", "session_params": {"id": "a"},
     "return_hidden_states": True, "return_meta_info": True, "return_prompt_token_ids": True, "data_parallel_rank": 0,
     "extra_key": "x", "separate_reasoning": False, "stream_reasoning": False, "repetition_detection": {"max": 3},
     "vllm_xargs": {"a": 1}, "return_token_offsets": True, "return_prompt_text": True, "stream_interval": 4,

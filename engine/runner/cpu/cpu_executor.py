@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.engine.memory.state_layout import NO_STATES, StateLayout
+from weft.engine.model.adapter import Adapter
 from weft.engine.model.layer_weights import ProjectionWeights
 from weft.engine.model.operations import ALL_REDUCE, Operation, Role
 from weft.engine.model.spec import ModelSpec
@@ -24,6 +25,7 @@ from weft.kernels.attention.backend import HostAttention
 from weft.kernels.reference import experts as reference_experts
 from weft.kernels.reference import latent
 from weft.kernels.reference import layer as reference
+from weft.kernels.reference.adapters import Delta, add_values
 
 BLOCK_ROWS = (32, 16, 8, 4, 2, 1)
 """Block sizes to try for batch invariance, in this order. A single row is always invariant."""
@@ -36,6 +38,7 @@ class CpuInputs(NamedTuple):
     token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
+    adapters: Tensor | None  # Number of each token's adapter, 0 for none; None: no token has any.
     attention: Any  # The attention back end's step.
     rows: Tensor | None = None  # `[N]` int64 tokens whose state after the last layer is read, ascending; None: all.
     states: StateStep | None = None  # None: the model has no recurrent states.
@@ -62,12 +65,26 @@ class _Iteration:
         self.rotary = [table[inputs.positions] for table in weights.rotary]  # once for all layers
         self.post_norm: Tensor | None = None  # Norm weight to apply after that all-reduce.
         self.routing: reference_experts.Routing | None = None
+        self.adapters = self._groups(inputs.adapters)
+
+    def _groups(self, of: Tensor | None) -> Sequence[tuple[Tensor, Adapter]]:
+        """Return the tokens of each adapter, in the order of their numbers."""
+        if of is None:
+            return ()
+        loaded = self.executor.adapters
+        return [((of == n).nonzero()[:, 0], loaded[n]) for n in of.unique().tolist() if n]
+
+    def delta(self, op: Operation, layer: int) -> Delta | None:
+        """Return what adapters add to an operation's output; None: nothing."""
+        groups = [(rows, found) for rows, adapter in self.adapters if (found := adapter.layers[layer].get(op.name))]
+        return Delta(groups, op.out, row_by_row=self.executor.block_rows > 0) if groups else None
 
     def keep(self, rows: Tensor) -> None:
         """Continue with these tokens `[N]` only. No later operation may be attention."""
         self.activations = {name: made[rows] for name, made in self.activations.items() if name != "q"}
         self.sumsq = self.sumsq[rows]
         self.partial = None if self.partial is None else self.partial[rows]
+        self.adapters = self._groups(None if self.inputs.adapters is None else self.inputs.adapters[rows])
 
     @property
     def stream_sums(self) -> Tensor | None:
@@ -88,7 +105,7 @@ def _qkv(it: _Iteration, op: Operation, layer: int) -> None:
         it.activations[op.source], it.stream_sums, w.matrix, w.bias, spec.norm.eps,
         it.rotary[spec.rotary_table(layer)], slice(None), it.inputs.slot_mapping, it.executor.kv,
         it.executor.kv_layers[layer], spec.num_heads, w.q_norm, w.k_norm, it.executor.means,
-        it.executor.kv_inverse(layer),
+        it.executor.kv_inverse(layer), it.delta(op, layer),
     )  # fmt: skip
 
 
@@ -180,12 +197,14 @@ def _residual(it: _Iteration, op: Operation, layer: int) -> None:
     w, norm = _weights_of(it, op, layer), it.executor.spec.norm
     if it.executor.collectives.ranks > 1:
         part = reference.linear(it.activations[op.source], w.matrix, w.bias)
+        if (delta := it.delta(op, layer)) is not None:
+            part = add_values(part, delta.values(it.activations[op.source]))
         it.partial = part if it.partial is None else it.partial + part
         it.post_norm = w.post_norm
         return
     it.activations[op.target], it.sumsq = reference.residual_project(
         it.activations[op.source], w.matrix, it.activations[op.target], bias=w.bias, post_norm=w.post_norm,
-        eps=norm.eps, centred=norm.centred,
+        eps=norm.eps, centred=norm.centred, delta=it.delta(op, layer),
     )  # fmt: skip
 
 
@@ -193,15 +212,16 @@ def _gate_up(it: _Iteration, op: Operation, layer: int) -> None:
     w, spec = _weights_of(it, op, layer), it.executor.spec
     it.activations[op.target] = reference.gate_up_project(
         it.activations[op.source], it.stream_sums, w.matrix, spec.norm.eps, activation=spec.activation, bias=w.bias,
-        gate=w.gate,
+        gate=w.gate, delta=it.delta(op, layer),
     )  # fmt: skip
 
 
 def _up(it: _Iteration, op: Operation, layer: int) -> None:
     w, spec = _weights_of(it, op, layer), it.executor.spec
     it.activations[op.target] = reference.up_project(
-        it.activations[op.source], it.stream_sums, w.matrix, spec.norm.eps, activation=spec.activation, bias=w.bias
-    )
+        it.activations[op.source], it.stream_sums, w.matrix, spec.norm.eps, activation=spec.activation, bias=w.bias,
+        delta=it.delta(op, layer),
+    )  # fmt: skip
 
 
 def _router(it: _Iteration, op: Operation, layer: int) -> None:
@@ -286,6 +306,7 @@ class CpuExecutor:
     ) -> None:  # fmt: skip
         self.spec, self.weights, self.kv, self.attention = spec, weights, kv, attention
         self.collectives = collectives or SingleRank()
+        self.adapters: dict[int, Adapter] = {}  # Loaded adapters by number.
         self.kv_scales = weights.kv_page_scales(spec, kv.dtype)
         self.unit_scales = self.kv_scales is not None and bool((self.kv_scales.scale == 1).all())
         self.means: reference.Means | None = None
@@ -321,6 +342,7 @@ class CpuExecutor:
             token_ids,
             torch.from_numpy(batch.positions.astype(np.int64)),
             torch.from_numpy(batch.slot_mapping),
+            _by_token(batch),
             self.attention.prepare(batch),
             torch.from_numpy(batch.read_rows),
             None if self.states is None else self.states.prepare(batch),
@@ -361,11 +383,17 @@ class CpuExecutor:
     def _forward_in_blocks(self, inputs: CpuInputs, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """`_forward` with all operations but attention run per block of rows. Padding tokens fill the last block."""
         height = self.block_rows
-        columns = (_padded(column, height).split(height) for column in inputs[:3])
+        adapters = torch.zeros_like(inputs.token_ids) if inputs.adapters is None else inputs.adapters
+        columns = (_padded(column, height).split(height) for column in (*inputs[:3], adapters))
         parts = zip(*columns, strict=True)
         blocks = [
-            _Iteration(self, CpuInputs(ids, at, slots, inputs.attention, states=inputs.states))
-            for ids, at, slots in parts
+            _Iteration(
+                self,
+                CpuInputs(
+                    ids, at, slots, None if inputs.adapters is None else which, inputs.attention, states=inputs.states
+                ),
+            )
+            for ids, at, slots, which in parts
         ]
         mixed = {name: torch.cat([block.activations[name].zero_() for block in blocks]) for name in self.mixed}
         for name, tensor in mixed.items():
@@ -392,6 +420,9 @@ class CpuExecutor:
         names = [name for name in joined.activations if name != "q"]
         joined.activations = {name: torch.cat([block.activations[name] for block in blocks]) for name in names}
         joined.sumsq = torch.cat([block.sumsq for block in blocks])
+        if joined.inputs.adapters is not None:
+            every = [block.inputs.adapters for block in blocks if block.inputs.adapters is not None]
+            joined.inputs = joined.inputs._replace(adapters=torch.cat(every))
         if joined.partial is not None:
             joined.partial = torch.cat([block.partial for block in blocks if block.partial is not None])
         fewer = []
@@ -453,7 +484,7 @@ class CpuExecutor:
         """Return all results of one layer of each kind and of the head, `[rows, …]`; mixed `[rows, …]`: what attention
         and recurrences give."""
         nowhere = torch.zeros(len(token_ids), dtype=torch.int64)
-        iteration = _Iteration(self, CpuInputs(token_ids, nowhere, nowhere, None))
+        iteration = _Iteration(self, CpuInputs(token_ids, nowhere, nowhere, None, None))
         made = iteration.activations
         given = dict(zip(self.mixed, mixed.to(made["x"].dtype).split(list(self.mixed.values()), -1), strict=True))
         kinds = {self.spec.layer(i): i for i in reversed(range(self.spec.num_layers))}
@@ -466,6 +497,13 @@ class CpuExecutor:
             found += [tensor.flatten(1).float() for tensor in made.values()]
         self.kv[0] = 0  # clear the dummy page, which received the keys and values
         return torch.cat([*found, self._head(made["x"], iteration.sumsq)], 1)
+
+
+def _by_token(batch: Batch) -> Tensor | None:
+    """Return the number of each token's adapter `[T]` int64; None if no request has one."""
+    if batch.adapters is None:
+        return None
+    return torch.from_numpy(np.repeat(batch.adapters, batch.query_len).astype(np.int64))
 
 
 def _padded(values: Tensor, multiple: int) -> Tensor:

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.cpu_transfer import CpuCopyEngine
+from weft.engine.model.adapter import Adapter
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import Weights
@@ -123,6 +125,10 @@ class CpuRunner:
     @property
     def num_pages(self) -> int:
         return self.kv.shape[0]
+
+    @property
+    def adapters(self) -> MutableMapping[int, Adapter] | None:
+        return self._executor.adapters if isinstance(self._executor, CpuExecutor) else None
 
     def copy_engine(self, slots: int) -> CpuCopyEngine:
         return CpuCopyEngine(self.kv, slots, self._packed)

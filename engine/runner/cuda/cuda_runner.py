@@ -7,7 +7,7 @@ ordinary launches between them, in batches that need them. A request's last toke
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.cuda_transfer import CudaCopyEngine
+from weft.engine.model.adapter import Adapter
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import Weights
@@ -132,6 +133,8 @@ class CudaInFlight:
 
 class CudaRunner:
     """`Runner` on one GPU. It allocates everything that graphs use once, when it is created."""
+
+    adapters: MutableMapping[int, Adapter] | None = None
 
     def __init__(
         self, spec: ModelSpec, weights: Weights | TransformersModule, config: ResolvedConfig,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Protocol
 
 from weft.engine.memory.transfer import CopyEngine
+from weft.engine.model.adapter import Adapter
 from weft.engine.runner.device.preparation import Preparation
 from weft.engine.runner.iteration.batch import Batch, StepResult
 from weft.engine.runner.memory.sleep import SleepableMemory, Sleepless
@@ -42,6 +44,11 @@ class Runner(Protocol):
     @property
     def sleepable(self) -> SleepableMemory | Sleepless:
         """Memory that can be released while the model sleeps."""
+        ...
+
+    @property
+    def adapters(self) -> MutableMapping[int, Adapter] | None:
+        """LoRA adapters by number, to be changed between iterations; None if the runner supports none."""
         ...
 
     def copy_engine(self, slots: int) -> CopyEngine:

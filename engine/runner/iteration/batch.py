@@ -108,6 +108,7 @@ class Batch(NamedTuple):
     prompt_logprobs: tuple[PromptLogprobs, ...]
     pooled: tuple[Pooled, ...] = ()
     states: StateRows | None = None  # None: the model has no recurrent states.
+    adapters: I32 | None = None  # `[R]` number of each request's LoRA adapter, 0 for none; None: no request has one.
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,70 @@
+"""Endpoints that load and unload LoRA adapters, as vLLM and SGLang have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from weft.server.api.adapter_names import MAX_NAME, NAME
+from weft.server.api.routing import JsonRoute, ServiceOf
+from weft.server.bodies import Body
+from weft.server.errors import bad_request, clip
+
+router = APIRouter(route_class=JsonRoute)
+
+
+class LoadBody(Body):
+    """vLLM's body; `base_model_name_or_path` and `base_model_name` are what its sidecars add."""
+
+    lora_name: str = Field(min_length=1, max_length=MAX_NAME)
+    lora_path: str = Field(min_length=1, max_length=4096)
+    load_inplace: bool = False
+    base_model_name: str | None = None
+    pinned: bool = False
+
+
+class UnloadBody(Body):
+    lora_name: str = Field(min_length=1, max_length=MAX_NAME)
+    lora_int_id: int | None = None
+
+
+def _refused(status: int, kind: str, message: str) -> Response:
+    """An error with vLLM's fields at the top level, which its sidecars read, and OpenAI's."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": kind}
+    return JSONResponse({"object": "error", "message": message, "type": kind, "code": status, "error": error}, status)
+
+
+@router.post("/v1/load_lora_adapter", summary="Load a LoRA adapter from a directory (admin key)")
+@router.post("/load_lora_adapter", include_in_schema=False)
+async def load_lora_adapter(body: LoadBody, service: ServiceOf) -> Response:
+    chosen = service.for_model(body.base_model_name)
+    name, path = body.lora_name, Path(body.lora_path)
+    if body.pinned:
+        raise bad_request("pinned is not supported: adapters in use are never evicted.", "pinned")
+    if NAME.fullmatch(name) is None:
+        raise bad_request("lora_name: use letters, digits, '.', '_', '-' and '/'.", "lora_name")
+    if any(name in each.config.model_names for each in service.models):
+        return _refused(400, "InvalidUserInput", f"The name '{name}' is that of a model.")
+    if chosen.adapters.find(name) is not None and not body.load_inplace:
+        message = f"The lora adapter '{name}' has already been loaded; set load_inplace to replace it."
+        return _refused(400, "InvalidUserInput", message)
+    path = path if path.is_absolute() or chosen.adapters.folder is None else chosen.adapters.folder / path
+    why = chosen.adapters.refusal(path) or await chosen.adapters.load(name, str(path.absolute()))
+    if why:
+        return _refused(400, "InvalidUserInput", f"The lora adapter '{name}' cannot be loaded: {why}.")
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", summary="Unload a LoRA adapter; open requests finish (admin key)")
+@router.post("/unload_lora_adapter", include_in_schema=False)
+async def unload_lora_adapter(body: UnloadBody, service: ServiceOf) -> Response:
+    name = body.lora_name
+    chosen = next((each for each in service.models if each.adapters.find(name) is not None), None)
+    if chosen is None:
+        return _refused(404, "NotFoundError", f"The lora adapter '{clip(name)}' cannot be found.")
+    if why := await chosen.adapters.unload(name):
+        return _refused(400, "InvalidUserInput", f"The lora adapter '{name}' cannot be unloaded: {why}.")
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")

@@ -1,0 +1,82 @@
+"""Random LoRA adapters in PEFT's format, and the base model with one merged in, as the reference."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+LINEAR = r"(q|k|v|o|out|qkv|gate|up|gate_up|down)_proj|c_attn|c_proj|c_fc|dense|fc1|fc2"
+"""Names of the projections that adapters can change."""
+
+
+def projections(model: Any, names: str = LINEAR) -> dict[str, tuple[int, int]]:
+    """(out, in) of each projection of attention and of dense MLPs, by module name."""
+    found = {}
+    for name, module in model.named_modules():
+        own = re.fullmatch(rf".*\.({names})", name)
+        if own is None or "experts" in name or "shared" in name:
+            continue
+        if isinstance(module, nn.Linear):
+            found[name] = (module.out_features, module.in_features)
+        elif hasattr(module, "nf"):  # GPT-2 stores its matrices transposed
+            found[name] = (module.nf, module.weight.shape[0])
+    return found
+
+
+def save_adapter(
+    path: Path, model: Any, *, seed: int = 0, rank: int = 4, alpha: float = 8, names: str = LINEAR,
+    strength: float = 0.3, **config: Any,
+) -> Path:  # fmt: skip
+    """Write a random adapter. No matrix is zero, so that an adapter that does nothing fails. Fields of `config` go into
+    adapter_config.json."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (out, inner) in projections(model, names).items():
+        own = rank_of(config, name, rank)
+        a = torch.randn(own, inner, generator=generator) / math.sqrt(inner)
+        b = torch.randn(out, own, generator=generator) * strength
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": ["q_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps({**fields, **config}))
+    return path
+
+
+def rank_of(config: dict[str, Any], name: str, rank: int) -> int:
+    patterns = config.get("rank_pattern", {})
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), rank)
+
+
+def merged(model: Any, paths: Iterable[Path]) -> list[Any]:
+    """Copies of the model, each with one adapter merged in, in float32, as PEFT does it."""
+    from safetensors.torch import load_file
+
+    out = []
+    for path in paths:
+        config = json.loads((path / "adapter_config.json").read_text())
+        tensors = load_file(path / "adapter_model.safetensors")
+        own = copy.deepcopy(model)
+        modules = dict(own.named_modules())
+        for key in [key for key in tensors if ".lora_A." in key]:
+            name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            a, b = tensors[key], tensors[key.replace(".lora_A.", ".lora_B.")]
+            patterns = config.get("alpha_pattern", {})
+            alpha = next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", name)), config["lora_alpha"])
+            scale = alpha / (math.sqrt(len(a)) if config.get("use_rslora") else len(a))
+            delta = scale * (b @ a)
+            weight = modules[name].weight
+            with torch.no_grad():
+                weight += delta if weight.shape == delta.shape and not hasattr(modules[name], "nf") else delta.t()
+        out.append(own)
+    return out

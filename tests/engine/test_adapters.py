@@ -1,0 +1,145 @@
+"""LoRA adapters: answers of every family equal those of the base model with the adapter merged in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import GREEDY, Harness
+from lora_files import merged, save_adapter
+from tiny import FAMILIES
+from transformers import AutoModelForCausalLM
+
+from weft.engine.model.adapter import adapter_digest
+
+Made = Callable[[str], Path]
+
+BY_DAY = ("llama2", "qwen3", "gemma3", "phi4", "granite", "opt", "gpt2", "mixtral")
+"""plain, norms of heads, post-norms, fused modules, scaled residuals, norms with bias, transposed, experts"""
+EVERY = [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES]
+OPTIONS: dict[str, Any] = {"page_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32}
+MAX_TOKENS = 8
+
+
+def _modules(paths: dict[str, Path]) -> list[str]:
+    return [f"{name}={path}" for name, path in paths.items()]
+
+
+def _check(harness: Harness, handle: int, prompt: np.ndarray, model: Any) -> None:
+    """Every token is the argmax of the reference after those before it."""
+    tokens = harness.tokens[handle]
+    with torch.inference_mode():
+        logits = model(torch.from_numpy(np.concatenate((prompt, tokens)))[None]).logits[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_mixed_batches_answer_as_the_merged_models(tiny_model: Made, tmp_path: Path, family: str) -> None:
+    path = tiny_model(family)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    paths = {
+        "one": save_adapter(tmp_path / "one", base, seed=1),
+        "two": save_adapter(tmp_path / "two", base, seed=2, rank=8, alpha=16, use_rslora=True),
+    }
+    models = [base, *merged(base, paths.values())]
+    digests = ["", *map(adapter_digest, paths.values())]
+    harness = Harness(path, lora_modules=_modules(paths), **OPTIONS)
+    harness.poison_pages()
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, 199, length) for length in (5, 17, 40)]
+    for _ in range(2):  # the second time behind cached prefixes
+        handles = [
+            (harness.add(prompt, adapter=digest, max_tokens=MAX_TOKENS, **GREEDY), prompt, model)
+            for prompt in prompts
+            for digest, model in zip(digests, models, strict=True)
+        ]
+        harness.run()
+        for handle, prompt, model in handles:
+            _check(harness, handle, prompt, model)
+        answers = {tuple(harness.tokens[handle]) for handle, prompt, _ in handles if prompt is prompts[-1]}
+        assert len(answers) == 3, "the adapters change nothing"
+    assert sum(harness.cached[handle] for handle, _, _ in handles) > 0
+
+
+def _serve(harness: Harness, requests: list[tuple[np.ndarray, str]]) -> list[list[int]]:
+    handles = [harness.add(p, adapter=digest, max_tokens=MAX_TOKENS, logprobs=1, **GREEDY) for p, digest in requests]
+    harness.run()
+    return [harness.tokens[handle] for handle in handles]
+
+
+@pytest.fixture
+def llama(tiny_model: Made, tmp_path: Path) -> tuple[Path, dict[str, Path], list[Any]]:
+    """A model, two adapters, and the merged models: base, one, two."""
+    path = tiny_model("llama2")
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    paths = {
+        "one": save_adapter(tmp_path / "one", base, seed=1, names="q_proj|v_proj"),
+        "two": save_adapter(
+            tmp_path / "two", base, seed=2, rank_pattern={"layers.0.mlp.down_proj": 2, "o_proj": 6},
+            alpha_pattern={"gate_proj": 24},
+        ),
+    }  # fmt: skip
+    return path, paths, [base, *merged(base, paths.values())]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_change_nothing(llama: Any, chunk: int) -> None:
+    path, paths, models = llama
+    harness = Harness(path, lora_modules=_modules(paths), **{**OPTIONS, "max_num_batched_tokens": chunk})
+    digests = ["", *map(adapter_digest, paths.values())]
+    prompts = [np.random.default_rng(seed).integers(3, 199, 19) for seed in range(3)]
+    for i, prompt in enumerate(prompts):
+        handle = harness.add(prompt, adapter=digests[i], max_tokens=MAX_TOKENS, **GREEDY)
+        harness.run()
+        _check(harness, handle, prompt, models[i])
+
+
+def test_preemption_changes_nothing(llama: Any) -> None:
+    path, paths, models = llama
+    harness = Harness(path, lora_modules=_modules(paths), num_pages=22, **OPTIONS)
+    harness.expect_short_outputs()
+    digests = ["", *map(adapter_digest, paths.values())]
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(3, 199, 12) for _ in range(6)]
+    handles = [harness.add(prompt, adapter=digests[i % 3], max_tokens=20, **GREEDY) for i, prompt in enumerate(prompts)]
+    harness.run()
+    assert harness.engine.scheduler.preemptions > 0
+    for i, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
+        _check(harness, handle, prompt, models[i % 3])
+
+
+def test_pages_of_one_adapter_are_never_those_of_another(llama: Any) -> None:
+    path, paths, models = llama
+    harness = Harness(path, lora_modules=_modules(paths), **OPTIONS)
+    prompt = np.random.default_rng(6).integers(3, 199, 30)
+    digests = ["", *map(adapter_digest, paths.values())]
+    for digest, model in zip(digests, models, strict=True):
+        handle = harness.add(prompt, adapter=digest, max_tokens=MAX_TOKENS, **GREEDY)
+        harness.run()
+        assert harness.cached[handle] == 0
+        _check(harness, handle, prompt, model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_batch_invariance_neighbours_change_no_bit(llama: Any, dtype: str) -> None:
+    """Neither an adapter's requests nor those of the base model depend on the others in a batch."""
+    path, paths, _ = llama
+    options = {**OPTIONS, "dtype": dtype, "prefix_caching": False}
+    options |= {"batch_invariant": True, "max_num_batched_tokens": 128}
+    harness = Harness(path, lora_modules=_modules(paths), **options)
+    digests = ["", *map(adapter_digest, paths.values())]
+    rng = np.random.default_rng(7)
+    requests = [(rng.integers(3, 199, 11 + i), digests[i % 3]) for i in range(6)]
+
+    def serve(some: list[tuple[np.ndarray, str]]) -> list[Any]:
+        handles = [harness.add(p, adapter=d, max_tokens=MAX_TOKENS, logprobs=1, **GREEDY) for p, d in some]
+        harness.run()
+        return [[entry.values for entry in harness.logprobs[handle]] for handle in handles]
+
+    together = serve(requests)
+    assert together == [serve([request])[0] for request in requests]
+    assert together == serve(requests[::-1])[::-1]
