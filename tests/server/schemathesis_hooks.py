@@ -84,5 +84,6 @@ def before_call(_: Any, case: Any, __: dict[str, Any]) -> None:
     if case.path.endswith("/messages") and body.get("max_tokens"):
         body["max_tokens"] = 2
     for message in body.get("messages") or ():
-        if message["role"] in ("developer", "tool"):  # a result without its call is not a conversation
+        # A result without its call is not a conversation, and the template does not render other roles.
+        if message["role"] not in ("system", "user", "assistant"):
             message["role"] = "user"
