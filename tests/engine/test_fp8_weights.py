@@ -42,7 +42,7 @@ CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "m
 
 def scores(path: Path, prompt: np.ndarray, **options: Any) -> torch.Tensor:
     """Log-probabilities of the prompt's tokens but the first, from the engine."""
-    harness = Harness(path, page_size=8, num_pages=16, **options)
+    harness = Harness(path, **{"page_size": 8, "num_pages": 16, **options})
     handle = harness.add(prompt, max_tokens=0, prompt_logprobs=1)
     harness.run()
     return torch.tensor([entry.values[0] for entry in harness.prompt_logprobs[handle]])
@@ -84,6 +84,16 @@ def test_every_kind_of_layer_is_read(tiny_model: Made, tmp_path: Path, family: s
     torch.testing.assert_close(scores(there, PROMPT), reference(meant, PROMPT), atol=5e-4, rtol=1e-3)
     (layer, *_) = load_weights(read_spec(there), there, **CPU).layers
     assert {name for name, w in layer.items() if w.fp8 is None} <= {"router"}
+
+
+@pytest.mark.usefixtures("unrounded")
+@pytest.mark.parametrize("form", ["fp8, block", "compressed-tensors, channel, dynamic"])
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next", "nemotron-h", "lfm2-moe", "deepseek-v2", "deepseek-v3"])
+def test_recurrences_and_latent_attention_are_read(tiny_model: Made, tmp_path: Path, family: str, form: str) -> None:
+    """As published: projections to one number a head, and routers, are not quantised."""
+    keep = r"in_proj_(b|a|ba)\.|shared_expert_gate|(mlp|mixer|feed_forward)\.gate\."
+    there, meant = write_fp8(tiny_model(family), tmp_path, form, keep)
+    torch.testing.assert_close(scores(there, PROMPT, num_pages=200), reference(meant, PROMPT), atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.usefixtures("unrounded")
