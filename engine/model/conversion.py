@@ -64,7 +64,8 @@ class Conversion:
 
     def _begin(self, wanted: Wanted) -> None:
         name, stored, shape, dtype = wanted
-        target = torch.empty(shape, dtype=dtype)
+        with torch.inference_mode(False):  # The mode belongs to a thread, and other threads write the tensor.
+            target = torch.empty(shape, dtype=dtype)
         whole = stored.decode is not None and not stored.by_rows
         pieces = [(stored.raw, target)] if whole else _pieces(stored.raw, target)
         self._coming.append((target, [self._pool.submit(self._convert, name, stored, *piece) for piece in pieces]))

@@ -109,3 +109,10 @@ def test_no_team_of_torch_threads_works_meanwhile() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_tensors_can_be_taken_in_inference_mode() -> None:
+    """The threads that fill them are not in that mode."""
+    with torch.inference_mode():
+        (tensor,), _ = _take(_plain(torch.arange(300.0)))
+    assert tensor.float().tolist() == torch.arange(300.0).bfloat16().float().tolist()

@@ -33,7 +33,7 @@ class Served:
 
     def __init__(self, daemon: Daemon, folder: Path, base: Any) -> None:
         self.daemon, self.folder, self.base = daemon, folder, base
-        self.ids = httpx.post(f"{daemon.url}/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+        self.ids = httpx.post(f"{daemon.url}/tokenize", json={"prompt": PROMPT}, timeout=240).json()["tokens"]
 
     def ask(self, model: str | None = None, **body: Any) -> httpx.Response:
         """Ask on a new connection, which any of the API processes may take."""
@@ -63,7 +63,7 @@ class Served:
         """Wait until every API process knows that the name is served, or that it is not."""
         seen, end = 0, time.monotonic() + 240
         while seen < 20:
-            models = httpx.get(f"{self.daemon.url}/v1/models").json()["data"]
+            models = httpx.get(f"{self.daemon.url}/v1/models", timeout=240).json()["data"]
             seen = seen + 1 if (name in [model["id"] for model in models]) == served else 0
             assert time.monotonic() < end
 
@@ -96,11 +96,11 @@ def test_an_adapter_in_the_folder_is_loaded_by_its_first_request(served: Served)
 
 def test_models_list_adapters_with_their_base(served: Served) -> None:
     served.everywhere("configured", True)
-    models = {model["id"]: model for model in httpx.get(f"{served.daemon.url}/v1/models").json()["data"]}
+    models = {model["id"]: model for model in httpx.get(f"{served.daemon.url}/v1/models", timeout=240).json()["data"]}
     assert models["demo"]["parent"] is None
     assert models["configured"]["parent"] == "demo"
     assert models["configured"]["root"] == str(served.folder / "configured")
-    one = httpx.get(f"{served.daemon.url}/v1/models/configured").json()
+    one = httpx.get(f"{served.daemon.url}/v1/models/configured", timeout=240).json()
     assert one["parent"] == "demo"
 
 
@@ -129,7 +129,10 @@ def test_operators_load_replace_and_unload(served: Served) -> None:
 def test_only_operators_load_and_only_from_the_folder(served: Served, tmp_path: Path) -> None:
     body = {"lora_name": "evil", "lora_path": str(served.folder / "spare")}
     for headers in ({}, {"Authorization": "Bearer other"}):
-        assert httpx.post(f"{served.daemon.url}/v1/load_lora_adapter", json=body, headers=headers).status_code == 401
+        assert (
+            httpx.post(f"{served.daemon.url}/v1/load_lora_adapter", json=body, headers=headers, timeout=240).status_code
+            == 401
+        )
     outside = save_adapter(tmp_path / "outside", served.base)
     (served.folder / "link").symlink_to(outside)
     shutil.copytree(served.folder / "spare", served.folder / "inner")
@@ -164,7 +167,7 @@ def test_the_gauge_names_running_adapters(served: Served) -> None:
         json={"model": "configured", "prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True},
     ) as answer, served.daemon.held():  # fmt: skip
         assert answer.status_code == 200
-        text = httpx.get(f"{served.daemon.url}/metrics").text
+        text = httpx.get(f"{served.daemon.url}/metrics", timeout=240).text
         (line,) = [line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{")]
         assert 'max_lora="2"' in line
         assert 'running_lora_adapters="configured"' in line
