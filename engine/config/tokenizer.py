@@ -8,7 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from weft.engine.errors import ConfigError, ModelError, one_line
+from weft.engine.config.paths import TOKENIZER_FILES
+from weft.engine.errors import ConfigError, ModelError, one_line, refuse_pointer
+
+
+def require_tokenizer(path: Path) -> None:
+    """Raise `ModelError` if a model directory has no tokenizer, or a Git LFS pointer in its place."""
+    files = [path / name for name in TOKENIZER_FILES if (path / name).exists()]
+    if not files:
+        raise ModelError(f"{path} has no tokenizer: it needs {TOKENIZER_FILES[0]} or {TOKENIZER_FILES[1]}")
+    for file in files:
+        refuse_pointer(file)
 
 
 def load_tokenizer(path: Path) -> Any:

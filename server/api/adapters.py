@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from weft.server.api.adapter_names import MAX_NAME, NAME
+from weft.server.api.protocol import ErrorBody, ErrorDetail
 from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.bodies import Body
 from weft.server.errors import bad_request, clip
@@ -31,13 +33,31 @@ class UnloadBody(Body):
     lora_int_id: int | None = None
 
 
-def _refused(status: int, kind: str, message: str) -> Response:
+class AdapterError(BaseModel, extra="forbid"):
     """An error with vLLM's fields at the top level, which its sidecars read, and OpenAI's."""
+
+    object: Literal["error"]
+    message: str
+    type: str
+    code: int
+    error: ErrorDetail
+
+
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
+    "4XX": {"model": ErrorBody | AdapterError},
+}
+
+
+def _refused(status: int, kind: str, message: str) -> Response:
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": kind}
     return JSONResponse({"object": "error", "message": message, "type": kind, "code": status, "error": error}, status)
 
 
-@router.post("/v1/load_lora_adapter", summary="Load a LoRA adapter from a directory (admin key)")
+@router.post(
+    "/v1/load_lora_adapter", summary="Load a LoRA adapter from a directory (admin key)",
+    responses=ANSWERS,
+)  # fmt: skip
 @router.post("/load_lora_adapter", include_in_schema=False)
 async def load_lora_adapter(body: LoadBody, service: ServiceOf) -> Response:
     chosen = service.for_model(body.base_model_name)
@@ -58,7 +78,10 @@ async def load_lora_adapter(body: LoadBody, service: ServiceOf) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", summary="Unload a LoRA adapter; open requests finish (admin key)")
+@router.post(
+    "/v1/unload_lora_adapter", summary="Unload a LoRA adapter; open requests finish (admin key)",
+    responses=ANSWERS,
+)  # fmt: skip
 @router.post("/unload_lora_adapter", include_in_schema=False)
 async def unload_lora_adapter(body: UnloadBody, service: ServiceOf) -> Response:
     name = body.lora_name

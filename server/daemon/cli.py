@@ -221,7 +221,16 @@ def _models(argument: str | None, named: list[str], several: list[str]) -> dict[
 
 
 def _all_located(config: ServeConfig) -> ServeConfig:
-    """Apply `_located` to all models."""
+    """Apply `_located` to all models. Each must have a tokenizer."""
+    from weft.engine.config.tokenizer import require_tokenizer
+
+    found = _with_located_models(config)
+    for each in found.each:
+        require_tokenizer(each.tokenizer_path)
+    return found
+
+
+def _with_located_models(config: ServeConfig) -> ServeConfig:
     if not config.models:
         return _located(config)
     models = [

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 from pydantic import BaseModel
 
-from weft.engine.config import GGUF_INDEX, TOKENIZER_FILES
-from weft.engine.config.tokenizer import load_tokenizer
-from weft.engine.errors import ModelError, refuse_pointer
+from weft.engine.config import GGUF_INDEX
+from weft.engine.config.tokenizer import load_tokenizer, require_tokenizer
+from weft.engine.errors import ModelError
 from weft.server.bodies import parse_json
 from weft.server.errors import ApiError, bad_request, clip
 from weft.server.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -75,11 +75,7 @@ class Tokenizer:
         `chat_template`: replaces the model's templates."""
         if not path.is_dir():
             raise ModelError(f"the model directory {path} does not exist")
-        files = [path / name for name in TOKENIZER_FILES if (path / name).exists()]
-        if not files:
-            raise ModelError(f"{path} has no tokenizer: it needs {TOKENIZER_FILES[0]} or {TOKENIZER_FILES[1]}")
-        for file in files:
-            refuse_pointer(file)
+        require_tokenizer(path)
         hf = GgufTokenizer(path) if (path / GGUF_INDEX).is_file() else load_tokenizer(path)
         if chat_template is not None:
             hf.chat_template = chat_template

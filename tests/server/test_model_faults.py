@@ -46,6 +46,6 @@ def test_a_start_with_a_missing_file_is_a_one_line_error(model: Path, tmp_path: 
         assert daemon.process.wait(timeout=240) != 0
     finally:
         daemon.end()
-    (line,) = (line for line in daemon.stderr().splitlines() if line.startswith("weft: "))
+    (line,) = (line for line in daemon.stderr().splitlines() if line.startswith("weft"))
     assert message in line
     assert "Traceback" not in daemon.stderr()

@@ -221,6 +221,8 @@ async def test_openapi_names_every_endpoint_and_error(server: Server) -> None:
         ("post", "/v1/score"),
         ("post", "/classify"),
         ("post", "/pooling"),
+        ("post", "/v1/load_lora_adapter"),
+        ("post", "/v1/unload_lora_adapter"),
         ("post", "/v1/responses"),
         ("post", "/v1/responses/input_tokens"),
         ("get", "/v1/responses/{id}"),

@@ -38,10 +38,10 @@ class CpuInputs(NamedTuple):
     token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
-    adapters: Tensor | None  # Number of each token's adapter, 0 for none; None: no token has any.
     attention: Any  # The attention back end's step.
     rows: Tensor | None = None  # `[N]` int64 tokens whose state after the last layer is read, ascending; None: all.
     states: StateStep | None = None  # None: the model has no recurrent states.
+    adapters: Tensor | None = None  # Number of each token's adapter, 0 for none; None: no token has any.
 
 
 class _Iteration:
@@ -342,10 +342,10 @@ class CpuExecutor:
             token_ids,
             torch.from_numpy(batch.positions.astype(np.int64)),
             torch.from_numpy(batch.slot_mapping),
-            _by_token(batch),
             self.attention.prepare(batch),
             torch.from_numpy(batch.read_rows),
             None if self.states is None else self.states.prepare(batch),
+            _by_token(batch),
         )
 
     def forward(self, inputs: CpuInputs) -> tuple[Tensor, Tensor]:
@@ -389,8 +389,12 @@ class CpuExecutor:
         blocks = [
             _Iteration(
                 self,
-                CpuInputs(
-                    ids, at, slots, None if inputs.adapters is None else which, inputs.attention, states=inputs.states
+                inputs._replace(
+                    token_ids=ids,
+                    positions=at,
+                    slot_mapping=slots,
+                    rows=None,
+                    adapters=None if inputs.adapters is None else which,
                 ),
             )
             for ids, at, slots, which in parts
@@ -484,7 +488,7 @@ class CpuExecutor:
         """Return all results of one layer of each kind and of the head, `[rows, …]`; mixed `[rows, …]`: what attention
         and recurrences give."""
         nowhere = torch.zeros(len(token_ids), dtype=torch.int64)
-        iteration = _Iteration(self, CpuInputs(token_ids, nowhere, nowhere, None, None))
+        iteration = _Iteration(self, CpuInputs(token_ids, nowhere, nowhere, None))
         made = iteration.activations
         given = dict(zip(self.mixed, mixed.to(made["x"].dtype).split(list(self.mixed.values()), -1), strict=True))
         kinds = {self.spec.layer(i): i for i in reversed(range(self.spec.num_layers))}
