@@ -221,16 +221,7 @@ def _models(argument: str | None, named: list[str], several: list[str]) -> dict[
 
 
 def _all_located(config: ServeConfig) -> ServeConfig:
-    """Apply `_located` to all models. Each must have a tokenizer."""
-    from weft.engine.config.tokenizer import require_tokenizer
-
-    found = _with_located_models(config)
-    for each in found.each:
-        require_tokenizer(each.tokenizer_path)
-    return found
-
-
-def _with_located_models(config: ServeConfig) -> ServeConfig:
+    """Apply `_located` to all models."""
     if not config.models:
         return _located(config)
     models = [
@@ -243,6 +234,7 @@ def _with_located_models(config: ServeConfig) -> ServeConfig:
 def _located(config: M) -> M:
     """Locate, or download, the model, and check everything that needs no engine. Raises `ConfigError` and
     `ModelError`."""
+    from weft.engine.config.tokenizer import require_tokenizer
     from weft.engine.model.hub import find_model, missing
     from weft.engine.model.implementation import check_known
     from weft.engine.plans.plan import load_plan
@@ -257,6 +249,8 @@ def _located(config: M) -> M:
     check_known(path, config.model_impl, trusted=config.trust_remote_code)
     if not dummy and (absent := missing(path)):
         raise ModelError(f"{path} lacks {len(absent)} weight file(s): {', '.join(absent[:3])}")
+    if isinstance(config, ServeConfig) and not dummy:
+        require_tokenizer(path)
     return config if config.model == "demo" else config.model_copy(update={"model": str(path)})
 
 

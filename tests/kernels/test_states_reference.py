@@ -20,8 +20,13 @@ Tokens = dict[str, Tensor]  # What a layer computes from, `[T, ...]` each.
 Layer = Callable[[Tokens, Tensor, StateWork], tuple[Tensor, Tensor]]
 LENGTHS = (150, 1, 64, 3, 65, 2)
 KERNEL = 4
+CHANNELS = 16
+"""a multiple of a processor's vectors, as in models: torch computes what is left over with another exp"""
 HEADS, KEY_HEADS, KEY, VALUE = 6, 3, 16, 8
 GROUPS, WIDTH, SIZE = 3, 8, 16  # Mamba-2
+
+
+SEEDED = torch.Generator().manual_seed(5)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +46,7 @@ def delta(tokens: Tokens, state: Tensor, work: StateWork) -> tuple[Tensor, Tenso
     return states.delta_rule_scan(**tokens, state=state, work=work)
 
 
-A, D = -torch.rand(HEADS) - 0.1, torch.rand(HEADS)
+A, D = -torch.rand(HEADS, generator=SEEDED) - 0.1, torch.rand(HEADS, generator=SEEDED)
 
 
 def ssd_tokens(count: int) -> Tokens:
@@ -54,11 +59,11 @@ def ssd(tokens: Tokens, state: Tensor, work: StateWork) -> tuple[Tensor, Tensor]
     return states.ssd_scan(**tokens, a=A, d=D, state=state, work=work)
 
 
-WEIGHT, BIAS = torch.randn(10, KERNEL), torch.randn(10)
+WEIGHT, BIAS = torch.randn(CHANNELS, KERNEL, generator=SEEDED), torch.randn(CHANNELS, generator=SEEDED)
 
 
 def conv_tokens(count: int) -> Tokens:
-    return {"x": torch.randn(count, 10)}
+    return {"x": torch.randn(count, CHANNELS)}
 
 
 def conv(tokens: Tokens, state: Tensor, work: StateWork) -> tuple[Tensor, Tensor]:
@@ -66,7 +71,7 @@ def conv(tokens: Tokens, state: Tensor, work: StateWork) -> tuple[Tensor, Tensor
 
 
 LAYERS: dict[str, tuple[Callable[[int], Tokens], Layer, tuple[int, ...]]] = {
-    "conv": (conv_tokens, conv, (10, KERNEL - 1)),
+    "conv": (conv_tokens, conv, (CHANNELS, KERNEL - 1)),
     "delta": (delta_tokens, delta, (HEADS, KEY, VALUE)),
     "ssd": (ssd_tokens, ssd, (HEADS, WIDTH, SIZE)),
 }
@@ -130,12 +135,12 @@ def test_a_step_of_mamba_2_equals_transformers() -> None:
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_the_convolution_equals_transformers(activation: str | None) -> None:
     """Including requests shorter than the convolution."""
-    x, state = torch.randn(sum(LENGTHS), 10), torch.randn(len(LENGTHS), 10, KERNEL - 1)
+    x, state = torch.randn(sum(LENGTHS), CHANNELS), torch.randn(len(LENGTHS), CHANNELS, KERNEL - 1)
     work = plan_states(np.array(LENGTHS), np.zeros(len(LENGTHS), np.int64))
     y, after = states.causal_conv(x, WEIGHT, BIAS, state, work, activation=activation)
     for i, (at, length) in enumerate(zip(np.cumsum((0, *LENGTHS)), LENGTHS, strict=False)):
         line = torch.cat((state[i], x[at : at + length].T), -1)
-        expected = F.conv1d(line[None], WEIGHT[:, None], BIAS, groups=10)[0].T
+        expected = F.conv1d(line[None], WEIGHT[:, None], BIAS, groups=CHANNELS)[0].T
         close(y[at : at + length], F.silu(expected) if activation else expected)
         assert torch.equal(after[i], line[:, 1 - KERNEL :])
 
