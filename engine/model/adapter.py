@@ -169,6 +169,9 @@ def load_adapter(path: Path, spec: ModelSpec, base: Tensors, max_rank: int) -> A
     adapter is used."""
     if not spec.native:
         raise ModelError(f"{spec.architecture} runs on transformers' code, where adapters are not supported")
+    if spec.recurrence is not None or spec.latent is not None:
+        kind = "recurrent layers" if spec.latent is None else "latent attention"
+        raise ModelError(f"{spec.architecture} has {kind}, which LoRA adapters do not support yet")
     names = family_of(spec.architecture).names
     modules = _Modules(path, read_adapter_config(path, max_rank), names)
     layers = tuple(dict(_Layer(spec, names, base, modules, i).operations()) for i in range(spec.num_layers))
@@ -207,10 +210,8 @@ class _Layer:
         """Yield the matrices of each operation that has any."""
         spec, names = self.spec, self.names
         inter = spec.intermediate_size
-        found: dict[str, tuple[LowRank, ...]] = {}
-        if self.parts.attention and not spec.output_gate:
-            found |= {"qkv": self.qkv(), "o": self.output(names.o, spec.num_heads * spec.head_dim)}
-        if self.parts.mlp and (spec.experts is None or not self.parts.experts):
+        found = {"qkv": self.qkv(), "o": self.output(names.o, spec.num_heads * spec.head_dim)}
+        if spec.experts is None or not self.parts.experts:
             mlp_norm = names.attention_norm if spec.placement.norms == 1 else names.mlp_norm
             if spec.gated:
                 found["gate_up"] = self.input(

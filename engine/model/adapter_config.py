@@ -17,6 +17,7 @@ from weft.engine.errors import LONGEST, ModelError, one_line
 FILE = "adapter_config.json"
 MAX_BYTES = 1 << 20  # Maximum size of the file.
 MAX_PATTERNS = 10_000
+LARGEST = 1e30  # Largest number in the file.
 
 HARMLESS = frozenset((
     "base_model_name_or_path", "revision", "task_type", "inference_mode", "lora_dropout", "layers_to_transform",
@@ -103,7 +104,7 @@ def _shown(value: Any) -> str:
 
 def _number(raw: Mapping[str, Any], name: str, default: float) -> float:
     value = raw.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
         raise ModelError(f"{FILE}: {name} is {_shown(value)}, must be a number")
     return float(value)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
+import traceback
 from collections import deque
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +26,7 @@ from weft.engine.scheduling.request import Request
 from weft.engine.wire.messages import AdapterNews, AdapterStats, Finish, LoadAdapter
 
 LOAD_POLL_SECONDS = 0.005  # Seconds between steps while an adapter loads and no request is open.
+STATS_SECONDS = 0.2  # Seconds between counts of the requests of each adapter.
 MAX_PASSED = 8  # Requests of adapters in memory that may begin while another adapter waits for memory.
 MAX_KNOWN = 10_000  # Adapters that can be known at once.
 NOT_LOADED = "the adapter is not loaded in this engine"
@@ -77,11 +80,12 @@ class Adapters(Listener):
         self._passed = 0
         self._numbers, self._clock = itertools.count(1), itertools.count(1)
         self._reports: list[AdapterNews] = []
+        self._stats, self._stats_due = AdapterStats(most), 0.0
 
     # -- names
 
     def load(self, message: LoadAdapter) -> None:
-        """Load an adapter and give it a name, in the background. Reported with `news`."""
+        """Load an adapter and give it a name, in the background. `take_news` then has a report."""
         if len(self._known) >= MAX_KNOWN:
             self._reports.append(
                 AdapterNews(message.name, path=message.path, error=f"{MAX_KNOWN:,} adapters are known already")
@@ -227,7 +231,8 @@ class Adapters(Listener):
             self._ended.put(_Loaded(message, digest, adapter, ""))
         except WeftError as error:
             self._ended.put(_Loaded(message, message.digest, None, str(error)))
-        except (MemoryError, RuntimeError) as error:
+        except Exception as error:  # requests wait for this load, so it must end however a file breaks a reader
+            traceback.print_exc()
             self._ended.put(_Loaded(message, message.digest, None, f"cannot load {message.path}: {one_line(error)}"))
 
     def on_schedule(self) -> None:
@@ -236,12 +241,12 @@ class Adapters(Listener):
                 ended = self._ended.get_nowait()
             except Empty:
                 break
-            self._num_loading -= 1
-            self._end(ended)
+            self._take_in(ended)
         if self._waiting:
             self._make_room()
 
-    def _end(self, ended: _Loaded) -> None:
+    def _take_in(self, ended: _Loaded) -> None:
+        self._num_loading -= 1
         message, digest, adapter, error = ended
         known = self._known.get(digest)
         if known is not None:
@@ -291,7 +296,7 @@ class Adapters(Listener):
         if not self._num_loading:
             return False
         with contextlib.suppress(Empty):
-            self._ended.put(self._ended.get(timeout=seconds))
+            self._take_in(self._ended.get(timeout=seconds))
         return True
 
     def has_news(self) -> bool:
@@ -306,10 +311,13 @@ class Adapters(Listener):
         return LOAD_POLL_SECONDS if self._num_loading else None
 
     def stats(self) -> dict[str, Any]:
-        counts = self._open_requests()
-        running = tuple(sorted(self.name(k.digest) for k in self._known.values() if counts.get(k.number)))
-        waiting = tuple(sorted(self.name(k.digest) for k in self._waiting if k.held))
-        return {"adapters": AdapterStats(self._most, running, waiting)}
+        if (now := time.monotonic()) >= self._stats_due:  # not for each iteration: it counts all requests
+            self._stats_due = now + STATS_SECONDS
+            counts = self._open_requests()
+            running = tuple(sorted(self.name(k.digest) for k in self._known.values() if counts.get(k.number)))
+            waiting = tuple(sorted(self.name(k.digest) for k in self._waiting if k.held))
+            self._stats = AdapterStats(self._most, running, waiting)
+        return {"adapters": self._stats}
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,6 @@
 """`AdapterNames`: the LoRA adapters of a model, by the names that requests use.
 
-The engines keep the adapters, and tell every API process of each change. This process sends what it knows to engines
+The engines keep the adapters and report each change to every API process. This process sends what it has to engines
 that start later.
 """
 

@@ -19,7 +19,7 @@ router = APIRouter(route_class=JsonRoute)
 
 
 class LoadBody(Body):
-    """vLLM's body; `base_model_name_or_path` and `base_model_name` are what its sidecars add."""
+    """vLLM's body, with the model's name that its sidecars add, and SGLang's `pinned`."""
 
     lora_name: str = Field(min_length=1, max_length=MAX_NAME)
     lora_path: str = Field(min_length=1, max_length=4096)
@@ -30,7 +30,6 @@ class LoadBody(Body):
 
 class UnloadBody(Body):
     lora_name: str = Field(min_length=1, max_length=MAX_NAME)
-    lora_int_id: int | None = None
 
 
 class AdapterError(BaseModel, extra="forbid"):

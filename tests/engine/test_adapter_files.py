@@ -84,6 +84,8 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "rank 0": (_config(r=0), "rank 0 is outside 1 to 64"),
     "rank above the bound": (_config(r=65), "rank 65 is outside 1 to 64"),
     "rank no number": (_config(r="4"), "r is '4'"),
+    "alpha a huge integer": (_config(lora_alpha=10**400), "lora_alpha"),
+    "rank a huge integer": (_config(r=10**400), "r is 1000"),
     "alpha not finite": (_config(lora_alpha=float("inf")), "lora_alpha"),
     "rank differs": (_config(r=8), "its rank by adapter_config.json is 8"),
     "A without B": (_tensors(lambda t: t.pop(f"{Q}.lora_B.weight")), "lora_A only"),

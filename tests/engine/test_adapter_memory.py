@@ -165,6 +165,35 @@ def test_a_failed_load_is_reported_and_keeps_the_name() -> None:
     assert fake.ask("a") in fake.open
 
 
+def test_a_reader_that_breaks_ends_the_load_with_an_error() -> None:
+    fake = Fake(4)
+
+    def broken(_path: Path) -> tuple[str, Adapter]:
+        raise KeyError("surprise")
+
+    fake.adapters._read = broken
+    fake.load("a", "a")
+    handle = fake.ask("a")
+    fake.settle()
+    (news,) = fake.adapters.take_news()
+    assert "surprise" in news.error
+    assert [refused for refused, _, _ in fake.outbox.refused] == [handle]
+    assert fake.adapters.pause() is None
+
+
+def test_loads_that_end_while_the_engine_waits_keep_their_order() -> None:
+    fake = Fake(4)
+    fake.load("a", "old")
+    fake.load("a", "new")
+    fake.files["/a"] = "old"
+    fake.jobs.run()
+    fake.files["/a"] = "new"
+    fake.jobs.run()
+    assert fake.adapters.on_blocked(1)
+    fake.settle()
+    assert [news.digest for news in fake.adapters.all_news()] == ["new"]
+
+
 def test_a_request_that_arrives_before_its_adapter_waits_for_it() -> None:
     fake = Fake(4)
     fake.load("a", "a")

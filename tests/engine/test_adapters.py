@@ -14,13 +14,20 @@ from lora_files import merged, save_adapter
 from tiny import FAMILIES
 from transformers import AutoModelForCausalLM
 
+from weft.engine.errors import ModelError
 from weft.engine.model.adapter import adapter_digest
 
 Made = Callable[[str], Path]
 
 BY_DAY = ("llama2", "qwen3", "gemma3", "phi4", "granite", "opt", "gpt2", "mixtral")
 """plain, norms of heads, post-norms, fused modules, scaled residuals, norms with bias, transposed, experts"""
-EVERY = [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES]
+REFUSING = (
+    "granite-hybrid", "nemotron-h", "qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "lfm2-moe", "deepseek-v2",
+    "deepseek-v3", "glm4-moe-lite",
+)  # fmt: skip
+"""recurrent layers or latent attention"""
+SERVED = [name for name in FAMILIES if name not in REFUSING]
+EVERY = [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in SERVED]
 OPTIONS: dict[str, Any] = {"page_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32}
 MAX_TOKENS = 8
 
@@ -143,3 +150,16 @@ def test_with_batch_invariance_neighbours_change_no_bit(llama: Any, dtype: str) 
     together = serve(requests)
     assert together == [serve([request])[0] for request in requests]
     assert together == serve(requests[::-1])[::-1]
+
+
+@pytest.mark.parametrize(
+    "family", [REFUSING[0], REFUSING[7], *(pytest.param(n, marks=pytest.mark.nightly) for n in REFUSING)]
+)
+def test_layers_that_adapters_do_not_support_end_the_start_in_one_line(
+    tiny_model: Made, tmp_path: Path, family: str
+) -> None:
+    path = tiny_model(family)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    adapter = save_adapter(tmp_path / "one", base)
+    with pytest.raises(ModelError, match="do not support yet"):
+        Harness(path, lora_modules=[f"one={adapter}"], **OPTIONS)
