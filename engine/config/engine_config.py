@@ -58,6 +58,8 @@ class Share(BaseModel):
     """Models of the daemon, which take turns on the device."""
     awake: int = 1
     """Models that may be awake at the same time."""
+    pixels: str = ""
+    """Directory of the shelf with the pixels of images (`wire.pixels`); empty: no image has any."""
 
 
 @described

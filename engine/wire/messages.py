@@ -55,6 +55,26 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
     """Seconds to retain them, from when the prompt is computed. 0: only save the recurrent state after them."""
 
 
+class Image(msgspec.Struct, frozen=True, array_like=True):
+    """An image in a prompt: where its embeddings go, and where its pixels are."""
+
+    digest: bytes
+    """SHA-256 over the file's bytes and everything else that decides the embeddings: the family, the version of its
+    rule and of the library that resizes, the options."""
+    start: int
+    """First prompt position of the span that holds embeddings."""
+    mask: bytes
+    """One byte for each position of the span, 1 where the next embedding goes; empty: everywhere."""
+    length: int
+    """Positions in the span."""
+    file: str
+    """Name of the file with the pixels (`wire.pixels`)."""
+    shapes: tuple[tuple[int, int], ...]
+    """(height, width) of each tile in the file: uint8 RGB rows, back to back."""
+    grid: tuple[int, ...] = ()
+    """Patches of the image as (time, height, width), for families whose positions depend on it."""
+
+
 class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     """One sequence to generate. The sender chooses a `handle` that is unique among its open requests."""
 
@@ -81,6 +101,8 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     """Digest of the LoRA adapter (`AdapterNews`); "" for none."""
     segment: int = 0
     """Prompt tokens before the second text of a pair, for encoders that distinguish the two; 0: no pair."""
+    images: tuple[Image, ...] = ()
+    """Images of the prompt in order; their spans do not overlap."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True):
@@ -198,6 +220,8 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """The engine has tiers, so `Prefetch` has an effect."""
     recurrent: bool = False
     """A cached prefix is used only up to a page with a recurrent state."""
+    modalities: tuple[str, ...] = ("text",)
+    """What prompts may hold: text, image."""
 
 
 class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
