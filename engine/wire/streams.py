@@ -100,6 +100,7 @@ class Streams:
         self.on_stats: Callable[[messages.EngineStats], None] | None = None
         self.adapters: dict[str, messages.AdapterNews] = {}  # the engine's last report by name
         self.on_adapter: Callable[[messages.AdapterNews], None] | None = None
+        self.on_dead: Callable[[], None] | None = None  # called once, when the engine has ended
         self.on_open: Callable[[int], None] | None = None  # called with the number of open requests when it changes
         self._streams: dict[int, TokenStream] = {}
         self._next_handle = (number << messages.HANDLE_BITS) + 1
@@ -173,6 +174,8 @@ class Streams:
             stream.wake()
         self._streams.clear()
         self._report_open()
+        if self.on_dead is not None:
+            self.on_dead()
 
     def _report_open(self) -> None:
         if self.on_open is not None:

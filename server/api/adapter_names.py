@@ -42,7 +42,8 @@ class AdapterNames:
         self._clients: list[Streams] = []
         self._loads: dict[str, asyncio.Future[str]] = {}
         """Loads in progress by name; the result is an error, or an empty string."""
-        self._answers: dict[tuple[Streams, str], asyncio.Future[str]] = {}
+        self._answers: dict[tuple[Streams, str], asyncio.Future[str | None]] = {}
+        """Answers that are due, by engine and name: an error, an empty string, or None if the engine ended."""
         self._failures: dict[str, tuple[float, str]] = {}  # When a load on first use failed, and why.
 
     def attach(self, client: Streams) -> None:
@@ -58,7 +59,13 @@ class AdapterNames:
         for name, served in self.served.items():
             if name not in known:
                 client.load_adapter(name, served.path, served.digest)
-        client.on_adapter = partial(self._note, client)
+        client.on_adapter, client.on_dead = partial(self._note, client), partial(self._ended, client)
+
+    def _ended(self, client: Streams) -> None:
+        """Wait no longer for an engine that has ended."""
+        for (other, _), answer in self._answers.items():
+            if other is client and not answer.done():
+                answer.set_result(None)
 
     def _note(self, client: Streams, news: AdapterNews) -> None:
         if news.digest:
@@ -75,7 +82,8 @@ class AdapterNames:
         return self.served.get(name)
 
     async def load(self, name: str, path: str) -> str:
-        """Load an adapter in every engine. Returns an error, or an empty string."""
+        """Load an adapter in every engine. Returns an error, or an empty string. Engines that end meanwhile do not
+        count unless all do, because their successors load it when they attach."""
         if (load := self._loads.get(name)) is None:
             load = self._loads[name] = asyncio.ensure_future(self._ask(name, path))
             load.add_done_callback(lambda _: self._loads.pop(name, None))
@@ -90,6 +98,7 @@ class AdapterNames:
         if not clients:
             return "no engine is running"
         loop = asyncio.get_running_loop()
+        answers: dict[tuple[Streams, str], asyncio.Future[str | None]]
         answers = {(client, name): loop.create_future() for client in clients}
         self._answers |= answers
         for client in clients:
@@ -105,6 +114,8 @@ class AdapterNames:
         finally:
             for key in answers:
                 self._answers.pop(key, None)
+        if all(error is None for error in errors):
+            return next(client.dead or "" for client in clients) or "the engine ended"
         return next(filter(None, errors), "")
 
     async def load_from_folder(self, name: str) -> None:
