@@ -19,7 +19,7 @@ from weft.engine.memory.store_file import StoreFile, StoreUnavailable, reason_of
 from weft.engine.memory.transfer import Bytes, Remainders
 
 READERS, WRITERS = 8, 4
-WATCH_SECONDS = 2.0  # seconds between checks that the file has not been removed
+WATCH_SECONDS = 2.0  # seconds between checks that the file has been neither removed nor truncated
 
 
 class Outcome(enum.Enum):
@@ -104,8 +104,8 @@ class SsdStore:
     def _watch(self) -> None:
         """Watch the path on a thread, because a disk may hang."""
         while not self._closing.wait(WATCH_SECONDS):
-            if not self.file.is_there():
-                self.gone = f"{self.file.path} was removed"
+            if (loss := self.file.loss()) is not None:
+                self.gone = f"{self.file.path} was {loss}"
                 self.on_done()
                 return
 

@@ -199,6 +199,15 @@ class StoreFile:
         except OSError:
             return True
 
+    def loss(self) -> str | None:
+        """Return what happened to the file: "removed" or "truncated"; None if it is whole or that is unknown."""
+        if not self.is_there():
+            return "removed"
+        try:
+            return "truncated" if os.fstat(self.fd).st_size < self.geometry.file_bytes else None
+        except OSError:
+            return None
+
     def new_epoch(self) -> None:
         """Drop every extent durably: they stay dropped after a power failure. Raises `OSError`, and then the epoch is
         unchanged."""

@@ -74,7 +74,7 @@ class Follower:
         self._links, self._runner, self._collectives, self._file = links, runner, collectives, file
         self._threads, self._reopen = threads, reopen
         self._ring = RingReader(links)
-        self._outcomes = links.outcomes()[links.rank]
+        self._outcomes, self._state = links.outcomes()[links.rank], links.state(links.rank)
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._taken = self._computed = 0
         """Iterations taken from the ring, and iterations computed on this rank."""
@@ -222,7 +222,8 @@ class Follower:
             self._transfers.append(_Transfer(held.place, copy(held.pairs)))
 
     def _report(self) -> None:
-        """Publish the outcomes of finished transfers."""
+        """Publish whether the store's file was lost, then the outcomes of finished transfers."""
+        self._state.store_lost = self._store is not None and self._store.gone is not None
         pending = []
         for transfer in self._transfers:
             if (outcome := _outcome(transfer.work)) == PENDING:

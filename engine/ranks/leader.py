@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -25,7 +25,7 @@ from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress, notice
 from weft.engine.ranks.agreement import agree, barrier
 from weft.engine.ranks.batches import arrays_of
-from weft.engine.ranks.links import OPERATIONS, Links
+from weft.engine.ranks.links import OPERATIONS, Links, State
 from weft.engine.ranks.ring import Kind, RingWriter
 from weft.engine.ranks.runners import rank_runner
 from weft.engine.ranks.shared_collectives import SharedCollectives
@@ -97,6 +97,7 @@ class LeadingRunner:
         self.sleepable = Sleepless("ranks share it")  # the other ranks would have to sleep too
         self._ring = RingWriter(links)
         self._operations = Operations(links)
+        self._others = {rank: links.state(rank) for rank in links.peers}
         self._collectives = collectives
 
     def copy_engine(self, slots: int) -> CopyEngine:
@@ -107,7 +108,7 @@ class LeadingRunner:
 
     def make_store(self, file: StoreFile, host: Bytes, remainders: Remainders | None) -> LeadingStore:
         """Open the store of the SSD tier; call `copy_engine` first."""
-        return LeadingStore(SsdStore(file, host, remainders), self._ring, self._operations)
+        return LeadingStore(SsdStore(file, host, remainders), self._ring, self._operations, self._others)
 
     def launch(self, batch: Batch) -> InFlight:
         self._ring.send(Kind.BATCH, *arrays_of(batch))
@@ -213,8 +214,8 @@ class LeadingJob(Job):
 class LeadingStore:
     """See `ssd_store.Store`. Each rank has its own file with its shard of each page under the same extent."""
 
-    def __init__(self, own: SsdStore, ring: RingWriter, operations: Operations) -> None:
-        self._own, self._ring, self._operations = own, ring, operations
+    def __init__(self, own: SsdStore, ring: RingWriter, operations: Operations, others: Mapping[int, State]) -> None:
+        self._own, self._ring, self._operations, self._others = own, ring, operations, others
 
     @property
     def on_done(self) -> Callable[[], None]:
@@ -230,6 +231,9 @@ class LeadingStore:
 
     @property
     def gone(self) -> str | None:
+        lost = (rank for rank, state in self._others.items() if state.store_lost)
+        if self._own.gone is None and (rank := next(lost, None)) is not None:
+            return f"the file of rank {rank} was removed or truncated"
         return self._own.gone
 
     def scan(self) -> list[tuple[int, Record]]:

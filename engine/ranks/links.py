@@ -159,6 +159,15 @@ class State:
         self._numbers[0] = value
 
     @property
+    def store_lost(self) -> bool:
+        """Whether the file of the rank's SSD store was removed or truncated."""
+        return bool(self._numbers[2])
+
+    @store_lost.setter
+    def store_lost(self, value: bool) -> None:
+        self._numbers[2] = value
+
+    @property
     def why(self) -> str:
         """One line on why the rank ended; empty while it runs."""
         size = int(self._numbers[1])

@@ -20,15 +20,15 @@ class Certificate:
         """Raises `ConfigError` for unusable files."""
         self._paths = [Path(cert)] if key is None else [Path(cert), Path(key)]
         self.fd = os.memfd_create("weft-tls")
-        self.reread()
+        self.use(self.read())
 
     @property
     def path(self) -> str:
         """Path of the file in any process that has inherited `fd`."""
         return f"/proc/self/fd/{self.fd}"
 
-    def reread(self) -> None:
-        """Reload the files. Raises `ConfigError`, and keeps the previous certificate, if they are unusable."""
+    def read(self) -> bytes:
+        """Return the content of the files. Raises `ConfigError` if they are unusable."""
         try:
             pem = b"\n".join(path.read_bytes() for path in self._paths)
         except OSError as error:
@@ -39,6 +39,10 @@ class Certificate:
             _check(f"/proc/self/fd/{tried}")
         finally:
             os.close(tried)
+        return pem
+
+    def use(self, pem: bytes) -> None:
+        """Replace the certificate by one that was read."""
         os.pwrite(self.fd, pem, 0)
         os.ftruncate(self.fd, len(pem))
 

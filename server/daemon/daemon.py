@@ -127,6 +127,8 @@ class Daemon:
         self._stop_requested = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._signalled = False
+        self._reloading: asyncio.Task[None] | None = None
+        self._reload_again = False
         self.handed_over = False
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -152,7 +154,7 @@ class Daemon:
         }
 
     async def run(self) -> int:
-        handle(self._on_signal, self._reload, self._log_stacks)
+        handle(self._on_signal, self._on_hang_up, self._log_stacks)
         watchdog = Watchdog(Watch(self.heartbeats), self._watched_processes)
         work = [self._run_engine(supervisor) for supervisor in self._engines.values()]
         work += [self._api.keep(i) for i in range(self._config.api_workers)]
@@ -175,6 +177,8 @@ class Daemon:
                 await self._interrupt()
         finally:
             self._rollout.stop()
+            if self._reloading is not None:
+                self._reloading.cancel()
             for supervisor in (*supervisors, *self._answering):
                 supervisor.cancel()
             await asyncio.gather(*supervisors, *self._answering, return_exceptions=True)
@@ -272,10 +276,23 @@ class Daemon:
         self.handed_over = True
         self._stop_requested.set()
 
-    def _reload(self) -> None:
-        if self._front.reload():
-            keys = [key.hex() for key in self._front.keys]
-            self._api.broadcast(control.Reload(keys, self._front.best_priorities))
+    def _on_hang_up(self) -> None:
+        if self._reloading is None:
+            self._reloading = asyncio.create_task(self._reload())
+        else:
+            self._reload_again = True
+
+    async def _reload(self) -> None:
+        """Reload keys and certificate, and again if a signal arrived meanwhile."""
+        try:
+            self._reload_again = True
+            while self._reload_again:
+                self._reload_again = False
+                if await self._front.reload():
+                    keys = [key.hex() for key in self._front.keys]
+                    self._api.broadcast(control.Reload(keys, self._front.best_priorities))
+        finally:
+            self._reloading = None
 
     def _log_stacks(self) -> None:
         logger.warning("SIGQUIT: the daemon\n%s", own_stacks())

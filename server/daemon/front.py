@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from weft.engine.errors import ConfigError
@@ -18,6 +21,8 @@ from weft.server.keys import load_keys, renumbered
 from weft.server.observe.server_urls import publish, url_of
 
 MIN_KEYS = 1024  # Minimum capacity, so that a reload can add keys.
+RELOAD_SECONDS = 10.0  # Seconds to read keys and certificate, whose disk may hang.
+MAX_READING = 4  # Reads that may hang at once.
 
 logger = logging.getLogger("weft")
 
@@ -77,6 +82,7 @@ class Front:
         self._url_fd: int | None = publish(url_of(self.address, tls=config.tls_cert is not None))
         self._handover: Handover | None = None
         self._serving = False
+        self._num_reading = 0
 
     def _admin_listener(self) -> socket.socket | None:
         """The listener of --admin-port. Raises `ConfigError`."""
@@ -120,25 +126,62 @@ class Front:
         self._serving = True
         self.still_serving()
 
-    def reload(self) -> bool:
-        """Reload keys and certificate. If they are unusable, log an error, keep the old ones and return False."""
+    async def reload(self) -> bool:
+        """Reload keys and certificate. If they are unusable, or cannot be read in time, log an error, keep the old ones
+        and return False."""
         if self._serving:
             self.notifier.reloading()
         try:
-            best = load_keys(self._config)
+            best, pem = await self._read_again()
             keys = renumbered(self.keys, best, self.key_capacity)
-            if self.certificate is not None:
-                self.certificate.reread()
         except ConfigError as error:
             logger.error("SIGHUP: %s; keeping the old keys and certificate", error)
             return False
         else:
             self.keys, self.best_priorities = keys, [best.get(key, 0) for key in keys]
+            if self.certificate is not None:
+                self.certificate.use(pem)
             what = " and the certificate" if self.certificate is not None else ""
             logger.info("SIGHUP: reloaded %d API keys%s", len([key for key in keys if key]), what)
             return True
         finally:
             self.still_serving()
+
+    async def _read_again(self) -> tuple[dict[bytes, int], bytes]:
+        """Return keys and certificate from their files. Raises `ConfigError` if they are unusable or a disk hangs."""
+        if self._num_reading >= MAX_READING:
+            raise ConfigError(f"{MAX_READING} earlier reads of the key file or the certificate hang")
+        loop = asyncio.get_running_loop()
+        read: asyncio.Future[tuple[dict[bytes, int], bytes]] = loop.create_future()
+        self._num_reading += 1
+
+        def run() -> None:
+            error: Exception | None = None
+            found: tuple[dict[bytes, int], bytes] = {}, b""
+            try:
+                found = load_keys(self._config), b"" if self.certificate is None else self.certificate.read()
+            except Exception as raised:
+                error = raised
+            with suppress(RuntimeError):  # the daemon has ended
+                loop.call_soon_threadsafe(ended, found, error)
+
+        def ended(found: tuple[dict[bytes, int], bytes], error: Exception | None) -> None:
+            self._num_reading -= 1
+            if read.done():
+                return  # too late
+            if error is None:
+                read.set_result(found)
+            else:
+                read.set_exception(error)
+
+        # Not a thread of the loop's pool: the end of the daemon would wait for it.
+        threading.Thread(target=run, name="weft-reload", daemon=True).start()
+        try:
+            return await asyncio.wait_for(read, RELOAD_SECONDS)
+        except TimeoutError:
+            raise ConfigError(
+                f"the key file or the certificate could not be read within {RELOAD_SECONDS:g} seconds"
+            ) from None
 
     def still_serving(self) -> None:
         """Report the daemon as ready once it serves."""

@@ -414,7 +414,7 @@ def test_the_path_of_a_removed_store_is_free_for_another(tmp_path: Path) -> None
     other.close()
 
 
-@pytest.mark.parametrize("removed", ["file", "directory", "replaced", "nothing"])
+@pytest.mark.parametrize("removed", ["file", "directory", "replaced", "truncated", "nothing"])
 def test_a_file_moved_from_its_path_is_detected(tmp_path: Path, removed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssd_store, "WATCH_SECONDS", 0.01)
     opened = Open(tmp_path / "store")
@@ -427,8 +427,11 @@ def test_a_file_moved_from_its_path_is_detected(tmp_path: Path, removed: str, mo
     elif removed == "replaced":
         (tmp_path / "new").write_bytes(b"x")
         (tmp_path / "new").replace(tmp_path / "store" / FILE_NAME)
+    elif removed == "truncated":
+        os.truncate(tmp_path / "store" / FILE_NAME, GEOMETRY.file_bytes - 1)
     assert noticed.wait(0.3 if removed == "nothing" else 240) == (removed != "nothing")
-    assert opened.store.gone == (None if removed == "nothing" else f"{tmp_path / 'store' / FILE_NAME} was removed")
+    what = removed if removed == "truncated" else "removed"
+    assert opened.store.gone == (None if removed == "nothing" else f"{tmp_path / 'store' / FILE_NAME} was {what}")
     opened.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from weft.engine.wire.messages import AdapterNews, ToEngine
 from weft.engine.wire.streams import Streams

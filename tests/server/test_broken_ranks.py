@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,13 +14,14 @@ from broken_disk import FAULTS, READS, BrokenDisk
 from harness import GREEDY, Harness
 
 from weft.engine.memory import ssd_tier
+from weft.engine.memory.store_file import FILE_NAME
 from weft.engine.memory.tiers import Tiers
 from weft.engine.ranks import leader, links
 
 SECONDS = 240  # for anything to happen, on a busy machine
 LENGTHS = (40, 70)  # tokens of the prompts
 CACHED = [32, 64]  # tokens of their full pages
-PROMPTS = iter(np.random.default_rng(3).integers(3, 120, (40, max(LENGTHS))))
+PROMPTS = iter(np.random.default_rng(3).integers(3, 120, (80, max(LENGTHS))))
 
 
 class Pair(NamedTuple):
@@ -28,6 +30,10 @@ class Pair(NamedTuple):
     harness: Harness
     tiers: Tiers
     disk: BrokenDisk
+
+    def file(self, rank: int) -> Path:
+        """The file of a rank's store."""
+        return self.disk.folder.with_name(f"rank-{rank}-of-2") / FILE_NAME
 
     @property
     def up(self) -> bool:
@@ -112,6 +118,38 @@ def test_the_tier_comes_back_with_its_pages_when_the_disk_of_another_rank_works_
     pair.tiers.pool.evict_all()
     pair.tiers.host.evict_all()
     pair.until(lambda: pair.up)
+    assert pair.ask(stored) == (answers, CACHED)
+    pair.check_works()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_truncated_file_of_any_rank_is_noticed_and_used_again(
+    pair: Pair, rank: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored, answers = pair.store()
+    file = pair.file(rank)
+    size = file.stat().st_size
+    os.truncate(file, size // 2)
+    pair.until(lambda: not pair.up)
+    assert "truncated; serving continues without it" in capsys.readouterr().err
+    assert pair.ask(stored)[0] == answers
+    pair.check_works()
+    assert file.stat().st_size == size
+
+
+def test_a_removed_file_of_another_rank_is_noticed_and_used_once_it_is_back(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored, answers = pair.store()
+    file = pair.file(1)
+    file.rename(away := file.with_name("away"))
+    pair.until(lambda: not pair.up)
+    assert "SSD tier switched off: the file of rank 1 was removed or truncated" in capsys.readouterr().err
+    assert pair.ask(stored)[0] == answers
+    away.rename(file)
+    pair.until(lambda: pair.up)
+    pair.tiers.pool.evict_all()
+    pair.tiers.host.evict_all()
     assert pair.ask(stored) == (answers, CACHED)
     pair.check_works()
 

@@ -75,6 +75,35 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
             assert asks(others, "old") == 401
 
 
+def test_a_key_file_that_hangs_blocks_nothing(tmp_path: Path) -> None:
+    """A pipe that nobody writes to hangs as a file on a broken network disk does."""
+    keys = tmp_path / "keys"
+    keys.write_text("old\n")
+    with (
+        running(tmp_path, "--api-key-file", str(keys)) as daemon,
+        httpx.Client(base_url=daemon.url, timeout=240) as http,
+    ):
+        keys.unlink()
+        os.mkfifo(keys)
+        daemon.process.send_signal(signal.SIGHUP)
+        # The daemon's loop goes on meanwhile: it handles another signal first.
+        daemon.process.send_signal(signal.SIGQUIT)
+        until(lambda: "could not be read within 10 seconds; keeping the old keys" in daemon.stderr())
+        assert "SIGQUIT: the daemon" in daemon.stderr().split("could not be read")[0]
+        assert asks(http, "old") == 200
+        keys.unlink()
+        keys.write_text("new\n")
+        for _ in range(3):
+            daemon.process.send_signal(signal.SIGHUP)
+        until(lambda: asks(http, "new") == 200)
+        assert asks(http, "old") == 401
+        keys.unlink()
+        os.mkfifo(keys)
+        daemon.process.send_signal(signal.SIGHUP)
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(240) == 0
+
+
 def make_certificate(folder: Path, name: str) -> tuple[str, str]:
     cert, key = f"{folder}/{name}.pem", f"{folder}/{name}.key"
     subprocess.run(
