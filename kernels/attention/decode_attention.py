@@ -88,16 +88,26 @@ def finish(
             tl.store(arrived + row * HKV + head, 0)
 
 
+@triton.jit
+def load_rows(at, mask):
+    """Load rows of K or V; zero where masked. e4m3, stored as bytes, becomes float16."""
+    x = tl.load(at, mask=mask, other=0)
+    if x.dtype == tl.uint8:
+        x = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return x
+
+
 @triton.jit(do_not_specialize=["layer"])
-def _decode_kernel(
-    q, kv_tiles, kv, out, out_scale, stride_scale, table, stride_table, items, num_items, partial, arrived, layer,
-    layers, scale, sinks,
+def plain_decode_kernel(
+    q, kv_tiles, kv, kv_scale, out, out_scale, stride_scale, table, stride_table, items, num_items, partial, arrived,
+    layer, layers, scale, sinks,
     HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     BN: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     release(PDL)  # memory is idle while few requests attend: the next GEMM may already fetch weights
     begin(PDL)
+    MMA: tl.constexpr = DTYPE if kv_scale is None else tl.float16
     column = tl.arange(0, GP)
     d = tl.arange(0, DP)
     tasks = tl.load(num_items) * HKV
@@ -114,7 +124,11 @@ def _decode_kernel(
         mine = (column < G)[None, :]
         if DP != D:
             mine = mine & (d < D)[:, None]
-        query = tl.load(q + heads[None, :] * D + d[:, None], mask=mine, other=0.0)
+        query = tl.load(q + heads[None, :] * D + d[:, None], mask=mine, other=0.0).to(MMA)
+        factor, v_scale = scale, None
+        if kv_scale is not None:
+            factor = scale * tl.load(kv_scale + layer * (2 * HKV) + head)
+            v_scale = tl.load(kv_scale + layer * (2 * HKV) + HKV + head)
         m = tl.full([GP], -1e30, tl.float32)
         norm = tl.zeros([GP], tl.float32)
         acc = tl.zeros([DP, GP], tl.float32)
@@ -141,12 +155,12 @@ def _decode_kernel(
                 whole = real[:, None]
                 if DP != D:
                     whole = whole & (d < D)[None, :]
-                k = tl.load(k_at, mask=whole, other=0.0)
-                v = tl.load(k_at + PAGE * HKV * D, mask=whole, other=0.0)
-            m, norm, acc = decode_step(query, k, v, real, m, norm, acc, scale, SOFTCAP, DTYPE)
+                k = load_rows(k_at, whole)
+                v = load_rows(k_at + PAGE * HKV * D, whole)
+            m, norm, acc = decode_step(query, k, v, real, m, norm, acc, factor, SOFTCAP, MMA)
         target = out + heads[None, :] * D + d[:, None]
         finish(
-            m, norm, acc, None, parts, item, row, head, target, mine, column, d, out_scale, stride_scale, partial,
+            m, norm, acc, v_scale, parts, item, row, head, target, mine, column, d, out_scale, stride_scale, partial,
             arrived, sinks, HKV, G, GP, DP, DTYPE,
         )  # fmt: skip
 
@@ -180,8 +194,8 @@ def decode_attention(
     width = head_block(head_dim)
     tma = page_size % block == 0
     slabs = kv.view(-1, page_size, num_kv_heads * head_dim)  # K or V of one page and layer
-    _decode_kernel[(num_sms * per_sm,)](
-        q, TensorDescriptor.from_tensor(slabs, [1, block, width]) if tma else None, kv,
+    plain_decode_kernel[(num_sms * per_sm,)](
+        q, TensorDescriptor.from_tensor(slabs, [1, block, width]) if tma else None, kv, None,
         *output_args(out, len(q), head_dim), page_table, page_table.stride(0), items, num_items, space.partial,
         space.arrived, layer, layers, log2_scale(scale, head_dim), sinks,
         HKV=num_kv_heads, G=group, GP=group_block(group), D=head_dim, DP=width, PAGE=page_size, BN=block, TMA=tma,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.attention.decode_attention import load_rows
 from weft.kernels.attention.output import Out, check_inputs, output_args, write_heads
 from weft.kernels.attention.scores import log2_scale, soft_cap, with_sink
 from weft.kernels.attention.work_lists import TILE_FIELDS, TILE_ROWS
@@ -42,14 +43,15 @@ def prefill_step(
 
 
 @triton.jit(do_not_specialize=["layer"])
-def _prefill_kernel(
-    q, kv, out, out_scale, stride_scale, table, stride_table, items, num_items, layer, layers, scale, sinks,
+def plain_prefill_kernel(
+    q, kv, kv_scale, out, out_scale, stride_scale, table, stride_table, items, num_items, layer, layers, scale, sinks,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     release(PDL)
+    MMA: tl.constexpr = DTYPE if kv_scale is None else tl.float16
     rows = tl.arange(0, BM)
     d = tl.arange(0, DP)  # heads are padded with zeros
     tasks = tl.load(num_items) * HKV
@@ -66,7 +68,11 @@ def _prefill_kernel(
         if DP != D:
             mine = mine & (d < D)[None, :]
         at = ((q_row + rows // G).to(tl.int64) * (HKV * G) + head * G + rows % G) * D
-        query = tl.load(q + at[:, None] + d[None, :], mask=mine, other=0.0)
+        query = tl.load(q + at[:, None] + d[None, :], mask=mine, other=0.0).to(MMA)
+        factor, v_scale = scale, None
+        if kv_scale is not None:
+            factor = scale * tl.load(kv_scale + layer * (2 * HKV) + head)
+            v_scale = tl.load(kv_scale + layer * (2 * HKV) + HKV + head)
         m = tl.full([BM], -1e30, tl.float32)
         norm = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, DP], tl.float32)
@@ -84,11 +90,14 @@ def _prefill_kernel(
             whole = real[:, None]
             if DP != D:
                 whole = whole & (d < D)[None, :]
-            k = tl.load(k_at, mask=whole, other=0.0)
-            v = tl.load(k_at + PAGE * HKV * D, mask=whole, other=0.0)
-            m, norm, acc = prefill_step(query, k, v, token, limit, m, norm, acc, scale, WINDOW, SOFTCAP, DTYPE)
+            k = load_rows(k_at, whole)
+            v = load_rows(k_at + PAGE * HKV * D, whole)
+            m, norm, acc = prefill_step(query, k, v, token, limit, m, norm, acc, factor, WINDOW, SOFTCAP, MMA)
         norm = with_sink(norm, m, sinks, head * G + rows % G, rows // G < queries)
-        y = (acc / norm[:, None]).to(DTYPE)
+        y = acc / norm[:, None]
+        if v_scale is not None:
+            y = y * v_scale
+        y = y.to(DTYPE)
         whose, token = head * G + rows % G, q_row + rows // G
         write_heads(
             y, out + at[:, None] + d[None, :], mine, out_scale, stride_scale, whose, token, rows // G < queries, 1
@@ -142,8 +151,8 @@ def prefill_attention(
     factor = log2_scale(scale, head_dim)
     width = head_block(head_dim)
     if portable or not _hopper(q, head_dim):
-        _prefill_kernel[(num_sms,)](
-            q, kv, *written, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
+        plain_prefill_kernel[(num_sms,)](
+            q, kv, None, *written, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
             HKV=num_kv_heads, G=group, D=head_dim, DP=width, PAGE=page_size, BM=TILE_ROWS,
             BN=64 if width <= 128 else 32, STAGES=2,
             DTYPE={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],

@@ -409,7 +409,7 @@ def test_the_kernels_of_a_model_are_known_without_its_weights_and_gpu(
     assert {"_embed_kernel", "product_kernel", "decode_kernel", "prefill_kernel", "_sample_kernel"} <= set(planned)
     assert planned["product_kernel"] > serial["product_kernel"] > 4
     assert planned["decode_kernel"] > serial["decode_kernel"] == 1
-    assert planned["_decode_kernel"] == serial["_decode_kernel"] == 1  # for few tokens
+    assert planned["plain_decode_kernel"] == serial["plain_decode_kernel"] == 1  # for few tokens
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a process with a GPU has Triton's driver for it")
@@ -440,9 +440,9 @@ def test_the_kernels_of_weights_and_pages_in_fp8_are_known_too(
     assert "fp8_rows" not in set(both) | set(weights), "no pass quantises: heads have 128 numbers"
     assert both == modules(2, quantization="fp8", kv_cache_dtype="fp8"), "nothing of the first or the last layer lacks"
     assert not products & set(pages)
-    assert {"fp8_decode", "fp8_attention"} <= set(both) & set(pages)
+    assert {"fp8_decode", "prefill_attention"} <= set(both) & set(pages)
     assert both["fp8_decode"] == 1
-    assert not {"fp8_decode", "fp8_attention"} & set(weights)
+    assert not {"fp8_decode", "prefill_attention"} & set(weights)
     assert "decode_hopper" not in set(both) | set(pages)
     assert both["fp8_unpack"] == both["prefill_hopper"] == 1
     assert pages["heads"] == 1  # 16-bit GEMMs that write to FP8 pages
