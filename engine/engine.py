@@ -12,6 +12,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec import structs
+
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, RequestError
 from weft.engine.memory.index_events import IndexEvents, PageLedger
@@ -33,6 +35,7 @@ from weft.engine.scheduling.energy_ledger import EnergyLedger
 from weft.engine.scheduling.events import Outbox
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.grammars import Grammars
+from weft.engine.scheduling.images import Images
 from weft.engine.scheduling.late_launch import LateLaunch
 from weft.engine.scheduling.listeners import Listener, Listeners
 from weft.engine.scheduling.loop import Loop
@@ -45,6 +48,7 @@ from weft.engine.wire.kv_events import make_publisher
 from weft.engine.wire.log_sink import dropped_lines
 from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, LoadAdapter, Outputs
 from weft.engine.wire.page_keys import adapter_salt
+from weft.engine.wire.pixels import PixelShelf
 from weft.engine.wire.sampling import DECODER_POOLING
 from weft.engine.wire.weight_exchange import WeightExchange
 
@@ -94,12 +98,15 @@ class Engine:
         self.resolved = resolved = replace(resolved, num_pages=num_pages, max_model_len=longest)
         host_bytes = int(config.host_kv_gib * 2**30)
         self._memory = memory_budget(own, loaded.weights, resolved, host_bytes // own.shard_of.ranks)
+        if loaded.images is not None:
+            self._memory = structs.replace(self._memory, weights=self._memory.weights + loaded.images.num_bytes)
         pool = PagePool(num_pages, config.page_size, PrefixIndex(loading.model_id), config.pinned_cache_share)
         reopen = partial(reopened, config, resolved.kv, loading.model_id, own.shard_of, resolved.packed)
         self.tiers = make_tiers(
             config, resolved.kv, pool, loaded.store, self.runner.copy_engine, loaded.make_store, own.shard_of.ranks,
             resolved.packed, reopen=reopen,
         )  # fmt: skip
+        self._image_rows, self._vision = loaded.images, loading.vision
         self.scheduler = self._scheduler_of(pool)
         self._work = self._cost_shares(loaded.weights.num_bytes)
         self._outbox = Outbox()
@@ -121,11 +128,16 @@ class Engine:
 
     def _scheduler_of(self, pool: PagePool) -> Scheduler:
         config, resolved = self.config, self.resolved
+        slots = SlotTable(
+            resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window, resolved.states.pages
+        )
+        images = None
+        if self._vision is not None and self._image_rows is not None:
+            shelf = PixelShelf(config.share.pixels) if config.share.pixels else None
+            budget = resolved.max_num_batched_tokens
+            images = Images(slots, self._vision, self._image_rows.capacity, budget, shelf)
         return Scheduler(
-            SlotTable(
-                resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window,
-                resolved.states.pages,
-            ),
+            slots,
             pool,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             prefix_caching=config.prefix_caching,
@@ -133,6 +145,7 @@ class Engine:
             chunk_step=resolved.chunk_step(self.spec),
             fairness=Fairness(config.fair_prefill_share, preempt=config.priority_preemption),
             state_policy=StatePolicy(config.state_interval, config.batch_invariant, resolved.kv.page_bytes),
+            images=images,
         )  # fmt: skip
 
     def _cost_shares(self, weight_bytes: int) -> CostShares:
@@ -199,6 +212,8 @@ class Engine:
         yield from given(self.scheduler.chunk_keeper, lambda keeper: keeper)
         name = str if self.adapters is None else self.adapters.name
         yield from given(self._publisher, lambda to: features.KvEvents(IndexEvents(index, to, config.page_size, name)))
+        if self.scheduler.images is not None and self._image_rows is not None:
+            yield features.ImageCache(self.scheduler.images, self._image_rows)
         yield features.PlanPreparation(self.runner.preparation, lambda: self.has_work, outbox)
 
     def describe(self) -> EngineReady:
@@ -213,7 +228,8 @@ class Engine:
             energy_source=self._energy.source, energy_missing=self._energy.missing, plan=self.runner.preparation.stats,
             threads=resolved.cpu_threads if resolved.device.type == "cpu" else 0,
             model_id=self.scheduler.pool.index.model_id, prefetches=self.config.host_kv_gib > 0,
-            recurrent=resolved.states.pages > 0,
+            recurrent=resolved.states.pages > 0, pixels=self.config.share.pixels,
+            modalities=("text",) if self._image_rows is None else ("text", "image"),
         )  # fmt: skip
 
     def pages(self) -> bytes:
@@ -236,6 +252,10 @@ class Engine:
         if params.pooling is not None and not self._weights.has_hidden_states:
             raise RequestError(f"{self.spec.architecture} does not expose its hidden states", "input")
         request = self._arrivals.request(message)
+        if message.images:
+            if self.scheduler.images is None:
+                raise RequestError(f"{self.spec.architecture} takes text only here, not images", "images")
+            self.scheduler.images.attach(request, message.images)
         if not message.adapter:
             self._queue(request)
         elif self.adapters is None:

@@ -114,6 +114,7 @@ class Requests(NamedTuple):
     query_len: NDArray[np.int32]
     kv_len: NDArray[np.int32]
     page_table: NDArray[np.int32]
+    until: NDArray[np.int32] | None = None
 
 
 def difference_from_reference() -> float:

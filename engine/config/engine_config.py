@@ -134,6 +134,9 @@ class EngineConfig(BaseModel):
     """copy KV pages to the lower tiers in the background after this many idle seconds; 0 disables it"""
     ssd_kv_path: str | None = Field(None, min_length=1)
     """directory for KV pages from host memory; survives restarts, used by one daemon at a time; needs --host-kv-gib"""
+    encoder_cache_tokens: int | None = Field(None, ge=1, le=2**24)
+    """embeddings of images to keep for later prompts; an image may not have more [twice --max-num-batched-tokens, or
+    the context limit up to 16384]"""
     state_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """dtype of recurrent states (Mamba, gated delta rule); 'auto' is the model's, usually float32. Convolutions keep
     the dtype of activations"""

@@ -46,7 +46,7 @@ ENGINE_GROUPS = (
         ("gpu_memory_utilization", "kv_cache_gib", "kv_cache_dtype", "host_kv_gib", "ssd_kv_path"),
         (
             "ssd_kv_gib", "tier_kv_format", "prefix_caching", "pinned_cache_share", "page_size", "cache_dir",
-            "state_dtype", "state_interval",
+            "state_dtype", "state_interval", "encoder_cache_tokens",
         ),
     ),
     OptionGroup(

@@ -115,6 +115,8 @@ class EncoderEngine:
     def add(self, message: AddRequest) -> None:
         """Queue a request. Raises `RequestError` if it can never be served."""
         ids, params = np.frombuffer(message.prompt_token_ids, np.int32), message.params
+        if message.images:
+            raise RequestError(f"{self.spec.architecture} takes text only, not images", "images")
         self._check(ids, params)
         self._arrived += 1
         request = Request(

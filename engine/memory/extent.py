@@ -14,6 +14,7 @@ import xxhash
 
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.transfer import SHARE, aligned, remainders_for
+from weft.engine.wire.page_keys import IMAGE_BYTES
 
 MAGIC = b"weft-kv\0"
 VERSION = 2  # version of the format and of the layout that kernels give a page: raise it when either changes
@@ -32,6 +33,10 @@ def checksum(*parts: bytes | memoryview) -> bytes:
     return digest.digest()
 
 
+def header_bytes(page_tokens: int) -> int:
+    return aligned(_CHECKSUM_BYTES + _HEADER.size + 4 * page_tokens + SALT_BYTES)
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """The sizes of a file, and the owner of its pages."""
@@ -45,7 +50,7 @@ class Geometry:
 
     @property
     def header_bytes(self) -> int:
-        return aligned(_CHECKSUM_BYTES + _HEADER.size + 4 * self.page_tokens + SALT_BYTES)
+        return header_bytes(self.page_tokens)
 
     @property
     def extent_bytes(self) -> int:
@@ -110,15 +115,17 @@ class Record:
 
     key: bytes
     parent_key: bytes
-    tokens: bytes  # int32 ids
+    tokens: bytes  # int32 ids, then the parts of images (`PrefixEntry.tokens`)
     salt: str
     payload: bytes = b""  # checksum of the payload, set when written
     serial: int = 0  # write number: a larger one is newer
     remainder: int = -1  # the remainder that holds the page's end; -1 if the extent holds all of it
 
-    @property
-    def storable(self) -> bool:
-        return len(self.salt.encode("utf-8", "surrogatepass")) <= SALT_BYTES
+    def fits(self, page_tokens: int) -> bool:
+        """Return whether a header can hold the record: not if the salt is too long, or the page has too many images."""
+        salt = len(self.salt.encode("utf-8", "surrogatepass"))
+        size = _CHECKSUM_BYTES + _HEADER.size + len(self.tokens) + salt
+        return salt <= SALT_BYTES and size <= header_bytes(page_tokens)
 
 
 def pack_header(geometry: Geometry, epoch: int, record: Record) -> bytes:
@@ -142,7 +149,8 @@ def unpack_header(geometry: Geometry, epoch: int, data: bytes) -> Record | None:
     body_end = at + _HEADER.size + num_bytes + salt_bytes
     if version != VERSION or owner != geometry.owner or written != epoch:
         return None
-    if num_bytes != 4 * geometry.page_tokens or salt_bytes > SALT_BYTES:
+    images, cut = divmod(num_bytes - 4 * geometry.page_tokens, IMAGE_BYTES)
+    if images < 0 or cut or salt_bytes > SALT_BYTES or body_end > len(data):
         return None
     if checksum(data[at:body_end]) != data[:_CHECKSUM_BYTES]:
         return None

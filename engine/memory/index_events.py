@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ import numpy as np
 from weft.engine.memory.prefix_index import Change, PrefixEntry, PrefixIndex
 from weft.engine.wire.kv_events import SNAPSHOT_SECONDS, AllBlocksCleared, BlockRemoved, BlockStored, Event, KvPublisher
 from weft.engine.wire.messages import PageChanges
-from weft.engine.wire.page_keys import BRIEF, split_salt
+from weft.engine.wire.page_keys import BRIEF, IMAGE_BYTES, split_salt
 
 MEDIA = {"page": "GPU", "host": "CPU", "extent": "DISK"}
 """The attribute of each tier's copy, and the medium that routers know. On a CPU device, pages are in "GPU" too."""
@@ -92,17 +93,28 @@ def events(changes: Sequence[Change | None], page_size: int, adapter_name: Calla
 def _stored(run: Sequence[PrefixEntry], medium: str, page_size: int, adapter_name: Callable[[str], str]) -> BlockStored:
     first = run[0]
     digest, salt = split_salt(first.salt)
-    salted = first.parent is None and salt
+    extras = [_images(entry.tokens[4 * page_size :]) for entry in run]
+    if first.parent is None and salt:
+        extras[0] = (salt, *(extras[0] or ()))
     return BlockStored(
         block_hashes=[block_hash(entry) for entry in run],
         parent_block_hash=block_hash(first.parent) if first.parent is not None else None,
-        token_ids=np.frombuffer(b"".join(entry.tokens for entry in run), np.int32).tolist(),
+        token_ids=np.frombuffer(b"".join(entry.tokens[: 4 * page_size] for entry in run), np.int32).tolist(),
         block_size=page_size,
         lora_id=None,
         medium=medium,
         lora_name=adapter_name(digest) if digest else None,
-        extra_keys=[(salt,), *[None] * (len(run) - 1)] if salted else None,
+        extra_keys=extras if any(extras) else None,
     )
+
+
+def _images(parts: bytes) -> tuple[str, ...] | None:
+    """Return the keys of a page's images and where each begins, relative to the page, as text."""
+    found: list[str] = []
+    for at in range(0, len(parts), IMAGE_BYTES):
+        key, (offset,) = parts[at : at + IMAGE_BYTES - 4], struct.unpack_from("<i", parts, at + IMAGE_BYTES - 4)
+        found += [key.hex(), str(offset)]
+    return tuple(found) or None
 
 
 class PageLedger:

@@ -44,7 +44,7 @@ class LoadSpeeds:
     """Measured speeds of the tiers and of prefill."""
 
     def __init__(self, page_bytes: int, page_size: int) -> None:
-        self._page_bytes, self._page_size = page_bytes, page_size
+        self._page_bytes, self.page_size = page_bytes, page_size
         self.bytes_per_second = {"host": PRIOR_HOST_BYTES_PER_SECOND, "ssd": PRIOR_SSD_BYTES_PER_SECOND}
         self._measured: set[str] = set()
         self._prefill_tokens_per_second = 0.0
@@ -88,7 +88,7 @@ class LoadSpeeds:
             pages = np.concatenate(([0], np.cumsum(away[0])))[counts] + [sum(state) for state in away[1:]]
             seconds = (busy_pages[tier] + pages) * self._page_bytes / self.bytes_per_second[tier]
             loading = np.maximum(loading, np.where(pages > 0, seconds, 0.0))
-        gain = counts * self._page_size / rate - loading
+        gain = counts * self.page_size / rate - loading
         # Among equals, take the longest: loads leave the processor to other requests.
         return int(counts[np.flatnonzero(gain >= gain.max() - 1e-9)[-1]])
 

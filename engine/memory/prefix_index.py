@@ -1,8 +1,8 @@
 """`PrefixIndex`: the tree of all pages whose KV is kept in some tier, and their locations.
 
-The key of a full page is a chained xxh3-128 over (parent key, token ids). The root of a chain is the tenant's salt and
-the model id. A hash match is verified by comparing token ids and parent. The entry is the only record of where its
-page is: on the GPU, in a host slot, in an SSD extent, or in several of these.
+The key of a full page is a chained xxh3-128 over (parent key, token ids, images). The root of a chain is the tenant's
+salt and the model id. A hash match is verified by comparing token ids, images and parent. The entry is the only record
+of where its page is: on the GPU, in a host slot, in an SSD extent, or in several of these.
 
 A recurrent state at the end of a page is a chain of n entries below that page's entry, one for each of its pages. Their
 tokens (`page_keys.state_tokens`) are in no prompt, so everything that moves, evicts or stores entries handles them.
@@ -10,7 +10,7 @@ tokens (`page_keys.state_tokens`) are in no prompt, so everything that moves, ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from weft.engine.wire import page_keys
 
 Tokens = npt.NDArray[np.int32]
 NOWHERE = -1
+NO_IMAGES: Mapping[int, bytes] = {}
 
 
 @dataclass(eq=False, slots=True)
@@ -29,7 +30,7 @@ class PrefixEntry:
 
     key: bytes
     parent: PrefixEntry | None
-    tokens: bytes
+    tokens: bytes  # int32 ids, then the parts of the images that the page overlaps (`page_keys.image_parts`)
     salt: str
     page: int = NOWHERE  # GPU page, or `NOWHERE`
     host: int = NOWHERE  # slot of the host pool, or `NOWHERE`
@@ -141,19 +142,22 @@ class PrefixIndex:
     def chain(parent: bytes, tokens: bytes) -> bytes:
         return page_keys.chain(parent, tokens)
 
-    def keys(self, tokens: Tokens, page_size: int, salt: str) -> list[bytes]:
-        return page_keys.page_keys(self.root(salt), tokens, page_size, self.chain)
+    def keys(self, tokens: Tokens, page_size: int, salt: str, images: Mapping[int, bytes] = NO_IMAGES) -> list[bytes]:
+        return page_keys.page_keys(self.root(salt), tokens, page_size, self.chain, images)
 
-    def match(self, tokens: Tokens, keys: list[bytes], page_size: int, salt: str) -> list[PrefixEntry]:
+    def match(
+        self, tokens: Tokens, keys: list[bytes], page_size: int, salt: str, images: Mapping[int, bytes] = NO_IMAGES
+    ) -> list[PrefixEntry]:
         """Return the longest chain of entries that holds the beginning of `tokens`, in any tiers, one entry per page.
-        Pass only as many keys as may be reused: at least one token must be left to compute."""
+        Pass only as many keys as may be reused: at least one token must be left to compute. images: the prompt's
+        `page_keys.image_parts`."""
         found: list[PrefixEntry] = []
         parent: PrefixEntry | None = None
         for i, key in enumerate(keys):
             entry = self._entries.get(key)
             if entry is None or entry.parent is not parent or entry.salt != salt or not entry.anywhere:
                 break
-            if entry.tokens != tokens[i * page_size : (i + 1) * page_size].tobytes():
+            if entry.tokens != tokens[i * page_size : (i + 1) * page_size].tobytes() + images.get(i, b""):
                 break
             found.append(entry)
             parent = entry

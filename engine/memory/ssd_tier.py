@@ -260,7 +260,7 @@ class SsdTier:
         self.unwritten.pop(entry, None)
         parent = entry.parent
         record = Record(entry.key, parent.key if parent else self.index.root(entry.salt), entry.tokens, entry.salt)
-        if not record.storable:
+        if not record.fits(self._speeds.page_size):
             return True
         if parent is not None and parent.extent == NOWHERE and parent not in self._writing:
             # Write it after its parent, which the SSD may have evicted.

@@ -13,6 +13,7 @@ from weft.engine.model.gguf.file import INDEX
 from weft.engine.model.parts import Quantization
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.transformers_impl.decoders import architecture, refuse_undecodable
+from weft.engine.model.vision import vision_of
 
 OWN_LAYERS = "weft's own layers"
 
@@ -24,7 +25,7 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
         try:
             own = in_format(read_spec(path), config.quantization)
             if not (lacking := _lacking_on_gpu(own, config)):
-                return own, OWN_LAYERS + _text_only(path)
+                return own, OWN_LAYERS + _text_only(path, native=True)
         except UnknownArchitecture:
             if config.model_impl == "native":
                 raise
@@ -62,9 +63,13 @@ def _lacking_on_gpu(spec: ModelSpec, config: EngineConfig) -> str:
     return "" if gpu() is None else "as weft's layers of latent attention run on a CPU only so far"
 
 
-def _text_only(path: Path) -> str:
-    """Return a phrase on the parts of a model that are not loaded, or ""."""
-    other = {"vision_config", "audio_config"} & set({} if (path / INDEX).is_file() else read_config(path))
+def _text_only(path: Path, *, native: bool = False) -> str:
+    """Return a phrase on the parts of a model that are not loaded, or "". native: weft's own layers compute it, which
+    take images too (`runner.start.vision`)."""
+    raw = {} if (path / INDEX).is_file() else read_config(path)
+    if native and vision_of(raw) is not None:
+        return ""
+    other = {"vision_config", "audio_config"} & set(raw)
     return "; its text part alone, so requests with images or audio are refused" if other else ""
 
 

@@ -40,10 +40,20 @@ class Rope:
     scaling: RopeScaling = RopeScaling()
     part: float = 1.0  # Share of a head's dimensions that are rotated, from the first.
     interleaved: bool = False  # The checkpoint stores the two halves of a pair next to each other.
+    sections: tuple[int, ...] = ()
+    """M-RoPE: pairs that turn with a token's time, height and width; (): all turn with one position."""
+    alternate: bool = False  # M-RoPE: the axes alternate from pair to pair, instead of one section after another.
 
     def dim(self, head_dim: int) -> int:
         """Return the number of rotated dimensions of a head."""
         return int(head_dim * self.part)
+
+    def axes(self, pairs: int) -> tuple[int, ...]:
+        """Return the axis of each of a head's pairs: 0 time, 1 height, 2 width."""
+        if self.alternate:
+            return tuple(p % 3 if p < 3 * self.sections[p % 3] else 0 for p in range(pairs))
+        own = [axis for axis, count in enumerate(self.sections) for _ in range(count)]
+        return tuple((own + [0] * pairs)[:pairs])
 
 
 def inv_freq(head_dim: int, rope: Rope, max_positions: int = 0) -> tuple[torch.Tensor, float]:
@@ -122,7 +132,7 @@ def read_rope(config: dict[str, Any], max_positions: int, layer_type: str = "") 
     raw = raw.get(layer_type) or raw
     theta = float(raw.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = raw.get("rope_type") or raw.get("type") or "default"
-    kind = {"su": "longrope"}.get(kind, kind)
+    kind = {"su": "longrope", "mrope": "default"}.get(kind, kind)
     if kind not in KINDS:
         raise ModelError(f"rope scaling {kind!r} is not supported ({', '.join(KINDS)} are)")
     original = (
@@ -151,6 +161,8 @@ def read_rope(config: dict[str, Any], max_positions: int, layer_type: str = "") 
         ),
         part=float(raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0),
         interleaved=bool(config.get("rope_interleaved", False)),
+        sections=tuple(map(int, raw.get("mrope_section") or ())),
+        alternate=bool(raw.get("mrope_interleaved", False)),
     )
 
 

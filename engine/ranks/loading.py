@@ -20,10 +20,12 @@ from weft.engine.progress import Phases, notice
 from weft.engine.ranks.group import OneRank, Ranks
 from weft.engine.ranks.leader import lead
 from weft.engine.runner.device.compile_job import CompileJob
+from weft.engine.runner.device.image_rows import ImageRows
 from weft.engine.runner.device.runner import Runner
 from weft.engine.runner.options.resolve import resolve, served_as
 from weft.engine.runner.start.load import load_model, within_memory
 from weft.engine.runner.start.make import make_runner
+from weft.engine.runner.start.vision import load_image_rows, served_vision
 from weft.engine.wire.weight_exchange import WeightExchange
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class Loaded(NamedTuple):
     runner: Runner
     make_store: Callable[[StoreFile, Bytes, Remainders | None], Store]
     store: StoreFile | None  # File of the SSD tier if every rank has one.
+    images: ImageRows | None = None  # Vision tower and embeddings of images; None: the model takes text only.
 
 
 class Loading:
@@ -54,6 +57,7 @@ class Loading:
         self.spec = replace(self.spec, eos_token_ids=tuple(sources))
         self.own = self.spec.shard(0, config.tensor_parallel_size)  # This rank's shard of it.
         self.resolved = resolve(config, self.own)
+        self.vision = served_vision(read_config(path), self.spec, config, self.resolved)  # None: text only.
         self.model_id = self._model_id()
 
     def run(self, phases: Phases, exchange: WeightExchange | None, store: StoreFile | None) -> Loaded:
@@ -70,12 +74,13 @@ class Loading:
         # Load on a thread that ends: an OpenMP team left here would slow down the runner's (see CpuRunner).
         with ThreadPoolExecutor(1) as loader:
             weights = loader.submit(self._load, phases, exchange).result()
+            images = loader.submit(self._load_images, phases).result()
         if self._compiling is not None:
             self._compiling.wait(phases)
         phases.end()
         if self._model_id() != self.model_id:
             raise ModelError(f"{self._config.model_path} changed while it was being loaded: start again")
-        return self._with_runner(weights, phases, store)
+        return self._with_runner(weights, phases, store, images)
 
     def _model_id(self) -> str:
         resolved = self.resolved
@@ -85,11 +90,18 @@ class Loading:
         own_exchange = None if isinstance(self._ranks, Ranks) else exchange
         return load_model(self.own, self._config, self.resolved, phases, exchange=own_exchange, model=self.model_id)
 
-    def _with_runner(self, weights: Weights | TransformersModule, phases: Phases, store: StoreFile | None) -> Loaded:
+    def _load_images(self, phases: Phases) -> ImageRows | None:
+        if self.vision is None:
+            return None
+        return load_image_rows(self.vision, self.spec, self._config, self.resolved, phases)
+
+    def _with_runner(
+        self, weights: Weights | TransformersModule, phases: Phases, store: StoreFile | None, images: ImageRows | None
+    ) -> Loaded:
         config, resolved = self._config, self.resolved
         if not isinstance(self._ranks, Ranks):
-            runner = make_runner(self.spec, weights, config, resolved, phases, self._compiling)
-            return Loaded(weights, runner, SsdStore, store)
+            runner = make_runner(self.spec, weights, config, resolved, phases, self._compiling, image_rows=images)
+            return Loaded(weights, runner, SsdStore, store, images)
         assert isinstance(weights, Weights)
         leading = lead(
             self._ranks.links, self.own, weights, config, resolved, self.model_id, phases, self._compiling,

@@ -9,12 +9,14 @@ from typing import Any
 from weft.engine.memory.index_events import IndexEvents, PageLedger
 from weft.engine.memory.tiers import Tiers
 from weft.engine.progress import notice
+from weft.engine.runner.device.image_rows import ImageRows
 from weft.engine.runner.device.preparation import Preparation
 from weft.engine.runner.device.runner import InFlight
 from weft.engine.runner.iteration.batch import StepResult
 from weft.engine.scheduling.energy_ledger import EnergyLedger
 from weft.engine.scheduling.events import Outbox
 from weft.engine.scheduling.grammars import Grammars
+from weft.engine.scheduling.images import Images
 from weft.engine.scheduling.listeners import Listener
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.wire.heartbeat import HEARTBEAT_SECONDS, Heartbeat, LastStep
@@ -180,6 +182,20 @@ class PageReports(Listener):
 
     def stats(self) -> dict[str, Any]:
         return {"pages": self.ledger.take()}
+
+
+class ImageCache(Listener):
+    """Frees the embeddings of images while the model sleeps, and reports statistics of images."""
+
+    def __init__(self, images: Images, rows: ImageRows) -> None:
+        self._images, self._rows = images, rows
+
+    def on_sleep(self) -> None:
+        self._images.forget()
+        self._rows.free()
+
+    def stats(self) -> dict[str, Any]:
+        return {"images": self._images.stats()}
 
 
 class StepHeartbeat(Listener):

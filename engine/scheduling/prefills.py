@@ -10,6 +10,7 @@ import numpy as np
 from weft.engine.scheduling.build import Chunk
 from weft.engine.scheduling.chunk_keeper import Cut
 from weft.engine.scheduling.fairness import Fairness
+from weft.engine.scheduling.images import Images
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.scheduling.waiting import WaitingQueue
@@ -46,14 +47,14 @@ def _shorter(ranked: _Ranked, going: Request, waiting: Request) -> bool:
 class Prefills:
     def __init__(
         self, slots: SlotTable, waiting: WaitingQueue, fairness: Fairness, admit: Callable[[Request], int | None],
-        chunk_step: int, *, loose: bool = False,
+        chunk_step: int, *, loose: bool = False, images: Images | None = None,
     ) -> None:  # fmt: skip
         """`admit` gives a waiting request a slot, or returns None. Prompts are cut at multiples of `chunk_step`; if
-        `loose`, also elsewhere in iterations with fewer tokens than that for prompts."""
+        `loose`, also elsewhere in iterations with fewer tokens than that for prompts. images: limits chunks too."""
         self._slots, self._waiting, self._fairness = slots, waiting, fairness
         self._admit, self._chunk_step = admit, chunk_step
         self._chunks: dict[int, int] = {}  # tokens by slot of the iteration being formed
-        self._loose = loose
+        self._loose, self._images = loose, images
         self._steps: tuple[int, ...] = (chunk_step,)  # where the iteration being formed may cut prompts, coarsest first
         self._cut: Cut | None = None  # a further limit besides the budget
 
@@ -168,6 +169,8 @@ class Prefills:
         done, target = int(self._slots.scheduled[slot]) + taken, int(self._slots.target[slot])
         length = target - done
         allowed = budget if cut is None else cut.most(done, min(length, budget))
+        if self._images is not None:
+            allowed = self._images.most(slot, done, min(length, allowed), first=not taken)
         if length > allowed:
             cuts = ((done + allowed) // step * step - done for step in self._steps)
             length = next((length for length in cuts if length > 0), 0)

@@ -122,8 +122,9 @@ class Prefixes:
         # At least one token must be computed, because the request needs its logits.
         reusable = (len(request.token_ids) - 1) // page_size
         if not request.keys:
-            request.keys = index.keys(request.token_ids[: reusable * page_size], page_size, request.salt)
-        matched = index.match(request.token_ids, request.keys, page_size, request.salt)
+            prompt = request.token_ids[: reusable * page_size]
+            request.keys = index.keys(prompt, page_size, request.salt, request.image_parts)
+        matched = index.match(request.token_ids, request.keys, page_size, request.salt, request.image_parts)
         entries, state = self._worthwhile(matched)
         cached = entries + state
         away = sum(e.page == NOWHERE and self._coming(e) is None for e in cached)
@@ -234,6 +235,7 @@ class Prefixes:
                     self._publish_state(request, i + 1, None)
                     continue
                 tokens = s.token_ids[slot, i * page_size : (i + 1) * page_size].tobytes()
+                tokens += request.image_parts.get(i, b"")
                 parent, page = request.last_entry, int(s.page_table[slot, i])
                 key = pool.index.chain(request.last_key, tokens)
                 entry = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,10 +17,37 @@ from weft.engine.memory.prefix_index import NO_HITS, Hits, PrefixEntry
 from weft.engine.scheduling.bad_words import BadWords, only
 from weft.engine.scheduling.grammar import Grammar, Mask
 from weft.engine.scheduling.thinking import ThinkingBound
-from weft.engine.wire.messages import AddRequest, Retention
+from weft.engine.wire.messages import AddRequest, Image, Retention
 from weft.engine.wire.sampling import SamplingParams
 
 TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(eq=False, slots=True)
+class Rows:
+    """Rows of the runner's pool that hold the embeddings of an image."""
+
+    name: tuple[str, bytes]  # salt and key of the image
+    rows: npt.NDArray[np.int32]
+    references: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class PromptImage:
+    """An image of a request's prompt."""
+
+    image: Image
+    key: bytes  # identifies the embeddings (`page_keys.image_key`)
+    places: npt.NDArray[np.int32]  # prompt positions that get an embedding, ascending
+    rows: Rows | None = None  # its embeddings, while the request holds them
+
+    @property
+    def start(self) -> int:
+        return self.image.start
+
+    @property
+    def end(self) -> int:
+        return self.image.start + self.image.length
 
 
 @dataclass(eq=False, slots=True)
@@ -56,6 +84,12 @@ class Request:
     retained_tokens: int = 0  # prompt tokens retained
     names: tuple[bytes, ...] = ()  # names of the conversation for its next turn
     segment: int = 0  # tokens before the second text of a pair; 0: no pair
+    images: tuple[PromptImage, ...] = ()  # images of the prompt, in order
+    image_parts: Mapping[int, bytes] = field(default_factory=dict)
+    """What images add to the prefix keys of the pages that they overlap (`page_keys.image_parts`)."""
+    rope: TokenIds | None = None
+    """`[3, prompt_len]` rotary positions of the prompt; None: those of its tokens."""
+    rope_delta: int = 0  # what the rotary position of a later token exceeds its position by; at most 0
     fetched: bool = False  # its pages were loaded while it waited
     joules: float = 0.0  # joules charged before it last lost its slot
     held: bool = False  # it waits for its leader's prompt

@@ -22,6 +22,7 @@ from weft.engine.scheduling.build import build_batch
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.fairness import MAX_OVERTAKEN, Fairness
 from weft.engine.scheduling.fences import Fences
+from weft.engine.scheduling.images import UNENCODED, Images
 from weft.engine.scheduling.prefills import Prefills
 from weft.engine.scheduling.prefix_reuse import Found, Prefixes, chain_of
 from weft.engine.scheduling.request import Request
@@ -37,7 +38,7 @@ class Scheduler:
     def __init__(
         self, slots: SlotTable, pool: PagePool, *, max_num_batched_tokens: int, prefix_caching: bool,
         tiers: Tiers | None = None, chunk_step: int = 1, fairness: Fairness | None = None,
-        state_policy: StatePolicy | None = None,
+        state_policy: StatePolicy | None = None, images: Images | None = None,
     ) -> None:  # fmt: skip
         self.slots, self.pool, self.tiers = slots, pool, tiers
         self.max_num_batched_tokens, self.prefix_caching = max_num_batched_tokens, prefix_caching
@@ -49,11 +50,15 @@ class Scheduler:
         if slots.states is not None:
             self.states = States(slots, pool, self.fences, tiers, state_policy or StatePolicy(), chunk_step)
         loose = self.states is not None and not self.states.policy.exact
-        self._prefills = Prefills(slots, self._waiting, self.fairness, self._admit, chunk_step, loose=loose)
+        self.images = images
+        self._prefills = Prefills(
+            slots, self._waiting, self.fairness, self._admit, chunk_step, loose=loose, images=images
+        )
         self._requests: dict[int, Request] = {}
         self.prefixes = Prefixes(slots, pool, self.fences, tiers, enabled=prefix_caching, states=self.states)
         self._count_resets: list[CountReset] = []
         self._aborted: list[int] = []
+        self._refused: dict[int, str] = {}  # requests that cannot continue, by handle, until their events are reported
         self.preemptions = self.nonfinite_logits = 0
         self.prompt_tokens = self.generation_tokens = self.decode_tokens = self.prefill_tokens = 0
         self.attention = PathCounts()
@@ -134,7 +139,7 @@ class Scheduler:
         self.slots.limit = limit
 
     def has_events(self) -> bool:
-        return bool(self._aborted)
+        return bool(self._aborted or self._refused)
 
     # -- forming an iteration
 
@@ -143,6 +148,10 @@ class Scheduler:
         self._waiting.step = step
         self._take_loaded()
         self.pool.retention.expire(time.monotonic())
+        if self.images is not None:
+            for request, why in list(self.images.refused.items()):
+                self._refuse(request, why)
+            self.images.begin()
         self._free_slots()
         decodes = self._schedule_decodes()
         budget, keeper = self.max_num_batched_tokens - len(decodes), self.chunk_keeper
@@ -155,6 +164,8 @@ class Scheduler:
         batch = build_batch(self.slots, self.pool.page_size, step, decodes, chunks, resets)
         if self.states is not None:
             batch = batch._replace(states=self.states.rows(batch))
+        if self.images is not None:
+            batch = self.images.inputs(batch)
         if keeper is not None:
             keeper.formed(batch)
         return batch
@@ -306,6 +317,8 @@ class Scheduler:
         """Drop every cached prefix in all tiers. Pages in use stay with their requests."""
         self.pool.index.clear()
         self.pool.forget()
+        if self.images is not None:
+            self.images.forget()
         if self.tiers is not None:
             self.tiers.forget()
 
@@ -327,6 +340,10 @@ class Scheduler:
         s.token_ids[token_slots, index] = tokens
         s.known[token_slots] = index + 1
         nonfinite = events.nonfinite_rows(result) & live
+        self.nonfinite_logits += int(nonfinite.sum())
+        unencoded = self.images.commit(result) if self.images is not None else []
+        if unencoded:
+            nonfinite |= live & np.isin(batch.slots, [request.slot for request in unencoded])
         bad = nonfinite[batch.sampled_rows][sampled]
         tokens = np.where(bad, np.int32(-1), tokens)
         self.generation_tokens += len(tokens) - int(bad.sum())
@@ -345,6 +362,7 @@ class Scheduler:
         logprobs = events.token_logprobs(s, result, sampled)
         nonfinite_slots = batch.slots[nonfinite]
         nonfinite_handles = self._drop_nonfinite(nonfinite_slots, token_slots[bad], scored_prompts, errors)
+        errors.update({r.handle: UNENCODED for r in unencoded if r.handle in errors})
         if self.prefix_caching:
             self.prefixes.publish(slots)
         started = [self._start(int(slot)) for slot in token_slots[index == s.prompt_len.take(token_slots)]]
@@ -354,6 +372,9 @@ class Scheduler:
             self._finish(slot)
         for slot in nonfinite_slots.tolist():
             self._give_up(slot)
+        for request in unencoded:
+            if not request.ended:  # one that is not in this batch
+                self._refuse(request, UNENCODED)
         scored = self._scored(slots, nonfinite_slots)
         ends, pooled = s.handle[scored], dict[int, bytes]()
         for slot in scored.tolist():
@@ -386,7 +407,6 @@ class Scheduler:
         if not len(slots):
             return []
         s = self.slots
-        self.nonfinite_logits += len(slots)
         for slot in slots.tolist():
             request = s.of(slot)
             request.publishable = False  # its pages may contain the values that caused this
@@ -402,13 +422,20 @@ class Scheduler:
         self._retire(slot)
         self._waiting.release_siblings(request)
 
+    def _refuse(self, request: Request, why: str) -> None:
+        """End a running request that cannot continue."""
+        self._refused[request.handle] = why
+        self._give_up(request.slot)
+
     def idle_events(self) -> events.Events:
         """Return terminal events that need no iteration (aborts)."""
         return self._with_aborts(events.Events.none())
 
     def _with_aborts(self, reported: events.Events) -> events.Events:
         aborted, self._aborted = self._aborted, []
-        return reported.with_ends(aborted, Finish.ABORT)
+        refused, self._refused = self._refused, {}
+        reported.errors.update(refused)
+        return reported.with_ends(aborted, Finish.ABORT).with_ends(list(refused), Finish.REFUSED)
 
     def _start(self, slot: int) -> Started:
         request = self.slots.of(slot)
@@ -444,6 +471,8 @@ class Scheduler:
         request = self.slots.of(slot)
         if self.states is not None:
             self.states.save_newest(slot)
+        if self.images is not None:
+            self.images.release(request)
         request.slot = -1
         self._waiting.freed(request.tenant)
         if request.loading is not None:
@@ -497,5 +526,7 @@ class Scheduler:
             assert s.num_pages[slot] * pool.page_size >= s.scheduled[slot], "a scheduled token has no page"
             np.add.at(ref, pages, 1)
         assert (ref == pool.ref).all(), "reference counts disagree with owners"
+        if self.images is not None:
+            self.images.check(self._requests.values())
         assert s.num_free + len(running) + self.fences.num_slots == s.num_slots, "a slot is lost"
         assert len(running) == self.num_running, "a running request is lost"

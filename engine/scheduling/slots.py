@@ -78,6 +78,7 @@ class SlotTable:
         """The allowed tokens depend on the newest token: it has a grammar, bad words or bounded thinking."""
         self.seed = np.zeros(n, np.uint64)
         self.adapter = np.zeros(n, np.int32)  # number of its LoRA adapter; 0 for none
+        self.rope_delta = np.zeros(n, np.int32)  # see `Request.rope_delta`
         self.joules = np.zeros(n)  # joules charged so far
         self.metered = np.zeros(n, np.bool_)  # report the joules charged
         self.prompt_logprobs = np.full(n, -1, np.int32)
@@ -151,6 +152,7 @@ class SlotTable:
         self.biased[slot] = bool(params.logit_bias)
         self.constrained[slot], self.masked[slot] = request.constrained, request.masked
         self.seed[slot], self.adapter[slot] = request.seed, request.adapter
+        self.rope_delta[slot] = request.rope_delta
         self.joules[slot], self.metered[slot] = request.joules, request.metered
         self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.pooling[slot], request.pooled = params.pooling, None

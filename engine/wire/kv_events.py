@@ -45,7 +45,8 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored
     medium: str
     lora_name: str | None
     extra_keys: list[tuple[str, ...] | None] | None = None
-    """Further parts of a block's key: the salt, for a first block that has one."""
+    """Further parts of a block's key: the salt, for a first block that has one; for each image that the block overlaps
+    its key and the offset of its beginning from the block's."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemoved", omit_defaults=True):

@@ -222,6 +222,8 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """A cached prefix is used only up to a page with a recurrent state."""
     modalities: tuple[str, ...] = ("text",)
     """What prompts may hold: text, image."""
+    pixels: str = ""
+    """Directory of the shelf with the pixels of images (`wire.pixels`)."""
 
 
 class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
@@ -356,6 +358,24 @@ class PageChanges(msgspec.Struct, frozen=True, array_like=True):
     left: bytes = b""
 
 
+class ImageStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The images of prompts. Counters are totals since start."""
+
+    encoded: int = 0
+    tokens: int = 0
+    """Embeddings computed."""
+    seconds: float = 0.0
+    """Device seconds for them."""
+    queries: int = 0
+    """Images that a prompt needed. Those inside a cached prefix are not among them."""
+    hits: int = 0
+    """Images among them whose embeddings were cached."""
+    failures: int = 0
+    rows: int = 0
+    """Embeddings in the cache now."""
+    capacity: int = 0
+
+
 class AdapterStats(msgspec.Struct, frozen=True, array_like=True):
     """The LoRA adapters that requests use, by name."""
 
@@ -385,6 +405,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     pages: PageChanges = PageChanges()
     """Changes since the last message, once a client has requested them."""
     adapters: AdapterStats = AdapterStats()
+    images: ImageStats | None = None
+    """None if the model takes no images."""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):

@@ -1,15 +1,19 @@
-"""Keys of KV pages: a chained hash over model, tenant salt and tokens.
+"""Keys of KV pages: a chained hash over model, tenant salt, tokens and images.
 
 The prefix index finds pages by key, and the router finds engines that hold pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import struct
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from weft.engine.wire.messages import Image
 
 KEY_BYTES = 16
 BRIEF = 8  # bytes of a brief key, for uses in which a collision only costs time
@@ -53,12 +57,37 @@ def of_state(tokens: bytes) -> bool:
     return tokens[3:4] > b"\x7f"  # the sign of the first number
 
 
+IMAGE_BYTES = 36  # bytes that each image adds to the contents of a page that it overlaps
+_NO_IMAGES: Mapping[int, bytes] = {}
+
+
+def image_key(image: Image) -> bytes:
+    """Return 32 bytes that identify an image's embeddings and their places: its digest, and what else decides them."""
+    rest = struct.pack("<I", image.length) + image.mask
+    shape = ";".join(map(str, (*image.grid, "", *(n for tile in image.shapes for n in tile))))
+    return hashlib.sha256(image.digest + rest + shape.encode()).digest()
+
+
+def image_parts(images: Iterable[Image], page_size: int) -> dict[int, bytes]:
+    """Return what images add to the contents of the pages that they overlap, by page number: for each image its key
+    and where it begins, relative to the page. Placeholder ids are alike for all images, so ids alone would let a prompt
+    use the pages of another picture."""
+    parts: dict[int, bytes] = {}
+    for image in images:
+        key = image_key(image)
+        for page in range(image.start // page_size, (image.start + image.length - 1) // page_size + 1):
+            parts[page] = parts.get(page, b"") + key + struct.pack("<i", image.start - page * page_size)
+    return parts
+
+
 def page_keys(
-    key: bytes, tokens: npt.NDArray[np.int32], page_size: int, chain: Callable[[bytes, bytes], bytes] = chain
-) -> list[bytes]:
-    """Return keys of the full pages of `tokens`, first page first. `key` is the parent key of the first one."""
+    key: bytes, tokens: npt.NDArray[np.int32], page_size: int, chain: Callable[[bytes, bytes], bytes] = chain,
+    images: Mapping[int, bytes] = _NO_IMAGES,
+) -> list[bytes]:  # fmt: skip
+    """Return keys of the full pages of `tokens`, first page first. `key` is the parent key of the first one, `images`
+    are the `image_parts`."""
     raw, width, keys = tokens.tobytes(), page_size * 4, []
-    for start in range(0, len(raw) - width + 1, width):
-        key = chain(key, raw[start : start + width])
+    for page, start in enumerate(range(0, len(raw) - width + 1, width)):
+        key = chain(key, raw[start : start + width] + images.get(page, b""))
         keys.append(key)
     return keys

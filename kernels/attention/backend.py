@@ -70,6 +70,12 @@ class AttentionRequests(Protocol):
         """[R, P]; padding is page 0."""
         ...
 
+    @property
+    def until(self) -> NDArray[np.int32] | None:
+        """[T] the last position that each query sees, inside its chunk: its own, or the last of its image. None: all
+        see up to their own. Windows bound only the past."""
+        ...
+
 
 Step = TypeVar("Step")
 Held = TypeVar("Held")

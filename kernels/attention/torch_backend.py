@@ -152,9 +152,12 @@ class TorchAttention(HostAttention[TorchStep]):
         real = column < query_len[:, None]  # [G, Q]
         # Padding repeats the request's first token: its result is discarded.
         offset = np.where(real, column, 0)
+        tokens, until = starts[:, None] + offset, None
+        if requests.until is not None:
+            until = requests.until[tokens] - (begin * self._page_size)[:, None]
         return self._padded(
-            requests.page_table[rows], begin, kv_len, own_pages, width, starts[:, None] + offset,
-            (kv_len - query_len)[:, None] + offset, real, window,
+            requests.page_table[rows], begin, kv_len, own_pages, width, tokens,
+            (kv_len - query_len)[:, None] + offset, real, window, until,
         )  # fmt: skip
 
     def _tiles(self, requests: AttentionRequests, window: int | None) -> Iterator[AttentionGroup]:
@@ -179,13 +182,14 @@ class TorchAttention(HostAttention[TorchStep]):
         self, page_table: NDArray[np.int32], begin: NDArray[np.int32], kv_len: NDArray[np.int32],
         own_pages: NDArray[np.int32], width: int, tokens: NDArray[np.int32], positions: NDArray[np.int32],
         real: NDArray[np.bool_], window: int | None,
+        until: NDArray[np.int32] | None = None,
     ) -> AttentionGroup:  # fmt: skip
         """Return the group of G requests that read `width` pages from page `begin [G]` on; positions count from there.
 
-        page_table `[G, P]`; kv_len and own_pages `[G]`; tokens, positions and real `[G, Q]`."""
+        page_table `[G, P]`; kv_len and own_pages `[G]`; tokens, positions, real and until `[G, Q]`."""
         position = positions[:, :, None]
         key = np.arange(width * self._page_size)
-        visible = key <= position
+        visible = key <= (position if until is None else until[:, :, None])
         if window:
             visible &= key > position - window
         mask = np.where(visible, np.float32(0), np.float32(-np.inf))  # [G, Q, keys]

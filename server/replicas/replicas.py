@@ -10,8 +10,8 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from weft.engine.errors import EngineDead
-from weft.engine.wire.messages import EngineReady, EngineStats, PageChanges
-from weft.engine.wire.page_keys import BRIEF, chain, page_keys, root, state_tokens
+from weft.engine.wire.messages import EngineReady, EngineStats, Image, PageChanges
+from weft.engine.wire.page_keys import BRIEF, chain, image_parts, page_keys, root, state_tokens
 from weft.engine.wire.streams import Streams
 from weft.server.observe.shared_state import SharedState
 from weft.server.replicas.router import POLICY, Candidate, Policy, choose
@@ -29,12 +29,15 @@ class PromptPages:
     """A prompt and the brief keys of its pages, for each model version: weights may differ during a rollout. tokens:
     int32."""
 
-    def __init__(self, tokens: Sequence[int], salt: str, readies: Iterable[EngineReady]) -> None:
+    def __init__(
+        self, tokens: Sequence[int], salt: str, readies: Iterable[EngineReady], images: Sequence[Image] = ()
+    ) -> None:
         self.tokens: npt.NDArray[np.int32] = np.asarray(tokens, np.int32)
         self._keys: dict[tuple[str, int], list[bytes]] = {}
         self._states: dict[tuple[str, int], list[bytes]] = {}
         for ready in {(ready.model_id, ready.page_size): ready for ready in readies}.values():
-            keys = page_keys(root(ready.model_id, salt), self.tokens, ready.page_size)
+            parts = image_parts(images, ready.page_size)
+            keys = page_keys(root(ready.model_id, salt), self.tokens, ready.page_size, images=parts)
             self._keys[ready.model_id, ready.page_size] = [key[:BRIEF] for key in keys]
             if ready.recurrent:
                 (first,) = state_tokens(1, ready.page_size)
@@ -181,10 +184,10 @@ class Replicas:
             if replica.ready.prefetches and replica.client.alive:
                 replica.client.prefetch(names)
 
-    def prompt_pages(self, tokens: Sequence[int], salt: str) -> PromptPages:
+    def prompt_pages(self, tokens: Sequence[int], salt: str, images: Sequence[Image] = ()) -> PromptPages:
         """The prompt's pages, to be passed to `route`."""
         readies = [] if self._alone else [replica.ready for replica in self._by_engine.values()]
-        return PromptPages(tokens, salt, readies)
+        return PromptPages(tokens, salt, readies, images)
 
     def route(self, pages: PromptPages, max_tokens: int | None, key: str | None = None) -> Ticket:
         """Choose an engine for a sequence. `max_tokens`: the output limit. `key`: the client's key for requests with a

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import count
 
-from weft.engine.memory.prefix_index import PrefixEntry, PrefixIndex, Tokens
+from weft.engine.memory.prefix_index import NO_IMAGES, PrefixEntry, PrefixIndex, Tokens
 
 
 class CollidingIndex(PrefixIndex):
@@ -37,11 +38,14 @@ class CollidingIndex(PrefixIndex):
         self.refused["published"] += entry is None
         return entry
 
-    def match(self, tokens: Tokens, keys: list[bytes], page_size: int, salt: str) -> list[PrefixEntry]:
-        found = super().match(tokens, keys, page_size, salt)
+    def match(
+        self, tokens: Tokens, keys: list[bytes], page_size: int, salt: str, images: Mapping[int, bytes] = NO_IMAGES
+    ) -> list[PrefixEntry]:
+        found = super().match(tokens, keys, page_size, salt, images)
         there = self.find(keys[len(found)]) if len(found) < len(keys) else None
         if there is not None and there.anywhere:
             page = tokens[len(found) * page_size : (len(found) + 1) * page_size].tobytes()
+            page += images.get(len(found), b"")
             parent = found[-1] if found else None
             differs = {"tokens": there.tokens != page, "parent": there.parent is not parent, "salt": there.salt != salt}
             self.refused[max(differs, key=lambda k: differs[k]) if sum(differs.values()) == 1 else "several"] += 1

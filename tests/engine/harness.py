@@ -11,7 +11,7 @@ import torch
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.scheduling.admission import OutputLengths
-from weft.engine.wire.messages import AddRequest, Finish, Outputs, TokenLogprobs
+from weft.engine.wire.messages import AddRequest, Finish, Image, Outputs, TokenLogprobs
 from weft.engine.wire.sampling import SamplingParams
 
 GREEDY = {"temperature": 0.0}
@@ -31,8 +31,9 @@ class Harness:
         self.steps = 0
 
     def add(
-        self, prompt: Sequence[int] | np.ndarray, salt: str = "", priority: int = 0, adapter: str = "", **params: Any
-    ) -> int:
+        self, prompt: Sequence[int] | np.ndarray, salt: str = "", priority: int = 0, adapter: str = "",
+        images: Sequence[Image] = (), **params: Any,
+    ) -> int:  # fmt: skip
         handle = len(self.tokens)
         self.engine.add(
             AddRequest(
@@ -42,6 +43,7 @@ class Harness:
                 cache_salt=salt,
                 priority=priority,
                 adapter=adapter,
+                images=tuple(images),
             )
         )
         self.tokens[handle] = []

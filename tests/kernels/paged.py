@@ -18,6 +18,7 @@ class Requests(NamedTuple):
     query_len: np.ndarray
     kv_len: np.ndarray
     page_table: np.ndarray
+    until: np.ndarray | None = None
 
 
 class Iteration(NamedTuple):

@@ -46,8 +46,11 @@ def _gemma3(config: Config) -> dict[str, Any]:
 
 _DEFAULTS = {"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 256}
 _POST_NORMS = TensorNames(
-    mlp_norm="pre_feedforward_layernorm", other_prefixes=("language_model.model.", "model.language_model.")
+    mlp_norm="pre_feedforward_layernorm",
+    other_prefixes=("language_model.model.", "model.language_model."),
+    unused=tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")),
 )
+"""The vision part is `model/vision/gemma3.py`'s."""
 
 GEMMA = Family(("GemmaForCausalLM",), _gemma, defaults=_DEFAULTS)
 GEMMA2 = Family(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from weft.engine.model.families.family import Config, Family, windowed
+from weft.engine.model.families.family import Config, Family, TensorNames, windowed
 from weft.engine.model.parts import Experts, Layer
 
 
@@ -48,9 +48,23 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
     return {**_qwen3(config), "head_dim": head_dim, **_experts(config)}
 
 
+def _qwen_vl(config: Config) -> dict[str, Any]:
+    return {"qkv_bias": True, "o_bias": False, "layers": _layers(config)}
+
+
 _KEYS = {"num_experts": "num_local_experts"}
 
+_VISUAL = TensorNames(
+    other_prefixes=("model.language_model.", "language_model.model."), unused=("visual.", "model.visual.")
+)
+
 QWEN2 = Family(("Qwen2ForCausalLM",), lambda config: {"qkv_bias": True, "o_bias": False, "layers": _layers(config)})
+QWEN2_VL = Family(
+    ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"), _qwen_vl, _VISUAL,
+    {"rms_norm_eps": 1e-5},
+)  # fmt: skip
+"""Vision-language models (`model/vision/qwen_vl.py`)."""
+QWEN3_VL = Family(("Qwen3VLForConditionalGeneration",), _qwen3, _VISUAL)
 QWEN3 = Family(("Qwen3ForCausalLM",), _qwen3)
 QWEN2_MOE = Family(("Qwen2MoeForCausalLM",), _qwen2_moe, keys=_KEYS)
 QWEN3_MOE = Family(("Qwen3MoeForCausalLM",), _qwen3_moe, keys=_KEYS)

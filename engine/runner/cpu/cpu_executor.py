@@ -19,6 +19,7 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.runner.cpu.cpu_states import CpuStates, StateStep
 from weft.engine.runner.device.collectives import Collectives, SingleRank
+from weft.engine.runner.device.image_rows import ImageRows
 from weft.engine.runner.device.launchers import launchers_for
 from weft.engine.runner.iteration.batch import Batch
 from weft.kernels.attention.backend import HostAttention
@@ -42,6 +43,9 @@ class CpuInputs(NamedTuple):
     rows: Tensor | None = None  # `[N]` int64 tokens whose state after the last layer is read, ascending; None: all.
     states: StateStep | None = None  # None: the model has no recurrent states.
     adapters: Tensor | None = None  # Number of each token's adapter, 0 for none; None: no token has any.
+    embeddings: Tensor | None = None
+    """1 + the row of the pool with the token's embedding, 0 for its id's; None: no token has one."""
+    rope: Tensor | None = None  # `[3, T]` rotary positions; None: `positions`.
 
 
 class _Iteration:
@@ -57,12 +61,17 @@ class _Iteration:
             rows, table, scale=spec.embedding_scale, position_table=weights.positions, positions=inputs.positions,
             centred=spec.norm.centred,
         )  # fmt: skip
+        self.embeddings = inputs.embeddings
+        if self.embeddings is not None:
+            at, rows = self._images(self.embeddings)
+            x[at] = rows[:, 0]
+            self.sumsq[at] = reference.row_sumsq(x[at], spec.norm.centred)
         self.partial: Tensor | None = None
         """`[T, H]` this rank's partial sum for the stream, until the next all-reduce."""
         self.activations: dict[str, Tensor] = {"x": x}
         for name, width in executor.mixed.items():
             self.activations[name] = x.new_empty(len(x), width)
-        self.rotary = [table[inputs.positions] for table in weights.rotary]  # once for all layers
+        self.rotary = executor.rotated(inputs.positions, inputs.rope)  # once for all layers
         self.post_norm: Tensor | None = None  # Norm weight to apply after that all-reduce.
         self.routing: reference_experts.Routing | None = None
         self.adapters = self._groups(inputs.adapters)
@@ -74,6 +83,20 @@ class _Iteration:
         loaded = self.executor.adapters
         return [((of == n).nonzero()[:, 0], loaded[n]) for n in of.unique().tolist() if n]
 
+    def _images(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens `[N]` with an embedding of an image, and their embeddings `[N, 1 + deepstack, H]`."""
+        assert self.executor.image_rows is not None
+        at = embeddings.nonzero()[:, 0]
+        return at, self.executor.image_rows.rows[embeddings[at] - 1]
+
+    def add_deepstack(self, layer: int) -> None:
+        """Add the further embeddings of images to the stream after a layer."""
+        if self.embeddings is None:
+            return
+        x, (at, rows) = self.activations["x"], self._images(self.embeddings)
+        x[at] += rows[:, 1 + layer]
+        self.sumsq[at] = reference.row_sumsq(x[at], self.executor.spec.norm.centred)
+
     def delta(self, op: Operation, layer: int) -> Delta | None:
         """Return what adapters add to an operation's output; None: nothing."""
         groups = [(rows, found) for rows, adapter in self.adapters if (found := adapter.layers[layer].get(op.name))]
@@ -84,6 +107,7 @@ class _Iteration:
         self.activations = {name: made[rows] for name, made in self.activations.items() if name != "q"}
         self.sumsq = self.sumsq[rows]
         self.partial = None if self.partial is None else self.partial[rows]
+        self.embeddings = None if self.embeddings is None else self.embeddings[rows]
         self.adapters = self._groups(None if self.inputs.adapters is None else self.inputs.adapters[rows])
 
     @property
@@ -303,10 +327,12 @@ class CpuExecutor:
     def __init__(
         self, spec: ModelSpec, weights: Weights, kv: Tensor, attention: HostAttention[Any], *,
         states: StateLayout = NO_STATES, invariant: bool = False, collectives: Collectives | None = None,
+        image_rows: ImageRows | None = None,
     ) -> None:  # fmt: skip
         self.spec, self.weights, self.kv, self.attention = spec, weights, kv, attention
         self.collectives = collectives or SingleRank()
         self.adapters: dict[int, Adapter] = {}  # Loaded adapters by number.
+        self.image_rows = image_rows  # Embeddings of images; None: the model takes none.
         self.kv_scales = weights.kv_page_scales(spec, kv.dtype)
         self.unit_scales = self.kv_scales is not None and bool((self.kv_scales.scale == 1).all())
         self.means: reference.Means | None = None
@@ -329,8 +355,24 @@ class CpuExecutor:
         self._steps = [
             (launchers[op.name], op, layer) for layer in range(spec.num_layers) for op in spec.layer_operations(layer)
         ]
+        ends = {layer: step for step, (_, _, layer) in enumerate(self._steps)}
+        deep = range(0 if image_rows is None else image_rows.tower.vision.deepstack)
+        self._deep_ends = {ends[layer] for layer in deep}  # Steps after which further embeddings of images are added.
+        pairs = spec.rotary_width // 2
+        self._axes = [torch.tensor(rope.axes(pairs)) if rope.sections else None for rope in spec.ropes]
+        """The axis that each pair of a head turns with, by rope; None: there is one position."""
         if spec.experts is None or not spec.placement.parallel:
             self._last_attention = max(i for i, (_, op, _) in enumerate(self._steps) if op.role.attends)
+
+    def rotated(self, positions: Tensor, rope: Tensor | None) -> list[Tensor]:
+        """Return the rows `[T, D/2, 2]` of each rotary table. rope `[3, T]`: positions of M-RoPE."""
+        tables, axes = self.weights.rotary, [*self._axes, None]
+        if rope is None:
+            return [table[positions] for table in tables]
+        return [
+            table[positions] if own is None else table[rope[own].T, torch.arange(len(own))]
+            for table, own in zip(tables, axes, strict=False)
+        ]
 
     def kv_inverse(self, layer: int) -> Tensor | None:
         """Return the factors `[2, Hkv]` that K and V are multiplied by before they are stored in FP8 pages."""
@@ -346,6 +388,8 @@ class CpuExecutor:
             torch.from_numpy(batch.read_rows),
             None if self.states is None else self.states.prepare(batch),
             _by_token(batch),
+            None if batch.images is None else torch.from_numpy(batch.images.rows.astype(np.int64)) + 1,
+            _rope(batch),
         )
 
     def forward(self, inputs: CpuInputs) -> tuple[Tensor, Tensor]:
@@ -378,14 +422,19 @@ class CpuExecutor:
                 iteration.keep(rows)
                 if not len(rows):
                     break
+            if step in self._deep_ends:
+                iteration.add_deepstack(layer)
         return iteration.activations["x"], iteration.sumsq
 
     def _forward_in_blocks(self, inputs: CpuInputs, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """`_forward` with all operations but attention run per block of rows. Padding tokens fill the last block."""
         height = self.block_rows
-        adapters = torch.zeros_like(inputs.token_ids) if inputs.adapters is None else inputs.adapters
-        columns = (_padded(column, height).split(height) for column in (*inputs[:3], adapters))
-        parts = zip(*columns, strict=True)
+        none = torch.zeros_like(inputs.token_ids)
+        adapters = none if inputs.adapters is None else inputs.adapters
+        embeddings = none if inputs.embeddings is None else inputs.embeddings
+        rope = none.expand(3, -1) if inputs.rope is None else inputs.rope
+        columns = (*inputs[:3], adapters, embeddings, rope)
+        parts = zip(*(_padded(column, height).split(height, -1) for column in columns), strict=True)
         blocks = [
             _Iteration(
                 self,
@@ -395,9 +444,11 @@ class CpuExecutor:
                     slot_mapping=slots,
                     rows=None,
                     adapters=None if inputs.adapters is None else which,
+                    embeddings=None if inputs.embeddings is None else rows_of,
+                    rope=None if inputs.rope is None else turned,
                 ),
             )
-            for ids, at, slots, which in parts
+            for ids, at, slots, which, rows_of, turned in parts
         ]
         mixed = {name: torch.cat([block.activations[name].zero_() for block in blocks]) for name in self.mixed}
         for name, tensor in mixed.items():
@@ -412,6 +463,9 @@ class CpuExecutor:
             else:
                 for block in blocks:
                     launch(block, op, layer)
+            if step in self._deep_ends:
+                for block in blocks:
+                    block.add_deepstack(layer)
             if rows is not None and step == self._last_attention:
                 if not len(rows):
                     return blocks[0].activations["x"][:0], blocks[0].sumsq[:0]
@@ -427,6 +481,8 @@ class CpuExecutor:
         if joined.inputs.adapters is not None:
             every = [block.inputs.adapters for block in blocks if block.inputs.adapters is not None]
             joined.inputs = joined.inputs._replace(adapters=torch.cat(every))
+        if joined.embeddings is not None:
+            joined.embeddings = torch.cat([block.embeddings for block in blocks if block.embeddings is not None])
         if joined.partial is not None:
             joined.partial = torch.cat([block.partial for block in blocks if block.partial is not None])
         fewer = []
@@ -510,6 +566,12 @@ def _by_token(batch: Batch) -> Tensor | None:
     return torch.from_numpy(np.repeat(batch.adapters, batch.query_len).astype(np.int64))
 
 
+def _rope(batch: Batch) -> Tensor | None:
+    if batch.images is None or batch.images.positions is None:
+        return None
+    return torch.from_numpy(batch.images.positions.astype(np.int64))
+
+
 def _padded(values: Tensor, multiple: int) -> Tensor:
-    """Pad `[n]` with zeros to a multiple."""
-    return F.pad(values, (0, -len(values) % multiple))
+    """Pad `[…, n]` with zeros to a multiple."""
+    return F.pad(values, (0, -values.shape[-1] % multiple))

@@ -26,6 +26,7 @@ from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import Weights
 from weft.engine.runner.cpu.cpu_executor import CpuExecutor
 from weft.engine.runner.device.collectives import Collectives
+from weft.engine.runner.device.image_rows import ImageRows
 from weft.engine.runner.device.preparation import Preparation
 from weft.engine.runner.device.sampling import Sampling, Scores, pooled
 from weft.engine.runner.iteration.batch import Batch, PromptLogprobs, StepResult
@@ -88,11 +89,13 @@ class CpuRunner:
 
     def __init__(
         self, spec: ModelSpec, weights: Weights | TransformersModule, config: ResolvedConfig,
-        collectives: Collectives | None = None,
+        collectives: Collectives | None = None, image_rows: ImageRows | None = None,
     ) -> None:  # fmt: skip
+        """image_rows: the embeddings of images, if the model takes any."""
         memory = host_sleepable_memory(config.cache_dir) if config.sleeps else None
         if memory is not None:
-            memory.adopt_weights(weights.tensors())
+            tower = () if image_rows is None else image_rows.tower.tensors()
+            memory.adopt_weights((*weights.tensors(), *tower))
         self.sleepable, self.preparation = memory or Sleepless(), Preparation()
         self.kv = _allocate(config, memory)
         self._executor: Any  # A `CpuExecutor`, or a class with its interface.
@@ -109,8 +112,9 @@ class CpuRunner:
             )
             self._executor = CpuExecutor(
                 spec, weights, self.kv, attention, states=config.states, invariant=config.batch_invariant,
-                collectives=collectives,
+                collectives=collectives, image_rows=image_rows,
             )  # fmt: skip
+        self._image_rows = image_rows
         self._last_token = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=config.device)
         self._sampling = Sampling(config.device, config.max_num_seqs, spec.vocabulary, collectives)
         self._num_threads = config.cpu_threads
@@ -161,6 +165,9 @@ class CpuRunner:
         # Decodes read the token of an earlier iteration.
         d = batch.num_decodes
         token_ids[:d] = self._last_token[torch.from_numpy(batch.slots[:d].astype(np.int64))]
+        seconds, unencoded = 0.0, tuple[int, ...]()
+        if batch.images is not None and self._image_rows is not None:
+            seconds, unencoded = self._image_rows.encode(batch.images.jobs)
         x, sumsq = self._executor.forward(self._executor.inputs(batch, token_ids))
         prompt_scores = [self._prompt_scores(x, sumsq, prompt) for prompt in batch.prompt_logprobs]
         states = pooled(
@@ -170,8 +177,9 @@ class CpuRunner:
         self._last_end = time.perf_counter()
         return StepResult(
             batch, tokens.numpy().astype(np.int32), None if scores is None else scores.read(),
-            tuple(s.read() for s in prompt_scores), self._last_end - begin, idle_seconds, nonfinite=nonfinite.numpy(),
-            pooled=None if states is None else states.numpy(),
+            tuple(s.read() for s in prompt_scores), self._last_end - begin - seconds, idle_seconds,
+            nonfinite=nonfinite.numpy(), pooled=None if states is None else states.numpy(), encode_seconds=seconds,
+            unencoded=unencoded,
         )  # fmt: skip
 
     def _sample(self, x: Tensor, sumsq: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Scores | None]:

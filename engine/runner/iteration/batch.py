@@ -89,6 +89,26 @@ class StateRows(NamedTuple):
     checkpoint_pages: I32  # `[C, n]` pages that receive the state there, in addition to `write`.
 
 
+class EncodeJob(NamedTuple):
+    """An image to encode before the iteration's tokens are computed."""
+
+    rows: I32  # Rows of the pool that receive its embeddings, in order.
+    pixels: bytearray
+    """uint8 RGB rows of all tiles, back to back."""
+    shapes: tuple[tuple[int, int], ...]  # (height, width) of each tile.
+    grid: tuple[int, ...]
+
+
+class ImageInputs(NamedTuple):
+    """What images add to an iteration of T tokens."""
+
+    jobs: tuple[EncodeJob, ...]
+    rows: I32  # `[T]` row of the pool with the token's embedding; -1: its id's.
+    positions: I32 | None = None  # `[3, T]` rotary positions; None: `Batch.positions`.
+    until: I32 | None = None
+    """`[T]` the last position that each token sees: its own, or the last of its image. None: attention is causal."""
+
+
 class Batch(NamedTuple):
     """An iteration of R requests and T tokens: first decodes with one token each, then prefill chunks."""
 
@@ -109,10 +129,16 @@ class Batch(NamedTuple):
     pooled: tuple[Pooled, ...] = ()
     states: StateRows | None = None  # None: the model has no recurrent states.
     adapters: I32 | None = None  # `[R]` number of each request's LoRA adapter, 0 for none; None: no request has one.
+    images: ImageInputs | None = None  # None: no token depends on an image.
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def until(self) -> I32 | None:
+        """See `ImageInputs`."""
+        return None if self.images is None else self.images.until
 
     @property
     def read_rows(self) -> npt.NDArray[np.int64]:
@@ -160,6 +186,8 @@ class StepResult(NamedTuple):
     """`[S]` rows with logits that are not finite, whose tokens are meaningless. None: there are no such rows."""
     pooled: F32 | None = None  # `[P, H]` sums, one row for each of `batch.pooled`; None if the batch pools nothing.
     attention: AttentionPath | None = None  # How attention was computed; None: derive it from the batch.
+    encode_seconds: float = 0.0  # Seconds for images, not part of `seconds`.
+    unencoded: tuple[int, ...] = ()  # Jobs that failed, by their index in `batch.images.jobs`.
 
 
 def uniform_draw(seeds: npt.NDArray[np.uint64], index: I32) -> F32:

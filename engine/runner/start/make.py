@@ -16,6 +16,7 @@ from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress
 from weft.engine.runner.device.collectives import RankGroup
 from weft.engine.runner.device.compile_job import CompileJob, is_compiled
+from weft.engine.runner.device.image_rows import ImageRows
 from weft.engine.runner.device.runner import Runner
 from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.engine.runner.start.gemm_tuning import tune_gemms
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
 def make_runner(
     spec: ModelSpec, weights: Weights | TransformersModule, options: EngineConfig, config: ResolvedConfig,
     progress: Progress | None = None, compiling: CompileJob | None = None, rank_group: RankGroup | None = None,
+    image_rows: ImageRows | None = None,
 ) -> Runner:  # fmt: skip
     """Create the runner with its KV pool. Raises `OutOfMemory`.
 
     options: the options that `config` was resolved from. compiling: a job started for them, which ends here or belongs
-    to the runner. rank_group: the other ranks, on GPUs; rank 0 tunes and compiles, and the others load its results."""
+    to the runner. rank_group: the other ranks, on GPUs; rank 0 tunes and compiles, and the others load its results.
+    image_rows: the embeddings of images, on a CPU, if the model takes any."""
     if config.device.type == "cuda":
         try:
             from weft.engine.runner.cuda.cuda_runner import CudaRunner
@@ -67,7 +70,7 @@ def make_runner(
         compiling.stop()
     from weft.engine.runner.cpu.cpu_runner import CpuRunner
 
-    return CpuRunner(spec, weights, config)
+    return CpuRunner(spec, weights, config, image_rows=image_rows)
 
 
 def _tested(

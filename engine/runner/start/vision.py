@@ -1,0 +1,57 @@
+"""`served_vision`: whether an engine takes images; `load_image_rows`: its tower and the pool of embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.engine.config import EngineConfig
+from weft.engine.model.spec import ModelSpec
+from weft.engine.model.vision import vision_of
+from weft.engine.model.vision.family import Vision
+from weft.engine.progress import Phases, notice
+from weft.engine.runner.device.image_rows import ImageRows
+from weft.engine.runner.options.resolve import ResolvedConfig
+
+LARGEST_IMAGE = 16384
+"""Embeddings of the largest image that the pool has room for by default."""
+
+
+def served_vision(
+    raw: dict[str, Any], spec: ModelSpec, config: EngineConfig, resolved: ResolvedConfig
+) -> Vision | None:
+    """Return the vision part that this engine serves, or None; prints why a model with one serves text only. raw: the
+    `config.json`. Raises `ModelError`."""
+    vision = vision_of(raw) if spec.native else None
+    if vision is None:
+        return None
+    lacking = {
+        "run on a CPU only so far": resolved.device.type != "cpu",
+        "do not support tensor parallelism yet": config.tensor_parallel_size > 1,
+        "need a checkpoint, not --load-format dummy": config.load_format == "dummy",
+        "that see all of themselves do not support --batch-invariant yet": (
+            vision.bidirectional and config.batch_invariant
+        ),
+    }
+    if why := next((text for text, applies in lacking.items() if applies), ""):
+        notice(f"{spec.architecture} serves text only here: images {why}")
+        return None
+    return vision
+
+
+def num_rows(config: EngineConfig, resolved: ResolvedConfig) -> int:
+    """Return the rows of the pool of embeddings."""
+    if config.encoder_cache_tokens is not None:
+        return config.encoder_cache_tokens
+    return max(2 * resolved.max_num_batched_tokens, min(resolved.max_model_len, LARGEST_IMAGE))
+
+
+def load_image_rows(
+    vision: Vision, spec: ModelSpec, config: EngineConfig, resolved: ResolvedConfig, phases: Phases
+) -> ImageRows:
+    """Load the tower, and make the pool. Raises `ModelError`."""
+    from weft.engine.model.vision.tower import load_tower
+
+    phases("loading the vision tower", 0, 1)
+    tower = load_tower(vision, config.model_path, resolved.compute_dtype)
+    phases("loading the vision tower", 1, 1)
+    return ImageRows(tower, num_rows(config, resolved), spec.hidden_size, resolved.compute_dtype)

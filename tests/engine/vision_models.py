@@ -1,0 +1,261 @@
+"""Random tiny vision-language checkpoints, prompts with pictures for them, and `transformers` as the oracle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForImageTextToText
+
+from weft.engine.wire.messages import Image
+from weft.engine.wire.pixels import PixelShelf
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+PLACEHOLDER = 300
+MEAN, STD = (0.5, 0.4, 0.6), (0.5, 0.25, 0.3)
+
+
+class Picture(NamedTuple):
+    """Tiles of one image as `[h, w, 3]` uint8, its grid, and its span in a prompt: ids and which get embeddings."""
+
+    tiles: tuple[np.ndarray, ...]
+    grid: tuple[int, ...]
+    ids: tuple[int, ...]
+    mask: bytes = b""
+
+
+class Prompt(NamedTuple):
+    ids: np.ndarray
+    images: tuple[Image, ...]
+    pictures: tuple[Picture, ...]
+
+
+class Kind(NamedTuple):
+    """A family: its classes and configuration, how it sees a picture, and the oracle's further inputs."""
+
+    name: str
+    config: Callable[[], Any]
+    picture: Callable[[np.random.Generator, int], Picture]
+    """`picture(rng, size)`: sizes differ in shape, where the family allows that."""
+    inputs: Callable[[Prompt], dict[str, Any]]
+
+
+def prompt_of(shelf: PixelShelf, parts: Sequence[Sequence[int] | Picture]) -> Prompt:
+    """Build a prompt of text and pictures, with the pixels on the shelf."""
+    ids: list[int] = []
+    images, pictures = [], []
+    for part in parts:
+        if not isinstance(part, Picture):
+            ids += part
+            continue
+        raw = [tile.tobytes() for tile in part.tiles]
+        digest = hashlib.sha256(repr([tile.shape for tile in part.tiles]).encode() + b"".join(raw)).digest()
+        shapes = tuple((tile.shape[0], tile.shape[1]) for tile in part.tiles)
+        file = shelf.put(1, raw)
+        images.append(Image(digest, len(ids), part.mask, len(part.ids), file, shapes, part.grid))
+        pictures.append(part)
+        ids += part.ids
+    return Prompt(np.array(ids, np.int32), tuple(images), tuple(pictures))
+
+
+def normalised(tile: np.ndarray) -> np.ndarray:
+    """Return `[3, h, w]` float32, as the image processors compute it."""
+    scaled = (tile.astype(np.float64) / 255).astype(np.float32)
+    return ((scaled - np.array(MEAN, np.float32)) / np.array(STD, np.float32)).transpose(2, 0, 1)
+
+
+def _tile(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
+    return rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def _idefics3() -> Any:
+    return transformers.Idefics3Config(
+        image_token_id=PLACEHOLDER, scale_factor=2, pad_token_id=None, tie_word_embeddings=False,
+        vision_config={
+            "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "image_size": 32, "patch_size": 8,
+        },
+        text_config={"model_type": "llama", **TEXT},
+    )  # fmt: skip
+
+
+def _smolvlm() -> Any:
+    idefics = _idefics3().to_dict()
+    return transformers.SmolVLMConfig(
+        image_token_id=PLACEHOLDER, scale_factor=2, pad_token_id=None, tie_word_embeddings=False,
+        vision_config={k: v for k, v in idefics["vision_config"].items() if k != "model_type"},
+        text_config={"model_type": "llama", **TEXT},
+    )  # fmt: skip
+
+
+def _split_picture(rng: np.random.Generator, size: int) -> Picture:
+    """Tiles of 32 x 32, each with four embeddings, and an id for the tile's place before each."""
+    tiles = tuple(_tile(rng, 32, 32) for _ in range(1 + size))
+    ids: list[int] = []
+    mask = b""
+    for number in range(len(tiles)):
+        ids += [PLACEHOLDER] * 4 + [310 + number]
+        mask += b"\1\1\1\1\0"
+    return Picture(tiles, (size, 1), tuple(ids[:-1]), mask[:-1])
+
+
+def _stacked(prompt: Prompt) -> dict[str, Any]:
+    tiles = [normalised(tile) for picture in prompt.pictures for tile in picture.tiles]
+    return {"pixel_values": torch.from_numpy(np.stack(tiles))[None]} if tiles else {}
+
+
+_VISION = {"hidden_size": 48, "num_heads": 4, "depth": 4, "patch_size": 4, "temporal_patch_size": 2}
+_IDS = {"image_token_id": PLACEHOLDER, "video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303}
+
+
+def _mrope(**more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0, **more}
+
+
+def _qwen2_vl() -> Any:
+    return transformers.Qwen2VLConfig(
+        **_IDS, tie_word_embeddings=False,
+        vision_config={"embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2, "depth": 2, "num_heads": 4, "patch_size": 4},
+        text_config={**TEXT, "rope_parameters": _mrope()},
+    )  # fmt: skip
+
+
+def _qwen25_vl() -> Any:
+    return transformers.Qwen2_5_VLConfig(
+        **_IDS, tie_word_embeddings=False,
+        vision_config={
+            **_VISION, "intermediate_size": 64, "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [3]
+        },
+        text_config={**TEXT, "rope_parameters": _mrope()},
+    )  # fmt: skip
+
+
+def _qwen3_vl() -> Any:
+    return transformers.Qwen3VLConfig(
+        **_IDS, tie_word_embeddings=False,
+        vision_config={
+            **_VISION, "intermediate_size": 64, "out_hidden_size": 64, "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1, 2],
+        },
+        text_config={**TEXT, "head_dim": 16, "rope_parameters": _mrope(mrope_interleaved=True)},
+    )  # fmt: skip
+
+
+def _grid_picture(rng: np.random.Generator, size: int) -> Picture:
+    """Pictures of 4 x 6, 6 x 4 and 4 x 10 patches of 4 x 4 pixels, whose tokens are 2 x 2 patches."""
+    height, width = ((4, 6), (6, 4), (4, 10))[size]
+    tile = _tile(rng, 4 * height, 4 * width)
+    return Picture((tile,), (1, height, width), (PLACEHOLDER,) * (height * width // 4))
+
+
+def _patches(tile: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
+    """Flatten a picture into patches in the order of Qwen's image processors."""
+    _, height, width = grid
+    frames = np.stack([normalised(tile)] * 2)[None]
+    cut = frames.reshape(1, 2, 3, height // 2, 2, 4, width // 2, 2, 4)
+    return cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(height * width, -1)
+
+
+def _grids(prompt: Prompt) -> dict[str, Any]:
+    if not prompt.pictures:
+        return {}
+    patches = [_patches(picture.tiles[0], picture.grid) for picture in prompt.pictures]
+    return {
+        "pixel_values": torch.from_numpy(np.concatenate(patches)),
+        "image_grid_thw": torch.tensor([picture.grid for picture in prompt.pictures]),
+        "mm_token_type_ids": torch.from_numpy((prompt.ids == PLACEHOLDER).astype(np.int64))[None],
+    }
+
+
+def _gemma3() -> Any:
+    text = {
+        **TEXT, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }  # fmt: skip
+    return transformers.Gemma3Config(
+        image_token_id=PLACEHOLDER, boi_token_id=302, eoi_token_id=303, mm_tokens_per_image=16,
+        vision_config={
+            "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "image_size": 32, "patch_size": 8, "vision_use_head": False,
+        },
+        text_config=text,
+    )  # fmt: skip
+
+
+def _square_picture(rng: np.random.Generator, size: int) -> Picture:  # noqa: ARG001 (pictures are alike)
+    return Picture((_tile(rng, 32, 32),), (1,), (PLACEHOLDER,) * 16)
+
+
+def _squares(prompt: Prompt) -> dict[str, Any]:
+    if not prompt.pictures:
+        return {}
+    tiles = np.stack([normalised(picture.tiles[0]) for picture in prompt.pictures])
+    types = torch.from_numpy((prompt.ids == PLACEHOLDER).astype(np.int64))[None]
+    return {"pixel_values": torch.from_numpy(tiles), "token_type_ids": types}
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("idefics3", _idefics3, _split_picture, _stacked),
+        Kind("smolvlm", _smolvlm, _split_picture, _stacked),
+        Kind("qwen2-vl", _qwen2_vl, _grid_picture, _grids),
+        Kind("qwen2.5-vl", _qwen25_vl, _grid_picture, _grids),
+        Kind("qwen3-vl", _qwen3_vl, _grid_picture, _grids),
+        Kind("gemma3", _gemma3, _square_picture, _squares),
+    )
+}
+
+
+def write_checkpoint(kind: str, path: Path) -> Path:
+    """Write a random checkpoint whose answers depend on its pictures."""
+    config = KINDS[kind].config()
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config).float().eval()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0, 0.15)
+        # An answer with the id of a placeholder would be one more image to the oracle.
+        model.get_output_embeddings().weight.data[PLACEHOLDER : PLACEHOLDER + 4] = 0
+    model.save_pretrained(path)
+    preprocessor = {"image_mean": MEAN, "image_std": STD, "rescale_factor": 1 / 255}
+    (path / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    return path
+
+
+@cache
+def _reference(path: Path) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def oracle_logits(path: Path, kind: str, prompt: Prompt, answer: Sequence[int]) -> torch.Tensor:
+    """Return `[len(answer), V]`: the logits of each token of an answer, given those before it."""
+    ids = torch.from_numpy(np.concatenate((prompt.ids, answer)).astype(np.int64))[None]
+    given = KINDS[kind].inputs(prompt)
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in given:
+            given[name] = torch.nn.functional.pad(given[name], (0, len(answer)))
+    with torch.inference_mode():
+        logits: torch.Tensor = _reference(path)(input_ids=ids, use_cache=False, **given).logits
+    return logits[0, len(prompt.ids) - 1 : -1]
