@@ -52,7 +52,7 @@ SERVER = (
 """Levels, lowest first. A subfolder may import lower levels, and its own level without a circle."""
 
 KERNELS = (
-    ("common",),
+    ("common", "native"),
     ("formats",),
     ("reference",),
     ("matmul", "attention"),
