@@ -1,0 +1,1 @@
+"""Training of LoRA adapters for tests."""
