@@ -29,7 +29,11 @@ PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 """Read from a directory without safetensors files, but not downloaded."""
 SMALL = ("*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt")
 """Configuration and tokenizer files at the top level; `FOLDERS` lists those in folders."""
-FOLDERS = {"additional_chat_templates": ".jinja", "1_Pooling": ".json"}  # File name endings to read, by folder.
+_DENSE = ("config.json", "model.safetensors")
+FOLDERS: dict[str, str | tuple[str, ...]] = {
+    "additional_chat_templates": ".jinja", "1_Pooling": ".json", "2_Dense": _DENSE, "3_Dense": _DENSE,
+}  # fmt: skip
+"""File name endings to read, by folder."""
 GGUF = ".gguf"
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -143,6 +147,7 @@ def pull(name: str, revision: str | None = None, *, weights: bool = True) -> Pat
         commit = found.sha or revision or MAIN
         tree: list[Any] = list(api.list_repo_tree(name, revision=commit))
         sizes: dict[str, int] = {f.path: f.size for f in tree if hasattr(f, "size")}
+        inside: dict[str, int] = {}
         whole = "config.json" in sizes and (INDEX in sizes or SINGLE in sizes)
         if file or (not whole and any(f.endswith(GGUF) for f in sizes)):
             return _pull_gguf(name, revision, api, commit, file, weights=weights)
@@ -156,11 +161,12 @@ def pull(name: str, revision: str | None = None, *, weights: bool = True) -> Pat
         _check_architecture(name, config.parent)
         for folder in {entry.path for entry in tree} & set(FOLDERS):
             more: list[Any] = list(api.list_repo_tree(name, folder, revision=commit))
-            sizes |= {f.path: f.size for f in more if f.path.endswith(FOLDERS[folder])}
-        wanted = [f for f in sizes if any(Path(f).match(p) for p in SMALL)]
+            inside |= {f.path: f.size for f in more if f.path.endswith(FOLDERS[folder])}
+        wanted = [*(f for f in sizes if any(Path(f).match(p) for p in SMALL))]
+        wanted += [f for f in inside if weights or not f.endswith(".safetensors")]
         if weights:
             wanted += _weight_files(name, sizes, fetch)
-        wanted = list(dict.fromkeys(wanted))
+        wanted, sizes = list(dict.fromkeys(wanted)), sizes | inside
         download(name, revision, wanted, {f: sizes[f] for f in wanted if not (config.parent / f).exists()})
         # The branch may have moved: use what its name refers to now.
         return cached(name, revision, weights=weights) or config.parent

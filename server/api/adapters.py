@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,7 +73,10 @@ async def load_lora_adapter(body: LoadBody, service: ServiceOf) -> Response:
         message = f"The lora adapter '{name}' has already been loaded; set load_inplace to replace it."
         return _refused(400, "InvalidUserInput", message)
     path = path if path.is_absolute() or chosen.adapters.folder is None else chosen.adapters.folder / path
-    why = chosen.adapters.refusal(path) or await chosen.adapters.load(name, str(path.absolute()))
+    why = chosen.adapters.refusal(path)
+    if not why and not await chosen.offload(partial(os.path.isdir, path)):
+        return _refused(404, "NotFoundError", f"No adapter '{name}' found: there is no directory {clip(str(path))}.")
+    why = why or await chosen.adapters.load(name, str(path.absolute()))
     if why:
         return _refused(400, "InvalidUserInput", f"The lora adapter '{name}' cannot be loaded: {why}.")
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")

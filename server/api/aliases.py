@@ -12,7 +12,7 @@ from weft.server.api.chat_prompt import template_input
 from weft.server.api.operations import health, put_to_sleep, reset_prefix_cache, wake_up
 from weft.server.api.protocol import TemplatedBody
 from weft.server.api.routing import STREAMED, JsonRequest, JsonRoute, ServiceOf, request_schema
-from weft.server.api.service import Phase
+from weft.server.api.service import Phase, Service
 from weft.server.errors import bad_request, clip
 from weft.server.observe.shared_state import OPEN, SleepState
 
@@ -25,7 +25,10 @@ _UNPREFIXED = frozenset(
 )
 """First path segments that clients may send without /v1."""
 
-_BY_FIELD = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
+_BY_FIELD = {
+    "messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/embeddings", "query": "/v1/rerank",
+    **dict.fromkeys(("text_1", "queries", "data_1"), "/v1/score"),
+}  # fmt: skip
 """The endpoint of an invocation, by the field that identifies it."""
 
 ADMIN_ALIASES = frozenset(
@@ -63,19 +66,33 @@ async def ping(service: ServiceOf) -> dict[str, str]:
 
 @router.post(
     INVOCATIONS,
-    summary="SageMaker's endpoint: a chat or a completion, depending on the body's fields",
+    summary="SageMaker's endpoint: any request for an answer, depending on the body's fields and the model",
     responses=STREAMED,
     openapi_extra=request_schema(
-        "application/json", {"type": "object", "description": "a ChatBody or a CompletionBody"}
+        "application/json", {"type": "object", "description": "a ChatBody, CompletionBody, EmbeddingBody or another"}
     ),
 )
-async def invocations(request: Request) -> Response:
+async def invocations(request: Request, service: ServiceOf) -> Response:
     request = JsonRequest(request.scope, request.receive)
     value = await request.json()
-    for field, path in _BY_FIELD.items():
+    for field in _BY_FIELD:
         if isinstance(value, dict) and value.get(field) is not None:
-            return _Forwarded(path, await request.body())
+            return _Forwarded(_path_for(service, field, value), await request.body())
     raise bad_request(f"The body needs one of {', '.join(_BY_FIELD)}.")
+
+
+def _path_for(service: Service, field: str, value: dict[str, Any]) -> str:
+    """The endpoint of an invocation with this field. Raises `ApiError` for an unknown model."""
+    if field not in ("messages", "input"):
+        return _BY_FIELD[field]
+    if value.get("task") is not None:
+        return "/pooling"
+    model = value.get("model")
+    loaded = service.for_model(model if isinstance(model, str) else None).last_loaded
+    tasks = () if loaded is None else loaded.tasks
+    if not tasks or "generate" in tasks:
+        return _BY_FIELD[field]
+    return "/v1/embeddings" if "embed" in tasks else "/classify"
 
 
 class _Forwarded(Response):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -18,7 +15,7 @@ from pydantic import ConfigDict, Field
 from starlette.types import Scope
 
 from weft.engine.errors import ModelError
-from weft.engine.wire.sampling import DECODER_POOLING, Pooling, SamplingParams
+from weft.engine.wire.sampling import Pooling, SamplingParams
 from weft.server.api.answer import Answer
 from weft.server.api.chat_message import Messages
 from weft.server.api.chat_prompt import template_input
@@ -27,6 +24,7 @@ from weft.server.api.events import Dialect
 from weft.server.api.field_types import INT32, CacheKey, CacheSalt, Inputs, Priority, given
 from weft.server.api.generate import Generation, Prompt
 from weft.server.api.model_text import too_long
+from weft.server.api.pooler import Pooler, read_pooler
 from weft.server.api.protocol import REQUEST_ID, GenerationBody
 from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.api.service import Service
@@ -93,15 +91,14 @@ async def begin_embeddings(
     service = await service.enter(body.model, request.scope, body.check, task="embed")
     model = service.name(model or body.model)
     pooler = await pooler_of(service)
-    check_dimensions(body, service)
+    check_dimensions(body, pooler.width(service.loaded.ready.hidden_size))
     prompts = await prompts_of(service, body, pooler)
     generation = pooling_generation(service, body, prompts, pooler.pooling, request.scope)
     return Answer(generation, dialect(generation, body, pooler, model))
 
 
-def check_dimensions(body: EmbeddingBody, service: Service) -> None:
+def check_dimensions(body: EmbeddingBody, width: int) -> None:
     """Raises `ApiError`."""
-    width = service.loaded.ready.hidden_size
     if body.dimensions is not None and body.dimensions > width:
         raise bad_request(f"dimensions: this model's embeddings have only {width}.", "dimensions")
 
@@ -119,15 +116,20 @@ _SHARED = set(GenerationBody.model_fields) & set(PoolingFields.model_fields)
 
 
 async def pooler_of(service: Service) -> Pooler:
-    """The model's pooler. Raises `ApiError`."""
-    config, encoder = service.config, "generate" not in service.loaded.ready.tasks
-    try:
-        pooler = await service.offload(partial(read_pooler, config.model_path, config.pooling, encoder=encoder))
-    except ModelError as error:
-        raise ApiError(501, f"This model cannot embed: {error}.", code="pooling_not_supported") from None
-    if pooler is None:
-        raise ApiError(404, "Embeddings are disabled (--pooling none).", code="embeddings_off")
-    return pooler
+    """The model's pooler, read once. Raises `ApiError`."""
+    loaded, config = service.loaded, service.config
+    key = loaded.ready.model_id, loaded.tokenizer  # other weights after a restart
+    if service.pooler is None or service.pooler[0] != key:
+        ready, encoder = loaded.ready, "generate" not in loaded.ready.tasks
+        read = partial(read_pooler, config.model_path, config.pooling, ready.hidden_size, encoder=encoder)
+        try:
+            pooler = await service.offload(read)
+        except ModelError as error:
+            raise ApiError(501, f"This model cannot embed: {error}.", code="pooling_not_supported") from None
+        if pooler is None:
+            raise ApiError(404, "Embeddings are disabled (--pooling none).", code="embeddings_off")
+        service.pooler = key, pooler
+    return service.pooler[1]
 
 
 async def prompts_of(service: Service, body: EmbeddingBody, pooler: Pooler | None) -> list[Prompt]:
@@ -192,76 +194,3 @@ class Embeddings(Dialect):
 def base64_of(vector: npt.NDArray[np.float32]) -> str:
     """Little-endian float32."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-
-
-MODULES = "modules.json"
-PROMPTS = "config_sentence_transformers.json"
-_MODES: dict[str, Pooling] = {
-    "lasttoken": "last", "mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls", "max": "max",
-    "max_tokens": "max",
-}  # fmt: skip
-_HARMLESS = ("Transformer", "Pooling", "Normalize")
-
-
-@dataclass(frozen=True, slots=True)
-class Pooler:
-    """Pools hidden states, truncates them to the requested dimensions and normalizes them."""
-
-    pooling: Pooling
-    prompts: dict[str, str] = field(default_factory=dict)  # text prefixes by name
-    default: str = ""  # the prefix for requests that name none
-
-    def finish(self, state: bytes, dimensions: int | None, *, normalize: bool = True) -> npt.NDArray[np.float32]:
-        """The embedding `[dimensions]` of a pooled float32 hidden state. None keeps all dimensions."""
-        if not normalize:
-            return np.frombuffer(state, np.float32)[:dimensions]
-        vector = np.frombuffer(state, np.float32)[:dimensions].astype(np.float64)
-        length = float(np.linalg.norm(vector))
-        return (vector / (length or 1.0)).astype(np.float32)
-
-
-def read_pooler(path: Path, asked: Literal["auto", "last", "mean", "none"], *, encoder: bool = False) -> Pooler | None:
-    """The pooler of the model at `path`; None if embeddings are disabled. An explicit `asked` overrides the model's
-    pooling but not its prompts. Raises `ModelError` for unreadable files and unsupported steps."""
-    if asked == "none":
-        return None
-    pooling = None
-    for module in _read(path / MODULES, list) or ():
-        kind = str(module.get("type", "")).rpartition(".")[2] if isinstance(module, dict) else ""
-        if kind not in _HARMLESS:
-            raise ModelError(f"{MODULES} has an unsupported step: {clip(kind)}")
-        if kind == "Pooling":
-            config = _read(path / str(module.get("path", "")) / "config.json", dict) or {}
-            pooling = _pooling_of(config, encoder=encoder, strict=asked == "auto")
-    about = _read(path / PROMPTS, dict) or {}
-    prompts = {str(k): v for k, v in (about.get("prompts") or {}).items() if isinstance(v, str)}
-    default = prompts.get(str(about.get("default_prompt_name")), "")
-    usual: Pooling = "mean" if encoder else "last"
-    return Pooler(pooling or usual if asked == "auto" else asked, prompts, default)
-
-
-def _pooling_of(config: dict[str, Any], *, encoder: bool, strict: bool) -> Pooling | None:
-    """The mode in a `1_Pooling/config.json`. Unsupported modes raise `ModelError` if `strict`, else return None."""
-    modes = [key.removeprefix("pooling_mode_") for key, on in config.items() if key.startswith("pooling_mode_") and on]
-    if isinstance(named := config.get("pooling_mode"), str):
-        modes = [named]
-    mode = _MODES.get(modes[0]) if len(modes) == 1 else None
-    if mode is not None and (encoder or mode in DECODER_POOLING):
-        return mode
-    if not strict:
-        return None
-    found = clip(", ".join(modes)) or "nothing"
-    raise ModelError(f"its pooling ({found}) is not supported; override it with --pooling last or mean")
-
-
-def _read(path: Path, kind: type) -> Any:
-    """The value of a JSON file; None if the file is missing. Raises `ModelError`."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path.name} cannot be read: {clip(str(error))}") from None
-    if not isinstance(value, kind):
-        raise ModelError(f"{path.name} is not in the format of sentence-transformers")
-    return value

@@ -35,6 +35,7 @@ from weft.server.api.events import Dialect
 from weft.server.api.field_types import INT32, MAX_INPUTS, given
 from weft.server.api.generate import Generation, Prompt
 from weft.server.api.model_text import PairLimits, too_long
+from weft.server.api.pooler import Pooler
 from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.api.scorer import INSTRUCTION, Scorer, read_scorer
 from weft.server.api.service import Service
@@ -183,12 +184,11 @@ async def _begin_scores(
     scorer = await _scorer(service)
     if body.instruction is not None and scorer.prompt == "pair":
         raise bad_request("instruction: this model's prompt has no instruction.", "instruction")
-    pooling = scorer.pooling
-    if scorer.activation == "cosine":
-        pooling = (await pooler_of(service)).pooling
+    pooler = await pooler_of(service) if scorer.activation == "cosine" else None
     prompts, places = await _pair_prompts(service, body, scorer, pairs, limits)
+    pooling = scorer.pooling if pooler is None else pooler.pooling
     generation = pooling_generation(service, body, prompts, pooling, request.scope)
-    return Answer(generation, dialect(generation, body, scorer, places))
+    return Answer(generation, dialect(generation, body, scorer, places, pooler=pooler))
 
 
 async def _pair_prompts(
@@ -226,8 +226,12 @@ async def _scorer(service: Service) -> Scorer:
 class Scores(Dialect):
     """The dialect of `/score`: a list in the order of the pairs."""
 
-    def __init__(self, generation: Generation, body: Any, scorer: Scorer, places: list[tuple[int, int]]) -> None:
+    def __init__(
+        self, generation: Generation, body: Any, scorer: Scorer, places: list[tuple[int, int]],
+        pooler: Pooler | None = None,
+    ) -> None:  # fmt: skip
         self._generation, self._body, self._scorer, self._places = generation, body, scorer, places
+        self._pooler = pooler  # of embeddings to compare
         self._model = generation.service.name(body.model)
 
     async def body(self, _wholes: Sequence[Piece]) -> bytes:
@@ -235,9 +239,8 @@ class Scores(Dialect):
 
     def _scores(self) -> list[float]:
         states = [choice.pooled or b"" for choice in self._generation.choices]
-        if self._scorer.activation == "cosine":
-            vectors = [np.frombuffer(state, np.float32).astype(np.float64) for state in states]
-            units = [vector / (float(np.linalg.norm(vector)) or 1.0) for vector in vectors]
+        if self._pooler is not None:
+            units = [self._pooler.finish(state, None).astype(np.float64) for state in states]
             return [float(units[a] @ units[b]) for a, b in self._places]
         activate = self._body.use_activation
         return [float(self._scorer.probabilities(state, activate=activate)[0]) for state in states]
@@ -262,8 +265,8 @@ def usage_of(generation: Generation) -> dict[str, Any]:
 class Reranking(Scores):
     """The dialect of vLLM, Cohere and Jina: the best first; equal scores in the order of the documents."""
 
-    def __init__(self, *given: Any, documents: list[str]) -> None:
-        super().__init__(*given)
+    def __init__(self, *given: Any, documents: list[str], **more: Any) -> None:
+        super().__init__(*given, **more)
         self._documents = documents
 
     def _best(self, scores: list[float]) -> list[int]:
@@ -333,7 +336,7 @@ async def pooling(body: PoolingBody, request: Request, service: ServiceOf) -> Re
         return await _begin_classes(service, body, request, PooledClasses)
     if task == "embed":
         return await begin_embeddings(body, request, service, PooledEmbeddings)
-    check_dimensions(body, service)
+    check_dimensions(body, service.loaded.ready.hidden_size)
     prompts = await prompts_of(service, body, await pooler_of(service))
     every: Pooling = "all"
     generation = pooling_generation(service, body, prompts, every, request.scope)

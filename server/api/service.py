@@ -16,6 +16,7 @@ from weft.engine.wire.streams import Streams
 from weft.server.api.adapter_names import AdapterNames, Served
 from weft.server.api.admission import Admission
 from weft.server.api.model_text import ModelText
+from weft.server.api.pooler import Pooler
 from weft.server.api.scorer import Scorer, tasks_of
 from weft.server.bodies import BodyBounds
 from weft.server.config import ServeConfig
@@ -150,6 +151,7 @@ class Service:
         """The model as it was last loaded, even if it is not loaded now; None before its first load."""
         self._served = False  # every API process has served the model at least once
         self.scorer: tuple[Any, Scorer] | None = None  # how the model scores, and the key of what it was read from
+        self.pooler: tuple[Any, Pooler] | None = None  # how the model embeds, likewise
         self._grammars: GrammarCompiler | None = None
         self.shared_state.load[row, self.model, ENTERED:] = 0
         if lead is None:

@@ -13,7 +13,7 @@ from stub import HIDDEN, MAX_MODEL_LEN, Script, Server, serving, state_of
 
 from weft.engine.errors import ModelError
 from weft.engine.wire.messages import Finish
-from weft.server.api.embeddings import Pooler, read_pooler
+from weft.server.api.pooler import Pooler, read_pooler
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PATH = "/v1/embeddings"
@@ -146,16 +146,16 @@ def _describe(path: Path, pooling: dict[str, Any] | None = None, *more: str, **p
     ],
 )
 async def test_the_directory_sets_the_pooling(tmp_path: Path, config: Any, pooling: str) -> None:
-    found = read_pooler(_describe(tmp_path, config, "Normalize"), "auto")
+    found = read_pooler(_describe(tmp_path, config, "Normalize"), "auto", HIDDEN)
     assert found is not None
     assert found.pooling == pooling
 
 
 async def test_the_operators_choice_overrides_it(tmp_path: Path) -> None:
     path = _describe(tmp_path, {"pooling_mode_cls_token": True})
-    assert read_pooler(path, "mean") == Pooler("mean")
-    assert read_pooler(path, "none") is None
-    assert read_pooler(tmp_path / "1_Pooling", "auto") == Pooler("last")
+    assert read_pooler(path, "mean", HIDDEN) == Pooler("mean")
+    assert read_pooler(path, "none", HIDDEN) is None
+    assert read_pooler(tmp_path / "1_Pooling", "auto", HIDDEN) == Pooler("last")
 
 
 @pytest.mark.parametrize(
@@ -164,21 +164,21 @@ async def test_the_operators_choice_overrides_it(tmp_path: Path) -> None:
         ({"pooling_mode_cls_token": True}, (), r"pooling \(cls_token\) is not supported; override it with --pooling"),
         ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, (), "mean_tokens, max_tokens"),
         ({}, (), "nothing"),
-        ({"pooling_mode_lasttoken": True}, ("Dense",), "unsupported step: Dense"),
+        ({"pooling_mode_lasttoken": True}, ("LSTM",), "unsupported step: LSTM"),
     ],
 )
 async def test_missing_files_are_named(tmp_path: Path, config: Any, more: Any, words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        read_pooler(_describe(tmp_path, config, *more), "auto")
+        read_pooler(_describe(tmp_path, config, *more), "auto", HIDDEN)
 
 
 async def test_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("[")
     with pytest.raises(ModelError, match=r"modules\.json cannot be read"):
-        read_pooler(tmp_path, "auto")
+        read_pooler(tmp_path, "auto", HIDDEN)
     (tmp_path / "modules.json").write_text("{}")
     with pytest.raises(ModelError, match=r"modules\.json is not in the format"):
-        read_pooler(tmp_path, "auto")
+        read_pooler(tmp_path, "auto", HIDDEN)
 
 
 async def test_prompts_of_the_model_precede_texts(tmp_path: Path) -> None:

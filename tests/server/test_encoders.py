@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import tiny_encoders
+import torch
+from test_pooler import dense, model
 from tiny_encoders import Oracle
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -109,6 +111,22 @@ async def test_minilm_gives_the_vectors_of_sentence_transformers(served: Served)
     assert "256 tokens" in error["message"]
 
 
+async def test_embeddings_pass_the_models_dense_layer(served: Served, tmp_path: Path) -> None:
+    path = tiny_encoders.save("bert", tmp_path)
+    layer = torch.nn.Linear(32, 7)
+    dense(model(path, "Transformer", "Pooling", "Dense", "Normalize") / "2_Dense", layer, "torch.nn.Tanh")
+    await served.serve("dense", path)
+    http, oracle = served.http["dense"], served.oracles["dense"]
+    with torch.inference_mode():
+        units = [_unit(layer(oracle.states(text).mean(0)).tanh().numpy()) for text in DOCUMENTS]
+    answer = await _post(http, "/v1/embeddings", input=DOCUMENTS)
+    np.testing.assert_allclose([entry["embedding"] for entry in answer["data"]], units, atol=1e-5)
+    error = await _error(http, "/v1/embeddings", input="a cat", dimensions=8)
+    assert "only 7" in error["message"]
+    scores = await _post(http, "/score", text_1=DOCUMENTS[0], text_2=DOCUMENTS)
+    np.testing.assert_allclose([entry["score"] for entry in scores["data"]], [units[0] @ u for u in units], atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", CROSS)
 async def test_a_cross_encoder_scores_pairs_in_any_batch_as_alone(served: Served, kind: str) -> None:
     http, oracle = await served.of(kind, 1)
@@ -185,6 +203,29 @@ async def test_only_documents_are_truncated(served: Served) -> None:
     assert tei[0]["score"] == pytest.approx(float(oracle.logits("a dog", "cat " * 58 + "dog")), abs=1e-5)
     error = await _error(http, "/v1/rerank", query="dog " * 70, documents=["a"], truncate_prompt_tokens=-1)
     assert error["param"] == "query"
+
+
+async def test_invocations_are_chosen_by_their_fields_and_the_model(served: Served) -> None:
+    def without_ids(answer: Any) -> Any:
+        return {name: value for name, value in answer.items() if name not in ("id", "created")}
+
+    pair = {"text_1": "a cat", "text_2": ["a dog", "paris"]}
+    ranked = {"query": QUERY, "documents": DOCUMENTS}
+    for labels, path, body in (
+        (0, "/v1/embeddings", {"input": "a cat"}),
+        (0, "/pooling", {"input": "a cat", "task": "token_embed"}),
+        (0, "/v1/score", pair),
+        (1, "/v1/score", {"queries": "a cat", "documents": "a dog"}),
+        (1, "/v1/rerank", ranked),
+        (1, "/classify", {"input": "a cat"}),
+        (3, "/classify", {"input": ["a cat", "a dog"]}),
+    ):
+        http, _ = await served.of("bert", labels)
+        asked, invoked = await _post(http, path, **body), await _post(http, "/invocations", **body)
+        assert without_ids(invoked) == without_ids(asked), path
+    assert "query" in (await _error(http, "/invocations", documents=["a"]))["message"]
+    unknown = await http.post("/invocations", json={"model": "other", "input": "a"})
+    assert unknown.status_code == 404
 
 
 async def test_classes_have_names_and_probabilities(served: Served) -> None:

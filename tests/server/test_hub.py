@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
 
 NAME = "acme/tiny-model"
 TEMPLATE, POOLING = "additional_chat_templates/rag.jinja", "1_Pooling/config.json"
+DENSE = "2_Dense/model.safetensors"
 NOWHERE = "http://127.0.0.1:1"
 WEIGHTS = "model.safetensors"
 OWN = {file.name for file in MODEL_PATH.iterdir() if file.suffix != ".md"}
@@ -87,10 +88,11 @@ def one_line(result: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_only_needed_files_are_downloaded_and_only_once(there: Hub, tmp_path: Path) -> None:
+    there.repositories[NAME].files[DENSE] = b"layer"
     result = weft(tmp_path, there.url, "pull", NAME)
     assert result.returncode == 0, result.stderr
     path = Path(result.stdout.strip().rpartition(": ")[2])
-    assert {str(f.relative_to(path)) for f in path.rglob("*") if not f.is_dir()} == OWN | {TEMPLATE, POOLING}
+    assert {str(f.relative_to(path)) for f in path.rglob("*") if not f.is_dir()} == OWN | {TEMPLATE, POOLING, DENSE}
     assert (path / "model.safetensors").read_bytes() == (MODEL_PATH / "model.safetensors").read_bytes()
     assert EngineConfig(model=str(path)).model_name == NAME
     assert "downloading acme/tiny-model:" in result.stderr
