@@ -99,7 +99,11 @@ class Engine:
         host_bytes = int(config.host_kv_gib * 2**30)
         self._memory = memory_budget(own, loaded.weights, resolved, host_bytes // own.shard_of.ranks)
         if loaded.images is not None:
-            self._memory = structs.replace(self._memory, weights=self._memory.weights + loaded.images.num_bytes)
+            self._memory = structs.replace(
+                self._memory,
+                weights=self._memory.weights + loaded.images.tower.num_bytes,
+                working=self._memory.working + loaded.images.num_bytes,
+            )
         pool = PagePool(num_pages, config.page_size, PrefixIndex(loading.model_id), config.pinned_cache_share)
         reopen = partial(reopened, config, resolved.kv, loading.model_id, own.shard_of, resolved.packed)
         self.tiers = make_tiers(

@@ -10,8 +10,9 @@ import xxhash
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ModelError
 from weft.engine.memory.kv_layout import KvLayout
-from weft.engine.model.directory import MODELOPT
+from weft.engine.model.directory import MODELOPT, read_config
 from weft.engine.model.spec import ModelSpec
+from weft.engine.model.vision import vision_of
 
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16
 """Evenly spaced samples per weights file, in addition to its header, size and modification time."""
@@ -34,6 +35,9 @@ def model_id(config: EngineConfig, layout: KvLayout, spec: ModelSpec, dtype: tor
         digest.update((path / "config.json").read_bytes())
         if (path / MODELOPT).is_file():
             digest.update((path / MODELOPT).read_bytes())
+        if vision_of(read_config(path)) is not None:  # what its tower gets depends on its image processor
+            for file in (path / "preprocessor_config.json", path / "processor_config.json"):
+                digest.update(file.read_bytes() if file.is_file() else b"")
         if config.quantization is not None:
             digest.update(f"as {config.quantization}".encode())
         if config.load_format == "dummy":

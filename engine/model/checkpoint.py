@@ -132,6 +132,12 @@ class Checkpoint:
                     for name in self._files
                     if name.startswith(other) and not name.startswith("lm_head.")
                 }
+                outer = other.removesuffix(prefix)
+                self._inside |= {
+                    name.removeprefix(outer): name
+                    for name in self._files
+                    if outer and name.startswith(f"{outer}lm_head.")
+                }
                 renamed = {name: self._files[inside] for name, inside in self._inside.items()}
                 self._files = {n: f for n, f in self._files.items() if n not in self._inside.values()} | renamed
         if known not in self._files and instead in self._files:

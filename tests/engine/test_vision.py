@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,16 @@ import pytest
 import torch
 from colliding import CollidingIndex
 from harness import GREEDY, Harness
-from vision_models import KINDS, Picture, Prompt, oracle_logits, prompt_of, write_checkpoint
+from msgspec import structs
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from vision_models import KINDS, MEAN, STD, Picture, Prompt, oracle_logits, prompt_of, write_checkpoint
 
-from weft.engine.wire.messages import Finish
+from weft.engine.errors import RequestError
+from weft.engine.images.rules import rule_of
+from weft.engine.wire.messages import AddRequest, Finish, Image
 from weft.engine.wire.pixels import PixelShelf
+from weft.engine.wire.sampling import SamplingParams
+from weft.server.replicas.replicas import PromptPages, Replica
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -32,8 +39,8 @@ class Served:
 
     def __init__(self, kind: str, path: Path, shelf: PixelShelf, **options: Any) -> None:
         self.kind, self.path, self.shelf = kind, path, shelf
-        share = {"pixels": str(shelf.directory)}
-        self.harness = Harness(path, **{**OPTIONS, **options}, share=share)
+        share = {"share": {"pixels": str(shelf.directory)}}
+        self.harness = Harness(path, **{**OPTIONS, **share, **options})
 
     @property
     def images(self) -> Any:
@@ -91,7 +98,11 @@ class Maker:
         return [self.prompt(self.text(9)), one, three]
 
 
-@pytest.fixture(params=KINDS)
+BY_DAY = ("idefics3", "qwen3-vl", "gemma3")
+"""in every condition: several tiles, positions on a grid with deepstack, attention inside images"""
+
+
+@pytest.fixture(params=[kind if kind in BY_DAY else pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS])
 def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Maker:
     kind: str = request.param
     path = tmp_path_factory.getbasetemp() / f"vision-{kind}"
@@ -100,8 +111,17 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Maker(kind, path, PixelShelf(tmp_path))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_in_chunks(make: Maker, chunk: int) -> None:
+@pytest.mark.parametrize("make", KINDS, indirect=True)
+def test_in_chunks(make: Maker) -> None:
+    _in_chunks_of(7, make)
+
+
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_in_chunks_of_any_size(make: Maker, chunk: int) -> None:
+    _in_chunks_of(chunk, make)
+
+
+def _in_chunks_of(chunk: int, make: Maker) -> None:
     served = make.engine(max_num_batched_tokens=chunk)
     served.harness.poison_pages()
     served.serve(make.prompts(), 4 if chunk == 1 else MAX_TOKENS)
@@ -302,3 +322,144 @@ def _wrong(make: Maker, served: Served, before: Sequence[int] = (3, 4, 5), after
     handle = served.harness.add(prompt.ids, images=prompt.images, max_tokens=MAX_TOKENS, logprobs=0, **GREEDY)
     served.harness.run()
     return served.difference(prompt, handle)
+
+
+def test_batch_invariant_answers_do_not_depend_on_the_batch(make: Maker) -> None:
+    if make.kind == "gemma3":
+        pytest.skip("serves text only with batch invariance: see the next test")
+    served = make.engine(batch_invariant=True, max_num_batched_tokens=128)
+    prompts = make.prompts()
+    served.serve(prompts)
+    alone = make.engine(batch_invariant=True, max_num_batched_tokens=128)
+    for number, prompt in enumerate(prompts):
+        alone.serve([prompt])
+        own, other = (of.harness.logprobs[number] for of in (alone, served))
+        assert [entry.values for entry in own] == [entry.values for entry in other]
+
+
+@pytest.mark.parametrize("make", ["gemma3"], indirect=True)
+def test_an_engine_that_cannot_serve_images_says_so_and_refuses_them(
+    make: Maker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = make.engine(batch_invariant=True, max_num_batched_tokens=128)
+    assert "serves text only here: images that see all of themselves" in capsys.readouterr().err
+    assert served.harness.engine.describe().modalities == ("text",)
+    prompt = make.prompt(make.text(3), make.picture(), make.text(3))
+    with pytest.raises(RequestError, match="takes text only here"):
+        served.harness.add(prompt.ids, images=prompt.images)
+    served.serve([make.prompt(make.text(9))])
+
+
+@pytest.mark.parametrize("make", ["qwen3-vl"], indirect=True)
+def test_after_sleep_pictures_are_encoded_again(make: Maker) -> None:
+    served = make.engine(share={"pixels": str(make.shelf.directory), "sleeps": True})
+    assert served.harness.engine.describe().modalities == ("text", "image")
+    prompt = make.prompt(make.text(5), make.picture(2), make.text(6))
+    served.serve([prompt])
+    served.harness.engine.sleep()
+    assert served.images.stats().rows == 0
+    served.harness.engine.wake()
+    served.serve([prompt])
+    assert served.images.stats().encoded == 2
+
+
+BAD = {
+    "digest": ({"digest": b"short"}, "digest"),
+    "outside": ({"start": 10**6}, "exceeds the prompt"),
+    "negative": ({"start": -1}, "exceeds the prompt"),
+    "empty": ({"length": 0}, "exceeds the prompt"),
+    "mask": ({"mask": b"\1"}, "mask"),
+    "mask values": ({"mask": b"\2" * 15}, "mask"),
+    "no tiles": ({"shapes": ()}, "no tiles"),
+    "empty tile": ({"shapes": ((0, 24),)}, "no tiles"),
+    "negative tile": ({"shapes": ((-16, -24),)}, "no tiles"),
+    "huge tile": ({"shapes": ((10**6, 10**6),)}, "MiB of pixels"),
+    "other tile": ({"shapes": ((16, 20),)}, "grid"),
+    "no grid": ({"grid": ()}, "grid"),
+    "zero grid": ({"grid": (1, 0, 0), "shapes": ((1, 1),)}, "grid"),
+    "odd grid": ({"grid": (1, 5, 6), "shapes": ((20, 24),)}, "multiple of 2"),
+    "video": ({"grid": (2, 4, 6)}, "grid"),
+    "fewer": ({"length": 5}, "5 embeddings"),
+}
+
+
+@pytest.mark.parametrize("make", ["qwen2.5-vl"], indirect=True)
+@pytest.mark.parametrize("case", BAD)
+def test_a_malformed_image_is_refused(bad_engine: Served, make: Maker, case: str) -> None:
+    prompt = make.prompt(make.text(3), make.picture(0), make.text(12))
+    changes, message = BAD[case]
+    (image,) = prompt.images
+    with pytest.raises(RequestError, match=message):
+        bad_engine.harness.engine.add(_request(prompt, (structs.replace(image, **changes),)))
+    assert not bad_engine.harness.engine.has_work
+
+
+@pytest.mark.parametrize("make", ["qwen2.5-vl"], indirect=True)
+def test_images_that_overlap_or_exceed_the_pool_are_refused(make: Maker) -> None:
+    served = make.engine(encoder_cache_tokens=8)
+    prompt = make.prompt(make.text(3), make.picture(0), make.picture(0), make.text(3))
+    with pytest.raises(RequestError, match="image 2: its span"):
+        served.harness.engine.add(_request(prompt, (prompt.images[0],) * 2))
+    large = make.prompt(make.text(3), make.picture(2))
+    with pytest.raises(RequestError, match="more than --encoder-cache-tokens 8"):
+        served.harness.engine.add(_request(large, large.images))
+
+
+def _request(prompt: Prompt, images: tuple[Image, ...]) -> AddRequest:
+    return AddRequest(handle=1, prompt_token_ids=prompt.ids.tobytes(), params=SamplingParams(), images=images)
+
+
+@pytest.fixture
+def bad_engine(make: Maker) -> Served:
+    return make.engine()
+
+
+def test_a_router_knows_the_keys_of_pages_with_pictures(make: Maker) -> None:
+    served = make.engine()
+    prompt, other = (make.prompt([3, 4, 5], make.picture(2), [6] * 9) for _ in range(2))
+    served.serve([prompt])
+    ready = structs.replace(served.harness.engine.describe(), pages=served.harness.engine.pages())
+    replica = Replica(0, None, ready)  # type: ignore[arg-type]
+
+    def cached(of: Prompt) -> int:
+        return PromptPages(of.ids.tolist(), "", [ready], of.images).cached_tokens(replica)
+
+    assert cached(prompt) == (len(prompt.ids) - 1) // 4 * 4
+    assert cached(other) == 0
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "idefics3": {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
+    "smolvlm": {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
+    "qwen2-vl": {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 64 * 40},
+    "qwen2.5-vl": {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 64 * 40},
+    "qwen3-vl": {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 64 * 40},
+    "gemma3": {"size": {"height": 32, "width": 32}},
+    "mistral3": {"size": {"longest_edge": 64}},
+}
+
+
+def test_towers_give_as_many_embeddings_as_the_rules_announce(make: Maker) -> None:
+    config = json.loads((make.path / "config.json").read_bytes())
+    rule = rule_of(config, SETTINGS[make.kind], lambda text: [301] if text.startswith("[") else [310])
+    assert rule is not None
+    served = make.engine()
+    tower = served.harness.engine._image_rows.tower
+    for width, height in ((1, 1), (31, 17), (64, 64), (200, 60), (3, 40)):
+        for detail in ("auto", "low"):
+            plan = rule.plan(width, height, detail)  # type: ignore[arg-type]
+            assert tower.vision.num_embeddings(plan.shapes, plan.grid) == plan.num_embeddings
+            pixels = bytearray(3 * plan.num_pixels)
+            with torch.inference_mode():
+                assert tower.encode(pixels, plan.shapes, plan.grid).shape[0] == plan.num_embeddings
+
+
+@pytest.mark.parametrize("make", ["qwen2.5-vl", "qwen3-vl"], indirect=True)
+def test_patches_are_those_of_the_image_processor(make: Maker) -> None:
+    tower = make.engine().harness.engine._image_rows.tower
+    tile = make.rng.integers(0, 256, (24, 40, 3), dtype=np.uint8)
+    sizes = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 10**6}
+    processor = Qwen2VLImageProcessorPil(**sizes, image_mean=MEAN, image_std=STD)
+    made = processor(images=[tile], input_data_format="channels_last", return_tensors="pt")
+    grid = tuple(made["image_grid_thw"][0].tolist())
+    assert torch.equal(tower.vision._patches(tower._normalise(torch.from_numpy(tile)), grid), made["pixel_values"])

@@ -214,6 +214,35 @@ def _squares(prompt: Prompt) -> dict[str, Any]:
     return {"pixel_values": torch.from_numpy(tiles), "token_type_ids": types}
 
 
+def _mistral3() -> Any:
+    return transformers.Mistral3Config(
+        image_token_index=PLACEHOLDER, spatial_merge_size=2, vision_feature_layer=-1, tie_word_embeddings=False,
+        vision_config={
+            "model_type": "pixtral", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "image_size": 64, "patch_size": 4, "head_dim": 12,
+        },
+        text_config={"model_type": "mistral", **TEXT, "head_dim": 16, "sliding_window": None},
+    )  # fmt: skip
+
+
+def _broken_picture(rng: np.random.Generator, size: int) -> Picture:
+    """A picture of rows of tokens, each of 8 x 8 pixels, with a break after each row but the last."""
+    rows, columns = ((2, 3), (3, 2), (2, 5))[size]
+    row = (PLACEHOLDER,) * columns + (301,)
+    mask = (b"\1" * columns + b"\0") * rows
+    return Picture((_tile(rng, 8 * rows, 8 * columns),), (rows, columns), (row * rows)[:-1], mask[:-1])
+
+
+def _sized(prompt: Prompt) -> dict[str, Any]:
+    if not prompt.pictures:
+        return {}
+    sizes = np.array([picture.tiles[0].shape[:2] for picture in prompt.pictures])
+    pixels = np.zeros((len(sizes), 3, *sizes.max(0)), np.float32)
+    for own, picture, (height, width) in zip(pixels, prompt.pictures, sizes, strict=True):
+        own[:, :height, :width] = normalised(picture.tiles[0])
+    return {"pixel_values": torch.from_numpy(pixels), "image_sizes": torch.from_numpy(sizes)}
+
+
 KINDS = {
     kind.name: kind
     for kind in (
@@ -223,6 +252,7 @@ KINDS = {
         Kind("qwen2.5-vl", _qwen25_vl, _grid_picture, _grids),
         Kind("qwen3-vl", _qwen3_vl, _grid_picture, _grids),
         Kind("gemma3", _gemma3, _square_picture, _squares),
+        Kind("mistral3", _mistral3, _broken_picture, _sized),
     )
 }
 

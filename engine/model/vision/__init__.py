@@ -12,6 +12,7 @@ from typing import Any
 from weft.engine.model.vision.family import Vision
 from weft.engine.model.vision.gemma3 import Gemma3
 from weft.engine.model.vision.idefics3 import Idefics3
+from weft.engine.model.vision.mistral3 import Mistral3
 from weft.engine.model.vision.qwen_vl import QwenVl
 
 FAMILIES: dict[str, type[Vision]] = {
@@ -21,6 +22,7 @@ FAMILIES: dict[str, type[Vision]] = {
     "Qwen2_5_VLForConditionalGeneration": QwenVl,
     "Qwen3VLForConditionalGeneration": QwenVl,
     "Gemma3ForConditionalGeneration": Gemma3,
+    "Mistral3ForConditionalGeneration": Mistral3,
 }
 """Families by the architecture of a `config.json`."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from weft.engine.errors import ModelError
-from weft.engine.model.directory import read_json
+from weft.engine.images.rules import read_preprocessor
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -67,13 +67,13 @@ class Normalisation:
     """Converts uint8 pixels to the input of a tower: `(pixels * scale - mean) / std` in float32."""
 
     def __init__(self, path: Path, vision: Vision) -> None:
-        """path: the model directory, whose `preprocessor_config.json` is read. Raises `ModelError`."""
+        """path: the model directory, whose image processor's settings are read. Raises `ModelError`."""
         import torch
 
-        file = path / "preprocessor_config.json"
-        given = read_json(file) if file.is_file() else {}
-        if "image_processor" in given and isinstance(given["image_processor"], dict):
-            given = given["image_processor"]
+        try:
+            given = read_preprocessor(path) or {}
+        except (OSError, ValueError) as error:
+            raise ModelError(f"cannot read the settings of the image processor in {path}: {error}") from None
         mean, std = given.get("image_mean") or vision.mean, given.get("image_std") or vision.std
         scale = given.get("rescale_factor") or 1 / 255
         try:
@@ -81,7 +81,7 @@ class Normalisation:
             self._std = torch.tensor([float(s) for s in std]).view(3, 1, 1)
             self._scale = float(scale) if given.get("do_rescale", True) else 1.0
         except (TypeError, ValueError, RuntimeError):
-            raise ModelError(f"{file} has an image_mean, image_std or rescale_factor of the wrong kind") from None
+            raise ModelError(f"{path}: image_mean, image_std or rescale_factor is of the wrong kind") from None
         if given.get("do_normalize") is False:
             self._mean, self._std = torch.zeros(3, 1, 1), torch.ones(3, 1, 1)
 

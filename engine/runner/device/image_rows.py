@@ -27,15 +27,14 @@ class ImageRows:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tower and of a full pool."""
-        return self.tower.num_bytes + int(np.prod(self._shape)) * self._dtype.itemsize
+        """Bytes of a full pool."""
+        return int(np.prod(self._shape)) * self._dtype.itemsize
 
     @property
     def rows(self) -> Tensor:
         if self._rows is None:
             # The system maps zeroed pages on first touch, so rows that no image used take no memory.
-            size = int(np.prod(self._shape)) * self._dtype.itemsize
-            self._rows = torch.from_numpy(np.zeros(size, np.uint8)).view(self._dtype).view(self._shape)
+            self._rows = torch.from_numpy(np.zeros(self.num_bytes, np.uint8)).view(self._dtype).view(self._shape)
         return self._rows
 
     def free(self) -> None:
