@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 
 EXACT = 2**53  # Larger whole floats stand for several integers.
+IMAGES_MIB = 64.0  # most space for images, limited because a body is parsed on the event loop
 MAX_NESTING = 128  # levels of a JSON document, limited because later processing recurses
 
 _CONTAINERS = frozenset({dict, list})
@@ -25,9 +26,10 @@ class BodyBounds(NamedTuple):
     max_values: int  # values in all arrays and objects
 
     @classmethod
-    def of(cls, max_mib: float | None, max_model_len: int) -> BodyBounds:
-        """Limits for a context length, enough for 64 full prompts. `max_mib`: the operator's limit."""
-        size = min(32.0, 1 + max_model_len / 1024) if max_mib is None else max_mib
+    def of(cls, max_mib: float | None, max_model_len: int, image_mib: float = 0.0) -> BodyBounds:
+        """Limits for a context length, enough for 64 full prompts. `max_mib`: the operator's limit. `image_mib`: size
+        of the image files that a request may hold, as base64."""
+        size = min(32.0, 1 + max_model_len / 1024) + min(IMAGES_MIB, image_mib * 4 / 3) if max_mib is None else max_mib
         ids = max(max_model_len, min(64 * max_model_len, 2**20))
         return cls(int(size * 2**20), 2**16 + max_model_len, 2**17 + ids)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
-from weft.engine.config import NO_OPTION, EngineConfig, OptionGroup, option_groups
+from weft.engine.config import NO_OPTION, EngineConfig, OptionGroup, expanded, option_groups
 from weft.engine.errors import invalid_option
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -72,6 +72,14 @@ class ServeConfig(EngineConfig):
                 "files, batches and stored responses",
                 (),
                 ("files_dir", "files_max_gib", "responses_dir", "responses_max_mib", "responses_max_hours"),
+            ),
+            OptionGroup(
+                "images",
+                (),
+                (
+                    "limit_images", "image_urls", "allowed_media_domains", "allowed_local_media_path", "max_image_mib",
+                    "max_image_pixels",
+                ),
             ),
             OptionGroup("restarts and shutdown", (), ("restart_engine", "hang_timeout", "drain_timeout")),
             OptionGroup(
@@ -197,6 +205,18 @@ class ServeConfig(EngineConfig):
     """maximum size of stored responses in MiB; the oldest are dropped; 0 stores none"""
     responses_max_hours: float = Field(720.0, gt=0, le=10**6)
     """hours after which unused stored responses are dropped"""
+    limit_images: int = Field(16, ge=0, le=1024)
+    """images per request; 0 refuses images"""
+    image_urls: bool = False
+    """fetch images by http(s) URL, from public addresses; otherwise requests must contain them as data: URLs"""
+    allowed_media_domains: list[str] = Field([])
+    """with --image-urls: hosts that images may come from, such as images.example.org or *.example.org [all]"""
+    allowed_local_media_path: str | None = Field(None, min_length=1)
+    """folder from which requests may read images by file: URL [none]"""
+    max_image_mib: float = Field(20.0, gt=0, le=256)
+    """maximum size of an image file in MiB"""
+    max_image_pixels: int = Field(50_000_000, ge=1024, le=2**28)
+    """maximum width times height of an image"""
     log_level: LogLevel = "info"
     """minimum level of log lines on stderr"""
     log_format: Literal["text", "json"] = "text"
@@ -215,7 +235,7 @@ class ServeConfig(EngineConfig):
             raise ValueError("must not be blank")
         return value
 
-    @field_validator("served_model_name", "api_key", "cors_origin", "allowed_host")
+    @field_validator("served_model_name", "api_key", "cors_origin", "allowed_host", "allowed_media_domains")
     @classmethod
     def _no_empty_entries(cls, value: list[str]) -> list[str]:
         if any(not entry.strip() for entry in value):
@@ -239,7 +259,7 @@ class ServeConfig(EngineConfig):
             raise ValueError(f"{odd[0]!r} is not an origin such as {like}")
         return value
 
-    @field_validator("allowed_host")
+    @field_validator("allowed_host", "allowed_media_domains")
     @classmethod
     def _hosts_as_browsers_send_them(cls, value: list[str]) -> list[str]:
         value = [host.lower().removesuffix(".") for host in value]
@@ -275,6 +295,10 @@ class ServeConfig(EngineConfig):
             raise ValueError("tls_key needs tls_cert")
         if self.uds is not None and self.tls_cert is not None:
             raise ValueError("--uds: a Unix socket has no TLS; remove tls_cert")
+        if self.allowed_media_domains and not self.image_urls:
+            raise ValueError("allowed_media_domains needs image_urls")
+        if self.allowed_local_media_path is not None and not expanded(self.allowed_local_media_path).is_dir():
+            raise ValueError(f"allowed_local_media_path: there is no folder {self.allowed_local_media_path}")
         if self.slo and not self.adaptive_limit:
             raise ValueError("--slo needs max_num_seqs auto")
         return self

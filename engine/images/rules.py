@@ -41,6 +41,15 @@ def rule_of(config: dict[str, Any], preprocessor: dict[str, Any] | None, encode:
         raise ValueError(f"its configuration lacks a value or has one of another type: {error}") from error
 
 
+def serves_images(folder: Path) -> bool:
+    """Return whether a model directory is of a family with a rule. Never raises."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("model_type") in _RULES and "vision_config" in config
+
+
 def read_preprocessor(folder: Path) -> dict[str, Any] | None:
     """The image processor's settings, from either file that may hold them. Raises `ValueError`."""
     for name in ("preprocessor_config.json", "processor_config.json"):

@@ -120,7 +120,7 @@ class Streams:
         self, prompt_token_ids: Sequence[int] | npt.NDArray[np.int32], params: SamplingParams, *, priority: int = 0,
         cache_salt: str = "", leader: int = -1, tenant: int = 0, precedence: int = 0, metered: bool = False,
         retention: tuple[messages.Retention, ...] = (), names: tuple[bytes, ...] = (), adapter: str = "",
-        segment: int = 0,
+        segment: int = 0, images: tuple[messages.Image, ...] = (),
     ) -> TokenStream:  # fmt: skip
         """Queue one sequence. Options are as in `AddRequest`. Raises `EngineDead` if the engine has ended."""
         if self.dead is not None:
@@ -133,7 +133,7 @@ class Streams:
         request = messages.AddRequest(
             handle=handle, prompt_token_ids=prompt, params=params, priority=priority, cache_salt=cache_salt,
             leader=leader, tenant=tenant, precedence=precedence, metered=metered, retention=retention, names=names,
-            adapter=adapter, segment=segment,
+            adapter=adapter, segment=segment, images=images,
         )  # fmt: skip
         self._send(request)
         self._report_open()

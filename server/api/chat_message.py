@@ -6,9 +6,18 @@ import json
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_validator,
+)
 
 from weft.server.api.field_types import MAX_PARTS, Content, flatten_content, given
+from weft.server.api.media.parts import IMAGE_KINDS, ImagePart
 from weft.server.bodies import Body, parse_json
 from weft.server.tools.cache_control import CacheControl, longest_mark
 from weft.server.tools.tool_json import as_arguments, repaired
@@ -24,6 +33,13 @@ def _as_object(arguments: str) -> str:
         if isinstance(parse_json(text), dict):
             return arguments
     return repaired(text) if text.startswith("{") else as_arguments(text)
+
+
+_WITH_IMAGES = ("user", "tool", "function")
+
+
+def _has_images(parts: list[Any]) -> bool:
+    return any(isinstance(part, dict) and part.get("type") in IMAGE_KINDS for part in parts)
 
 
 class ToolFunction(Body):
@@ -65,6 +81,28 @@ class ChatMessage(Body):
     refusal: str | None = Field(None, exclude=True)  # the assistant's refusal, instead of content
     cache_control: CacheControl | None = Field(None, exclude=True)
     """Retain the conversation through this message. It may also be set on a content part."""
+
+    _images: tuple[ImagePart, ...] = PrivateAttr(())
+
+    @property
+    def images(self) -> tuple[ImagePart, ...]:
+        """The images whose marks are in the content, in order."""
+        return self._images
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take_images(cls, data: Any, handler: ModelWrapValidatorHandler[ChatMessage]) -> ChatMessage:
+        images: list[ImagePart] = []
+        if isinstance(data, dict) and isinstance(parts := data.get("content"), list) and _has_images(parts):
+            if data.get("role") not in _WITH_IMAGES:
+                raise ValueError("content: images are supported only in messages of users and tools")
+            mark = longest_mark((data, *parts[:MAX_PARTS]))
+            marked = {} if mark is None else {"cache_control": mark}
+            data = {**data, "content": flatten_content(parts, images), **marked}
+        message = handler(data)
+        if images:
+            message._images = tuple(images)
+        return message
 
     @model_validator(mode="before")
     @classmethod

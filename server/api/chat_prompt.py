@@ -10,11 +10,13 @@ import orjson
 import xxhash
 
 from weft.server.api.chat_message import ChatMessage
+from weft.server.api.media.prompt import PromptImages, encode_with_images
 from weft.server.api.model_text import EncodedChat
 from weft.server.api.protocol import ChatBody
 from weft.server.api.service import Service
 from weft.server.api.turn_parser import ThinkingMarks, thinking_marks
 from weft.server.errors import bad_request
+from weft.server.text.image_marks import without_secret
 from weft.server.tools.messages import knows_tools, stable_prefix, write_out
 from weft.server.tools.template import TemplateBody
 from weft.server.tools.tool_format import ToolFormat
@@ -43,6 +45,7 @@ class RenderedPrompt(NamedTuple):
     ids: list[int]
     text: str  # the rendered text, with the seams of `Tokenizer.as_text`
     thinking: ThinkingMarks | None
+    images: PromptImages | None
 
 
 async def parse_chat(body: ChatBody, scope: MutableMapping[str, Any], service: Service) -> ParsedChat:
@@ -58,16 +61,16 @@ async def parse_chat(body: ChatBody, scope: MutableMapping[str, Any], service: S
     return ParsedChat(body, service, tools, _tool_format(service, body) if tools else None, salt, names)
 
 
-async def render_prompt(chat: ParsedChat) -> RenderedPrompt:
-    """Render and tokenize the conversation. Raises `ApiError`."""
-    prompt = await _encode(chat.body, chat.tools, chat.service, chat.salt)
-    return RenderedPrompt(prompt.ids, prompt.text, thinking_marks(chat.service, prompt.ids))
+async def render_prompt(chat: ParsedChat, scope: MutableMapping[str, Any]) -> RenderedPrompt:
+    """Render and tokenize the conversation, and prepare its images. Raises `ApiError`."""
+    prompt, images = await _encode(chat.body, chat.tools, chat.service, scope, pixels=True, salt=chat.salt)
+    return RenderedPrompt(prompt.ids, prompt.text, thinking_marks(chat.service, prompt.ids), images)
 
 
 async def prompt_ids(body: ChatBody, scope: MutableMapping[str, Any], service: Service) -> list[int]:
     """Token ids of a request's prompt, for endpoints that generate nothing. Raises `ApiError`."""
     service = await service.enter(body.model, scope, body.check)
-    return (await _encode(body, _offered(body), service)).ids
+    return (await _encode(body, _offered(body), service, scope))[0].ids
 
 
 def template_input(
@@ -90,16 +93,26 @@ def _offered(body: ChatBody) -> list[Tool]:
     return [] if body.tool_choice == "none" else body.tools
 
 
-async def _encode(body: ChatBody, tools: list[Tool], service: Service, salt: str | None = None) -> EncodedChat:
-    prompt = await service.loaded.text.encode_chat(
-        *template_input(body, body.messages, tools, service),
+async def _encode(
+    body: ChatBody, tools: list[Tool], service: Service, scope: MutableMapping[str, Any], *, pixels: bool = False,
+    salt: str | None = None,
+) -> tuple[EncodedChat, PromptImages | None]:  # fmt: skip
+    truncation = body.truncation(service.loaded.ready.max_model_len, body.output_limit)
+    if truncation is not None and any(message.images for message in body.messages):
+        what = "truncate_prompt_tokens: prompts with images cannot be truncated; leave out old messages."
+        raise bad_request(what, "truncate_prompt_tokens")
+    prompt, images = await encode_with_images(
+        service.loaded,
+        template_input(body, body.messages, tools, service),
+        scope,
+        pixels=pixels,
         add_special_tokens=bool(body.add_special_tokens),
-        truncation=body.truncation(service.loaded.ready.max_model_len, body.output_limit),
+        truncation=truncation,
         salt=salt,
     )
     if not prompt.ids:
         raise bad_request("messages: truncation leaves no tokens.", "truncate_prompt_tokens")
-    return prompt
+    return prompt, images
 
 
 def _tool_format(service: Service, body: ChatBody) -> ToolFormat:
@@ -122,7 +135,7 @@ def names_of(body: ChatBody, salt: str) -> tuple[bytes, ...]:
     the client's `prompt_cache_key`, if any. Both depend on the salt."""
     first = next((i for i, message in enumerate(body.messages) if message.role == "user"), len(body.messages) - 1)
     messages = stable_prefix(body.messages[: first + 1], late_system=True)
-    beginning = [[message.role, message.content] for message in messages]
+    beginning = [[message.role, without_secret(message.content or "")] for message in messages]
     names = [_name(salt, _BEGINNING, orjson.dumps(beginning))]
     if body.prompt_cache_key is not None:
         names.append(_name(salt, _KEY, body.prompt_cache_key.encode("utf-8", "surrogatepass")))

@@ -13,6 +13,7 @@ from weft.server.api.choice import Choice, Piece
 from weft.server.api.choices import Choices
 from weft.server.api.constraint import compile_grammar
 from weft.server.api.generate import Generation, Prompt, output_limit
+from weft.server.api.media.model_images import image_token_error
 from weft.server.api.protocol import CompletionBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.api.service import Service
@@ -68,6 +69,9 @@ async def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:
     special = body.add_special_tokens is not False
     encode, seconds = service.loaded.text.encode_inputs, body.kept_seconds
     found = await encode(body.prompt, add_special_tokens=special, param="prompt", truncation=truncation)
+    images = service.loaded.images
+    if images is not None and any(not images.rule.token_ids.isdisjoint(ids) for ids in found):
+        raise image_token_error("prompt")
     prompts = []
     for ids, given in zip(found, body.prompt, strict=True):
         text = given if isinstance(given, str) and truncation is None else None

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator, WithJsonSchema
 
 from weft.engine.wire.sampling import BOUNDS, MAX_LOGIT_BIAS, MAX_LOGPROB_IDS
+from weft.server.api.media.parts import IMAGE_KINDS, ImagePart, read_part
 from weft.server.errors import clip
 from weft.server.text.stop_regex import StopPatterns
 
@@ -82,15 +83,29 @@ _TEXT_FIELDS = dict.fromkeys(_TEXT_KINDS, "text") | {"refusal": "refusal", "thin
 """Types of text parts, and the field that holds the text."""
 
 
-def flatten_content(value: Any) -> str:
-    """Content as one string; a list of text parts is joined with newlines."""
+def flatten_content(value: Any, images: list[ImagePart] | None = None) -> str:
+    """Content as one string. Neighboring texts are joined with newlines, and images become marks; their parts are
+    appended to `images`. None: images are not allowed here."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise ValueError("must be a string or a list of text parts")
+        raise ValueError("must be a string or a list of parts")
     if len(value) > MAX_PARTS:
         raise ValueError(f"must have at most {MAX_PARTS} parts")
-    return "\n".join(map(_part_text, value))
+    out: list[str] = []
+    after_text = False
+    for i, part in enumerate(value):
+        is_image = isinstance(part, dict) and part.get("type") in IMAGE_KINDS
+        if not is_image:
+            text = _part_text(part)
+            out += ["\n", text] if after_text else [text]
+        elif images is None:
+            raise ValueError("images are supported only in messages of users and tools")
+        else:
+            images.append(image := read_part(part, i))
+            out.append(image.mark)
+        after_text = not is_image
+    return "".join(out)
 
 
 def _part_text(part: Any) -> str:
@@ -99,7 +114,7 @@ def _part_text(part: Any) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else None
     field = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
     if field is None:
-        raise ValueError(f"a part of type {clip(kind)!r} is not supported: this server takes text")
+        raise ValueError(f"a part of type {clip(kind)!r} is not supported: this server takes text and images")
     if not isinstance(part.get(field), str):
         raise ValueError(f"a part of type {kind} needs a string {field!r}")
     return part[field]
@@ -154,11 +169,26 @@ LogitBias = Annotated[
         }
     ),
 ]
+_URL = {"type": "string", "minLength": 1}
+_IMAGE_PART = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": {
+            "type": "object",
+            "properties": {"url": _URL, "detail": {"enum": ["auto", "low", "high"]}},
+            "required": ["url"],
+        },
+    },
+    "required": ["type", "image_url"],
+}
+_PART = {"anyOf": [*_TEXT_PART["anyOf"], _IMAGE_PART]}
 Content = Annotated[
     str,
     PlainValidator(flatten_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "maxItems": MAX_PARTS}]}),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "maxItems": MAX_PARTS}]}),
 ]
+"""The content of a message. `ChatMessage` takes images out before."""
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
 Priority = Annotated[int, Field(ge=-INT32, le=INT32)]
 CacheSalt = Annotated[str, Field(max_length=128, pattern=r"^[^\x00-\x1f]*$")]

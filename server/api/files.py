@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import FileResponse
 
+from weft.server.api.media.prompt import owner_of_key
 from weft.server.api.routing import request_schema
-from weft.server.api.service import Service
 from weft.server.api.transfer import Download, discard, receive
 from weft.server.batches.files import DAY, KEPT_SECONDS, Files, StoredFile, StoreFull
 from weft.server.batches.records import Folder
@@ -20,6 +20,9 @@ from weft.server.errors import ApiError, bad_request, clip
 
 PATH = "/v1/files"
 KEPT = (3600, KEPT_SECONDS)  # bounds of `expires_after`, in seconds
+
+IMAGE_PURPOSES = ("vision", "user_data")
+PURPOSES = ("batch", *IMAGE_PURPOSES)
 
 router = APIRouter()
 
@@ -35,8 +38,7 @@ async def folder_of(request: Request) -> AsyncIterator[Folder]:
 
 async def owner_of(request: Request) -> str:
     """The owner of a request's files and batches: a prefix of the key's digest, or empty without keys."""
-    service: Service = request.app.state.service
-    return service.keys[request.scope["weft.key"]].hex()[:32] if service.keys else ""
+    return owner_of_key(request.app.state.service, request.scope["weft.key"])
 
 
 FolderOf = Annotated[Folder, Depends(folder_of)]
@@ -85,14 +87,16 @@ _FORM = {
     "required": ["file", "purpose"],
     "properties": {
         "file": {"type": "string", "format": "binary"},
-        "purpose": {"const": "batch"},
+        "purpose": {"enum": [*PURPOSES]},
         "expires_after[anchor]": {"const": "created_at"},
         "expires_after[seconds]": {"type": "integer", "minimum": KEPT[0], "maximum": KEPT[1]},
     },
 }
 
 
-@router.post(PATH, summary="Upload a batch input file", openapi_extra=request_schema("multipart/form-data", _FORM))
+@router.post(
+    PATH, summary="Upload a batch input file or an image", openapi_extra=request_schema("multipart/form-data", _FORM)
+)
 async def create_file(request: Request, folder: FolderOf, owner: OwnerOf) -> dict[str, Any]:
     chunks = request.stream()
     try:
@@ -110,10 +114,10 @@ async def _create(content_type: str, chunks: AsyncIterator[bytes], files: Files,
     try:
         form = await receive(content_type, chunks, upload)
         purpose = form.fields.get("purpose")
-        if purpose != "batch":
-            raise bad_request(f"purpose must be batch, not {clip(purpose)}.", "purpose")
+        if purpose not in PURPOSES:
+            raise bad_request(f"purpose must be one of {', '.join(PURPOSES)}, not {clip(purpose)}.", "purpose")
         after = [form.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds")]
-        about = {"filename": form.filename, "purpose": "batch", "owner": owner}
+        about = {"filename": form.filename, "purpose": purpose, "owner": owner}
         kept = kept_seconds(after[0], after[1], "expires_after")
         return await asyncio.to_thread(files.take, upload.path, **about, kept=kept)
     finally:
@@ -150,7 +154,8 @@ async def file_content(id: str, folder: FolderOf, owner: OwnerOf) -> Download:
     path = folder.files.content(id)
     if not path.exists():
         raise not_found_error("file", id)
-    return Download(path, "application/jsonl", file.filename)
+    kind = "application/octet-stream" if file.purpose in IMAGE_PURPOSES else "application/jsonl"
+    return Download(path, kind, file.filename)
 
 
 @router.delete(PATH + "/{id}", summary="Delete a file")

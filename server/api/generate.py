@@ -18,6 +18,7 @@ from weft.engine.wire.page_keys import adapter_salt
 from weft.engine.wire.sampling import SamplingParams
 from weft.engine.wire.streams import Delta
 from weft.server.api.choice import Choice, EndRules, Piece
+from weft.server.api.media.prompt import PromptImages
 from weft.server.api.model_text import too_long
 from weft.server.api.protocol import GenerationBody
 from weft.server.api.service import Service
@@ -40,6 +41,7 @@ class Prompt:
     text: str | None = None
     retention: tuple[Retention, ...] = ()  # prefixes whose pages are retained, and for how long
     segment: int = 0  # tokens before the second text of a pair, see `AddRequest`
+    images: PromptImages | None = None
 
 
 class Generation:
@@ -135,6 +137,7 @@ class Generation:
             names=self._names if leader < 0 else (),
             adapter=self._adapter,
             segment=prompt.segment,
+            images=() if prompt.images is None else prompt.images.spans,
         )
         self._tickets[index:] = [ticket, *self._tickets[index + 1 :]]
         self._prefilling[index] = len(prompt.token_ids)
@@ -266,6 +269,9 @@ class Generation:
                 self.service.metrics.sequence_aborted(cause)
                 if not choice.first_token_at:
                     self._count_wait(time.perf_counter() - self.arrival)
+        for prompt in self.prompts:
+            if prompt.images is not None:
+                prompt.images.shelved.close()
         if self._admitted:
             self._admitted = False
             self._loaded.admission.left(self._key)

@@ -98,6 +98,27 @@ class SearchResultBlock(Marked):
     content: Annotated[list[TextBlock], AfterValidator(_bounded)]
 
 
+class Base64Source(Body):
+    type: Literal["base64"]
+    media_type: str | None = None  # the data decides
+    data: str = Field(min_length=1)
+
+
+class UrlSource(Body):
+    type: Literal["url"]
+    url: str = Field(min_length=1)
+
+
+class FileSource(Body):
+    type: Literal["file"]
+    file_id: str = Field(min_length=1)
+
+
+class ImageBlock(Marked):
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource | FileSource, Field(discriminator="type"), _AnyOf()]
+
+
 class ToolReferenceBlock(Marked):
     """A tool found by a tool search. The model already has all tools."""
 
@@ -130,7 +151,7 @@ def _known(kinds: Sequence[type[Body]]) -> BeforeValidator:
     def check(block: Any) -> Any:
         kind = block.get("type") if isinstance(block, dict) else None
         if isinstance(kind, str) and kind not in names:
-            raise ValueError(f"a block of type {clip(kind)!r} is not supported here: this server takes text")
+            raise ValueError(f"a block of type {clip(kind)!r} is not supported here: this server takes text and images")
         return block
 
     return BeforeValidator(check)
@@ -141,7 +162,7 @@ def _one_of(*kinds: type[Body]) -> Any:
     return Annotated[reduce(or_, kinds), Field(discriminator="type"), _AnyOf(), _known(kinds)]
 
 
-_SHOWN = (TextBlock, DocumentBlock, SearchResultBlock, ToolReferenceBlock)
+_SHOWN = (TextBlock, DocumentBlock, SearchResultBlock, ToolReferenceBlock, ImageBlock)
 
 
 def _text_or(blocks: Any) -> Any:
@@ -327,6 +348,8 @@ def _chat_messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
         blocks = message.content
         if isinstance(blocks, str):
             blocks = [TextBlock(type="text", text=blocks)]
+        if message.role != "user" and any(isinstance(block, ImageBlock) for block in blocks):
+            raise bad_request("messages: images are supported only in messages of users and tools.", "messages")
         if message.role == "assistant":
             yield {**_assistant(blocks), **_mark(blocks)}
         elif message.role == "system":
@@ -359,16 +382,28 @@ def _user(blocks: Sequence[Body]) -> Iterator[dict[str, Any]]:
     for block in blocks:
         if isinstance(block, ToolResultBlock):
             if run:
-                yield {"role": "user", "content": _text(run), **_mark(run)}
+                yield {"role": "user", "content": _content(run), **_mark(run)}
                 run = []
-            text = _text(block.content)
-            content = f"Error: {text}" if block.is_error else text
+            content = _content(block.content, "Error: " if block.is_error else "")
             mark = _mark([block, *_blocks(block.content)])
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content, **mark}
         elif isinstance(block, _SHOWN):
             run.append(block)
     if run or not blocks:
-        yield {"role": "user", "content": _text(run), **_mark(run)}
+        yield {"role": "user", "content": _content(run), **_mark(run)}
+
+
+def _content(content: Any, before: str = "") -> str | list[dict[str, Any]]:
+    """Content of a chat message: a text, or a list of parts if there are images."""
+    if not any(isinstance(block, ImageBlock) for block in _blocks(content)):
+        return before + _text(content)
+    parts: list[dict[str, Any]] = [{"type": "text", "text": before}] if before else []
+    for block in content:
+        if isinstance(block, ImageBlock):
+            parts.append({"type": "image", "source": block.source.model_dump()})
+        else:
+            parts.append({"type": "text", "text": _block_text(block)})
+    return parts
 
 
 def _blocks(content: Any) -> Sequence[Any]:

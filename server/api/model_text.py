@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from weft.engine.images.plan import ImageRule
 from weft.engine.wire.messages import EngineReady
 from weft.server.api.chat_message import ChatMessage
 from weft.server.api.protocol import GenerationBody
@@ -117,14 +118,14 @@ class ModelText:
 
     async def encode_chat(
         self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any], *, add_special_tokens: bool,
-        truncation: Truncation | None = None, salt: str | None = None,
+        truncation: Truncation | None = None, salt: str | None = None, images: ImageRule | None = None,
     ) -> EncodedChat:  # fmt: skip
         """Render and tokenize a conversation. Raises `ApiError`. `arguments`: the template's, which usually writes the
-        special tokens itself. `salt`: see `Tokenizer.encode`."""
+        special tokens itself. `salt`: see `Tokenizer.encode`. `images`: see `Tokenizer.render_chat`."""
         render, control = self._tokenizer.render_chat, self._control
         if truncation is None:
             self._check_length(sum(len(message.content or "") for message in messages), "messages")
-        text = await self._in_time(lambda: render(messages, arguments, control=control))
+        text = await self._in_time(lambda: render(messages, arguments, control=control, images=images))
         (ids,) = await self.encode(
             [text], add_special_tokens=add_special_tokens, param="messages", truncation=truncation, salt=salt
         )

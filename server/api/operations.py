@@ -54,6 +54,7 @@ def _model(service: Service, name: str, request: Request) -> dict[str, Any]:
         "parent": None if adapter is None else service.config.model_names[0],
         "max_model_len": limit,
         "tasks": list(known.tasks) if known is not None else None,
+        "input_modalities": ["text"] if known is None or known.images is None else ["text", "image"],
     }
 
 

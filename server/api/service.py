@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +11,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from weft.engine.errors import ModelError
 from weft.engine.wire.heartbeat import ENGINE, LATE_SECONDS, Watch
 from weft.engine.wire.messages import EngineReady
 from weft.engine.wire.streams import Streams
 from weft.server.api.adapter_names import AdapterNames, Served
 from weft.server.api.admission import Admission
+from weft.server.api.media.model_images import Media, ModelImages, find_rule, make_media
 from weft.server.api.model_text import ModelText
 from weft.server.api.pooler import Pooler
 from weft.server.api.scorer import Scorer, tasks_of
@@ -30,6 +33,8 @@ from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.grammar_compiler import GrammarCompiler
 
 T = TypeVar("T")
+
+logger = logging.getLogger("weft")
 
 TASK_PATHS = {
     "generate": ("/v1/chat/completions", "/v1/completions"),
@@ -79,6 +84,7 @@ class LoadedModel(NamedTuple):
     admission: Admission
     grammars: GrammarCompiler
     tasks: tuple[str, ...]  # see `tasks_of`
+    images: ModelImages | None = None  # None if the model takes text only
 
 
 class Service:
@@ -126,6 +132,8 @@ class Service:
         self.body_bounds = BodyBounds.of(config.max_body_mib, UNKNOWN_CONTEXT)
         """The limits of request bodies, for any model. Lead only."""
         self.phase = Phase.LOADING
+        self.pixels = ""  # Directory of the shelf for the pixels of images. Lead only.
+        self.media: Media | None = None  # Lead only; None until a model takes images.
         self.local_hosts: Sequence[str] = ()  # See `control.Start`. Lead only.
         self.handed_over = False  # Another daemon accepts the connections now. Lead only.
         self.created = int(time.time())
@@ -181,11 +189,29 @@ class Service:
             self._grammars = GrammarCompiler(*vocabulary, self.metrics.grammar_tried)
         text = ModelText(tokenizer, ready, self._threads, control=self.config.allow_special_tokens)
         tasks = tasks_of(ready, self.config.model_path, self.config.classifier_from_token)
-        self.last_loaded = LoadedModel(self.replicas, ready, tokenizer, text, self._admission, self._grammars, tasks)
+        images = self._find_images(tokenizer) if "image" in ready.modalities else None
+        self.last_loaded = LoadedModel(
+            self.replicas, ready, tokenizer, text, self._admission, self._grammars, tasks, images
+        )
         longest = max(each.last_loaded.ready.max_model_len for each in self.models if each.last_loaded is not None)
-        self.lead.body_bounds = BodyBounds.of(self.config.max_body_mib, longest)
+        image_mib = 0.0 if self.lead.media is None else self.config.limit_images * self.config.max_image_mib
+        self.lead.body_bounds = BodyBounds.of(self.config.max_body_mib, longest, image_mib)
         if self.phase is Phase.LOADING:
             self.phase = Phase.SERVING
+
+    def _find_images(self, tokenizer: Tokenizer) -> ModelImages | None:
+        """How the model takes images; None, with a line in the log, if this server cannot serve them."""
+        try:
+            rule = find_rule(self.config, tokenizer)
+        except ModelError as error:
+            logger.warning("%s takes text only here: %s", self.config.model_names[0], error)
+            return None
+        if rule is None:
+            return None
+        lead = self.lead
+        if lead.media is None:
+            lead.media = make_media(lead.config, lead.pixels, lead.metrics, client=self._row)
+        return ModelImages(lead.media, rule)
 
     def engine_shared(self, engine: int) -> None:
         """Every API process serves with this engine now."""
@@ -447,4 +473,6 @@ class Service:
         for service in self.models:
             if service._grammars is not None:
                 service._grammars.close()
+        if self.media is not None:
+            self.media.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

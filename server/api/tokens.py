@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from weft.server.api.chat_prompt import prompt_ids, template_input
 from weft.server.api.completions import prompts_of
 from weft.server.api.llama_cpp import tokenize_content
+from weft.server.api.media.prompt import encode_with_images
 from weft.server.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from weft.server.api.routing import JsonRoute, ServiceOf
 
@@ -42,10 +43,10 @@ async def tokenize(body: TokenizeBody, request: Request, service: ServiceOf) -> 
     loaded, prompts = service.loaded, body.prompt
     if body.messages is not None:
         tools = [] if body.tool_choice == "none" else body.tools
-        ids, _ = await loaded.text.encode_chat(
-            *template_input(body, body.messages, tools, service), add_special_tokens=bool(body.add_special_tokens)
-        )
-        all_ids = [ids]
+        messages = template_input(body, body.messages, tools, service)
+        special = bool(body.add_special_tokens)
+        prompt, _ = await encode_with_images(loaded, messages, request.scope, add_special_tokens=special)
+        all_ids = [prompt.ids]
     else:
         special, texts = body.add_special_tokens is not False, prompts if isinstance(prompts, list) else [prompts or ""]
         all_ids = await loaded.text.encode(texts, add_special_tokens=special, param="prompt")

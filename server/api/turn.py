@@ -20,6 +20,7 @@ from weft.server.api.generate import Generation, Prompt, output_limit
 from weft.server.api.protocol import ChatBody
 from weft.server.api.service import Service
 from weft.server.api.turn_parser import TurnParser, bounded_thinking
+from weft.server.text.image_marks import after_last
 from weft.server.text.tokenizer import Tokenizer
 from weft.server.tools.tools import NamedToolChoice
 
@@ -42,7 +43,7 @@ async def begin_turn(
     """Run the four steps. Raises `ApiError`. `default_limit`: output tokens if the body sets no limit; None uses the
     rest of the context. `retain_by_key`: a `prompt_cache_key` also retains the prompt's pages."""
     chat = await parse_chat(body, request.scope, service)
-    prompt = await render_prompt(chat)
+    prompt = await render_prompt(chat, request.scope)
     service, form, thinking = chat.service, chat.tool_format, prompt.thinking
     tokenizer = service.loaded.tokenizer
     grammar = await constrain_answer(chat, prompt, request)
@@ -64,7 +65,7 @@ async def begin_turn(
     generation = Generation(
         service,
         body,
-        [Prompt(prompt.ids, retention=retention)],
+        [Prompt(prompt.ids, retention=retention, images=prompt.images)],
         [params],
         request.scope,
         show=frozenset(token_id for token_id in marker_ids if token_id is not None),
@@ -142,7 +143,7 @@ def _ends(body: ChatBody, text: str) -> dict[int, int]:
     ends: dict[int, int] = {}
     at = 0
     for i, message in enumerate(body.messages):
-        content = (message.content or "").strip().encode()
+        content = after_last(message.content or "").strip().encode()
         found = data.find(content, at) if content else -1
         if _is_conversation(message) and HEAD not in ends:
             ends[HEAD] = max(found, at)

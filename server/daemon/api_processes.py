@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
+from weft.engine.wire.pixels import PixelShelf
 from weft.server.config import ServeConfig
 from weft.server.daemon import control, engine_supervisor
 from weft.server.daemon.api_process import ApiProcess, Place
@@ -32,6 +33,7 @@ class Owner(engine_supervisor.Owner, Protocol):
 
     announced: bool  # Whether everything has served once.
     handed_over: bool  # Whether another daemon has taken over the port.
+    pixels: PixelShelf | None  # The shelf for the pixels of images, if a model takes some.
 
     def api_ready(self, *, chat: bool) -> None:
         """Handle an API process that now serves with an engine. `chat`: the model has a chat template."""
@@ -76,6 +78,8 @@ class ApiProcesses:
         while True:
             begun = time.monotonic()
             how = await self._run(i)
+            if owner.pixels is not None:
+                owner.pixels.discard_client(i + 1)
             if owner.ending:
                 for listener in self._front.listeners[i]:
                     listener.close()  # new connections go to the other processes
@@ -120,6 +124,7 @@ class ApiProcesses:
             certificate=front.certificate,
             taking_over=front.taking_over,
             hold=self._models_ready if owner.announced else (),
+            pixels="" if owner.pixels is None else str(owner.pixels.directory),
         )
         try:
             process = await owner.started(start)

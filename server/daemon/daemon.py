@@ -14,10 +14,12 @@ from typing import Any
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, WeftError
+from weft.engine.images.rules import serves_images
 from weft.engine.wire.child import has_ended
 from weft.engine.wire.cores import nodes_here
 from weft.engine.wire.heartbeat import Heartbeats, Watch
 from weft.engine.wire.open_files import HOW, needed, raise_limit
+from weft.engine.wire.pixels import PixelShelf
 from weft.engine.wire.preloaded import gpus
 from weft.engine.wire.spawn import EngineProcess
 from weft.engine.wire.stacks import own_stacks
@@ -30,7 +32,7 @@ from weft.server.daemon.api_processes import ApiProcesses
 from weft.server.daemon.engine_supervisor import STOP_SECONDS, EngineSupervisor, Process
 from weft.server.daemon.front import Front
 from weft.server.daemon.orphans import Orphans
-from weft.server.daemon.placement import described, place, shares_weights
+from weft.server.daemon.placement import described, place, shares_weights, with_pixels
 from weft.server.daemon.rollout import Rollout
 from weft.server.daemon.shared_folder import shared_folder
 from weft.server.daemon.signals import handle
@@ -102,6 +104,9 @@ class Daemon:
         self.metrics = Metrics(self._shared_state, 0, models=dict(zip(names, self._numbers, strict=True)))
         count_dropped(self.metrics.log_lines_dropped.labels().inc)
         self.numbers: Iterator[int] = itertools.count(1)
+        self.pixels = PixelShelf.make() if any(serves_images(each.model_path) for each in self._models) else None
+        if self.pixels is not None:
+            configs = [with_pixels(each, self.pixels) for each in configs]
         self._engines = self._supervisors(configs, asleep)
         self._api = ApiProcesses(self, config, self._front, self._shared_state, self._engines)
         self._first = set(self._engines) - asleep  # Engines that are awake at the start.
@@ -220,6 +225,8 @@ class Daemon:
             supervisor.close()
         if self._folder is not None:
             self._folder.cleanup()
+        if self.pixels is not None:
+            self.pixels.close()
 
     async def started(self, start: Coroutine[Any, Any, Process]) -> Process:
         """Start a process so that `_stop_all` finds it even if the caller is cancelled."""

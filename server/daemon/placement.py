@@ -7,7 +7,9 @@ from pathlib import Path
 
 from weft.engine.config import EngineConfig, Share
 from weft.engine.errors import ConfigError
+from weft.engine.images.rules import serves_images
 from weft.engine.wire.cores import shares
+from weft.engine.wire.pixels import PixelShelf
 from weft.server.config import ServeConfig
 
 
@@ -76,6 +78,13 @@ def _of_a_model(
             own["ssd_kv_path"] = str(Path(config.ssd_kv_path) / f"engine-{engine}")
         configs.append(config.engine.model_copy(update=own))
     return configs
+
+
+def with_pixels(config: EngineConfig, shelf: PixelShelf) -> EngineConfig:
+    """Return an engine's configuration with the shelf of pixels, if its model takes images."""
+    if not serves_images(config.model_path):
+        return config
+    return config.model_copy(update={"share": config.share.model_copy(update={"pixels": str(shelf.directory)})})
 
 
 def shares_weights(config: ServeConfig) -> bool:

@@ -45,6 +45,7 @@ _REFUSALS = [
     "loading", "draining", "dead", "queue_full", "queue_tokens_full", "rate_limit_exceeded",
     "grammar_compilers_busy", "model_asleep", "model_waking",
 ]  # fmt: skip
+IMAGE_SOURCES = ("data", "url", "file", "local")
 GRAMMAR_OUTCOMES = ("compiled", "invalid", "too_large", "busy", "abandoned")
 
 _PER_MODEL: tuple[tuple[str, str, str, Callable[[SchedulerStats], int]], ...] = (
@@ -110,6 +111,10 @@ class Metrics:
         self.aborted = counter("aborted", "Sequences ended before they finished", cause=_CAUSES)
         self.grammar_seconds = histogram("grammar_compile_seconds", "CPU time to compile a client's grammar", _LATENCY)
         self.grammars = counter("grammar_compiles", "Clients' grammars by outcome", outcome=GRAMMAR_OUTCOMES)
+        self.images = counter("images", "Images in requests", source=IMAGE_SOURCES, outcome=("ready", "refused"))
+        self.image_pixels = counter("image_pixels", "Pixels handed to engines, after resizing")
+        self.image_fetch_seconds = histogram("image_fetch_seconds", "Time to fetch an image by URL", _LATENCY)
+        self.image_decode_seconds = histogram("image_decode_seconds", "Time to decode and resize an image", _LATENCY)
         numbers = [str(i) for i in range(shared_state.engines)]
         self.engine_restarts = counter("engine_restarts", "Restarts of engine processes", engine=numbers)
         self.api_restarts = counter("api_process_restarts", "Restarts of API processes")

@@ -20,11 +20,13 @@ from pydantic import BaseModel
 from weft.engine.config import GGUF_INDEX
 from weft.engine.config.tokenizer import load_tokenizer, require_tokenizer
 from weft.engine.errors import ModelError
+from weft.engine.images.plan import ImageRule
 from weft.server.bodies import parse_json
 from weft.server.errors import ApiError, bad_request, clip
 from weft.server.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from weft.server.text.encoder import Encoder, any_of
 from weft.server.text.gguf_tokenizer import GgufTokenizer
+from weft.server.text.image_marks import find_form, for_template
 from weft.server.text.token_bytes import TokenBytes
 
 _CONTEXT_TOKENS = 8  # prompt tokens in a window detokenizer's context
@@ -68,6 +70,7 @@ class Tokenizer:
         self._template_fault = self._find_template_fault()
         self.takes_late_system = self._find_late_system()
         """The chat template renders a later system message at its position."""
+        self._content_form = find_form(self._render_user, self._seam)
 
     @classmethod
     def load(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
@@ -192,6 +195,10 @@ class Tokenizer:
             return False
         return -1 < text.find(before) < text.find(late)
 
+    def _render_user(self, content: Any) -> str:
+        text: str = self._hf.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        return text
+
     @property
     def template_names(self) -> tuple[str, ...]:
         """Names of the model's templates, if it has several."""
@@ -206,9 +213,13 @@ class Tokenizer:
             return template.get("tool_use") or template.get("default")
         return template
 
-    def render_chat(self, messages: Sequence[BaseModel], arguments: Mapping[str, Any], *, control: bool = False) -> str:
+    def render_chat(
+        self, messages: Sequence[BaseModel], arguments: Mapping[str, Any], *, control: bool = False,
+        images: ImageRule | None = None,
+    ) -> str:  # fmt: skip
         """Render a conversation for `encode`. Raises `ApiError`. Special tokens spelled by users and tools remain text
-        unless `control`. `messages`: `ChatMessage`s. `arguments`: the template's, from `TemplateBody`."""
+        unless `control`. `messages`: `ChatMessage`s. `arguments`: the template's, from `TemplateBody`. `images`: how to
+        write images, if there are marks of them."""
         if not self.has_chat_template:
             what = "This model has no chat template, so it cannot chat"
             how = "Use /v1/completions, or start the server with --chat-template FILE"
@@ -235,6 +246,10 @@ class Tokenizer:
                         message["name"] = self.as_text(message["name"])
             outer = [name for name in ("tools", "documents") if name in arguments]
             arguments = {**arguments, **{name: self._strings_as_text(arguments[name]) for name in outer}}
+        written = "" if images is None else images.written
+        for message in conversation:
+            if isinstance(message["content"], str):
+                message["content"] = for_template(message["content"], self._content_form, written)
         try:
             text = self._render(conversation, arguments)
             left_out = self._left_out(conversation, arguments)
@@ -247,7 +262,7 @@ class Tokenizer:
         if left_out:
             what = f"The chat template leaves out messages with the role {left_out[0]}"
             raise bad_request(f"{what}. Use one of {', '.join(_ROLES)}.", "messages")
-        return text
+        return text if images is None else text.replace(written, written.join(images.around))
 
     def _left_out(self, conversation: list[dict[str, Any]], arguments: Mapping[str, Any]) -> list[str]:
         """Roles outside `_ROLES` whose messages the template does not render."""

@@ -78,6 +78,7 @@ class Stub(Streams):
     max_num_seqs: int = 256
     running: int = 0
     energy_source: str = ""
+    modalities: tuple[str, ...] = ("text",)
 
     def __post_init__(self) -> None:
         Streams.__init__(self, 0)
@@ -102,6 +103,7 @@ class Stub(Streams):
             hidden_size=HIDDEN,
             energy_source=self.energy_source,
             prefetches=True,
+            modalities=self.modalities,
         )
 
     def prompt(self, i: int = -1) -> list[int]:
@@ -241,9 +243,12 @@ async def serving(
     adds_bos: bool = False,
     energy_source: str = "",
     engines: int = 1,
+    tokenizer: Tokenizer | None = None,
+    pixels: str = "",
     **options: Any,
 ) -> AsyncIterator[Server]:
-    """A running server. `options` are those of `ServeConfig`; each of several `models` has one engine."""
+    """A running server. `pixels`: the directory of the shelf; the model then takes images. `options` are those of
+    `ServeConfig`; each of several `models` has one engine."""
     if models := options.get("models"):
         engines = len(models)
         options = {"port": 0, **options}
@@ -251,8 +256,12 @@ async def serving(
         options = {"served_model_name": ["stub"], "port": 0, "replicas": engines, **options}
     watch = Watch(Heartbeats(engines + 1))  # a process that never had a heartbeat is not late
     service = Service(ServeConfig(**options), watch=watch)
-    tokenizer = Tokenizer(vocabularies.wrapped(vocabularies.byte_level(adds_bos=adds_bos)))
+    tokenizer = tokenizer or Tokenizer(vocabularies.wrapped(vocabularies.byte_level(adds_bos=adds_bos)))
     stubs = [Stub(tokenizer, max_num_seqs=max_num_seqs, energy_source=energy_source) for _ in range(engines)]
+    if pixels:
+        service.pixels = pixels
+        for stub in stubs:
+            stub.modalities = ("text", "image")
     tokenizer.hide([stubs[0].eos])
     for i, stub in enumerate(stubs if attach else []):
         (service.models[i] if models else service).attach(stub, stub.describe(), tokenizer, i)

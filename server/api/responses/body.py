@@ -50,7 +50,19 @@ _TEXT_PART = {
     "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
-_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}
+_IMAGE_PART = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "input_image"},
+        "image_url": {"type": "string", "minLength": 1},
+        "file_id": {"type": "string", "minLength": 1},
+        "detail": {"enum": ["auto", "low", "high"]},
+    },
+    "required": ["type"],
+    "anyOf": [{"required": ["image_url"]}, {"required": ["file_id"]}],
+}
+_PART = {"anyOf": [_TEXT_PART, _IMAGE_PART]}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
 _NAME = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[a-zA-Z0-9_-]+$"}
 
 
@@ -126,7 +138,7 @@ Include = Literal[
     "web_search_call.results", "web_search_call.action.sources", "message.input_image.image_url",
     "computer_call_output.output.image_url", "code_interpreter_call.outputs",
 ]  # fmt: skip
-"""OpenAI's values. Those after the first two are about tools and images, which answers here do not have."""
+"""OpenAI's values. Those after the first two are about tools and images in answers, which answers here do not have."""
 
 
 class ResponseBody(SamplingFields):

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from weft.server.api.chat_message import MAX_MESSAGES, ChatMessage, ToolCall, ToolFunction
 from weft.server.api.field_types import MAX_PARTS
+from weft.server.api.media.parts import read_part
 from weft.server.errors import ApiError, bad_request, clip
 from weft.server.tools.cache_control import CacheControl, longest_mark
 
@@ -97,11 +98,19 @@ def _read_message(given: dict[str, Any], path: str) -> Item:
     content = given.get("content", [] if role == "assistant" else None)
     if isinstance(content, str):
         return _message(role, [{"type": kind, "text": content}])
-    return _message(role, _read_parts(content, kind, f"{path}.content"))
+    return _message(role, _read_parts(content, kind, f"{path}.content", images=role == "user"))
 
 
-def _read_parts(content: Any, kind: str, path: str) -> list[dict[str, Any]]:
-    """Text parts, converted to type `kind`."""
+def _read_image(part: dict[str, Any], path: str) -> dict[str, Any]:
+    try:
+        read_part(part, 0)
+    except ValueError as error:
+        raise _invalid(path, str(error)) from None
+    return {name: part[name] for name in ("type", "image_url", "file_id", "detail") if part.get(name) is not None}
+
+
+def _read_parts(content: Any, kind: str, path: str, *, images: bool = False) -> list[dict[str, Any]]:
+    """Text parts, converted to type `kind`, and images if they are allowed."""
     if not isinstance(content, list):
         raise _invalid(path, "must be a string or a list of parts")
     if len(content) > MAX_PARTS:
@@ -119,8 +128,12 @@ def _read_parts(content: Any, kind: str, path: str) -> list[dict[str, Any]]:
         elif isinstance(found, str) and found in _TEXT:
             extra: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
             parts.append({"type": kind, "text": _string(part, "text", here), **extra})
+        elif found == "input_image" and images:
+            parts.append(_read_image(part, here))
         else:
-            raise _invalid(here, f"a part of type {clip(found)!r} is not supported: this server takes text")
+            raise _invalid(
+                here, f"a part of type {clip(found)!r} is not supported here: use text, and images of users and tools"
+            )
     return parts
 
 
@@ -132,7 +145,7 @@ def _read_output(given: dict[str, Any], path: str) -> str | list[dict[str, Any]]
         return output["content"]
     if isinstance(output, list) and all(isinstance(part, dict) and "stdout" in part for part in output):
         return json.dumps(output)  # a shell's output, one entry per command
-    return _read_parts(output, "input_text", f"{path}.output")
+    return _read_parts(output, "input_text", f"{path}.output", images=True)
 
 
 def _read_reasoning(given: dict[str, Any], path: str) -> Item:
@@ -194,12 +207,12 @@ def to_messages(instructions: str | None, items: Sequence[Item]) -> list[ChatMes
             continue
         if kind == "message" and item["role"] != "assistant":
             ours = None
-            _add(out, item["role"], _text(item["content"]))
+            _add(out, item["role"], _content(item["content"]))
             _mark(out[-1], item)
             continue
         if kind in _OUTPUTS:
             ours = None
-            out.append(_chat_message("tool", _text(item["output"]), tool_call_id=item["call_id"]))
+            out.append(_chat_message("tool", _content(item["output"]), tool_call_id=item["call_id"]))
             _mark(out[-1], item)
             continue
         has_content = ours is not None and (ours.content is not None or bool(ours.tool_calls))
@@ -223,15 +236,22 @@ def _mark(message: ChatMessage, item: Item) -> None:
             message.cache_control = CacheControl.model_validate(item["cache_control"])
 
 
-def _add(out: list[ChatMessage], role: str, text: str) -> None:
+def _add(out: list[ChatMessage], role: str, text: str | list[dict[str, Any]]) -> None:
     if role in ("system", "developer") and out and all(m.role in ("system", "developer") for m in out):
         out[-1] = _chat_message(out[-1].role, f"{out[-1].content}\n\n{text}")
     else:
         out.append(_chat_message(role, text))
 
 
-def _chat_message(role: str, content: str | None, **more: str) -> ChatMessage:
+def _chat_message(role: str, content: str | list[dict[str, Any]] | None, **more: str) -> ChatMessage:
     return ChatMessage.model_validate({"role": role, "content": content, **more})
+
+
+def _content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Content of a chat message: a text, or the parts if there are images."""
+    if isinstance(content, str) or all(part["type"] != "input_image" for part in content):
+        return _text(content)
+    return content
 
 
 def _text(content: str | Iterable[dict[str, Any]]) -> str:
