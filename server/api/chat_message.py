@@ -94,11 +94,14 @@ class ChatMessage(Body):
     def _take_images(cls, data: Any, handler: ModelWrapValidatorHandler[ChatMessage]) -> ChatMessage:
         images: list[ImagePart] = []
         if isinstance(data, dict) and isinstance(parts := data.get("content"), list) and _has_images(parts):
-            if data.get("role") not in _WITH_IMAGES:
-                raise ValueError("content: images are supported only in messages of users and tools")
             mark = longest_mark((data, *parts[:MAX_PARTS]))
             marked = {} if mark is None else {"cache_control": mark}
-            data = {**data, "content": flatten_content(parts, images), **marked}
+            content: Any
+            try:
+                content = flatten_content(parts, images if data.get("role") in _WITH_IMAGES else None)
+            except ValueError as error:
+                content = error  # raised by the field, whose name it then has
+            data = {**data, "content": content, **marked}
         message = handler(data)
         if images:
             message._images = tuple(images)

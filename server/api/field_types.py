@@ -88,6 +88,8 @@ def flatten_content(value: Any, images: list[ImagePart] | None = None) -> str:
     appended to `images`. None: images are not allowed here."""
     if isinstance(value, str):
         return value
+    if isinstance(value, ValueError):
+        raise value
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of parts")
     if len(value) > MAX_PARTS:

@@ -14,6 +14,7 @@ from weft.server.api.answer import Answer
 from weft.server.api.chat_prompt import prompt_ids
 from weft.server.api.choice import Choice, Piece
 from weft.server.api.events import MARK, Dialect, event
+from weft.server.api.media.prompt import without_place
 from weft.server.api.messages_protocol import CountTokensBody, MessagesBody, MessagesErrorBody
 from weft.server.api.protocol import ChatBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
@@ -35,7 +36,10 @@ async def messages(body: MessagesBody, request: Request, service: ServiceOf) -> 
     chat = _chat(body)
     chat.stop = body.stop_sequences
     # `max_tokens` is not checked against the context: clients request the maximum of their models.
-    turn = await begin_turn(chat, request, service, default_limit=max(1, body.max_tokens), retain_by_key=False)
+    try:
+        turn = await begin_turn(chat, request, service, default_limit=max(1, body.max_tokens), retain_by_key=False)
+    except ApiError as error:
+        raise without_place(error) from None
     return Answer(turn.generation, MessagesDialect(turn, body.max_tokens))
 
 

@@ -345,7 +345,10 @@ async def test_images_are_counted(seeing: Server) -> None:
         lines = seeing.service.metrics.render().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
-    ready, bad = 'weft_images_total{source="data",outcome="ready"}', 'weft_images_total{source="data",outcome="refused"}'
+    ready, bad = (
+        'weft_images_total{source="data",outcome="ready"}',
+        'weft_images_total{source="data",outcome="refused"}',
+    )
     before = [value(name) for name in (ready, bad, "weft_image_pixels_total", "weft_image_decode_seconds_count")]
     await answered(seeing, part(RED))
     seeing.engine.added.clear()

@@ -377,6 +377,9 @@ async def test_anthropics_server_tools_are_refused_and_tool_search_is_not_needed
     assert "tool_search" not in rendered(hermes)
 
 
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/"}}
+
+
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
@@ -384,7 +387,10 @@ async def test_anthropics_server_tools_are_refused_and_tool_search_is_not_needed
         ({"max_tokens": -1}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "source"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}], "system": "s"}, "messages: images are not supported"),
+        ({"messages": [{"role": "assistant", "content": [IMAGE]}]}, "only in messages of users and tools"),
+        ({"messages": [{"role": "user", "content": [{"type": "video", "source": {}}]}]}, "'video'"),
         ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]}, "source"),
         ({"tools": [{"name": "x"}]}, "input_schema"),

@@ -19,7 +19,7 @@ from contextlib import suppress
 import msgspec
 
 from weft.engine.wire.child import end_with_parent
-from weft.server.api.media.prepare import Unreadable, cut, open_image, size_of, to_rgb
+from weft.server.api.media.prepare import Unreadable, cut, open_image, size_of, to_rgb, warm_up
 
 HEADER = struct.Struct("<I")  # bytes of the next message
 _PAGE = resource.getpagesize()
@@ -60,6 +60,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes ended children
     end_with_parent()
     requests = socket.socket(fileno=os.dup(0))
+    warm_up()
     gc.freeze()  # keeps the pages that children share
     while True:
         data, fds, _, _ = socket.recv_fds(requests, 1, 1)

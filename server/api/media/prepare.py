@@ -35,6 +35,20 @@ class Unreadable(Exception):
     """The message is one clause for the client."""
 
 
+def warm_up() -> None:
+    """Read an image of each kind, so that Pillow imports everything it needs."""
+    gray, color = Image.new("L", (2, 2)), Image.new("RGB", (2, 2))
+    several = {"save_all": True, "append_images": [Image.new("RGB", (2, 2), "red")]}
+    kinds = [(color, form, options) for form in FORMATS for options in ({}, several if form in Image.SAVE_ALL else {})]
+    kinds += [(color.convert("P"), "PNG", {"transparency": 0}), (color.convert("CMYK"), "JPEG", {}), (gray, "GIF", {})]
+    for image, form, options in kinds:
+        file = io.BytesIO()
+        image.save(file, form, **options)
+        opened = open_image(file.getvalue())
+        size_of(opened)
+        cut(to_rgb(opened), [(3, 3)], [(1, 1, (0, 0, 2, 2))], Image.Resampling.LANCZOS)
+
+
 def open_image(data: bytes) -> Image.Image:
     """Read the header. Raises `Unreadable`."""
     with warnings.catch_warnings():
@@ -64,9 +78,12 @@ def _other_kind(data: bytes) -> str:
 
 
 def turn_of(image: Image.Image) -> int:
-    """The orientation of its EXIF data; 1 if there is none."""
+    """The orientation of its EXIF data; 1 if there is none before the pixels. `image.getexif` would decode the pixels,
+    and hide damage."""
     try:
-        turn = image.getexif().get(ORIENTATION, 1)
+        exif = Image.Exif()
+        exif.load(image.info.get("exif") or b"")
+        turn = exif.get(ORIENTATION, 1)
     except Exception:  # damaged EXIF data is no reason to refuse the image
         return 1
     return turn if isinstance(turn, int) and turn in _TURNS else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,9 +12,11 @@ from weft.server.api.media.model_images import Placed, Prepared, Shelved
 from weft.server.api.media.sources import OpenFile
 from weft.server.api.model_text import EncodedChat
 from weft.server.api.service import LoadedModel, Service
-from weft.server.errors import bad_request
+from weft.server.errors import ApiError, bad_request
 from weft.server.text.image_marks import ids_in
 from weft.server.text.tokenizer import Tokenizer, Truncation
+
+_PLACE = re.compile(r"messages\[\d+\]\.content\[\d+\]")
 
 
 class PromptImages(NamedTuple):
@@ -58,6 +61,14 @@ def _placed(messages: Sequence[ChatMessage]) -> list[Placed]:
         for i, message in enumerate(messages)
         for image in message.images
     ]
+
+
+def without_place(error: ApiError) -> ApiError:
+    """An error about an image, for a request that has other messages than the chat made from it."""
+    if error.param is None or not _PLACE.fullmatch(error.param):
+        return error
+    message = error.message.replace(error.param, "messages", 1)
+    return ApiError(error.status, message, param="messages", code=error.code, retry_after=error.retry_after)
 
 
 def _written_out(text: str, tokenizer: Tokenizer, marker: int, images: Sequence[Prepared]) -> str:

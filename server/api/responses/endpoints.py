@@ -15,6 +15,7 @@ from starlette.responses import StreamingResponse
 from weft.server.api.answer import Answer
 from weft.server.api.chat_prompt import prompt_ids
 from weft.server.api.files import OwnerOf, page
+from weft.server.api.media.prompt import without_place
 from weft.server.api.responses.background import Background, Run, follow
 from weft.server.api.responses.body import OfferedTools, ResponseBody
 from weft.server.api.responses.dialect import ResponseDialect
@@ -172,14 +173,17 @@ async def _begin_turn(
             return await begin_turn(chat, request, service)
         return await _begin_truncated(body, items, tools, request, service)
     except ApiError as error:
+        error = without_place(error)
         if (param := error.param or "").startswith("tools["):
             named = [text.replace(".function.parameters", ".parameters") for text in (error.message, param)]
             raise ApiError(error.status, named[0], param=named[1], code=error.code) from None
         for theirs, ours in (("messages", "input"), ("response_format", "text.format")):
             if param.startswith(theirs) and theirs not in body.model_fields_set:
                 message = error.message.replace(theirs, ours)
-                raise ApiError(error.status, message, param=ours, code=error.code) from None
-        raise
+                raise ApiError(
+                    error.status, message, param=ours, code=error.code, retry_after=error.retry_after
+                ) from None
+        raise error
 
 
 async def _begin_truncated(
