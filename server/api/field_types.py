@@ -177,9 +177,14 @@ _IMAGE_PART = {
     "properties": {
         "type": {"const": "image_url"},
         "image_url": {
-            "type": "object",
-            "properties": {"url": _URL, "detail": {"enum": ["auto", "low", "high"]}},
-            "required": ["url"],
+            "anyOf": [
+                _URL,
+                {
+                    "type": "object",
+                    "properties": {"url": _URL, "detail": {"enum": ["auto", "low", "high"]}},
+                    "required": ["url"],
+                },
+            ]
         },
     },
     "required": ["type", "image_url"],

@@ -106,7 +106,10 @@ class Generation:
         loaded, body = self._loaded, self.body
         num_tokens = body.n * sum(len(prompt.token_ids) for prompt in self.prompts)
         salt = adapter_salt(self._adapter, self._salt + body.cache_salt)
-        self._lookups = [loaded.replicas.prompt_pages(prompt.token_ids, salt) for prompt in self.prompts]
+        self._lookups = [
+            loaded.replicas.prompt_pages(prompt.token_ids, salt, prompt.images.spans if prompt.images else ())
+            for prompt in self.prompts
+        ]
         with loaded.admission.admit(body.n * len(self.prompts), num_tokens, self._key):
             for i, pages in enumerate(self._lookups):
                 ticket = loaded.replicas.route(pages, self._params[i].max_tokens, body.prompt_cache_key)

@@ -112,6 +112,8 @@ class ModelText:
     async def render(self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any]) -> str:
         """The text of a conversation, for display. `arguments`: the template's. Raises `ApiError`."""
         tokenizer, control = self._tokenizer, self._control
+        if any(message.images for message in messages):
+            raise bad_request("messages: images cannot be shown as text here.", "messages")
         self._check_length(sum(len(message.content or "") for message in messages), "messages")
         text = await self._in_time(lambda: tokenizer.render_chat(messages, arguments, control=control))
         return tokenizer.without_seams(text)

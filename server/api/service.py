@@ -132,7 +132,6 @@ class Service:
         self.body_bounds = BodyBounds.of(config.max_body_mib, UNKNOWN_CONTEXT)
         """The limits of request bodies, for any model. Lead only."""
         self.phase = Phase.LOADING
-        self.pixels = ""  # Directory of the shelf for the pixels of images. Lead only.
         self.media: Media | None = None  # Lead only; None until a model takes images.
         self.local_hosts: Sequence[str] = ()  # See `control.Start`. Lead only.
         self.handed_over = False  # Another daemon accepts the connections now. Lead only.
@@ -189,7 +188,7 @@ class Service:
             self._grammars = GrammarCompiler(*vocabulary, self.metrics.grammar_tried)
         text = ModelText(tokenizer, ready, self._threads, control=self.config.allow_special_tokens)
         tasks = tasks_of(ready, self.config.model_path, self.config.classifier_from_token)
-        images = self._find_images(tokenizer) if "image" in ready.modalities else None
+        images = self._find_images(ready, tokenizer) if "image" in ready.modalities else None
         self.last_loaded = LoadedModel(
             self.replicas, ready, tokenizer, text, self._admission, self._grammars, tasks, images
         )
@@ -199,7 +198,7 @@ class Service:
         if self.phase is Phase.LOADING:
             self.phase = Phase.SERVING
 
-    def _find_images(self, tokenizer: Tokenizer) -> ModelImages | None:
+    def _find_images(self, ready: EngineReady, tokenizer: Tokenizer) -> ModelImages | None:
         """How the model takes images; None, with a line in the log, if this server cannot serve them."""
         try:
             rule = find_rule(self.config, tokenizer)
@@ -210,7 +209,7 @@ class Service:
             return None
         lead = self.lead
         if lead.media is None:
-            lead.media = make_media(lead.config, lead.pixels, lead.metrics, client=self._row)
+            lead.media = make_media(lead.config, ready.pixels, lead.metrics, client=self._row)
         return ModelImages(lead.media, rule)
 
     def engine_shared(self, engine: int) -> None:

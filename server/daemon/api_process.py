@@ -48,9 +48,9 @@ class ApiProcess:
     async def start(
         cls, config: ServeConfig, keys: list[bytes], best_priorities: list[int], place: Place,
         listeners: Sequence[socket.socket], *, certificate: Certificate | None = None, taking_over: bool = False,
-        hold: Sequence[int] = (), pixels: str = "",
+        hold: Sequence[int] = (),
     ) -> ApiProcess:  # fmt: skip
-        """`keys`: digests. `best_priorities`: of each key. `taking_over`, `hold`, `pixels`: see `Start`."""
+        """`keys`: digests. `best_priorities`: of each key. `taking_over`, `hold`: see `Start`."""
         row, shared_state, heartbeats, heartbeat_row, engine_fds = place
         fds = [listener.fileno() for listener in listeners]
         tls_fds = [] if certificate is None else [certificate.fd]
@@ -86,7 +86,6 @@ class ApiProcess:
                 local_hosts=_local_hosts(config, keys, listeners),
                 admin_fd=None if config.admin_port is None else fds[-1],
                 taking_over=taking_over,
-                pixels=pixels,
                 hold=list(hold),
             )
         )

@@ -124,7 +124,6 @@ class ApiProcesses:
             certificate=front.certificate,
             taking_over=front.taking_over,
             hold=self._models_ready if owner.announced else (),
-            pixels="" if owner.pixels is None else str(owner.pixels.directory),
         )
         try:
             process = await owner.started(start)

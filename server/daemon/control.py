@@ -40,8 +40,6 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     """The one of `listener_fds` that is of --admin-port."""
     taking_over: bool
     """Another daemon serves on the same listeners: accept connections only once all awake models serve here."""
-    pixels: str
-    """Directory of the shelf for the pixels of images; empty if no model takes images."""
     hold: list[int]
     """Models that other processes already serve: accept connections only once this process serves them, too."""
 

@@ -60,7 +60,6 @@ class Worker:
         self._service = Service(config, shared_state, start.row, keys, start.best_priorities, self._watch)
         count_dropped(self._service.metrics.log_lines_dropped.labels().inc)
         self._service.local_hosts = start.local_hosts
-        self._service.pixels = start.pixels
         self._server = make_server(self._service)
         self._serving: asyncio.Task[None] | None = None
         self._taking_over = start.taking_over

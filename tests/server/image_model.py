@@ -40,6 +40,12 @@ def write(folder: Path) -> Path:
     return folder
 
 
+def write_preprocessor(folder: Path) -> None:
+    """Add the sizes to the preprocessor of a checkpoint."""
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), **PREPROCESSOR}))
+
+
 def tokenizer(template: str = PARTS) -> Tokenizer:
     backend = vocabularies.byte_level()
     backend.add_special_tokens([AddedToken(name, special=True) for name in (*MARKS, *ROWS)])

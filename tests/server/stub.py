@@ -78,7 +78,8 @@ class Stub(Streams):
     max_num_seqs: int = 256
     running: int = 0
     energy_source: str = ""
-    modalities: tuple[str, ...] = ("text",)
+    pixels: str = ""
+    """Directory of the shelf; the model then takes images."""
 
     def __post_init__(self) -> None:
         Streams.__init__(self, 0)
@@ -103,7 +104,8 @@ class Stub(Streams):
             hidden_size=HIDDEN,
             energy_source=self.energy_source,
             prefetches=True,
-            modalities=self.modalities,
+            modalities=("text", "image") if self.pixels else ("text",),
+            pixels=self.pixels,
         )
 
     def prompt(self, i: int = -1) -> list[int]:
@@ -247,8 +249,8 @@ async def serving(
     pixels: str = "",
     **options: Any,
 ) -> AsyncIterator[Server]:
-    """A running server. `pixels`: the directory of the shelf; the model then takes images. `options` are those of
-    `ServeConfig`; each of several `models` has one engine."""
+    """A running server. `pixels`: see `Stub`. `options` are those of `ServeConfig`; each of several `models` has one
+    engine."""
     if models := options.get("models"):
         engines = len(models)
         options = {"port": 0, **options}
@@ -257,11 +259,8 @@ async def serving(
     watch = Watch(Heartbeats(engines + 1))  # a process that never had a heartbeat is not late
     service = Service(ServeConfig(**options), watch=watch)
     tokenizer = tokenizer or Tokenizer(vocabularies.wrapped(vocabularies.byte_level(adds_bos=adds_bos)))
-    stubs = [Stub(tokenizer, max_num_seqs=max_num_seqs, energy_source=energy_source) for _ in range(engines)]
-    if pixels:
-        service.pixels = pixels
-        for stub in stubs:
-            stub.modalities = ("text", "image")
+    sizes = {"max_num_seqs": max_num_seqs, "energy_source": energy_source}
+    stubs = [Stub(tokenizer, pixels=pixels, **sizes) for _ in range(engines)]
     tokenizer.hide([stubs[0].eos])
     for i, stub in enumerate(stubs if attach else []):
         (service.models[i] if models else service).attach(stub, stub.describe(), tokenizer, i)
