@@ -1,4 +1,4 @@
-"""Images over HTTP with a real engine and a tiny random checkpoint. The oracle is `transformers`, from file to token."""
+"""Images over HTTP with a real engine and a tiny random checkpoint. `transformers` is the oracle, file to token."""
 
 from __future__ import annotations
 
